@@ -36,7 +36,8 @@ def test_the_site_builds_without_a_warning(tmp_path):
 
 
 def test_every_public_name_is_in_the_reference_once():
-    pages = "\n".join(path.read_text() for path in sorted((DOCS / "reference").glob("*.md")))
+    """Those of `zeroshard` itself; models.md has names of modules beside it."""
+    pages = "\n".join(path.read_text() for path in sorted((DOCS / "reference").glob("*.md")) if path.name != "models.md")
     shown = re.findall(r"^::: zeroshard\.(?:\w+\.)*(\w+)$", pages, re.M) + re.findall(r"<!-- options: (\w+) -->", pages)
     assert len(shown) == len(set(shown)), sorted(name for name in set(shown) if shown.count(name) > 1)
     public = {*zs.__all__, *zs._LATER} - {"__version__"}

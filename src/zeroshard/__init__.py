@@ -41,6 +41,7 @@ from .errors import (
     CheckpointWriteError,
     CollectiveMismatch,
     ConfigError,
+    DeviceMemoryError,
     HostMemoryError,
     ModelChanged,
     ModelClosed,
@@ -66,6 +67,7 @@ from .optim.whole_matrix import whole_matrix
 from .tiling.cross_entropy import tiled_cross_entropy
 from .tiling.tile import tile
 from .version import __version__
+from .zero import out_of_memory
 from .zero.gathered_parameters import gathered
 from .zero.init_context import init
 from .zero.method_forward import register_forward
@@ -116,6 +118,14 @@ if not TYPE_CHECKING:
         raise missing_name(f"module {__name__!r} has no attribute {name!r}.{remedy}", sys._getframe(1))
 
 
+def _advise(shortage: out_of_memory.Shortage) -> list[str]:
+    """The planner's changes for a model that has run out of memory: imported with the first such error."""
+    return importlib.import_module(".remedies.running", __name__).advise(shortage)
+
+
+out_of_memory.advise = _advise
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *_LATER})
 
@@ -123,7 +133,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "ActivationReport", "AveragedModel", "BaseModelMismatch", "CheckpointCorrupt", "CheckpointError", "CheckpointIncomplete",
     "CheckpointMismatch", "CheckpointNotFound", "CheckpointReadError", "CheckpointWriteError", "CollectiveMismatch",
-    "Compression", "Config", "ConfigError",
+    "Compression", "Config", "ConfigError", "DeviceMemoryError",
     "Exported", "Forecast", "HostMemoryError", "Inspection", "Lion", "Loaded", "ModelChanged", "ModelClosed",
     "ModelMismatch", "Muon", "NonFiniteError", "Offload", "OffloadIOError", "PeerFailed", "Report", "Save",
     "ShardedAccessError", "ShardedSampler", "ShardedWriteError", "StallError", "StatesAway", "StepRecord", "SwapError",

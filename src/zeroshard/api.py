@@ -1,4 +1,4 @@
-"""The public verbs: shard and close, gathered, accumulate, clipping, and whole tensors by name.
+"""Public functions: shard and close, accumulate, backward, clipping, and whole tensors by name.
 
 model, optimizer = zs.shard(model, optimizer, stage=3)     # the one changed line of a training script
 """
@@ -41,6 +41,7 @@ from .utils.torch_compat import FakeTensor, carry_hooks, swap
 from .zero import ddp_interface, hooks, init_context
 from .zero.auto_stage import choose, is_auto
 from .zero.auto_wrap import check_lazy, collect, partition
+from .zero.out_of_memory import FAILURES, tell_of_building
 from .zero.parameter import ParamHome, ParamSpec
 from .zero.rank_consistency import agree_on_values, check_replicas, check_same_model, optimizer_groups
 from .zero.runtime import Runtime, runtime_of
@@ -102,7 +103,7 @@ def shard(
 
     Nothing is changed before all checks have passed. Source: ZeRO, arXiv 1910.02054, section 5.
     """
-    if torch.is_inference_mode_enabled():  # what is made there could not be trained afterwards
+    if torch.is_inference_mode_enabled():  # parameters made in inference mode could not be trained afterwards
         with torch.inference_mode(False):
             return shard(model, optimizer, config=config, comm=comm, mesh=mesh, weights=weights, sample=sample, **options)
     planned = _Planned.read(config, mesh, comm) if isinstance(config, (str, os.PathLike)) else None
@@ -125,9 +126,9 @@ def _shard(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, axes: Axes, local: distributed.Localised, weights: Any,
     auto: tuple[Any] | None, planned: _Planned | None,
 ) -> None:  # fmt: skip
-    """Of a model without DTensors: `local` has taken their place, and may be undone until anything else is changed.
+    """Shard a model whose DTensors `local` has replaced by local shards; the caller may undo that until `local.keep()`.
 
-    auto: the sample by which stage and tiers are chosen. planned: the file that the options are from.
+    auto: the sample by which stage and tiers are chosen, or None. planned: the plan that the options are from, or None.
     """
     specs = collect(model, config)
     for spec in specs:
@@ -166,9 +167,9 @@ def _shard(
     undefined = init_context.materialise_buffers(model, device)
     if weights is not None:
         meta_names, undefined = set(), [name for name in undefined if name not in stored]
-    if (undefined or meta_names) and not isinstance(torch.empty(0), FakeTensor):  # in a dry run nothing has values
+    if (undefined or meta_names) and not isinstance(torch.empty(0), FakeTensor):  # a dry run has no values
         init_context.initialise(model, meta_names, undefined)
-    if weights is not None:  # last: what initialised a buffer may have written its module's parameters as well
+    if weights is not None:  # last: the initialisation of a buffer may have written its module's parameters
         streaming.stream(runtime, found, stored)
     if optimizer is not None:
         runtime.optimizer = shard_optimizer(optimizer, runtime)
@@ -176,7 +177,7 @@ def _shard(
 
 @dataclass(frozen=True)
 class _Planned:
-    """The file of a plan that options are from. axes: ranks along "pp" and "tp" in this run; all: of it there are no other ranks."""
+    """Plan that the options are from. axes: ranks along "pp" and "tp" in this run; all: the call is of all ranks of the run."""
 
     path: str | os.PathLike
     plan: Mapping[str, Any]
@@ -185,7 +186,7 @@ class _Planned:
 
     @classmethod
     def read(cls, path: str | os.PathLike, mesh: Any, comm: Any) -> _Planned:
-        """Raises ConfigError for a plan of a model that is cut otherwise."""
+        """Read a plan. Raise ConfigError if it cuts the model along pp or tp differently from this run."""
         plan = read_layout(path)
         if mesh is None and comm is None and cuts_model(plan):
             raise ConfigError(
@@ -197,7 +198,7 @@ class _Planned:
         return cls(path, plan, axes, comm is None)
 
     def compare(self, group: Comm, world: Comm) -> None:
-        """Say on rank 0 where there are other ranks than it was made for."""
+        """Print a note on rank 0 if the plan was made for another number or mesh of ranks."""
         node_size = world.nodes.count(world.nodes[0]) if self.all else None
         text = planned_otherwise(self.path, self.plan, {"dp": group.world_size, **self.axes}, node_size)
         if text and world.rank == 0:
@@ -245,7 +246,7 @@ def _device_of(specs: list[ParamSpec]) -> torch.device:
 
 
 def _agree(model: nn.Module, specs: list[ParamSpec], comm: Comm, skip_parameters: bool, buffers: bool) -> None:
-    """All ranks start from rank 0's values, as with DDP. buffers: of these, too."""
+    """Copy rank 0's values to all ranks, as DDP does (collective). buffers: copy those of buffers, too."""
     whole = [] if skip_parameters else [(s.name, s.original) for s in specs]
     tensors = [*whole, *(model.named_buffers() if buffers else ())]
     tensors = [(n, t) for n, t in tensors if not t.is_meta and not isinstance(t, ShardedTensor)]
@@ -273,13 +274,17 @@ def _build(
     warm = lambda steps: steps == 0 or (runtime is not None and runtime.progress.steps >= steps)  # noqa: E731
     comms = topology.open_topology(config, comms, ledger, warm, parts)
     builder = Builder(config, comms, ledger, tiers, optimizer_groups(optimizer), comm.new_serial())
-    comm.fence_write(synchronised=True)  # fresh memory, also where other models are at rest: peers wait for our values
+    comm.fence_write(synchronised=True)  # fresh memory, also beside other models at rest: peers wait for our values
     try:
-        units = builder.build(partition(model, config, specs))
+        plans = partition(model, config, specs)
+        units = builder.build(plans)
         comm.fence_read()
-    except OffloadIOError as error:  # a disk that was full after all: values are half on their way, on every rank
+    except OffloadIOError as error:  # the disk is full after all, with a part of the values written: every rank must fail
         tiers.close()
         tiers.fail(error)
+    except FAILURES as error:
+        tell_of_building(error, model, config, ledger, comm, plans)
+        raise
     assert builder.pool is not None
     runtime = Runtime(model, config, comms, units, ledger, builder.pool, tiers)
     object.__setattr__(model, "_zeroshard", runtime)
@@ -311,7 +316,7 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
     try:
         runtime.tiers.check()
         runtime.moved.check()
-        runtime.comm.exchange(b"", "zs.close: begin")  # a rank may still be writing to what the others are about to read
+        runtime.comm.exchange(b"", "zs.close: begin")  # a rank may still be writing to memory that the others are about to read
     except StatesAway:
         raise
     except ZeroshardError:
@@ -345,14 +350,14 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
     runtime.topology.release()
     runtime.end_answering()
     if restore:
-        del model.__dict__["_zeroshard"]  # else: its hooks refuse
+        del model.__dict__["_zeroshard"]  # else the hooks stay, and raise
     runtime.units, runtime.groups = [], []
     return model
 
 
 @torch.no_grad()
 def _whole_values(group: ParamGroup, runtime: Runtime) -> list[Tensor]:
-    """Copies of all parameters of a group, whole, as exact as they are held (collective)."""
+    """Return copies of all whole parameters of a group, from masters if there are any (collective)."""
     if runtime.optimizer is not None:
         runtime.gate.wait()
         runtime.optimizer.core.refresh_masters(group)
@@ -396,7 +401,7 @@ def _restore_local(group: ParamGroup, index: int, value: Tensor) -> None:
     compute = group.compute[index]
     give_back(compute)
     compute.data = value
-    compute.requires_grad_(param.requires_grad)  # as the user has it
+    compute.requires_grad_(param.requires_grad)  # the user may have switched it
     compute.__dict__.update(attributes_of(param))
     del param.__dict__["_compute"]
     if swap(param, compute):
@@ -410,10 +415,10 @@ def _restore_local(group: ParamGroup, index: int, value: Tensor) -> None:
 
 
 def accumulate(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """The backwards inside do not communicate: each rank adds up its gradients, in the gradient dtype, at every stage.
+    """Accumulate gradients without communication: backwards inside add up on each rank, in the gradient dtype, at every stage.
 
-    The next backward outside reduces their sum, or else what uses gradients first: a step, `clip_grad_norm_`, `full_gradients`.
-    All ranks enter and leave it alike. DDP's `model.no_sync()` and `model.require_backward_grad_sync = False` are the same.
+    The next backward outside reduces the sums, or else the first use of gradients: a step, `clip_grad_norm_`, `full_gradients`.
+    All ranks must enter and leave it alike. DDP's `model.no_sync()` and `model.require_backward_grad_sync = False` do the same.
     """
     return ddp_interface.accumulate(runtime_of(model))
 
@@ -450,7 +455,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def _at_least_0(name: str, value: Any) -> float:
-    """`value`, a number or a tensor of one, as a float."""
+    """Return `value`, a number or a tensor of one element, as a float. Raise ConfigError if it is below 0 or no number."""
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     if isinstance(number, bool) or not isinstance(number, Real) or not float(number) >= 0:
         raise ConfigError(f"{name}: expected a number of at least 0, got {value!r}.")
@@ -488,14 +493,17 @@ def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Ten
                     group.values.release()
             values = [spec.complete(value) for spec, value in zip(group.specs, values, strict=True)]
             whole.update({id(param): value for param, value in zip(group.params, values, strict=True)})
-    # by object, since wrappers rename what state_dict() returns
+    # matched by object, since wrappers rename the entries of state_dict()
     state = model.state_dict(keep_vars=True)
     found = {name: whole[id(v)] if id(v) in whole else _cloned(v) for name, v in state.items()}
     return join(found, parts_in(model, state))
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """The mean gradient of every trainable parameter by its name in `model.named_parameters()`, whole, on every rank (collective)."""
+    """Return the whole mean gradient of every trainable parameter on every rank (collective).
+
+    Keys are the names in `model.named_parameters()`; None stands for a parameter without a gradient.
+    """
     runtime = runtime_of(model)
     runtime.attendance.refuse("zs.full_gradients")
     runtime.flush()
@@ -514,7 +522,10 @@ def _cloned(value: Any) -> Any:
 
 
 def full_optimizer_state(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """The optimizer's state of every parameter by its name in `model.named_parameters()`, tensors whole, on every rank (collective)."""
+    """Return the optimizer's state of every parameter, with whole tensors, on every rank (collective).
+
+    Keys are the names in `model.named_parameters()`.
+    """
     return {spec.name: states for spec, _, states in _whole_optimizer_states(model, "zs.full_optimizer_state")}
 
 
@@ -537,16 +548,16 @@ def full_optimizer_state_dict(model: nn.Module, *, every_rank: bool = False) -> 
     runtime, states = runtime_of(model), {}
     wanted = every_rank or runtime.world.rank == runtime.topology.stages[runtime.topology.stage][0]
     for _, param, found in _whole_optimizer_states(model, "zs.full_optimizer_state_dict"):
-        if wanted and found:  # copies: torch counts a step in place, and parameters may share the number
+        if wanted and found:  # copies: torch advances `step` in place, and parameters may share that tensor
             states[id(param)] = {k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in found.items()}
     outer = _core(runtime).outer
-    # hooks of the user's run on all ranks
+    # state_dict() on all ranks: it runs the user's hooks
     params, told = [param for group in outer.param_groups for param in group["params"]], outer.state_dict()
     return {**told, "state": {number: states[id(p)] for number, p in enumerate(params) if id(p) in states}} if wanted else {}
 
 
 def _whole_optimizer_states(model: nn.Module, verb: str) -> Iterator[tuple[ParamSpec, nn.Parameter, dict[str, Any]]]:
-    """Each trained parameter with its optimizer states, whole (collective)."""
+    """Yield each trained parameter with its whole optimizer states (collective)."""
     runtime = runtime_of(model)
     runtime.attendance.refuse(verb)
     states = _core(runtime).state_by_param()

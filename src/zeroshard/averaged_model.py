@@ -1,10 +1,10 @@
-"""`zs.ema`: an exponential moving average of a model's parameters, kept as slices beside the masters.
+"""`zs.ema`: an exponential moving average of a model's parameters, sharded as the masters are.
 
     step 1       average = parameters
     later        average = decay average + (1 - decay) parameters        after each step that was not skipped
 
-One fp32 value an element, on each rank for its shard alone (at every stage), on the tier of the optimizer's states. What is
-averaged are the masters where there are any.
+Each rank keeps one fp32 value for each element of its shard (at every stage), on the tier of the optimizer's states. Masters
+are averaged where there are any, else the parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .zero.idle import check_idle
 from .zero.runtime import Runtime, runtime_of
 from .zero.unit import ParamGroup
 
-_CHUNK_NUMEL = 4 << 20  # of what does not rest where the other does, at a time
+_CHUNK_NUMEL = 4 << 20  # elements copied at a time if source or target is offloaded
 
 
 def ema(model: nn.Module, decay: float = 0.999) -> AveragedModel:
@@ -55,7 +55,7 @@ class AveragedModel:
     """The average of one model's parameters, as `zs.ema` makes it; `updates` counts the steps that are in it."""
 
     def __init__(self, model: nn.Module, runtime: Runtime, decay: float) -> None:
-        """As `ema` makes it."""
+        """Called by `ema`, which documents and checks the arguments."""
         runtime.attendance.refuse("zs.ema")
         runtime.moved.check()
         self.model, self.runtime, self.decay, self.updates = model, runtime, decay, 0
@@ -65,7 +65,7 @@ class AveragedModel:
             rest = runtime.tiers.rest(AVERAGES, group.offload, group.layout.shard_numel, dtype)
             group.averages.append(rest)
             self._shards.append((group, rest))
-        self._aside: dict[int, Rest] = {}  # id of a group -> where its values are, inside `swapped`
+        self._aside: dict[int, Rest] = {}  # id of a group -> copy of its values, inside `swapped`
         self._take(None)
         runtime.optimizer.core.after_step.append(self._follow)
 
@@ -75,7 +75,7 @@ class AveragedModel:
 
     @torch.no_grad()
     def _take(self, decay: float | None) -> None:
-        """Average what there is now into it; None: begin with that."""
+        """Add the present parameters to the average with weight 1 - decay; set the average to them if decay is None."""
         core = self.runtime.optimizer.core
         self.runtime.gate.wait()
         for group, average in self._shards:
@@ -113,11 +113,11 @@ class AveragedModel:
 
     @torch.no_grad()
     def _exchange(self, write: Any) -> None:
-        """Write this rank's shards of all groups; whole parameters are gathered again."""
+        """Write this rank's shards of all groups by `write(group, average)`; gather replicated parameters again (collective)."""
         runtime, groups = self.runtime, [group for group, _ in self._shards]
         runtime.recover()
         runtime.settle()
-        runtime.comm.exchange(b"", "AveragedModel.swapped")  # nobody reads shards any more
+        runtime.comm.exchange(b"", "AveragedModel.swapped")  # no rank reads shards any more
         runtime.comm.fence_write(synchronised=True)
         for group, average in self._shards:
             write(group, average)
@@ -130,7 +130,7 @@ class AveragedModel:
         runtime.comm.fence_read()
 
     def _lend(self, group: ParamGroup, average: Rest) -> None:
-        """values -> aside, average -> values."""
+        """Copy the values of a group to its place in `_aside`, and then the average into the values."""
         values, tiers = group.values.rest, self.runtime.tiers
         if id(group) not in self._aside:
             self._aside[id(group)] = tiers.place(group.offload, values.numel, values.dtype)
@@ -139,7 +139,7 @@ class AveragedModel:
         _copy(average, values)
 
     def _give_back(self, group: ParamGroup, average: Rest) -> None:
-        """aside -> values. Memory goes; a place in a file stays for the next time."""
+        """Copy the values of a group back from `_aside`. Free memory there; keep a place on disk for the next time."""
         aside = self._aside[id(group)]
         _copy(aside, group.values.rest)
         if group.offload.tier is not Tier.DISK:
@@ -147,16 +147,16 @@ class AveragedModel:
             del self._aside[id(group)]
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The model's state dict with averages, whole and as exact as they are kept, on every rank (collective).
+        """Return the model's state dict with whole averages, in the dtype in which they are kept, on every rank (collective).
 
-        Parameters that are not trained, and buffers, are those of the model.
+        Frozen parameters and buffers have the model's values.
         """
         self._check("AveragedModel.full_state_dict")
         kept = {id(group): rest for group, rest in self._shards}
         return full_tensors(self.model, lambda group: kept.get(id(group), group.values.rest))
 
     def close(self) -> None:
-        """Follow no further steps. Memory goes with the model's (zs.close)."""
+        """Stop following steps. The memory is freed with the model's, by zs.close."""
         follow = self.runtime.optimizer.core.after_step
         if self._follow in follow:
             follow.remove(self._follow)
@@ -169,17 +169,17 @@ class AveragedModel:
     # -- in checkpoints: see checkpoint/user_state.py ----------------------------------------------------------
 
     def slices(self, model: nn.Module) -> list[tuple[ParamGroup, Rest]]:
-        """The averages of each group's shard. Raises ConfigError where this is of another model."""
+        """Return the average of each group's shard. Raise ConfigError if this is the average of another model."""
         if model is not self.model:
             raise ConfigError("extra: an average of another model: expected that of the model that is saved or loaded.")
         return self._shards
 
     def state_dict(self) -> dict[str, Any]:
-        """Without the averages, which checkpoints hold by slices."""
+        """Return decay and updates; checkpoints hold the averages themselves by slices."""
         return {"decay": self.decay, "updates": self.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As above. The decay is this one's own."""
+        """Load the number of updates; the decay stays that of this object."""
         self.updates = int(state["updates"])
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -189,7 +189,7 @@ class AveragedModel:
 
 
 def _source(group: ParamGroup) -> tuple[Rest, int]:
-    """What is averaged of a group, and where this rank's shard begins in it."""
+    """Return the resting place of a group's masters, else values, and the first element of this rank's shard in it."""
     if group.master is None:
         return group.values.rest, 0
     shard_numel = group.layout.shard_numel
@@ -197,14 +197,14 @@ def _source(group: ParamGroup) -> tuple[Rest, int]:
 
 
 def _copy(source: Rest, target: Rest) -> None:
-    """source -> target, rounded to its dtype."""
+    """Copy `source` to `target`, rounded to its dtype."""
     for start, stop in _chunks(target, source):
         values = source.load(start, stop)
         target.store(start, values if target.resident else values.to(target.dtype))
 
 
 def _chunks(target: Rest, source: Rest) -> Iterator[tuple[int, int]]:
-    """[start, stop) of `target`, some at a time where that takes memory."""
+    """Yield ranges [start, stop) of `target`: one if both rest on the device, else chunks of _CHUNK_NUMEL elements."""
     step = max(target.numel, 1) if target.resident and source.resident else _CHUNK_NUMEL
     for start in range(0, target.numel, step):
         yield start, min(start + step, target.numel)

@@ -16,17 +16,17 @@ _EXEMPT = ("*norm*", "*router*", "*embed*")
 
 @dataclass(frozen=True)
 class Compression:
-    """How one kind of collective is packed. A text in its place is its `codec`; True is "int8".
+    """How one kind of collective is packed. A text in its place is its `codec`, and True is "int8".
 
-    codec:          "int8", "int4" (symmetric, by blocks), "fp8" (e4m3, by blocks); of gradients also "top_k" and "low_rank". "none".
-    block:          elements that share a scale, a power of two from 32 to 16384.
-    warmup_steps:   steps at the beginning in which all travels plain.
-    exempt:         name patterns of parameters that travel plain, beside all that are not matrices (norms, biases).
-    min_numel:      what has fewer elements in one unit travels plain.
-    error_feedback: gradients: what packing loses is kept, and added to the next gradient. Takes 4 bytes an element on each rank.
-    ratio:          "top_k": which part of the elements is sent, above 0, at most 0.5.
-    rank:           "low_rank": columns of the two factors.
-    force:          also between ranks that read each other's memory, which gain nothing by it.
+    codec: "int8", "int4" (symmetric, by blocks), "fp8" (e4m3, by blocks); for gradients also "top_k" and "low_rank". "none".
+    block: elements that share a scale: a power of two from 32 to 16384.
+    warmup_steps: so many steps at the beginning are not packed.
+    exempt: name patterns of parameters that are not packed, beside all that are no matrices (norms, biases).
+    min_numel: a parameter with fewer elements in one unit is not packed.
+    error_feedback: gradients: what packing loses is kept and added to the next gradient. Takes 4 bytes an element on each rank.
+    ratio: "top_k": the part of the elements that is sent, above 0, at most 0.5.
+    rank: "low_rank": columns of the two factors.
+    force: pack also between ranks that read each other's memory, which gains nothing.
     """
 
     codec: str = "int8"

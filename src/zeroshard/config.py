@@ -1,7 +1,7 @@
-"""What the user may choose, and the table of stages.
+"""The options of zs.shard, their validation, and the table of stages.
 
 A *stage* is a row: the placement of each model state over the data-parallel ranks (ZeRO, arXiv 1910.02054,
-section 5). Everything else in the library reads the row, never the stage number.
+section 5). All other code reads the row, never the stage number.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 
 class Tier(Enum):
-    """Where a model state rests."""
+    """Memory or disk in which a model state rests."""
 
-    DEVICE = "device"  # the memory that computes (on a CPU: host memory)
+    DEVICE = "device"  # memory of the device that computes (on a CPU: host memory)
     HOST = "host"
     DISK = "disk"
 
 
 class Placement(Enum):
-    """How one model state lies over the data-parallel ranks."""
+    """Placement of one model state over the data-parallel ranks."""
 
-    REPLICATED = "replicated"  # every rank holds the whole, reduced
-    PARTIAL = "partial"  # every rank has room for the whole; its own shard is reduced
-    SHARDED = "sharded"  # every rank holds 1/N
+    REPLICATED = "replicated"  # every rank holds the whole state, reduced
+    PARTIAL = "partial"  # every rank has memory for the whole state; only its own shard is reduced
+    SHARDED = "sharded"  # every rank holds 1/N of the state
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ STAGES: dict[int, Row] = {
 
 @dataclass(frozen=True)
 class _Kind:
-    """What an option takes, in words and as a test. None is taken where it is the default."""
+    """Kind of an option's values, as a text and as a test. None is accepted if it is the default."""
 
     expected: str
     accepts: Callable[[Any], bool]
 
 
-def _is_number(value: object) -> bool:
-    """A real number; not a bool."""
+def _is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value is a real number and no bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -80,12 +80,12 @@ def _is_whole(value: object) -> bool:
 
 
 def _is_count(value: object) -> bool:
-    """Also as a float, since 5e8 is one."""
-    return _is_number(value) and 0 <= value < math.inf and value == int(value)  # type: ignore[operator,call-overload]
+    """Return whether a value is a whole number of at least 0; floats too, since 5e8 is one."""
+    return _is_number(value) and 0 <= value < math.inf and value == int(value)
 
 
 def _is_scale(value: object) -> bool:
-    return _is_number(value) and 0 < value < math.inf  # type: ignore[operator]
+    return _is_number(value) and 0 < value < math.inf
 
 
 _BOOL = _Kind("True or False", lambda value: isinstance(value, bool))
@@ -104,7 +104,7 @@ _FOLDER = _Kind("the path of a folder", lambda value: isinstance(value, (str, os
 
 
 def _check_fields(given: object, kinds: Mapping[str, _Kind], prefix: str = "") -> None:
-    """Raise for the first field whose value is not of its kind."""
+    """Raise ConfigError for the first field whose value is not of its kind."""
     defaults = {f.name: f.default for f in dataclasses.fields(given)}  # type: ignore[arg-type]
     for name, kind in kinds.items():
         value = getattr(given, name)
@@ -125,18 +125,18 @@ _OPTIMIZER_ONLY = ("ratio", "fused")
 
 @dataclass(frozen=True)
 class Offload:
-    """Where one model state rests, in the field's vocabulary. A text in its place is its `device`.
+    """Where one model state rests. A text in its place is its `device`.
 
-    device:        "none", "cpu" (host memory) or "nvme" (files on a local disk).
-    path:          nvme: an existing folder on that disk; a folder of this run is made in it, and removed at the end.
-                   None: Config.offload_path (of zs.checkpoint_activations: its path).
-    pin_memory:    page-locked host memory where there is a GPU: copies run beside the computation.
-    ratio:         optimizer: this fraction of the states, 0 to 1, is offloaded, the rest stays on the device.
-    buffer_count, buffer_nbytes: host buffers through which states pass, per rank: how many, and bytes of each. Parameters
-                   have half as many, each of the largest shard.
-    fused:         optimizer: step with torch's fused kernels. None: as the optimizer was built if it computes on the
-                   host (equal in bits to no offload), fused for a GPU.
-    checksum:      nvme: remember a checksum of everything written and compare when it is read.
+    device: "none", "cpu" (host memory) or "nvme" (files on a local disk).
+    path: nvme: an existing folder on that disk. A folder of this run is made in it, and removed at the end. None:
+        Config.offload_path (for zs.checkpoint_activations: its path).
+    pin_memory: page-locked host memory where there is a GPU, so that copies run beside the computation.
+    ratio: optimizer: the fraction of the states that is offloaded, 0 to 1. The rest stays on the device.
+    buffer_count, buffer_nbytes: number and bytes of the host buffers of a rank through which states pass. Parameters have half as
+        many, each as large as the largest shard.
+    fused: optimizer: step with torch's fused kernels. None: for a GPU yes, on the host as the optimizer was built (equal in bits
+        to no offload).
+    checksum: nvme: keep a checksum of everything written, and compare it when it is read.
     any_filesystem: nvme: accept tmpfs and network file systems.
     """
 
@@ -168,7 +168,7 @@ class Offload:
 
     @classmethod
     def of(cls, given: object, path: str | None, name: str, option: str = "offload_path") -> Offload:
-        """From an Offload, a device name, a mapping of fields, or None. path: of one on disk without; from `option`."""
+        """Make an Offload from one, a device name, a mapping of fields, or None. path: folder if it names none; from `option`."""
         offload = cls._read(given, name)
         if offload.tier is not Tier.DISK or offload.path is not None:
             return offload
@@ -203,19 +203,19 @@ class Offload:
 
 
 PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_GROUPS = ("group", "process_group", "mesh", "device_mesh")  # what others call the argument `comm` of zs.shard
+_GROUPS = ("group", "process_group", "mesh", "device_mesh")  # names in other libraries of zs.shard's argument `comm`
 _ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 UNIT_CHOICES = ("auto", "model", "leaf")
 
 
 def _precision_name(value: object) -> str:
-    """'bf16' for its other spellings, torch.bfloat16 among them."""
+    """Return the short name of a precision, 'bf16', for its other spellings, torch.bfloat16 among them."""
     name = str(value).removeprefix("torch.")
     return _ALIASES.get(name, name)
 
 
 def _as_dtype(value: object) -> Any:
-    """The dtype that a name stands for; what is no such name comes back as it is."""
+    """Return the dtype that a name stands for; any other value as it is."""
     return PRECISIONS.get(_precision_name(value), value)
 
 
@@ -264,14 +264,14 @@ PRESETS: dict[str, dict[str, object]] = {
     "zero-infinity": {"stage": 3, "offload_optimizer": "nvme", "offload_gradient": "nvme", "offload_param": "nvme"},
 }
 
-SECTION = "zeroshard"  # the section of a layout's file that is ours; the others are a DeepSpeed configuration
+SECTION = "zeroshard"  # zeroshard's section of a layout's file; the other sections are a DeepSpeed configuration
 _LAYOUT_KEYS = ("shard", "mesh", "micro_batch", "micro_batches", "global_batch")
 
 
 def read_layout(path: str | os.PathLike) -> dict[str, Any]:
-    """What `zeroshard plan --auto` has written: shard (options of zs.shard), mesh (ranks by axis), micro_batch, micro_batches, ...
+    """Return the layout in a file of `zeroshard plan --auto`: shard (options of zs.shard), mesh (ranks by axis), micro_batch, ...
 
-    Raises ConfigError for a file that is not there, or is none of these.
+    Raise ConfigError if the file can not be read, or is no valid layout.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -313,9 +313,9 @@ def read_layout(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def planned_otherwise(path: object, plan: Mapping[str, Any], axes: Mapping[str, int], node_size: int | None = None) -> str:
-    """One sentence, with the remedy, where a layout's file was made for other ranks than there are; "" where for these.
+    """Return a sentence, with a remedy, if a layout's file was made for another number or mesh of ranks than this run's; else "".
 
-    axes: ranks along "pp", "dp" and "tp"; those that are missing have one. node_size: ranks of a node, if known.
+    axes: number of ranks along "pp", "dp" and "tp"; 1 if missing. node_size: number of ranks of a node, if known.
     """
     planned = {axis: plan["mesh"].get(axis, 1) for axis in ("pp", "dp", "tp")}
     found = {axis: axes.get(axis, 1) for axis in planned}
@@ -336,88 +336,87 @@ def planned_otherwise(path: object, plan: Mapping[str, Any], axes: Mapping[str, 
 
 
 def other_model_axes(plan: Mapping[str, Any], axes: Mapping[str, int]) -> bool:
-    """Whether a plan cuts the model otherwise: then it can not be right."""
+    """Return whether a plan cuts the model along pp or tp differently from `axes`, so that it does not hold for this run."""
     return any(plan["mesh"].get(axis, 1) != axes.get(axis, 1) for axis in ("pp", "tp"))
 
 
 def cuts_model(plan: Mapping[str, Any]) -> bool:
-    """Whether a plan's mesh has axes other than data parallelism."""
+    """Return whether a plan's mesh has more than one rank along an axis other than data parallelism."""
     return any(size > 1 for axis, size in plan["mesh"].items() if axis != "dp")
 
 
 Units = str | tuple[str | type, ...] | Callable[[str, nn.Module], bool]
-_CHOSEN: Any = None  # the default of a field to which __post_init__ gives its value
+_CHOSEN: Any = None  # default of a field whose value __post_init__ sets
 
 
 @dataclass(frozen=True)
 class Config:
-    """Every option of `zs.shard`. Immutable, validated when built. `Config.preset(name)`, or preset= beside the options, sets
-    those that a name of the field stands for: "ddp", "zero-1", "zero-2", "zero-3", "zero-offload", "zero-3-offload",
+    """Every option of `zs.shard`. Immutable, and validated when built. `Config.preset(name)`, or preset= beside the options, sets
+    those for which a name of the field stands: "ddp", "zero-1", "zero-2", "zero-3", "zero-offload", "zero-3-offload",
     "zero-infinity" (which needs offload_path).
 
-    stage:            0, 1, 2 or 3.
-    precision:        dtype of parameters, activations and sent gradients: "fp32", "bf16" or "fp16". Frozen parameters have no
-                      fp32 masters: they are rounded, and stay so in exports and after zs.close (see `dtypes`).
-    units:            what is gathered and reduced together: "auto" (classes that repeat in a container), "model"
-                      (one unit), "leaf" (one per module that owns parameters), a tuple of classes or class names,
-                      or a function (name, module) -> bool.
-    max_unit_numel:   units of more elements are split at their children, as far as they have any (0: all units).
-    min_unit_numel:   neighbouring units are merged until they have this many elements; 0: none are.
-    max_grad_norm:    clip the global norm to this before each step; None, or 0 as elsewhere in the field: never.
-    overlap:          run reductions and gathers beside the computation; False waits for each (for debugging).
-    prefetch_nbytes:  at most so many bytes are gathered ahead of use (one unit always is, also with 0).
-    gradient_dtype:   dtype in which reduced gradients rest and accumulate.
-    reduce_dtype:     dtype in which gradients are sent (default: the precision's); sums are fp32 always.
-    master_weights:   keep fp32 masters and states when the precision is below fp32 (opting out is logged).
-    dtypes:           per-module policy: {class name or name pattern: dtype or its name}, e.g. {"LayerNorm": "fp32"}.
-                      Each holds for all that is inside the module, the nearest match wins; inputs and outputs are cast
-                      where the dtype changes. Norms with running statistics are fp32 unless a key matches them. A key that
-                      means no module names parameters, as in {"router.weight": "fp32"}: no input is cast for these. Integers
-                      keep their dtype, and so do fp64 and frozen fp8 and fp4 parameters that are not named so.
-    cast_buffers:     floating-point buffers take the dtype in which their module computes; False leaves them as they are
-                      (rotary tables need fp32; a table that is added to activations must be cast).
-    agree_buffers:    buffers begin with rank 0's values, as parameters do; False: each rank keeps its own.
-    loss_scale:       fp16: "dynamic" or a fixed number above 0.
-    initial_loss_scale, loss_scale_window: fp16 dynamic scale: first value; good steps before it doubles.
-    loss_scale_delay: fp16: this many good steps at the start, and after each overflow, do not count for the window.
-    loss_scale_hysteresis, consecutive_hysteresis: fp16: the scale is halved by this many-th overflow, and by each from there on;
-                      counting begins again when the scale doubles, with consecutive_hysteresis after every good step.
-    min_loss_scale:   fp16: the dynamic scale is not halved below it.
-    skip_nonfinite:   a step whose gradients are not finite is skipped, on all ranks; False: taken, as plain torch takes it (not in fp16).
-    max_skipped_steps: this many non-finite steps in a row stop the run with a diagnosis; inf: never.
-    hold_schedulers:  schedulers of torch stand still after a skipped step, whoever calls them.
-    map_shared:       ranks on one CPU host read each other's shards in place of copying them.
-    keep_host_memory: CPU: tell the C allocator to keep freed memory between steps (process-wide; memory/host_memory.py). With parameters
-        on disk it is told to give large blocks back at once.
-    offload_optimizer: where optimizer states and master weights rest and are stepped (stages 1, 2, 3): an Offload, its
-                      device ("none", "cpu", "nvme"), or a mapping of its fields.
-    offload_gradient: where reduced gradient shards rest (stages 2, 3). Default: on the host if the optimizer is offloaded.
-    offload_param:    where parameter shards rest (stage 3).
-    offload_path:     folder for every state on "nvme" that does not name its own.
-    delayed_update:   None, or after so many warm-up steps (0: from the first) the host's update of a step runs
-                      beside the next step's forward and backward (one step late; ZeRO-Offload, arXiv 2101.06840,
-                      section 4.3; 40 in the paper).
-    param_persistence_threshold: stage 3: parameters of at most so many elements stay whole on every rank's device, as at stage 2, and need
-                      no gather; 0: none. DeepSpeed's stage3_param_persistence_threshold.
+    stage: 0, 1, 2 or 3: what is sharded.
+    precision: dtype of parameters, activations and sent gradients: "fp32", "bf16" or "fp16". Frozen parameters have no fp32
+        masters: they are rounded, and stay so in exports and after zs.close (see `dtypes`).
+    units: what is gathered and reduced together: "auto" (the classes that repeat in a container), "model" (one unit), "leaf" (one
+        for each module that owns parameters), a tuple of classes or class names, or a function (name, module) -> bool.
+    max_unit_numel: units of more elements are split at their children, as far as they have any (0: all units).
+    min_unit_numel: neighbouring units are merged until they have this many elements; 0: none are.
+    max_grad_norm: clip the global norm to this before each step; None or 0: never.
+    overlap: run reductions and gathers beside the computation; False waits for each (for debugging).
+    prefetch_nbytes: how many bytes may be gathered ahead of use. One unit always is, also with 0.
+    gradient_dtype: dtype in which reduced gradients rest and accumulate.
+    reduce_dtype: dtype in which gradients are sent; None: the precision's. Sums are always fp32.
+    master_weights: keep fp32 masters and states when the precision is below fp32; False is logged.
+    dtypes: a dtype for some modules: {class name or name pattern: dtype or its name}, e.g. {"LayerNorm": "fp32"}. It holds for
+        all that is inside the module, and the nearest match wins. Inputs and outputs are cast where the dtype changes. A key that
+        matches no module names parameters ({"router.weight": "fp32"}), for which no input is cast. Norms with running statistics
+        are fp32 unless a key matches them. Integers keep their dtype, and so do fp64 and frozen fp8 and fp4 parameters that no
+        key names.
+    cast_buffers: cast floating-point buffers to the dtype in which their module computes. False leaves them: rotary tables need
+        fp32, but a table that is added to activations must be cast.
+    agree_buffers: buffers begin with rank 0's values, as parameters do; False: each rank keeps its own.
+    loss_scale: fp16: "dynamic", or a fixed number above 0.
+    initial_loss_scale, loss_scale_window: fp16, dynamic scale: its first value, and the good steps before it doubles.
+    loss_scale_delay: fp16: so many good steps at the start, and after each overflow, do not count for the window.
+    loss_scale_hysteresis, consecutive_hysteresis: fp16: the scale is halved by the n-th overflow, and by each one after it.
+        Counting begins again when the scale doubles, and with consecutive_hysteresis after every good step.
+    min_loss_scale: fp16: the dynamic scale is not halved below this.
+    skip_nonfinite: all ranks skip a step whose gradients are not finite; False takes it, as plain torch does (not in fp16).
+    max_skipped_steps: so many non-finite steps in a row stop the run with a diagnosis; inf: never.
+    hold_schedulers: torch's schedulers stand still after a skipped step, whoever calls them.
+    map_shared: ranks on one CPU host read each other's shards, and do not copy them.
+    keep_host_memory: CPU: tell the C allocator, for the whole process, to keep freed memory between steps
+        (memory/host_memory.py). With parameters on disk it is told to give large blocks back at once.
+    offload_optimizer: stages 1 to 3: where optimizer states and master weights rest and are stepped: an Offload, its device
+        ("none", "cpu", "nvme"), or a mapping of its fields.
+    offload_gradient: stages 2 and 3: where reduced gradient shards rest. Default: on the host if the optimizer is offloaded.
+    offload_param: stage 3: where parameter shards rest.
+    offload_path: the folder of every state on "nvme" that does not name its own.
+    delayed_update: after so many warm-up steps (0: from the first) the host's update of a step runs beside the next step's
+        forward and backward, one step late (ZeRO-Offload, arXiv 2101.06840, section 4.3; 40 in the paper). None: never.
+    param_persistence_threshold: stage 3: parameters of at most so many elements stay whole on every rank's device, as at stage 2,
+        and need no gather; 0: none. DeepSpeed's stage3_param_persistence_threshold.
     model_persistence_threshold: stage 3: at most so many elements in all stay whole so; those that come first in the model do.
-    max_live_parameters: stage 3: keep a unit gathered from forward to backward if at most so many elements are
-                      gathered in between; 0: none.
-    prefetch_bucket_size: elements gathered ahead of use; another way to give prefetch_nbytes.
-    shard_size, mics_shard_size: states are sharded over groups of so many ranks (the first so many, and so on), and are alike in
-                      all groups: MiCS (arXiv 2205.00119, section 3.2), HSDP. Gathers stay inside of a group.
-    replicate_optimizer: with groups, or a mesh: each group holds all optimizer states; False: they, and gradients, are sharded over
-                      all ranks, and parameters are kept in groups as with zero_hpz_partition_size.
-    zero_hpz_partition_size: stage 3: nodes of so many ranks keep a secondary shard of the parameters, made by the forward's
-                      gathers, from which later ones are served: hpZ (ZeRO++, arXiv 2306.10209, section 4.2). 1: none.
+    max_live_parameters: stage 3: keep a unit gathered from forward to backward if at most so many elements are gathered in
+        between; 0: none.
+    prefetch_bucket_size: prefetch_nbytes as a number of elements.
+    shard_size, mics_shard_size: shard states over groups of so many consecutive ranks, alike in all groups (MiCS, arXiv
+        2205.00119, section 3.2; HSDP). Gathers stay inside of a group.
+    replicate_optimizer: with groups, or a mesh of two axes: each group holds all optimizer states. False: they and gradients are
+        sharded over all ranks, and parameters are kept in groups as with zero_hpz_partition_size.
+    zero_hpz_partition_size: stage 3: nodes of so many ranks keep a secondary shard of the parameters, which the forward's gathers
+        bring and later gathers use: hpZ (ZeRO++, arXiv 2306.10209, section 4.2). 1: none.
     zero_quantized_weights: parameters travel packed: qwZ (ibid., section 4.1). True ("int8"), "int8", "int4", "fp8", or a
-                      zs.Compression.
-    zero_quantized_gradients: gradients travel packed: qgZ (ibid., section 4.3); in two hops where ranks are in nodes. As above, and
-                      "top_k", "low_rank" (arXiv 1905.13727).
-    hierarchical:     gathers and reductions go in two hops, between nodes and inside of them. None: where nodes are given, or found (several
-                      hosts of equally many ranks).
-    stall_timeout_s:  a wait longer than this raises on every rank, naming who is missing. Above 0, at most 2,000,000.
+        zs.Compression.
+    zero_quantized_gradients: gradients travel packed: qgZ (ibid., section 4.3), in two hops where ranks are in nodes. As above,
+        and "top_k", "low_rank" (arXiv 1905.13727).
+    hierarchical: gathers and reductions go in two hops, between nodes and inside of them. None: where nodes are given, or found
+        (several hosts of equally many ranks).
+    stall_timeout_s: a rank that waits longer than this raises on every rank, and names who is missing. Above 0, at most
+        2,000,000.
 
-    What bounds a number of elements or bytes may be inf: no bound.
+    A bound on a number of elements or bytes may be inf: no bound.
     """
 
     stage: int = 3
@@ -464,7 +463,7 @@ class Config:
     hierarchical: bool | None = None
     stall_timeout_s: float = 60.0
 
-    if TYPE_CHECKING:  # fields have the types that are kept; more is taken
+    if TYPE_CHECKING:  # fields have their validated types; the constructor accepts more
 
         def __init__(self, **fields: Unpack[ConfigFields]) -> None: ...
 
@@ -474,7 +473,7 @@ class Config:
             raise ConfigError(f"stage: expected one of 0, 1, 2, 3, got {self.stage!r}.{hint}")
         self._normalise_precision()
         if isinstance(self.units, type) or (isinstance(self.units, str) and self.units not in UNIT_CHOICES):
-            # a bare class, or its name, is a natural slip for a tuple of one
+            # accept a bare class, or its name, for a tuple of one
             object.__setattr__(self, "units", (self.units,))
         for name in ("gradient_dtype", "reduce_dtype"):
             object.__setattr__(self, name, _as_dtype(getattr(self, name)))
@@ -543,9 +542,9 @@ class Config:
     def build(
         cls, config: Config | str | os.PathLike | None = None, *, preset: str | None = None, **options: Unpack[ConfigFields]
     ) -> Config:
-        """`config` with those of a preset, then `options` laid over it. An option that is None counts as not given.
+        """Return `config` with the options of a preset, and then `options`, laid over it. None counts as not given.
 
-        config: also the path of a file that `zeroshard plan --auto` has written (`read_layout`).
+        config: a Config, or the path of a file that `zeroshard plan --auto` has written (`read_layout`).
         """
         if isinstance(config, (str, os.PathLike)):
             laid_over = {name: value for name, value in options.items() if value is not None}
@@ -563,7 +562,7 @@ class Config:
                 raise ConfigError(f"unknown option {name!r}.{hint} Known: {', '.join(sorted(known))}.")
         given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         given = {**PRESETS[preset], **given} if preset is not None else given
-        if config is not None and "offload_path" in given:  # also for what took the folder of `config`
+        if config is not None and "offload_path" in given:  # replace it also in states that took the folder of `config`
             for name in ("offload_optimizer", "offload_gradient", "offload_param"):
                 state = getattr(config, name)
                 if state.path is not None and state.path == config._offload_folder:
@@ -572,7 +571,7 @@ class Config:
 
     @classmethod
     def preset(cls, name: str, **options: Unpack[ConfigFields]) -> Config:
-        """A configuration by the field's name for it (see PRESETS), with `options` laid over it."""
+        """Return the configuration of a well-known name (see PRESETS), with `options` laid over it."""
         return cls.build(None, preset=name, **options)
 
     @property
@@ -585,7 +584,7 @@ class Config:
 
     @property
     def prefetch_limit_nbytes(self) -> int:
-        """Bytes that may be gathered ahead of use."""
+        """Largest number of bytes that are gathered ahead of use."""
         if self.prefetch_bucket_size is None:
             return self.prefetch_nbytes
         return self.prefetch_bucket_size * self.compute_dtype.itemsize
@@ -596,5 +595,5 @@ class Config:
 
     @property
     def send_dtype(self) -> torch.dtype | None:
-        """Dtype of sent gradients, or None for 'that of the parameter'."""
+        """Dtype of sent gradients, or None for the dtype of the parameter."""
         return self.reduce_dtype

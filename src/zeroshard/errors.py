@@ -1,4 +1,4 @@
-"""The errors of zeroshard: what went wrong, which rank or parameter, and what to do.
+"""The errors of zeroshard. Each message names the problem, the rank or parameter, and a remedy.
 
 User mistakes are also ValueError or TypeError, so that ordinary handlers catch them; failures of the run
 (a lost peer, a stall) derive from `ZeroshardError` alone.
@@ -14,9 +14,11 @@ from collections.abc import Iterable, Sequence
 from errno import EBADMSG, EDQUOT, EFBIG, EINVAL, EIO, ENODATA, ENOSPC, EROFS, errorcode
 from types import FrameType
 
+import torch
+
 
 class ZeroshardError(RuntimeError):
-    """Base of every error that this library raises on purpose."""
+    """Base class of all errors that this library raises on purpose."""
 
 
 class ConfigError(ZeroshardError, ValueError):
@@ -24,35 +26,35 @@ class ConfigError(ZeroshardError, ValueError):
 
 
 class ModelMismatch(ZeroshardError, ValueError):
-    """Ranks built different models, or wrote different values into one; or another model was expected."""
+    """Ranks built different models, wrote different values to one model, or gave another model than was expected."""
 
 
 class ModelChanged(ZeroshardError):
-    """A sharded model was changed behind the library's back (a parameter replaced, or unfrozen that was frozen at zs.shard)."""
+    """A program changed a sharded model directly: replaced a parameter, or unfroze one that was frozen at zs.shard."""
 
 
 class ShardedAccessError(ZeroshardError):
-    """An operation needs the whole of a parameter of which this rank holds a slice."""
+    """An operation needs the whole of a parameter, of which this rank holds only a slice."""
 
 
 class ShardedWriteError(ShardedAccessError):
-    """An in-place write that cannot be carried out on slices."""
+    """A write in place cannot be carried out on slices, or would be lost, or came between a forward and its backward."""
 
 
 class TiledAccessError(ShardedAccessError, AttributeError):
-    """The weight of a tiled module was read or assigned: it is in the tiles."""
+    """A program read or assigned the weight of a tiled module, which is in the tiles."""
 
 
 class ModelClosed(ZeroshardError):
-    """A model or optimizer is used after `zs.close`."""
+    """A model or optimizer was used after `zs.close`."""
 
 
 class StatesAway(ZeroshardError):
-    """A model is used whose states were moved by `zs.offload_states`."""
+    """A model was used while its states were moved away by `zs.offload_states`."""
 
 
 class ThreadsMet(ZeroshardError):
-    """Two threads were in one object at the same time that only one at a time may use."""
+    """Two threads used an object at the same time that only one thread at a time may use."""
 
 
 class CollectiveMismatch(ZeroshardError):
@@ -60,7 +62,7 @@ class CollectiveMismatch(ZeroshardError):
 
 
 class MalformedMessage(ZeroshardError):
-    """Bytes that should be what a rank tells are not."""
+    """A message from another rank does not have the expected form."""
 
 
 LEFT = "left at the end of its script, or by SystemExit"
@@ -69,7 +71,7 @@ _IN_LOOP = ("end of backward", "optimizer step", "reduce ", "gather ", "a stagin
 
 
 def left_loop(gone: Sequence[int], label: str, others: str) -> str:
-    """' Rank 0 left the training loop ...', for ranks that wait for it at `label`, a place in that loop; else ''."""
+    """Return ' Rank 0 left the training loop ...' if ranks wait for it at `label`, a place in that loop; else ''."""
     if not gone or not label.startswith(_IN_LOOP):
         return ""
     ranks = f"Rank {gone[0]}" if len(gone) == 1 else f"Ranks {', '.join(map(str, gone))}"
@@ -83,17 +85,17 @@ def left_loop(gone: Sequence[int], label: str, others: str) -> str:
 
 
 class PeerFailed(ZeroshardError):
-    """Another rank raised, exited or was killed; carries its traceback where it could send one.
+    """Another rank raised, exited or was killed; the message has its traceback if that rank could send it.
 
-    rank: of the world; the rank that failed first, also where this one was told by another that went down with it. reason: what
-    that rank said last, or how its process ended.
+    rank: the rank, in the world, that failed first, also if this rank learned of it from another one that failed in turn.
+    reason: the last message of that rank, or how its process ended.
     """
 
     def __init__(self, rank: int, reason: str, waiting_for: str = "") -> None:
         self.rank, self.reason, self.waiting_for = rank, reason, waiting_for
         where = f" (this rank was waiting for: {waiting_for})" if waiting_for else ""
         hint = left_loop([rank], waiting_for, "this rank is") if reason == LEFT or SCRIPT_ENDED in reason else ""
-        if reason.startswith("left "):  # on purpose
+        if reason.startswith("left "):  # it ended on purpose: no failure
             how, _, text = reason.partition("\n")
             super().__init__(f"rank {rank} {how}{where}" + (f".{hint}" if hint else "") + (f"\n{text}" if text else ""))
         else:
@@ -104,7 +106,7 @@ class PeerFailed(ZeroshardError):
 
 
 class StallError(ZeroshardError):
-    """No progress within the stall timeout; names who waits for whom."""
+    """A wait exceeded the stall timeout; the message names the ranks that wait and the ranks that are missing."""
 
 
 class NonFiniteError(ZeroshardError):
@@ -112,11 +114,28 @@ class NonFiniteError(ZeroshardError):
 
 
 class SwapError(ConfigError):
-    """A folder cannot serve as swap space; the message says what it lacks and what to do."""
+    """A folder can not hold offloaded states; the message says why, and a remedy."""
+
+
+OUT_OF_MEMORY_PAGE = "docs/how-to/out-of-memory.md"
 
 
 class HostMemoryError(ZeroshardError, MemoryError):
-    """The ranks of a host need more of its memory than there is; the message is a table with the remedies."""
+    """The ranks of a host need more of its memory than there is.
+
+    zs.shard raises it on all ranks before anything is allocated, where it sees that the states will not fit: the message is a table
+    with the remedies. A forward, a backward or a step raises it on the rank whose allocation has failed: the message says what this
+    rank holds and which changes make it less. How-to: docs/how-to/out-of-memory.md.
+    """
+
+
+class DeviceMemoryError(ZeroshardError, torch.OutOfMemoryError):
+    """A device had no memory for an allocation inside of a sharded model: in zs.shard, a forward, a backward or a step.
+
+    The message says what this rank holds, by kind, and names the cheapest changes that make it less, with what they cost. What torch
+    raised is the cause (`__cause__`), and `except torch.OutOfMemoryError` catches this one as well. How-to:
+    docs/how-to/out-of-memory.md.
+    """
 
 
 _IO_REMEDIES = {
@@ -131,14 +150,14 @@ _IO_REMEDIES = {
 
 
 def io_remedy(errno: int) -> str:
-    """What to do about an error of the system that met a file."""
+    """Return a remedy for a system error on a file."""
     if errno == EFBIG:
         return _file_limit()
     return _IO_REMEDIES.get(errno, "check that the folder still exists and may be written")
 
 
 def _file_limit() -> str:
-    """Which limit a file has met: the process's own, or the filesystem's."""
+    """Return a remedy for a file that is too large for the process's limit or for the filesystem."""
     import resource  # POSIX only, as this error is
 
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -150,7 +169,7 @@ def _file_limit() -> str:
 
 
 class OffloadIOError(ZeroshardError):
-    """A read or write of an offloaded tensor failed: `file` (path), `offset` (bytes), `errno`."""
+    """A read or write of an offloaded tensor failed, at byte `offset` of `file`, with `errno`."""
 
     def __init__(self, file: str, offset: int, errno: int, what: str = "access") -> None:
         self.file, self.offset, self.errno, self.what = str(file), offset, errno, what
@@ -163,19 +182,19 @@ class OffloadIOError(ZeroshardError):
 
 
 class CheckpointError(ZeroshardError):
-    """Saving or loading a checkpoint failed, on every rank; the message names the thing and the remedy."""
+    """Saving or loading a checkpoint failed, on every rank; the message names the file or tensor, and a remedy."""
 
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError):
-    """There is no complete checkpoint where one was asked for."""
+    """There is no complete checkpoint at the given path."""
 
 
 class CheckpointIncomplete(CheckpointNotFound):
-    """What was asked for is there, but without its manifest, which says what lies where: it can not be loaded."""
+    """A checkpoint has no manifest, which lists what its files hold, and so can not be loaded."""
 
 
 class CheckpointReadError(CheckpointError, OSError):
-    """A file could not be read: `file`, `offset` (bytes), `errno`, `rank` that read; None: not known."""
+    """A `file` could not be read, at byte `offset`, with `errno`, by `rank`; each is None if it is unknown."""
 
     def __init__(
         self, file: str | os.PathLike, offset: int | None, errno: int | None, reason: str, rank: int | None = None
@@ -195,7 +214,7 @@ class CheckpointReadError(CheckpointError, OSError):
 
 
 class CheckpointWriteError(CheckpointError):
-    """A checkpoint could not be written: `path`, `errno`, `needed` and `free` bytes (None: unknown). Earlier ones stand."""
+    """A checkpoint could not be written: `path`, `errno`, `needed` and `free` bytes (None: unknown). Earlier ones are intact."""
 
     def __init__(self, path: str, errno: int, needed: int, free: int | None, what: str = "") -> None:
         self.path, self.errno, self.needed, self.free, self.what = str(path), errno, needed, free, what
@@ -212,7 +231,7 @@ class CheckpointWriteError(CheckpointError):
 
 
 class CheckpointCorrupt(CheckpointError):
-    """A file is not what was written: `file`, `offset` (bytes), `expected` and `actual` (checksum, or what was found)."""
+    """A `file` differs from what was written, at byte `offset`: `expected` and `actual` checksum or content."""
 
     def __init__(self, file: str, offset: int, expected: str, actual: str, hint: str = "") -> None:
         self.file, self.offset, self.expected, self.actual, self.hint = str(file), offset, expected, actual, hint
@@ -223,15 +242,15 @@ class CheckpointCorrupt(CheckpointError):
 
 
 class CheckpointMismatch(CheckpointError, ValueError):
-    """A checkpoint is of another model or optimizer. All differences are listed; nothing was changed."""
+    """A checkpoint is of another model or optimizer. The message lists all differences; nothing was changed."""
 
 
 class BaseModelMismatch(CheckpointError, ValueError):
-    """A checkpoint of trained parameters alone belongs to another base model. Nothing was changed."""
+    """A checkpoint without the frozen parameters belongs to another base model. Nothing was changed."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """' Did you mean 'x'?' for the known word nearest to `word`, or ''."""
+    """Return " Did you mean 'x'?" with the known word nearest to `word`, or "" if none is near."""
     near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
     return f" Did you mean {near[0]!r}?" if near else ""
 

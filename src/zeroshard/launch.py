@@ -1,12 +1,12 @@
 """Starting local ranks: `spawn` for commands, `run_processes` for functions (tests, benchmarks).
 
-Both give each rank the environment of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), and keep
-three promises: a failing rank ends the others after a short grace (so that they can print what they know), a hanging
-one is ended at the time limit, and no rank outlives the launcher, even if that is killed with SIGKILL.
+Both give each rank the environment of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), and keep three
+promises: when a rank fails, the others are ended after a short grace (in which they can print what they know); a rank that
+hangs is ended at the time limit; and no rank outlives the launcher, even one that is killed by SIGKILL.
 
     launcher --+-- rank 0 (own process group) -- its children
                +-- rank 1 (own process group) -- its children
-    a rank ends badly -> wait `grace_s` -> SIGTERM to the groups -> wait -> SIGKILL to the groups
+    a rank fails -> wait `grace_s` -> SIGTERM to the groups -> wait -> SIGKILL to the groups
 """
 
 import contextlib
@@ -30,24 +30,24 @@ from typing import Any
 
 from .memory.host_memory import quiet_heap
 
-GRACE_S = 3.0  # for peers of a failed rank: time to notice and to print
-TERMINATE_S = 3.0  # between SIGTERM and SIGKILL
-USAGE_EXIT_CODE = 2  # of a mistake in the call, which the rank has explained
+GRACE_S = 3.0  # time that peers of a failed rank have to notice it and to print
+TERMINATE_S = 3.0  # time between SIGTERM and SIGKILL
+USAGE_EXIT_CODE = 2  # exit code for a mistake in the call, which the rank has explained itself
 TIMEOUT_EXIT_CODE = 124  # as timeout(1)
 PARENT_VARIABLE = "ZEROSHARD_PARENT_PID"
-_method = "spawn"  # of multiprocessing
+_method = "spawn"  # start method of multiprocessing
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-_PORTS, _BLOCK = 15000, 64  # Linux gives those from 32768 on to who asks for any
+_PORTS, _BLOCK = 15000, 64  # first port, and ports per process; Linux assigns ports from 32768 on by itself
 _given = itertools.count()
 
 
 def free_port() -> int:
-    """A TCP port of this machine that was free a moment ago.
+    """Return a TCP port of this machine that was free a moment ago.
 
-    Of those that the system gives to who asks for any (gloo's sockets, connections) one may be taken between now and when rank 0
-    listens there; so it is one of a block of this process's own below them, another one each time.
+    A port that the system assigns (to gloo's sockets, or to a connection) might be taken before rank 0 listens on it. So this
+    is one of a block of ports of this process's own, below those that the system assigns, and another one each time.
     """
     first = _PORTS + os.getpid() % 256 * _BLOCK
     for _ in range(_BLOCK):
@@ -61,7 +61,7 @@ def free_port() -> int:
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun would set for a rank of one local machine."""
+    """Return the environment variables that torchrun would set for a rank of one local machine."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -73,7 +73,7 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def end_with_parent(parent_pid: int | None = None) -> None:
-    """Make this process die when its launcher does. Without an argument: if the launcher asked for it."""
+    """Make this process die when its launcher does. Without an argument: only if the launcher asked for it."""
     if parent_pid is None:
         if PARENT_VARIABLE not in os.environ:
             return
@@ -83,7 +83,7 @@ def end_with_parent(parent_pid: int | None = None) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
     else:
         threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
-    if os.getppid() != parent_pid:  # it died before we could ask to be told
+    if os.getppid() != parent_pid:  # the parent died before this process could register for the signal
         os._exit(1)
 
 
@@ -94,7 +94,7 @@ def _watch_parent(parent_pid: int) -> None:
 
 
 def describe_exit(exitcode: int | None) -> str:
-    """An exit code of subprocess or multiprocessing in words: negative ones are signals."""
+    """Return an exit code of subprocess or multiprocessing in words: negative ones are signals."""
     if exitcode is None:
         return "still running"
     if exitcode >= 0:
@@ -111,8 +111,8 @@ def describe_exit(exitcode: int | None) -> str:
 def spawn(argv: Sequence[str], ranks: int, timeout_s: float | None = None, *, grace_s: float = GRACE_S) -> int:
     """Run `python -m zeroshard *argv` on `ranks` local ranks and wait for all of them.
 
-    Returns 0 if all ranks ended well, else the exit code of the first that did not (128 + n for signal n, 124 for the
-    time limit), after a line on stderr that names it.
+    Returns 0 if all ranks succeed, else the exit code of the first that failed (128 + n for signal n, 124 for the time
+    limit), after a line on stderr that names it.
     """
     if ranks < 1:
         raise ValueError(f"ranks: expected at least 1, got {ranks}")
@@ -135,7 +135,7 @@ def spawn(argv: Sequence[str], ranks: int, timeout_s: float | None = None, *, gr
 
 
 def _wait(children: list[subprocess.Popen], received: list[int], deadline: float | None, grace_s: float) -> int:
-    """Wait until all children ended, one failed, a signal came or the time is over; returns the exit code."""
+    """Wait until all children have ended, one has failed, a signal has come or the time is over; return the exit code."""
     while True:
         codes = [child.poll() for child in children]
         failed = [(rank, code) for rank, code in enumerate(codes) if code]
@@ -171,7 +171,7 @@ def _wait_quietly(children: list[subprocess.Popen], seconds: float) -> None:
 
 
 def _end(children: list[subprocess.Popen]) -> None:
-    """Leave nothing behind: SIGTERM to the groups that still run, then SIGKILL to every group."""
+    """End all children: SIGTERM to the groups that still run, then SIGKILL to every group."""
     if any(child.poll() is None for child in children):
         for child in children:
             _signal_group(child, signal.SIGTERM)
@@ -191,7 +191,7 @@ def _signal_group(child: subprocess.Popen, number: int) -> None:
 
 @dataclass(frozen=True)
 class ProcessResult:
-    """How one rank of `run_processes` ended: with a value, an error (its traceback), or neither (killed)."""
+    """The outcome of one rank of `run_processes`: a value, an error (its traceback), or neither (killed)."""
 
     rank: int
     value: Any
@@ -204,7 +204,7 @@ class ProcessResult:
 
 
 class ProcessesFailed(RuntimeError):
-    """A rank of `run_processes` raised, died or ran past the time limit; `results` holds all ranks."""
+    """Raised where a rank of `run_processes` raised, died or ran past the time limit; `results` has the outcome of all ranks."""
 
     def __init__(self, message: str, results: list[ProcessResult]) -> None:
         super().__init__(message)
@@ -212,9 +212,9 @@ class ProcessesFailed(RuntimeError):
 
 
 def share_imports(modules: Sequence[str]) -> None:
-    """From now on `run_processes` forks its ranks from a server that has imported `modules`: 0.1 s a rank, not 3 of a core.
+    """Let `run_processes` fork its ranks from a server that has imported `modules`: a rank starts in 0.1 s, not in 3 s of a core.
 
-    For test suites, where the system can fork. An empty list: fresh interpreters again.
+    For test suites, where the system can fork. With an empty list it starts fresh interpreters again.
     """
     global _method
     _method = "forkserver" if modules and "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
@@ -238,11 +238,11 @@ def run_processes(
     context: Any = multiprocessing.get_context(_method)
     port, workers, readers = free_port(), [], []
     outcomes: dict[int, tuple[Any, str | None]] = {}
-    order: list[int] = []  # of failures
+    order: list[int] = []  # ranks that failed, the first one first
     try:
         for rank in range(ranks):
             reader, writer = context.Pipe(duplex=False)
-            # a fork's parent is the server, which ends with this process and has the environment of its own start
+            # a forked rank's parent is the server, which ends with this process and still has its initial environment
             settings = (os.getpid() if _method == "spawn" else None, dict(os.environ), rank, ranks, port)
             worker = context.Process(target=_work, args=(writer, settings, fn, args), name=f"rank{rank}")
             with _quiet_heap():
@@ -263,7 +263,7 @@ def run_processes(
 
 @contextlib.contextmanager
 def _quiet_heap() -> Iterator[None]:
-    """What is started meanwhile, the server of forks among it, inherits the variable."""
+    """Context that sets the variables of `quiet_heap`, so that processes started inside it (the fork server too) inherit them."""
     added = quiet_heap(os.environ)
     before = {name: os.environ.get(name) for name in added}
     os.environ.update(added)
@@ -276,7 +276,7 @@ def _quiet_heap() -> Iterator[None]:
 
 
 def _work(writer: multiprocessing.connection.Connection, settings: tuple, fn: Callable[..., Any], args: tuple) -> None:
-    """Body of a rank: environment, call, answer."""
+    """Run a rank: set its environment, call the function, send the answer."""
     parent_pid, environment, rank, ranks, port = settings
     os.setpgid(0, 0)
     end_with_parent(os.getppid() if parent_pid is None else parent_pid)
@@ -288,20 +288,20 @@ def _work(writer: multiprocessing.connection.Connection, settings: tuple, fn: Ca
     try:
         answer = pickle.dumps((fn(rank, ranks, *args), None))  # plain pickle: torch's own one shares memory handles
     except BaseException as error:
-        world = sys.modules.get("zeroshard.comm.backend_select")  # not imported by this file, which can be used alone
+        world = sys.modules.get("zeroshard.comm.backend_select")  # not imported by this file, which works without it
         if world is not None:
-            world.announce(error)  # os._exit, below, tells nobody
+            world.announce(error)  # os._exit, below, runs no hook that would tell the peers
         writer.send_bytes(pickle.dumps((None, traceback.format_exc())))
         writer.close()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # a broken process group may block the usual way out
+        os._exit(1)  # a broken process group may block an ordinary exit
     writer.send_bytes(answer)
     writer.close()
 
 
 def _collect(workers: list, readers: list, outcomes: dict, order: list[int], deadline: float, grace_s: float) -> bool:
-    """Receive answers until all came, a failure's grace is over, or the deadline; True if it was the deadline."""
+    """Receive answers until all have come, a failure's grace is over, or the deadline has passed (then return True)."""
     waiting = dict(enumerate(readers))
     limit = deadline
     while waiting:
@@ -312,7 +312,7 @@ def _collect(workers: list, readers: list, outcomes: dict, order: list[int], dea
         for rank in [rank for rank, reader in waiting.items() if reader in ready]:
             try:
                 outcomes[rank] = pickle.loads(waiting.pop(rank).recv_bytes())
-            except EOFError:  # it died without an answer
+            except EOFError:  # the rank died without an answer
                 outcomes[rank] = (None, None)
                 workers[rank].join(1.0)
             if outcomes[rank][1] is not None or workers[rank].exitcode not in (None, 0):
@@ -320,7 +320,7 @@ def _collect(workers: list, readers: list, outcomes: dict, order: list[int], dea
                 limit = min(limit, time.monotonic() + grace_s)
     for rank, worker in enumerate(workers):
         worker.join(max(0.0, limit - time.monotonic()))
-        if worker.exitcode not in (None, 0) and rank not in order:  # answered, then died on the way out
+        if worker.exitcode not in (None, 0) and rank not in order:  # the rank answered, then failed at exit
             order.append(rank)
     return any(worker.exitcode is None for worker in workers) and not order
 
@@ -332,7 +332,7 @@ def _kill(workers: list) -> None:
     for worker in workers:
         worker.join()
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(worker.pid, signal.SIGKILL)  # what it may have started
+            os.killpg(worker.pid, signal.SIGKILL)  # ends its children, too
 
 
 def _failure_message(results: list[ProcessResult], order: list[int], timeout_s: float | None) -> str:

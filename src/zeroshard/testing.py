@@ -1,13 +1,13 @@
-"""A world of threads: N ranks in one process with real data, for tests that take milliseconds.
+"""Ranks for tests. `run_threads`: N ranks as threads of one process with real data, for tests that take milliseconds.
 
-    results = run_threads(4, train, config)     # train(rank, config) in four threads; zs.shard just works in each
+    results = run_threads(4, train, config)     # train(rank, config) in four threads; zs.shard works in each
 
-And a world of one process: rank r of any mesh, with nobody else there, on tensors without memory.
+`imagined_mesh`: one rank of any mesh whose other ranks do not exist, on tensors without memory.
 
     with imagined_mesh({"pp": 12, "dp": 8, "tp": 4}, rank=0) as mesh:
         run = zs.parallelize(model, mesh, ...)
 
-Ranks that are threads share what a process has once. What each has for itself, and what it has not:
+Threads share all state that a process has once. State that each rank has of its own, and state that ranks share:
 
 | own | grad mode, autocast's switch, default device, saved-tensor hooks, modes of dispatch, functorch's levels: torch's own rule |
 | own | the cache of torch.nn.utils.parametrize.cached (PEFT's experts use it): `run_threads` sees to it |
@@ -15,8 +15,8 @@ Ranks that are threads share what a process has once. What each has for itself, 
 | shared, in C | the random generator: draw with a torch.Generator of your own, or before. The default dtype. Autocast's cache of casts: who leaves autocast empties all ranks'. Levels of forward-mode AD: two ranks at once in one are refused. Anomaly mode, the profiler, deterministic algorithms, kernels of attention (sdpa_kernel) |
 | shared, in other libraries | Transformers replaces functions of torch.nn.init while it makes a model, and the default dtype; its and PEFT's tables of classes; Accelerate's state |
 
-A subject that changes what is shared while ranks run belongs into processes (`zeroshard.launch.run_processes`). Automatic
-collection of garbage rests until the threads have ended.
+Test what changes shared state while ranks run in processes (`zeroshard.launch.run_processes`). Automatic garbage
+collection is off until the threads have ended.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .utils.torch_compat import FakeTensorMode, give_threads_their_own_parametri
 
 
 def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
-    """fn(rank, *args) in `world_size` threads; the list of results, or the first rank's error raised here."""
+    """Run fn(rank, *args) in `world_size` threads; return the results, or raise the first rank's error or TimeoutError."""
     give_threads_their_own_parametrizations()
     shared = ThreadWorld(world_size)
     results: list[Any] = [None] * world_size
@@ -74,7 +74,7 @@ def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: 
         faulthandler.dump_traceback(file=sys.stderr)
         raise TimeoutError(f"threads still ran after {timeout_s} s: {[t.name for t in threads if t.is_alive()]}")
     if errors:
-        # the cause, rather than what it caused elsewhere
+        # the error that came first, not the PeerFailed that it caused on other ranks
         rank, error = min(errors.items(), key=lambda item: (isinstance(item[1], PeerFailed), item[0]))
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"(on rank {rank} of {world_size}; ranks with errors: {sorted(errors)})")
@@ -84,17 +84,17 @@ def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: 
 
 @contextlib.contextmanager
 def imagined_mesh(axes: dict[str, int], rank: int = 0) -> Iterator[DeviceMesh]:
-    """A mesh of which this process is one rank, and nobody the others: torch's fake process group, and fake tensors.
+    """Context with a mesh whose other ranks do not exist: torch's fake process group, and fake tensors.
 
-    axes: ranks along each, outermost first. What runs is what would run on that rank; sizes, the ledger and the bytes of all
-    collectives are true, numbers there are none. Build the model on the meta device.
+    axes: name -> number of ranks, outermost first. The code runs as on that rank: sizes, the ledger and the bytes of all
+    collectives are right, tensors have no values. Build the model on the meta device. Raises ConfigError in a process group.
     """
     if dist.is_initialized():
         raise ConfigError(
             "an imagined mesh makes a process group of its own, and this process is in one: plan axes pp and tp before "
             "torch.distributed.init_process_group(), or in a process of its own (`zeroshard plan`)."
         )
-    torch_compat.clear_sharding_caches()  # they remember meshes by their shape, and with them the groups of another rank
+    torch_compat.clear_sharding_caches()  # they cache meshes by shape, and so would return another rank's groups
     dist.init_process_group("fake", rank=rank, world_size=math.prod(axes.values()), store=torch_compat.FakeStore())
     try:
         mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -106,10 +106,10 @@ def imagined_mesh(axes: dict[str, int], rank: int = 0) -> Iterator[DeviceMesh]:
 
 @contextlib.contextmanager
 def _no_automatic_collection() -> Iterator[None]:
-    """Garbage waits until the threads have ended.
+    """Context without automatic garbage collection, for as long as the threads run.
 
-    torch.get_rng_state() holds the generator's lock while it makes its tensor, and to make one may start a collection.
-    If a finalizer then lets go of the interpreter, and another thread asks for the state (every checkpointed block
+    torch.get_rng_state() holds the generator's lock while it makes its tensor, and making one may start a collection.
+    If a finalizer then releases the interpreter, and another thread asks for the state (every checkpointed block
     does), each waits for what the other holds, for ever, in C.
     """
     enabled = gc.isenabled()

@@ -199,7 +199,7 @@ def test_help_and_version(capsys):
 
 
 def test_who_reads_only_the_beginning_is_no_error():
-    command = f"{sys.executable} -m zeroshard plan quickstart --ranks 2 --json | head -c 0; echo ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -m zeroshard plan quickstart --ranks 2 --json -q | head -c 0; echo ${{PIPESTATUS[0]}}"
     found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
     assert found.stdout.split() == [str(128 + 13)] and not found.stderr  # as of a program that SIGPIPE has ended
 

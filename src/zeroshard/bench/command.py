@@ -106,7 +106,11 @@ def main(argv: list[str] | None = None) -> int:
     """Parse, run, print, write; returns the exit code. Raises UsageError for a mistake in the call."""
     given = _parser().parse(sys.argv[1:] if argv is None else argv)
     console = make_console()
-    say = lambda text: quiet() or console.print(text, style="dim", markup=False, highlight=False)  # noqa: E731
+
+    def say(text: str) -> None:
+        if not quiet():
+            console.print(text, style="dim", markup=False, highlight=False)
+
     try:
         if given.calibrate:
             return calibrate.command(given.ranks, given.path, given.out or HARDWARE_FILE, say)

@@ -1,4 +1,4 @@
-"""Checkpoints: saved in parallel, complete or invisible, loadable anywhere (docs/checkpoint-format.md)."""
+"""Checkpoints: written by all ranks in parallel, complete or invisible, loadable by any mesh (docs/checkpoint-format.md)."""
 
 from .export import Exported, export
 from .inspect import Inspection, inspect_checkpoint

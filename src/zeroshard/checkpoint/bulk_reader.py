@@ -1,12 +1,12 @@
-"""Reading a checkpoint once: what is needed is noted first, then read in the order of the files and verified on the way.
+"""Read a checkpoint in one pass: reads are noted first, then carried out in the order of the files and verified.
 
     note     tensor a <- file 0 [64, 900k)     tensor b <- file 0 [901k, 5M)     ...
     read     file 0 | window | window | ...    direct I/O, several ahead; checksum of each block
-             -> copied to destinations that nobody uses yet (fresh states)
-             -> or kept where it is, as far as there is room, for those that must not change before all is verified
-    Kept     whoever asks again gets what he noted; windows that were not kept are read, and verified, once more
+             -> copied to destinations that nobody uses yet (new optimizer states)
+             -> or kept in its buffer, as far as there are buffers, if its destination must not change before all is verified
+    Kept     serves the noted reads afterwards; windows that were not kept are read, and verified, once more
 
-So a damaged block is found before anything has changed. Only whole blocks are read; ranks that share a block both read it.
+A damaged block is thus found before anything has changed. Whole blocks are read; ranks that share a block both read it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .manifest import Manifest
 from .rank_file import DIGEST_NBYTES
 from .read_buffers import SLOTS, WINDOW_NBYTES, Room
 
-_AHEAD = 16  # windows that are read before it is known what is needed
-_AGAIN = 2  # windows that are read with one that was not kept: this many, it included
+_AHEAD = 16  # windows that `ahead` reads before the needed ones are known
+_AGAIN = 2  # windows that are read together where one was not kept, that one included
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """Bytes [begin, end) of a file, which are elements of `dtype`, are to become `out`; on "meta": will be asked for."""
+    """A noted read: bytes [begin, end) of a file, elements of `dtype`, for `out`. A meta `out` is asked for later (Kept.read)."""
 
     begin: int
     end: int
@@ -48,7 +48,7 @@ class _Wanted:
 
 @dataclass(frozen=True)
 class _Window:
-    """Bytes [begin, end) of a file. lasts: somebody will ask for some of them."""
+    """Bytes [begin, end) of a file, read at once. lasts: some of them will be asked for later, so they should be kept."""
 
     begin: int
     end: int
@@ -57,7 +57,7 @@ class _Window:
 
 @dataclass(frozen=True)
 class _Landing:
-    """Bytes from `begin` on, on their way into `memory`. kept: which stays as it is."""
+    """A window being read: bytes from `begin` on, into `memory`. kept: `memory` is not used again until the room is closed."""
 
     begin: int
     memory: Tensor
@@ -66,9 +66,9 @@ class _Landing:
 
 
 class Bulk:
-    """Reads of one checkpoint of ours that are carried out together. `add` notes one.
+    """Reads of one checkpoint of zs.save that are noted (`add`) and then carried out together (`read`).
 
-    A context: leaving it ends what is under way, and gives the room back.
+    A context manager: leaving it waits for reads in progress and gives the buffers back.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, room: Room) -> None:
@@ -78,7 +78,7 @@ class Bulk:
         self._engine, self._files = Engine(), dict[Path, File]()
         self._ahead: dict[tuple[Path, int, int], _Landing] = {}
         self._under_way: deque[_Landing] = deque()
-        self._first: list[_Landing] = []  # reads that were begun one right after the other, by the time `_started`
+        self._first: list[_Landing] = []  # the first reads, begun in a row from the time `_started` on: they measure the pace
         self._started = 0.0
 
     def __enter__(self) -> Bulk:
@@ -91,7 +91,7 @@ class Bulk:
         self.room.close()
 
     def ahead(self, path: Path) -> None:
-        """Begin to read a file of which much will be needed, into buffers that are free. If it cannot be read, `read` tells."""
+        """Begin to read a file of which much will be needed, into free buffers. If it cannot be read, `read` raises."""
         for begin, end in itertools.islice(_cut(0, self.entries[path].nbytes), _AHEAD):
             memory = self.room.spare(end - begin)
             if memory is None:
@@ -100,16 +100,16 @@ class Bulk:
                 self._ahead[path, begin, end] = self.begin(path, begin, memory, kept=True)
 
     def add(self, stored: Stored, start: int, out: Tensor) -> None:
-        """Note that elements [start, start + n) of a stored tensor are to be put into `out` (n,), or (on "meta") will be asked for."""
+        """Note that elements [start, start + n) of a stored tensor go into `out` (n,), or (if meta) will be asked for later."""
         for at, first, place in stored.parts(start, out):
             if place.numel():
                 self.wanted.setdefault(at.path, []).append(_wanted(at, first, place))
 
     @torch.no_grad()
     def read(self, most: int) -> Kept:
-        """Read and verify all that was noted. most: bytes that may be taken, beside the ring's, to keep what will be asked for.
+        """Read and verify all noted reads. most: bytes of memory, besides the ring's, that may be allocated to keep windows.
 
-        Raises CheckpointCorrupt, or CheckpointError where a file cannot be read; destinations are of no use then.
+        Raises CheckpointCorrupt, or CheckpointError if a file cannot be read; destinations are undefined then.
         """
         kept, wanted = Kept(self), {path: sorted(noted, key=lambda each: each.begin) for path, noted in self.wanted.items()}
         windows = {path: list(_windows(noted, self.entries[path].nbytes)) for path, noted in wanted.items()}
@@ -141,7 +141,7 @@ class Bulk:
         return landing
 
     def check(self, path: Path, landing: _Landing) -> None:
-        """Return when a window has been read and its checksums are right. Raises OffloadIOError, CheckpointCorrupt."""
+        """Wait until a window has been read, and compare its checksums. Raises OffloadIOError, CheckpointCorrupt."""
         landing.handle.wait()
         entry, begin, memory = self.entries[path], landing.begin, bytes_of(landing.memory)
         for at in range(0, len(memory), DIGEST_NBYTES):
@@ -151,9 +151,9 @@ class Bulk:
                 raise CheckpointCorrupt(str(path), begin + at, f"checksum {expected}", f"checksum {actual}")
 
     def _verified(self, path: Path, windows: list[_Window]) -> Iterator[_Landing]:
-        """The windows of a file, in order, when their checksums have been compared.
+        """Yield the windows of a file, in order, each after its checksums have been compared.
 
-        Memory that is not kept is as it was read until as many windows more as there are slots have been asked for.
+        Memory of a window that is not kept is valid until SLOTS further windows have been requested.
         """
         for window in windows:
             if len(self._under_way) == SLOTS:
@@ -174,10 +174,10 @@ class Bulk:
         return landing
 
     def _pace(self) -> float | None:
-        """Seconds that it takes to read a byte; None: nothing has been read."""
+        """Return the measured seconds for reading one byte; None if nothing has been read."""
         if not self._first:
             return None
-        with suppress(OffloadIOError):  # whoever needs it will be told
+        with suppress(OffloadIOError):  # `check` raises it to whoever needs this window
             self._first[0].handle.wait()
         done = [landing for landing in self._first if landing.handle.done()]
         return (max(landing.handle.ended for landing in done) - self._started) / sum(landing.memory.numel() for landing in done)
@@ -189,7 +189,7 @@ def _wanted(stored: StoredTensor, start: int, out: Tensor) -> _Wanted:
 
 
 def _windows(wanted: list[_Wanted], file_nbytes: int) -> Iterator[_Window]:
-    """The blocks that hold what is wanted (in order), as windows of adjacent ones."""
+    """Yield the blocks that cover the noted reads (in order), joined to windows of adjacent blocks."""
     asked = deque(each for each in wanted if each.out.is_meta)
     for begin, end in _spans(wanted, file_nbytes):
         while asked and asked[0].end <= begin:
@@ -218,7 +218,7 @@ def _cut(begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _deliver(begin: int, memory: Tensor, wanted: deque[_Wanted]) -> int:
-    """Hand out what is wanted of a window; how many bytes. wanted: in order; what ends before this window is taken away."""
+    """Copy a window's bytes to noted reads (in order), after removing those that end before it. Return how many bytes."""
     end, delivered = begin + memory.numel(), 0
     while wanted and wanted[0].end <= begin:
         wanted.popleft()
@@ -236,20 +236,20 @@ def _deliver(begin: int, memory: Tensor, wanted: deque[_Wanted]) -> int:
 
 
 class Kept:
-    """What `Bulk.read` has read and verified. `read` takes from it what was noted there.
+    """Result of `Bulk.read`: `read` serves noted reads from the kept windows.
 
-    A window for which there was no memory is read again, and verified again. What was not noted is read from the file: small
-    things that were verified by themselves (`opening.check_digests`).
+    A window for which there was no memory is read and verified again. Reads that were not noted go to the file: small tensors
+    that `resolver.check_digests` has verified.
     """
 
     def __init__(self, bulk: Bulk) -> None:
         self.bulk = bulk
-        self.windows: dict[Path, list[tuple[int, int, Tensor | None]]] = {}  # (first byte, how many, where they are), in order
-        self._again: OrderedDict[tuple[Path, int], tuple[_Landing, Tensor]] = OrderedDict()  # with its slot; last used, last
+        self.windows: dict[Path, list[tuple[int, int, Tensor | None]]] = {}  # (first byte, nbytes, memory if kept), in order
+        self._again: OrderedDict[tuple[Path, int], tuple[_Landing, Tensor]] = OrderedDict()  # read again: (read, slot), as an LRU
         self._checked: set[tuple[Path, int]] = set()
 
     def note(self, path: Path, landing: _Landing) -> None:
-        """The next window of a file."""
+        """Record the next window of a file."""
         memory = landing.memory
         self.windows.setdefault(path, []).append((landing.begin, memory.numel(), memory if landing.kept else None))
 
@@ -274,7 +274,7 @@ class Kept:
             stored.fill(start, out)
 
     def _once_more(self, path: Path, number: int) -> Tensor:
-        """A window that was not kept; the next are under way then."""
+        """Return the memory of a window that was not kept, read and verified again. The next such windows are read ahead."""
         windows, key = self.windows[path], (path, number)
         if key in self._again:
             self._again.move_to_end(key)
@@ -290,7 +290,7 @@ class Kept:
         return landing.memory
 
     def _slot(self) -> Tensor:
-        """Of a window; that of the one which nobody has used for the longest time."""
+        """Return a slot for a window: a new one, or that of the least recently used window."""
         if len(self._again) < SLOTS:
             return self.bulk.room.passing(WINDOW_NBYTES)
         key, (landing, slot) = self._again.popitem(last=False)

@@ -1,7 +1,7 @@
-"""The file format of torch.distributed.checkpoint (DCP): what its tools need in order to read ours.
+"""The file format of torch.distributed.checkpoint (DCP), so that its tools can read checkpoints of zs.save.
 
-A data file is a sequence of *blobs*; each is what torch.save writes for one tensor (or object), that is a zip archive
-without compression:
+A data file is a sequence of *blobs*. Each is what torch.save writes for one tensor or object: a zip archive without
+compression:
 
     | headers, data.pkl | the tensor's bytes | directory |
       prefix              data, 64-aligned     suffix
@@ -26,8 +26,8 @@ import torch
 from ..tensor.chunks import Box
 from ..utils import torch_compat
 
-ALIGN = 64  # of the data of a blob, if the blob begins at such a multiple; as torch.save does
-MAX_BLOB_NBYTES = 1 << 30  # below what needs the 64-bit form of zip
+ALIGN = 64  # alignment of a blob and of the tensor's bytes in it; torch.save uses the same
+MAX_BLOB_NBYTES = 1 << 30  # larger archives would need the 64-bit form of zip
 
 _STORAGES = {
     torch.float64: torch.DoubleStorage, torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage,
@@ -38,12 +38,12 @@ _STORAGES = {
 
 
 def storable(dtype: torch.dtype) -> bool:
-    """Whether tensors of this dtype have a place in a data file: all but torch's quantized ones, whose scales are no elements."""
+    """Return whether a data file can hold this dtype: all but torch's quantized ones, whose scales are not in the elements."""
     return not str(dtype).startswith("torch.q")
 
 
 class _Described:
-    """Pickles as a contiguous tensor over the storage of that key."""
+    """Stand-in that pickles as a contiguous tensor over the storage of the given key, without having the elements."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], key: str = "0") -> None:
         self.dtype, self.shape, self.key = dtype, shape, key
@@ -58,7 +58,7 @@ class _Described:
         described = storage, 0, self.shape, tuple(reversed(strides)), False, hooks
         if self.dtype in _STORAGES:
             return torch_compat.rebuilder(), described
-        # what torch.save writes of dtypes without a class of storages
+        # dtypes without a storage class are pickled with an explicit dtype, as torch.save does
         return torch_compat.rebuilder(by_dtype=True), (*described, self.dtype)
 
 
@@ -77,13 +77,13 @@ class _Pickler(pickle.Pickler):
 
 
 class _Zip:
-    """Entries without compression, one after another. Checksums are left 0: torch does not look at them."""
+    """Writer of a zip archive without compression. CRCs are left 0: torch does not check them."""
 
     def __init__(self) -> None:
         self.local, self.directory, self.count, self.skipped = b"", b"", 0, 0
 
     def add(self, name: str, content: bytes | None, nbytes: int) -> None:
-        """content None: `nbytes` bytes that come from elsewhere follow."""
+        """Add an entry. content None: the caller writes the `nbytes` bytes of the entry, aligned to ALIGN."""
         encoded, at = f"archive/{name}".encode(), len(self.local) + self.skipped
         extra = b""
         if content is None:
@@ -97,14 +97,14 @@ class _Zip:
         self.count += 1
 
     def end(self) -> bytes:
-        """The directory and the record that closes the archive."""
+        """Return the directory and the record that close the archive."""
         at = len(self.local) + self.skipped
         closing = struct.pack("<HHHHIIH", 0, 0, self.count, self.count, len(self.directory), at, 0)
         return self.directory + b"PK\5\6" + closing
 
 
 def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """(prefix, suffix) such that prefix + the bytes of a contiguous tensor + suffix is a file of torch.save.
+    """Return (prefix, suffix) such that prefix + the bytes of a contiguous tensor + suffix is a file of torch.save.
 
     The length of the prefix is a multiple of ALIGN.
     """
@@ -120,7 +120,7 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
 
 
 class _StatePickler(_Pickler):
-    """Described tensors have their bytes elsewhere; storages of tensors within objects are collected in `storages`, by key."""
+    """Pickler of a state dict: `_Described` tensors get no bytes; storages of real ones are collected in `storages`, by key."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
@@ -140,9 +140,9 @@ class _StatePickler(_Pickler):
 def make_state_dict_file(
     path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], ties: Mapping[str, str], objects: Mapping[str, Any]
 ) -> dict[str, int]:
-    """Make a file of torch.save, of a state dict, without the tensors' bytes; where those of each tensor are to be written.
+    """Make a file of torch.save for a state dict, without the tensors' bytes. Return the offset of each tensor's bytes by name.
 
-    tensors: name -> (dtype, shape). ties: another name -> name; they share storage, as they did in a model. objects: whole.
+    tensors: name -> (dtype, shape). ties: other name -> name, sharing storage. objects: values that are no tensors, by name.
     """
     keys = {name: str(number) for number, name in enumerate(tensors)}
     state: dict[str, Any] = {name: _Described(*tensors[name], keys[name]) for name in tensors}
@@ -163,7 +163,7 @@ def make_state_dict_file(
 
 
 class Window(io.RawIOBase):
-    """Bytes [offset, offset + nbytes) of a file as a file."""
+    """File object over bytes [offset, offset + nbytes) of another file."""
 
     def __init__(self, file: Any, offset: int, nbytes: int) -> None:
         self.file, self.offset, self.nbytes, self.at = file, offset, nbytes, 0
@@ -193,12 +193,12 @@ def metadata_of(
     tensors: Iterable[tuple[str, tuple[str, ...], torch.dtype, tuple[int, ...], list[tuple[Box, str, int, int]]]],
     objects: Iterable[tuple[str, tuple[str, ...], str, int, int]],
 ) -> bytes:
-    """The content of DCP's `.metadata`.
+    """Return the content of DCP's `.metadata`.
 
     tensors: (name, path in the nested state dict, dtype, shape, [(box, file, offset and length of its blob)]).
     objects: (name, path, file, offset, length).
     """
-    # here, since it takes as long to import as torch itself does: all of torch's distributed tensors, and sympy
+    # imported here: it imports torch's distributed tensors and sympy, which takes as long as torch itself
     from torch.distributed.checkpoint import metadata as dcp
 
     from ..utils.torch_compat import StorageInfo

@@ -1,15 +1,15 @@
-"""The folder of a run's checkpoints: complete ones are visible, everything else is not.
+"""The folder of a run's checkpoints: complete checkpoints are visible, everything else is hidden.
 
     runs/7/                         a root
       step-00000100/                complete: manifest.json, .metadata, rank-00000.distcp, ...
       step-00000200/
-      latest                        the name of the one saved last; while the next one gets its name, a second line has that of
-                                    the one before. If it is missing or wrong, the newest counts
+      latest                        the name of the checkpoint saved last; while the next one is being renamed, a second line
+                                    has the previous name. If `latest` is missing or wrong, the newest checkpoint counts
       .step-00000300.1f2e3d.draft/  a *draft*: being written (its lock is held), or left by a run that ended
 
-A draft becomes a checkpoint by one rename. Replacing one of the same name first moves that to `.NAME.TOKEN.old`, which
-counts as NAME until the new one is in place. Drafts whose lock nobody holds are removed by the next save. *Newest* is what
-has the highest step, and of several the latest time, as their manifests say: clocks and copies change times of files.
+A draft becomes a checkpoint by one rename. A checkpoint that is replaced is first moved to `.NAME.TOKEN.old`, which counts as
+NAME until the new one is in place. Drafts whose lock nobody holds are removed by the next save. The *newest* checkpoint has the
+highest step, and among equals the latest time, both read from manifests: clocks and copies change the times of files.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from ..utils.host import host_identity
 
 MANIFEST, LATEST, LOCK = "manifest.json", "latest", "lock"
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_NAME_NBYTES = 220  # the systems' bound of 255, less what drafts and scratch files put around a name
+_NAME_NBYTES = 220  # filesystems allow 255, less what drafts and scratch files add to a name
 _OLD = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{6}\.old")
 _DRAFT = re.compile(r"\..+\.[0-9a-f]{6}\.draft")  # nothing else here ends so: exports and other scratch files end in .tmp
-_EARLIER_DRAFT = re.compile(r"\..+\.[0-9a-f]{6}\.tmp")  # as they were called before; only what has a lock is one
+_EARLIER_DRAFT = re.compile(r"\..+\.[0-9a-f]{6}\.tmp")  # drafts of earlier versions; only a folder with a lock is one
 _BOTH = "latest-two"  # in a draft: `latest` until the draft has its name
-_DATA = "rank-*.distcp"  # data files of a save; those of others that write this format have other names
+_DATA = "rank-*.distcp"  # data files of zs.save; other libraries that write this format name them otherwise
 _PUT_BACK = f"Put the {MANIFEST} back from a copy, or move the folder away"
-_HEAD_NBYTES = 1 << 16  # of a manifest: what stands before its lists
-_UNLOCKED_S = 24 * 3600.0  # where there are no locks, what nobody has touched for so long is left over
-_said: set[int] = set()  # filesystems (st_dev) that were said to have no locks
+_HEAD_NBYTES = 1 << 16  # first bytes of a manifest, which have its step and time
+_UNLOCKED_S = 24 * 3600.0  # where there are no locks, a draft untouched for this long counts as abandoned
+_said: set[int] = set()  # filesystems (st_dev) for which the lack of locks has been printed
 
 
 def step_name(step: int) -> str:
-    """'step-00000100'."""
+    """Return the name of a checkpoint of a step: 'step-00000100'."""
     return f"step-{step:08d}"
 
 
@@ -55,26 +55,26 @@ def _by_step(name: str) -> bool:
 
 
 def plain_name(name: str) -> bool:
-    """Whether a name has nothing but letters, digits, '.', '_' and '-', and can be that of a file beside ours."""
+    """Return whether a name has only letters, digits, '.', '_' and '-', and can be a file's beside those of a checkpoint."""
     return isinstance(name, str) and bool(_PLAIN.fullmatch(name)) and valid_name(name)
 
 
 def valid_name(name: str) -> bool:
-    """Whether a name can be that of a checkpoint: one component of a path and one line of `latest`, and not of ours."""
+    """Return whether a checkpoint can have this name: one component of a path, one line of `latest`, and not reserved."""
     if not isinstance(name, str) or not name or name == LATEST or name.startswith(".") or name.endswith(".tmp"):
         return False
     return not set("/\\") & set(name) and name.isprintable() and name == name.strip() and len(name.encode()) <= _NAME_NBYTES
 
 
 def absolute(path: str | os.PathLike) -> str:
-    """As it is meant now, whatever the working directory is later. `..` is not cut: behind a link it is the system's to follow."""
+    """Return the absolute path. `..` is kept: behind a symbolic link only the system can resolve it. Raises ConfigError."""
     if not isinstance(path, (str, os.PathLike)):
         raise ConfigError(f"path: expected that of a folder, got {path!r:.80}; the order is path, model, optimizer.")
     return str(Path(path).absolute())
 
 
 def remove(path: Path) -> None:
-    """A folder with what is in it; of a link to one, the link. What can not be removed stays."""
+    """Remove a folder with its content, or the link if it is a symbolic one. What cannot be removed stays."""
     if path.is_symlink():
         with suppress(OSError):
             path.unlink()
@@ -83,7 +83,7 @@ def remove(path: Path) -> None:
 
 
 def check_free(root: Path, name: str, overwrite: bool) -> None:
-    """Raise CheckpointError where a checkpoint of this name has no place: it exists, or something else does."""
+    """Raise CheckpointError if the name is taken, by a checkpoint (without `overwrite`) or by anything else."""
     target = root / name
     if not os.path.lexists(target):
         return
@@ -98,7 +98,7 @@ def _taken(target: Path) -> CheckpointError:
 
 
 def sync(path: Path) -> None:
-    """Return when a file, or the names in a folder, have reached the disk for good."""
+    """Wait until a file, or the names in a folder, are on the disk (fsync)."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -107,7 +107,7 @@ def sync(path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes, *, named: bool = True) -> None:
-    """Make a file that is there with all its content or not at all, for good (not named: once its folder is synced)."""
+    """Write a file atomically: it has all its content or does not exist. named: sync the folder too, so that its name lasts."""
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(3)}.tmp")
     try:
         with open(scratch, "wb") as file:
@@ -123,7 +123,7 @@ def write_whole(path: Path, content: bytes, *, named: bool = True) -> None:
 
 
 def make_folders(path: Path) -> None:
-    """Make a folder and those above it that are missing, for good. Raises OSError, or CheckpointError at a link to nowhere."""
+    """Make a folder and its missing parents, and sync their names. Raises OSError, CheckpointError (a dangling link)."""
     missing = []
     while not path.exists():
         if path.is_symlink():
@@ -133,7 +133,7 @@ def make_folders(path: Path) -> None:
         path = path.parent
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
-        with suppress(PermissionError):  # it may be written to, but not opened
+        with suppress(PermissionError):  # a folder may be writable without being readable
             sync(folder.parent)
 
 
@@ -142,10 +142,10 @@ def _draft_path(root: Path, name: str, token: str) -> Path:
 
 
 class Draft:
-    """A checkpoint that is being written; its owner holds its lock as long as it lives."""
+    """The hidden folder of a checkpoint that is being written; the process that writes it holds its lock."""
 
     def __init__(self, root: Path, name: str) -> None:
-        """Makes the folder. Raises OSError, CheckpointError."""
+        """Make the folder and lock it. Raises OSError, CheckpointError."""
         self.root, self.name, self.token = root, name, secrets.token_hex(3)
         self.path = _draft_path(root, name, self.token)
         self._lock: int | None = None
@@ -154,7 +154,7 @@ class Draft:
         try:
             (self.path / LOCK).touch(0o600)
             self._lock = hold(self.path / LOCK)
-            (self.path / LOCK).write_text(json.dumps(_this_process()))  # for where there are no locks
+            (self.path / LOCK).write_text(json.dumps(_this_process()))  # stands in for the lock where there are none
         except BaseException:
             shutil.rmtree(self.path, ignore_errors=True)
             raise
@@ -167,11 +167,12 @@ class Draft:
             )
 
     def publish(self, overwrite: bool = False, latest: bool = True) -> Path:
-        """Give the complete checkpoint its name, for good, and (latest) point `latest` to it. With nothing changed it raises
-        OSError, or CheckpointError: another save may have taken the name meanwhile.
+        """Rename the draft to its name and, if `latest`, make `latest` name it. Raises OSError, or CheckpointError if another
+        save has taken the name meanwhile; nothing has changed then.
 
-        The pointer comes first, with the one before on a second line: as long as there is no checkpoint of the new name that
-        counts, and one rename makes both right. Not so where a checkpoint is replaced, to which it would point meanwhile.
+        `latest` is written first, with the previous name on a second line: while no checkpoint has the new name, the second
+        line counts, so that the one rename takes effect for both. A checkpoint that is replaced has the name already, so
+        there `latest` is written after the rename.
         """
         check_free(self.root, self.name, overwrite)
         target, old = self.root / self.name, self.root / f".{self.name}.{self.token}.old"
@@ -183,7 +184,7 @@ class Draft:
             if latest and not replaces:
                 both = "".join(f"{name}\n" for name in (self.name, counts) if name)
                 write_whole(self.path / _BOTH, both.encode(), named=False)
-            sync(self.path)  # the names of all that is in it
+            sync(self.path)  # make the names of its files durable before the rename
             if replaces:
                 os.rename(target, old)
             elif latest:
@@ -193,17 +194,17 @@ class Draft:
                 os.replace(target / LATEST, pointer)
             sync(self.root)
         except OSError as error:
-            if error.errno in (EEXIST, ENOTEMPTY) and not replaces:  # a save elsewhere, to which `latest` points rightly
+            if error.errno in (EEXIST, ENOTEMPTY) and not replaces:  # another save took the name, and `latest` names it rightly
                 raise _taken(target) from error
             self._take_back(target, old, before)
             raise
         remove(old)
-        (target / LOCK).unlink(missing_ok=True)  # only now: a draft without it would be taken for abandoned
+        (target / LOCK).unlink(missing_ok=True)  # not earlier: a draft without its lock would count as abandoned
         self._unlock()
         return target
 
     def _take_back(self, target: Path, old: Path, pointed: bytes | None) -> None:
-        """A save that fails leaves the folder as it found it: a checkpoint that was disowned would be in the way."""
+        """Undo the renames of a failed `publish` and restore `latest`, so that the next save finds the name free."""
         with suppress(OSError):
             if target.exists() and not self.path.exists():
                 os.rename(target, self.path)
@@ -215,7 +216,7 @@ class Draft:
                 write_whole(self.root / LATEST, pointed)
 
     def discard(self) -> None:
-        """Remove what was written; the inverse of making it. Does nothing to what is published."""
+        """Remove the draft and release its lock. Does nothing to a published checkpoint."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()
 
@@ -226,12 +227,12 @@ class Draft:
 
 
 def _this_process() -> dict[str, Any]:
-    """What tells whether it is still there: where it runs, its number, and when it was started (numbers come again)."""
+    """Identify this process: where it runs, its number, and when it started (since numbers are used again)."""
     return {"place": _place(), "pid": os.getpid(), "started": _started(os.getpid())}
 
 
 def _place() -> list[str]:
-    """Where process numbers mean the same: the host since it was booted, and the container."""
+    """Return what makes process numbers comparable: the host, its boot, and the container's pid namespace."""
     place = list(host_identity())
     with suppress(OSError):
         place.append(os.readlink("/proc/self/ns/pid"))
@@ -246,7 +247,7 @@ def _started(pid: int) -> str:
 
 
 def sweep(root: Path) -> int:
-    """Remove drafts of saves that ended before their time, and old checkpoints that were replaced; how many."""
+    """Remove abandoned drafts and checkpoints that were replaced. Return how many."""
     count = 0
     for path in sorted(root.glob(".*")):
         ours = _DRAFT.fullmatch(path.name) or (_EARLIER_DRAFT.fullmatch(path.name) and (path / LOCK).is_file())
@@ -258,14 +259,14 @@ def sweep(root: Path) -> int:
         if found and (root / found["name"] / MANIFEST).exists():
             remove(path)
             count += 1
-        elif found and not (root / found["name"]).exists():  # a run ended between two renames: it counts again
+        elif found and not (root / found["name"]).exists():  # a run ended between the two renames of a replacement: undo it
             os.rename(path, root / found["name"])
     return count
 
 
 def hold(path: Path) -> int | None:
-    """Lock a file until the descriptor is closed, or this process is gone. None where the filesystem has no locks."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # NFS locks exclusively what can be written
+    """Lock a file until the returned descriptor is closed or this process ends. None if the filesystem has no locks."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # NFS grants exclusive locks only on descriptors open for writing
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -275,7 +276,7 @@ def hold(path: Path) -> int | None:
 
 
 def held(path: Path) -> bool | None:
-    """Whether somebody holds the lock on a file; None where that can not be told (no locks, not permitted)."""
+    """Return whether a process holds the lock on a file; None if that cannot be found out (no locks, no permission)."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -292,7 +293,7 @@ def held(path: Path) -> bool | None:
 
 
 def abandoned(draft: Path) -> bool:
-    """Whether the process that made a draft is gone."""
+    """Return whether the process that made a draft has ended."""
     locked = held(draft / LOCK)
     if locked is not None:
         return not locked
@@ -301,13 +302,13 @@ def abandoned(draft: Path) -> bool:
         if maker["place"] == _place():
             return _started(maker["pid"]) != maker["started"]
         touched = max(path.stat().st_mtime for path in (draft, *draft.iterdir()))
-    except (OSError, ValueError, KeyError, TypeError):  # being made, or being removed, or of somebody else
+    except (OSError, ValueError, KeyError, TypeError):  # the draft is just being made or removed, or is not readable
         return False
     return time.time() - touched > _UNLOCKED_S
 
 
 def complete(root: Path) -> dict[str, Path]:
-    """Complete checkpoints by name, the newest last: by step and then time, as their manifests say."""
+    """Return complete checkpoints by name, the newest last: sorted by step and then time, as their manifests say."""
     found: dict[str, Path] = {}
     for path in root.iterdir() if root.is_dir() else ():
         old = _OLD.fullmatch(path.name)
@@ -319,7 +320,7 @@ def complete(root: Path) -> dict[str, Path]:
 
 
 def _age(name: str, path: Path) -> tuple[int, str, int, str] | None:
-    """What checkpoints are sorted by. None if it has just been removed."""
+    """Return a checkpoint's sort key (step, time, modification time, name). None if it has just been removed."""
     head, written = b"", 0
     try:
         written = (path / MANIFEST).stat().st_mtime_ns  # the manifest tells whole seconds
@@ -327,7 +328,7 @@ def _age(name: str, path: Path) -> tuple[int, str, int, str] | None:
             head = file.read(_HEAD_NBYTES)
     except FileNotFoundError:
         return None
-    except OSError:  # not to be read: the name may tell
+    except OSError:  # the manifest is not readable: take the step from the name, if it has one
         pass
     step, when = re.search(rb'"step":(\d+)', head), re.search(rb'"time":"([^"]*)"', head)
     named = re.fullmatch(r"step-(\d+)", name)
@@ -336,10 +337,10 @@ def _age(name: str, path: Path) -> tuple[int, str, int, str] | None:
 
 
 def find(where: Path, name: str | None = None) -> Path:
-    """The checkpoint that is meant: `where` itself, `name` in it, or the newest complete one in it.
+    """Return the path of a checkpoint: `where` itself, `name` in it, or the one in it that `latest` names, else the newest.
 
-    Raises CheckpointNotFound, saying what there is; CheckpointIncomplete where what is meant, or all that there is,
-    lacks its manifest.
+    Raises CheckpointNotFound, with the names that there are; CheckpointIncomplete if the named checkpoint, or every one
+    that there is, lacks its manifest.
     """
     if name is None and (where / MANIFEST).is_file():
         return where
@@ -363,9 +364,9 @@ def find(where: Path, name: str | None = None) -> Path:
 
 
 def passed_over(root: Path, found: Path) -> str:
-    """What to say where `found` is taken in place of the one saved last, with the steps that are lost; else "".
+    """Return a warning, with the number of lost steps, if `found` is not the checkpoint saved last; else "".
 
-    A second line in `latest` tells of a save that ended before its last rename: nobody was told that it succeeded.
+    If `latest` has two lines and the first names nothing, that save ended before its last rename, and never reported success.
     """
     names = [name for name in _names_in_latest(root) if valid_name(name)]
     if len(names) > 1 and not (root / names[0]).exists():
@@ -391,35 +392,35 @@ def _incomplete_error(path: Path, others: str) -> CheckpointIncomplete:
 
 
 def _lacks_manifest(path: Path) -> bool:
-    """Whether a folder has what a save writes but for the manifest, which tells what is right."""
+    """Return whether a folder has data files of a save and no manifest."""
     return path.is_dir() and not (path / MANIFEST).is_file() and any(path.glob(_DATA))
 
 
 def _incomplete(root: Path) -> list[Path]:
-    """Checkpoints in a root without a manifest, those of the highest step last."""
+    """Return the checkpoints in a root that lack their manifest, those of the highest step last."""
     there = root.iterdir() if root.is_dir() else ()
     found = [path for path in there if valid_name(path.name) and _lacks_manifest(path)]
     return sorted(found, key=lambda path: (_step_of(path.name) or -1, path.name))
 
 
 def _step_of(name: str) -> int | None:
-    """The step that a name tells; None: it tells none."""
+    """Return the step in a checkpoint's name, or None."""
     return int(name.removeprefix("step-")) if _by_step(name) else None
 
 
 def _step_at(found: Path) -> int:
-    """The step of a complete checkpoint."""
+    """Return the step of a complete checkpoint, -1 if it is not known."""
     age = _age(found.name, found)
     return age[0] if age is not None else -1
 
 
 def _bytes_of(path: Path) -> bytes | None:
-    """Of a file; None where there is none."""
+    """Return the content of a file, or None if there is no such file."""
     return path.read_bytes() if path.is_file() else None
 
 
 def _names_in_latest(root: Path) -> list[str]:
-    """The one saved last, and while that gets its name the one before; [] where nothing can be read there."""
+    """Return the lines of `latest`: the checkpoint saved last, and perhaps the one before. [] if it cannot be read."""
     try:
         lines = (root / LATEST).read_bytes().decode(errors="replace").splitlines()
     except OSError:
@@ -428,23 +429,23 @@ def _names_in_latest(root: Path) -> list[str]:
 
 
 def _pointed(root: Path, present: Mapping[str, Path]) -> str:
-    """The first name in `latest` that a complete checkpoint has; "" where none has."""
+    """Return the first name in `latest` that a complete checkpoint has, or ""."""
     return next((name for name in _names_in_latest(root) if name in present), "")
 
 
 def previous(path: Path) -> Path | None:
-    """The complete checkpoint before this one, to fall back to."""
+    """Return the complete checkpoint before this one, or None."""
     present = list(complete(path.parent).values())
     earlier = present[: present.index(path)] if path in present else []
     return earlier[-1] if earlier else None
 
 
 def prune(root: Path, saved: str, keep_last: int | None, keep: Callable[[Path], bool]) -> list[str]:
-    """Remove complete checkpoints but `saved`, `keep_last - 1` others, and those that `keep`; the names removed.
+    """Remove complete checkpoints except `saved`, `keep_last - 1` others and those for which `keep` holds. Return their names.
 
-    Only those that are named as `saved` is count, by their step or otherwise: saves of every so many steps do not remove "best".
-    Those others are the newest up to the step of `saved`, to which a run can fall back, and then the newest beyond it, which it
-    left behind when it went back to an earlier one.
+    Checkpoints named by their step and those with other names are counted apart, so that periodic saves do not remove "best".
+    The others that are kept are the newest up to the step of `saved`, to which a run can fall back, and then the newest of
+    higher steps, which a run leaves behind when it goes back to an earlier checkpoint.
     """
     if keep_last is None:
         return []
@@ -453,10 +454,10 @@ def prune(root: Path, saved: str, keep_last: int | None, keep: Callable[[Path], 
     steps = {name: age[0] for name, path in present.items() if (age := _age(name, path)) is not None}
     alike = (name for name in steps if name != saved and _by_step(name) == _by_step(saved))
     others = [(name, present[name]) for name in alike]
-    others.sort(key=lambda other: steps[other[0]] <= steps.get(saved, -1))  # and still by age
+    others.sort(key=lambda other: steps[other[0]] <= steps.get(saved, -1))  # stable: still by age within both
     for name, path in others[: max(len(others) + 1 - keep_last, 0)]:
         if not keep(path):
-            scratch = _draft_path(root, name, secrets.token_hex(3))  # invisible at once; if this is killed the next save goes on
+            scratch = _draft_path(root, name, secrets.token_hex(3))  # hidden at once; if this is killed, the next save removes it
             os.rename(path, scratch)
             remove(scratch)
             removed.append(name)

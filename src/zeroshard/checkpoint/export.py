@@ -1,10 +1,10 @@
-"""zs.export: from a checkpoint to files that others read, on one process, some MiB at a time.
+"""zs.export: convert a checkpoint's model to files for other libraries, in one process, some MiB at a time.
 
     safetensors   OUT/model.safetensors, or
                   OUT/model-00001-of-00002.safetensors ... and OUT/model.safetensors.index.json; OUT/config.json if it is known
     torch         OUT: one file of a state dict, as torch.save(model.state_dict(), OUT) writes it
 
-Everything is written under a hidden name and gets its own when all of it is on the disk.
+The output is written under a hidden name and renamed when all of it is on the disk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .saving import write_error
 from .source import Opened, Untrusted
 
 CONFIG = "hf_config"  # the extra under which a checkpoint may keep a Hugging Face configuration
-_METADATA = "__metadata__"  # a name that safetensors itself uses
+_METADATA = "__metadata__"  # key that the safetensors format reserves
 FORMATS = ("safetensors", "torch")
 _CHUNK_NUMEL = 2 << 20  # elements read, converted and written at a time
 
@@ -97,7 +97,7 @@ def export(
         CheckpointCorrupt: a file is damaged. Nothing was written.
         CheckpointError: `out` exists. Nothing was written.
         CheckpointWriteError: the disk is full, read-only, ... What was written is removed.
-        ConfigError: an argument is wrong, or a tensor has no place in that format.
+        ConfigError: an argument is wrong, or the format cannot store a tensor.
     """
     _check_arguments(dtype, format, max_shard_nbytes, config)
     target = _check_target(out, format)
@@ -110,7 +110,7 @@ def export(
             _narrow(opened, prefix)
         try:
             return _write(opened, target, dtype, format, max_shard_nbytes, settings)
-        except CheckpointError:  # a run that goes on may have removed it meanwhile
+        except CheckpointError:  # a run in progress may have removed the checkpoint: export the next one
             if looks == 1 or not removed(Alone(), path, opened.path):
                 raise
     raise AssertionError("the last look returns or raises")
@@ -119,7 +119,7 @@ def export(
 def _write(
     opened: Opened, target: Path, dtype: torch.dtype | None, format: str, max_shard_nbytes: int, settings: dict[str, Any] | None
 ) -> Exported:
-    """All of an opened checkpoint under its name, or nothing."""
+    """Write an opened checkpoint to a hidden name and rename it to `target`; remove everything after an error."""
     if settings is None and format == "safetensors" and CONFIG in opened.shared_extras:
         settings = _kept_config(opened)
     exporting = _Exporting(opened, dtype, _read_objects(opened, format))
@@ -155,7 +155,7 @@ def _check_arguments(dtype: Any, format: str, max_shard_nbytes: int, config: Any
 
 
 def _check_target(out: str | os.PathLike, format: str) -> Path:
-    """What is to be made. Raises CheckpointError where something is there."""
+    """Return the path of the output. Raises CheckpointError if it exists and is no empty folder."""
     target = Path(absolute(out))
     if target.exists() and not (format == "safetensors" and target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(f"zs.export: {target} exists; name another, or remove it first.")
@@ -163,7 +163,7 @@ def _check_target(out: str | os.PathLike, format: str) -> Path:
 
 
 def _read_config(config: Any) -> dict[str, Any]:
-    """Raises ConfigError where it is no JSON object."""
+    """Return a configuration as a dictionary. Raises ConfigError if it is no JSON object."""
     config = config.to_dict() if callable(getattr(config, "to_dict", None)) else config
     if isinstance(config, Mapping):
         found: Any = dict(config)
@@ -183,7 +183,7 @@ def _read_config(config: Any) -> dict[str, Any]:
 
 
 def _kept_config(opened: Opened) -> dict[str, Any]:
-    """What the checkpoint keeps. Raises CheckpointError where it keeps an object, which nobody may run here."""
+    """Return the configuration in the checkpoint. Raises CheckpointError if it is an object that would have to be unpickled."""
     try:
         return _read_config(opened.shared_extras[CONFIG]())
     except Untrusted:
@@ -194,7 +194,7 @@ def _kept_config(opened: Opened) -> dict[str, Any]:
 
 
 def _choose(opened: Opened, names: dict[str, None]) -> None:
-    """Only those; raises ConfigError where one is not there."""
+    """Keep only these names. Raises ConfigError if the checkpoint lacks one."""
     if absent := names.keys() - opened.model.keys():
         raise ConfigError(f"zs.export: names: {opened.path} has no {min(absent)!r}.{did_you_mean(min(absent), opened.model)}")
     opened.model = {name: opened.model[name] for name in names}
@@ -202,7 +202,7 @@ def _choose(opened: Opened, names: dict[str, None]) -> None:
 
 
 def _narrow(opened: Opened, prefix: str) -> None:
-    """To what is named prefix...; raises ConfigError where nothing is."""
+    """Keep only names that begin with the prefix, and strip it. Raises ConfigError if there are none."""
     found = {name.removeprefix(prefix): stored for name, stored in opened.model.items() if name.startswith(prefix)}
     if not found:
         raise ConfigError(
@@ -221,7 +221,7 @@ def _say(line: str) -> None:
 
 
 def _read_objects(opened: Opened, format: str) -> dict[str, Any]:
-    """What modules keep in state dicts that is no tensor, by name, if the format can hold it; what is left out is said."""
+    """Return modules' extra states that are no tensors, by name, if the format can hold them; print what is left out."""
     if opened.trained_only:
         _say(f"{opened.path} holds trained parameters alone ({len(opened.frozen)} were left out): so does the export")
     if format == "safetensors":
@@ -253,8 +253,8 @@ def _remove(path: Path) -> None:
 
 
 class _Exporting:
-    """One export. tensors: name -> (dtype, shape) as they will be; sources: where they are; ties: another name -> name;
-    objects: what is no tensor."""
+    """One export. tensors: name -> (dtype, shape) in the output. sources: name -> stored tensor. ties: other name -> name.
+    objects: values that are no tensors, by name."""
 
     def __init__(self, opened: Opened, dtype: torch.dtype | None, objects: dict[str, Any]) -> None:
         self.dtype, self.objects = dtype, objects
@@ -274,7 +274,7 @@ class _Exporting:
         return math.prod(shape) * dtype.itemsize
 
     def write_torch(self, path: Path) -> list[str]:
-        """One file; its name."""
+        """Write one file of torch.save. Return its name."""
         for name, (dtype, _) in self.tensors.items():
             if not dcp.storable(dtype):
                 raise ConfigError(f"zs.export: {name} is {dtype}, which this format has no place for{_way_on(dtype)}.")
@@ -286,7 +286,7 @@ class _Exporting:
         return [path.name]
 
     def write_safetensors(self, folder: Path, max_shard_nbytes: int, settings: dict[str, Any] | None) -> list[str]:
-        """A folder of files; their names."""
+        """Write a folder of safetensors files, index and config. Return the files' names."""
         for name, (dtype, _) in self.tensors.items():
             if dtype not in SAFETENSORS_NAMES:
                 raise ConfigError(f"zs.export: {name} is {dtype}, which safetensors has no place for{_way_on(dtype)}.")
@@ -311,14 +311,14 @@ class _Exporting:
         return files
 
     def _described(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The configuration; where it names a dtype, that of the files if one was chosen."""
+        """Return the configuration, with the chosen dtype in place of the one that it names."""
         if self.dtype is None:
             return settings
         chosen = str(self.dtype).removeprefix("torch.")
         return {key: chosen if key in ("dtype", "torch_dtype") else value for key, value in settings.items()}
 
     def _reserve(self, folder: Path) -> None:
-        """Raise now where the disk is too small, rather than after minutes of writing."""
+        """Raise OSError now if the disk is too small, rather than after minutes of writing."""
         probe = folder / f".{secrets.token_hex(3)}.tmp"
         try:
             with open(probe, "wb") as file:
@@ -328,7 +328,7 @@ class _Exporting:
             probe.unlink(missing_ok=True)
 
     def _shards(self, max_nbytes: int) -> list[list[str]]:
-        """Names by file, in the order of the checkpoint: ours has them sorted."""
+        """Return the names for each file, in the order of the checkpoint (zs.save sorts them)."""
         shards: list[list[str]] = [[]]
         nbytes = 0
         for name in self.tensors:
@@ -345,7 +345,7 @@ class _Exporting:
         path.write_bytes(header)
         for name in names:
             self._copy(name, places[name])
-        os.truncate(path, len(header) + sum(self._nbytes(name) for name in names))  # tensors without elements at the end
+        os.truncate(path, len(header) + sum(self._nbytes(name) for name in names))  # where it ends in empty tensors
         sync(path)
 
     def _copy(self, name: str, target: StoredTensor) -> None:

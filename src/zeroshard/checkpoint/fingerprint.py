@@ -1,8 +1,8 @@
 """The identity of parameters that a checkpoint leaves out: a checksum that does not depend on how they are sharded.
 
-The sum over all elements of a mix of (bits, position), modulo 2^64: ranks add up theirs, in any partition. `exact` is of the
-values as they rest; `rounded` and `half` of the values rounded to bfloat16 and float16, so that a base held in another
-precision is known again. (Rounding twice is not rounding once: float32 values in float16 and in bfloat16 do not know each other.)
+It is the sum over all elements of a hash of (bits, position), modulo 2^64, so ranks can add theirs up in any partition. `exact`
+is of the values as they rest; `rounded` and `half` are of the values rounded to bfloat16 and float16, so that a base model in
+another precision is recognised. (Not a float16 copy of what was saved as a bfloat16 copy: rounding twice differs from once.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _POSITION, _SPREAD, _MIX = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133
 
 @dataclass(frozen=True)
 class Identity:
-    """Of one parameter, or (`+`) of the parts of it."""
+    """Identity of one parameter or of a part of it. The sum (`+`) of all parts' is the parameter's."""
 
     dtype: str
     shape: list[int]
@@ -33,14 +33,14 @@ class Identity:
     half: str = ""
 
     def __add__(self, other: Identity) -> Identity:
-        """Of two parts."""
+        """Return the identity of two disjoint parts together."""
         add = lambda a, b: f"{(int(a, 16) + int(b, 16)) % 2**64:016x}"  # noqa: E731
         return Identity(
             self.dtype, self.shape, add(self.exact, other.exact), add(self.rounded, other.rounded), add(self.half, other.half)
         )
 
     def same(self, other: Identity) -> bool:
-        """Whether both are of the same values, as far as their precision tells."""
+        """Return whether both are of the same values, compared in the lower of their precisions."""
         if list(self.shape) != list(other.shape):
             return False
         if self.dtype == other.dtype:
@@ -50,11 +50,12 @@ class Identity:
 
 
 def identities(parameters: Iterable[tuple[ParamGroup, int]]) -> dict[str, Identity]:
-    """Of this rank's slices, by name, for all ranks to add up: a tile is known by itself, a shard over model axes by the whole."""
+    """Return the identities of this rank's slices, by name, for ranks to add up. A tile has an identity of its own; shards along
+    model axes add up to the whole parameter's."""
     found = {}
     for group, index in parameters:
         home, spec, part = group.homes[index], group.specs[index], group.specs[index].part
-        if not group.counts:  # another rank has the same
+        if not group.counts:  # another rank along a model axis has the same elements and counts them
             continue
         name = spec.whole_name
         if spec.distribution is None and part is not None:
@@ -66,7 +67,7 @@ def identities(parameters: Iterable[tuple[ParamGroup, int]]) -> dict[str, Identi
 
 @torch.no_grad()
 def identify(source: Rest, begin: int, start: int, stop: int, shape: tuple[int, ...], part: Part | None = None) -> Identity:
-    """Of elements [start, stop) of a parameter, or of a part of one, which are those from `begin` on of `source`."""
+    """Return the identity of elements [start, stop) of a parameter or a part of it; they begin at element `begin` of `source`."""
     exact = rounded = half = 0
     for first in range(start, stop, _CHUNK_NUMEL):
         last = min(first + _CHUNK_NUMEL, stop)
@@ -79,7 +80,7 @@ def identify(source: Rest, begin: int, start: int, stop: int, shape: tuple[int, 
 
 
 def _places(first: int, last: int, part: Part | None) -> Tensor:
-    """Where elements [first, last) of a flattened part are in the flattened whole, (last - first,)."""
+    """Return the positions of elements [first, last) of a flattened part in the flattened whole, (last - first,)."""
     at = torch.arange(first, last, device="cpu")
     if part is None:
         return at

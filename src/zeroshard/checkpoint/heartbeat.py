@@ -1,11 +1,11 @@
-"""Work that ranks do side by side and that may take one of them minutes, as reading and writing files does.
+"""Work that all ranks do at the same time, each for as long as it takes, such as reading and writing files.
 
     rank 0   work ---> done .  .  .  .  .  .  .  .  all know
-    rank 1   work ---------|---------|------> done  all know        |: a beat, an exchange that says "still at it"
+    rank 1   work ---------|---------|------> done  all know        |: a beat, an exchange that says "still working"
 
-In a plain `Comm.exchange` a rank with a slow disk would be taken for lost after the stall timeout. Here a thread of each
-rank meets the others again and again while the rank works. As long as all come to the beats nobody gives up; who has died,
-left, or entered another collective is found as in any exchange.
+In a plain `Comm.exchange` a rank with a slow disk would count as lost after the stall timeout. Here a thread of each rank
+exchanges beats with the others while the rank works. As long as all ranks answer beats, nobody times out; a rank that has
+died, left, or entered another collective is detected as in any exchange.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ..comm.base import Comm
 from ..comm.codec import decode, encode
 from ..errors import CheckpointError, CheckpointWriteError, ZeroshardError
 
-_BEAT_S = 1.0  # and at least four in a stall timeout
+_BEAT_S = 1.0  # seconds between beats, or a quarter of the stall timeout if that is shorter
 
 
 def together(comm: Comm, label: str, work: Callable[[], Any], stop: Callable[[], None] | None = None) -> list[Any]:
-    """Do `work()` on every rank; what it returned on each of them, in rank order (collective).
+    """Call `work()` on every rank and return all ranks' results, in rank order (collective).
 
     Args:
-        label: "zs.verb: what".
-        work: in the calling thread. It must not use `comm`, and returns plain values (`comm.codec`).
-        stop: called from another thread, perhaps more than once, where this rank's work is in vain: another has failed or is
-            gone. May be None where work ends soon by itself.
+        label: "zs.verb: what", for messages.
+        work: called in the calling thread. It must not use `comm`, and returns plain values (`comm.codec`).
+        stop: called from another thread, perhaps more than once, if another rank has failed or is gone, so that this rank's work
+            is in vain. None where work ends soon by itself.
 
     Raises:
-        what work raised on one rank, on every rank: a ZeroshardError as it is, all else as CheckpointError (see `telling`).
+        The error that work raised on one rank, on every rank: a ZeroshardError as it is, others as CheckpointError (`telling`).
     """
     beats = _Beats(comm, label, stop)
     beats.start()
@@ -44,15 +44,15 @@ def together(comm: Comm, label: str, work: Callable[[], Any], stop: Callable[[],
         told = error if isinstance(error, Exception) else telling(error, label, comm.rank)
         result = encode((None, told, beats.stopped))
     everyone = beats.end(result, error)
-    if error is not None and not isinstance(error, Exception):  # interrupted: the others know
+    if error is not None and not isinstance(error, Exception):  # KeyboardInterrupt, ...: other ranks raise a CheckpointError
         raise error
-    causes = [None if late else problem for _, problem, late in everyone]  # not what followed from `stop`
+    causes = [None if late else problem for _, problem, late in everyone]  # without errors that `stop` caused
     raise_first(causes if any(causes) else [problem for _, problem, _ in everyone], comm.rank, error)
     return [value for value, _, _ in everyone]
 
 
 def telling(error: BaseException, label: str, rank: int) -> Exception:
-    """An error as it can be told to other ranks: a ZeroshardError is; any other becomes the cause of a CheckpointError."""
+    """Return an error that can be sent to other ranks: a ZeroshardError itself, or a CheckpointError caused by any other."""
     if isinstance(error, ZeroshardError):
         return error
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -62,25 +62,25 @@ def telling(error: BaseException, label: str, rank: int) -> Exception:
 
 
 def raise_first(problems: Sequence[Exception | None], rank: int, mine: Exception | None) -> None:
-    """Raise on all ranks the same of what went wrong on some, if anything did. mine: this rank's, with its cause."""
+    """Raise the same one of the ranks' errors on all ranks, if there are any. mine: this rank's error, with its cause."""
     found = [(at, problem) for at, problem in enumerate(problems) if problem is not None]
     if found:
-        at, problem = min(found, key=lambda item: not isinstance(item[1], CheckpointWriteError))  # that is the cause of others
+        at, problem = min(found, key=lambda item: not isinstance(item[1], CheckpointWriteError))  # it causes the others
         raise mine if at == rank and mine is not None else problem
 
 
 class _Beats:
-    """The exchanges of one piece of work.
+    """The exchanges during one call of `together`.
 
-    Threads: the Comm is `_meet`'s thread's from `start` to the end of `end`; the one that works leaves it alone (its `exchange`
-    refuses a second), and `Tiers.beside_comm` keeps failures of disks from it. `stop` is called in `_meet`'s.
+    Threads: from `start` to the end of `end` only `_meet`'s thread uses the Comm (whose `exchange` refuses a second caller);
+    `Tiers.beside_comm` keeps disk failures of the working thread away from it. `stop` is called in `_meet`'s thread.
     """
 
     def __init__(self, comm: Comm, label: str, stop: Callable[[], None] | None) -> None:
         self.comm, self.label, self.stop = comm, label, stop
         self.seconds = min(_BEAT_S, getattr(comm, "stall_timeout_s", 60.0) / 4)
-        self.stopped = False  # this rank's work is in vain
-        self._result = b""  # while it works
+        self.stopped = False  # another rank failed while this one was working
+        self._result = b""  # empty while this rank works
         self._ended = threading.Event()
         self._everyone: list[tuple] = []
         self._failure: BaseException | None = None
@@ -89,12 +89,12 @@ class _Beats:
     def start(self) -> None:
         if self.comm.world_size > 1:
             thread = threading.Thread(target=self._meet, name="zeroshard-beats", daemon=True)
-            with suppress(RuntimeError):  # no more threads: then there is one beat, at the end
+            with suppress(RuntimeError):  # no more threads: `end` exchanges once, without beats
                 thread.start()
                 self._thread = thread
 
     def end(self, result: bytes, error: BaseException | None) -> list[tuple]:
-        """The results of all ranks, when all have ended."""
+        """Wait until all ranks have ended, and return their results."""
         self._result = result
         self._ended.set()
         if self._thread is not None:

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, as facts: `zs.inspect_checkpoint`, and `zeroshard inspect` prints them."""
+"""Facts about checkpoints: `zs.inspect_checkpoint` returns them, and `zeroshard inspect` prints them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .manifest import Manifest
 from .resolver import Alone, agreed, check_digests, check_sizes, owner_of
 
 HOLD, UNCHECKED, NONE, DAMAGED, UNREADABLE = "hold", "not verified", "the format has none", "damaged", "unreadable"
-_MALFORMED = (KeyError, TypeError, ValueError, AttributeError)  # a manifest that says other things than it must
-_LISTINGS = 5  # of a folder, as long as checkpoints vanish from it meanwhile
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError)  # raised while reading a manifest with wrong entries
+_LISTINGS = 5  # attempts at listing a folder from which checkpoints are being removed
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Inspection:
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """Size of all files in bytes."""
         return sum(self.files.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON takes it."""
+        """Return all facts in types that JSON has."""
         return {**asdict(self), "nbytes": self.nbytes}
 
 
@@ -93,7 +93,7 @@ def _look(where: Path, name: str | None, verify: bool) -> list[Inspection]:
 
 
 def _complete(where: Path) -> dict[str, Path]:
-    """Complete checkpoints by name, though one may vanish while they are listed."""
+    """Return complete checkpoints by name; list again if one vanishes meanwhile."""
     for _ in range(_LISTINGS):
         with suppress(FileNotFoundError):
             return places.complete(where)
@@ -101,7 +101,7 @@ def _complete(where: Path) -> dict[str, Path]:
 
 
 def _inspect(folder: Path, verify: bool) -> Inspection | None:
-    """One of ours; None where it is gone by now."""
+    """Inspect a checkpoint of zs.save. Return None if it has been removed meanwhile."""
     found, checksums, damage = _unknown(folder), HOLD if verify else UNCHECKED, ""
     try:
         manifest = Manifest.read(folder)
@@ -124,7 +124,7 @@ def _unknown(folder: Path) -> Inspection:
 
 
 def _described(folder: Path, manifest: Manifest) -> Inspection:
-    """All that a manifest tells."""
+    """Return the facts that a manifest has."""
     facts = {key: value for key, value in manifest.facts.items() if key not in ("step", "trained_only", "per_rank")}
     shapes = {name: (math.prod(entry.shape), entry.dtype.itemsize) for name, entry in manifest.tensors.items()}
     model = [shape for name, shape in shapes.items() if name.startswith(holding.MODEL)]
@@ -150,14 +150,14 @@ def _described(folder: Path, manifest: Manifest) -> Inspection:
 
 
 def _files(folder: Path) -> dict[str, int]:
-    """Files that are there, of a checkpoint whose manifest does not tell; {} where nobody may know."""
+    """Return the sizes of files in a folder, for a checkpoint without a readable manifest. {} if it cannot be listed."""
     with suppress(OSError):
         return {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.is_file()}
     return {}
 
 
 def _kinds(model: list[tuple[int, int]], states: list[tuple[int, int]], total: int) -> dict[str, int]:
-    """Bytes by kind. model, states: (elements, bytes of one) of each tensor; total: of all files."""
+    """Return bytes by kind. model, states: (elements, bytes of one element) of each tensor. total: bytes of all files."""
     of_model, of_states = (sum(numel * size for numel, size in tensors) for tensors in (model, states))
     return {"parameters": of_model, "optimizer states": of_states, "other": max(total - of_model - of_states, 0)}
 

@@ -1,11 +1,10 @@
-"""zs.load: a checkpoint into a sharded model, whatever wrote it and however it was cut.
+"""zs.load: load a checkpoint into a sharded model, whichever library wrote it and however its tensors were sharded.
 
     find -> read the manifest -> compare names and shapes -> read slices, verify checksums -> put them into place
 
-Nothing is changed before all but the last have passed on every rank. Each rank reads its own slices (of replicated states:
-the whole): states that there are no tensors for into fresh ones, all else into the buffers of saves, as far as there is room
-(room.py), from where it goes into place; what did not stay there is read twice. Where states rest on another tier everything
-is verified before (ranks share the files), and slices are read into place some MiB at a time.
+The model changes only in the last step, after all others have passed on every rank. Each rank reads its own slices (of replicated
+states: whole tensors). Optimizer states that do not exist yet are read into new tensors, all else into buffers of the model's
+saves, or twice where there is no buffer (read_buffers.py). For states on host or disk an earlier pass verifies checksums.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ from .source import Opened, name_left_out
 from .stages import Stages
 from .user_state import check_named, check_target, slices_of, takes_state
 
-_SPARE = 1.25  # of the memory that a second copy takes there must be so much
+_SPARE = 1.25  # a second copy is made in memory only where this many times its size is available
 _KINDS = {"betas", "eps", "momentum", "momentum_decay", "alpha", "rho", "etas", "lambd"}  # options that tell optimizers apart
-_IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}  # of whoever saved
+_IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}  # not loaded from other libraries' groups
 
 
 @dataclass
@@ -112,7 +111,7 @@ def load(
         ConfigError: ranks call it differently, or an object of `extra` refuses its state.
         CheckpointError: an object of `extra` refused its state in `load_state_dict`, when all else had been loaded.
     """
-    if torch.is_inference_mode_enabled():  # states made there could not be changed by any step
+    if torch.is_inference_mode_enabled():  # no optimizer step could change tensors that are made in inference mode
         with torch.inference_mode(False), torch.no_grad():
             return load(path, model, optimizer, extra=extra, name=name, verify=verify, rng=rng, trusted=trusted, strict=strict)
     runtime, wanted = runtime_of(model), extra or {}
@@ -128,7 +127,7 @@ def _put(
     runtime: Runtime, stages: Stages, path: Any, name: str | None, verify: bool | str, trusted: bool, strict: bool,
     wanted: dict[str, Any],
 ) -> tuple[_Loading, dict[str, Any]]:  # fmt: skip
-    """Find, compare, and put into place; what is there of `wanted`."""
+    """Find the checkpoint, compare it with the model and load it (collective). Return the load and the saved extras by name."""
     world, mesh = runtime.world, runtime.topology.mesh
     for looks in range(LOOKS, 0, -1):
         with ExitStack() as held:
@@ -140,14 +139,14 @@ def _put(
                 loading.check_base()
                 loading.put()
                 return loading, extras
-            except CheckpointError:  # a run that goes on may have removed it meanwhile: all that was put into place is put again
+            except CheckpointError:  # a run in progress may have removed it: the next one is loaded over what is loaded so far
                 if looks == 1 or world.failure is not None or not removed(world, path, opened.path):
                     raise
     raise AssertionError("the last look returns or raises")
 
 
 def _agree(runtime: Runtime, path: Any, optimizer: Any, name: str | None, verify: Any, strict: bool, extra: Any) -> Stages:
-    """All ranks ask for the same, and for what can be; the model's stages (collective)."""
+    """Check the arguments and that all ranks give the same ones (collective). Return what is known of the pipeline's stages."""
     core, mine, telling_stages, problem = None, {}, None, None
     try:
         core = core_of(runtime, optimizer, "zs.load")
@@ -172,7 +171,7 @@ def _agree(runtime: Runtime, path: Any, optimizer: Any, name: str | None, verify
 
 
 def await_save(runtime: Runtime) -> None:
-    """What this model saves in the background is complete, or has failed: the next save tells that (collective)."""
+    """Wait until the model's background save is complete or has failed; a failure is not raised here (collective)."""
     last = runtime.saver.last if runtime.saver is not None else None
     if last is not None and not last.told:
         try:
@@ -182,8 +181,8 @@ def await_save(runtime: Runtime) -> None:
 
 
 def _bulk_of(held: ExitStack, runtime: Runtime, core: OptimizerCore | None, folder: Path, manifest: Manifest) -> Bulk:
-    """What reads tensors of a checkpoint of ours, and has begun to where this rank's are probably those of one file."""
-    held.close()  # what was begun with a checkpoint that has been removed since gives its buffers back
+    """Return the reader of one of our checkpoints. It starts to read where this rank's tensors are probably those of one file."""
+    held.close()  # the reader of a checkpoint that has been removed meanwhile gives its buffers back
     bulk = held.enter_context(Bulk(folder, manifest, Room(saver_of(runtime).ring)))
     if _all_wanted(runtime, core, manifest) and manifest.facts["world_size"] == runtime.world.world_size:
         bulk.ahead(folder / manifest.files[runtime.world.rank].name)
@@ -191,9 +190,9 @@ def _bulk_of(held: ExitStack, runtime: Runtime, core: OptimizerCore | None, fold
 
 
 def _all_wanted(runtime: Runtime, core: OptimizerCore | None, manifest: Manifest) -> bool:
-    """Whether all that a checkpoint has is read, so that it is verified on the way, and goes to the device."""
+    """Return whether everything in a checkpoint is read, hence verified by reading, and all states rest on the device."""
     tiers = {runtime.config.offload_param.tier, runtime.config.offload_optimizer.tier}
-    sliced = any(name.startswith(holding.SLICES) for name in manifest.tensors)  # may not be asked for, and are read by themselves
+    sliced = any(name.startswith(holding.SLICES) for name in manifest.tensors)  # read one by one, and only if `extra` asks
     return tiers == {Tier.DEVICE} and not sliced and (core is not None or holding.GROUPS not in manifest.objects)
 
 
@@ -206,21 +205,21 @@ class _Loading:
         self.prefixes = safetensors.prefixes_of(runtime.model)
         self.aliases: dict[str, str] = {}  # another name of a parameter -> its name
         self.found: dict[str, Stored] = {}  # parameter -> where it is stored
-        self.left_out: list[tuple[Any, int]] = []  # (group, index) of parameters that it leaves out
+        self.left_out: list[tuple[Any, int]] = []  # (group, index) of parameters that the checkpoint leaves out
         self.states: dict[int, SavedState] = {}
         self.groups: list[dict[str, Any]] = []
         self.reading = Reading()
         self.restoring: state_loading.Restoring | None = None
-        self.slices: list[tuple[str, ParamGroup, int, Rest]] = []  # (key in `stored_slices`, where they go)
+        self.slices: list[tuple[str, ParamGroup, int, Rest]] = []  # (key in `stored_slices`, then their destination)
         self.stored_slices: dict[str, Stored] = {}
 
     # -- compare ---------------------------------------------------------------------------------------------
 
     def compare(self, extra: dict[str, Any]) -> dict[str, Any]:
-        """Raise where the checkpoint does not fit; the saved extras."""
+        """Return the saved extras. Raise CheckpointMismatch, listing everything that does not fit the model."""
         missing, mismatched, untied, used = [], [], [], set()
         self._fit()
-        model, several = self.opened.model, self._by_stages or not self.opened.ours  # tied ones may be stored twice
+        model, several = self.opened.model, self._by_stages or not self.opened.ours  # tied parameters may be stored twice
         mine = self.runtime.comm.rank, self.runtime.comm.world_size
         for group in self.runtime.groups:
             for index, (name, part) in enumerate(holding.names_of_group(group)):
@@ -249,7 +248,7 @@ class _Loading:
         return self._extras(extra)
 
     def _fit(self) -> None:
-        """Make the checkpoint's names those of the model: wrappers' prefixes; of foreign ones ties as well."""
+        """Rename the checkpoint's tensors as the model's: strip or add wrappers' prefixes; note names of tied parameters."""
         if self._by_stages or not self.opened.ours:
             for spec in (spec for group in self.runtime.groups for spec in group.specs):
                 self.aliases |= dict.fromkeys(safetensors.names_of(self.prefixes, spec), spec.whole_name)
@@ -261,7 +260,7 @@ class _Loading:
 
     def _compare_buffers(self, missing: list[str], mismatched: list[str], used: set[str]) -> list[str]:
         model, ties, bulk = self.opened.model, self.opened.ties, self.opened.bulk
-        if bulk is not None:  # these are read to be compared
+        if bulk is not None:  # comparing reads expanded buffers, so their checksums come first
             saved = self.opened.saved_names
             stored = [f"{holding.MODEL}{saved.get(name, name)}" for name in safetensors.names_of_expanded(self.runtime.model)]
             check_tensors(self.opened.path, bulk.manifest, [name for name in stored if name in bulk.manifest.tensors])
@@ -272,12 +271,12 @@ class _Loading:
         missing, unexpected = (missing, unexpected) if self.strict else ([], [])
         known = [entry.split(" ")[0] for entry in unexpected]
         missing = [f"{entry}{did_you_mean(entry.split(' ')[0], known)}" for entry in dict.fromkeys(missing)]
-        lists = {"missing (the model has it, the checkpoint not)": missing, "unexpected": unexpected}
-        lists["of another shape"] = mismatched
+        told = "missing (the model has it, the checkpoint not)"
+        lists = {told: missing, "unexpected": unexpected, "of another shape": mismatched}
         return problems + [f"  {what}: {entry}" for what, entries in lists.items() for entry in dict.fromkeys(entries)]
 
     def _compare_optimizer(self) -> list[str]:
-        """What does not fit the optimizer; where all does, its states are found."""
+        """Return what does not fit the optimizer. If everything fits, note where its states are stored."""
         if self.core is None:
             return []
         if self.opened.groups is None:
@@ -302,16 +301,16 @@ class _Loading:
 
     @property
     def _by_stages(self) -> bool:
-        """Whether it was saved, or is to be loaded, by stages of a pipeline, which keep copies of what one process ties."""
+        """Whether pipeline stages saved it or load it: each stage has its own copy of a tensor that one process would tie."""
         saved = self.opened.facts.get("mesh") if self.opened.ours else None
         return self.stages.several or (saved is not None and len(saved["stages"]) > 1)
 
     def _one(self, name: str) -> str:
-        """The name under which the state of one that is tied is stored, or is to be."""
+        """Return the name under which the state of a tied parameter is stored, or the name itself."""
         return self.opened.ties.get(name, self.aliases.get(name, name)) if self._by_stages else name
 
     def _name_members(self, present: list[dict[str, Any]]) -> list[str]:
-        """Foreign groups may number their members, or use other names of tied ones; other kinds of optimizers."""
+        """Replace numbers and tied names of a foreign checkpoint's group members by the model's names. Return problems."""
         names: dict[Any, str] = dict(self.aliases)
         for number, (given, mine) in enumerate(zip(self.groups, present, strict=True)):
             kinds = [_KINDS & group.keys() for group in (given, mine)]
@@ -332,7 +331,7 @@ class _Loading:
         return []
 
     def _find_states(self) -> list[str]:
-        """Note the state of every parameter; those that no state of this library can take."""
+        """Note where the state of every parameter is stored. Return the states whose shape fits no parameter."""
         entries, problems = self.opened.states, []
         counters = set(self.opened.scalars) if self.opened.scalars is not None else {"step"} | {
             key for name, states in entries.items() for key, stored in states.items()
@@ -354,14 +353,14 @@ class _Loading:
                     else:
                         state.tensors[key] = stored.cut(part)
                 if not self.opened.ours and isinstance(state.scalars.get("step"), int):
-                    # as torch's optimizers have it
+                    # torch's optimizers keep step as a float tensor on the host
                     state.scalars["step"] = torch.tensor(float(state.scalars["step"]), device="cpu")
                 if state.tensors or state.scalars:
                     self.states[id(group.params[index])] = state
         return problems
 
     def _find_slices(self, extra: dict[str, Any]) -> list[str]:
-        """Note what objects of `extra` keep of parameters; what does not fit."""
+        """Note the slices of parameters that objects of `extra` keep (zs.ema). Return those that do not fit."""
         problems = []
         for name, shards in slices_of(extra, self.runtime.model).items():
             saved = self.opened.slices.get(name, {})
@@ -380,7 +379,7 @@ class _Loading:
         return self.opened.model[name].shape if name in self.opened.model else ()
 
     def check_base(self) -> None:
-        """The parameters that the checkpoint leaves out are those that it was saved with (collective)."""
+        """Raise BaseModelMismatch if parameters that the checkpoint leaves out differ from those at the save (collective)."""
         mine = agreed(self.comm, "zs.load: base model", partial(identities, self.left_out), self.opened.path)
         told = exchange_values(self.comm, {key: list(vars(each).values()) for key, each in mine.items()}, "zs.load: base models")
         totals: dict[str, Identity] = {}
@@ -402,7 +401,7 @@ class _Loading:
             )
 
     def _extras(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Saved extras by name. Raises where one that is wanted is missing, is not to be read unasked, or is of other ranks."""
+        """Return saved extras by name. Raise if a wanted one is missing, unread or of other ranks, or its target refuses it."""
         found, unread = self.opened.extras, self.opened.unread
         for name in sorted(wanted.keys() & unread.keys()):
             raise unread[name]
@@ -435,7 +434,7 @@ class _Loading:
         return str(self.comm.world_size) if self.comm.world_size != self.opened.facts["world_size"] else "as many in another mesh"
 
     def _refused(self, name: str, error: Exception, state: str) -> ZeroshardError:
-        """What all ranks raise where an object does not take its state."""
+        """Return the error that all ranks raise if an object refuses its state."""
         kind = ConfigError if isinstance(error, ConfigError) else CheckpointError
         what = str(error) if isinstance(error, ZeroshardError) else f"{type(error).__name__}: {error}"
         who = f" on rank {self.comm.rank}" if self.comm.world_size > 1 else ""
@@ -444,7 +443,7 @@ class _Loading:
     # -- take ------------------------------------------------------------------------------------------------
 
     def put(self) -> None:
-        """Read everything and bring it into place (collective). After an error in place the model refuses to run."""
+        """Verify and load everything (collective). If loading fails half-way, the model refuses to run until the next load."""
         self.verify()
         try:
             self.take()
@@ -453,7 +452,7 @@ class _Loading:
             what = str(error) if ours else f"{type(error).__name__}: {error}".removesuffix(": ")
             remedy = "load a checkpoint again before you go on" if ours or alone else "the ranks ended with it; start them again"
             self.runtime.unusable = f"{self.opened.path} could not be loaded to its end ({what}): {remedy}."
-            if ours:  # on every rank
+            if ours:  # such an error was agreed on: every rank raises it
                 raise
             told = CheckpointError(self.runtime.unusable)
             if not alone:
@@ -464,7 +463,7 @@ class _Loading:
         self.runtime.unusable = ""
 
     def verify(self) -> None:
-        """Read all that is needed and verify it, or verify everything (collective). Raises CheckpointCorrupt, CheckpointError."""
+        """Read and verify what is needed, or only verify everything (collective). Raises CheckpointCorrupt, CheckpointError."""
         bulk, path, comm = self.opened.bulk, self.opened.path, self.comm
         if bulk is None:
             return
@@ -481,7 +480,7 @@ class _Loading:
         agreed(comm, "zs.load: reading", read, path)
 
     def _note(self, bulk: Bulk) -> int:
-        """Tell what will be read; bytes of host memory that fresh states take."""
+        """Tell `bulk` what will be read. Return the bytes of host memory that new optimizer states take."""
         safetensors.note(self.runtime, self.found, self.opened.model, bulk)
         taken, on_host = 0, self.comm.device.type == "cpu"
 
@@ -498,7 +497,7 @@ class _Loading:
         return taken
 
     def _restore(self) -> state_loading.Restoring:
-        """What brings optimizer states into place."""
+        """Return the object that loads optimizer states, made at the first call."""
         if self.restoring is None:
             guard = self.reading.guard
             states = {key: SavedState(guard(state.tensors), state.scalars) for key, state in self.states.items()}
@@ -507,7 +506,7 @@ class _Loading:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Bring everything into place: what has been read, or reading it now (collective)."""
+        """Load everything, from the buffers of `verify` or from the files (collective)."""
         runtime, reading = self.runtime, self.reading
         if self.core is not None:
             self.core.drain()
@@ -544,7 +543,7 @@ class _Loading:
         runtime, own = self.runtime, self.opened.progress
         if self.core is None:
             return
-        if own is None:  # a foreign one: as many steps as it, or its busiest parameter, has taken
+        if own is None:  # foreign: the checkpoint's step, or the largest step of any of its parameters
             counts = [int(state.scalars["step"]) for state in self.states.values() if "step" in state.scalars]
             runtime.progress.steps = self.opened.step or max(counts, default=0)
             if runtime.progress.scaler is not None and self.opened.scaler is not None:
@@ -553,7 +552,7 @@ class _Loading:
         runtime.progress.load(own)
 
     def finish(self, extra: dict[str, Any], states: dict[str, Any], rng: bool) -> str:
-        """Give objects of `extra` their states, and this rank its generators; how. Raises what the first raised, at the end."""
+        """Load states of objects in `extra`, then random generators; return `Loaded.rng`. Raise the first object's error last."""
         refused: list[Exception] = []
         loaded = "the model, the optimizer and all else have been loaded"
         for name, target in extra.items():
@@ -579,7 +578,7 @@ class _Loading:
         if self.opened.same_ranks:
             holding.set_generators(states, self.comm.device)
             return "restored"
-        data = self.runtime.comm  # ranks of tensor parallelism share activations, and what is dropped of them
+        data = self.runtime.comm  # tensor-parallel ranks get one seed: they share activations, and so dropout masks
         holding.seed_generators(states, data.rank + data.world_size * self.stages.stage)
         if self.comm.rank == 0:
             print(
@@ -591,5 +590,5 @@ class _Loading:
 
 
 def _is_stored(value: Any) -> bool:
-    """Whether a state is a tensor that is stored, and not a plain value."""
+    """Return whether a state is a tensor in a file, rather than a plain value."""
     return isinstance(value, Stored)

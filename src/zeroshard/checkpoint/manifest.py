@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: what is in it and the checksums of its files, as JSON that any tool can read.
+"""The manifest of a checkpoint: its tensors, values and files with checksums, as JSON that any tool can read.
 
-Each rank tells rank 0 which tensors lie where in its data file, where that is not as in the last save, and (a *part*) what else
-there is to say about it. Rank 0 joins that to `manifest.json` and to DCP's `.metadata`. docs/checkpoint-format.md is the
-specification.
+Each rank sends rank 0 where tensors lie in its data file (only if that differs from the last save), and a *part*: the checksums
+and plain values of the file. Rank 0 joins these to `manifest.json` and to DCP's `.metadata`. docs/checkpoint-format.md is
+the specification.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FACTS = ("step", "world_size", "stage", "precision", "optimizer", "trained_only
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A box of a tensor: its bytes begin at `data` of file number `file`; its blob is [offset, offset + nbytes)."""
+    """A box of a tensor: its elements begin at byte `data` of file number `file`, in the blob [offset, offset + nbytes)."""
 
     file: int
     data: int
@@ -40,7 +40,7 @@ class StoredBox:
 
 @dataclass
 class TensorEntry:
-    """A tensor by name. keys: of its name, in nested state dicts."""
+    """A tensor. keys: path of its name in nested state dicts, as ("optim", "state", parameter, "step")."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ObjectEntry:
-    """A plain value: what torch.save wrote at [offset, offset + nbytes) of file number `file`."""
+    """A plain value, as torch.save wrote it to bytes [offset, offset + nbytes) of file number `file`."""
 
     file: int
     offset: int
@@ -68,10 +68,10 @@ class FileEntry:
 
 @dataclass
 class Manifest:
-    """What is in a checkpoint. facts: step, world size, stage, precision, time, versions; frozen: identity of what was left out.
+    """Content of a checkpoint. facts: step, world size, stage, precision, time, versions. frozen: identities of what is left out.
 
-    scalars: keys of optimizer states that are one number a parameter, which shapes do not tell where parameters have no
-    dimensions; None: an earlier version wrote it.
+    scalars: keys of optimizer states that are one number for each parameter; shapes do not distinguish them for parameters
+    without dimensions. None: an earlier version wrote the checkpoint.
     """
 
     facts: dict[str, Any]
@@ -83,7 +83,7 @@ class Manifest:
     scalars: list[str] | None = None
 
     def to_json(self, tensors: str | None = None) -> bytes:
-        """The file's content: its last entry is the XXH3-64 of all before it. tensors: their JSON, where it is known."""
+        """Return the file's content; its last entry is the XXH3-64 of everything before. tensors: their JSON, if already made."""
         files = [vars(file) for file in self.files]
         head = {
             "format": FORMAT,
@@ -105,7 +105,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Raises CheckpointCorrupt, CheckpointError (another format, a version of tomorrow), FileNotFoundError."""
+        """Read and check a manifest. Raises CheckpointCorrupt, CheckpointError (other format or version), FileNotFoundError."""
         path = folder / MANIFEST
         content = path.read_bytes()
         text, _, tail = content.decode("utf-8", errors="replace").rpartition(',"checksum":"')
@@ -125,7 +125,7 @@ class Manifest:
     def _of(cls, path: Path, body: dict[str, Any]) -> Manifest:
         _check_kind(path, body)
         files = [FileEntry(f["name"], f["nbytes"], tuple(f["digests"])) for f in body.pop("files")]
-        for file in files:  # a file with too few would pass for checked
+        for file in files:  # with too few checksums, a part of the file would pass unchecked
             if len(file.digests) != digest_count(file.nbytes):
                 wanted = f"{digest_count(file.nbytes)} checksums of the {file.nbytes:,} bytes of {file.name}"
                 raise CheckpointCorrupt(str(path), 0, wanted, str(len(file.digests)))
@@ -138,7 +138,7 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Of all data files."""
+        """Size of all data files in bytes."""
         return sum(file.nbytes for file in self.files)
 
 
@@ -159,7 +159,7 @@ def _tensors_json(tensors: dict[str, TensorEntry]) -> dict[str, Any]:
 
 
 def _check_kind(path: Path, body: dict[str, Any]) -> None:
-    """Take what says how to read the rest out of a manifest. Raises CheckpointError where that is not as here."""
+    """Remove the entries about the format itself and check them. Raises CheckpointError if this version cannot read it."""
     body.pop("checksum")
     form, version = body.pop("format"), body.pop("version")
     if form != FORMAT:
@@ -175,7 +175,7 @@ def _check_kind(path: Path, body: dict[str, Any]) -> None:
 
 
 def _check_places(path: Path, manifest: Manifest) -> None:
-    """Raise CheckpointCorrupt where something lies outside its file, or boxes do not have the elements of their tensor."""
+    """Raise CheckpointCorrupt if a blob lies outside its file, or boxes do not add up to the elements of their tensor."""
     files = manifest.files
 
     def check(name: str, file: int, offset: int, nbytes: int, begin: int, end: int) -> None:
@@ -202,7 +202,7 @@ def _check_places(path: Path, manifest: Manifest) -> None:
 
 
 def tensors_of(layout: FileLayout) -> bytes:
-    """What a rank tells about the tensors in its file: the same as long as the layout is."""
+    """Return the JSON of where tensors lie in a rank's file. Equal layouts give equal bytes."""
     tensors: dict[str, Any] = {}
     for blob in layout.blobs:
         place = layout.places[blob.place]
@@ -212,15 +212,15 @@ def tensors_of(layout: FileLayout) -> bytes:
 
 
 def part_of(layout: FileLayout, name: str, digests: list[str], extra: dict[str, Any]) -> bytes:
-    """And about all else. extra: ties, identities, keys of scalars."""
+    """Return the JSON of the rest: name, size and checksums of a rank's file, plain values. extra: ties, identities, scalars."""
     objects = {key: (offset, len(value)) for key, offset, value in layout.objects}
     return _json({"file": [name, layout.nbytes, digests], "objects": objects, **extra}).encode()
 
 
 class Listed:
-    """What does not change between saves of the same layouts: tensors of all ranks, as entries and as JSON, and DCP's `.metadata`.
+    """Cache for saves with unchanged layouts: tensors of all ranks, as entries and as JSON, and DCP's `.metadata`.
 
-    digests: XXH3-64 of what each rank told (`tensors_of`).
+    digests: XXH3-64 of each rank's `tensors_of`.
     """
 
     def __init__(self) -> None:
@@ -231,13 +231,13 @@ class Listed:
         self._metadata_of: tuple = ()
 
     def take(self, digests: list[str], told: list[bytes]) -> None:
-        """Of new layouts. Raises CheckpointError where ranks do not cover every tensor exactly once."""
+        """Take the `tensors_of` of all ranks. Raises CheckpointError if they do not have every element of each tensor once."""
         self.digests, self.tensors = [], _join(told)
         self.text, self._metadata_of = _json(_tensors_json(self.tensors)), ()
         self.digests = digests
 
     def metadata(self, manifest: Manifest) -> bytes:
-        """Which takes longer to make than to write."""
+        """Return the content of `.metadata`. It is cached, since making it takes longer than writing it."""
         files = [file.name for file in manifest.files]
         made_of = (self.digests, files, manifest.objects, manifest.ties)
         if self._metadata_of != made_of:
@@ -265,7 +265,7 @@ def _join(told: list[bytes]) -> dict[str, TensorEntry]:
 
 
 def join(parts: list[bytes], facts: dict[str, Any], listed: Listed) -> Manifest:
-    """The manifest of what all ranks told."""
+    """Return the manifest made of all ranks' parts."""
     read = [json.loads(part) for part in parts]
     files = [FileEntry(part["file"][0], part["file"][1], tuple(part["file"][2])) for part in read]
     manifest = Manifest(facts, files, listed.tensors, {})
@@ -283,7 +283,7 @@ def join(parts: list[bytes], facts: dict[str, Any], listed: Listed) -> Manifest:
 
 
 def write_ahead(folder: Path, listed: Listed) -> bytes:
-    """Write `.metadata` as it was in the last save, which it mostly is again; what was written."""
+    """Write the last save's `.metadata`, which this save's mostly equals. Return what was written."""
     if listed.last_metadata:
         _write_metadata(folder, listed.last_metadata)
     return listed.last_metadata
@@ -296,7 +296,7 @@ def _write_metadata(folder: Path, metadata: bytes) -> None:
 
 
 def write(folder: Path, manifest: Manifest, listed: Listed, ahead: bytes = b"") -> None:
-    """Write `.metadata`, where it is not there already (`write_ahead`), and then `manifest.json`: for good once the folder is synced."""
+    """Write `.metadata`, unless `write_ahead` has, and then `manifest.json`. Their names last once the folder is synced."""
     metadata = listed.metadata(manifest)
     if metadata != ahead:
         _write_metadata(folder, metadata)
@@ -306,11 +306,11 @@ def write(folder: Path, manifest: Manifest, listed: Listed, ahead: bytes = b"") 
 
 
 def _metadata_of(manifest: Manifest, files: list[str]) -> bytes:
-    """To DCP each name of a tied parameter is a tensor, of the same blobs."""
+    """Return the content of `.metadata`. DCP gets one tensor for each name of a tied parameter, over the same blobs."""
     aliases = {
         f"model.{alias}": replace(manifest.tensors[f"model.{first}"], keys=("model", alias))
         for alias, first in manifest.ties.items()
-        if f"model.{first}" in manifest.tensors  # else it is not trained, and was left out
+        if f"model.{first}" in manifest.tensors  # absent if it is frozen and was left out
     }
     tensors = (
         (name, t.keys, t.dtype, t.shape, [(b.box, files[b.file], b.offset, b.nbytes) for b in t.boxes])
@@ -321,7 +321,7 @@ def _metadata_of(manifest: Manifest, files: list[str]) -> bytes:
 
 
 def _keys(name: str) -> tuple[str, ...]:
-    """Of an object, in nested state dicts: 'optim.param_groups' -> optim, param_groups; a parameter's name stays whole."""
+    """Split an object's name into its path in nested state dicts: 'optim.param_groups' -> optim, param_groups."""
     head, _, rest = name.partition(".")
     if name.startswith("optim.state."):
         parameter, _, key = rest.removeprefix("state.").rpartition(".")

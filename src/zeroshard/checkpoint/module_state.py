@@ -1,8 +1,8 @@
-"""What a model keeps in its state dict besides parameters: compared with a checkpoint, and given back.
+"""Entries of a model's state dict besides parameters: compare them with a checkpoint, and load them.
 
-buffers       by object, under the names that the state dict has for them: hooks may rename
-computed      tensors that hooks, or a module's own `_save_to_state_dict`, make anew: the modules' own loading takes them
-extra state   of `get_extra_state`: `set_extra_state` takes it
+buffers       identified by object, since hooks may rename them in the state dict
+computed      tensors that hooks, or a module's `_save_to_state_dict`, compute; the model's `load_state_dict` loads them
+extra state   values of `get_extra_state`; `set_extra_state` loads them
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .source import Opened, Untrusted
 
 
 def names_of_others(model: nn.Module) -> set[str]:
-    """All names under which any of it may be stored."""
+    """Return all names under which buffers, computed tensors and extra states may be stored."""
     buffers, computed = safetensors.others_of(model)
     return {name for buffer in buffers for name in buffer.names} | computed.keys() | _takers(model).keys()
 
 
 def compare(model: nn.Module, stored: Mapping[str, Any], missing: list[str], mismatched: list[str], used: set[str]) -> list[str]:
-    """Add what of it is missing and of another shape, and the names that it uses; problems of other kinds."""
+    """Compare with stored tensors: append to `missing` and `mismatched`, add the names to `used`. Return other problems."""
     buffers, computed = safetensors.others_of(model)
     wanted = [(buffer.kept, buffer.names, buffer.tensor) for buffer in buffers if buffer.kept]
     for kept, names, value in [*wanted, *(([name], [name], value) for name, value in computed.items())]:
@@ -37,14 +37,14 @@ def compare(model: nn.Module, stored: Mapping[str, Any], missing: list[str], mis
         used.update(found)
         missing += [] if found else [f"{names[0]} {shape} (buffer)"]
         mismatched += [f"{n}: saved {stored[n].shape}, wanted {shape} (buffer)" for n in found if stored[n].shape != shape]
-    # tensors of any shape, today
+    # an extra state may be a tensor, whose shape may differ from the saved one
     used.update(name for name in model.state_dict(keep_vars=True) if safetensors.is_extra_state(name))
     fitting = [(buffer, at) for buffer in buffers if (at := buffer.stored_in(stored)) and at.shape == tuple(buffer.tensor.shape)]
     return [f"  {buffer.names[0]} (buffer): {safetensors.EXPANDED}" for buffer, at in fitting if buffer.refuses(at)]
 
 
 def _takers(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that take extra state, by its name, under each of their names."""
+    """Return name of an extra state -> module with `set_extra_state`, for each name of the module."""
     return {
         _key(prefix): module
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -57,7 +57,7 @@ def _key(prefix: str) -> str:
 
 
 def read_objects(model: nn.Module, opened: Opened, rank: int) -> None:
-    """Read what a checkpoint of others has that is no tensor and that modules of this model take; say what is left."""
+    """Read a foreign checkpoint's extra states that modules of the model take; print on rank 0 which are left unread."""
     takers, left = _takers(model), []
     for name, reader in opened.module_readers.items():
         try:
@@ -76,7 +76,7 @@ def read_objects(model: nn.Module, opened: Opened, rank: int) -> None:
 def give_back(
     model: nn.Module, opened: Opened, computed: dict[str, Tensor], reading: Reading, rank: int
 ) -> CheckpointError | None:
-    """Give modules what only they can take; what the first of them raised, if one did."""
+    """Load computed tensors and extra states through the modules' own methods. Return the first error, or None."""
     refused = None
     for who, take in _takes(model, opened, computed, reading):
         try:
@@ -91,7 +91,7 @@ def give_back(
 
 
 def _takes(model: nn.Module, opened: Opened, computed: dict[str, Tensor], reading: Reading) -> Iterator[tuple[str, Callable]]:
-    """(who takes a state, how), read when it is asked for."""
+    """Yield (description of the taker, function that loads its state), reading each state when it is requested."""
     if computed:
         names = ", ".join(list(computed)[:3]) + (", ..." if len(computed) > 3 else "")
         yield (

@@ -2,12 +2,12 @@
 
     contents --fill--> buffers --digest, write--> file          buffers of BUFFER_NBYTES go round
 
-The caller fills, a thread digests and writes (direct I/O, io/async_file.py). With few buffers that is a save which overlaps
-copying and writing; with enough buffers for everything that is in memory, what has been filled is a snapshot. What rests on
-disk is filled first, so it never takes more than the few; then what anybody may write at any time; last what is guarded
-(see Contents), which can be filled while training goes on.
+The caller fills buffers, and a thread digests and writes them (direct I/O, io/async_file.py). With few buffers a save overlaps
+copying and writing; with enough for everything in memory, the filled buffers are a snapshot. Tensors on disk are filled first,
+so that they never take more than the few buffers; then tensors that users may write at any time; last the guarded ones (see
+Contents), which can be filled while training goes on.
 
-Checksums: XXH3-64 of every DIGEST_NBYTES of the file (the last: of what is left).
+Checksums: XXH3-64 of every block of DIGEST_NBYTES of the file (the last block: of what is left).
 """
 
 from __future__ import annotations
@@ -39,14 +39,17 @@ from .dcp import ALIGN, frame
 from .state_map import Contents, Place
 
 BUFFER_NBYTES = 16 << 20
-FIRST_NBYTES = 4 << 20  # of the first buffer of a save that is waited for: the disk is idle until then
-ROTATING = 4  # buffers of a save that is waited for, also where a snapshot has left more
+FIRST_NBYTES = 4 << 20  # filled part of a synchronous save's first buffer: the disk is idle until it is full
+ROTATING = 4  # buffers that a synchronous save uses, even if a snapshot has left more
 DIGEST_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Blob:
-    """Bytes [offset, offset + nbytes) of the file; the tensor's begin at `data`. place: number, first: of its elements."""
+    """One box of a tensor in the file: bytes [offset, offset + nbytes), of which the elements begin at `data`.
+
+    place: number of the tensor in `FileLayout.places`. first: the box's first element among the rank's elements of it.
+    """
 
     offset: int
     nbytes: int
@@ -60,10 +63,10 @@ class Blob:
 
 @dataclass
 class FileLayout:
-    """What goes where. blobs: of tensors, in the order of the file. objects: (name, offset, bytes), behind them.
+    """Layout of a rank's file. blobs: boxes of tensors, in the order of the file. objects: (name, offset, bytes), after them.
 
-    at_once: so many blobs, the first, must be filled before training goes on.
-    glue: (offset, bytes) of what stands before the data of each blob since the data before, and behind the last.
+    at_once: number of blobs, from the first, that must be copied before training goes on.
+    glue: (offset, bytes) that stand between the data of one blob and the next, before the first and after the last.
     """
 
     places: list[Place]
@@ -76,7 +79,7 @@ class FileLayout:
 
     @classmethod
     def of(cls, contents: Contents) -> FileLayout:
-        """A layout without objects: the same as long as the places are."""
+        """Return the layout of tensors, without objects. Equal places give an equal layout, which `Saver` relies on."""
         on_disk = [source.tier is Tier.DISK for source in contents.sources]
         order = sorted(range(len(contents.places)), key=lambda i: (not on_disk[i], contents.guarded[i]))
         blobs, end, at_once = [], 0, 0
@@ -92,7 +95,7 @@ class FileLayout:
         return cls(contents.places, order, blobs, _glue(blobs, contents.places), end, at_once)
 
     def with_objects(self, objects: dict[str, Any]) -> FileLayout:
-        """The same tensors, and plain values behind them."""
+        """Return a layout of the same tensors with pickled values after them. Raises ConfigError for what cannot be pickled."""
         end, entries = self.nbytes, []
         for name, value in objects.items():
             out = io.BytesIO()
@@ -105,7 +108,7 @@ class FileLayout:
         return dataclasses.replace(self, nbytes=end, objects=entries)
 
     def segments(self) -> Iterator[tuple[int, bytes | Blob]]:
-        """(offset, bytes, or the blob whose data begins there), in order, without gaps in what has to be written."""
+        """Yield (offset, bytes to write there, or the blob whose data begins there), in the order of the file."""
         for glue, blob in zip(self.glue, self.blobs, strict=False):
             yield glue
             yield blob.data, blob
@@ -124,12 +127,12 @@ def _glue(blobs: list[Blob], places: list[Place]) -> list[tuple[int, bytes]]:
 
 
 def digest_count(nbytes: int) -> int:
-    """How many checksums a file has."""
+    """Return the number of checksums of a file."""
     return -(-nbytes // DIGEST_NBYTES)
 
 
 def memory_nbytes(layout: FileLayout, contents: Contents) -> int:
-    """Bytes of what does not rest on disk: what a snapshot copies."""
+    """Return the bytes of tensors that do not rest on disk: the size of a snapshot."""
     return sum(
         blob.box.numel * layout.places[blob.place].dtype.itemsize
         for blob in layout.blobs
@@ -138,24 +141,24 @@ def memory_nbytes(layout: FileLayout, contents: Contents) -> int:
 
 
 class Ring:
-    """Buffers that go round between a filler and a writer; they are kept for the next file.
+    """Staging buffers that circulate between the filler and the writer of a file, and are kept for the next file.
 
-    Threads: `take`, `give`, `borrow` in any; `grow` and `release` in the rank's own, while no save is under way.
+    Threads: `take`, `give`, `borrow` in any; `grow` and `release` in the rank's main thread, while no save is in progress.
     """
 
     def __init__(self, make: Callable[[int], Tensor], ledger: Ledger | None = None) -> None:
         self.make, self.ledger, self.count = make, ledger or Ledger(), 0
-        self._free: queue.LifoQueue = queue.LifoQueue()  # those that have been touched before others
+        self._free: queue.LifoQueue = queue.LifoQueue()  # LIFO: a buffer whose pages exist is used before an untouched one
 
     def grow(self, count: int) -> None:
-        """Have at least so many buffers."""
+        """Allocate buffers until there are at least `count`."""
         for _ in range(self.count, count):
             self._free.put(self.make(BUFFER_NBYTES))
             self.ledger.enter(STAGING, BUFFER_NBYTES, Tier.HOST)
-            self.count += 1  # one by one: there may be no memory for the next
+            self.count += 1  # counted one by one, since allocating the next may fail
 
     def release(self, keep: int = 0) -> None:
-        """Give back the memory of all that are free now, as far as there are more than `keep`."""
+        """Free the memory of buffers that nobody uses now, down to `keep` buffers."""
         with contextlib.suppress(queue.Empty):
             while self.count > keep:
                 self._free.get_nowait()
@@ -163,13 +166,13 @@ class Ring:
                 self.count -= 1
 
     def borrow(self) -> Tensor | None:
-        """A buffer that is free, for something else; `give` it back. None where there is none."""
+        """Return a free buffer for another use, or None. The caller gives it back with `give`."""
         with contextlib.suppress(queue.Empty):
             return self._free.get_nowait()
         return None
 
     def take(self, go_on: Callable[[], bool]) -> Tensor | None:
-        """A free buffer. While there is none, `go_on` is asked now and then; None where it says no."""
+        """Wait for a free buffer and return it. While there is none, `go_on` is called; None is returned once it is False."""
         while True:
             try:
                 return self._free.get_nowait()
@@ -182,7 +185,7 @@ class Ring:
                 pass
 
     def give(self, buffer: Tensor) -> None:
-        """Back from the writer, or from who borrowed it."""
+        """Return a buffer to the ring."""
         self._free.put(buffer)
 
     @property
@@ -191,29 +194,29 @@ class Ring:
 
     @property
     def free(self) -> int:
-        """Buffers that nobody uses."""
+        """Number of buffers that nobody uses."""
         return self._free.qsize()
 
 
 class FileWriter:
-    """Writes one file. `fill`, in one thread after another if in parts, then `finish`.
+    """Writer of one file: call `fill` once, or several times for parts (one thread at a time), and then `finish`.
 
-    Threads: beside that one `_serve`'s, which takes full buffers from a queue; `error` is set once by either. `stop` in any.
+    Threads: the caller's, and `_serve`'s, which takes full buffers from a queue; either sets `error` once. `stop` in any.
     """
 
     def __init__(self, path: Path, layout: FileLayout, engine: Engine, ring: Ring, *, eager: bool = True) -> None:
-        """Makes the file with all its space. Raises OffloadIOError (ENOSPC, ...), RuntimeError (no more threads).
+        """Make the file at full size. Raises OffloadIOError (ENOSPC, ...), RuntimeError (no more threads).
 
-        eager: write while `fill` copies; else when it has ended, or has run out of buffers, so that nothing competes with it.
+        eager: write while `fill` copies. If False, write when `fill` has ended or runs out of buffers, so as not to slow it.
         """
         self.layout, self.engine, self.ring, self.eager = layout, engine, ring, eager
         self.file = open_file(path, layout.nbytes, create=True, reserve=True)
         self.digests: list[str] = []
-        self.error: Exception | None = None  # why nothing more is written
+        self.error: Exception | None = None  # first error; nothing more is written after it
         self._filling, self._segments, self._blobs = _Filling(self), layout.segments(), 0
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._may_write = threading.Event()
-        self._ahead = threading.Semaphore(ROTATING)  # buffers between copying and the disk: more only take cores from writing
+        self._ahead = threading.Semaphore(ROTATING)  # buffers copied ahead of the disk: more would take cores from writing
         if eager:
             self._may_write.set()
         self._thread = threading.Thread(target=self._serve, name="zeroshard-checkpoint", daemon=True)
@@ -225,9 +228,9 @@ class FileWriter:
 
     @torch.no_grad()
     def fill(self, contents: Contents, blobs: int | None = None) -> None:
-        """Copy on into buffers on their way to the file: so many of the blobs are copied then; None: everything.
+        """Copy tensors into buffers until the first `blobs` blobs are copied, or (None) everything is.
 
-        Returns at once where the writer has failed.
+        Returns early if the writer has failed.
         """
         try:
             while blobs is None or self._blobs < blobs:
@@ -237,7 +240,7 @@ class FileWriter:
                 self._blobs += isinstance(segment[1], Blob)
             self._filling.settle()
         except BaseException:
-            self._filling.emit()  # the buffer goes round also where a state could not be read
+            self._filling.emit()  # the buffer returns to the ring even if a state could not be read
             raise
         if blobs is None:
             self._filling.emit()
@@ -245,19 +248,19 @@ class FileWriter:
             self._may_write.set()
 
     def buffer(self) -> Tensor | None:
-        """The next one to be filled, when there is one and a reason to fill it; None if the writer has failed."""
+        """Wait for the next buffer to fill and return it; None if the writer has failed."""
         while self.eager and not self._ahead.acquire(timeout=0.2):
             if not self.go_on():
                 return None
         return self.ring.take(self.go_on)
 
     def go_on(self) -> bool:
-        """There is no free buffer: see that there will be; False if the writer has failed."""
+        """Let the writer write, so that a buffer becomes free. Return False if it has failed."""
         self._may_write.set()
         return self.error is None
 
     def finish(self) -> None:
-        """Return when the file is on the disk for good. Raises OffloadIOError, or what else ended the writer."""
+        """Wait until the file is written and synced. Raises OffloadIOError, or whatever else ended the writer."""
         self._thread.join()
         try:
             if self.error is None:
@@ -272,11 +275,11 @@ class FileWriter:
             raise self.error
 
     def stop(self) -> None:
-        """What is written is of no use: `fill` returns soon, and `finish` raises."""
+        """Make the writer fail, because the save has: `fill` returns soon, and `finish` raises."""
         self.error = self.error or OffloadIOError(self.file.path, 0, EIO, "writing (abandoned)")
 
     def abandon(self) -> None:
-        """Write no more."""
+        """Stop writing, wait for the thread, and close the file."""
         self.stop()
         self._queue.put(None)
         self._may_write.set()
@@ -285,7 +288,7 @@ class FileWriter:
         self.file.close()
 
     def _serve(self) -> None:
-        """Whatever fails, all buffers go back: a filler that waits for one would wait for ever."""
+        """Digest and write queued buffers. All of them return to the ring even after an error, since `fill` may wait for one."""
         self._may_write.wait()
         under_way: deque = deque()
         while (task := self._queue.get()) is not None:
@@ -297,7 +300,7 @@ class FileWriter:
                     self._digest(bytes_of(buffer)[:nbytes])
             except Exception as error:
                 self.error = self.error or error
-            under_way.append((handle, buffer))  # in any case: what is under way still reads from it
+            under_way.append((handle, buffer))  # even after an error: a write in progress still reads from the buffer
             while under_way and (len(under_way) > ROTATING // 2 or under_way[0][0] is None or under_way[0][0].done()):
                 self._retire(under_way)
         while under_way:
@@ -319,16 +322,16 @@ class FileWriter:
 
 
 class _Filling:
-    """The state of one `fill`: a buffer, and which bytes of the file it covers."""
+    """State of `fill`: the current buffer, and which bytes of the file it covers."""
 
     def __init__(self, writer: FileWriter) -> None:
         self.writer, self.base, self.end = writer, 0, 0  # [base, end) of the file is in the buffer
         self.buffer: Tensor | None = None
-        self.memory, self.room = memoryview(b""), 0  # of the buffer; how much of it is used
+        self.memory, self.room = memoryview(b""), 0  # the buffer's bytes; how many of them may be filled
         self.pending: list = []
 
     def put(self, offset: int, segment: bytes | Blob, contents: Contents) -> bool:
-        """Append a segment (zeros fill the gap before it); False if there is no point in going on."""
+        """Append a segment, with zeros in the gap before it. Return False if the writer has failed."""
         if isinstance(segment, bytes):
             return self._put_bytes(bytes(offset - self.end) + segment if offset > self.end else segment)
         place = contents.places[segment.place]
@@ -358,7 +361,7 @@ class _Filling:
         return True
 
     def _room(self) -> bool:
-        """See that there is a buffer with space."""
+        """Make sure that the current buffer has space, taking the next one if needed. Return False if the writer has failed."""
         if self.buffer is not None and self.end - self.base < self.room:
             return True
         self.emit()
@@ -370,10 +373,10 @@ class _Filling:
         return True
 
     def settle(self) -> None:
-        """Return when what has been put is in the buffer: sources may change."""
+        """Wait until all reads into the buffer are done. Their sources may change afterwards."""
         pending, self.pending = self.pending, []
         failed: Exception | None = None
-        for read in pending:  # all of them, whatever fails: the buffer goes round, and nothing may write into it then
+        for read in pending:  # all of them, even after an error: the buffer is used again, and no read may still write into it
             try:
                 read.wait()
             except Exception as error:
@@ -382,7 +385,7 @@ class _Filling:
             raise failed
 
     def give_up(self) -> None:
-        """The buffer goes round although what is in it will not be written."""
+        """Return the current buffer to the ring without writing its content."""
         with contextlib.suppress(Exception):
             self.settle()
         buffer, self.buffer = self.buffer, None
@@ -390,7 +393,7 @@ class _Filling:
             self.writer.ring.give(buffer)
 
     def emit(self) -> None:
-        """Hand the buffer to the writer."""
+        """Wait for pending reads, and hand the current buffer to the writer's thread."""
         try:
             self.settle()
         finally:

@@ -1,10 +1,10 @@
-"""Memory for what is read of a checkpoint: the buffers of a model's saves, and more of them where that is worth its time.
+"""Memory for reading a checkpoint: the buffers of the model's saves, and new ones where allocating is faster than reading twice.
 
-    lasting   stays as it is until the room is closed; None where there is no more
-    passing   goes round: good until as many more have been asked for as there are slots
+    lasting   memory that is valid until the room is closed; None if there is no more
+    passing   memory from a few slots in turn: valid until SLOTS further ones have been requested
 
-Fresh memory can cost more than to read the same bytes a second time: a hypervisor may have to find it first (0.4 GiB/s as
-measured, docs/log.md), and locking it for a device takes its time. So it is timed, beside the reads.
+New memory can cost more than reading the same bytes a second time: a hypervisor may have to provide the pages first (0.4 GiB/s
+as measured, docs/log.md), and page-locking takes time. So allocating is timed and compared with the reads.
 """
 
 from __future__ import annotations
@@ -18,35 +18,38 @@ from torch import Tensor
 from ..io.aligned import ALIGN, round_up
 from .rank_file import BUFFER_NBYTES, DIGEST_NBYTES, Ring
 
-WINDOW_NBYTES, SLOTS = 4 * DIGEST_NBYTES, 8  # of one read; of memory that goes round
-_WORTH = 1.0  # to make memory may take so many times as long as to read as much once more, which is what it saves
-_SLACK_S = 0.005  # nothing is told by less
-_PASSING = SLOTS * WINDOW_NBYTES // BUFFER_NBYTES  # buffers
+WINDOW_NBYTES, SLOTS = 4 * DIGEST_NBYTES, 8  # size of one read; number of slots for passing memory
+_WORTH = 1.0  # allocating may take this many times as long as reading as many bytes again, which it saves
+_SLACK_S = 0.005  # shorter times say nothing about the pace
+_PASSING = SLOTS * WINDOW_NBYTES // BUFFER_NBYTES  # number of buffers that the slots take
 
 
 class Room:
-    """Buffers of a ring that nobody else uses until `close`."""
+    """Buffers borrowed from a ring until `close`, and new ones."""
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
-        self.most = 0  # bytes that may be made
+        self.most = 0  # bytes that may be allocated
         self._lent: list[Tensor] = []
-        self._apart: list[Tensor] = []  # for what goes round
+        self._apart: list[Tensor] = []  # buffers that are split into the slots of `passing`
         self._slots: Iterator[Tensor] | None = None
-        self._buffer: Tensor | None = None  # of what lasts, up to `_at`
+        self._buffer: Tensor | None = None  # buffer of `lasting`, used up to `_at`
         self._at = 0
         self._made_nbytes, self._making_s, self._closed_to_more = 0, 0.0, False
-        self._pace: float | None = None  # seconds to read a byte, while nothing was made
+        self._pace: float | None = None  # seconds to read a byte, measured before anything was allocated
 
     def close(self) -> None:
-        """Give the buffers back, when nothing is read into them any more; what was made beside them is freed."""
+        """Give borrowed buffers back and free new ones. Call it when no read into them is in progress."""
         for buffer in self._lent:
             self.ring.give(buffer)
         self._lent, self._apart, self._slots, self._buffer = [], [], None, None
         self._closed_to_more = True
 
     def plan(self, sizes: Iterable[int], all_last: bool, most: int) -> None:
-        """Windows of these sizes are to last. all_last: no others will be asked for. most: bytes that may be made beside the ring."""
+        """Announce windows of these sizes for `lasting`, and reserve buffers for `passing` if it will be needed.
+
+        all_last: `passing` is called only if memory for `lasting` runs out. most: bytes that may be allocated besides the ring.
+        """
         self.most = most
         count, at = 0, self._at if self._buffer is not None else BUFFER_NBYTES
         for nbytes in sizes:
@@ -57,18 +60,18 @@ class Room:
             self._set_apart()
 
     def passing(self, nbytes: int) -> Tensor:
-        """(nbytes,) of at most a window. Raises MemoryError and the like where there is none to begin with."""
+        """Return passing memory (nbytes,) of at most a window. Raises MemoryError and the like if there is none at all."""
         if self._slots is None:
             self._set_apart()
             self._slots = itertools.cycle([slot for buffer in self._apart for slot in buffer.split(WINDOW_NBYTES)])
         return next(self._slots)[:nbytes]
 
     def lasting(self, nbytes: int, pace: Callable[[], float | None]) -> Tensor | None:
-        """(nbytes,) of at most a window, or None. pace: seconds that it takes to read a byte; None: not known yet."""
+        """Return lasting memory (nbytes,) of at most a window, or None. pace: returns the seconds to read a byte, or None."""
         return self._carve(nbytes, lambda: self._make(pace) if (buffer := self._take()) is None else buffer)
 
     def spare(self, nbytes: int) -> Tensor | None:
-        """The same of what is there and will not be missed."""
+        """Return lasting memory (nbytes,) from free buffers of the ring that `passing` will not need, or None."""
         return self._carve(nbytes, lambda: self._take() if self.ring.free > _PASSING else None)
 
     def _carve(self, nbytes: int, more: Callable[[], Tensor | None]) -> Tensor | None:
@@ -93,7 +96,7 @@ class Room:
             self._apart.append(self.ring.make(BUFFER_NBYTES) if buffer is None else buffer)
 
     def _make(self, pace: Callable[[], float | None]) -> Tensor | None:
-        """A buffer more, unless there is no memory for it, or making it takes too long."""
+        """Allocate a buffer. Return None if there is no memory, or touching its pages is slower than reading again."""
         if self._closed_to_more or self._made_nbytes + BUFFER_NBYTES > self.most:
             return None
         if self._pace is None:
@@ -101,12 +104,12 @@ class Room:
         begin, nbytes = time.monotonic(), self._made_nbytes + BUFFER_NBYTES
         try:
             buffer = self.ring.make(BUFFER_NBYTES)
-        except (MemoryError, RuntimeError, OSError):  # torch has its own for it
+        except (MemoryError, RuntimeError, OSError):  # torch raises RuntimeError where memory is short
             self._closed_to_more = True
             return None
         made = time.monotonic()
         for end in range(WINDOW_NBYTES, BUFFER_NBYTES + 1, WINDOW_NBYTES):
-            buffer[end - WINDOW_NBYTES : end : ALIGN].zero_()  # what has not been touched is not there yet
+            buffer[end - WINDOW_NBYTES : end : ALIGN].zero_()  # pages are provided when they are first touched
             touching_s = time.monotonic() - made
             expected_s = self._making_s + made - begin + touching_s * BUFFER_NBYTES / end
             if self._pace is not None and expected_s > _SLACK_S + _WORTH * self._pace * nbytes:

@@ -1,4 +1,4 @@
-"""Reading a checkpoint of ours: its tensors by name, and reads whose errors wait until all ranks can hear them."""
+"""Read tensors of a checkpoint of zs.save by name, with errors held back until all ranks can raise them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .manifest import Manifest
 
 
 class Reading:
-    """Reads that go on after an error, so that ranks stay in step and all end with it; what was read then is of no use.
+    """Reads that do nothing after the first error, which is kept in `error`, so that ranks stay in step and raise it together.
 
-    kept: what has been read of a checkpoint of ours.
+    kept: the result of `Bulk.read`, which serves the reads if given.
     """
 
     def __init__(self, kept: Kept | None = None) -> None:
@@ -29,7 +29,7 @@ class Reading:
         self.error: Exception | None = None
 
     def guard(self, stored: Mapping[str, Any]) -> dict[str, Any]:
-        """The same tensors, whose errors are kept here."""
+        """Return the same tensors, whose `read` keeps errors in `error` instead of raising them."""
         return {name: _Guarded(tensor.dtype, tensor.shape, tensor, self) for name, tensor in stored.items()}
 
 
@@ -53,7 +53,7 @@ class _Guarded(Stored):
 
 
 def stored_tensors(folder: Path, manifest: Manifest) -> dict[str, StoredChunks]:
-    """Every tensor of a checkpoint of ours, by its name there. Raises CheckpointCorrupt where boxes overlap."""
+    """Return every tensor of a checkpoint of zs.save, by its name in the manifest. Raises CheckpointCorrupt if boxes overlap."""
     paths = [folder / file.name for file in manifest.files]
     found = {}
     for name, entry in manifest.tensors.items():
@@ -62,7 +62,7 @@ def stored_tensors(folder: Path, manifest: Manifest) -> dict[str, StoredChunks]:
             nbytes = stored.box.numel * entry.dtype.itemsize
             boxes.append((stored.box, StoredTensor(paths[stored.file], stored.data, nbytes, entry.dtype, stored.box.sizes)))
         found[name] = StoredChunks(entry.dtype, entry.shape, boxes)
-        if (twice := overlap(box for box, _ in boxes)) is not None:  # so many elements as it has, says the manifest
+        if (twice := overlap(box for box, _ in boxes)) is not None:  # the number of elements was checked with the manifest
             raise CheckpointCorrupt(
                 str(folder / MANIFEST), 0, f"every element of {name} once", f"element {next(twice.rows(entry.shape))[0]} twice"
             )

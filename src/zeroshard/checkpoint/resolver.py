@@ -1,4 +1,4 @@
-"""Finding, verifying and opening a checkpoint, on all ranks: one of ours, or of another library (foreign/)."""
+"""Find, verify and open a checkpoint on all ranks: one of zs.save, or of another library (importers/)."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ from .rank_file import DIGEST_NBYTES
 from .reading import stored_tensors
 from .source import Opened, Untrusted
 
-LOOKS = 5  # how often the next checkpoint is taken where one is removed while it is read
+LOOKS = 5  # number of attempts: a checkpoint may be removed while it is read, and then the next one is opened
 _READ_NBYTES = 4 << 20
 T = TypeVar("T")
 
 
 def agreed(comm: Comm | Alone, label: str, action: Callable[[], T], path: str | os.PathLike = "") -> T:
-    """Carry out an action that may take one rank minutes; if it raises on one, every rank raises that (collective).
+    """Carry out an action that may take one rank minutes; if it raises on one rank, every rank raises (collective).
 
-    It must not use `comm` (see `together`). Errors of ours are told as they are; others as a CheckpointError with the rank
-    and what it met. path: what is read.
+    The action must not use `comm` (see `together`). Ranks raise a ZeroshardError as it is, an OSError as CheckpointReadError,
+    and any other as a CheckpointError with the rank and the reason. path: what is read, for messages.
     """
     results: list[T] = []
 
@@ -67,7 +67,7 @@ def agreed(comm: Comm | Alone, label: str, action: Callable[[], T], path: str | 
 
 
 def _told(error: Exception, rank: int | None, label: str, path: str | os.PathLike) -> Exception:
-    """An error in the words in which all ranks raise it, fit to be sent."""
+    """Return the error that all ranks raise for an error of one rank; it can be sent between ranks."""
     if isinstance(error, CheckpointReadError):
         return error if rank is None else CheckpointReadError(error.file, error.offset, error.errno, error.reason, rank)
     if isinstance(error, OSError) and not isinstance(error, ZeroshardError):
@@ -80,7 +80,7 @@ def _told(error: Exception, rank: int | None, label: str, path: str | os.PathLik
 
 
 def find_checkpoint(comm: Comm | Alone, path: str | os.PathLike, name: str | None) -> Path:
-    """The folder of the checkpoint that rank 0 finds (collective)."""
+    """Return the folder of the checkpoint that rank 0 finds (collective)."""
     found: Path | None = None
     passed_over = ""
 
@@ -89,7 +89,7 @@ def find_checkpoint(comm: Comm | Alone, path: str | os.PathLike, name: str | Non
         if comm.rank == 0:
             try:
                 found = places.find(Path(path), name)
-            except CheckpointNotFound:  # a listing may have what has just been removed, and not what has just come
+            except CheckpointNotFound:  # a listing may miss a checkpoint that has just replaced a removed one: look again
                 found = places.find(Path(path), name)
             if name is None and found != Path(path):
                 passed_over = places.passed_over(Path(path), found)
@@ -101,13 +101,13 @@ def find_checkpoint(comm: Comm | Alone, path: str | os.PathLike, name: str | Non
 
 
 def removed(comm: Comm | Alone, path: str | os.PathLike, folder: Path) -> bool:
-    """Whether what was found in a folder of checkpoints is gone: a run that saves there removes older ones (collective)."""
+    """Return whether a found checkpoint is gone, as when a run that saves to this folder removes older ones (collective)."""
     gone = comm.rank == 0 and folder != Path(path) and not (folder / places.MANIFEST).exists()
     return bool(comm.exchange(b"1" if gone else b"", "zs.load: is it still there")[0])
 
 
 def hinted(folder: Path, action: Callable[[], T]) -> T:
-    """Where a file is damaged, name the checkpoint before."""
+    """Carry out an action; if it raises CheckpointCorrupt, add to the message the checkpoint to fall back to."""
     try:
         return action()
     except CheckpointCorrupt as error:
@@ -133,9 +133,9 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def check_digests(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1, small: bool = False) -> int:
-    """Compare the checksums of this rank's share of all blocks; bytes read. Raises CheckpointCorrupt.
+    """Compare the checksums of this rank's share of all blocks. Return the bytes read. Raises CheckpointCorrupt.
 
-    small: only of those with plain values and numbers, which are read one by one; `Bulk` sees to the others.
+    small: only of blocks with plain values and numbers, which are read one by one; `Bulk` verifies the others.
     """
     wanted = _small_blocks(manifest) if small else None
     blocks = [(f, n) for f in manifest.files for n in range(len(f.digests)) if wanted is None or (f.name, n) in wanted]
@@ -166,8 +166,8 @@ def _check(folder: Path, blocks: list[tuple[FileEntry, int]]) -> int:
 
 
 def _small_blocks(manifest: Manifest) -> set[tuple[str, int]]:
-    """(file, number) of every block with bytes of objects, of tensors of one element or none, or of states that are not of the
-    shape of their parameter: what is read to be compared."""
+    """Return (file, number) of every block that is read while comparing: blocks with bytes of objects, of tensors of at most
+    one element, and of optimizer states whose shape is not their parameter's."""
     stretches = [(o.file, o.offset, o.nbytes) for o in manifest.objects.values()]
     for name, entry in manifest.tensors.items():
         if torch.Size(entry.shape).numel() <= 1 or safetensors.is_extra_state(name) or _is_counter(manifest, name):
@@ -179,7 +179,7 @@ def _small_blocks(manifest: Manifest) -> set[tuple[str, int]]:
 
 
 def _blocks(manifest: Manifest, stretches: list[tuple[int, int, int]]) -> set[tuple[str, int]]:
-    """(file, number) of every block with bytes of (number of a file, offset, nbytes)."""
+    """Return (file name, number) of every block that overlaps one of the stretches (number of a file, offset, nbytes)."""
     return {
         (manifest.files[file].name, number)
         for file, offset, nbytes in stretches
@@ -188,7 +188,7 @@ def _blocks(manifest: Manifest, stretches: list[tuple[int, int, int]]) -> set[tu
 
 
 def ask_for_small(folder: Path, manifest: Manifest) -> None:
-    """Have the system begin to read the small blocks, all of them: they will be read soon. What goes wrong shows then."""
+    """Ask the system to read all small blocks ahead (posix_fadvise). Errors are ignored: reading will raise them."""
     if not hasattr(os, "posix_fadvise"):
         return
     numbers: dict[str, list[int]] = {}
@@ -201,7 +201,7 @@ def ask_for_small(folder: Path, manifest: Manifest) -> None:
 
 
 def _is_counter(manifest: Manifest, name: str) -> bool:
-    """Whether it is an optimizer state that is not one value an element."""
+    """Return whether a tensor is an optimizer state that does not have one value for each element (step, ...)."""
     if not name.startswith(holding.STATE):
         return False
     *_, parameter, key = manifest.tensors[name].keys
@@ -230,9 +230,9 @@ def _check_blocks(path: Path, digests: tuple[str, ...], offset: int, file_nbytes
 
 
 def read_object(folder: Path, manifest: Manifest, name: str, trusted: bool = False) -> Any:
-    """A plain value.
+    """Read a plain value of a checkpoint.
 
-    Raises Untrusted where it is of a class that torch does not load by itself; CheckpointCorrupt, CheckpointError.
+    Raises Untrusted if it is of a class that torch.load(weights_only=True) refuses; CheckpointCorrupt, CheckpointError.
     """
     entry = manifest.objects[name]
     path = folder / manifest.files[entry.file].name
@@ -245,7 +245,7 @@ def read_object(folder: Path, manifest: Manifest, name: str, trusted: bool = Fal
         _check_object(folder, manifest, name)
         reason = (str(error).splitlines() or [""])[0]
         if isinstance(error, pickle.UnpicklingError) and not trusted:
-            named = re.search(r"GLOBAL ([\w.]+)", str(error))  # torch's words are many
+            named = re.search(r"GLOBAL ([\w.]+)", str(error))  # torch's message is a page long; the class is enough
             reason = named[1] if named else reason
             raise Untrusted(
                 f"{path}: {name}: an object of a class that is not loaded without your word: pass trusted=True if you trust "
@@ -255,7 +255,7 @@ def read_object(folder: Path, manifest: Manifest, name: str, trusted: bool = Fal
 
 
 def _check_object(folder: Path, manifest: Manifest, name: str) -> None:
-    """Raise CheckpointCorrupt where the file is to blame that an object does not load."""
+    """Raise CheckpointCorrupt if the blocks of an object that does not load are damaged."""
     entry = manifest.objects[name]
     file, first = manifest.files[entry.file], entry.offset // DIGEST_NBYTES
     digests = file.digests[first : (entry.offset + entry.nbytes - 1) // DIGEST_NBYTES + 1]
@@ -264,17 +264,17 @@ def _check_object(folder: Path, manifest: Manifest, name: str) -> None:
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether a checkpoint of another library lies there, and none of ours."""
+    """Return whether a path has a checkpoint of another library, and none of zs.save."""
     return not (path / places.MANIFEST).is_file() and not places.complete(path) and recognise(path) is not None
 
 
 class Alone:
-    """What `open_any` asks of its ranks, for a process by itself: no process group, no device."""
+    """The part of Comm that `open_any` uses, for one process without process group and device."""
 
     rank, world_size = 0, 1
 
     def exchange(self, message: bytes, label: str) -> list[bytes]:
-        """What all ranks sent."""
+        """Return the messages of all ranks."""
         return [message]
 
 
@@ -283,13 +283,14 @@ def open_any(
     verify: bool = True, trusted: bool = False, values: bool = True,
     in_bulk: Callable[[Path, Manifest], Bulk] | None = None, mesh: dict[str, Any] | None = None,
 ) -> Opened:  # fmt: skip
-    """Whatever rank 0 finds (collective). verify, values: as for ours (`open_own`); other formats have no checksums.
+    """Open the checkpoint that rank 0 finds, of zs.save or of another library (collective).
 
-    Where a run removes what was found while it is looked at, the next is taken.
+    If a run removes the checkpoint while it is opened, the next one is opened.
 
-    in_bulk: makes, of what the manifest says, that which will read and verify tensors (`Opened.bulk`), or they will be verified
-        with `check_digests`: they are not here.
-    mesh: what ranks are to the model (`Topology.mesh`): only those that are what they were find what was theirs.
+    verify, values: see `open_own`; other formats have no checksums.
+    in_bulk: makes the reader of tensors (`Opened.bulk`) from the manifest; tensors are not verified here then, but by the
+        reader or `check_digests`.
+    mesh: the ranks' mesh (`Topology.mesh`). States of single ranks are restored only if it equals the saved one.
 
     Raises CheckpointNotFound, CheckpointCorrupt, CheckpointError.
     """
@@ -319,12 +320,12 @@ def _open_found(
     comm: Comm | Alone, folder: Path, verify: bool, trusted: bool, values: bool,
     in_bulk: Callable[[Path, Manifest], Bulk] | None, mesh: dict[str, Any] | None,
 ) -> Opened:  # fmt: skip
-    """One of ours, checked (collective)."""
+    """Open a checkpoint of zs.save after checking its sizes and (verify) checksums (collective)."""
     manifest = agreed(comm, "zs.load: manifest", lambda: hinted(folder, lambda: Manifest.read(folder)), folder)
     ranks = (comm.rank, comm.world_size)
     bulk = None
     if in_bulk is not None:
-        ask_for_small(folder, manifest)  # before any rank reads ahead: they would wait behind that
+        ask_for_small(folder, manifest)  # before any rank reads ahead, since the small reads would queue behind that
     agreed(comm, "zs.load: sizes", lambda: check_sizes(folder, manifest), folder)
     if in_bulk is not None:
         bulk = agreed(comm, "zs.load: reading ahead", lambda: in_bulk(folder, manifest), folder)
@@ -338,7 +339,9 @@ def _open_found(
 def open_weights(
     comm: Comm, peers: Comm, path: str | os.PathLike, model: nn.Module, specs: list[ParamSpec]
 ) -> tuple[dict[str, Stored], dict[str, Stored]]:
-    """Parameters and buffers of any checkpoint under the names that a model has; of each parameter, what is this rank's (collective).
+    """Open the weights of any checkpoint for a model (collective).
+
+    Return stored parameters and buffers under the model's names, and for each parameter name this rank's part of it.
 
     peers: ranks of `comm` that have the same part of the model. Raises as `open_any`, and ModelMismatch.
     """
@@ -373,7 +376,7 @@ def open_own(
     folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1, trusted: bool = False, values: bool = True,
     mesh: dict[str, Any] | None = None,
 ) -> Opened:  # fmt: skip
-    """One of ours, for one of `world_size` ranks. values: also what is no tensor (groups, extras, ...)."""
+    """Open a checkpoint of zs.save for one of `world_size` ranks. values: also read plain values (groups, extras, ...)."""
     opened = Opened(folder, "zeroshard", {}, step=int(manifest.facts["step"]), facts=manifest.facts, ties=manifest.ties)
     opened.optimizer, opened.trained_only = manifest.facts["optimizer"], manifest.facts["trained_only"]
     opened.frozen, opened.scalars = manifest.frozen, manifest.scalars
@@ -417,13 +420,13 @@ def _add_values(opened: Opened, manifest: Manifest, rank: int, trusted: bool) ->
             if owner is None or (same and owner == rank):
                 try:
                     opened.extras[stem] = read(name)
-                except Untrusted as error:  # nobody may have asked for it
+                except Untrusted as error:  # raised later, if somebody asks for it
                     opened.unread[stem] = error
     opened.module_objects = {name: reader() for name, reader in opened.module_readers.items()}
 
 
 def owner_of(name: str, facts: Mapping[str, Any]) -> tuple[str, int | None]:
-    """(name of an extra, the rank whose it is; None: it is the same on all) of the object 'extra.<name>[.<rank>]'."""
+    """Return (name of an extra, its rank or None if all ranks share it) of the object 'extra.<name>[.<rank>]'."""
     short = name.removeprefix(holding.EXTRA)
     stem, _, suffix = short.rpartition(".")
     if stem in facts["per_rank"] and suffix in map(str, range(facts["world_size"])):

@@ -1,11 +1,10 @@
-"""Weights from and to safetensors: each rank reads and writes the bytes of its own slices and nothing else.
+"""Read and write weights as safetensors files: each rank reads and writes the bytes of its own slices and nothing else.
 
     file    | length | {name: {dtype, shape, data_offsets}} | w1 . . . . . . . | w2 . . . . . . . | b . |
     ranks       rank 0                                        rank 0 | rank 1    rank 0 | rank 1   rank 0
 
-length is 8 bytes, little-endian; the header is JSON; the rest raw bytes without gaps. A folder has an index
-`model.safetensors.index.json` {weight_map: {name: file}} where there are several files. A file that is written has
-another name until it is complete.
+length is 8 bytes, little-endian; the header is JSON; raw bytes without gaps follow. A folder of several files has an index
+`model.safetensors.index.json` {weight_map: {name: file}}. A file has a temporary name until it is complete.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ SAFETENSORS_DTYPES = {
     "F4": torch.float4_e2m1fn_x2,
 }  # fmt: skip
 SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-FOREIGN_DTYPES = {"F6_E2M3", "F6_E3M2"}  # of the format, and none of torch's
-EXTRA_STATE = "_extra_state"  # what torch calls a module's in state dicts
+FOREIGN_DTYPES = {"F6_E2M3", "F6_E3M2"}  # dtypes of the format that torch does not have
+EXTRA_STATE = "_extra_state"  # torch's name for the value of `get_extra_state` in state dicts
 EXPANDED = "the model's is expanded, so that its rows share memory, and those stored differ; clone() it in the model"
 
 
 def prefixes_of(model: nn.Module) -> dict[int, list[str]]:
-    """id of each module -> its names, the first one first: it has several where it is registered more than once."""
+    """Return id of each module -> its names, in order; a module that is registered more than once has several."""
     found: dict[int, list[str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         found.setdefault(id(module), []).append(prefix)
@@ -61,47 +60,47 @@ def prefixes_of(model: nn.Module) -> dict[int, list[str]]:
 
 
 def names_of(prefixes: dict[int, list[str]], spec: ParamSpec) -> list[str]:
-    """All names of a parameter, its ties included; of a tile's, the names of the whole that the tile is a part of."""
+    """Return all names of a parameter, those of its ties included. For a tile: the names of the whole parameter."""
     names = [(f"{prefix}.{a}" if prefix else a, part_of(o, a)) for o, a in spec.owners for prefix in prefixes.get(id(o), ())]
-    return [name if part is None else whole_name(name) for name, part in names]  # a distributed one has its own
+    return [name if part is None else whole_name(name) for name, part in names]  # a tensor-parallel shard has the whole's name
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a name in a state dict is that of a module's extra state, and not of a buffer that is called nearly so."""
+    """Return whether a name in a state dict is that of a module's extra state (not of a buffer whose name merely ends so)."""
     return name.rpartition(".")[2] == EXTRA_STATE
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A buffer of a model. kept: its names in the state dict, which hooks may choose; names: all under which it may be stored."""
+    """A buffer of a model. kept: its names in the state dict, which hooks may change; names: all names it may be stored under."""
 
     tensor: Tensor
     kept: list[str]
     names: list[str]
 
     def stored_in(self, stored: Mapping[str, Any]) -> Any:
-        """Where it is stored; None: nowhere."""
+        """Return the stored tensor under the first of its names that is there, or None."""
         return next((stored[name] for name in self.names if name in stored), None)
 
     @property
     def expanded(self) -> bool:
-        """Whether rows share memory."""
+        """Whether elements share memory, as those of `expand` do."""
         return not self.tensor.is_meta and distinct(self.tensor, self.tensor).shape != self.tensor.shape
 
     def refuses(self, at: Any) -> bool:
-        """Whether it is expanded, and what is stored has other values in each."""
+        """Return whether it is expanded, and the stored values differ where the buffer's elements share memory."""
         if not self.expanded:
             return False
         value = _read_buffer(self.tensor, at)
         return not torch.equal(distinct(value, self.tensor).expand_as(value), value)
 
     def put(self, value: Tensor) -> None:
-        """Give it a value of its shape."""
+        """Copy a value of the buffer's shape into it."""
         distinct(self.tensor, self.tensor).copy_(distinct(value, self.tensor))
 
 
 def others_of(model: nn.Module) -> tuple[list[Buffer], dict[str, Tensor]]:
-    """What may be stored besides parameters: every buffer once, and what hooks compute for the state dict, by name there."""
+    """Return what a state dict has besides parameters: every buffer once, and tensors that hooks compute for it, by name."""
     params, found = {id(param) for param in model.parameters()}, dict[int, tuple[Tensor, list[str]]]()
     for name, buffer in model.named_buffers(remove_duplicate=False):
         found.setdefault(id(buffer), (buffer, []))[1].append(name)
@@ -121,13 +120,13 @@ def others_of(model: nn.Module) -> tuple[list[Buffer], dict[str, Tensor]]:
 
 
 def check(model: nn.Module, specs: list[ParamSpec], stored: dict[str, Stored]) -> dict[str, Stored]:
-    """Parameter name -> where it is stored. Raises ModelMismatch naming all that is missing or of another shape.
+    """Return parameter name -> stored tensor. Raise ModelMismatch naming everything that is missing or has another shape.
 
-    Buffers too: those that the model keeps in its state dict must be there; what is there of others must fit.
+    Persistent buffers must be stored; non-persistent ones need not be, but must have the right shape if they are.
     """
     found: dict[str, Stored] = {}
     prefixes = prefixes_of(model)
-    problems: dict[str, None] = {}  # each once: a missing parameter may be that of many tiles
+    problems: dict[str, None] = {}  # a dict, so that a parameter of many tiles is named once
     for spec in specs:
         names, part, shape = names_of(prefixes, spec), spec.part, spec.whole_shape
         at = next((stored[name] for name in names if name in stored), None)
@@ -151,15 +150,15 @@ def check(model: nn.Module, specs: list[ParamSpec], stored: dict[str, Stored]) -
 
 
 def names_of_expanded(model: nn.Module) -> list[str]:
-    """All names of buffers whose rows share memory."""
+    """Return all names of buffers whose elements share memory."""
     return [name for buffer in others_of(model)[0] if buffer.expanded for name in buffer.names]
 
 
 @torch.no_grad()
 def stream(runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored], computed: bool = True) -> None:
-    """Read every parameter's slice (replicated: the whole) into its buffers, and buffers by name. The rest stays.
+    """Read this rank's slice of every found parameter (if replicated: all of it), and stored buffers. The rest keeps its values.
 
-    computed: also tensors that hooks compute for the state dict.
+    computed: also load tensors that hooks compute for the state dict.
     """
     runtime.comm.fence_write()
     for group, index, at in _found(runtime, found):
@@ -177,7 +176,7 @@ def stream(runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored]
 
 
 def note(runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored], bulk: Bulk) -> None:
-    """Tell `bulk` what `stream` will read, and `read_computed`."""
+    """Tell `bulk` what `stream` and `read_computed` will read."""
     for group, index, at in _found(runtime, found):
         _read(group, index, at, bulk)
     for buffer in others_of(runtime.model)[0]:
@@ -194,7 +193,7 @@ def _found(runtime: Runtime, found: dict[str, Stored]) -> Iterator[tuple[ParamGr
 
 
 def _read(group: ParamGroup, index: int, at: Stored, bulk: Bulk | None = None) -> Tensor:
-    """This rank's slice of a parameter, (n,); the whole where it is replicated. As exact as it is stored, if that is of use."""
+    """Return this rank's slice of a parameter, (n,); all of it if replicated. In fp32 if a master can hold what the file has."""
     home, spec = group.homes[index], group.specs[index]
     if not group.values.sharded:
         return _filled(math.prod(at.shape), at.dtype, at, 0, bulk)
@@ -207,7 +206,7 @@ def _read_buffer(buffer: Tensor, at: Stored, bulk: Bulk | None = None) -> Tensor
 
 
 def _filled(numel: int, dtype: torch.dtype, at: Stored, start: int, bulk: Bulk | None) -> Tensor:
-    """Elements [start, start + numel). bulk: only tell it."""
+    """Return elements [start, start + numel) of a stored tensor. If `bulk` is given, only tell it, and return a meta tensor."""
     value = empty(numel, dtype, "cpu" if bulk is None else "meta")
     if bulk is None:
         at.read(start, value)
@@ -217,13 +216,13 @@ def _filled(numel: int, dtype: torch.dtype, at: Stored, start: int, bulk: Bulk |
 
 
 def read_computed(model: nn.Module, stored: Mapping[str, Any], bulk: Bulk | None = None) -> dict[str, Tensor]:
-    """What is stored of tensors that hooks compute for the state dict, by name there. bulk: only tell it what will be read."""
+    """Return the stored tensors of those that hooks compute for the state dict, by name. bulk: only tell it what will be read."""
     wanted = {name: stored[name] for name in others_of(model)[1] if name in stored}
     return {name: _read_buffer(torch.empty(at.shape, dtype=at.dtype, device="cpu"), at, bulk) for name, at in wanted.items()}
 
 
 def give_computed(model: nn.Module, values: dict[str, Tensor]) -> None:
-    """They go back the way they came: the modules' own loading takes them. It finds the buffers there, and no parameters."""
+    """Load tensors that hooks computed, through `load_state_dict` of the model, with its buffers and without its parameters."""
     if not values:
         return
     state = model.state_dict(keep_vars=True)
@@ -249,7 +248,7 @@ def _put(group: ParamGroup, index: int, value: Tensor) -> None:
 def save_safetensors(model: nn.Module, path: str | os.PathLike, dtype: torch.dtype | None = None) -> None:
     """Write a sharded model's state dict to one safetensors file, without gathering anything (collective).
 
-    Each rank writes its own slices, from wherever they rest, some MiB at a time. Rank 0 also writes buffers, and what comes from
+        Each rank writes its own slices, from wherever they rest, some MiB at a time. Rank 0 also writes buffers, and what comes from
     ranks that do not see the file. Names, shapes and bits are those of `zs.full_state_dict(model)`. Tied tensors are written
     once, under their first name, with the other names in the metadata, as `safetensors.torch.save_model` does. On a mesh with
     model axes parameters are whole, and the file has all stages of a pipeline. The file has another name until it is complete.
@@ -284,9 +283,10 @@ def save_safetensors(model: nn.Module, path: str | os.PathLike, dtype: torch.dty
 
 @dataclass(frozen=True)
 class _Listing:
-    """What is in a model's state dict.
+    """Content of a model's state dict.
 
-    tensors: dtype and shape of whole ones by name. found: name and part of a parameter by number of its group, index; others: the rest.
+    tensors: dtype and shape of whole tensors by name. found: (number of the group, index in it) -> name and part of the
+    parameter. others: tensors that are no parameters, by name.
     """
 
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
@@ -296,7 +296,7 @@ class _Listing:
 
     @classmethod
     def of(cls, runtime: Runtime, dtype: torch.dtype | None) -> _Listing:
-        """Raises ConfigError."""
+        """List the state dict of the runtime's model. Raises ConfigError where safetensors cannot store a value."""
         keys = {id(p): (number, i) for number, group in enumerate(runtime.groups) for i, p in enumerate(group.params)}
         listing, first_names = cls(metadata={"format": "pt"}), dict[int, str]()
         for own_name, value in runtime.model.state_dict(keep_vars=True).items():  # by object: wrappers rename
@@ -316,7 +316,7 @@ class _Listing:
         return listing
 
     def without(self, names: Iterable[str]) -> _Listing:
-        """What is left for this stage to write where earlier ones write these."""
+        """Return the listing without these names, which earlier pipeline stages write."""
         names = set(names)
         found = {key: (name, part) for key, (name, part) in self.found.items() if name not in names}
         return replace(self, found=found, others={name: value for name, value in self.others.items() if name not in names})
@@ -324,7 +324,7 @@ class _Listing:
 
 @dataclass(frozen=True)
 class _FileLayout:
-    """What goes where in a file, the same on every rank. places: of whole tensors, by name. mine: what this rank writes."""
+    """Layout of the file, the same on every rank. places: where each whole tensor lies. mine: what this rank writes."""
 
     path: Path
     header: bytes
@@ -334,17 +334,17 @@ class _FileLayout:
 
     @classmethod
     def of(cls, path: Path, listings: tuple[_Listing, _Listing]) -> _FileLayout:
-        """listings: of this rank, of all."""
+        """Make the layout. listings: what this rank's stage writes, and what all stages write."""
         mine, whole = listings
         header, places = safetensors_header(path, whole.tensors, whole.metadata)
         return cls(path, header, len(header) + sum(at.nbytes for at in places.values()), places, mine)
 
     def write(self, name: str, part: Part | None, start: int, values: Tensor) -> None:
-        """Elements from `start` on of the part."""
+        """Write values to the elements of the part from `start` on."""
         self.places[name].cut(part).write(start, values)
 
     def create(self, target: Path) -> None:
-        """Make the file, at its full length; it is to become `target`."""
+        """Make the file at its full length, under its temporary name. Raises OSError, as where `target` is a folder."""
         if target.is_dir():
             raise IsADirectoryError(EISDIR, "")
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
@@ -355,14 +355,14 @@ class _FileLayout:
             file.truncate(self.nbytes)
 
     def publish(self, target: Path) -> None:
-        """Give the complete file its name, for good."""
+        """Sync the complete file, and rename it to `target`."""
         sync(self.path)
         os.replace(self.path, target)
         sync(target.parent)
 
 
 def _agree_on_listing(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Listing, _Listing]:
-    """What this rank writes, and what there is: at several stages of a pipeline each tells what it has (collective)."""
+    """Return what this rank's stage writes and what all pipeline stages write, of which each tells the others (collective)."""
     mine, problem, stages = _Listing(), None, runtime.topology.stages
     try:
         mine = _Listing.of(runtime, dtype)
@@ -410,14 +410,14 @@ def _stored_dtype(name: str, value: Any, wanted: torch.dtype | None) -> torch.dt
 
 
 def elements_of(kind: str, shape: tuple[int, ...], times: float) -> tuple[int, ...]:
-    """The shape that the format gives a tensor (times 2), or torch (0.5): F4 counts half bytes, and torch pairs of them."""
+    """Convert an F4 shape: the format counts half bytes (times=2), torch's dtype counts pairs of them (times=0.5)."""
     return (*shape[:-1], int(shape[-1] * times)) if kind == "F4" and shape else shape
 
 
 def safetensors_header(
     path: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]
 ) -> tuple[bytes, dict[str, StoredTensor]]:
-    """The header and where each tensor lies: those of large elements first, so that all are aligned; then by name."""
+    """Return the header and where each tensor lies: those of large elements first, so that all are aligned; then by name."""
     entries: dict[str, Any] = {"__metadata__": metadata}
     begins, end = {}, 0
     for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
@@ -435,7 +435,7 @@ def safetensors_header(
 
 
 def _agreed(comm: Comm, layout: _FileLayout, action: Callable[[], None]) -> None:
-    """Carry out an action; if the system refuses it on one rank, every rank raises why (collective)."""
+    """Carry out an action; if it raises OSError on one rank, every rank raises OffloadIOError (collective)."""
     problem: Exception | None = None
     try:
         action()
@@ -449,7 +449,7 @@ def _agreed(comm: Comm, layout: _FileLayout, action: Callable[[], None]) -> None
 
 
 def _write(runtime: Runtime, layout: _FileLayout) -> None:
-    """Fill the file (collective)."""
+    """Write all tensors; ranks that do not see the file send their slices, and rank 0 writes them (collective)."""
     comm, sees = runtime.world, layout.path.exists()
     all_see = all(comm.exchange(b"1" if sees else b"", "zs.save_safetensors: who sees the file"))
     slices = _slices(runtime, layout, CHUNK_NBYTES if all_see else CHUNK_NBYTES // comm.world_size)
@@ -476,7 +476,7 @@ def _write(runtime: Runtime, layout: _FileLayout) -> None:
                     part = None if told is None else Part.of_plain(told)
                     layout.write(name, part, start, torch.frombuffer(bytearray(raw), dtype=dtype))
             except OSError as error:
-                problem = error  # told when all have sent everything
+                problem = error  # raised once all ranks have sent everything, so that they stay in step
         if problem is not None:
             raise problem
 
@@ -487,14 +487,14 @@ def _write(runtime: Runtime, layout: _FileLayout) -> None:
 
 @torch.no_grad()
 def _slices(runtime: Runtime, layout: _FileLayout, nbytes: int) -> Iterator[tuple[str, Part | None, int, Tensor]]:
-    """(name, part, first element there, values (n,) on the host) of everything that this rank writes, at most `nbytes` at a time."""
+    """Yield (name, part, first element in it, values (n,) on the host) of all that this rank writes, up to `nbytes` each."""
     core = runtime.optimizer.core if runtime.optimizer is not None else None
     runtime.gate.wait()
     for number, group in enumerate(runtime.groups):
         if group.master is not None and core is not None:
             core.refresh_masters(group)
         for index, home in enumerate(group.homes) if group.counts else ():
-            if (number, index) not in layout.mine.found:  # a hook keeps it out of the state dict
+            if (number, index) not in layout.mine.found:  # a hook of the model removes it from the state dict
                 continue
             name, part = layout.mine.found[number, index]
             rest, begin = group.values.rest, home.begin

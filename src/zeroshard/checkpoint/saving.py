@@ -1,10 +1,10 @@
-"""zs.save: every rank writes its own part; complete or invisible.
+"""zs.save: every rank writes its own file; a checkpoint is complete or invisible.
 
     all ranks   agree on the name |                | fill buffers, write, sync | tell |                          | told
     rank 0                        | make the draft |                                  | manifest, rename, latest |
-    asynchronous: the caller goes on when buffers are filled; the rest happens in a thread of each rank, which meet by files in the draft
+    asynchronous: `save` returns when buffers are filled; a thread of each rank does the rest, and they meet by files in the draft
 
-Here is what comes before anything is written; writing.py has the rest. What takes the disk's time is done `together`.
+This file has the steps before anything is written; writing.py has the rest. Steps that may take minutes run in `together`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .writing import Plan, Save, Saver, Writing, write_error
 
 
 def saver_of(runtime: Runtime) -> Saver:
-    """The model's, made at its first save."""
+    """Return the model's Saver, which its first save makes."""
     if runtime.saver is None:
         runtime.saver = Saver(runtime)
     return runtime.saver
@@ -60,7 +60,7 @@ def save(
     """Save a sharded model, its optimizer and whatever else a run needs to go on (collective).
 
     Each rank writes its shards, from wherever they rest, to its own file in a hidden folder of `path`. When all files are on the
-    disk the folder becomes `path/NAME`. If the run is killed at any point, earlier checkpoints stay complete. `zs.load` reads the
+        disk the folder becomes `path/NAME`. If the run is killed at any point, earlier checkpoints stay complete. `zs.load` reads the
     checkpoint at any number of ranks, stage, tier, precision and partition, and torch.distributed.checkpoint reads it too. On a
     mesh with model axes all ranks save together, into one checkpoint of whole parameters.
 
@@ -94,7 +94,7 @@ def save(
     begin = time.monotonic()
     runtime = runtime_of(model)
     check_idle(runtime, "zs.save")
-    if runtime.unusable:  # a load ended half-way: what is there is a mixture
+    if runtime.unusable:  # a load failed half-way: the model is a mixture of two states
         raise CheckpointError(runtime.unusable)
     saver, plan, core, extras, slices, problem = saver_of(runtime), None, None, {}, {}, None
     try:
@@ -116,7 +116,7 @@ def _write(
     saver: Saver, plan: Plan, stages: Stages, extras: dict[str, bytes], slices: dict[str, Any], shared: set[str],
     files: dict[str, bytes], begin: float,
 ) -> Save:  # fmt: skip
-    """One save at a time, into a draft, which goes where the save does not come about."""
+    """Wait for the last save, then write a draft and publish it, or discard it if anything fails (collective)."""
     _agree_on_values(saver.runtime)
     _await_last(saver, plan)
     draft = _make_draft(saver.runtime.world, plan)
@@ -129,7 +129,7 @@ def _write(
 
 
 def _agree_on_values(runtime: Runtime) -> None:
-    """Data-parallel ranks have not written different values: what one place of a mesh finds, all raise (collective)."""
+    """Raise ModelMismatch, on all ranks of the mesh, if data-parallel ranks wrote different values somewhere (collective)."""
     world, problem = runtime.world, None
     try:
         runtime.values.agree()
@@ -142,7 +142,7 @@ def _agree_on_values(runtime: Runtime) -> None:
 
 
 def core_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None, verb: str) -> OptimizerCore | None:
-    """Of the optimizer that was given, which must be the model's."""
+    """Return the optimizer's core. Raise ConfigError if the optimizer is not the model's."""
     if optimizer is None:
         return None
     if optimizer is not runtime.optimizer:
@@ -179,7 +179,7 @@ def _check_files(files: dict[str, bytes]) -> None:
 
 
 def _await_last(saver: Saver, plan: Plan) -> None:
-    """One save at a time; how the last one ended is told here at the latest."""
+    """Wait for the last save, or refuse to (`if_busy`); raise its error if nobody has seen that yet (collective)."""
     last = saver.last
     if last is None:
         return
@@ -195,9 +195,9 @@ def _await_last(saver: Saver, plan: Plan) -> None:
 def _agree(
     comm: Comm, plan: Plan | None, extras: dict[str, Extra], telling: Any, problem: Exception | None
 ) -> tuple[set[str], list[Any]]:
-    """All ranks ask for the same, and for what can be (collective).
+    """Raise a rank's problem, or ConfigError if ranks call `zs.save` differently (collective).
 
-    The names of extras that are the same on all of them; what each was `telling` of its stage.
+    Return the names of extras that are the same on all ranks, and the ranks' values of `telling`, each about its stage.
     """
     mine = (problem, None if plan is None else vars(plan), {name: each.digest for name, each in extras.items()}, telling)
     everyone = exchange_values(comm, mine, "zs.save: begin")
@@ -221,7 +221,7 @@ def _agree(
 
 
 def _make_draft(comm: Comm, plan: Plan) -> Path | places.Draft:
-    """The folder to write to, which rank 0 makes (collective)."""
+    """Make the folder to write to, on rank 0. Return the Draft there, and its path on other ranks (collective)."""
     root, made = Path(plan.root), []
 
     def make() -> str:

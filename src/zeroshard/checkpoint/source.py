@@ -1,6 +1,6 @@
-"""What there is to load, whoever wrote it: tensors by name, optimizer states by parameter, groups, and facts.
+"""An opened checkpoint of any format: tensors by name, optimizer states by parameter, groups, and facts.
 
-`opening.py` makes one of our own checkpoints, `foreign/` one of everybody else's; `loading.py` asks nothing else.
+resolver.py makes it from a checkpoint of zs.save, importers/ from those of other libraries; it is all that loading.py uses.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from ..errors import CheckpointError
 from ..io.tensor_reader import Stored, StoredTensor
 from .bulk_reader import Bulk
 
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # anywhere in a name
-_TILE = re.compile(r"\[\d+:\d+:\d+\]$")  # behind the name of a parameter, one of whose tiles was left out
-PREFIXES = ("module.", "model.")  # at its beginning
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # stripped anywhere in a name
+_TILE = re.compile(r"\[\d+:\d+:\d+\]$")  # suffix of a name in `Opened.frozen` if only a tile was left out
+PREFIXES = ("module.", "model.")  # stripped at the beginning of a name
 
 
 class Untrusted(CheckpointError):
-    """An object is of a class that torch does not load by itself."""
+    """Raised for an object of a class that torch.load(weights_only=True) refuses."""
 
 
 @dataclass
 class Opened:
-    """An opened checkpoint. Of all but ours, what its format does not hold is left at its default.
+    """An opened checkpoint. In other formats than zs.save's, what the format does not have keeps its default.
 
-    model: parameters and buffers, under each of their names. states: parameter (a name, or its number in the groups) ->
-    key -> stored tensor or plain value. groups: options, and under "params" the names or numbers of their members.
-    extras: of this rank. per_rank: names of extras that ranks have differently, and that these ranks can not take.
+    model: parameters and buffers, under each of their names. states: parameter (name, or number in the groups) -> key ->
+    stored tensor or plain value. groups: options, and under "params" the names or numbers of their members. extras: this
+    rank's. per_rank: names of extras that differed between ranks, and that cannot be loaded since there are other ranks now.
     """
 
     path: Path
@@ -40,36 +40,36 @@ class Opened:
     groups: list[dict[str, Any]] | None = None
     step: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
-    module_objects: dict[str, Any] = field(default_factory=dict)  # what modules keep in state dicts that is no tensor
-    module_readers: dict[str, Callable[[], Any]] = field(default_factory=dict)  # the same, still unread
+    module_objects: dict[str, Any] = field(default_factory=dict)  # modules' extra states that are no tensors
+    module_readers: dict[str, Callable[[], Any]] = field(default_factory=dict)  # functions that read these
     extras: dict[str, Any] = field(default_factory=dict)
-    unread: dict[str, CheckpointError] = field(default_factory=dict)  # extras (ours: without trusted=True), and why
-    scaler: dict[str, Any] | None = None  # the loss scale of others, as ours is kept in `progress`
-    # ours alone:
-    optimizer: str | None = None  # its class
-    ties: dict[str, str] = field(default_factory=dict)  # another name of a parameter -> its name
+    unread: dict[str, CheckpointError] = field(default_factory=dict)  # extras that were not unpickled, with the reason
+    scaler: dict[str, Any] | None = None  # loss scale of another library, in the form that `progress` has for zs.save's
+    # checkpoints of zs.save only:
+    optimizer: str | None = None  # the optimizer's class name
+    ties: dict[str, str] = field(default_factory=dict)  # other name of a tied parameter -> its name
     trained_only: bool = False
-    frozen: dict[str, list] = field(default_factory=dict)  # name -> fields of the Identity of what was left out
-    scalars: list[str] | None = None  # keys of states that are one number a parameter; None: not known
+    frozen: dict[str, list] = field(default_factory=dict)  # name of a parameter left out -> fields of its Identity
+    scalars: list[str] | None = None  # keys of states that are one number for each parameter; None: unknown
     progress: dict[str, Any] | None = None  # steps taken, loss scale
-    slices: dict[str, dict[str, Stored]] = field(default_factory=dict)  # name of an extra -> parameter -> what it keeps of it
-    shared_extras: dict[str, Callable[[], Any]] = field(default_factory=dict)  # those that all ranks had alike, still unread
-    same_ranks: bool = False  # it was saved by as many, of which each was the same to the model
+    slices: dict[str, dict[str, Stored]] = field(default_factory=dict)  # name of an extra -> parameter -> values for it
+    shared_extras: dict[str, Callable[[], Any]] = field(default_factory=dict)  # readers of extras that all ranks shared
+    same_ranks: bool = False  # saved with the same number of ranks in the same mesh
     per_rank: frozenset[str] = frozenset()
-    saved_names: dict[str, str] = field(default_factory=dict)  # where `fit` has found another name
-    bulk: Bulk | None = None  # through which tensors are to be read; None: one by one
-    generators: dict[str, Any] | None = None  # of this rank; of rank 0 where there were other ranks
+    saved_names: dict[str, str] = field(default_factory=dict)  # name after `fit` -> name in the checkpoint, where they differ
+    bulk: Bulk | None = None  # reader of the tensors; None: they are read one by one
+    generators: dict[str, Any] | None = None  # random generators of this rank; of rank 0 unless `same_ranks`
 
     @property
     def ours(self) -> bool:
-        """Whether `zs.save` wrote it."""
+        """Whether `zs.save` wrote the checkpoint."""
         return self.kind == "zeroshard"
 
     def tied(self) -> dict[str, str]:
-        """Another name of a tensor -> the name that stands first, for all that are stored once under several names."""
+        """Return other name -> first name, for tensors that are stored once under several names."""
         first: dict[Any, str] = {}
         found = {}
-        for name in sorted(self.model, key=lambda name: name in self.ties):  # those that the checkpoint takes for aliases last
+        for name in sorted(self.model, key=lambda name: name in self.ties):  # names that the checkpoint calls aliases last
             stored = self.model[name]
             key = stored if isinstance(stored, StoredTensor) and stored.nbytes else id(stored)
             if first.setdefault(key, name) != name:
@@ -77,7 +77,7 @@ class Opened:
         return found
 
     def fit(self, wanted: Iterable[str]) -> None:
-        """Strip what wrappers put before names, or put it there, where more of them are then wanted."""
+        """Strip wrappers' prefixes from names, or add them, if more names are then among the wanted ones."""
         left_out = {key: name_left_out(key) for key in self.frozen}
         rename = _renaming([*self.model, *self.module_readers, *left_out.values()], frozenset(wanted))
         if not rename:
@@ -97,7 +97,7 @@ class Opened:
 
 
 def _renaming(names: Iterable[str], wanted: frozenset[str]) -> Mapping[str, str]:
-    """name -> the name that fits best, where it is another one."""
+    """Return name -> new name, for the way to strip or add prefixes that gives the most wanted names. {} if none is better."""
     names = list(dict.fromkeys(names))
     best, current = {name: name for name in names}, {name: _unwrapped(name) for name in names}
     most, wrapped = len(wanted.intersection(best.values())), {_unwrapped(name): name for name in wanted}
@@ -114,7 +114,7 @@ def _renaming(names: Iterable[str], wanted: frozenset[str]) -> Mapping[str, str]
 
 
 def name_left_out(key: str) -> str:
-    """The parameter that a key of `Opened.frozen` is of: of the whole of it or of one tile."""
+    """Return the parameter's name in a key of `Opened.frozen`, which may have the suffix of a tile."""
     return _TILE.sub("", key)
 
 

@@ -1,11 +1,11 @@
-"""What the stages of a pipeline, whose models have parameters of other names, must know of one another to save and load together.
+"""Names and optimizer groups that pipeline stages, whose models have different parameters, exchange to save and load together.
 
-    rank 0   stage 0   emb.weight, blocks.0.weight     tells      writes these, the optimizer's groups, progress
+    rank 0   stage 0   emb.weight, blocks.0.weight     sends      writes these, the optimizer's groups, progress
     rank 1   stage 0   the same                                   writes its part of these
-    rank 2   stage 1   blocks.1.weight, head.weight    tells      writes these
+    rank 2   stage 1   blocks.1.weight, head.weight    sends      writes these
     rank 3   stage 1   the same                                   writes its part of these
 
-Without pipeline parallelism there is one stage, and nothing to be told.
+Without pipeline parallelism there is one stage, and nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .state_map import names_of_group, param_groups
 
 
 class Stages:
-    """The stages of the model that this rank has a part of."""
+    """The stages of a pipeline, as one rank knows them."""
 
     def __init__(self, runtime: Runtime, core: OptimizerCore | None, told: list[Any]) -> None:
-        """told: by each rank (`tell`). Raises ConfigError, the same on every rank, for optimizers that do not match."""
+        """told: results of `tell`, by rank. Raises ConfigError on every rank if the stages' optimizers do not match."""
         self.runtime, self.core, topology = runtime, core, runtime.topology
         self.several, self.stage = len(topology.stages) > 1, topology.stage
         self.told = [told[ranks[0]] for ranks in topology.stages]
@@ -38,7 +38,7 @@ class Stages:
 
     @staticmethod
     def tell(runtime: Runtime, core: OptimizerCore | None) -> Any:
-        """What the first rank of a stage tells all others, in plain values."""
+        """Return what the first rank of a stage sends to all ranks, in plain values; None on other ranks."""
         ranks, groups = runtime.topology.stages, runtime.groups
         if len(ranks) == 1 or runtime.world.rank != ranks[runtime.topology.stage][0]:
             return None
@@ -49,12 +49,12 @@ class Stages:
         }
 
     def writes(self, name: str) -> bool:
-        """Whether this is the first stage that has the name in its model."""
+        """Return whether this is the first stage that has the name in its model."""
         return name not in self._earlier
 
     @property
     def names(self) -> set[str]:
-        """Of parameters and all else in the models of all stages."""
+        """Names in the state dicts of all stages' models, with all names of tied parameters."""
         return {name for each in self.told for name in each["names"]} if self.several else _names(self.runtime)
 
     @property
@@ -65,7 +65,7 @@ class Stages:
         return any(some for some, _ in told) and any(others for _, others in told)
 
     def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups with the names of their members, at all stages; options as this rank has them."""
+        """Return the optimizer's groups with the names of their members at all stages, and with this rank's options."""
         assert self.core is not None
         found = param_groups(self.runtime, self.core)
         for number, group in enumerate(found) if self.several else ():

@@ -1,16 +1,16 @@
-"""What a checkpoint of a model and its optimizer holds, on one rank: where each tensor's part lies, and plain objects.
+"""Content of one rank's part of a checkpoint: which elements of each tensor the rank writes, from where, and plain objects.
 
     model.<name>              parameters (fp32 masters where there are any) and persistent buffers
-    optim.state.<name>.<key>  optimizer states: of the parameter's shape, or one number a parameter (step)
+    optim.state.<name>.<key>  optimizer states: of the parameter's shape, or one number for each parameter (step)
     optim.param_groups        options of the groups with the names of their members
     zeroshard.state           steps taken, loss scale
     zeroshard.rng.<rank>      random generators
-    extra.<name>              what the user gave; extra.<name>.<rank> where ranks gave different things
-    slices.<name>.<name>      what the first of them keeps of each parameter, in its shape (user_state.HoldsSlices)
+    extra.<name>              the user's extras; extra.<name>.<rank> where ranks gave different ones
+    slices.<extra>.<name>     values that an extra keeps for each parameter, in its shape (user_state.HoldsSlices, zs.ema)
 
-Names are those of whole parameters: tiles, shards of tensor parallelism, wrappers, units and flat buffers leave no trace, so that
-any other partition can read it. Replicated states are cut as sharded ones are: each rank writes its part. What several ranks hold
-along model axes is written by the one whose is the one that counts; what several pipeline stages have under one name by the first.
+Names are those of whole parameters: tiles, tensor-parallel shards, wrappers, units and flat buffers do not show, so that any
+other partition can read the checkpoint. Replicated states are divided among ranks as sharded ones are. Of ranks along model axes
+that hold the same elements one writes them (`group.counts`); of pipeline stages that have the same name, the first.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ MODEL, STATE, GROUPS, OWN, RNG, EXTRA, SLICES = (
 
 @dataclass(frozen=True)
 class Place:
-    """Which elements of a named tensor a rank holds: [start, stop) of the flattened part, or of the whole."""
+    """The elements of a named tensor that a rank holds: [start, stop) of the flattened part, or of the whole tensor."""
 
     name: str
-    keys: tuple[str, ...]  # of the name, in nested state dicts
+    keys: tuple[str, ...]  # path of the name in nested state dicts
     dtype: torch.dtype
     shape: tuple[int, ...]  # of the whole tensor
     start: int
@@ -55,10 +55,10 @@ class Place:
     part: Part | None = None
 
     def boxes(self) -> Iterator[tuple[Box, int]]:
-        """(box of the whole tensor, its first element among the rank's), in order; each fits a blob."""
+        """Yield (box of the whole tensor, index of its first element among the rank's), in order; each box fits a blob."""
         shape = self.shape if self.part is None else self.part.extents
         if self.start == self.stop and 0 in shape:
-            yield Box(tuple(0 for _ in shape), shape), 0  # a tensor without elements: once
+            yield Box(tuple(0 for _ in shape), shape), 0  # an empty tensor has one box, so that its shape is saved
         step = MAX_BLOB_NBYTES // self.dtype.itemsize
         for begin in range(self.start, self.stop, step):
             end, at = min(begin + step, self.stop), begin
@@ -72,9 +72,9 @@ class Place:
 
 @dataclass
 class Contents:
-    """places[i] are elements [begins[i], begins[i] + n) of sources[i]. objects: by name, of plain values.
+    """Tensors and plain values (objects, by name) that a rank saves. places[i] is read from sources[i], element begins[i] on.
 
-    guarded[i]: whoever writes it asks first (zero/write_gate.py), so that it may be copied while training goes on.
+    guarded[i]: whoever writes the source waits for the save first (zero/write_gate.py), so it may be copied during training.
     """
 
     places: list[Place] = field(default_factory=list)
@@ -82,12 +82,12 @@ class Contents:
     begins: list[int] = field(default_factory=list)
     guarded: list[bool] = field(default_factory=list)
     objects: dict[str, Any] = field(default_factory=dict)
-    scalars: set[str] = field(default_factory=set)  # keys of optimizer states that are one number a parameter
-    ties: dict[str, str] = field(default_factory=dict)  # another name of a parameter -> its name
-    frozen: list[tuple[ParamGroup, int]] = field(default_factory=list)  # left out: only their identity is kept
+    scalars: set[str] = field(default_factory=set)  # keys of optimizer states that are one number for each parameter
+    ties: dict[str, str] = field(default_factory=dict)  # other name of a tied parameter -> its name
+    frozen: list[tuple[ParamGroup, int]] = field(default_factory=list)  # parameters left out, of which identities are saved
 
     def add(self, place: Place, source: Rest, begin: int, guarded: bool) -> None:
-        """Note one part of a tensor."""
+        """Add one part of a tensor. Raises ConfigError for dtypes that cannot be stored."""
         if not storable(place.dtype):
             raise ConfigError(
                 f"zs.save: {place.name} is {place.dtype}, which a checkpoint has no place for: keep its int_repr(), its scale and "
@@ -100,29 +100,29 @@ class Contents:
 
 
 def names_of_group(group: ParamGroup) -> list[tuple[str, Part | None]]:
-    """(name of the whole parameter, which part of it) of each parameter of a group."""
+    """Return (name of the whole parameter, part of it or None) for each parameter of a group."""
     return [(spec.whole_name, spec.part) for spec in group.specs]
 
 
-Slices = list[tuple[ParamGroup, Rest]]  # of shards: one value an element
+Slices = list[tuple[ParamGroup, Rest]]  # for groups, a flat shard with one value for each element of the group's shard
 
 
 class Names(Protocol):
-    """Who writes what, among the stages of a pipeline (stages.py)."""
+    """Division of names among the stages of a pipeline (stages.py)."""
 
     def writes(self, name: str) -> bool:
-        """Whether this rank's stage is the one that writes what has this name in its model."""
+        """Return whether this rank's stage writes the tensor of this name in its model."""
 
     def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups with the names of their members, at all stages."""
+        """Return the optimizer's groups with the names of their members at all stages."""
 
 
 def collect(
     runtime: Runtime, core: OptimizerCore | None, *, frozen: bool, names: Names, slices: dict[str, Slices] | None = None
 ) -> Contents:
-    """Everything that this rank writes of a model and, with `core`, its optimizer. frozen: also parameters that are not trained.
+    """Collect everything that this rank writes of a model and, with `core`, its optimizer. frozen: also frozen parameters.
 
-    slices: of extras, by name.
+    slices: slices that extras keep of parameters, by the extra's name.
     """
     contents, prefixes = Contents(), prefixes_of(runtime.model)
     rank, topology = runtime.world.rank, runtime.topology
@@ -144,7 +144,7 @@ def collect(
 
 
 def _place(group: ParamGroup, index: int, named: tuple[str, Part | None], keys: tuple[str, ...], dtype: torch.dtype) -> Place:
-    """Of a tensor of the shape of a parameter. keys: what stands before the parameter's name, and behind it."""
+    """Return the place of a tensor of a parameter's shape. keys: path before the parameter's name, and last the key after it."""
     (name, part), home, shape = named, group.homes[index], group.specs[index].shape
     before, after = keys[:-1], keys[-1:] if keys[-1] else ()
     keys = (*before, name, *after)
@@ -152,7 +152,7 @@ def _place(group: ParamGroup, index: int, named: tuple[str, Part | None], keys: 
 
 
 def _first(group: ParamGroup, index: int) -> bool:
-    """Whether this rank writes what a parameter has once: the rank with its first element (rank 0 if it has none)."""
+    """Return whether this rank writes values that a parameter has once (step): the rank with its first element, or rank 0."""
     home, numel, part = group.homes[index], math.prod(group.specs[index].shape), group.specs[index].part
     if part is not None and any(part.unpacked.box.offsets):
         return False
@@ -160,8 +160,8 @@ def _first(group: ParamGroup, index: int) -> bool:
 
 
 def _written(group: ParamGroup, names: Names) -> Iterator[tuple[int, str, Part | None]]:
-    """(index, name, part) of the parameters of a group that this rank writes, if it holds some of them."""
-    if group.counts:  # what is alike in several groups of ranks is written by one of them
+    """Yield (index, name, part) of the parameters of a group of which this rank writes its elements."""
+    if group.counts:  # False on ranks whose copy another rank along a model axis writes
         for index, (name, part) in enumerate(names_of_group(group)):
             if names.writes(name):
                 yield index, name, part
@@ -187,7 +187,7 @@ def _add_slices(contents: Contents, group: ParamGroup, extra: str, rest: Rest, n
 
 
 def _add_others(contents: Contents, runtime: Runtime, names: Names) -> None:
-    """Buffers, and what modules keep in state dicts besides."""
+    """Add buffers and other values of the state dict that are no parameters."""
     params = {id(param) for group in runtime.groups for param in group.params}
     for name, value in runtime.model.state_dict(keep_vars=True).items():
         if id(value) in params or not names.writes(name):
@@ -219,7 +219,7 @@ def _add_states(contents: Contents, runtime: Runtime, core: OptimizerCore, names
                         contents.add(place, *_state_source(runtime, core, run, index, value), guarded=not core.replicated)
                     continue
                 contents.scalars.add(key)
-                if first:  # one for all parts of a parameter
+                if first:  # one rank writes the number for the whole parameter
                     _add_scalar(contents, runtime, named[0], key, run.shown(value))
 
 
@@ -239,7 +239,7 @@ def _state_source(runtime: Runtime, core: OptimizerCore, run: Any, index: int, v
 
 
 def param_groups(runtime: Runtime, core: OptimizerCore) -> list[dict[str, Any]]:
-    """The optimizer's groups: options, and the names of their members (a tile's: of the whole)."""
+    """Return the optimizer's groups: options, and the names of their members (of tiles: of the whole parameter)."""
     names = {
         id(param): name for group in runtime.groups for param, (name, _) in zip(group.params, names_of_group(group), strict=True)
     }
@@ -256,7 +256,7 @@ def param_groups(runtime: Runtime, core: OptimizerCore) -> list[dict[str, Any]]:
 
 
 def generators(device: torch.device) -> dict[str, Any]:
-    """The states of torch's, Python's and NumPy's global generators on this rank."""
+    """Return the states of torch's, Python's and NumPy's global random generators on this rank."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -267,7 +267,7 @@ def generators(device: torch.device) -> dict[str, Any]:
 
 
 def set_generators(states: dict[str, Any], device: torch.device) -> None:
-    """The inverse of `generators`."""
+    """Set the global random generators to states that `generators` returned."""
     torch.set_rng_state(states["torch"])
     random.setstate(_tuples(states["python"]))
     if "cuda" in states and device.type == "cuda":
@@ -280,7 +280,7 @@ def set_generators(states: dict[str, Any], device: torch.device) -> None:
 
 
 def seed_generators(states: dict[str, Any], number: int) -> None:
-    """Begin anew, with what `generators` once gave and a number of one's own."""
+    """Seed the global random generators from saved states and a number that differs between ranks."""
     seed = int(xxhash.xxh3_64_hexdigest(bytes(states["torch"].numpy())), 16) % 2**63 + number
     torch.manual_seed(seed % 2**63)  # every device's
     random.seed(seed)

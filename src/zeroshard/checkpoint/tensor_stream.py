@@ -1,10 +1,10 @@
-"""`zs.stream_full_tensors`: the whole tensors of a sharded model, some at a time, under a budget of bytes.
+"""`zs.stream_full_tensors`: gather the whole tensors of a sharded model, some at a time, within a budget of bytes.
 
     flat buffer   | w0 . . | w1 . . . . . | b1 | w2 . . . . |      neighbours that fit the budget are one stretch,
                   '- batch 1 -'------ batch 2 -----'-- 3 ---'      gathered into memory of its own, of which tensors are views
 
-A stretch comes chunk by chunk through staging buffers: of each rank the next elements of its piece. So nothing is ever gathered
-but what is asked for, also of a unit that is larger than the budget.
+A stretch is gathered chunk by chunk through staging buffers: each chunk has the next elements of every rank's piece. So only the
+requested tensors are gathered, even of a unit that is larger than the budget.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from ..zero.chunked_gather import ChunkedGather
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.unit import ParamGroup
 
-_CHUNK_NBYTES = 8 << 20  # of one rank's staging buffer
-_STAGING = 8  # all of them take at most this part of the budget
+_CHUNK_NBYTES = 8 << 20  # largest staging buffer of one rank
+_STAGING = 8  # all staging buffers together take at most 1/8 of the budget
 
-Source = Callable[[ParamGroup], Rest]  # where the values of a group rest: a shard, or all of it
+Source = Callable[[ParamGroup], Rest]  # returns where the values of a group rest: its shard, or the whole group
 
 
 @dataclass(eq=False)
 class _Item:
-    """One tensor. sources: (group, index, which part of it); without any: a buffer of the module."""
+    """One tensor of the state dict. sources: (group, index, part or None) of each parameter in it; none for a buffer."""
 
     names: list[str]
     shape: tuple[int, ...]
@@ -44,17 +44,17 @@ class _Item:
 
     @property
     def nbytes(self) -> int:
-        """That it takes, with its largest part where it comes in parts."""
+        """Bytes that gathering takes: the tensor, and its largest part where it is joined from parts."""
         numel = math.prod(self.shape)
         if self.distributed:
-            numel *= 2  # the same on every rank of the mesh, however long its part is
+            numel *= 2  # not the part's real size, since batches must be the same on every rank of the mesh
         elif len(self.sources) > 1:
             numel += max(group.layout.slots[index].numel for group, index, _ in self.sources)
         return numel * self.dtype.itemsize
 
     @property
     def distributed(self) -> bool:
-        """Whether ranks of tensor parallelism have parts of it."""
+        """Whether tensor-parallel ranks have parts of it."""
         return any(group.specs[index].distribution is not None for group, index, _ in self.sources)
 
 
@@ -80,7 +80,7 @@ def stream_full_tensors(
     `max_nbytes`). A stage of a pipeline yields its own. The order is unit by unit, parameters before buffers.
 
     Raises:
-        ConfigError: an option is wrong, or a name is not the model's.
+        ConfigError: an option is wrong, or the model lacks a name.
     """
     runtime = runtime_of(model)
     if isinstance(max_nbytes, bool) or not isinstance(max_nbytes, int) or max_nbytes < 1:
@@ -94,7 +94,7 @@ def stream_full_tensors(
 
 
 def full_tensors(model: nn.Module, source: Source) -> dict[str, Tensor]:
-    """The state dict with parameters from other resting places of slices (collective)."""
+    """Return the full state dict with parameters' values taken from `source`, such as zs.ema's averages (collective)."""
     runtime, found = runtime_of(model), dict[str, Tensor]()
     for batch in _Stream(runtime, source, True, 1 << 30).run(_items(runtime, source, None)):
         found |= batch
@@ -109,7 +109,7 @@ def _check(runtime: Runtime, masters: bool) -> None:
 
 
 def _items(runtime: Runtime, source: Source, dtype: torch.dtype | None) -> list[_Item]:
-    """Everything there is, in the order of units."""
+    """Return all tensors of the state dict, parameters in the order of units and then buffers."""
     state = runtime.model.state_dict(keep_vars=True)  # names by object, since wrappers rename them
     tiled, known = parts_in(runtime.model, state), dict[int, list[str]]()
     for name, value in state.items():
@@ -132,7 +132,7 @@ def _items(runtime: Runtime, source: Source, dtype: torch.dtype | None) -> list[
 
 
 def _chosen(items: list[_Item], names: Iterable[str] | None) -> list[_Item]:
-    """Those with a wanted name, under the wanted names alone."""
+    """Return the items with a wanted name, each with only its wanted names. Raises ConfigError for unknown names."""
     if names is None:
         return items
     wanted, known = set(names), {name for item in items for name in item.names}
@@ -152,7 +152,7 @@ def _master_or_value(group: ParamGroup) -> Rest:
 
 
 class _Stream:
-    """One iteration."""
+    """One iteration over batches of items."""
 
     def __init__(self, runtime: Runtime, source: Source, masters: bool, max_nbytes: int) -> None:
         self.runtime, self.source, self.masters, self.max_nbytes = runtime, source, masters, max_nbytes
@@ -160,7 +160,7 @@ class _Stream:
         self.gather = ChunkedGather(runtime.shards, runtime.ledger, nbytes)
 
     def run(self, items: list[_Item]) -> Iterator[dict[str, Tensor]]:
-        """A dictionary for each batch."""
+        """Yield a dictionary of whole tensors for each batch (collective)."""
         ledger = self.runtime.ledger
         try:
             for batch in self._batches(items):
@@ -186,7 +186,7 @@ class _Stream:
 
     @torch.no_grad()
     def _gather(self, batch: list[_Item]) -> dict[str, Tensor]:
-        self.runtime.comm.fence_read()  # all shards have been written
+        self.runtime.comm.fence_read()  # peers have finished writing their shards
         if self.masters and self.runtime.optimizer is not None:
             self.runtime.gate.wait()
             for group in {id(group): group for item in batch for group, _, _ in item.sources}.values():
@@ -215,11 +215,11 @@ class _Stream:
         return [whole]
 
     def _range(self, group: ParamGroup, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Elements [start, stop) of the flat buffer of a group, in fresh memory."""
+        """Gather elements [start, stop) of a group's flat buffer into new memory (collective)."""
         comm, layout, rest = self.runtime.shards, group.layout, self.source(group)
         if rest is group.values.rest and (group.values.mapped or not group.values.sharded):
             return group.values.full[start:stop].to(dtype, copy=True)
-        if rest.numel == layout.numel and self.runtime.config.row.optimizer is Placement.REPLICATED:  # masters that are whole
+        if rest.numel == layout.numel and self.runtime.config.row.optimizer is Placement.REPLICATED:  # unsharded masters
             return rest.load(start, stop).to(dtype, copy=True)
         out = torch.empty(stop - start, dtype=dtype, device=comm.device)
         bounds = [layout.shard_range(rank) for rank in range(comm.world_size)]
@@ -238,7 +238,7 @@ class _Stream:
 
 
 def _stretches(batch: list[_Item]) -> Iterator[list[_Item]]:
-    """Items whose slots follow one another in one flat buffer, in one dtype, together."""
+    """Yield the batch as stretches: items of one dtype whose slots are adjacent in one flat buffer."""
     stretch: list[_Item] = []
     for item in batch:
         if stretch and not _adjoin(stretch[-1], item):

@@ -1,4 +1,4 @@
-"""What users save beside model and optimizer: any values, and the states of objects that have one."""
+"""The `extra` of zs.save and zs.load: plain values, and the states of objects that have `state_dict`."""
 
 from __future__ import annotations
 
@@ -22,55 +22,56 @@ from . import directory as places
 
 
 class HoldsSlices(Protocol):
-    """An object of `extra` that keeps one value for each element of a model's parameters, cut as they are (zs.ema).
+    """An object of `extra` with one value for each element of a model's parameters, sharded as they are (zs.ema).
 
-    They are saved as parameters are, by name, and come back cut as the model is that loads them. The rest is its state dict.
+    These values are saved by parameter name, as parameters are, and are loaded with the sharding of the loading model.
     """
 
     def slices(self, model: nn.Module) -> list[tuple[ParamGroup, Rest]]:
-        """The shard of each group of parameters, where it rests. Raises ConfigError where it is of another model."""
+        """Return each group's shard of values, where it rests. Raises ConfigError if the object belongs to another model."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the object's state besides its slices, as plain values."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Called when slices are in place."""
+        """Load the state besides slices; called when slices have been loaded."""
 
 
 def slices_of(extra: Mapping[str, Any] | None, model: nn.Module) -> dict[str, list[tuple[ParamGroup, Rest]]]:
-    """Of those that hold some, by name."""
+    """Return the slices of the extras that keep some (HoldsSlices), by the extra's name."""
     return {name: value.slices(model) for name, value in (extra or {}).items() if callable(getattr(value, "slices", None))}
 
 
-_PLAIN = {int, float, complex, bool, str, bytes, type(None)}  # equal if they are written alike
+_PLAIN = {int, float, complex, bool, str, bytes, type(None)}  # types whose values are equal if their repr is
 
 
 @dataclass(frozen=True)
 class Extra:
-    """The state of one, and what torch.save makes of it."""
+    """The state of one extra, and the bytes that torch.save makes of it."""
 
     state: Any
     content: bytes
 
     @cached_property
     def digest(self) -> str:
-        """Equal for equal bytes."""
+        """Hash of the bytes."""
         return hashlib.sha256(self.content).hexdigest()
 
     @cached_property
     def digest_of_values(self) -> str:
-        """Equal for equal values of torch's and of Python's own types, whose bytes may differ.
+        """Hash of the values, equal for equal values of torch's and Python's own types even if their bytes differ.
 
-        Sets and dictionaries have their own orders on ranks, and an object that occurs twice is written once.
+        Bytes differ since sets and dictionaries are ordered differently on ranks, and pickle writes an object once that occurs
+        twice.
         """
         try:
             return _digest(self.state).hex()
-        except Exception:  # it contains itself, a tensor has no values, ...: no rank may be alone with that
+        except Exception:  # a recursive value, a meta tensor, ...: do not raise on one rank alone, in the midst of a collective
             return self.digest
 
 
 def serialised(extra: Any) -> dict[str, Extra]:
-    """The states of what is given to zs.save, by name. Raises ConfigError where one has no place in a checkpoint."""
+    """Return the pickled states of zs.save's `extra`, by name. Raises ConfigError if one cannot be saved."""
     if extra is None:
         return {}
     check_named(extra, "zs.save")
@@ -78,7 +79,7 @@ def serialised(extra: Any) -> dict[str, Extra]:
 
 
 def check_named(extra: Any, verb: str) -> None:
-    """Raise ConfigError where there are no names for values."""
+    """Raise ConfigError if `extra` is no dictionary, or has keys that cannot be names in a checkpoint."""
     if not isinstance(extra, Mapping):
         raise ConfigError(f'{verb}: extra: expected a dictionary, as {{"scheduler": scheduler}}, got {extra!r:.80}.')
     for name in extra:
@@ -100,17 +101,17 @@ def _serialised(name: str, value: Any) -> Extra:
 
 
 def has_state(value: Any) -> bool:
-    """Whether a value tells its own state."""
+    """Return whether a value has a `state_dict` method."""
     return callable(getattr(value, "state_dict", None))
 
 
 def takes_state(value: Any) -> bool:
-    """Whether a value takes such a state back."""
+    """Return whether a value has a `load_state_dict` method."""
     return callable(getattr(value, "load_state_dict", None))
 
 
 def check_target(name: str, value: Any) -> None:
-    """Raise ConfigError where what is given to zs.load has a state that it could not get back, rather than leave it as it is."""
+    """Raise ConfigError if an object given to zs.load has a state that loading would silently leave as it is."""
     if has_state(value) and not takes_state(value):
         raise ConfigError(
             f"zs.load: extra[{name!r}]: a {type(value).__name__} has a state_dict and no load_state_dict to take it back; give None, "
@@ -128,7 +129,7 @@ def _members(value: Any) -> Iterable[Any]:
 
 
 def alike(comm: Comm, extras: dict[str, Extra], digests: list[dict[str, str]]) -> set[str]:
-    """Names of those that are the same on all ranks (collective). digests: every rank's, of bytes, by the same names."""
+    """Return the names of extras that are the same on all ranks (collective). digests: each rank's hashes of bytes, by name."""
     same = {name for name in digests[0] if len({theirs[name] for theirs in digests}) == 1}
     if len(same) < len(digests[0]):
         mine = {name: extra.digest_of_values for name, extra in extras.items() if name not in same}
@@ -144,11 +145,11 @@ def _digest(value: Any) -> bytes:
     elif kind is dict:
         parts = sorted(_digest(key) + _digest(each) for key, each in value.items())
     elif kind in _PLAIN or (kind in (list, tuple) and all(type(each) in _PLAIN for each in value)):
-        parts = [repr(value).encode()]  # a million indices take no time
+        parts = [repr(value).encode()]  # one repr for a flat list, since a sampler may save a million indices
     elif kind in (list, tuple):
         parts = [_digest(each) for each in value]
     elif kind is Tensor or kind is nn.Parameter:
-        # it is loaded to there
+        # moved to the host, where it is loaded: the device is no part of its value
         parts = [str((value.dtype, value.shape, value.requires_grad)).encode(), _content(value.detach().cpu().clone())]
     else:
         parts = [_content(value)]

@@ -1,15 +1,15 @@
-"""One save on one rank: its file, and on rank 0 what makes a checkpoint of all of them.
+"""One save on one rank: the rank's data file, and on rank 0 the step that makes one checkpoint of all files.
 
     foreground   open, copy, write, sync, list | publish                      ranks meet after each (see `together`)
     background   open | copy some | . copy, write, sync, list . publish .     and `Save.wait` meets them again
 
-What the library guards (parameters at stage 3, masters, sharded states in memory) is copied while forward and backward run:
-who is about to write it, an optimizer step above all, waits until that is done (`Saver.await_copy`). What rests on disk or
-in tensors that are the user's own is copied before the save returns.
+Tensors that only the library writes (parameters at stage 3, masters, sharded states in memory) are copied while forward and
+backward run; whoever is about to write them, mainly an optimizer step, waits until they are copied (`Saver.await_copy`).
+Tensors on disk and tensors that users may write at any time are copied before the save returns.
 
-While training goes on, ranks must not talk through `comm`, which belongs to the training loop; a rank that has written its
-file leaves `rank-00000.json` in the draft (or `rank-00000.failed`), and rank 0 waits for all of them. A lock on its file tells
-that a rank is alive; where the filesystem has no locks that all ranks see, the time of its file, which it renews.
+During a background save ranks must not use `comm`, which belongs to the training loop. A rank that has written its file
+leaves `rank-00000.json` in the draft (or `rank-00000.failed`), and rank 0 waits for all of them. A rank holds a lock on its
+file as a sign of life; on a filesystem without locks that all ranks see, it renews the file's modification time instead.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from .rank_file import BUFFER_NBYTES, ROTATING, FileLayout, FileWriter, Ring, me
 from .stages import Stages
 from .state_map import Contents
 
-_MOST_REASON_NBYTES = 1 << 20  # read of what a failed rank has left
+_MOST_REASON_NBYTES = 1 << 20  # most that is read of a failed rank's `rank-00000.failed`
 _POLL_S, _SLOWEST_POLL_S = 0.02, 0.25
-_SMALL_NBYTES = 1 << 16  # so much of each rank is told to all, rather than through a file
-_SIGN_S = 1.0  # between two signs of life where there are no locks
+_SMALL_NBYTES = 1 << 16  # a rank's part of the manifest up to this size is exchanged, a larger one goes through a file
+_SIGN_S = 1.0  # seconds between two signs of life where there are no locks
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call of `save` asked for; the same on every rank."""
+    """Checked arguments of a call of `zs.save`; the same on every rank."""
 
     root: str
     name: str
@@ -75,11 +75,11 @@ class Plan:
 
 
 class Save:
-    """One save, under way or done.
+    """Handle of one save, in progress or done.
 
-    Threads: the rank's own calls the methods; that of a save in the background sets the events and `_error`, and is joined by `wait`.
+    Threads: the rank's main thread calls the methods; a background save's thread sets the events and `_error`; `wait` joins it.
 
-    Attributes:
+        Attributes:
         path: where the checkpoint is when it is complete.
         nbytes: bytes of this rank's file.
         snapshot_nbytes: host memory that holds the copy while it is written; it is kept for the next asynchronous save.
@@ -90,25 +90,25 @@ class Save:
     def __init__(self, path: Path, nbytes: int, snapshot_nbytes: int) -> None:
         self.path, self.nbytes, self.snapshot_nbytes = path, nbytes, snapshot_nbytes
         self.stall_seconds = self.seconds = 0.0
-        self.told = False  # how it ended
+        self.told = False  # whether `wait` has returned or raised: the user knows how the save ended
         self._copied = threading.Event()
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
         self._settle: Callable[[], None] | None = None
 
     def done(self) -> bool:
-        """Whether `wait` would not have to wait for this rank."""
+        """Return whether this rank's part of the save has ended, so that `wait` would only wait for other ranks."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait_copied(self) -> None:
-        """Return when nothing is read from the model any more. Everything that changes states through zeroshard does it."""
+        """Wait until nothing is read from the model any more. Everything in zeroshard that changes states calls this first."""
         if not self._copied.is_set():
             begin = time.monotonic()
             self._copied.wait()
             self.stall_seconds += time.monotonic() - begin
 
     def wait(self) -> Path:
-        """Return when the checkpoint is complete (collective). Raises CheckpointWriteError on every rank if it can not be."""
+        """Wait until the checkpoint is complete; return its path (collective). Raises what failed (CheckpointWriteError, ...)."""
         if self._settle is not None:
             self._settle()
             self._settle = None
@@ -119,10 +119,10 @@ class Save:
 
 
 class Saver:
-    """What saves of one model have in common: buffers, the engine, the last one. `runtime.saver`.
+    """State shared by all saves of one model (`runtime.saver`): buffers, the I/O engine, the last save, its layout.
 
-    Threads: the rank's own. A save in the background reads shards in memory until `await_copy` would return (what is on disk it has
-    read before), then writes files alone: it never has the Comm, nor the pools.
+    Threads: the rank's main thread. A background save reads shards in memory until `await_copy` returns (those on disk it has
+    read before), and afterwards only writes files: it never uses the Comm or the pools.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -131,11 +131,11 @@ class Saver:
         self.engine = Engine()
         self.last: Save | None = None
         self.listed = listing.Listed()
-        self.tensors, self.digest = b"", ""  # what is told about the layout's tensors, and its XXH3-64
+        self.tensors, self.digest = b"", ""  # JSON of the layout's tensors (`tensors_of`), and its XXH3-64
         self._layout: FileLayout | None = None
 
     def layout(self, contents: Contents) -> FileLayout:
-        """As of the last save where nothing has changed its place."""
+        """Return the layout of this rank's file. The last save's is used again if every tensor has kept its place."""
         if self._layout is None or self._layout.places != contents.places:
             self._layout = FileLayout.of(contents)
             self.tensors = listing.tensors_of(self._layout)
@@ -143,12 +143,12 @@ class Saver:
         return self._layout.with_objects(contents.objects)
 
     def await_copy(self) -> None:
-        """States are about to be changed."""
+        """Wait until the last save has copied the states. Called before they are changed."""
         if self.last is not None:
             self.last.wait_copied()
 
     def close(self) -> None:
-        """Let what is under way end, say what failed, and free buffers (collective)."""
+        """Wait for a save in progress, print on rank 0 if it failed, and close the engine (collective)."""
         last, self.last = self.last, None
         try:
             if last is not None and not last.told:
@@ -161,9 +161,9 @@ class Saver:
 
 
 def write_error(path: Path | str, errno: int, needed: int, what: str) -> CheckpointWriteError:
-    """With the space that is left, where that can be found out."""
+    """Return a CheckpointWriteError with the free space of the filesystem, if that can be determined."""
     free, existing = None, Path(path)
-    for folder in (existing, *existing.parents):  # the path may not be there, or not be for us to look at
+    for folder in (existing, *existing.parents):  # the path may not exist, or not be readable
         with suppress(OSError):
             free = shutil.disk_usage(folder).free
             break
@@ -172,7 +172,7 @@ def write_error(path: Path | str, errno: int, needed: int, what: str) -> Checkpo
 
 @contextmanager
 def write_errors(where: Path, needed: int, what: str) -> Iterator[None]:
-    """Errors of the system become CheckpointWriteError. where: the file or folder, if an error does not name one."""
+    """Raise OSError and OffloadIOError as CheckpointWriteError. where: the file or folder, if an error does not name one."""
     try:
         yield
     except OffloadIOError as error:
@@ -182,7 +182,7 @@ def write_errors(where: Path, needed: int, what: str) -> Iterator[None]:
 
 
 class Writing:
-    """One save on one rank."""
+    """One save on one rank: `run` carries it out, or starts the thread that does."""
 
     def __init__(
         self, saver: Saver, plan: Plan, draft: Path | places.Draft, stages: Stages, extras: dict[str, bytes],
@@ -196,20 +196,20 @@ class Writing:
         self.extras, self.slices, self.files = extras, slices, files
         self.stem = f"rank-{self.comm.rank:05d}"
         self.file = self.folder / f"{self.stem}.distcp"
-        self.held: int | None = None  # the lock that tells that this rank is alive
-        self.in_vain = False  # what is written will not be used
-        self.locked = True  # rank 0 sees the locks of all
-        self.signs: dict[int, tuple[int, float]] = {}  # rank -> (time of its file, when that was first seen)
+        self.held: int | None = None  # descriptor of the lock that shows that this rank is alive
+        self.in_vain = False  # another rank failed: this rank's file will not be used
+        self.locked = True  # whether rank 0 sees the locks of all ranks
+        self.signs: dict[int, tuple[int, float]] = {}  # rank -> (modification time of its file, when rank 0 first saw that)
         self.contents = Contents()
         self.layout: FileLayout | None = None
         self.writer: FileWriter | None = None
         self.extra: dict[str, Any] = {}
-        self.digests: list[str] = []  # of the ranks' layouts
-        self.metadata = b""  # `.metadata`, as far as it is written
-        self.mark: Any = None  # in the order of the device's work: the state that is saved
+        self.digests: list[str] = []  # XXH3-64 of each rank's layout
+        self.metadata = b""  # content of `.metadata` that has been written ahead
+        self.mark: Any = None  # event on the device's stream at which the state is the one to save
 
     def run(self) -> Save:
-        """Fill, and write: here, or in a thread."""
+        """Carry out the save, or (asynchronous) its foreground part, and start the thread that does the rest (collective)."""
         try:
             optimizer = self.runtime.optimizer
             if optimizer is not None:
@@ -239,7 +239,7 @@ class Writing:
         return save
 
     def _together(self, what: str, work: Callable[[], Any]) -> list[Any]:
-        """Work that does not use `comm`: a swap file that can not be read is an error of this save, told like others."""
+        """Do work that does not use `comm` on all ranks. A swap file that cannot be read fails this save, as other errors do."""
 
         def quiet() -> Any:
             with self.runtime.tiers.beside_comm():
@@ -263,9 +263,9 @@ class Writing:
             os.close(held)
 
     def _open(self) -> tuple[str, list[str] | None]:
-        """What there is to be written, and the file with all its space; digest of the layout, and of those that rank 0 knows."""
+        """Collect what is written and create the file at full size. Return the layout's digest, and all that rank 0 remembers."""
         if not os.path.isdir(self.folder):
-            if self.comm.rank == 0:  # who has made it: somebody has removed it
+            if self.comm.rank == 0:  # it made the folder, so somebody has removed it
                 with self._write_errors():
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder))
             raise ConfigError(
@@ -279,14 +279,14 @@ class Writing:
         with self._write_errors():
             self.writer = FileWriter(self.file, layout, self.saver.engine, self.saver.ring, eager=not asynchronous)
             self.held = places.hold(self.file) if asynchronous else None
-        if self.in_vain:  # a peer was lost while there was no writer to stop
+        if self.in_vain:  # another rank failed before there was a writer that `_stop` could stop
             self.writer.stop()
         ahead = -(-memory_nbytes(layout, self.contents) // BUFFER_NBYTES) + 1 if asynchronous else 0
         self.saver.ring.grow(max(ROTATING, ahead) if _all_in_memory(self.contents) else ROTATING + ahead)
         return self.saver.digest, self.saver.listed.digests if self.draft is not None else None
 
     def _compare(self, opened: list[tuple[str, list[str] | None]]) -> None:
-        """Rank 0 learns the layouts, where they are not those of the last save (collective). opened: what `_open` returned."""
+        """Send the layouts to rank 0 if they differ from the last save's (collective). opened: results of `_open`, by rank."""
         self.digests = [digest for digest, _ in opened]
         if opened[0][1] != self.digests:
             self._together("telling what is in the files", self._tell_tensors)
@@ -314,7 +314,7 @@ class Writing:
         return {name: list(vars(identity).values()) for name, identity in identities(self.contents.frozen).items()}
 
     def _copy(self, blobs: int | None = None) -> bool:
-        """Fill the buffers, with all or with so many. Rank 0 tells whether it sees all ranks' locks, which they hold by now."""
+        """Fill buffers with all blobs, or the first `blobs`. Return whether rank 0 sees the locks that all ranks hold by now."""
         assert self.writer is not None
         asks = self.draft is not None and self.plan.asynchronous
         locked = all(places.held(self._file_of(rank)) for rank in range(self.comm.world_size if asks else 0))
@@ -326,15 +326,15 @@ class Writing:
         return self.folder / f"rank-{rank:05d}.{suffix}"
 
     def _copy_and_write(self) -> bytes:
-        """This rank's part; b"" where it is so large that it is in a file."""
+        """Copy and write this rank's file. Return its part of the manifest, or b"" if that is large and written to a file."""
         self._copy()
-        if self.draft is not None:  # the disk has not come so far
+        if self.draft is not None:  # the disk still writes what was copied, so this costs no time
             with self._write_errors():
                 self.metadata = listing.write_ahead(self.folder, self.saver.listed)
         return self._write(_SMALL_NBYTES)
 
     def _write(self, small_nbytes: int) -> bytes:
-        """End this rank's file, and tell about it: what is returned, or is in a file of its own."""
+        """Finish this rank's file. Return its part of the manifest, or write that to a file and return b""."""
         assert self.writer is not None and self.layout is not None
         with self._write_errors():
             self.writer.finish()
@@ -345,9 +345,9 @@ class Writing:
         return b""
 
     def _publish(self, parts: list[bytes]) -> None:
-        """Rank 0, when all data is there: the manifest, the name, and the removal of what is not to be kept.
+        """Write the manifest, give the checkpoint its name and remove older ones: on rank 0, once all ranks' files are written.
 
-        parts: by rank; b"": in its file.
+        parts: each rank's part of the manifest; b"" if it is in a file.
         """
         assert self.draft is not None
         listed, ranks = self.saver.listed, range(self.comm.world_size)
@@ -367,11 +367,11 @@ class Writing:
             self.draft.publish(self.plan.overwrite, self.plan.latest)
         try:
             places.prune(Path(self.plan.root), self.plan.name, self.plan.keep_last, self._keeps)
-        except Exception as error:  # this checkpoint is complete nevertheless
+        except Exception as error:  # the new checkpoint is complete nevertheless, so this is no failure of the save
             print(f"zeroshard: {self.plan.root}: an older checkpoint could not be removed: {error}", file=sys.stderr)
 
     def _keeps(self, path: Path) -> bool:
-        """Whether an older checkpoint is to stay. One that can not be read does: nobody knows what it is."""
+        """Return whether `keep_every` keeps an older checkpoint. One whose step cannot be read is kept."""
         try:
             return self.plan.keep_every is not None and step_of(path) % self.plan.keep_every == 0
         except CheckpointError:
@@ -408,7 +408,7 @@ class Writing:
             self._give_up()
 
     def _copy_rest(self, save: Save) -> None:
-        """Fill the buffers with what was left to be copied beside the training."""
+        """Copy the tensors that may be copied while training goes on."""
         assert self.writer is not None
         try:
             with self.comm.streams.behind(self.mark):
@@ -432,12 +432,12 @@ class Writing:
             self._fail(save, error)
         finally:
             ended.set()
-            self._give_up()  # a file that is finished stays as it is
+            self._give_up()  # no effect on a file that is finished
             self.saver.engine.rest()
         save.seconds = time.monotonic() - self.begin
 
     def _fail(self, save: Save, error: BaseException) -> None:
-        """Tell rank 0, which waits for files. Where the disk is full, there is room for the news without this rank's data."""
+        """Leave `rank-00000.failed` for rank 0. This rank's data file is removed first, so that a full disk has room for it."""
         save._error = telling(error, "zs.save", self.comm.rank)
         try:
             self.file.unlink(missing_ok=True)
@@ -446,13 +446,13 @@ class Writing:
             print(f"zeroshard: rank {self.comm.rank}: {save._error}; telling it failed too: {problem}", file=sys.stderr)
 
     def _sign(self, ended: threading.Event) -> None:
-        """Renew the time of this rank's file while it writes."""
+        """Renew the modification time of this rank's file every second, until the save has ended."""
         while not ended.wait(_SIGN_S):
             with suppress(OSError):
                 os.utime(self.file)
 
     def _meet(self) -> None:
-        """Rank 0: return when all parts are there. Raises what a rank has left, CheckpointError where one has gone."""
+        """Wait on rank 0 for all ranks' parts. Raise the error that a failed rank left, or CheckpointError if one has died."""
         gone: set[int] = set()
         pause = _POLL_S
         while True:
@@ -464,7 +464,7 @@ class Writing:
             if not missing:
                 return
             lost = {rank for rank in missing if self._lost(rank, there)}
-            if lost & gone:  # twice in a row: what it has written before it let go is seen by now
+            if lost & gone:  # lost in two polls: whatever the rank wrote before it released its lock would be visible by now
                 raise CheckpointError(
                     f"zs.save: {self.plan.name}: ranks {sorted(lost & gone)} ended before they had written their parts."
                 )
@@ -473,7 +473,7 @@ class Writing:
             pause = min(pause * 1.2, _SLOWEST_POLL_S)
 
     def _lost(self, rank: int, there: set[str]) -> bool:
-        """Its process has ended, or it has given up and had no room to tell. A disk may be slow for as long as it likes."""
+        """Return whether a rank gives no sign of life: it died, or failed without space to say so. A slow disk is no reason."""
         file = self._file_of(rank)
         if file.name not in there:
             return True
@@ -489,7 +489,7 @@ class Writing:
         return now - self.signs[rank][1] > self.runtime.config.stall_timeout_s
 
     def _settle(self, save: Save) -> None:
-        """All ranks learn how it ended (collective)."""
+        """Join the background thread and agree on how the save ended; discard the draft if it failed (collective)."""
 
         def ended() -> None:
             if save._thread is not None:
@@ -506,7 +506,7 @@ class Writing:
 
 
 def _reason(path: Path) -> Exception:
-    """Why a rank gave up, as it has left it in the draft, where others may be able to write, too."""
+    """Return the error that a failed rank left in the draft. Others may be able to write there, so it is decoded with care."""
     try:
         with open(path, "rb") as file:
             error = decode(file.read(_MOST_REASON_NBYTES))
@@ -525,5 +525,5 @@ def _all_in_memory(contents: Contents) -> bool:
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint was saved at."""
+    """Return the step at which a checkpoint was saved."""
     return int(listing.Manifest.read(path).facts["step"])

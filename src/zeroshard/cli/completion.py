@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
         for action in made._actions:
             places = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY, "OUT": shtab.FILE}
             if action.metavar in places:
-                action.complete = places[action.metavar]
+                action.complete = places[action.metavar]  # type: ignore[attr-defined]  # shtab reads it
         commands.add_parser(name, parents=[made], add_help=False, help=what)
     print(shtab.complete(whole, shell=options.shell))
     return ExitCode.DONE

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 
 from ..planner.recorder import telling
 from .arguments import quiet
-from .arguments import quiet
 
 _FIRST_S, _EVERY_S = 1.0, 3.0
 

@@ -1,1 +1,1 @@
-"""Communication: one interface (`base.Comm`), its backends, and the choice among them (`world.current`)."""
+"""Communication between ranks: the interface (`base.Comm`), its backends, and the choice among them (`backend_select`)."""

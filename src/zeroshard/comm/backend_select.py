@@ -1,11 +1,11 @@
-"""Which Comm serves this rank: chosen once per process group, by where its ranks are.
+"""The choice of this rank's Comm, made once per process group, by where its ranks run.
 
 one process                           SharedComm of a world of one
 a thread of `testing.run_threads`     SharedComm over threads
 gloo, all ranks on one Linux host     SharedComm over processes
-gloo across hosts                     DistComm; where several are on one, they have a SharedComm besides (`local`)
+gloo across hosts                     DistComm; ranks of the same host also have a SharedComm among them (`local`)
 nccl                                  DistComm
-fake (torch's fake process group)     FakeComm: this rank of a world in which nobody else is
+fake (torch's fake process group)     FakeComm: this rank runs alone, and its peers are imagined
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ BACKENDS = ("auto", "shared", "dist")
 Choice = Comm | str | dist.ProcessGroup | DeviceMesh
 
 _local = threading.local()  # .comm: this thread's Comm, in a world of threads
-_by_group: dict[tuple, Comm] = {}  # by the group's id, until the group is destroyed
+_by_group: dict[tuple, Comm] = {}  # (id of the group, choice, device) -> Comm, until the group is destroyed
 _live: weakref.WeakSet[Comm] = weakref.WeakSet()
 _solo_said = False
-_hooked = False  # into the end of this process
+_hooked = False  # whether this process tells its peers how it ends (`_hook_failures`)
 
 
 def set_thread_comm(comm: Comm | None) -> None:
@@ -52,12 +52,15 @@ def set_thread_comm(comm: Comm | None) -> None:
 
 
 def is_started() -> bool:
-    """Whether this rank can meet the others: in a world of threads, or with a process group."""
+    """Return True where this rank can meet the others: in a world of threads, or with a process group."""
     return getattr(_local, "comm", None) is not None or (dist.is_available() and dist.is_initialized())
 
 
 def rank_and_size() -> tuple[int, int]:
-    """(rank, world size) of this process or thread, without starting anything."""
+    """Return (rank, world size) of this process or thread, without starting anything.
+
+    Raises ConfigError where a launcher has set RANK or WORLD_SIZE and no process group was started.
+    """
     comm = getattr(_local, "comm", None)
     if comm is not None:
         return comm.rank, comm.world_size
@@ -69,16 +72,16 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def in_threads() -> bool:
-    """Whether this rank is a thread, of zeroshard.testing.run_threads."""
+    """Return True where this rank is a thread of zeroshard.testing.run_threads."""
     return getattr(_local, "comm", None) is not None
 
 
 def current(choice: Choice | None, device: torch.device, stall_timeout_s: float, option: str = "comm") -> Comm:
-    """The Comm for this rank.
+    """Return the Comm for this rank, which is made on the first call for a process group (collective).
 
-    choice: a Comm; "auto", "shared", "dist", of all ranks; a process group or 1-D mesh, of its ranks. option: its name, for
-    errors. Raises ConfigError where a launcher's variables are set but the process group has not been started: a world of one by
-    mistake is the costliest of silent errors.
+    choice: a Comm; "auto", "shared" or "dist", over all ranks; a process group or 1-D mesh, over its ranks. option: the
+    argument's name in errors. Raises ConfigError where a launcher's variables are set but the process group has not been
+    started: a world of one by mistake is the costliest of silent errors.
     """
     if isinstance(choice, Comm):
         return choice
@@ -105,21 +108,21 @@ def current(choice: Choice | None, device: torch.device, stall_timeout_s: float,
 
 
 def _group_gone(key: tuple) -> None:
-    """The process group was destroyed: who still uses its Comm holds it, and nobody asks what this rank does."""
+    """Drop the Comm of a destroyed process group, and end its desk's thread: its user may still hold it, but no peer asks."""
     comm = _by_group.pop(key, None)
     if comm is not None:
         comm.desk.rest()  # type: ignore[attr-defined]
 
 
 def is_imagined() -> bool:
-    """Whether the process group is torch's fake one, whose collectives return at once: for planning and for counting."""
+    """Return True where the process group is torch's fake one, whose collectives return at once: for planning and for counting."""
     return dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake"
 
 
 def of_mesh(mesh: Any, comm: Choice | None) -> tuple[Choice | None, list[list[int]] | None]:
-    """What a mesh says: the group of its ranks, and where it has two axes, for each place on the outer one its ranks there.
+    """Return the group of a mesh's ranks, and for a mesh of two axes the ranks of each index of the outer axis (else None).
 
-    Raises ConfigError for what is no DeviceMesh of 1 or 2 axes, and for a mesh beside a comm.
+    Raises ConfigError for anything but a DeviceMesh of 1 or 2 axes, and where both a mesh and a comm are given.
     """
     if mesh is None:
         return comm, None
@@ -141,7 +144,7 @@ def of_mesh(mesh: Any, comm: Choice | None) -> tuple[Choice | None, list[list[in
 
 
 def _of_group(group: Any, device: torch.device, stall_timeout_s: float, option: str) -> Comm:
-    """Of the ranks of a process group or mesh, each of which calls this."""
+    """Return the Comm of a process group's or mesh's ranks, each of which calls this (collective)."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             axis = (group.mesh_dim_names or ("dp",))[-1]
@@ -179,15 +182,15 @@ def _solo(device: torch.device, stall_timeout_s: float) -> Comm:
 
 
 def _connect(choice: str, device: torch.device, stall_timeout_s: float) -> Comm:
-    """Ask all ranks where they are; share memory if all are on one host and on the CPU."""
+    """Ask all ranks where they run, and share memory if all are on one host and on the CPU (collective)."""
     place = _place()
     door = Door() if place is not None and device.type == "cpu" else None
     try:
         address, secret = door.address if door is not None else None, secrets.token_bytes(32)
         places: list = [None] * dist.get_world_size()
         backend_for(device)
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():  # not whichever is current
-            dist.all_gather_object(places, (place, str(device.type), address, secret))  # trusted, as its processes are
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():  # not the current one
+            dist.all_gather_object(places, (place, str(device.type), address, secret))  # a pickle: the group is trusted
         here = [rank for rank, other in enumerate(places) if other[:2] == (place, str(device.type))]
         same_host = len(here) == len(places) and place is not None
         if choice == "shared" and not same_host:
@@ -199,7 +202,7 @@ def _connect(choice: str, device: torch.device, stall_timeout_s: float) -> Comm:
         )
         shared = SharedComm(transport, device, stall_timeout_s, ranks=here)
         if same_host:
-            if len(here) > 1:  # else nobody asks
+            if len(here) > 1:  # otherwise there is no peer to ask
                 shared.desk = ProcessDesk.among(shared, on_this_host=True)
             return shared
         comm = DistComm(None, device, stall_timeout_s)
@@ -211,7 +214,7 @@ def _connect(choice: str, device: torch.device, stall_timeout_s: float) -> Comm:
 
 
 def _place() -> tuple | None:
-    """What two processes must have in common to open each other's memory; None where there is no such way."""
+    """Return the tuple that two processes must have in common to open each other's memory; None where Linux offers no way."""
     host = host_identity()
     if not hasattr(os, "memfd_create") or not all(host):
         return None
@@ -222,16 +225,16 @@ def _place() -> tuple | None:
 
 
 def announce(error: BaseException) -> None:
-    """Tell the peers of an error that ends this rank: for who ends a process by other ways than Python's own (os._exit)."""
+    """Tell the peers of an error that ends this rank; for callers that then end the process without Python (os._exit)."""
     for comm in list(_live):
         try:
             comm.fail(failure_of(error, comm.ranks[comm.rank]))
-        except Exception as second:  # the process is dying: say so, and let it
+        except Exception as second:  # the process is ending: print the error, and let it end
             print(f"zeroshard: could not tell the peers: {second}", file=sys.stderr)
 
 
 def _hook_failures() -> None:
-    """How this process ends is told to the peers before it does."""
+    """Install hooks by which this process tells its peers how it ends, before it does."""
     if getattr(sys.excepthook, "_zeroshard", False):
         return
     previous = sys.excepthook
@@ -245,11 +248,11 @@ def _hook_failures() -> None:
     sys.excepthook = hook
     note_exits()
     atexit.register(_close_all)
-    multiprocessing.util.Finalize(None, _close_all, exitpriority=0)  # its children end without atexit and excepthook
+    multiprocessing.util.Finalize(None, _close_all, exitpriority=0)  # its children run no atexit and no excepthook
 
 
 def _close_all() -> None:
-    """The process ends: say how, and leave."""
+    """Tell the peers how this process ends, and leave."""
     for comm in list(_live):
         failure = last_words(comm.ranks[comm.rank])
         try:
@@ -262,7 +265,7 @@ def _close_all() -> None:
 
 
 def _end_groups() -> None:
-    """Where this library was used over gloo, and the script ends without it: destroy the process groups.
+    """Destroy the process groups at exit, where this library was used over gloo and the script has not done so.
 
     A thread of gloo lets go of the tensors of the last collectives after their caller has gone on, and needs the
     interpreter for it. If that is being finalized, Python ends the thread in the midst of a C++ destructor, and the
@@ -277,7 +280,7 @@ def _end_groups() -> None:
         dist.destroy_process_group()
 
 
-atexit.register(_end_groups)  # registered with the first import, it runs after what was registered later
+atexit.register(_end_groups)  # runs after handlers that are registered later, `_close_all` among them
 
 
 def _forget_all() -> None:
@@ -287,4 +290,4 @@ def _forget_all() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)  # a child that fails or ends is no rank that does
+    os.register_at_fork(after_in_child=_forget_all)  # the end of a forked child is not the rank's end

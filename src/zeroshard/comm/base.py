@@ -1,4 +1,4 @@
-"""The Comm interface: what the sharding layer asks of a group of ranks.
+"""The communicator interface (`Comm`): the collectives that the sharding layer calls on a group of ranks.
 
 Words: a *region* is a flat tensor with a memory of its own; where ranks share a host, peers can read it. A
 *whole* region has world_size shards, of which the rank's own is authoritative; a *shard* region is one shard.
@@ -33,44 +33,44 @@ from .flight_recorder import Progress
 from .streams import Streams
 
 _PAUSE_S = 5e-5
-CHUNK_NUMEL = 1 << 17  # elements summed at a time: three fp32 chunks stay in a core's L2 cache
+CHUNK_NUMEL = 1 << 17  # number of elements summed at a time: three fp32 chunks stay in a core's L2 cache
 
 
 @dataclass
 class Region:
-    """A flat tensor and the shards of all ranks as far as this rank can read them.
+    """A flat tensor and the shards of all ranks, as far as this rank can read them.
 
-    tensor: (world * shard_numel,) or (shard_numel,); shards[r]: (shard_numel,) of rank r, or None where it is
-    out of reach; wholes[r]: the whole tensor of rank r (whole regions that peers can read). common: all ranks see one
-    memory.
+    tensor: (world * shard_numel,) or (shard_numel,); shards[r]: (shard_numel,) of rank r, or None where this rank can
+    not read it; wholes[r]: the whole tensor of rank r (whole regions that peers can read). common: `tensor` is the same
+    memory on all ranks.
     """
 
     tensor: Tensor
     shards: list[Tensor | None] = field(default_factory=list)
     wholes: list[Tensor | None] = field(default_factory=list)
     common: bool = False
-    number: int = 0  # of this region, the same on every rank (staging: which of several alike ones this is), and
-    siblings: Callable[[int], Region] | None = None  # the others: peers may be using another one of them
+    number: int = 0  # equal on every rank; for a staging buffer, its index in a pool of equal buffers
+    siblings: Callable[[int], Region] | None = None  # number -> that buffer of the pool: a peer may be using another one
 
 
 class Sent(NamedTuple):
-    """Bytes that a rank sends, to ranks of its own node and to those of others."""
+    """Number of bytes that a rank sends: `inside` to ranks of its own node, `between` to ranks of other nodes."""
 
     inside: int = 0
     between: int = 0
 
 
-Outcome = tuple[float | None, tuple[int, ...]]  # of a reduction: `square_sum` and `culprits` of its work
-Reserved = tuple[int, torch.dtype]  # elements of each shard, of each slice
+Outcome = tuple[float | None, tuple[int, ...]]  # a reduction's `Work.square_sum` and `Work.culprits`
+Reserved = tuple[int, torch.dtype]  # number of elements of a shard (or of a slice), and their dtype
 Combine = Callable[[list[Tensor]], Outcome | None]
 
 
 class Work:
-    """Something under way. `wait` until its result may be read, `drain` until its source may be overwritten.
+    """A collective that has been started. `wait` until its result may be read, `drain` until its source may be overwritten.
 
-    square_sum: of a reduction's result, where it was found on the way (the chunks were in cache), else None.
-    culprits: numbers in the world of ranks whose part was not finite, where square_sum is not and they were looked for.
-    sent: bytes that this rank sends for it.
+    square_sum: sum of squares of a reduction's result, where it was computed along with it (chunks were in cache), else None.
+    culprits: world ranks whose contribution was not finite; looked for only where the result is not finite.
+    sent: bytes that this rank sends for the collective.
     """
 
     square_sum: float | None = None
@@ -78,7 +78,7 @@ class Work:
     sent: Sent = Sent()
 
     def take(self, outcome: Outcome | None) -> None:
-        """What its end has brought."""
+        """Record the outcome of the finished collective."""
         if outcome is not None:
             self.square_sum, self.culprits = outcome
 
@@ -99,16 +99,16 @@ class Work:
 
 
 class Hops(Work):
-    """A second collective that begins when a first is over.
+    """A collective of two hops: the second collective begins when the first is over.
 
-    Where the host waits for collectives, the second begins when this rank next waits for anything, or polls, and finds the first
-    over: `Pending` holds it until then. Else both are put in line on the side stream.
+    Where the host waits for collectives (gloo, shared memory), `Pending` keeps the hops until this rank next waits for anything,
+    or polls, and finds the first over. Otherwise (NCCL) both are enqueued on the side stream at once.
     """
 
     def __init__(self, comm: Comm, first: Work, go_on: Callable[[], Work], sent: Sent, label: str) -> None:
-        """sent: of both."""
+        """go_on: starts the second collective. sent: bytes that this rank sends for both."""
         self.comm, self.first, self._go_on, self.sent, self.label = comm, first, go_on, sent, label
-        self.second: Work | None = None  # until it has begun
+        self.second: Work | None = None  # None: not begun yet
         self._begun = self._over = False
         self._ticket: Any = None
         if comm.waits_on_host:
@@ -117,7 +117,7 @@ class Hops(Work):
             _, self._ticket = comm.streams.run_beside(self._finish)
 
     def begin(self) -> None:
-        """Wait for the first, begin the second."""
+        """Wait for the first collective and start the second."""
         if not self._begun:
             self._begun = True
             self.first.wait()
@@ -127,7 +127,7 @@ class Hops(Work):
         self.begin()
         assert self.second is not None
         self.second.wait()
-        self.take((self.second.square_sum, self.first.culprits))  # the second knows who passed it on
+        self.take((self.second.square_sum, self.first.culprits))  # the second would name the rank that passed a value on
         self._over = True
 
     def ready(self) -> bool:
@@ -157,20 +157,20 @@ class Hops(Work):
 
 
 class Pending:
-    """Hops of which the second collective has not begun. Whoever waits for anything goes on with them: peers may wait for those."""
+    """The `Hops` whose second collective has not begun. Every wait of this rank calls `advance`: peers may wait for those."""
 
     def __init__(self) -> None:
         self.items: list[Hops] = []
         self._busy = False
 
     def advance(self) -> None:
-        """Begin the second collectives whose first are over."""
+        """Begin the second collective of all hops whose first is over."""
         if self._busy or not self.items:
             return
         self._busy = True
         try:
             for hops in [hops for hops in self.items if hops.first.ready()]:
-                if hops in self.items:  # it may have begun in a wait of another
+                if hops in self.items:  # another one's `begin` may have waited, and begun this one meanwhile
                     self.items.remove(hops)
                     hops.begin()
         finally:
@@ -178,7 +178,7 @@ class Pending:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a wait: a second collective that waits in its beginning, for a buffer, keeps no other from beginning."""
+        """Context of a wait, in which `advance` runs even where the wait is inside `advance` (a hop waits for a buffer)."""
         busy, self._busy = self._busy, False
         try:
             yield
@@ -189,24 +189,25 @@ class Pending:
 class Comm(ABC):
     """A group of ranks with asynchronous collectives on flat tensors.
 
-    Threads: one at a time, the rank's own, autograd's in a backward for which that waits, or that of checkpoint/heartbeat.py while the
-    rank's own is with files; `exchange` refuses a second (`ThreadsMet`). Only `progress` may be read by others.
+    Threads: one at a time: the rank's own, autograd's during a backward that the rank's own waits for, or that of
+    checkpoint/heartbeat.py while the rank's own writes files. `exchange` refuses a second one (`ThreadsMet`). Only `progress`
+    may be read by others.
 
-    ordered: True where collectives are matched by the order in which ranks start them (NCCL); then the runtime
-    starts reductions in one agreed order. device: where tensors live.
+    ordered: True where collectives are matched by the order in which ranks start them (NCCL); the runtime then starts
+    reductions in an order that all ranks have agreed on. device: where tensors live.
     """
 
     rank: int
     world_size: int
     device: torch.device
     ordered: bool = False
-    shares_memory: bool = False  # peers read regions: allocation is collective
-    copies: bool = False  # a gather of what rests is a copy by this rank alone: no peer has to take part
-    drains_all: bool = True  # a reduction that has drained has its result on every rank that may read it
-    replicas: int = 1  # groups of ranks that hold the same shards: reductions sum over all of them
-    replica: int = 0  # which of them this one is
-    local: Comm | None = None  # of the ranks of this host, if they have a better way among them
-    packs: bool = False  # what is reduced travels as fewer bytes now
+    shares_memory: bool = False  # peers read this rank's regions, so `allocate` is collective
+    copies: bool = False  # this rank gathers resting shards by copying them: no peer has to take part
+    drains_all: bool = True  # when a reduction has drained, every rank that may read its result has it
+    replicas: int = 1  # number of groups of ranks that hold the same shards: reductions sum over all of them
+    replica: int = 0  # index of this rank's group among the replicas
+    local: Comm | None = None  # communicator of this host's ranks, where they have a faster one (shared memory)
+    packs: bool = False  # reductions send gradients as fewer bytes (a codec) at present
     waits_on_host: bool = True  # False: waiting orders streams and the host goes on (NCCL)
     imagined: bool = False  # the peers do not exist (planning)
     streams: Streams = Streams()
@@ -214,127 +215,127 @@ class Comm(ABC):
 
     @property
     def failure(self) -> Exception | None:
-        """Of one rank, that all ranks raise: see `abort`."""
+        """The error that all ranks raise because one of them failed (see `abort`), or None."""
         return None
 
     @functools.cached_property
     def pending(self) -> Pending:
-        """Of all Comms that wait together: a group and its subgroups."""
+        """The hops not yet continued, shared by a group and its subgroups: a wait in any of them continues all."""
         return Pending()
 
     @functools.cached_property
     def progress(self) -> Progress:
-        """What this rank has done, for who asks when it waits too long."""
+        """This rank's notes of its step and collectives, from which it answers peers that have waited too long."""
         return Progress(self.ranks[self.rank])
 
     @property
     def ranks(self) -> list[int]:
-        """The number in the world of each of its ranks: what errors and reports name."""
+        """World rank of each rank of this group, as errors and reports name them."""
         return list(range(self.world_size))
 
     @property
     def nodes(self) -> list[int]:
-        """Of each of its ranks, on which node it is: links inside of a node are fast, those between are not."""
+        """Node number of each rank of this group. Links inside a node are fast, links between nodes are slower."""
         return [0] * self.world_size
 
     def sent(self, nbytes: int) -> Sent:
-        """What this rank sends if each of its peers gets `nbytes`."""
+        """Return the bytes that this rank sends if each of its peers gets `nbytes`."""
         nodes = self.nodes
         near = nodes.count(nodes[self.rank])
         return Sent((near - 1) * nbytes, (self.world_size - near) * nbytes)
 
     def subgroup(self, parts: Sequence[Sequence[int]], apart: bool = False) -> Comm:
-        """A Comm of some of its ranks: of the one of `parts`, disjoint lists of ranks, in which this rank is (collective).
+        """Return a Comm of the ranks of that list in `parts` which contains this rank (collective). The lists are disjoint.
 
-        apart: what its ranks write and read concerns no others: its fences are theirs alone.
+        apart: no rank outside the subgroup reads or writes its shards, so that the subgroup has fences of its own.
         """
         raise NotImplementedError(f"{type(self).__name__} has no subgroups")
 
     def place(self, label: str) -> str:
-        """A label with the step in which this rank is, for errors."""
+        """Return `label` with this rank's step appended, for errors."""
         return label if label.endswith("]") else f"{label} [step {self.progress.step}]"
 
     def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
-        """What this rank sends in a "gather", a "gather again" (of shards not written since) or a "reduce" of shards of `numel` elements."""
+        """Return the bytes that this rank sends. kind: "gather", "gather again" (no write since) or "reduce" of such shards."""
         return self.sent(numel * dtype.itemsize)
 
     def reduction_volume(self, tag: int, numel: int, dtype: torch.dtype) -> Sent:
-        """`volume` of a "reduce" under this tag, of which more may be known: see `expect`."""
+        """Return `volume("reduce", ...)` for the tensors reduced under `tag`, whose parameters may be known (see `expect`)."""
         return self.volume("reduce", numel, dtype)
 
     def reserve(self, number: int, numel: int, dtype: torch.dtype) -> None:
-        """Shards of so many elements are going to be gathered from region `number`; 0: from one without a number (collective)."""
+        """Announce gathers, from region `number` (0: one without a number), of shards of `numel` elements (collective)."""
 
     def reserve_slices(self, numel: int, dtype: torch.dtype) -> None:
-        """Tensors of `world_size` slices of so many elements are going to be reduced; called for each, before the first."""
+        """Announce reductions of `world_size` slices of `numel` elements each. Call for each, before the first reduction."""
 
     def expect(self, tag: int, slots: Sequence[tuple[int, Sequence[int]]], numel: int) -> None:
-        """Under a tag tensors of `numel` elements are going to be reduced: (offset, shape) of each parameter in them."""
+        """Announce reductions of `numel` elements under `tag`. slots: (offset, shape) of each parameter among them."""
 
     def needed(self, values: Sequence[Reserved], slices: Sequence[Reserved]) -> int:
-        """Bytes of this rank that `open`, and use, will take where these are reserved by `reserve` and `reserve_slices`."""
+        """Return the bytes that buffers take on this rank, in use, after `reserve(values)` and `reserve_slices(slices)`."""
         return 0
 
     def open(self) -> None:
-        """Make what was reserved (collective, before the first gather or reduction)."""
+        """Allocate the buffers that were reserved (collective; before the first gather or reduction)."""
 
     def release(self) -> None:
-        """Give up what `open` made: its model is closed."""
+        """Free what `open` has allocated, because its model is closed."""
 
     def forget(self) -> None:
-        """Other values have been loaded: what was kept of gradients so far is of no use."""
+        """Drop what is kept from earlier reductions (a codec's residuals, say), because other values have been loaded."""
 
     def outdate(self, number: int) -> None:
-        """The shards of region `number` are about to be written."""
+        """Invalidate what is kept of region `number`, whose shards are about to be written."""
 
     def holds(self, number: int) -> bool:
-        """True where the next gather from region `number` is served from what an earlier one has left."""
+        """Return True where the next gather from region `number` reads secondary shards that an earlier gather has left."""
         return False
 
     def new_serial(self) -> int:
-        """Numbers the models sharded over this group: the same on every rank."""
+        """Return the next number for a model sharded over this group: the same on every rank."""
         self._serial += 1
         return self._serial
 
     def allocate(self, numel: int, dtype: torch.dtype, *, whole: bool) -> Region:
-        """A zero-filled region of `numel` elements (collective: every rank, in the same order)."""
+        """Allocate a zero-filled region of `numel` elements (collective: every rank, in the same order)."""
         with making():
             tensor = torch.zeros(numel, dtype=dtype, device=self.device)
         return self.private(tensor, whole=whole)
 
     def allocate_common(self, numel: int, dtype: torch.dtype) -> Region | None:
-        """One memory that all ranks see as the same whole region, or None where there is no such thing."""
+        """Allocate a whole region whose memory is the same on all ranks (collective); None where ranks can not share memory."""
         return None
 
     def private(self, tensor: Tensor, *, whole: bool) -> Region:
-        """A region over a tensor that peers cannot read."""
+        """Return a region over a tensor that peers can not read."""
         shards: list[Tensor | None] = [None] * self.world_size
         shards[self.rank] = tensor.view(self.world_size, -1)[self.rank] if whole else tensor
         return Region(tensor, shards)
 
     @abstractmethod
     def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
-        """Fill `full` (world * shard_numel,) with the shards of all ranks.
+        """Start an all-gather that fills `full` (world * shard_numel,) with the shards of all ranks.
 
-        tag: None where shards rest and fences keep writers and readers apart. Where a shard has just been written
+        tag: None where the shards are at rest and fences keep writers and readers apart. Where a shard has just been written
         (staged from another tier), the number under which all ranks meet for this gather; its `Work` must then be
         drained before the shard is overwritten.
         """
 
     @abstractmethod
     def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Work:
-        """Call combine(parts) once, when they are there: this rank's slice of each rank's `source`, in rank order.
+        """Start an all-to-all, and call combine(parts) once when it is over. parts: this rank's slice of each rank's `source`.
 
-        source: (world_size * n,) on every rank; parts[r]: (n,), of rank r, to be read until `combine` returns. `wait` returns
-        after it, `drain` when all ranks have combined theirs.
+        source: (world_size * n,) on every rank; parts[r]: (n,) from rank r, valid until `combine` returns. The returned Work's
+        `wait` returns after this rank's `combine`, its `drain` when all ranks have combined theirs.
         """
 
     def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Work:
-        """out (shard_numel,) = [out +] scale * sum over ranks of source's shard of this rank, in fp32."""
+        """Start a reduce-scatter: out (shard_numel,) = [out +] scale * sum over ranks of this rank's slice (fp32)."""
 
         def combine(parts: list[Tensor]) -> Outcome:
             total = sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate)
-            rounded = out.dtype.itemsize < 4 and out.device.type == "cpu"  # on its way to a second hop: no square sum
+            rounded = out.dtype.itemsize < 4 and out.device.type == "cpu"  # the first of two hops: `total` is None
             if torch.isfinite(out).all() if rounded else total is None or math.isfinite(total):
                 return total, ()
             return total, tuple(self.ranks[rank] for rank in nonfinite_ranks(parts, out))
@@ -343,13 +344,13 @@ class Comm(ABC):
 
     @abstractmethod
     def exchange(self, payload: bytes, label: str) -> list[bytes]:
-        """Every rank's payload, in rank order. Blocks; also a barrier."""
+        """Return every rank's payload, in rank order (collective). Blocks, and serves as a barrier."""
 
     def square_sums(self, tensors: Sequence[Tensor]) -> float:
-        """The sum of all squares of 1-D tensors, on the host: the only way in which the core reads what it computed.
+        """Return the sum of all squares of 1-D tensors, on the host: the only values that the core reads back from the device.
 
-        On the CPU the same dot products in the same order as `sum_in_rank_order`, so it does not matter which of the
-        two found a norm.
+        On the CPU it computes the same dot products in the same order as `sum_in_rank_order`, so that a norm has the same bits
+        whichever of the two computed it.
         """
         if all(tensor.device.type == "cpu" for tensor in tensors):
             return sum(square_sum(tensor) for tensor in tensors)
@@ -357,59 +358,60 @@ class Comm(ABC):
         return float(torch.stack(norms).double().square().sum())
 
     def fence_write(self, synchronised: bool = False) -> None:
-        """Before this rank writes its shards: no peer still reads them. synchronised: a barrier has just passed."""
+        """Return when no peer reads this rank's shards (collective). synchronised: a barrier has just passed, so do not wait."""
 
     def fence_read(self) -> None:
-        """Before this rank reads peers' shards: all have been written."""
+        """Return when all ranks have written their shards, so that peers' shards may be read (collective)."""
 
     def announce(self, waiting_for: str | None) -> None:
-        """Tell the peers that this rank waits for something that they may have to free (None: no longer)."""
+        """Tell the peers that this rank waits for something that they may have to free (None: it waits no longer)."""
 
     def peers_wait(self) -> bool:
-        """True if a peer may be waiting for this rank, so that waiting for it could go on for ever."""
+        """Return True if a peer may be waiting for this rank, so that this rank's own wait might never end."""
         return True
 
     def wait_until(self, done: Callable[[], bool], label: str) -> None:
-        """Return when `done`; go on with all that peers may wait for."""
+        """Return when `done()`; meanwhile continue all work that peers may wait for."""
         with self.pending.waiting():
             while not done():
                 self.poll()
                 time.sleep(_PAUSE_S)
 
     def join(self, local: Any) -> None:
-        """From now on who waits here goes on with what ranks of the same host wait for in `local`, and the other way round."""
+        """Let every wait here also serve `local`, the communicator of this host's ranks, and every wait there serve this one."""
 
     def poll(self) -> None:
         """Let work under way progress, without blocking."""
 
     def abort(self, reason: str, error: Exception | None = None) -> None:
-        """Tell the peers that this rank failed, so that none waits for it. error: what they shall raise, if not PeerFailed."""
+        """Tell the peers that this rank failed, so that none waits for it. error: what they shall raise instead of PeerFailed."""
         self.fail(Failure(self.ranks[self.rank], reason, error))
 
     def fail(self, failure: Failure) -> None:
-        """Tell the peers why the group can not go on: this rank's failure, or one of which they may not know yet."""
+        """Tell the peers why the group can not go on: this rank's failure, or a peer's that they may not know of yet."""
 
     def answer_for(self, owner: object) -> Callable[[], Any]:
-        """Tell peers who ask what this rank does, for as long as `owner` lives and what is returned has not been called."""
+        """Answer peers that ask what this rank does, until `owner` is collected or the returned function is called."""
         return lambda: None
 
     def leave(self) -> None:
-        """The process ends: nothing of what peers were sent is lost."""
+        """Send what is still queued for the peers, and leave: this process ends."""
 
     def close(self) -> None:
         """Release the connections; the group can not be used afterwards."""
 
 
 def operation(label: str) -> str:
-    """What ranks must agree on: a label without the remark in brackets at its end, which reports show."""
+    """Return the part of a label on which ranks must agree: the label without the bracketed remark at its end."""
     return label.split(" [")[0]
 
 
 def misuse(places: Mapping[int, str | None], world_size: int) -> str:
-    """' zs.save() is collective: ...' where some ranks stand in a verb of this library and the others elsewhere; ' Rank 0 left ...'
-    where some are in the training loop and the others are not; else ''.
+    """Return a hint at the calls that ranks have not made together, to append to an error; "" where there is none.
 
-    places: rank -> the label at which it waits; None, or not there: it is somewhere else.
+    ' zs.save() is collective: ...' where some ranks are in a verb of this library and the others are elsewhere; ' Rank 0
+    left ...' where some are in the training loop and the others are not.
+    places: rank -> the label at which it waits; None, or no entry: it is somewhere else.
     """
     return _missing_in_verb(places, world_size) + _missing_in_loop(places, world_size)
 
@@ -436,9 +438,9 @@ def _missing_in_verb(places: Mapping[int, str | None], world_size: int) -> str:
 
 
 def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor, *, scale: float, accumulate: bool) -> float | None:
-    """out = [out +] scale * (parts[0] + parts[1] + ...), in fp32 (fp64 parts: fp64), in chunks that stay in cache.
+    """Compute out = [out +] scale * (parts[0] + parts[1] + ...), in fp32 (fp64 for fp64 parts), in chunks that stay in cache.
 
-    Returns the sum of out's squares where that is free (CPU, out not rounded), else None.
+    Returns the sum of out's squares where it costs nothing extra (CPU, out not rounded), else None.
     """
     numel = out.numel()
     on_host = out.device.type == "cpu"
@@ -464,14 +466,14 @@ def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor, *, scale: float, acc
 
 
 def nonfinite_ranks(parts: Sequence[Tensor], out: Tensor) -> tuple[int, ...]:
-    """Which ranks' parts are not finite, once their sum is known not to be. The part that was summed in place: if no other."""
+    """Return the ranks whose parts are not finite, given that their sum is not; the part summed in place only if no other is."""
     in_place = [rank for rank, part in enumerate(parts) if part.data_ptr() == out.data_ptr()]
     found = [rank for rank, part in enumerate(parts) if rank not in in_place and not torch.isfinite(part).all()]
     return tuple(found or in_place)
 
 
 def square_sum(tensor: Tensor) -> float:
-    """Sum of squares of a 1-D CPU tensor: fp32 dot products of chunks, added in fp64."""
+    """Return the sum of squares of a 1-D CPU tensor: fp32 dot products of chunks, added in fp64."""
     parts = tensor.split(CHUNK_NUMEL)
     if tensor.dtype not in (torch.float32, torch.float64):
         parts = tuple(part.float() for part in parts)
@@ -479,7 +481,7 @@ def square_sum(tensor: Tensor) -> float:
 
 
 def _sum_chunk(parts: list[Tensor], total: Tensor, cast: Tensor | None) -> None:
-    """total = parts[0] + parts[1] + ... in fp32; `cast` holds one converted part where they are not fp32."""
+    """Compute total = parts[0] + parts[1] + ... in fp32; `cast` holds one converted part where parts are not fp32."""
     if cast is None and len(parts) > 1:
         torch.add(parts[0], parts[1], out=total)
         rest = parts[2:]

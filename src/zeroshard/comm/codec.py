@@ -1,12 +1,12 @@
-"""Plain values as bytes: how ranks tell each other things. Reading never runs anything, whatever the bytes are.
+"""Encoding of plain values as bytes, for messages between ranks. Decoding never runs code, whatever the bytes are.
 
     value  = tag (1 byte), then by tag: nothing (None, True, False) | 8 bytes (int, float) | length (8 bytes), content
     list, tuple, dict: the count stands for the length, values follow. error: class name, text, fields (values)
 
-Texts, bytes, numbers, None, lists, tuples and dictionaries come back as what they were; subclasses and NumPy's as the
-plain type. Tensors arrive on the host. An error arrives as the nearest class that this library (or `_BUILTIN`) knows,
-without its traceback and cause; no constructor runs. What bytes can make the reader allocate is bounded by a multiple
-of their own number.
+Strings, bytes, numbers, None, lists, tuples and dictionaries are decoded as what they were; their subclasses and NumPy
+scalars as the plain type. Tensors are decoded on the host. An error is decoded as the nearest class that this library
+(or `_BUILTIN`) knows, without its traceback and cause; no constructor runs. The memory that decoding allocates is at
+most a multiple of the number of bytes.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from ..errors import MalformedMessage, ZeroshardError
 
 _MOST_NESTED = 64
 _INT, _FLOAT, _LENGTH = struct.Struct("<cq"), struct.Struct("<cd"), struct.Struct("<cQ")
-_BUILTIN = (  # besides this library's own, classes in which errors arrive
+_BUILTIN = (  # classes of errors that are decoded as such, besides this library's own
     "OSError FileNotFoundError FileExistsError PermissionError NotADirectoryError IsADirectoryError TimeoutError "
     "ValueError TypeError KeyError IndexError AttributeError RuntimeError NotImplementedError MemoryError "
     "AssertionError"
 ).split()
-_OS_FIELDS = ("errno", "strerror", "filename")  # of an OSError, outside of its dictionary
+_OS_FIELDS = ("errno", "strerror", "filename")  # attributes of an OSError that are not in its __dict__
 
 
 def encode(value: Any) -> bytes:
-    """The bytes of a value. Raises TypeError for what is not plain."""
+    """Return a value as bytes. Raises TypeError for a value that is not plain."""
     out = bytearray()
     _put(value, out, _MOST_NESTED)
     return bytes(out)
 
 
 def decode(data: bytes) -> Any:
-    """What `encode` was given. Raises MalformedMessage for bytes that it did not make."""
+    """Return the value that `encode` was given. Raises MalformedMessage for bytes that it did not make."""
     try:
         value, end = _take(data, 0, _MOST_NESTED)
     except MalformedMessage:
@@ -55,7 +55,7 @@ def decode(data: bytes) -> Any:
 
 
 def sendable(value: Any) -> bool:
-    """Whether `encode` takes it."""
+    """Return True if `encode` takes the value."""
     try:
         encode(value)
     except TypeError:
@@ -64,7 +64,7 @@ def sendable(value: Any) -> bool:
 
 
 def exchange_values(comm: Any, value: Any, label: str) -> list[Any]:
-    """Every rank's value, in rank order (collective)."""
+    """Return every rank's value, in rank order (collective)."""
     return [decode(part) for part in comm.exchange(encode(value), label)]
 
 
@@ -75,7 +75,7 @@ def _put(value: Any, out: bytearray, depth: int) -> None:
     if depth == 0:
         raise TypeError(f"a value nested more than {_MOST_NESTED} times can not be sent to other ranks")
     put = _PUT.get(type(value))
-    if put is None:  # a subclass goes as what it is one of
+    if put is None:  # a subclass is encoded as its plain base class
         put = next((put for kind, put in _PUT.items() if isinstance(value, kind)), None)
     if put is None:
         kind = type(value)
@@ -93,7 +93,7 @@ def _put_int(value: int, out: bytearray, depth: int) -> None:
 def _put_items(tag: bytes, values: Any, out: bytearray, depth: int) -> None:
     out += _LENGTH.pack(tag, len(values))
     for each in values:
-        if type(each) is str:  # as most are: no call
+        if type(each) is str:  # the usual case, encoded here without a call
             content = each.encode("utf-8", "surrogatepass")
             out += _LENGTH.pack(b"s", len(content)) + content
         else:
@@ -126,7 +126,7 @@ def _put_error(error: BaseException, out: bytearray, depth: int) -> None:
     kinds = _error_kinds()
     kind = next((each for each in type(error).__mro__ if kinds.get(each.__name__) is each), None)
     text = str(error) if type(error) is not KeyError else str(error.args[0]) if error.args else ""
-    if kind is None:  # its class has a name at least
+    if kind is None:  # no class that the reader knows: the text begins with the name of the class
         kind, text = ZeroshardError, f"{type(error).__name__}: {text}".removesuffix(": ")
     fields = {name: value for name, value in vars(error).items() if sendable(value)}
     if isinstance(error, OSError):
@@ -141,7 +141,7 @@ _PUT: dict[type, Callable[[Any, bytearray, int], None]] = {
     bool: lambda value, out, depth: out.extend(b"T" if value else b"F"),
     int: _put_int,
     float: lambda value, out, depth: out.extend(_FLOAT.pack(b"f", value)),
-    str: lambda value, out, depth: _put_bytes(b"s", value.encode("utf-8", "surrogatepass"), out),  # for paths
+    str: lambda value, out, depth: _put_bytes(b"s", value.encode("utf-8", "surrogatepass"), out),  # paths may hold surrogates
     bytes: lambda value, out, depth: _put_bytes(b"b", value, out),
     bytearray: lambda value, out, depth: _put_bytes(b"b", value, out),
     list: lambda value, out, depth: _put_items(b"l", value, out, depth),
@@ -158,7 +158,7 @@ _PUT: dict[type, Callable[[Any, bytearray, int], None]] = {
 
 
 def _take(data: bytes, at: int, depth: int) -> tuple[Any, int]:
-    """The value that begins at a byte, and where it ends."""
+    """Return the value that begins at byte `at`, and the offset of its end."""
     tag = data[at]
     if tag == 0x73:  # s
         end = at + 9 + _LENGTH.unpack_from(data, at)[1]
@@ -176,7 +176,7 @@ def _take(data: bytes, at: int, depth: int) -> tuple[Any, int]:
         parts, end = _take(data, at + 1, depth - 1)
         return _MADE[tag](*parts), end
     length, at = _LENGTH.unpack_from(data, at)[1], at + 9
-    if length > len(data) - at:  # every value has a byte at least
+    if length > len(data) - at:  # every value has at least one byte
         raise MalformedMessage(f"{len(data)} bytes are not what a rank tells: {length} more are announced at byte {at}")
     if tag in _CONTENT:
         return _CONTENT[tag](data[at : at + length]), at + length
@@ -184,7 +184,7 @@ def _take(data: bytes, at: int, depth: int) -> tuple[Any, int]:
         raise MalformedMessage(f"{len(data)} bytes are not what a rank tells: {tag} is the tag of nothing")
     values: list[Any] = []
     for _ in range(2 * length if tag == 0x64 else length):  # d
-        if data[at] == 0x69:  # most are: no call
+        if data[at] == 0x69:  # i: the usual case, decoded here without a call
             values.append(_INT.unpack_from(data, at)[1])
             at += 9
         else:
@@ -223,7 +223,7 @@ def _error(name: str, text: str, fields: dict[str, Any]) -> BaseException:
     if kind is None or not all(type(key) is str for key in fields):
         raise ValueError(f"no error {name!r:.40}")
     base: Any = kind
-    while base.__module__ != "builtins":  # the class that knows how to make one
+    while base.__module__ != "builtins":  # the builtin base, whose __new__ makes an object without running __init__
         base = base.__base__
     error: BaseException = base.__new__(kind)
     error.args = (str(text),)
@@ -239,7 +239,7 @@ _MADE: dict[int, Callable[..., Any]] = {ord("x"): _tensor, ord("e"): _error}
 
 
 def _error_kinds() -> dict[str, type[BaseException]]:
-    """Class by name: this library's, wherever they are defined, and some of Python's."""
+    """Return name -> class of all errors of this library, wherever they are defined, and of those in `_BUILTIN`."""
     found: dict[str, type[BaseException]] = dict(_builtin_kinds())
     queue = [ZeroshardError]
     while queue:

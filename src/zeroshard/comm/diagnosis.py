@@ -1,7 +1,7 @@
-"""What it means that a wait over gloo or NCCL has failed: a peer's own failure, a peer that is gone, or a stall.
+"""Diagnosis of a failed wait over gloo or NCCL: a peer has failed, a peer's process is gone, or the ranks have stalled.
 
-c10d tells that a connection broke or that time is over; whose fault that is, it does not know, and victims break
-connections as well. So this rank looks around: has a peer told why, as it does before it goes? Do all desks still answer?
+c10d reports a broken connection or a timeout, but not the rank to blame; and ranks that end because another one failed
+break connections as well. So this rank asks whether a peer has sent its failure, and whether all peers' desks answer.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from .failure import GONE, Failure
 from .flight_recorder import Progress, describe, places_of
 from .status_server import Answers, Desk
 
-_PATIENCE_S = 10.0  # for peers to say why a connection broke
+_PATIENCE_S = 10.0  # how long peers may take to say why a connection broke
 _PAUSE_S = 0.1
 
 
 class Waiting(Protocol):
-    """What is asked of a DistComm."""
+    """The part of a DistComm that `judge` reads."""
 
     rank: int
     world_size: int
@@ -35,7 +35,7 @@ class Waiting(Protocol):
 
 
 def judge(comm: Waiting, label: str, error: RuntimeError) -> Failure | None:
-    """Why the group can not go on; None for an error that is not of the connections between ranks."""
+    """Return why the group can not go on; None for an error that has nothing to do with the connections between ranks."""
     text = str(error)
     timed_out = "imed out" in text or "imeout" in text
     if not timed_out and "onnection" not in text and "gloo" not in text and "nccl" not in text.lower():
@@ -49,7 +49,8 @@ def judge(comm: Waiting, label: str, error: RuntimeError) -> Failure | None:
             break
         if gone:
             ends = {peer: comm.desk.how_it_ended(peer) for peer in gone}
-            first = min(gone, key=lambda peer: "killed by" not in ends[peer])  # those did not go because of others
+            # a killed rank comes first: it did not end because of another one
+            first = min(gone, key=lambda peer: "killed by" not in ends[peer])
             return Failure(comm.ranks[first], ends[first])
         if timed_out:
             return stalled(answers, comm, label)
@@ -61,7 +62,7 @@ def judge(comm: Waiting, label: str, error: RuntimeError) -> Failure | None:
 
 
 def stalled(answers: Answers, comm: Waiting, label: str) -> Failure:
-    """The report of a stall, which all ranks raise. answers: of the peers."""
+    """Return the failure that all ranks raise for a stall, with the report of every rank. answers: those of the peers."""
     reports = answers | {comm.rank: comm.progress.report()}
     hint = f"Did all ranks run the same modules and calls?{misuse(places_of(reports), comm.world_size)}"
     text = describe(comm.stall_timeout_s, {comm.ranks[rank]: report for rank, report in reports.items()}, hint)

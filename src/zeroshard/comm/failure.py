@@ -1,9 +1,9 @@
-"""How a rank ends, in words: what it tells its peers before it goes, and what they find out where it told nothing.
+"""Descriptions of how a rank ends: what it tells its peers before it ends, and what they find out where it could not.
 
 an uncaught exception     its traceback, from sys.excepthook       "rank 2 failed: Traceback ..."
-a PeerFailed that it met  the rank that failed first, and what that said: no chain of victims
+an uncaught PeerFailed    the rank that failed first, and its reason: no chain of victims
 sys.exit(3)               noted in sys.exit, told at exit          "rank 2 left by sys.exit(3)"
-SIGKILL, os._exit         nothing; its process's status is read    "rank 2 failed: its process was killed by ..."
+SIGKILL, os._exit         nothing; peers read the process's status "rank 2 failed: its process was killed by ..."
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..errors import SCRIPT_ENDED, PeerFailed
 
 GONE = "its process exited or was killed"
 _STATE, _EXIT_CODE = 0, 49  # fields of /proc/PID/stat behind the name of the command
-_left: list[Failure] = []  # how sys.exit was called last; rank _SELF: for a reason of this rank's own
+_left: list[Failure] = []  # the last call of sys.exit; its rank is _SELF where no other rank's failure caused it
 _SELF = -1
 
 
@@ -29,7 +29,7 @@ _SELF = -1
 class Failure:
     """Why a group of ranks can not go on.
 
-    rank: of the world, the one that failed first. error: what all raise, if not PeerFailed.
+    rank: world rank of the one that failed first. error: the exception that all ranks raise; None: PeerFailed.
     """
 
     rank: int
@@ -41,7 +41,7 @@ class Failure:
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
-    """What rank `rank` tells of an error that ends it: its own failure, or the one of a peer from which it came."""
+    """Return the Failure for an error that ends rank `rank`: its own, or that of the peer whose failure caused it."""
     if isinstance(error, SystemExit):
         return Failure(rank, left_by_exit(error.code))
     cause: BaseException | None = error
@@ -55,13 +55,13 @@ def failure_of(error: BaseException, rank: int) -> Failure:
 
 
 def left_by_exit(status: Any) -> str:
-    """'left by sys.exit(3)'; with the exception that was being handled, if there was one."""
+    """Return 'left by sys.exit(3)' for status 3."""
     shown = repr(status) if isinstance(status, (int, str)) else "" if status is None else type(status).__name__
     return f"left by sys.exit({shown})"
 
 
 def note_exits() -> None:
-    """From now on `sys.exit` notes how it is called: at exit nothing else tells."""
+    """Replace `sys.exit` by one that notes how it is called: atexit handlers can not find that out."""
     plain = sys.exit
     if getattr(plain, "_zeroshard", False):
         return
@@ -80,15 +80,18 @@ def note_exits() -> None:
 
 
 def last_words(rank: int) -> Failure | None:
-    """At exit: what this rank tells of it; None where its script has come to its end."""
-    raised = sys.exc_info()[1]  # multiprocessing ends its children inside of what they raised
+    """Return at exit the Failure that this rank tells its peers; None where its script has run to its end."""
+    raised = sys.exc_info()[1]  # multiprocessing runs its finalizers while it handles the child's exception
     if raised is not None:
         return failure_of(raised, rank)
     return next((Failure(rank, left.reason) if left.rank == _SELF else left for left in _left), None)
 
 
 def how_it_ended(pid: int, patience_s: float = 3.0) -> str:
-    """In words, of a process of this host that has closed its connections; GONE if its launcher has asked before."""
+    """Return in words how a process of this host ended that has closed its connections.
+
+    GONE if its status can not be read any more, because its launcher has waited for it.
+    """
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         try:

@@ -1,8 +1,8 @@
-"""FakeComm: one rank of a world of any size, with nobody there. For planning and for counting.
+"""FakeComm: the communicator of one rank in a world of any size whose other ranks do not exist. For planning and counting.
 
 The real runtime runs over it, usually on fake tensors: every gather, reduction and exchange is counted and takes its
-buffers, but nothing moves. Peers are taken to agree with this rank in all control messages. A `Watcher` is told what is
-started and where it is waited for: the planner makes a trace of it.
+buffers, but nothing moves. Control messages are answered as if all peers agreed with this rank. A `Watcher` is told
+which operations start and where they are waited for: the planner makes a trace of it.
 """
 
 from __future__ import annotations
@@ -21,40 +21,41 @@ from ..config import Tier
 from .base import Combine, Comm, Region, Sent, Work
 from .streams import Streams
 
-Ticket = tuple[int, ...]  # tasks of a trace
+Ticket = tuple[int, ...]  # numbers of tasks in a trace
 
 
 class Watcher:
-    """Is told what an imagined rank starts and waits for. This one keeps nothing."""
+    """Observer of what an imagined rank starts and waits for. This base class records nothing."""
 
     def sent(self, label: str, sent: Sent, peers: int, distinct: bool = False) -> Ticket:
-        """A collective of so many ranks is started, for which this one sends so much; distinct: other bytes to each of them."""
+        """Note that a collective of `peers` ranks starts, for which this rank sends `sent`; distinct: other bytes to each peer."""
         return ()
 
     def moved(self, source: Tier, target: Tier, nbytes: int) -> Ticket:
-        """Bytes are started on their way between tiers."""
+        """Note that a copy of `nbytes` between tiers starts."""
         return ()
 
     def waited(self, ticket: Ticket) -> None:
-        """What the rank does next follows what was started."""
+        """Note that the rank waits for the tasks of `ticket` before it goes on."""
 
     def packed(self, nbytes: int) -> None:
         """A kernel of the device packs or unpacks what travels, and reads and writes so many bytes for it."""
 
     def beside(self, work: Callable[[], Any]) -> tuple[Any, Ticket]:
-        """Work that is put in line on a stream of its own: its result, and what to wait for."""
+        """Run `work`, which is enqueued on a stream of its own; return its result and the ticket to wait for."""
         return work(), ()
 
     @contextlib.contextmanager
     def stepping(self, numel: int, nbytes: int) -> Iterator[None]:
-        """The host's cores step so many parameters, for which they read and write so many bytes."""
+        """Context in which the host's cores step `numel` parameters and read and write `nbytes` for it."""
         yield
 
 
 @dataclass(frozen=True)
 class Imagination:
-    """What kind of ranks are imagined: node_size of them on a node (None: all). separate: the device has a memory of its own, and
-    its streams are ordered while the host goes on. shares_memory: ranks of a node see each other's, as SharedComm's do."""
+    """Properties of the imagined ranks. node_size: ranks on a node (None: all); shares_memory: they read each other's memory, as
+    SharedComm's do. separate: the device has a memory of its own, and its streams are ordered while the host goes on.
+    """
 
     node_size: int | None = None
     separate: bool = False
@@ -66,7 +67,7 @@ imagination: ContextVar[Imagination] = ContextVar("imagination", default=Imagina
 
 
 class _Watched(Work):
-    """Over when somebody waits for it; where the host does not wait (`ordered`), that is all that can be known of it."""
+    """A collective of imagined ranks, over when it is waited for; where the host does not wait (`ordered`), never before."""
 
     def __init__(self, watcher: Watcher, ticket: Ticket, sent: Sent, ordered: bool) -> None:
         self.watcher, self.ticket, self.sent, self._drained = watcher, ticket, sent, not ordered
@@ -80,7 +81,7 @@ class _Watched(Work):
 
 
 class ImaginedStreams(Streams):
-    """Of a device that is not there. Copies take no time but that which a trace gives them."""
+    """Streams of a device that does not exist. Copies take only the time that a simulated trace gives them."""
 
     def __init__(self, imagined: Imagination) -> None:
         self.separate_host, self.watcher = imagined.separate, imagined.watcher
@@ -89,7 +90,7 @@ class ImaginedStreams(Streams):
         return self.watcher.beside(work)
 
     def copy(self, target: Tensor, source: Tensor, *, up: bool) -> Any:
-        assert target.nbytes == source.nbytes  # what travels is not converted on the way
+        assert target.nbytes == source.nbytes  # a copy between tiers does not convert dtypes
         return self.watcher.moved(*((Tier.HOST, Tier.DEVICE) if up else (Tier.DEVICE, Tier.HOST)), target.nbytes)
 
     def packed(self, nbytes: int) -> None:
@@ -103,7 +104,7 @@ class ImaginedStreams(Streams):
 
 
 class FakeComm(Comm):
-    """Rank `rank` of `world_size` ranks; the others are imagined. node_size: ranks a node; None: all are on one."""
+    """Communicator of rank `rank` among `world_size` ranks, the others imagined. node_size: ranks on a node; None: all."""
 
     imagined = True
 
@@ -127,7 +128,7 @@ class FakeComm(Comm):
 
     def subgroup(self, parts: Sequence[Sequence[int]], apart: bool = False) -> FakeComm:
         mine = next(part for part in parts if self.rank in part)
-        assert self.pending is not None  # made now, and shared
+        assert self.pending is not None  # a cached property: made here, so that subgroups share it
         group = copy.copy(self)
         group.rank, group.world_size = list(mine).index(self.rank), len(mine)
         group._ranks = [self._ranks[rank] for rank in mine]

@@ -1,8 +1,8 @@
-"""What a rank is doing, as it tells when a peer has waited too long for it: step, gather, collectives, Python stack.
+"""Notes of what a rank does, for peers that have waited too long for it: step, gather, collectives, Python stack.
 
-training thread   notes each collective (an append to a short list) and what it waits for; it sends nothing
-another thread    `Progress.report()`, only when a peer asks (`desk`): the notes, and the training thread's stack
-who waits too long  `describe(reports)`: the sentence that its StallError carries, the same on every backend
+training thread        notes each collective (an append to a short list) and what it waits for; it sends nothing
+desk's thread          `Progress.report()`, only when a peer asks: the notes, and the training thread's stack
+rank that waited long  `describe(reports)`: the text of its StallError, the same on every backend
 """
 
 from __future__ import annotations
@@ -21,69 +21,69 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-_LAST = 8  # collectives that a report names
-_DEEPEST = 40  # frames of a stack
-_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))  # where frames are not the user's
-_DULL = (str(Path(nn.__file__).parent / "modules" / "module.py"),)  # frames that every call of a module has
+_LAST = 8  # number of collectives in a report
+_DEEPEST = 40  # most frames of a stack in a report
+_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))  # code here is torch's or ours, not the user's
+_DULL = (str(Path(nn.__file__).parent / "modules" / "module.py"),)  # its frames are in every call of a module
 
 
 class Report(NamedTuple):
-    """What one rank says of itself: plain values."""
+    """A rank's report of itself, in plain values."""
 
-    rank: int  # of the world
-    step: int  # that it is in, from 1
-    turn: int  # of its gathers in this step, from 1: that of where it stands, else the latest; 0: none so far
-    gather: str  # the label of that one
-    last: tuple[str, ...]  # collectives, the latest last
-    waiting: str  # for what, or "": it computes or sleeps
-    missing: tuple[int, ...]  # for whom, where that is known
-    module: str  # whose forward runs
+    rank: int  # world rank
+    step: int  # number of the current step, from 1
+    turn: int  # number in this step, from 1, of the gather where the rank is, else of the latest gather; 0: none so far
+    gather: str  # label of that gather
+    last: tuple[str, ...]  # labels of the last collectives, the latest last
+    waiting: str  # what the rank waits for; "": it computes or sleeps
+    missing: tuple[int, ...]  # ranks that it waits for, where they are known
+    module: str  # name of the module whose forward runs
     function: str  # "name (file:line)": the innermost call outside of torch and this library
     stack: str
 
 
 class Progress:
-    """The notes of one rank. `models`: whose modules a stack is read by.
+    """Notes of one rank about its step and collectives. `models`: used to name the modules in a stack.
 
-    Threads: the one that has the Comm writes; `report` reads in any, a desk's say, from copies made in one step of the interpreter.
+    Threads: the one that uses the Comm writes. `report` may run in any thread (a desk's), and reads atomic copies.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.step, self.waiting = 1, ""
         self._missing: Callable[[], list[int]] | None = None
-        self.gathers = 0  # begun in this step
-        self.turns: dict[str, int] = {}  # label -> the number of its latest gather in this step
+        self.gathers = 0  # number of gathers begun in this step
+        self.turns: dict[str, int] = {}  # label -> number of its latest gather in this step
         self.last: deque[str] = deque(maxlen=_LAST)
         self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._home = self._acting = threading.get_ident()
 
     def note(self, label: str) -> None:
-        """A collective begins."""
+        """Note that a collective begins."""
         self.last.append(label)
         self._acting = threading.get_ident()  # backward on a GPU has threads of its own
 
     def note_gather(self, label: str) -> None:
-        """A gather begins."""
+        """Note that a gather begins."""
         self.note(label)
         self.gathers += 1
         self.turns[label] = self.gathers
 
     def step_over(self, steps: int) -> None:
-        """`steps` steps of a model are done."""
+        """Note that `steps` steps of a model are done."""
         self.step, self.gathers = steps + 1, 0
         self.turns.clear()
 
     def wait(self, label: str, missing: Callable[[], list[int]] | None = None) -> None:
-        """This rank begins to wait for peers. missing: tells for which."""
+        """Note that this rank begins to wait for peers. missing: returns which."""
         self.waiting, self._missing = label, missing
 
     def awake(self) -> None:
-        """It waits no longer."""
+        """Note that this rank no longer waits."""
         self.waiting, self._missing = "", None
 
     def report(self) -> Report:
-        """What this rank does now; from any thread."""
+        """Return what this rank does now. May be called from any thread."""
         running = sys._current_frames()
         idents = [ident for ident in dict.fromkeys((self._home, self._acting)) if ident in running]
         frames = [_frames(running[ident]) for ident in idents]
@@ -99,7 +99,7 @@ class Progress:
         )  # fmt: skip
 
     def _gather_at(self, waiting: str, module: str) -> tuple[int, str]:
-        """Number and label of the gather that is waited for, of the one that brought the module, or of the latest."""
+        """Return number and label of the gather waited for, else of the one that fetched the module, else of the latest."""
         turns = dict(self.turns)
         if waiting in turns:
             return turns[waiting], waiting
@@ -108,7 +108,7 @@ class Progress:
         return turns.get(label, 0), label
 
     def _module(self, frames: list[FrameType]) -> str:
-        """The name of the innermost module in whose forward the thread is, in its model; "": in none."""
+        """Return the name, in its model, of the innermost module whose forward the thread runs; "" where there is none."""
         for frame in frames:
             module = frame.f_locals.get("self")
             if isinstance(module, nn.Module):
@@ -116,7 +116,7 @@ class Progress:
         return ""
 
     def _name(self, module: nn.Module) -> str:
-        with contextlib.suppress(RuntimeError):  # the model is being changed by its own thread
+        with contextlib.suppress(RuntimeError):  # the training thread is changing the model
             for model in list(self.models):
                 for name, each in model.named_modules(remove_duplicate=False):
                     if each is module:
@@ -125,7 +125,7 @@ class Progress:
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
-    """From the innermost outwards."""
+    """Return the frames of a stack, from the innermost outwards."""
     found: list[FrameType] = []
     while frame is not None:
         found.append(frame)
@@ -151,7 +151,7 @@ def _stack(frames: list[FrameType]) -> str:
 
 
 def describe(waited_s: float, reports: Mapping[int, Report | str], hint: str) -> str:
-    """Who lags, where everybody stands, and what the ranks did last.
+    """Return the text of a stall: which ranks lag, where every rank is, and what each did last.
 
     reports: world rank -> its report, or why there is none. hint: a sentence for the user.
     """
@@ -174,14 +174,14 @@ def describe(waited_s: float, reports: Mapping[int, Report | str], hint: str) ->
 
 
 def places_of(reports: Mapping[int, Report | str]) -> dict[int, str]:
-    """Where the ranks are that wait, or are inside a forward (see `base.misuse`)."""
+    """Return rank -> where it is, for ranks that wait or are inside a forward (see `base.misuse`)."""
     told = {rank: report for rank, report in reports.items() if isinstance(report, Report)}
     places = {rank: each.waiting or (f"forward of {each.module}" if each.module else "") for rank, each in told.items()}
     return {rank: place for rank, place in places.items() if place}
 
 
 def _place(report: Report) -> str:
-    """'waits at `layers.7` (gather #40)', or 'computes or sleeps in `layers.8` (...)'."""
+    """Return 'waits at `layers.7` (gather #40)' or 'computes or sleeps in `layers.8` (...)'."""
     unit, place = _unit(report.gather), _unit(report.waiting) if report.waiting else report.module
     number = f"gather #{report.turn}" if report.turn else "no gather so far"
     number += f": `{unit}`" if report.turn and unit != place else ""
@@ -197,12 +197,12 @@ def _collectives(report: Report) -> str:
 
 
 def _unit(label: str) -> str:
-    """'layers.7' of the label 'gather layers.7 (torch.float32)'."""
+    """Return 'layers.7' for the label 'gather layers.7 (torch.float32)'."""
     return label.removeprefix("gather ").rpartition(" (torch.")[0] or label
 
 
 def _alike(ranks: list[int], text: Callable[[int], str]) -> list[tuple[str, list[int]]]:
-    """Ranks of which the same is to be said, together."""
+    """Return (text, ranks) for each distinct text, so that ranks with the same text are named together."""
     found: dict[str, list[int]] = {}
     for rank in ranks:
         found.setdefault(text(rank), []).append(rank)
@@ -214,17 +214,17 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _verb(text: str, ranks: list[int]) -> str:
-    """'wait at ...' of several."""
+    """Return `text` with its verb in the plural where it is said of several ranks."""
     if len(ranks) == 1:
         return text
     return text.replace("computes or sleeps", "compute or sleep", 1).replace("waits", "wait", 1)
 
 
 def as_plain(report: Report) -> tuple[Any, ...]:
-    """What `codec` sends."""
+    """Return a report as the plain values that `codec` sends."""
     return tuple(report)
 
 
 def from_plain(values: Any) -> Report:
-    """The inverse. Raises TypeError or ValueError for what is no report."""
+    """Return the report that `as_plain` was given. Raises TypeError or ValueError for values that are no report."""
     return Report(*values)

@@ -1,10 +1,10 @@
-"""The hub: what ranks of one host tell each other, and how a wait for peers ends.
+"""The hub of a rank: control messages between the ranks of one host, and every wait for peers.
 
 Messages come through a `Transport`; all groups of ranks that share it (`SharedComm`, and its subgroups) have one hub, so
-that whoever waits serves the others as well.
+that a wait in one group also serves the others.
 
-A wait never hangs: it ends when a peer fails (its traceback is raised here), leaves, or stands in another collective; and
-when all ranks that are waited for wait themselves, the circle is reported by name.
+A wait never hangs: it ends when a peer fails (its traceback is raised here), leaves, or is in another collective; and
+when all ranks that are waited for wait themselves, a StallError names the circle.
 """
 
 from __future__ import annotations
@@ -29,18 +29,21 @@ CIRCLE_AFTER_S = 5.0  # a circle of waiting ranks that lasts this long is a dead
 
 
 class Meeting(Work):
-    """Ranks read what the others have just written: it can when all sources are ready, and is drained when all have read."""
+    """A collective in which ranks read what their peers have just written.
+
+    `compute` reads once all sources are ready (then `wait` returns); it is drained when all ranks have read.
+    """
 
     def __init__(
         self, hub: Hub, key: Hashable, peers: Collection[int], label: str, compute: Callable[[dict[int, int]], Any]
     ) -> None:
-        """compute: given the number of the region that each peer uses, when all are there."""
+        """compute: is called, when all sources are ready, with peer -> number of the region that the peer uses."""
         self.hub, self.key, self.peers, self.label, self.compute = hub, key, peers, label, compute
         self.finished = False
-        self.over = False  # drained, and forgotten by the hub
+        self.over = False  # drained, and the hub has dropped its bookkeeping
 
     def arrived(self) -> bool:
-        """True when all sources are ready."""
+        """Return True when all sources are ready."""
         return len(self.hub.arrived[self.key]) == len(self.peers)
 
     def wait(self) -> None:
@@ -67,43 +70,46 @@ class Meeting(Work):
 
 @dataclass
 class Fence:
-    """Of ranks that read each other's shards. writing: those may be written, and are read after the next meeting of `members`."""
+    """State of the fences of ranks that read each other's shards.
+
+    writing: shards may be written now, and may be read after the next exchange of `members`.
+    """
 
     members: tuple[int, ...]
     writing: bool = True
 
 
 class Hub:
-    """Of one rank: messages, notes of who waits for whom, and meetings under way. Peers go by their place in the transport.
+    """The messages of one rank: who waits for whom, and which meetings are open. Peers are named by their index in the transport.
 
-    Threads: one at a time; two in `exchange` are refused (`ThreadsMet`). `desk` answers in a thread of its own from `progress`.
+    Threads: one at a time; two in `exchange` are refused (`ThreadsMet`). `desk` answers from `progress` in a thread of its own.
     """
 
     def __init__(self, transport: Transport, progress: Progress, ranks: list[int], stall_timeout_s: float) -> None:
-        """ranks: the number of each peer in the world, for errors."""
+        """ranks: world rank of each peer, for errors."""
         self.transport, self.progress, self.ranks, self.stall_timeout_s = transport, progress, ranks, stall_timeout_s
         self.rank, self.turn = transport.rank, Turn(f"the communicator of rank {ranks[transport.rank]}")
         self.others = [peer for peer in range(transport.world_size) if peer != self.rank]
-        self.arrived: dict[Hashable, dict[int, int]] = defaultdict(dict)  # whose source is ready: region number
-        self.read: dict[Hashable, set[int]] = defaultdict(set)  # who has read all sources
+        self.arrived: dict[Hashable, dict[int, int]] = defaultdict(dict)  # meeting -> peers whose source is ready -> its region
+        self.read: dict[Hashable, set[int]] = defaultdict(set)  # meeting -> peers that have read all sources
         self.payloads: dict[int, deque] = {peer: deque() for peer in range(transport.world_size)}
-        self.fences: dict[tuple[int, ...], Fence] = {}  # by the ranks that meet
-        self.failed: Failure | None = None  # the first of which this rank heard
+        self.fences: dict[tuple[int, ...], Fence] = {}  # members -> their fence
+        self.failed: Failure | None = None  # the first failure that this rank has learned of
         self.failure: Exception | None = None
         self.pending = Pending()
-        self._open: dict[Hashable, Meeting] = {}  # that this rank has joined, and not read
-        self._turn: dict[Hashable, int] = defaultdict(int)  # how often a tag was used
+        self._open: dict[Hashable, Meeting] = {}  # meetings that this rank has joined, and whose sources it has not read yet
+        self._turn: dict[Hashable, int] = defaultdict(int)  # tag -> number of its meetings so far
         self._lost: dict[int, str] = {}
-        self._notes: dict[int, tuple[float, str, list[int]]] = {}  # peer -> (when, waiting for what, whom)
+        self._notes: dict[int, tuple[float, str, list[int]]] = {}  # peer -> (since when, it waits for what, and for whom)
         self._closed = False
-        self.desk = Desk()  # processes: see `backend_select`
+        self.desk = Desk()  # for processes, `backend_select` replaces it
         if isinstance(transport, ThreadTransport):
             self.desk = ThreadDesk(transport.world.boards, progress)
 
     def meet(
         self, tag: tuple, number: int, peers: Collection[int], label: str, compute: Callable[[dict[int, int]], Any]
     ) -> Meeting:
-        """Tell `peers` (this rank among them) that region `number` is ready; `compute` runs when all are."""
+        """Start a meeting: tell `peers` (this rank among them) that region `number` is ready; `compute` runs when all are."""
         key = (*tag, self._turn[tag])
         self._turn[tag] += 1
         work = Meeting(self, key, peers, label, compute)
@@ -115,7 +121,7 @@ class Hub:
 
     @one_thread
     def exchange(self, payload: object, peers: Collection[int], label: str) -> dict[int, tuple[str, Any]]:
-        """peer -> its label and payload, for each of `peers` (this rank among them). Blocks; also a barrier."""
+        """Return peer -> (its label, its payload) for each of `peers` (this rank among them). Blocks, and serves as a barrier."""
         self.progress.note(label)
         self.tell(("exchange", label, payload), peers)
         others = [peer for peer in peers if peer != self.rank]
@@ -132,7 +138,7 @@ class Hub:
             self.wait_for(lambda: not self.transport.unsent(), lambda: list(self.transport.unsent()), label)
 
     def tell(self, message: tuple, peers: Collection[int] | None = None) -> None:
-        """Send to some peers, or to all."""
+        """Send a message to some peers, or to all."""
         if peers is None or len(peers) > len(self.others):
             self.transport.tell(message)
         else:
@@ -141,23 +147,23 @@ class Hub:
                     self.transport.send(peer, message)
 
     def forget(self, key: Hashable) -> None:
-        """A finished meeting's bookkeeping may go."""
+        """Drop the bookkeeping of a finished meeting."""
         self.arrived.pop(key, None)
         self.read.pop(key, None)
 
     # -- progress and liveness -------------------------------------------------------------------------------
 
     def announce(self, waiting_for: str | None) -> None:
-        """See Comm."""
+        """Tell all peers what this rank waits for (see `Comm.announce`)."""
         self.tell(("awake",) if waiting_for is None else ("waiting", waiting_for, self.others))
 
     def peers_wait(self) -> bool:
-        """See Comm."""
+        """Return True if a peer has announced a wait (see `Comm.peers_wait`). Raises where a peer is gone."""
         self.check_peers(self.others, "a staging buffer")
         return bool(self._notes)
 
     def poll(self) -> None:
-        """Take what has come, and read what is ready."""
+        """Process the messages that have come, and compute the meetings whose sources are ready."""
         while (item := self.transport.receive(0)) is not None:
             self._take(*item)
         self._go_on()
@@ -179,7 +185,7 @@ class Hub:
         if kind == "waiting":
             self._notes[peer] = (time.monotonic(), message[1], message[2])
             return
-        if kind == "awake":  # nothing else ends a wait: a waiting rank goes on reading and telling so
+        if kind == "awake":  # no other message shows that a wait is over: a waiting rank goes on reading, and says so
             self._notes.pop(peer, None)
         elif kind == "ready":
             self.arrived[message[1]][peer] = message[2]
@@ -191,10 +197,10 @@ class Hub:
             self.failed = self.failed or Failure(*message[1:])
             self.failure = self.failure or self.failed.error
         elif kind == "lost":
-            self._lost.setdefault(peer, message[1])  # the first says more than that its socket is closed
+            self._lost.setdefault(peer, message[1])  # a peer's own goodbye comes first, then the closed socket's GONE
 
     def wait_for(self, done: Callable[[], bool], missing: Callable[[], list[int]], label: str) -> None:
-        """Receive until `done`; raise when a rank in `missing` can not come any more."""
+        """Receive messages until `done()`; raise when a rank in `missing()` can not come any more."""
         with self.pending.waiting():
             self._wait_for(done, missing, label)
 
@@ -203,7 +209,7 @@ class Hub:
         self.progress.wait(label, missing)
         self._go_on()
         while not done():
-            patience = _PAUSE_S if self.pending.items else 0.2 if noted else NOTE_AFTER_S  # nobody wakes it for those
+            patience = _PAUSE_S if self.pending.items else 0.2 if noted else NOTE_AFTER_S  # no message wakes it for hops
             item = self.transport.receive(patience)
             if item is not None:
                 self._take(*item)
@@ -223,27 +229,27 @@ class Hub:
             self.tell(("awake",))
 
     def place(self, label: str) -> str:
-        """A label with the step in which this rank is, for errors."""
+        """Return `label` with this rank's step appended, for errors."""
         return label if label.endswith("]") else f"{label} [step {self.progress.step}]"
 
     def gone(self) -> list[int]:
-        """Peers that went without a word."""
+        """Return the peers whose connection closed without a goodbye."""
         return [peer for peer, reason in self._lost.items() if reason == GONE]
 
     def check_peers(self, missing: list[int], label: str) -> None:
-        """Raise where a rank has failed, or one that is waited for is gone."""
+        """Raise where any rank has failed, or where a rank in `missing` is gone."""
         if self.failed is None and any(peer in self._lost for peer in missing):
-            first = next((peer for peer, reason in self._lost.items() if reason == GONE), None)  # others may have gone with it
+            first = next((peer for peer, reason in self._lost.items() if reason == GONE), None)  # others left because of it
             peer = first if first is not None else next(peer for peer in missing if peer in self._lost)
             self.fail(Failure(self.ranks[peer], self._lost[peer] if peer != first else self.desk.how_it_ended(peer)))
         if self.failed is None and self.desk.told is not None:
-            # a rank of another host: ranks of this one, which may wait for this rank alone, hear of it first
+            # a rank of another host has failed: tell the ranks of this host first, which may wait for this rank alone
             self.fail(self.desk.told)
         if self.failed is not None:
             raise self.failed.raised(self.place(label))
 
     def _check_circle(self, missing: list[int], label: str, waited: float) -> None:
-        """Raise if every rank that this one needs, directly or not, is itself waiting (or busy for too long)."""
+        """Raise StallError if every rank that this one needs, directly or not, waits itself (or is busy beyond the timeout)."""
         now, seen, queue = time.monotonic(), {self.rank}, list(missing)
         while queue:
             peer = queue.pop()
@@ -254,11 +260,11 @@ class Hub:
             if note is None or now - note[0] < CIRCLE_AFTER_S / 2:
                 if waited < self.stall_timeout_s:
                     return
-                break  # busy beyond the timeout: report as well
+                break  # this peer is busy beyond the timeout: report that, too
             queue += note[2]
         reports = self.desk.ask(self.others) | {self.rank: self.progress.report()}
         self.poll()
-        if self.failed is not None:  # a peer has found the same, and gone
+        if self.failed is not None:  # a peer has found the same circle, and has raised
             raise self.failed.raised(self.place(label))
         places = places_of(reports) | {peer: note[1] for peer, note in self._notes.items()} | {self.rank: label}
         hint = f"Did all ranks run the same modules and calls?{misuse(places, self.transport.world_size)}"
@@ -268,17 +274,17 @@ class Hub:
         raise error
 
     def fail(self, failure: Failure) -> None:
-        """See Comm."""
+        """Tell the peers why the group can not go on (see `Comm.fail`)."""
         if not self._closed:
             self.tell(("failed", failure.rank, failure.reason, failure.error))
         if failure.error is not None or failure.rank != self.ranks[self.rank]:
-            self.failed = self.failed or failure  # all raise the same: this rank must not wait for peers that do
+            self.failed = self.failed or failure  # all ranks raise it, so this rank must not wait for any of them
             self.failure = self.failure or failure.error
 
     def close(self) -> None:
-        """Take leave of all peers."""
+        """Tell the peers that this rank leaves, and close the transport."""
         if not self._closed:
             self._closed = True
             self.desk.close()
-            self.tell(("lost", LEFT))  # only who is still waited for minds
+            self.tell(("lost", LEFT))  # an error only on ranks that still wait for this one
             self.transport.close()

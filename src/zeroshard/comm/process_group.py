@@ -32,15 +32,15 @@ from .shared_memory import SharedComm
 from .status_server import Desk, ProcessDesk
 from .streams import Streams, streams_for
 
-_WAITERS = 64  # collectives that are waited for at a time
+_WAITERS = 64  # number of collectives that threads wait for at a time
 _PAUSE_S = 1e-4
 _FRAME_NBYTES = 1024  # control messages up to this size travel in one hop
 
 
 class _DistWork(Work):
-    """c10d works (their tensors are kept alive until they are waited for).
+    """Work over several c10d works, which are kept (with their tensors) until they are waited for.
 
-    Gloo's can not be asked whether they are done: where somebody has to know, a thread waits for them (`transfer`).
+    A c10d work of gloo can not be polled: where `ready` is needed, a thread waits for it, and the future `transfer` is polled.
     """
 
     def __init__(self, comm: DistComm, works: list, label: str, watch: bool = False) -> None:
@@ -50,7 +50,7 @@ class _DistWork(Work):
             self.watch()
 
     def watch(self) -> None:
-        """From now on it can be asked."""
+        """Let a thread wait for the works, so that `ready` can be answered."""
         if self.works and self.transfer is None and not self.comm.ordered:
             self.transfer = self.comm.waiter.submit(_wait_all, self.works)
 
@@ -76,17 +76,17 @@ class _DistWork(Work):
 
 
 class _Collected(_DistWork):
-    """c10d works that bring every rank's slice, then what is made of the slices.
+    """c10d works that bring every rank's slice, followed by a function of the slices (`compute`).
 
-    `compute` holds what was received, as large as the whole buffer, and is let go with it: a work is kept until its source
-    is used again, and is a part of a cycle besides.
+    `compute` refers to the receive buffer, which is as large as the whole source, and is dropped once it has run: the Work
+    itself lives until its source is used again, and is part of a reference cycle.
     """
 
     def __init__(self, comm: DistComm, works: list, label: str, compute: Callable[[], Outcome | None]) -> None:
         super().__init__(comm, works, label, watch=True)
         self.compute: Callable[[], Outcome | None] | None = compute
         self.ticket: Any = None
-        if comm.ordered:  # these wait on streams, not on the host: what is made of them can be put in line at once
+        if comm.ordered:  # NCCL works wait on streams, not on the host: `compute` can be enqueued at once
             outcome, self.ticket = comm.streams.run_beside(self._transfer_and_combine)
             self.take(outcome)
 
@@ -121,7 +121,7 @@ def _wait_all(works: list) -> None:
 
 
 class _Explained:
-    """Turns errors of c10d into this library's: what the failed peer said, who is gone, or who is where (`verdict`)."""
+    """Context that turns errors of c10d into this library's: what the failed peer said, who is gone, or who waits (`judge`)."""
 
     def __init__(self, comm: DistComm, label: str) -> None:
         self.comm, self.label = comm, label
@@ -139,14 +139,14 @@ class _Explained:
         failure = judge(self.comm.root, self.label, error)
         if failure is not None:
             self.comm.fail(failure)
-            raise self._known(failure) from None  # c10d's words are those of any broken connection
+            raise self._known(failure) from None  # c10d's message is the same for any broken connection
 
     def _known(self, failure: Failure) -> Exception:
         return self.comm.heard(failure, self.label)
 
 
 def talking_device(device: torch.device) -> torch.device:
-    """Where ranks exchange what they say of tensors on `device`: on the current GPU, if their group sends from there alone."""
+    """Return where ranks exchange metadata on tensors of `device`: on the current GPU, if the group has no CPU backend."""
     if device.type != "cpu" or not dist.is_initialized() or not torch.cuda.is_available():
         return device
     on_host = any(pair.startswith("cpu:") for pair in dist.get_backend_config().split(","))
@@ -154,10 +154,10 @@ def talking_device(device: torch.device) -> torch.device:
 
 
 def backend_for(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
-    """The backend through which a group moves what lies on a device. Raises ConfigError where it has none."""
+    """Return the backend with which a group moves tensors on `device`. Raises ConfigError where it has none."""
     pairs = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     found = pairs.get(device.type)
-    if found is None or (found == "gloo" and device.type != "cpu"):  # gloo sends and receives on the host alone
+    if found is None or (found == "gloo" and device.type != "cpu"):  # gloo sends and receives host memory only
         other = "nccl" if device.type == "cuda" else "gloo"
         raise ConfigError(
             f"the model is on {device}, but the process group has {dist.get_backend_config(group)}, which can not send from "
@@ -167,16 +167,16 @@ def backend_for(device: torch.device, group: dist.ProcessGroup | None = None) ->
 
 
 class DistComm(Comm):
-    """A torch.distributed group (gloo or nccl).
+    """Comm over a torch.distributed process group (gloo or NCCL).
 
-    Threads: one at a time; two in `exchange` are refused (`ThreadsMet`). `waiter`'s threads wait for gloo's requests, nothing more.
+    Threads: one at a time; two in `exchange` are refused (`ThreadsMet`). The threads of `waiter` only wait for gloo's requests.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device, stall_timeout_s: float = 60.0,
         ordered: bool | None = None, streams: Streams | None = None,
     ) -> None:  # fmt: skip
-        """ordered, streams: default to what the backend and the device need; tests give others."""
+        """group: None for the default group. ordered, streams: default to what backend and device need; tests pass others."""
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.device, self.stall_timeout_s = device, stall_timeout_s
@@ -186,14 +186,14 @@ class DistComm(Comm):
         self.waits_on_host = self.backend == "gloo"
         self.streams = streams or streams_for(device)
         self.waiter = ThreadPoolExecutor(max_workers=_WAITERS, thread_name_prefix="zeroshard-gloo")
-        self.beside: list[Callable[[], None]] = []  # what has to go on while this rank waits: peers may need it
+        self.beside: list[Callable[[], None]] = []  # called while this rank waits, since peers may need what they do
         self._ranks = dist.get_process_group_ranks(group) if group is not None else list(range(self.world_size))
         self.desk = Desk()
-        self._parent: DistComm | None = None  # of a subgroup
-        self._subgroups: dict[tuple[object, ...], DistComm] = {}  # by the parts that were asked for
+        self._parent: DistComm | None = None  # for a subgroup: the comm of all ranks
+        self._subgroups: dict[tuple[object, ...], DistComm] = {}  # by (apart, *parts)
         self._timeout = datetime.timedelta(seconds=stall_timeout_s)
-        # a group of its own: its messages never mix with those of the user's collectives
-        local = group is not None  # a subgroup: ranks outside of it are not here to take part
+        # new process groups, so that these messages never mix with those of the user's collectives
+        local = group is not None  # the ranks outside of the user's group do not call this
         make = functools.partial(dist.new_group, self._ranks, self._timeout, "gloo", use_local_synchronization=local)
         self._control = make()
         self._data = make() if self.backend == "gloo" else group
@@ -206,7 +206,7 @@ class DistComm(Comm):
         return self._ranks
 
     def join(self, local: SharedComm) -> None:
-        """From now on who waits here goes on with what ranks of the same host wait for, and the other way round."""
+        """Let every wait here serve the ranks of this host in `local`, and every wait in `local` continue this one's hops."""
         if self.beside:
             return
         local.pending = self.pending
@@ -214,7 +214,7 @@ class DistComm(Comm):
 
     @property
     def goes_on(self) -> bool:
-        """Whether peers may need what this rank does while it waits."""
+        """True where this rank has work to continue while it waits, because peers may need it."""
         return bool(self.beside or self.pending.items)
 
     @property
@@ -228,11 +228,11 @@ class DistComm(Comm):
 
     def subgroup(self, parts: Sequence[Sequence[int]], apart: bool = False) -> DistComm:
         key = (apart, *map(tuple, parts))
-        if key in self._subgroups:  # each has a group of processes of its own: not one for each model
+        if key in self._subgroups:  # models share it: each subgroup costs new process groups
             return self._subgroups[key]
         mine = list(next(part for part in parts if self.rank in part))
-        assert self.progress is not None and self.pending is not None  # made now, and shared
-        group = copy.copy(self)  # with its desk, its waiting thread
+        assert self.progress is not None and self.pending is not None  # cached properties: made here, so that both are shared
+        group = copy.copy(self)  # shares the desk and the waiter threads
         group._subgroups = {}
         group.rank, group.world_size = mine.index(self.rank), len(mine)
         group._ranks, group._nodes = [self._ranks[rank] for rank in mine], [self._nodes[rank] for rank in mine]
@@ -241,13 +241,13 @@ class DistComm(Comm):
             group.local, group.beside = self._local_part(parts), []
         make = functools.partial(dist.new_group, group._ranks, self._timeout, use_local_synchronization=True)
         group._control = make(backend="gloo")
-        if self.backend != "gloo":  # over gloo each pair of ranks is told apart by what it sends
+        if self.backend != "gloo":  # gloo's isend and irecv name the peer and a tag, so that the parent's group serves
             group._data = make(backend=self.backend)
         self._subgroups[key] = group
         return group
 
     def _local_part(self, parts: Sequence[Sequence[int]]) -> Comm | None:
-        """Of the ranks of this host, those that are in this rank's part; None where it is alone."""
+        """Return a shared-memory Comm of this host's ranks in this rank's part; None where there is no other."""
         assert self.local is not None
         here = [rank for rank, node in enumerate(self._nodes) if node == self._nodes[self.rank]]
         near = [[here.index(rank) for rank in part if rank in here] for part in parts]
@@ -263,7 +263,7 @@ class DistComm(Comm):
                 works = [torch_compat.all_gather_single(full, mine, group=self._data, async_op=True)]
             else:
                 rows = full.view(self.world_size, -1)
-                # even: gathers. By region, so that ranks in different units never mix them up
+                # even tags are gathers. One tag per region, so that ranks in different units never mix them up
                 number = 2 * (source.number if tag is None else tag)
                 works = [dist.irecv(rows[p], self._ranks[p], self._data, tag=number) for p in self._peers()]
                 works += [dist.isend(mine, self._ranks[p], self._data, tag=number) for p in self._peers()]
@@ -283,7 +283,7 @@ class DistComm(Comm):
                 received.record_stream(self.streams.side) if received.is_cuda else None
                 parts = list(received.unbind(0))
             else:
-                number = 2 * tag + 1  # odd: reductions
+                number = 2 * tag + 1  # odd tags are reductions
                 works = [dist.irecv(received[p], self._ranks[p], self._data, tag=number) for p in self._peers()]
                 works += [dist.isend(rows[p], self._ranks[p], self._data, tag=number) for p in self._peers()]
                 parts = [rows[p] if p == self.rank else received[p] for p in range(self.world_size)]
@@ -336,7 +336,7 @@ class DistComm(Comm):
                 if self.desk.told is not None:
                     raise self.heard(self.desk.told, label)
                 if time.monotonic() > deadline:
-                    raise RuntimeError("timed out")  # see `judge`
+                    raise RuntimeError("timed out")  # `judge` takes this for a stall
                 time.sleep(_PAUSE_S)
 
     def fence_write(self, synchronised: bool = False) -> None:
@@ -357,7 +357,7 @@ class DistComm(Comm):
             self.local.announce(waiting_for)
 
     def leave(self) -> None:
-        self.group = self._control = self._data = None  # that nothing here keeps them from ending
+        self.group = self._control = self._data = None  # so that no reference here keeps the process groups alive
         for group in self._subgroups.values():
             group.group = group._control = group._data = None
         if self.local is not None:
@@ -366,7 +366,7 @@ class DistComm(Comm):
     # -- failures --------------------------------------------------------------------------------------------
 
     def explained(self, label: str) -> _Explained:
-        """Context in which errors of c10d are translated."""
+        """Return a context in which errors of c10d are translated into this library's."""
         return _Explained(self, label)
 
     @property
@@ -374,7 +374,10 @@ class DistComm(Comm):
         return self.desk.failure
 
     def heard(self, failure: Failure, label: str) -> Exception:
-        """What this rank raises of it. Ranks of this host, which may wait for this one alone, hear of it first."""
+        """Return the exception that this rank raises for a failure it has learned of.
+
+        It tells the ranks of this host first: they may wait for this one alone.
+        """
         self.desk.failure = self.desk.failure or failure.error
         if self.beside and self.local is not None:
             self.local.fail(failure)
@@ -382,10 +385,10 @@ class DistComm(Comm):
 
     def fail(self, failure: Failure) -> None:
         self.desk.failure = self.desk.failure or failure.error
-        if self.desk.told is None:  # else all know the first reason, the cause of later ones
+        if self.desk.told is None:  # otherwise all know the first failure, which is the cause of later ones
             self.desk.told = failure
             self.desk.tell(self.root._peers(), failure)
-            if self.local is not None:  # who waits there does not look here
+            if self.local is not None:  # a rank that waits in `local` does not look at the desk
                 self.local.fail(failure)
 
     def answer_for(self, owner: object) -> Callable[[], Any]:

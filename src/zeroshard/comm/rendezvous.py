@@ -1,9 +1,9 @@
-"""How ranks of one host find each other, and let nobody else in.
+"""The rendezvous of ranks on one host: how they find each other, and keep other processes out.
 
-Any process of the host sees an abstract UNIX socket (/proc/net/unix) and may connect to it. So a peer is who has this
-rank's user and proves that it knows a secret, which came over the process group; the secret itself is never sent. Both
-ends prove: who calls may have met somebody else behind the address. All others are shown out, and the real peer is
-waited for.
+Any process of the host sees an abstract UNIX socket (/proc/net/unix) and may connect to it. So a peer must have this
+rank's user and prove that it knows a secret, which came over the process group; the secret itself is never sent over the
+socket. Both ends prove it, since the caller may have met another process at the address. All other callers are
+disconnected, and the rank goes on waiting for the real peer.
 
     caller (the higher rank)                         door (the lower rank)
     its rank, number c          -------------->
@@ -11,7 +11,7 @@ waited for.
     HMAC(secret, "caller", ...) -------------->
                                 <--------------      welcome
 
-Addresses are chosen by the kernel (no one can take them first) and told over the process group.
+Addresses are chosen by the kernel (no process can take them first) and exchanged over the process group.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from ..errors import PeerFailed, StallError
 _RANK, _PEER = struct.Struct("<I"), struct.Struct("3i")
 _NUMBER_NBYTES = _PROOF_NBYTES = 32
 _WELCOME = b"!"
-_PATIENCE_S = 5.0  # for who has come in and not proved anything; a peer that was shown out for it comes again
-_MOST_CALLERS = 64  # that have not proved anything, at a time
+_PATIENCE_S = 5.0  # time that a caller has for its proof; a slow peer that is disconnected connects again
+_MOST_CALLERS = 64  # connected callers at a time that have not proved anything yet
 _PAUSE_S = 0.005
 
 
 class Door:
-    """The listening socket of one rank, until all peers are here."""
+    """The listening socket of one rank, open until all peers have connected."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -47,7 +47,7 @@ class Door:
         self.address: bytes = self._socket.getsockname()
 
     def connect(self, rank: int, addresses: list[bytes], secret: bytes, timeout_s: float) -> dict[int, socket.socket]:
-        """A connection to every other rank: this one calls the lower, the higher call it. Then the door is closed."""
+        """Return a connection to every other rank, and close the door. This rank calls lower ranks; higher ones call it."""
         deadline = time.monotonic() + timeout_s
         peers: dict[int, socket.socket] = {}
         try:
@@ -65,8 +65,8 @@ class Door:
     def _answer(
         self, rank: int, expected: Collection[int], secret: bytes, deadline: float, peers: dict[int, socket.socket]
     ) -> None:
-        """Let the expected ranks in."""
-        callers: dict[int, _Caller] = {}  # by descriptor, in the order in which they came
+        """Accept the connections of the expected ranks, into `peers`."""
+        callers: dict[int, _Caller] = {}  # by descriptor, the oldest first
         try:
             while missing := [peer for peer in expected if peer not in peers]:
                 if time.monotonic() > deadline:
@@ -105,12 +105,12 @@ class Door:
             callers[sock.fileno()] = _Caller(sock, rank, secret, missing)
 
     def close(self) -> None:
-        """Nobody may come any more."""
+        """Close the listening socket: nobody can connect any more."""
         self._socket.close()
 
 
 class _Caller:
-    """Somebody of this user who has come in. peer: the rank that it has proved to be."""
+    """A process of this user that has connected. peer: the rank that it has proved to be."""
 
     def __init__(self, sock: socket.socket, rank: int, secret: bytes, expected: list[int]) -> None:
         self.sock, self.until = sock, time.monotonic() + _PATIENCE_S
@@ -118,10 +118,10 @@ class _Caller:
         self._rank, self._secret, self._expected = rank, secret, expected
         self._received = b""
         self._needs = _RANK.size + _NUMBER_NBYTES
-        self._proof: tuple[int, bytes] | None = None  # who it says that it is, and what it has to send
+        self._proof: tuple[int, bytes] | None = None  # the rank that it claims to be, and the proof that it has to send
 
     def over(self) -> bool:
-        """Read what has come; True if it has proved to be a peer, or failed to."""
+        """Read what has come; return True if the caller has proved to be a peer, or has failed to."""
         try:
             part = self.sock.recv(self._needs - len(self._received))
             self._received += part
@@ -143,26 +143,26 @@ class _Caller:
             return True
 
     def _challenge(self, received: bytes) -> bool:
-        """Prove who this rank is, and ask for the same; False for a rank that is not expected."""
+        """Send this rank's proof, and ask the caller for its own; return False for a rank that is not expected."""
         (peer,) = _RANK.unpack_from(received)
         if peer not in self._expected:
             return False
         number = secrets.token_bytes(_NUMBER_NBYTES)
         prove = _prover(self._secret, self._rank, peer, received[_RANK.size :], number)
         self._proof, self._needs = (peer, prove("caller")), _PROOF_NBYTES
-        self.sock.sendall(number + prove("door"))  # into an empty buffer: it does not wait
+        self.sock.sendall(number + prove("door"))  # into an empty buffer: it does not block
         return True
 
 
 def _call(rank: int, peer: int, address: bytes, secret: bytes, deadline: float) -> socket.socket:
-    """Connect to a lower rank. Raises PeerFailed where it is gone, or another process is behind its address."""
+    """Connect to a lower rank. Raises PeerFailed where it is gone or another process answers, StallError after `deadline`."""
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             _prove(sock, rank, peer, address, secret, deadline)
             return sock
         except (BlockingIOError, ConnectionResetError, BrokenPipeError):
-            pass  # its door is crowded, or this rank was too slow
+            pass  # the peer's backlog is full, or it disconnected this rank for being slow: try again
         except ConnectionRefusedError:
             raise PeerFailed(peer, "its process ended before this rank could connect to it", "connecting") from None
         except TimeoutError:
@@ -177,9 +177,9 @@ def _call(rank: int, peer: int, address: bytes, secret: bytes, deadline: float) 
 
 
 def _prove(sock: socket.socket, rank: int, peer: int, address: bytes, secret: bytes, deadline: float) -> None:
-    """Connect, and prove to each other who is there."""
+    """Connect, and let both ends prove which rank they are."""
     stranger = PeerFailed(peer, "another process, which does not know the secret, answers at its address", "connecting")
-    sock.settimeout(0)  # a crowded door is told at once
+    sock.settimeout(0)  # a full backlog raises BlockingIOError at once
     sock.connect(address)
     if _user(sock) != os.geteuid():
         raise stranger
@@ -194,7 +194,7 @@ def _prove(sock: socket.socket, rank: int, peer: int, address: bytes, secret: by
 
 
 def _receive(sock: socket.socket, nbytes: int, deadline: float) -> bytes:
-    """So many bytes. Raises ConnectionResetError where the other end closes instead, TimeoutError at the deadline."""
+    """Receive exactly `nbytes`. Raises ConnectionResetError where the other end closes instead, TimeoutError at the deadline."""
     received = b""
     while len(received) < nbytes:
         sock.settimeout(max(deadline - time.monotonic(), _PAUSE_S))
@@ -206,13 +206,13 @@ def _receive(sock: socket.socket, nbytes: int, deadline: float) -> bytes:
 
 
 def _prover(secret: bytes, door: int, caller: int, number: bytes, other: bytes) -> Callable[[str], bytes]:
-    """Role ("door", "caller") -> its proof for this one meeting."""
+    """Return a function from role ("door", "caller") to its proof for this one meeting."""
     meeting = _RANK.pack(door) + _RANK.pack(caller) + number + other
     return lambda role: hmac.digest(secret, b"zeroshard " + role.encode() + b" " + meeting, "sha256")
 
 
 def _user(sock: socket.socket) -> int:
-    """The effective user of the process at the other end."""
+    """Return the effective user of the process at the other end."""
     _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return user
 

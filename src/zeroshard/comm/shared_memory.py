@@ -1,13 +1,13 @@
-"""SharedComm: ranks of one host that read each other's memory.
+"""SharedComm: the communicator of ranks on one host, which read each other's memory.
 
-Nothing is sent but short messages: a gather is a copy from the peers' shards (or nothing at all, where one memory
-serves all ranks), a reduction reads each peer's slice where it lies. Measured on 2 ranks and 2 cores (docs/log.md):
+Only short messages are sent: a gather is a copy from the peers' shards (or nothing at all, where one memory
+serves all ranks), a reduction reads each peer's slice in place. Measured on 2 ranks and 2 cores (docs/log.md):
 a 67 MB gather takes 69 ms with gloo, 25 ms one-hop over sockets, 8 ms as a copy.
 
     rank 0   send grads ready -> . . . . sum my shard -> done
     rank 1   . . . send grads ready -> sum my shard -> done          a source is free when all ranks are done
 
-Messages, meetings and the ends of waits are the hub's.
+`hub.py` passes the messages, and ends every wait.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .transport import Transport
 
 
 class SharedComm(Comm):
-    """Ranks as threads or processes of one host, over a `Transport`: all of them, or a subgroup."""
+    """Comm over a `Transport`: all ranks (threads or processes) of one host, or a subgroup of them."""
 
     shares_memory = copies = True
 
@@ -38,9 +38,9 @@ class SharedComm(Comm):
         self, transport: Transport, device: torch.device, stall_timeout_s: float = 60.0, *, ranks: list[int] | None = None,
         members: tuple[int, ...] | None = None, hub: Hub | None = None, fence: Fence | None = None,
     ) -> None:  # fmt: skip
-        """ranks: the number in the world of each rank of the transport. members: the subgroup, by places in the transport.
+        """ranks: world rank of each rank of the transport. members: ranks of this group, as indices in the transport.
 
-        fence: that of a larger group, whose shards are written together.
+        fence: that of a larger group, whose shards are written at the same time.
         """
         self.transport = transport
         self.members = members if members is not None else tuple(range(transport.world_size))
@@ -65,7 +65,7 @@ class SharedComm(Comm):
 
     @property
     def stall_timeout_s(self) -> float:
-        """How long a wait may last, of all groups of the hub."""
+        """Seconds that a wait may last; one value for all groups of the hub."""
         return self.hub.stall_timeout_s
 
     @stall_timeout_s.setter
@@ -82,7 +82,7 @@ class SharedComm(Comm):
 
     @property
     def desk(self) -> Desk:
-        """Where peers ask what this rank does."""
+        """The desk where peers ask what this rank does."""
         return self.hub.desk
 
     @desk.setter
@@ -92,7 +92,7 @@ class SharedComm(Comm):
     # -- memory ----------------------------------------------------------------------------------------------
 
     def allocate(self, numel: int, dtype: torch.dtype, *, whole: bool) -> Region:
-        self.fence.writing = True  # fresh memory is about to be filled: peers may read after the next fence
+        self.fence.writing = True  # new memory is about to be written: peers may read it after the next fence
         with making():
             mine, handle = self.transport.export(numel * dtype.itemsize)
         memory = self._open_all(handle, mine)
@@ -159,12 +159,12 @@ class SharedComm(Comm):
 
     @property
     def _name(self) -> tuple[int, ...]:
-        """Of a subgroup, which tells its meetings from those of others."""
+        """Key that tells a subgroup's meetings from those of other groups; () for the group of all ranks."""
         return self.members if self.world_size < self.transport.world_size else ()
 
     @staticmethod
     def _numbered(source: Region, number: int) -> Region:
-        """The region that a peer used: `source`, or the one of its siblings that the peer named."""
+        """Return the region that a peer used: `source`, or the one of its siblings with the number that the peer sent."""
         return source.siblings(number) if source.siblings is not None else source
 
     def exchange(self, payload: bytes, label: str) -> list[bytes]:
@@ -177,7 +177,7 @@ class SharedComm(Comm):
         told = self.hub.exchange(payload, members, label)
         labels = {rank: told[member][0] for rank, member in enumerate(members)}
         if len(set(map(operation, labels.values()))) > 1:
-            self.hub.check_peers([], label)  # one that failed and went on says why
+            self.hub.check_peers([], label)  # a rank that failed, and went on to another call, is the cause: raise its error
             places = "; ".join(f"rank {self.hub.ranks[members[rank]]}: {at}" for rank, at in labels.items())
             raise CollectiveMismatch(
                 f"ranks entered different operations ({places}). Every rank must run the same sequence of "
@@ -212,7 +212,7 @@ class SharedComm(Comm):
         return self.hub.peers_wait()
 
     def serve(self) -> None:
-        """Take what has come; raise where a peer has failed."""
+        """Process the messages that have come; raise where a peer has failed."""
         self.hub.poll()
         self.hub.check_peers(self.hub.gone(), "ranks of other hosts")
 

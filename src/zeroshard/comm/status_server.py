@@ -1,9 +1,9 @@
-"""The desk of a rank: peers ask it what the rank does, and tell it that they have failed.
+"""The desk of a rank: a status server where peers ask what the rank does, and to which they report their own failure.
 
-Processes have a daemon thread that sleeps in accept() on a TCP socket: it costs a step nothing, never wakes by itself
-(so it is no watchdog), and needs no signal. It ends with the last model (`answer_for`) or the process group. Ranks that
-wait too long, or whose connection broke, ask; one that fails tells. A peer proves with HMAC that it
-knows the desk's secret, and the desk that it does: addresses and secrets go over the group. Plain data alone is read (`codec`).
+In a process it is a daemon thread that sleeps in accept() on a TCP socket: it costs a step nothing, never wakes by itself
+(so it is no watchdog), and needs no signal. It ends with the last model (`answer_for`) or the process group. A rank that
+waits too long, or whose connection broke, asks; a rank that fails tells. Both ends prove by HMAC that they know the desk's
+secret; addresses and secrets are exchanged over the process group. Only plain data is read (`codec`).
 
     asker                                    desk
     number c               -------------->
@@ -11,7 +11,7 @@ knows the desk's secret, and the desk that it does: addresses and secrets go ove
     HMAC(secret, "peer", c, d), request -->
                            <--------------   answer
 
-The listener dies with its process, so a connection that is refused tells that a rank is gone, and no timeout has to.
+The listener dies with its process, so a refused connection shows at once that a rank is gone, without a timeout.
 """
 
 from __future__ import annotations
@@ -37,42 +37,42 @@ from .flight_recorder import Progress, Report, as_plain, from_plain
 
 _NUMBER_NBYTES = _PROOF_NBYTES = 32
 _LENGTH = struct.Struct("<I")
-_MOST_NBYTES = 1 << 24  # of a request or an answer
-_PATIENCE_S = 2.0  # for one conversation
-_TELLING_S = 10.0  # for telling all peers
-_AT_A_TIME = 16  # peers that are asked
+_MOST_NBYTES = 1 << 24  # largest request or answer
+_PATIENCE_S = 2.0  # timeout of each read and write
+_TELLING_S = 10.0  # after this, peers that have not been told of a failure yet are left out
+_AT_A_TIME = 16  # number of peers that are asked at once
 SILENT = "does not answer: its process is stopped, or native code holds Python's lock"
 
-Answers = dict[int, Report | str]  # peer -> what it does, or why that is not known: GONE, SILENT
+Answers = dict[int, Report | str]  # peer -> its report, or why there is none: GONE, SILENT
 
 
 class Desk:
-    """Of a rank that is alone, or has not met its peers: nobody can be asked. told: what a peer has said of its end."""
+    """Desk of a rank that has no peers, or has not met them: nobody can be asked. told: the failure that a peer has reported."""
 
     told: Failure | None = None
-    failure: Exception | None = None  # that all ranks raise
+    failure: Exception | None = None  # the error that all ranks raise
 
     def ask(self, peers: Collection[int]) -> Answers:
-        """What peers do now, by their own account; of some nothing may be known."""
+        """Return the reports of peers on what they do now; a peer of which nothing is known may be left out."""
         return {}
 
     def tell(self, peers: Collection[int], failure: Failure) -> None:
-        """Tell peers why the group can not go on; those that are gone need not know."""
+        """Tell peers why the group can not go on; a peer that can not be reached is skipped."""
 
     def how_it_ended(self, peer: int) -> str:
-        """In words, of a peer that is gone."""
+        """Return in words how the process of a peer ended."""
         return GONE
 
     def nodes(self) -> list[int]:
-        """Of each rank, the number of its node; empty where that is not known."""
+        """Return the node number of each rank; [] where that is not known."""
         return []
 
     def of(self, ranks: list[int]) -> Desk:
-        """The same, where peers go by their place in `ranks`."""
+        """Return this desk for a group of ranks: peers are named by their index in `ranks`."""
         return _Selected(self, ranks)
 
     def answer_for(self, owner: object) -> Callable[[], Any]:
-        """Answer peers for as long as `owner` lives and what is returned has not been called. After the last owner the thread ends."""
+        """Answer peers until `owner` is collected or the returned function is called. The thread ends with the last owner."""
         return lambda: None
 
     def rest(self) -> None:
@@ -83,7 +83,7 @@ class Desk:
 
 
 class _Selected(Desk):
-    """Some of the ranks that know a desk."""
+    """A desk of which some ranks are peers."""
 
     def __init__(self, desk: Desk, ranks: list[int]) -> None:
         self._desk, self._ranks = desk, ranks
@@ -110,7 +110,7 @@ class _Selected(Desk):
 
 
 class ThreadDesk(Desk):
-    """Of ranks that are threads of one process: notes lie open."""
+    """Desk of ranks that are threads of one process: it reads the peers' notes directly."""
 
     def __init__(self, boards: dict[int, Progress], progress: Progress) -> None:
         self._boards = boards
@@ -121,14 +121,14 @@ class ThreadDesk(Desk):
 
 
 class ProcessDesk(Desk):
-    """Of one process in a group.
+    """Desk of one process in a group.
 
-    Threads: all methods are for the one that has the Comm. The desk's own thread reads `progress` and sets `told`, once.
+    Threads: all methods are for the one that uses the Comm. The desk's own thread reads `progress` and sets `told`, once.
     """
 
     @classmethod
     def among(cls, comm: Any, on_this_host: bool) -> ProcessDesk:
-        """The desk of this rank of a Comm, which knows those of the others (collective)."""
+        """Return the desk of this rank in a Comm, with the addresses of the other ranks' desks (collective)."""
         desk = cls(comm.progress, on_this_host)
         desk._places = exchange_values(comm, desk.place, "zeroshard: desks")
         return desk
@@ -143,7 +143,7 @@ class ProcessDesk(Desk):
         self._progress, self._owners, self._threads = progress, 0, list[_Answering]()
         self._start()
         self._end = weakref.finalize(self, _close, self._listener, self._threads)
-        self._end.atexit = False  # the kernel closes it, when the process has ended and its status can be read
+        self._end.atexit = False  # the kernel closes the listener at the end of the process, when its status can be read
         _open.add(self)
 
     def ask(self, peers: Collection[int]) -> Answers:
@@ -154,7 +154,7 @@ class ProcessDesk(Desk):
 
     def tell(self, peers: Collection[int], failure: Failure) -> None:
         deadline = time.monotonic() + _TELLING_S
-        for peer in peers:  # no threads: at exit Python starts none
+        for peer in peers:  # one after another: at exit Python can not start threads
             if time.monotonic() < deadline:
                 self._call(peer, ("failed", failure.rank, failure.reason, failure.error), str)
 
@@ -181,7 +181,7 @@ class ProcessDesk(Desk):
 
     def _start(self) -> None:
         if not self._threads or not self._threads[0].is_alive():
-            # weakly: a group that is dropped ends its thread
+            # a weak method, so that a dropped group is collected and its thread ends
             self._threads[:] = [_Answering(self._listener, self._secret, self._progress, weakref.WeakMethod(self._hear))]
             self._threads[0].start()
 
@@ -193,12 +193,12 @@ class ProcessDesk(Desk):
         self._end()
 
     def leave_to_parent(self) -> None:
-        """In a child that was forked: peers must not find this desk open when the rank is gone."""
+        """Close the listener in a forked child: peers must not find this desk open when the parent is gone."""
         self._end.detach()
         self._listener.close()
 
     def _hear(self, failure: Failure) -> None:
-        self.told = self.told or failure  # the first is the cause of later ones
+        self.told = self.told or failure  # the first failure is the cause of later ones
 
     def _call(self, peer: int, request: tuple, read: Callable[[Any], Any]) -> Any:
         address, port, secret = self._places[peer][:3]
@@ -208,7 +208,7 @@ class ProcessDesk(Desk):
                 sock.sendall(mine)
                 theirs = _receive(sock, _NUMBER_NBYTES)
                 if not hmac.compare_digest(_receive(sock, _PROOF_NBYTES), _prove(secret, "desk", mine, theirs)):
-                    return GONE  # another process has its port now
+                    return GONE  # another process listens at its port now
                 data = encode(request)
                 sock.sendall(_prove(secret, "peer", mine, theirs) + _LENGTH.pack(len(data)) + data)
                 return read(decode(_receive_framed(sock)))
@@ -219,7 +219,7 @@ class ProcessDesk(Desk):
 
 
 class _Answering(threading.Thread):
-    """The desk's thread: one conversation after another."""
+    """The desk's thread, which serves one peer after another."""
 
     def __init__(self, listener: socket.socket, secret: bytes, progress: Progress, hear: weakref.WeakMethod) -> None:
         super().__init__(name="zeroshard-desk", daemon=True)
@@ -235,7 +235,7 @@ class _Answering(threading.Thread):
             with sock:
                 if self.ended:
                     return
-                with contextlib.suppress(OSError, EOFError, MalformedMessage, TypeError):  # a stranger; who is gone
+                with contextlib.suppress(OSError, EOFError, MalformedMessage, TypeError):  # not a peer, or a peer that is gone
                     self._talk(sock)
 
     def _talk(self, sock: socket.socket) -> None:
@@ -248,7 +248,7 @@ class _Answering(threading.Thread):
         sock.sendall(_LENGTH.pack(len(data)) + data)
 
     def stop(self) -> None:
-        """End, and leave the socket open: who asks meanwhile is not told that this rank is gone."""
+        """End the thread and leave the socket open, so that peers which ask meanwhile are not told that this rank is gone."""
         self.ended = True
         with contextlib.suppress(OSError):  # wakes accept()
             socket.create_connection(self.listener.getsockname()[:2], _PATIENCE_S).close()
@@ -286,7 +286,7 @@ def _receive_framed(sock: socket.socket) -> bytes:
 
 def _close(listener: socket.socket, threads: list[_Answering]) -> None:
     with contextlib.suppress(OSError):
-        listener.shutdown(socket.SHUT_RDWR)  # wakes accept(), which closing does not
+        listener.shutdown(socket.SHUT_RDWR)  # wakes accept(), which close() alone does not
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(_PATIENCE_S)
@@ -294,12 +294,12 @@ def _close(listener: socket.socket, threads: list[_Answering]) -> None:
 
 
 def _own_address() -> str:
-    """This host's address on the way to the others: the one from which the group's master is reached."""
+    """Return this host's address as other hosts see it: that of the interface from which the group's master is reached."""
     master = os.environ.get("MASTER_ADDR", "")
     with contextlib.suppress(OSError):
         family, kind, protocol, _, target = socket.getaddrinfo(master or None, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as sock:
-            sock.connect(target)  # sends nothing: the kernel chooses the way
+            sock.connect(target)  # a datagram socket sends nothing: the kernel only chooses the route
             address = sock.getsockname()[0]
         several = ranks_here(0) < int(os.environ.get("WORLD_SIZE", "0"))
         if not (several and address.startswith(("127.", "::1"))):

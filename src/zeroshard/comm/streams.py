@@ -1,10 +1,10 @@
-"""Streams and events, owned in one place: sums of received gradients run beside the computation.
+"""CUDA streams and events, owned in one place: sums of received gradients overlap with the computation.
 
     compute   | B3 | B2 | B1 | ....... wait(e3) ... step |
     side      |    | wait a2a, sum 3 -> e3 |
 
-A `Ticket` stands for work on the side stream; waiting for it orders the current stream, not the host. On the CPU
-there is one order of things and everything here does nothing. `RecordingStreams` (tests) keeps what was ordered.
+A ticket stands for work on a stream; `join` orders the current stream after it, without making the host wait. On the CPU
+work runs where it is called, and tickets are None. `RecordingStreams` (tests) records what was enqueued and joined.
 """
 
 from __future__ import annotations
@@ -19,53 +19,53 @@ from torch import Tensor
 
 
 class Streams:
-    """The host: work runs where it is called.
+    """Streams of the host: work runs at once, in the calling thread.
 
-    separate_host: the device has a memory of its own, so that tiers device and host differ.
+    separate_host: the device has a memory of its own, so that the tiers device and host differ.
     """
 
     separate_host = False
-    side: torch.cuda.Stream  # of a GPU, for sums
+    side: torch.cuda.Stream  # a GPU's stream for sums of gradients
 
     def packed(self, nbytes: int) -> None:
         """Of an imagined device: a kernel packs or unpacks what travels, so many bytes read and written (planning)."""
 
     def run_beside(self, work: Callable[[], Any]) -> tuple[Any, Any]:
-        """Run `work` on the side stream, after what the current stream has done so far; (its result, a ticket)."""
+        """Run `work` on the side stream, after the work enqueued on the current stream so far; return (its result, a ticket)."""
         return work(), None
 
     def join(self, ticket: Any) -> None:
         """Order the current stream after the ticket's work."""
 
     def copy(self, target: Tensor, source: Tensor, *, up: bool) -> Any:
-        """target <- source from host to device (up) or back, after what the current stream has done so far; a ticket."""
+        """Copy source to target, from host to device (up) or back, after the current stream's work so far; return a ticket."""
         return self.run_beside(lambda: target.copy_(source, non_blocking=True))[1]
 
     def finished(self, ticket: Any) -> bool:
-        """True when `finish` would return at once."""
+        """Return True when `finish` would return at once."""
         return True
 
     def finish(self, ticket: Any) -> None:
-        """Let the host wait for the ticket's work."""
+        """Make the host wait for the ticket's work."""
         self.join(ticket)
 
     def mark(self) -> Any:
-        """What the current stream has been given so far."""
+        """Return a mark that stands for the work enqueued on the current stream so far."""
 
     def stepping(self, numel: int, nbytes: int) -> AbstractContextManager[None]:
-        """Around what the host's cores do to step so many parameters, of which they read and write about so many bytes."""
+        """Context in which the host's cores step `numel` parameters and read and write about `nbytes` for it."""
         return nullcontext()
 
     @contextmanager
     def behind(self, mark: Any) -> Iterator[None]:
-        """For another thread: its current stream is one of its own, which begins after a mark."""
+        """Context for another thread: its current stream is a new one, which begins after the work of `mark`."""
         yield
 
 
 class CudaStreams(Streams):
-    """One side stream per device for sums, and one for each direction of copies, so that these pass each other.
+    """One side stream per device for sums, and one for each direction of copies, so that copies up and down overlap.
 
-    Threads: any, each from its own current stream; a stream takes work in order, and an event stands for what was before it.
+    Threads: any, each with its own current stream. A stream runs work in order, and an event stands for all work before it.
     """
 
     separate_host = True
@@ -105,19 +105,19 @@ class CudaStreams(Streams):
     def behind(self, mark: Any) -> Iterator[None]:
         stream = torch.cuda.Stream(self.side.device)
         stream.wait_event(mark)
-        with torch.cuda.stream(stream):  # sets the thread's device, too
+        with torch.cuda.stream(stream):  # also sets the thread's current device
             yield
 
 
 class RecordingStreams(Streams):
-    """For tests: work is deferred until it is joined, so that a missing join shows as a wrong number."""
+    """Streams for tests: work is deferred until it is joined, so that a missing join shows as a wrong number."""
 
     def __init__(self, separate_host: bool = False) -> None:
         self.separate_host = separate_host
         self.log: list[str] = []
         self._deferred: dict[int, Callable[[], Any]] = {}
         self._next = 0
-        self._lock = threading.RLock()  # a save copies in a thread of its own
+        self._lock = threading.RLock()  # a background save copies from another thread
 
     def run_beside(self, work: Callable[[], Any]) -> tuple[Any, Any]:
         with self._lock:
@@ -127,7 +127,7 @@ class RecordingStreams(Streams):
             return None, self._next
 
     def join(self, ticket: int) -> None:
-        """Run what was deferred up to the ticket, in order, as one stream would."""
+        """Run all deferred work up to the ticket, in order, as one stream would."""
         with self._lock:
             for number in sorted(n for n in self._deferred if n <= ticket):
                 self._deferred.pop(number)()
@@ -146,5 +146,5 @@ class RecordingStreams(Streams):
 
 
 def streams_for(device: torch.device) -> Streams:
-    """The streams of a device."""
+    """Return the streams for a device."""
     return CudaStreams(device) if device.type == "cuda" else Streams()

@@ -4,9 +4,9 @@
 processes; messages go through UNIX sockets, memory is a memfd that the peer maps. Both are Linux's plainest tools:
 a dead peer closes its sockets, and memory vanishes with its last user, so nothing leaks and no peer hangs.
 
-A message is a tuple of plain values (`codec`), delivered in order per pair, whatever the sender does next. Many bytes,
-as its last value, go through memory (`ProcessTransport`). `("lost", reason)` arrives when a peer is gone. How processes
-find each other, and let nobody else in, is told in `doors`.
+A message is a tuple of plain values (`codec`), delivered in order per pair, whatever the sender does next. A large bytes
+object, as a message's last value, goes through memory (`ProcessTransport`). `("lost", reason)` arrives when a peer is
+gone. `rendezvous.py` tells how processes find each other, and how others are kept out.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from .failure import GONE
 from .flight_recorder import Progress
 from .rendezvous import Door
 
-_HEADER = struct.Struct("<I?")  # length; whether a descriptor comes along
-_LARGE_NBYTES = 1 << 17  # of a last value that goes through memory: a socket holds 200 kB, and is faster below
+_HEADER = struct.Struct("<I?")  # length in bytes; whether a file descriptor comes along
+_LARGE_NBYTES = 1 << 17  # a last value this long goes through memory: a socket holds 200 kB, and is faster below that
 _ANCILLARY_NBYTES = socket.CMSG_SPACE(struct.calcsize("i"))
-_PART_NBYTES = 1 << 30  # of a file, at a time: Linux moves at most 2 GiB
+_PART_NBYTES = 1 << 30  # read or written by one system call: Linux moves at most 2 GiB
 _PAGE_NBYTES = 4096
 
 
 class Transport(ABC):
-    """Messages and memory between `world_size` ranks of one host."""
+    """Message passing and shared memory between `world_size` ranks of one host."""
 
     rank: int
     world_size: int
@@ -54,36 +54,36 @@ class Transport(ABC):
         """Queue a message for a peer; never blocks, never raises for a peer that is gone."""
 
     def tell(self, message: tuple) -> None:
-        """`send` to every peer."""
+        """Send a message to every peer."""
         for peer in range(self.world_size):
             if peer != self.rank:
                 self.send(peer, message)
 
     def unsent(self) -> Collection[int]:
-        """Peers for which messages are still queued here."""
+        """Return the peers for which messages are still queued here."""
         return ()
 
     @abstractmethod
     def receive(self, timeout_s: float) -> tuple[int, tuple] | None:
-        """The next (peer, message), or None after `timeout_s` (0: do not wait)."""
+        """Return the next (peer, message), or None after `timeout_s` (0: do not wait)."""
 
     @abstractmethod
     def export(self, nbytes: int) -> tuple[Tensor, object]:
-        """New zeroed memory (nbytes,) uint8 and a handle by which peers can open it."""
+        """Allocate zeroed memory: (nbytes,) uint8, and a handle by which peers can open it."""
 
     @abstractmethod
     def open(self, handle: Any) -> Tensor:
-        """A peer's memory (nbytes,) uint8, shared."""
+        """Map a peer's memory: (nbytes,) uint8, shared with that peer."""
 
     def forget(self, handle: Any) -> None:
-        """All peers have opened it: the handle may go (the memory stays)."""
+        """Release a handle that all peers have opened; the memory stays."""
 
     def close(self) -> None:
         """Leave the group."""
 
 
 class ThreadWorld:
-    """What the threads of one world share: a queue per rank and the table of exported memory."""
+    """State shared by the threads of one world: a message queue per rank, and the table of exported memory."""
 
     def __init__(self, world_size: int, device: torch.device | None = None) -> None:
         self.world_size = world_size
@@ -91,12 +91,12 @@ class ThreadWorld:
         self.queues: list[deque] = [deque() for _ in range(world_size)]
         self.signals = [threading.Condition() for _ in range(world_size)]
         self.memory: dict[tuple, Tensor] = {}
-        self.boards: dict[int, Progress] = {}  # what each rank does
+        self.boards: dict[int, Progress] = {}  # rank -> its notes, for `ThreadDesk`
         self.serial = itertools.count()
 
 
 class ThreadTransport(Transport):
-    """Ranks as threads; memory is shared by nature."""
+    """Transport between ranks that are threads of one process, which share all memory."""
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self.world, self.rank, self.world_size = world, rank, world.world_size
@@ -115,7 +115,7 @@ class ThreadTransport(Transport):
 
     def export(self, nbytes: int) -> tuple[Tensor, object]:
         tensor = torch.zeros(nbytes + _PAGE_NBYTES, dtype=torch.uint8, device=self.world.device)
-        begin = -tensor.data_ptr() % _PAGE_NBYTES  # as a mapping would be: files are read straight into it
+        begin = -tensor.data_ptr() % _PAGE_NBYTES  # page-aligned, as a mapping is: direct I/O reads into it
         tensor = tensor[begin : begin + nbytes]
         key = (self.rank, next(self.world.serial))
         self.world.memory[key] = tensor
@@ -134,7 +134,7 @@ def _map(descriptor: int, nbytes: int) -> Tensor:
 
 
 def _written(content: bytes) -> int:
-    """A descriptor of new memory with this content."""
+    """Return a descriptor of new memory (a memfd) with this content."""
     descriptor = os.memfd_create("zeroshard-message", os.MFD_CLOEXEC)
     rest = memoryview(content)
     while rest:
@@ -143,7 +143,7 @@ def _written(content: bytes) -> int:
 
 
 def _read_whole(descriptor: int, nbytes: int) -> bytes:
-    """The content of a peer's memory, which goes with its last descriptor."""
+    """Return the content of a peer's memory and close its descriptor, the last one, with which the memory goes."""
     try:
         if type(nbytes) is not int or os.fstat(descriptor).st_size != nbytes:
             raise MalformedMessage(f"a message of {nbytes} bytes has {os.fstat(descriptor).st_size}")
@@ -155,13 +155,13 @@ def _read_whole(descriptor: int, nbytes: int) -> bytes:
 
 
 class _Parcel:
-    """What is queued of one message. descriptor: goes with the first byte, and is then closed here."""
+    """The unsent rest of one message. descriptor: is sent along with the first byte, and is then closed here."""
 
     def __init__(self, data: bytes, descriptor: int | None) -> None:
         self.data, self.descriptor = memoryview(data), descriptor
 
     def send(self, sock: socket.socket) -> bool:
-        """Write what the socket takes; True if that was all. Raises BlockingIOError where it takes nothing."""
+        """Write as much as the socket takes; return True if that was all. Raises BlockingIOError where it takes nothing."""
         if self.descriptor is not None:
             sent = socket.send_fds(sock, [self.data], [self.descriptor])
             self.drop()
@@ -171,31 +171,31 @@ class _Parcel:
         return not self.data
 
     def drop(self) -> None:
-        """It will not be sent."""
+        """Close the descriptor, because the message will not be sent (or has been)."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
 
 
 class ProcessTransport(Transport):
-    """Ranks as processes of one Linux host (same PID namespace, same user).
+    """Transport between processes of one Linux host (same PID namespace, same user).
 
-    Many bytes are written into a memory of their own, whose descriptor goes along with the message; whoever receives it
-    reads them and closes that, so nothing is left. What a full socket does not take is written by a thread that lives as
-    long as there is something: a peer gets its messages also where this rank goes on to wait for something else.
+    A large value is written into a memory of its own (a memfd), whose descriptor goes along with the message; the receiver
+    reads it and closes the descriptor, so that nothing is left. A thread writes what a full socket did not take, and lives
+    as long as there is any: a peer gets its messages also where this rank goes on to wait for something else.
 
-    Threads: the one that has the Comm calls the methods; with the writer it shares `_out` and the sockets, under `_writing`.
+    Threads: the one that uses the Comm calls the methods; it shares `_out` and the sockets with the writer, under `_writing`.
     """
 
     def __init__(self, rank: int, door: Door, addresses: list[bytes], secret: bytes, timeout_s: float = 60.0) -> None:
-        """Connect to every peer. door: this rank's; addresses: of all ranks' doors; secret: known to them alone."""
+        """Connect to every peer. door: this rank's; addresses: of all doors, by rank; secret: known to these ranks alone."""
         self.rank, self.world_size = rank, len(addresses)
         self._forked = False
         self._peers: dict[int, socket.socket] = door.connect(rank, addresses, secret, timeout_s)
         self._in = {peer: bytearray() for peer in self._peers}
-        self._descriptors: dict[int, deque[int]] = {peer: deque() for peer in self._peers}  # received, for messages in _in
+        self._descriptors: dict[int, deque[int]] = {peer: deque() for peer in self._peers}  # received with messages in _in
         self._out: dict[int, deque[_Parcel]] = {}  # peer -> what its socket has not taken
-        self._writing = threading.RLock()  # for _out, and for whatever writes to sockets
+        self._writing = threading.RLock()  # guards _out and all writing to sockets
         self._writer: threading.Thread | None = None
         self._ready: deque[tuple[int, tuple]] = deque()
         self._poll = select.poll()
@@ -232,14 +232,14 @@ class ProcessTransport(Transport):
             os.close(memory)
 
     def _try(self, peer: int, data: bytes) -> int:
-        """How much the socket takes at once: nearly always all."""
+        """Return the number of bytes that the socket takes at once, which is nearly always all."""
         try:
             return self._peers[peer].send(data)
-        except (KeyError, OSError):  # gone, full, or about to be found so
+        except (KeyError, OSError):  # the peer is gone or its socket full: `_flush` finds out which
             return 0
 
     def _flush(self, peer: int) -> None:
-        """Write what the socket takes now; the rest goes when it can."""
+        """Write what the socket takes now; start the writer thread for the rest."""
         queue = self._out[peer]
         try:
             while queue:
@@ -248,10 +248,10 @@ class ProcessTransport(Transport):
         except BlockingIOError:
             if self._writer is None:
                 thread = threading.Thread(target=self._write_rest, name="zeroshard-send", daemon=True)
-                with contextlib.suppress(RuntimeError):  # no more threads: then whoever receives next
+                with contextlib.suppress(RuntimeError):  # no thread can be started: the next `receive` writes the rest
                     thread.start()
                     self._writer = thread
-        except OSError:  # it is gone, but may have said why: see `receive`
+        except OSError:  # the peer is gone, but may have said why: `receive` will read it
             self._forget(peer)
         if not queue:
             self._out.pop(peer, None)
@@ -269,7 +269,7 @@ class ProcessTransport(Transport):
                 waiting = select.poll()
                 for peer in self._out:
                     waiting.register(self._peers[peer].fileno(), select.POLLOUT)
-            waiting.poll(100)  # ms: a socket may be closed meanwhile, here
+            waiting.poll(100)  # ms: another thread of this rank may close a socket meanwhile
             self._flush_all()
 
     def _flush_all(self) -> None:
@@ -296,14 +296,14 @@ class ProcessTransport(Transport):
         return self._ready.popleft() if self._ready else None
 
     def _poll_both(self) -> select.poll:
-        """Also for peers whose sockets were full."""
+        """Return a poll for messages from all peers, and for room in the sockets that were full."""
         poll = select.poll()
         for peer, sock in self._peers.items():
             poll.register(sock.fileno(), select.POLLIN | (select.POLLOUT if peer in self._out else 0))
         return poll
 
     def _read(self, peer: int) -> None:
-        """Take what has come; lose the peer if it is gone."""
+        """Read the messages that a peer has sent; drop the peer if its socket is closed."""
         try:
             data, ancillary, flags, _ = self._peers[peer].recvmsg(1 << 16, _ANCILLARY_NBYTES, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
@@ -379,7 +379,7 @@ class ProcessTransport(Transport):
                 self._forget(peer)
                 self._drop_received(peer)
                 with contextlib.suppress(OSError):  # the peer may be gone
-                    sock.shutdown(socket.SHUT_RDWR)  # closing is not enough where something else holds the socket, too
+                    sock.shutdown(socket.SHUT_RDWR)  # close() alone does not disconnect while another process holds the socket
                 sock.close()
             self._peers.clear()
 
@@ -391,9 +391,9 @@ class ProcessTransport(Transport):
             )
 
     def leave_to_parent(self) -> None:
-        """In a child that was forked: the group stays the parent's, which nobody else may speak for or keep looking alive."""
+        """Close this process's sockets, in a forked child: the child must not speak for the parent, nor keep it looking alive."""
         self._forked = True
-        self._writing = threading.RLock()  # a thread that is not here may have held it
+        self._writing = threading.RLock()  # a thread that the child does not have may hold the old one
         for peer, sock in self._peers.items():
             self._forget(peer)
             self._drop_received(peer)

@@ -1,4 +1,4 @@
-"""zs.io: asynchronous, direct reads and writes between tensor memory and files, usable without the rest of the library.
+"""zs.io: asynchronous direct reads and writes between tensor memory and files, usable without the rest of the library.
 
     import zeroshard as zs
     memory = zs.io.empty_aligned(1 << 30)                            # uint8, at an address that direct I/O accepts
@@ -8,8 +8,8 @@
         ...
         handle.wait()                                                # done, or OffloadIOError with file, offset, errno
 
-Any contiguous CPU tensor and any offset will do; aligned ones (4096) are moved without a copy. `SwapFolder` is a folder
-for such files that goes with its process; `measure` tells what a disk gives.
+Any contiguous CPU tensor and any offset are accepted; where both are aligned (4096) there is no copy. `SwapFolder` is a
+folder for such files that is removed with its process; `measure` returns the speed of a disk.
 """
 
 from ..errors import OffloadIOError, SwapError

@@ -1,28 +1,28 @@
-"""Files of tensors: asynchronous reads and writes between tensor memory and a disk, in bulk and without copies.
+"""Asynchronous direct file I/O: reads and writes between tensor memory and files, in bulk and without copies.
 
     Engine.write(file, offset, tensor) -> Handle        tensor memory -> the file, by direct I/O (O_DIRECT)
     Engine.read(file, offset, tensor)  -> Handle        and back; `Handle.wait()` returns when it is done, or raises
 
 Words: a *request* is one call of read or write; it is cut into *pieces* at multiples of `block_nbytes` of the file,
-which threads take in order of arrival, reads first. Offsets are bytes. A *block* of ALIGN bytes is what direct I/O can address:
+which threads take in order of arrival, reads first. Offsets are bytes. A *block* of ALIGN bytes is the unit of direct I/O:
 
     request   ......xxxxxxxxxxxxxxxxxxxxxxxxx....      offset, offset + nbytes
     blocks    |       |       |       |       |
               edge     middle          edge            middle: whole blocks. edge: part of a block
 
-The middle goes straight between device and tensor where the tensor's address and the offset are congruent modulo ALIGN,
-else through a bounce buffer of the thread. An edge that is written is a read-modify-write of its block under a lock.
+The middle is moved directly between device and tensor where the tensor's address and the offset are congruent modulo
+ALIGN, else through a bounce buffer of the thread. An edge is written by a read-modify-write of its block under a lock.
 
 Why not a second, buffered descriptor for the edges: direct and buffered writes to neighbouring blocks are only as
 coherent as the page cache's invalidation, which the kernel documents as best effort (a page that cannot be invalidated is
-logged as "possible data corruption"). With edges under a lock nothing passes through the page cache, and it is right by
-itself: (1) a whole block belongs to one request, so nobody else's bytes lie in it; (2) two requests that share a block
-both have an edge there, and each replaces its own bytes only, one after the other; (3) a reader of an edge may see a
-neighbour's bytes before or after their write, but not its own bytes changed, as the write puts the same ones there.
+logged as "possible data corruption"). With edges under a lock nothing passes through the page cache, and the result is
+right: (1) a block of the middle belongs to one request, so no other request's bytes are in it; (2) two requests that share
+a block both have an edge there, and each replaces its own bytes only, one after the other; (3) a reader of an edge may see
+a neighbour's bytes before or after their write, but never its own bytes changed, since the write puts the same ones there.
 
-Invariants: requests whose bytes overlap while they run have no order (wait in between); a file is written by one
-process; tensors of a request are held until it is done; an error is raised by every `wait` of its request and by no
-other. A write is done when the device has taken it; that it outlives a power failure takes `File.sync`.
+Invariants: requests whose bytes overlap while they run have no order (wait in between); one process writes a file; a
+request holds its tensors until it is done; an error is raised by every `wait` of its request and by no other. A write is
+done when the device has accepted it; to survive a power failure it takes `File.sync`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from .aligned import ALIGN, bytes_of, empty_aligned, round_down, round_up
 from .filesystems import MEMORY_FILESYSTEMS, filesystem_of
 from .request_queue import Tasks
 
-_AGAIN_S = 10.0  # EAGAIN is tried again for so long
-_BOUNCE_NBYTES = 1 << 20  # of each thread, where it is needed
-_IDLE_LIMIT = 4  # transfers in a row that do not complete one more block
+_AGAIN_S = 10.0  # time for which a call that returns EAGAIN is repeated
+_BOUNCE_NBYTES = 1 << 20  # bounce buffer of each thread, where it needs one
+_IDLE_LIMIT = 4  # a transfer ends after so many calls in a row that complete no further block
 
 
 # ------------------------------------------------------------------------------------------------------------- files
@@ -55,33 +55,33 @@ _IDLE_LIMIT = 4  # transfers in a row that do not complete one more block
 class File:
     """One open file; made by `open_file`.
 
-    While it is open the file on disk may be longer than asked, by less than ALIGN; `close` cuts it to its size.
+    While it is open the file on disk may be longer than `end`, by less than ALIGN; `close` cuts it to that size.
     """
 
     path: str
-    nbytes: int  # bytes that can be addressed
-    direct: bool  # O_DIRECT works here
+    nbytes: int  # number of bytes that requests may address
+    direct: bool  # whether the descriptor has O_DIRECT
 
     def __init__(self, path: str, nbytes: int, fd: int, direct: bool, end: int) -> None:
         self.path, self.nbytes, self.direct, self.fd = path, nbytes, direct, fd
-        self.end = end  # of the file on disk, to which `close` returns
+        self.end = end  # size of the file on disk after `close`
         status = os.fstat(fd)
-        self.key = (status.st_dev, status.st_ino)  # the same for two Files of one path
+        self.key = (status.st_dev, status.st_ino)  # equal for two Files of one path
         self.checksums = Checksums()
-        self._state = {"longer": 0}  # the process that made the file longer than `end`
+        self._state = {"longer": 0}  # id of the process that made the file longer than `end`; 0: none
         self._users, self._closing = 0, False
         self._shut = weakref.finalize(self, _shut, fd, end, self._state)
-        self._shut.atexit = False  # at exit threads may still be in a call with this descriptor
+        self._shut.atexit = False  # at exit a thread may still be in a call with this descriptor
 
     def hold(self) -> None:
-        """A request begins to use the descriptor."""
+        """Count a request that begins to use the descriptor. Raises ValueError where the file is closed."""
         with _locks.files:
             if self._closing:
                 raise ValueError(f"expected an open file, got {self.path}, which is closed; open it again")
             self._users += 1
 
     def release(self) -> None:
-        """A request has ended; the inverse of `hold`."""
+        """Count a request as ended; the inverse of `hold`."""
         with _locks.files:
             self._users -= 1
             last = self._closing and self._users == 0
@@ -89,12 +89,12 @@ class File:
             self._shut()
 
     def grow(self, end: int) -> None:
-        """A whole last block is written: the file on disk may now end there."""
+        """Note that a whole last block is written, so that the file on disk may now end at `end`."""
         if end > self.end:
             self._state["longer"] = os.getpid()
 
     def sync(self) -> None:
-        """Return when what was written, of which nothing is under way, and the size are on the device for good (fsync)."""
+        """Write everything written so far, and the file's size, to the device for good (fsync). No write may be running."""
         try:
             _cut(self.fd, self.end, self._state)
             os.fsync(self.fd)
@@ -102,7 +102,7 @@ class File:
             raise OffloadIOError(self.path, 0, error.errno or EIO, "fsync") from None
 
     def close(self) -> None:
-        """Close it, after the requests that use it; then the number of the descriptor may serve another file."""
+        """Close the file once the requests that use it have ended; only then can its descriptor's number be used again."""
         with _locks.files:
             self._closing = True
             last = self._users == 0
@@ -131,7 +131,7 @@ def open_file(path: str | os.PathLike, nbytes: int, *, create: bool = False, res
 
     Args:
         path: the file.
-        nbytes: bytes that requests may address.
+        nbytes: number of bytes that requests may address.
         create: make it, or empty it if it exists; it has `nbytes` zeros and takes no space before it is written.
         reserve: take the space at once (posix_fallocate), so that a later write cannot fail for lack of it.
 
@@ -165,7 +165,7 @@ def open_file(path: str | os.PathLike, nbytes: int, *, create: bool = False, res
 
 
 def _reserve(path: str, nbytes: int) -> None:
-    """Take the space. By its own, buffered descriptor: where the C library must write for that, it writes single bytes."""
+    """Allocate space for a file. Through a buffered descriptor, since the C library may have to write single bytes for it."""
     fd = os.open(path, os.O_RDWR)
     try:
         os.posix_fallocate(fd, 0, nbytes)
@@ -174,23 +174,23 @@ def _reserve(path: str, nbytes: int) -> None:
 
 
 class _Locks:
-    """The locks of this module; a forked child makes them anew, as threads that it does not have may hold them."""
+    """The locks of this module. A forked child makes new ones, as threads that it does not have may hold the old ones."""
 
     def __init__(self) -> None:
         self.files, self.checksums = threading.Lock(), threading.Lock()
         self._edges = [threading.Lock() for _ in range(64)]
 
     def edge(self, file: File, start: int) -> threading.Lock:
-        """For the block at `start`; blocks may share one, so a thread holds one at a time."""
+        """Return the lock of the block at `start`. Blocks may share one, so a thread holds one at a time."""
         return self._edges[hash((file.key, start // ALIGN)) % len(self._edges)]
 
 
 _locks = _Locks()
-_buffered: set[int] = set()  # filesystems (st_dev) that were said to have no direct I/O
+_buffered: set[int] = set()  # filesystems (st_dev) without direct I/O that were reported
 
 
 def _open(path: str, flags: int) -> tuple[int, bool]:
-    """Descriptor, and whether it is a direct one."""
+    """Open a file; return its descriptor, and whether it is a direct one."""
     flags |= os.O_RDWR | getattr(os, "O_CLOEXEC", 0)
     direct = getattr(os, "O_DIRECT", 0)
     if direct and filesystem_of(path) not in MEMORY_FILESYSTEMS:
@@ -215,7 +215,7 @@ def _open(path: str, flags: int) -> tuple[int, bool]:
 
 
 def _open_for_what_is_allowed(path: str, flags: int) -> int:
-    """For reading and writing, or for reading alone where the file must not be written."""
+    """Open a file for reading and writing, or only for reading where it must not be written."""
     try:
         return os.open(path, flags, 0o600)
     except OSError as error:
@@ -225,9 +225,9 @@ def _open_for_what_is_allowed(path: str, flags: int) -> int:
 
 
 class Checksums:
-    """crc32 of written extents of one file, by (start, end). A write forgets the extents that it overlaps."""
+    """crc32 of written extents of one file, by (start, end). A write drops the extents that it overlaps."""
 
-    _CELL_NBYTES = 8 << 20  # extents are found by the cells that they touch
+    _CELL_NBYTES = 8 << 20  # extents are indexed by the cells of this size that they touch
 
     def __init__(self) -> None:
         self._cells: dict[int, dict[tuple[int, int], int]] = {}
@@ -247,13 +247,13 @@ class Checksums:
                             self._cells[other].pop(extent, None)
 
     def record(self, start: int, end: int, checksum: int) -> None:
-        """The extent [start, end) has been written."""
+        """Keep the checksum of the written extent [start, end)."""
         with _locks.checksums:
             for number in self._touched(start, end):
                 self._cells.setdefault(number, {})[(start, end)] = checksum
 
     def expected(self, start: int, end: int) -> int | None:
-        """Checksum of exactly this extent, None where it was not written as one."""
+        """Return the checksum of exactly this extent; None where it was not written as one."""
         return self._cells.get(start // self._CELL_NBYTES, {}).get((start, end))
 
 
@@ -261,30 +261,30 @@ class Checksums:
 
 
 class Syscalls:
-    """What the engine asks of the system. Tests replace it to inject faults at a (file, offset)."""
+    """The system calls of the engine. Tests replace them to inject faults at a (file, offset)."""
 
     def preadv(self, file: File, buffers: list[memoryview], offset: int) -> int:
-        """Bytes read into the buffers from `offset` on; raises OSError."""
+        """Read into the buffers from `offset` on; return the bytes read. Raises OSError."""
         return os.preadv(file.fd, buffers, offset)
 
     def pwritev(self, file: File, buffers: list[memoryview], offset: int) -> int:
-        """Bytes written from the buffers to `offset`; raises OSError."""
+        """Write the buffers at `offset`; return the bytes written. Raises OSError."""
         return os.pwritev(file.fd, buffers, offset)
 
 
 class Handle:
-    """One request under way, which any thread may wait for. Two that overlap are in no order: who makes them sees to it."""
+    """A request that has been started; any thread may wait for it. Callers must wait between requests that overlap."""
 
     def __init__(self, file: File, offset: int, tensor: Tensor, writes: bool) -> None:
         self._path, self._offset, self._writes = file.path, offset, writes
-        self._file, self._tensor = file, tensor  # held until the request is done
+        self._file, self._tensor = file, tensor  # kept until the request is done
         self._memory, self._address = bytes_of(tensor), tensor.data_ptr()
-        self._pieces, self.ended = 0, 0.0  # those not yet done; by time.monotonic, when all are
+        self._pieces, self.ended = 0, 0.0  # number of pieces not yet done; time.monotonic() when the last one was
         self._failure: tuple[int, int, str] | None = None  # offset, errno, what
         self._lock, self._over, self._process = threading.Lock(), threading.Event(), os.getpid()
 
     def wait(self) -> None:
-        """Return when all bytes have been moved; raise OffloadIOError if one could not be, at every call."""
+        """Return when all bytes have been moved; raise OffloadIOError, at every call, if some could not be moved."""
         if not self._over.is_set():
             if self._process != os.getpid():
                 raise ZeroshardError(
@@ -297,7 +297,7 @@ class Handle:
             raise OffloadIOError(self._path, offset, errno, what)
 
     def done(self) -> bool:
-        """Whether `wait` would return or raise at once."""
+        """Return True when `wait` would return or raise at once."""
         return self._over.is_set()
 
     def _fail(self, offset: int, errno: int, what: str) -> None:
@@ -310,11 +310,11 @@ class Handle:
             self._pieces -= 1
             if self._pieces:
                 return
-        # let go before the waiting thread goes on: the thread that moved the last piece keeps this handle a moment longer
+        # drop the references before the waiting thread goes on: this thread keeps the handle a moment longer
         file, self._file, self._memory, self._tensor = self._file, None, memoryview(b""), None  # type: ignore[assignment]
         try:
             file.release()
-        except OSError as error:  # of cutting or closing a file whose last user this request was
+        except OSError as error:  # this request was the last user of a closed file, and cutting or closing it failed
             self._fail(file.nbytes, error.errno or EIO, "closing")
         finally:
             del file
@@ -323,27 +323,27 @@ class Handle:
 
 
 class _Failure(Exception):
-    """A transfer cannot go on: where in the file, and why."""
+    """Raised where a transfer cannot go on: the offset in the file, and why."""
 
     def __init__(self, offset: int, errno: int, what: str) -> None:
         self.offset, self.errno, self.what = offset, errno, what
 
 
 class _Mover:
-    """What one thread does to move one piece; owns its bounce buffer."""
+    """Moves pieces in one thread; owns the thread's bounce buffer."""
 
     def __init__(self, calls: Syscalls) -> None:
         self.calls = calls
         self._buffer = empty_aligned(ALIGN)
 
     def bounce(self, nbytes: int) -> memoryview:
-        """Aligned memory of this thread, of at most _BOUNCE_NBYTES: as many of `nbytes` as it has room for."""
+        """Return aligned memory of this thread: min(nbytes, _BOUNCE_NBYTES) bytes."""
         if self._buffer.nbytes < min(nbytes, _BOUNCE_NBYTES):
             self._buffer = empty_aligned(_BOUNCE_NBYTES)
         return bytes_of(self._buffer)[:nbytes]
 
     def read(self, file: File, offset: int, memory: memoryview, address: int) -> None:
-        """Fill `memory`, which lies at `address`, from `offset` on."""
+        """Fill `memory`, which has address `address`, from the file at `offset`."""
         end = offset + len(memory)
         low, high = round_up(offset), round_down(end)
         if not file.direct:
@@ -358,7 +358,7 @@ class _Mover:
                 self._read_bounced(file, high, memory[high - offset :])
 
     def write(self, file: File, offset: int, memory: memoryview, address: int) -> None:
-        """Write `memory`, which lies at `address`, to `offset` and on."""
+        """Write `memory`, which has address `address`, to the file at `offset`."""
         if not file.direct:
             self._drain(file, offset, memory)
             return
@@ -391,7 +391,7 @@ class _Mover:
         start = round_down(offset)
         with _locks.edge(file, start):
             block = self.bounce(ALIGN)
-            present = min(max(os.fstat(file.fd).st_size - start, 0), ALIGN)  # all of them, whoever they belong to
+            present = min(max(os.fstat(file.fd).st_size - start, 0), ALIGN)  # all bytes, also those of other requests
             self._fill(file, start, block, present)
             block[present:] = bytes(ALIGN - present)
             block[offset - start : offset - start + len(memory)] = memory
@@ -399,7 +399,7 @@ class _Mover:
             self._drain(file, start, block)
 
     def _fill(self, file: File, offset: int, memory: memoryview, needed: int) -> None:
-        """Read until the first `needed` bytes are there."""
+        """Read into `memory` until its first `needed` bytes are there."""
 
         def read(done: int) -> int:
             return self.calls.preadv(file, [memory[done:]], offset + done)
@@ -420,7 +420,7 @@ class _Mover:
 
     @staticmethod
     def _go_on(file: File, offset: int, needed: int, transfer: Callable[[int], int], what: str) -> int:
-        """Call `transfer(done)` until `needed` bytes are done, or one call moves nothing; returns the bytes done."""
+        """Call `transfer(done)` until `needed` bytes are done, or a call moves nothing; return the bytes done."""
         done, idle, patient_until = 0, 0, None
         while done < needed:
             try:
@@ -438,7 +438,7 @@ class _Mover:
                 return done
             reached = done + count
             if reached < needed and file.direct:
-                reached = round_down(reached)  # direct I/O goes on at a block; a part of one is moved again
+                reached = round_down(reached)  # direct I/O continues at a block boundary: part of a block is moved again
             idle = 0 if reached > done else idle + 1
             if idle == _IDLE_LIMIT:
                 return done
@@ -447,7 +447,7 @@ class _Mover:
 
 
 def _serve(tasks: Tasks, calls: Syscalls) -> None:
-    """What a thread of an engine does: move pieces until it takes None. It must not hold the engine."""
+    """Body of an engine's thread: move pieces until it gets None. It must not refer to the engine, or that is never collected."""
     mover = _Mover(calls)
     while True:
         task = tasks.get()
@@ -455,18 +455,18 @@ def _serve(tasks: Tasks, calls: Syscalls) -> None:
             return
         handle, start, end, checksum = task
         try:
-            if handle._failure is None:  # one bad piece decides the request; spare the device the rest
+            if handle._failure is None:  # after one failed piece the others are not tried
                 _move(mover, handle, start, end, checksum)
         except _Failure as failure:
             handle._fail(failure.offset, failure.errno, failure.what)
-        except BaseException as error:  # whatever it is, nobody may take the bytes for good
+        except BaseException as error:  # the waiting thread must learn that the bytes are not valid
             handle._fail(start, EIO, f"{'writing' if handle._writes else 'reading'} ({error!r})")
         handle._piece_done()
-        task = handle = None  # this thread must not keep the tensor while it waits
+        task = handle = None  # so that this thread keeps no tensor alive while it waits
 
 
 def _move(mover: _Mover, handle: Handle, start: int, end: int, checksum: bool) -> None:
-    """Move bytes [start, end) of the file."""
+    """Move bytes [start, end) of the handle's file."""
     file, memory = handle._file, handle._memory[start - handle._offset : end - handle._offset]
     address = handle._address + start - handle._offset
     if handle._writes:
@@ -486,14 +486,14 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class Engine:
-    """Threads that move pieces of requests, which any thread may make. They start with the first, in the process that makes it.
+    """Threads that move the pieces of requests. Any thread may make requests; the first one starts the threads, in its process.
 
     Args:
-        threads: transfers at one time.
+        threads: number of transfers at one time.
         block_nbytes: largest transfer; a multiple of ALIGN.
         checksum: keep a crc32 of what is written, in memory, and compare it when the same extent is read; costs about
             0.6 s of a core for each GB.
-        calls: the system, or what a test puts in its place.
+        calls: the system calls, or a test's replacement.
     """
 
     def __init__(
@@ -537,7 +537,7 @@ class Engine:
         return handle
 
     def rest(self) -> None:
-        """Finish what was asked for and end the threads; the next request starts others."""
+        """Finish all requests and end the threads; the next request starts new ones."""
         with self._lock:
             running = self._running
             self._stop()
@@ -546,7 +546,7 @@ class Engine:
             thread.join()
 
     def close(self) -> None:
-        """Finish what was asked for and end the threads. More calls do nothing."""
+        """Finish all requests and end the threads for good. Further calls do nothing."""
         with self._lock:
             self._closed = True
         self.rest()
@@ -565,21 +565,21 @@ class Engine:
             self._running.append(thread)
 
     def _forget_threads(self) -> None:
-        """Begin without threads; in a forked child those of the parent do not exist, and its locks may be held."""
+        """Start without threads. In a forked child the parent's do not exist, and its locks may be held."""
         if hasattr(self, "_stop"):
             self._stop.detach()
         self._lock = threading.Lock()
         self._begin()
 
     def _begin(self) -> None:
-        """Have no threads yet, and work for none but those that will start: what ends others does not end these."""
+        """Make an empty queue for threads that are still to start, so that `_stop` of earlier ones does not end these."""
         self._running, self._tasks = list[threading.Thread](), Tasks()
         self._stop = weakref.finalize(self, _stop, self._tasks, self.threads)
-        self._stop.atexit = False  # threads are daemons: an exit does not wait for them
+        self._stop.atexit = False  # the threads are daemons, for which the interpreter does not wait at exit
 
 
 def _stop(tasks: Tasks, threads: int) -> None:
-    """All threads end, behind the work that is queued."""
+    """End all threads, after the work that is queued."""
     for _ in range(threads):
         tasks.end()
 

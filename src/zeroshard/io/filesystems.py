@@ -1,4 +1,4 @@
-"""Which filesystem holds a folder."""
+"""The type of the filesystem that holds a folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 
 
 def filesystem_of(path: str | os.PathLike) -> str:
-    """Type of the filesystem that holds a folder, as the kernel names it ('ext4', 'tmpfs', 'nfs4'); '' if unknown."""
+    """Return the type of the filesystem that holds a folder, as the kernel names it ('ext4', 'tmpfs', 'nfs4'); '' if unknown."""
     place = os.path.realpath(path)
     try:
         lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()

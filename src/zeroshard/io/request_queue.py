@@ -1,7 +1,7 @@
-"""The order in which an engine's threads take their work: reads first, each kind in order of arrival.
+"""The queue from which an engine's threads take their work: reads first, each kind in order of arrival.
 
-Somebody waits for a read, or will soon; a write is waited for when its memory is wanted again, and then reads wait for that
-memory. So writes cannot starve where memory is bounded. (The step's last slab was read behind all writes: 180 ms for 35.)
+The caller waits for a read, or will soon; it waits for a write when it needs the memory again, and then reads wait for that
+memory. So writes can not starve where memory is bounded. (Before, a step's last slab was read behind all writes: 180 ms, not 35.)
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 
 class Tasks:
-    """Work for threads, of two kinds.
+    """Queue of two kinds of work for threads.
 
-    Threads: any may `put` and `get`. A token follows its task into the queue, so who gets one finds a task in one of the two deques.
+    Threads: any may `put` and `get`. A token follows each task into the queue, so a thread that gets one finds a task.
     """
 
     def __init__(self) -> None:
@@ -28,11 +28,11 @@ class Tasks:
         self._tokens.put(True)
 
     def end(self) -> None:
-        """One thread ends when all that was put before has been taken."""
+        """Let one thread end when all tasks put before this call have been taken."""
         self._tokens.put(None)
 
     def get(self) -> Any:
-        """The next task, or None: end."""
+        """Return the next task; None: the thread is to end."""
         if self._tokens.get() is None:
             return None
         try:

@@ -1,19 +1,19 @@
-"""SwapFolder: the folder of one process on a local disk, in which tensors rest that do not fit in memory.
+"""SwapFolder: the folder of one process on a local disk, for tensors that do not fit in memory.
 
     <path>/zeroshard-swap-<hostname>-<pid>-<token>/
         lock                    held by flock as long as the process lives, however it ends
         <name>, <name>, ...     one file for each `file(name, nbytes)`
 
-The folder is removed by `close`, or at exit. What a killed process leaves is found by its lock, which nobody holds, and
-removed by the next SwapFolder on that path. Many processes may make and clean folders at the same time:
+The folder is removed by `close`, or at exit. The folder of a killed process is recognised by its lock, which no process
+holds, and removed by the next SwapFolder on that path. Many processes may make and clean folders at the same time:
 
-    create   mkdir; make `lock` and flock it; is it still there? (else a cleaner was faster: another name); write the
+    create   mkdir; make `lock` and flock it; is it still there? (else a cleaner was faster: try another name); write the
              process id into it
-    clean    open `lock`, flock it without waiting (held: the folder is alive, leave it); is it still there? (else
+    clean    open `lock`, flock it without waiting (held: the folder is in use, leave it); is it still there? (else
              another cleaner has done the work); remove the files, `lock` last, then the folder
 
 So a folder whose lock is held is never touched, and of two cleaners one gets the lock. A folder without a lock, or with
-an empty one, is being made, or was left so by somebody who was killed: it is removed when it is older than a minute.
+an empty one, is being made, or its process was killed while making it: it is removed when it is older than a minute.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ NETWORK_FILESYSTEMS = ("nfs", "cifs", "smb", "9p", "fuse.", "lustre", "gpfs", "c
 
 
 class SwapFolder:
-    """A folder for swap files that goes when the process goes.
+    """A folder for swap files that is removed when its process ends.
 
     Args:
         path: an existing folder on a local disk.
         rank: this rank, for messages.
-        needed_nbytes: what the files of this rank will take.
-        host_needed_nbytes: what those of all ranks on this host will take on that filesystem; None: this rank alone.
+        needed_nbytes: bytes that the files of this rank will take.
+        host_needed_nbytes: bytes that those of all ranks on this host will take on that filesystem; None: only this rank's.
         any_filesystem: accept memory (tmpfs) and network filesystems, and say so in one line.
         keep: leave the folder when it is closed; no other SwapFolder removes it then.
 
     Raises:
-        SwapError: the path cannot serve: missing, no folder, not writable, read-only, too small, in memory, remote.
+        SwapError: the path cannot be used: missing, not a folder, not writable, read-only, too small, in memory, remote.
     """
 
     path: Path
@@ -74,7 +74,7 @@ class SwapFolder:
         any_filesystem: bool = False,
         keep: bool = False,
     ) -> None:
-        parent = Path(path).absolute()  # the process may change its folder
+        parent = Path(path).absolute()  # the process may change its working directory
         where = f"rank {rank}: swap folder {parent}"
         remote = _check_place(parent, where, any_filesystem)
         try:
@@ -88,20 +88,20 @@ class SwapFolder:
             (self.path / _KEEP).touch()
         self.files = {}
         self._end = weakref.finalize(self, _end, self.path, self.lock_fd, keep, os.getpid())
-        # a process that multiprocessing has forked leaves without atexit, but calls these
+        # a child of multiprocessing runs no atexit handlers, but it runs these finalizers
         self._at_exit = multiprocessing.util.Finalize(None, self._end, exitpriority=0)
 
     def check_space(self, needed_nbytes: int, host_needed_nbytes: int) -> None:
-        """Raise SwapError where so many bytes of this rank, and of all ranks of this host, are not free."""
+        """Raise SwapError where less is free than these bytes, of this rank and of all ranks of this host."""
         _check_space(self._parent, self._where, needed_nbytes, host_needed_nbytes)
 
     @property
     def device(self) -> int:
-        """The same number for folders on the same filesystem."""
+        """Number of the filesystem: equal for folders on the same one."""
         return self._parent.stat().st_dev
 
     def file(self, name: str, nbytes: int, *, reserve: bool = False) -> File:
-        """A new file of `nbytes` zero bytes; see `open_file` for the rest."""
+        """Return a new file of `nbytes` zero bytes. reserve: as in `open_file`."""
         if not self._end.alive:
             raise ValueError(f"expected an open swap folder, got {self.path}, which is closed")
         if not name or "/" in name or name in (_LOCK, _KEEP, ".", ".."):
@@ -112,7 +112,7 @@ class SwapFolder:
         return self.files[name]
 
     def close(self) -> None:
-        """Close the files and remove the folder with all that is in it. More calls do nothing."""
+        """Close the files and remove the folder with everything in it. Further calls do nothing."""
         for file in self.files.values():
             file.close()
         self._end()
@@ -126,7 +126,7 @@ class SwapFolder:
 
 
 def _check_place(parent: Path, where: str, any_filesystem: bool) -> bool:
-    """Whether the folder is remote; raises SwapError where it is no folder, or not on a disk of this host."""
+    """Return whether the folder is remote. Raises SwapError where it is no folder, or not on a disk of this host."""
     try:
         status = parent.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -164,13 +164,13 @@ def _check_space(parent: Path, where: str, needed_nbytes: int, host_needed_nbyte
 
 
 def _make_folder(parent: Path, where: str) -> tuple[Path, int]:
-    """The folder and the descriptor of its lock, held."""
+    """Make a folder; return its path and the descriptor of its lock, which this process holds."""
     while True:
         path = parent / f"zeroshard-swap-{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
         try:
             path.mkdir(mode=0o700)
             lock_fd = _lock(path, create=True)
-        except FileExistsError:  # a token drawn twice
+        except FileExistsError:  # the token is in use
             continue
         except FileNotFoundError:
             if not parent.exists():
@@ -188,7 +188,7 @@ def _host() -> str:
 
 
 def _refusal(error: OSError) -> str:
-    """Why a folder could not be made in it, and what to do."""
+    """Return why a folder could not be made there, and a remedy."""
     if error.errno in (EACCES, EPERM):
         return (
             f"not readable and writable by user {os.geteuid()}; "
@@ -202,9 +202,9 @@ def _refusal(error: OSError) -> str:
 
 
 def _lock(folder: Path, create: bool) -> int | None:
-    """A descriptor that holds the folder's lock; None if somebody else has it, or has removed it meanwhile.
+    """Return a descriptor that holds the folder's lock; None if another process holds it, or has removed it meanwhile.
 
-    `create` waits for a cleaner that looks at a lock which is still empty; it lets go of it at once.
+    With `create`, wait for a cleaner that holds the lock while it is still empty; it releases it at once.
     """
     import fcntl  # POSIX only; this file can be imported elsewhere
 
@@ -225,11 +225,11 @@ def _lock(folder: Path, create: bool) -> int | None:
 
 
 def remove_leftovers(parent: Path, *, remote: bool = False) -> int:
-    """Remove the folders of ended runs below a path; returns the bytes freed, and says so in one line if there are any.
+    """Remove the folders of ended runs in a folder; return the bytes freed, after a line on stderr if there were any.
 
     Args:
         parent: where swap folders are made.
-        remote: other hosts use it too, whose locks this one may not see: leave theirs.
+        remote: other hosts use it, too; their folders are left, since this host may not see their locks.
     """
     count = freed_nbytes = 0
     for folder in parent.iterdir():
@@ -252,13 +252,13 @@ def remove_leftovers(parent: Path, *, remote: bool = False) -> int:
 
 
 def _remove_if_ended(folder: Path) -> int | None:
-    """Bytes freed; None if the folder is alive, kept, gone, or not ours."""
+    """Remove a folder whose process has ended; return the bytes freed. None if it is in use, kept, gone, or not this user's."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or (folder / _KEEP).exists():
-        return None  # in a folder for everybody such a name may be a trap: a link to what root alone can remove
+        return None  # where everybody can write, such a name may be a trap: a link to what only root can remove
     try:
         fd = _lock(folder, create=False)
-    except FileNotFoundError:  # no lock yet, or no more
+    except FileNotFoundError:  # the lock is not made yet, or already removed
         return None if _is_young(folder) else _remove(folder)
     if fd is None:
         return None
@@ -273,7 +273,7 @@ def _is_young(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> int:
-    """Remove a folder's files, its lock last, and the folder; returns the bytes that they took."""
+    """Remove a folder's files, its lock last, and the folder; return the bytes that they took."""
     freed_nbytes = 0
     names = sorted(os.listdir(folder), key=lambda name: name == _LOCK)
     for name in names:
@@ -284,7 +284,7 @@ def _remove(folder: Path) -> int:
 
 
 def _end(folder: Path, lock_fd: int, keep: bool, process: int) -> None:
-    """What happens when a SwapFolder goes, in the process that made it; a forked child only looks like it."""
+    """Finalizer of a SwapFolder: remove the folder, in the process that made it but not in a forked child."""
     if process != os.getpid():
         return
     try:
@@ -297,11 +297,11 @@ def _end(folder: Path, lock_fd: int, keep: bool, process: int) -> None:
 
 
 def measure(path: str | os.PathLike, nbytes: int = 256 << 20) -> tuple[float, float]:
-    """Read and write speed of a folder's disk in bytes per second, from a short probe that leaves nothing behind.
+    """Return read and write speed of a folder's disk in bytes per second, from a short probe that leaves nothing behind.
 
     Args:
         path: a folder.
-        nbytes: what is written and read at most; a slow disk is given up on after about half a second for each.
+        nbytes: most bytes to write and to read; on a slow disk each stops after about half a second.
     """
     chunk_nbytes, patience_s = min(16 << 20, round_up(nbytes)), 0.4
     memory = empty_aligned(chunk_nbytes).fill_(1)
@@ -318,7 +318,7 @@ def measure(path: str | os.PathLike, nbytes: int = 256 << 20) -> tuple[float, fl
 def _timed(
     request: Callable[[File, int, Tensor], Handle], file: File, memory: Tensor, limit_nbytes: int, patience_s: float
 ) -> tuple[int, float]:
-    """Bytes moved in chunks, two of them under way, and the seconds that took."""
+    """Return the bytes moved in chunks, two of them at a time, and the seconds that this took."""
     begin, moved, under_way = time.perf_counter(), 0, []
     while moved < limit_nbytes and time.perf_counter() - begin < patience_s:
         under_way.append(request(file, moved, memory))

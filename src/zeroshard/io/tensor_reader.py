@@ -1,9 +1,9 @@
-"""Tensors in files: any flat range of one can be read, wherever its elements lie.
+"""Tensors in files, of which any flat range can be read, however the elements are spread over files.
 
-    parts(start, out)   where those elements lie, as ranges of contiguous tensors, and what part of `out` each fills
-    read(start, out)    the same, from the files and at once
+    parts(start, out)   yields the ranges of contiguous stored tensors, and the part of `out` that each fills
+    read(start, out)    reads those ranges from the files, at once
 
-Whoever reads many tensors together, or has read them before (checkpoint/bulk_reader.py), goes by the parts.
+checkpoint/bulk_reader.py, which reads many tensors together and keeps some, uses `parts`.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from ..tensor.chunks import Box
 from ..tensor.tiled_parameter import Part
 from .aligned import bytes_of
 
-CHUNK_NBYTES = 16 << 20  # bytes read or written, and converted, at a time
-_COMPARED_NUMEL = 1 << 20  # elements compared at a time
-Stretch = tuple[Any, int, Tensor]  # what can `fill`, the first of its elements, the part of `out` that they fill
+CHUNK_NBYTES = 16 << 20  # number of bytes read or written, and converted, at a time
+_COMPARED_NUMEL = 1 << 20  # number of elements compared at a time
+Stretch = tuple[Any, int, Tensor]  # (object with `fill`, first of its elements, the part of `out` that they fill)
 
 
 class Bulk(Protocol):
-    """Takes reads over, to carry them out together (checkpoint/bulk_reader.py)."""
+    """Collects reads, to carry them out together (checkpoint/bulk_reader.py)."""
 
     def add(self, stored: Any, start: int, out: Tensor) -> None:
-        """Elements [start, start + n) of a stored tensor are to be put into `out` (n,)."""
+        """Register a read of elements [start, start + n) of a stored tensor into `out` (n,)."""
 
 
 class Stored:
-    """A tensor that is stored somewhere, in whatever pieces."""
+    """A tensor that is stored in files, in one piece or several."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """Elements that there are."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     def parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
-        """Where elements [start, start + n) of the flattened tensor, for `out` (n,), are.
+        """Yield the stretches where elements [start, start + n) of the flattened tensor are stored, for `out` (n,).
 
-        Raises OSError where it has no such elements: what lies behind them in a file is another tensor's.
+        Raises OSError where the tensor has no such elements: the bytes behind it in a file are another tensor's.
         """
         stop = start + out.numel()
         if not 0 <= start <= stop <= self.numel:
@@ -59,11 +59,11 @@ class Stored:
         yield from self._parts(start, out)
 
     def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
-        """Of elements that are there."""
+        """Yield the stretches for `parts`, which has checked the range."""
         yield self, start, out
 
     def fill(self, start: int, out: Tensor) -> None:
-        """`out` (n,) with elements as `parts` counts them, converted to its dtype: of what `parts` gives alone."""
+        """Fill `out` (n,) with elements from `start` on, converted to its dtype. For stretches of `parts` only."""
         raise NotImplementedError
 
     def read(self, start: int, out: Tensor) -> None:
@@ -72,13 +72,13 @@ class Stored:
             at.fill(first, place)
 
     def cut(self, part: Part | None) -> Stored:
-        """A part of it (rows, or columns of a matrix) as a tensor of its own."""
+        """Return a part of the tensor (rows, or columns of a matrix) as a stored tensor; None: all of it."""
         return self if part is None else StoredPart(self, part)
 
 
 @dataclass(frozen=True)
 class StoredTensor(Stored):
-    """Where a tensor lies in a file: bytes [offset, offset + nbytes)."""
+    """A contiguous tensor in a file: bytes [offset, offset + nbytes)."""
 
     path: Path
     offset: int
@@ -88,11 +88,11 @@ class StoredTensor(Stored):
 
     @property
     def numel(self) -> int:
-        """Elements that there are in the file, whatever the shape."""
+        """Number of elements in the file, whatever the shape."""
         return self.nbytes // self.dtype.itemsize
 
     def fill(self, start: int, out: Tensor) -> None:
-        """`out` (n,) with what lies from `start` elements behind `offset` on. Raises OSError."""
+        """Fill `out` (n,) with the elements from number `start` on, converted to its dtype. Raises OSError."""
         step = max(CHUNK_NBYTES // self.dtype.itemsize, 1)
         with open(self.path, "rb", buffering=0) as file:
             for begin in range(0, out.numel(), step):
@@ -121,7 +121,7 @@ class StoredTensor(Stored):
                 raw, offset = raw[count:], offset + count
 
     def cut(self, part: Part | None) -> StoredTensor | StoredPart:
-        """Where a part of this tensor (rows, or columns of a matrix) lies."""
+        """Return a part of this tensor (rows, or columns of a matrix) as a stored tensor; None: all of it."""
         if part is None:
             return self
         if part.dim != 0 or part.around is not None or part.maps > 1:
@@ -133,7 +133,10 @@ class StoredTensor(Stored):
 
 @dataclass(frozen=True)
 class StoredBoxes(Stored):
-    """A tensor in boxes. stretches: (first element in the flattened tensor, in the box, count, box), in order."""
+    """A tensor stored in boxes.
+
+    stretches: (first element in the flattened tensor, first in the box, count, the stored box), in order.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -142,13 +145,13 @@ class StoredBoxes(Stored):
 
     @classmethod
     def of(cls, dtype: torch.dtype, shape: Sequence[int], boxes: Sequence[tuple[Box, Stored]]) -> StoredBoxes:
-        """From where each box is stored."""
+        """Return the tensor that consists of these boxes, each with the place where it is stored."""
         stretches = [(at, within, count, at_rest) for box, at_rest in boxes for at, within, count in box.rows(shape) if count]
         stretches.sort(key=lambda stretch: stretch[0])
         return cls(dtype, tuple(shape), stretches, [stretch[0] for stretch in stretches])
 
     def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
-        """Of each box that has some of them. Raises OSError where elements are in none."""
+        """Yield the stretches of each box that has some of the elements. Raises OSError where an element is in no box."""
         done, number = 0, max(bisect_right(self.starts, start) - 1, 0)
         while done < out.numel():
             if number == len(self.stretches):
@@ -164,7 +167,7 @@ class StoredBoxes(Stored):
 
 @dataclass(frozen=True)
 class StoredChunks(Stored):
-    """A tensor in boxes, whose rows are looked up when some are first asked for: columns of a matrix are as many as it has rows."""
+    """A tensor stored in boxes, whose stretches are computed on first use: columns of a matrix have one for each of its rows."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -194,18 +197,18 @@ class StoredPart(Stored):
         return self.part.extents
 
     def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
-        """As of a whole tensor of this shape."""
+        """Yield the stretches of the whole tensor that hold the elements of this part."""
         for at, first, last in self._stretches(start, start + out.numel()):
             yield from self.whole.parts(at, out[first - start : last - start])
 
     def write(self, start: int, source: Tensor) -> None:
-        """As of a whole tensor of this shape."""
+        """Set elements [start, start + n) of this part to `source` (n,)."""
         assert isinstance(self.whole, StoredTensor)
         for at, first, last in self._stretches(start, start + source.numel()):
             self.whole.write(at, source[first - start : last - start])
 
     def _stretches(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(first element in the whole, [first, last) in this part) of each contiguous stretch of [start, stop)."""
+        """Yield (first element in the whole, [first, last) in this part) of each contiguous stretch of [start, stop)."""
         flat = self.part.unpacked
         for at, within, count in flat.box.rows(flat.whole_shape, start, stop):
             first, last = max(within, start), min(within + count, stop)
@@ -214,7 +217,7 @@ class StoredPart(Stored):
 
 
 def differ(one: Stored, other: Stored, rank: int = 0, ranks: int = 1) -> bool:
-    """Whether two stored tensors have other values, in one rank's part of them. Of another shape: that is told elsewhere."""
+    """Return whether two stored tensors differ in value, within the share of one rank. False for tensors of different shapes."""
     if one is other or one == other or one.shape != other.shape:
         return False
     numel = math.prod(one.shape)
@@ -223,6 +226,6 @@ def differ(one: Stored, other: Stored, rank: int = 0, ranks: int = 1) -> bool:
         values = [torch.empty(count, dtype=one.dtype, device="cpu") for _ in range(2)]
         one.read(start, values[0])
         other.read(start, values[1])
-        if not torch.equal(*values) and bytes_of(values[0]) != bytes_of(values[1]):  # no number is equal to NaN
+        if not torch.equal(*values) and bytes_of(values[0]) != bytes_of(values[1]):  # compare bytes, too: NaN != NaN
             return True
     return False

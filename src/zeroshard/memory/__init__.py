@@ -1,1 +1,1 @@
-"""Memory: the ledger of bytes by category, and the pools of constant size."""
+"""Memory: the ledger of bytes by category, pools of buffers of constant size, and what a host must hold."""

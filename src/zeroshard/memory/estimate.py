@@ -1,10 +1,10 @@
-"""What a model will take of host memory and disks until its first step is over, and whether that is there (B22, B23).
+"""The host memory and disk space that a model takes by the end of its first step, and whether they are there (B22, B23).
 
-    Group, Buffers --needs--> bytes by (category, tier, folder)        pure arithmetic, on what the buffers will be made of
-    Need of every rank + what each limit leaves --shortage--> None, or the table that says what is missing
+    Group --needs--> bytes by (category, tier, folder)                 pure arithmetic, on the sizes of buffers to be made
+    Need of every rank + what each limit leaves --shortage--> None, or a table of what is missing
 
-All ranks come to the same verdict before any of them has allocated: a rank that the kernel kills later tells nobody why.
-Activations are not counted, and what the model gives back (its own parameters) is: nothing that fits is refused.
+All ranks come to the same verdict before any of them has allocated: a rank that the kernel kills later can not say why.
+Activations are left out, and what the model gives back (its own parameters) is deducted, so that nothing that fits is refused.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import astuple, dataclass, field
 import torch
 
 from ..config import Config, Offload, Placement, Tier
+from ..errors import OUT_OF_MEMORY_PAGE
 from ..tensor.flat_layout import round_up
 from ..utils.host import host_identity
 from .host_memory import Limit
@@ -31,10 +32,10 @@ Place = tuple[str, Tier, str | None]  # category, tier, folder on disk
 
 @dataclass(frozen=True)
 class Group:
-    """One flat buffer to be: `numel` elements of `dtype`, `shard_numel` of them on each rank.
+    """A flat buffer to be made: `numel` elements of `dtype`, `shard_numel` of them on each rank.
 
-    gradient: the dtype in which its gradient rests (None: frozen). states: where masters and optimizer states rest. master:
-    dtype of a master copy, or None. columns: optimizer states an element. whole: its values are on every rank, whatever the stage.
+    gradient: dtype in which its gradient rests (None: frozen). states: the tier of masters and optimizer states. master: dtype of
+    a master copy, or None. columns: number of optimizer states per element. whole: every rank has all values, at any stage.
     """
 
     numel: int
@@ -48,12 +49,12 @@ class Group:
 
     @property
     def stepped(self) -> torch.dtype:
-        """Of what the optimizer steps, and so of its states."""
+        """Dtype of the values that the optimizer steps, and of its states."""
         return self.master or self.dtype
 
 
 def needs(config: Config, separate: bool, groups: Sequence[Group]) -> dict[Place, int]:
-    """Bytes that one rank will hold, without buffers of constant size other than the step's.
+    """Return the bytes that one rank will hold, by place. Of buffers of constant size only the optimizer step's are counted.
 
     separate: the device has a memory of its own.
     """
@@ -73,7 +74,7 @@ def needs(config: Config, separate: bool, groups: Sequence[Group]) -> dict[Place
         sharded = row.gradient is Placement.SHARDED
         place, numel = (config.offload_gradient, group.shard_numel) if sharded else (device, group.numel)
         add(GRADIENTS, place, numel * group.gradient.itemsize)
-        if config.delayed_update is not None and group.states.tier is not Tier.DEVICE:  # its twin (GradientBuffer.hand_over)
+        if config.delayed_update is not None and group.states.tier is not Tier.DEVICE:  # a second one (GradientBuffer.hand_over)
             add(GRADIENTS, config.offload_gradient, group.shard_numel * group.gradient.itemsize)
         numel = group.shard_numel if row.optimizer is Placement.SHARDED else group.numel
         if group.master is not None:
@@ -85,7 +86,7 @@ def needs(config: Config, separate: bool, groups: Sequence[Group]) -> dict[Place
 
 
 def arena_nbytes(config: Config, separate: bool, groups: Sequence[Group]) -> int:
-    """Memory through which the host's step brings what is not within its reach (optim/offloaded_step.py)."""
+    """Return the bytes of the arena through which the host's step moves what it can not use in place (offloaded_step.py)."""
     offload = config.offload_optimizer
     limit_nbytes, total, largest = offload.buffer_count * offload.buffer_nbytes, 0, 0
 
@@ -107,7 +108,7 @@ def arena_nbytes(config: Config, separate: bool, groups: Sequence[Group]) -> int
 
 @dataclass(frozen=True)
 class Need:
-    """What one rank will take of its host's memory, and what the limits leave there.
+    """The memory of its host that one rank will take, and what the limits leave there.
 
     parts: bytes by category; released_nbytes: what the model and optimizer hold now and give back; disk: bytes by folder.
     """
@@ -121,7 +122,7 @@ class Need:
 
     @classmethod
     def of(cls, found: dict[Place, int], on_host: set[Tier], released_nbytes: int, limits: Sequence[Limit]) -> Need:
-        """on_host: the tiers whose memory is the host's."""
+        """Return the Need for `found`, the result of `needs`. on_host: the tiers that are in the host's memory."""
         parts: dict[str, int] = defaultdict(int)
         disk: dict[str, int] = defaultdict(int)
         for (category, tier, folder), nbytes in found.items():
@@ -132,25 +133,25 @@ class Need:
         return cls(dict(parts), released_nbytes, list(limits), dict(disk), host_identity(), os.getpid())
 
     def plain(self) -> tuple:
-        """As it is told to other ranks: see `told`."""
+        """Return this Need as plain values, for other ranks: see `told`."""
         return astuple(self)
 
     @classmethod
     def told(cls, parts: dict, released_nbytes: int, limits: list, disk: dict, host: tuple, pid: int) -> Need:
-        """What another rank has made `plain`."""
+        """Return the Need that another rank has made `plain`."""
         return cls(parts, released_nbytes, [Limit(*limit) for limit in limits], disk, host, pid)
 
     @property
     def nbytes(self) -> int:
-        """More than is held now."""
+        """Bytes that will be held in addition to what is held now."""
         return max(sum(self.parts.values()) - self.released_nbytes, 0)
 
 
 def shortage(everyone: Sequence[Need], config: Config) -> str | None:
-    """Why the ranks' plans do not fit the memory of some host, with the table and the remedy; None if they do."""
+    """Return why the ranks' states do not fit the memory of some host, with a table and a remedy; None if they fit."""
     for rank, need in enumerate(everyone):
         for limit in need.limits:
-            # threads of one process share its limits, all ranks of a host those of the host
+            # ranks that are threads share their process's limits, and all ranks of a host share the host's
             sharers = [n for n in everyone if n.host == need.host and (n.pid == need.pid or not limit.of_process)]
             if sum(n.nbytes for n in sharers) > limit.nbytes:
                 return _table(rank, need, limit, sharers, config)
@@ -179,7 +180,7 @@ def _table(rank: int, need: Need, limit: Limit, sharers: list[Need], config: Con
 
 
 def _remedy(missing: int, sharers: list[Need], config: Config, limit: Limit) -> str:
-    """The options that cost the least time and free enough, in that order; else what is left to do."""
+    """Return a sentence with the options that cost the least time and free enough, in that order, or with other ways out."""
     row = config.row
 
     def held(*names: str) -> int:
@@ -201,4 +202,4 @@ def _remedy(missing: int, sharers: list[Need], config: Config, limit: Limit) -> 
         remedies += ["stage=3, where ranks hold a part of every state"] * (config.stage < 3)
     remedies += ["fewer ranks on this host"] * (len(sharers) > 1)
     remedies += [limit.remedy]
-    return "To go on: " + "; or ".join(remedies) + "."
+    return "To go on: " + "; or ".join(remedies) + f". {OUT_OF_MEMORY_PAGE} has others."

@@ -1,16 +1,16 @@
-"""Host memory: how much there is by which limit, and what the C library does with what is freed.
+"""Host memory: how much of it each limit leaves, and whether the C library keeps what is freed.
 
 Training frees and allocates the same large tensors each step. glibc maps large blocks afresh and trims its heap, so the
 kernel zeroes the same pages again and again: 13,000-23,000 page faults a step and rank for the 34M GPT, 3-5% of its time
-(docs/log.md). Two settings stop that. The price is a heap with holes: blocks of some MiB that come and go leave several
-times what is in use at once (0.9 GiB for 0.3, docs/log.md), as they do by glibc's own settings. Where even parameters rest
-on disk memory is what is short: there blocks of 1 MiB and more are mapped, and go when they are freed.
+(docs/log.md). Two settings stop that. The price is a heap with holes: blocks of some MiB that come and go occupy several
+times what is in use at once (0.9 GiB for 0.3, docs/log.md), as with glibc's own settings. Where even parameters rest on
+disk, memory is scarce: there blocks of 1 MiB and more are mapped, and are unmapped when they are freed.
 
-Most holes are of one making. torch aligns blocks to 64 bytes, and glibc does so by cutting pieces off a larger one. Before 2.39
-(bug 30723) these pieces go to the thread's cache of small blocks, from which whatever is small takes them: the hole that the
-block leaves is then too short for the next one of the same size. Without that cache they merge again. Only a variable turns
-it off, and only before a process begins: `quiet_heap`, which launchers give to their ranks. So it is with huge pages for blocks
-that are mapped afresh; gathered units ask for them in any case (`release.py`).
+Most holes have one cause. torch aligns blocks to 64 bytes, for which glibc cuts pieces off a larger block. Before 2.39
+(bug 30723) these pieces go to the thread's cache of small blocks, and small allocations take them: the hole that the
+block leaves is then too short for the next one of the same size. Without that cache they merge again. An environment variable
+turns it off, if set before a process starts (`quiet_heap`, for the ranks of launchers). It also turns on huge pages for
+newly mapped blocks; gathered units ask for them in any case (`release.py`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pathlib import Path
 
 try:
     import resource
-except ImportError:  # no POSIX system: no such limits
+except ImportError:  # not a POSIX system, which has no such limits
     resource = None  # type: ignore[assignment]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-KEEP_NBYTES = 128 << 20  # free at the top of the heap
-MMAP_NBYTES = 32 << 20  # the largest value that glibc accepts; blocks of fewer bytes come from its heap
+KEEP_NBYTES = 128 << 20  # free memory that is kept at the top of the heap
+MMAP_NBYTES = 32 << 20  # the largest value that glibc accepts; smaller blocks come from its heap
 _RETURNED_NBYTES = 1 << 20
 _mapped_nbytes = MMAP_NBYTES
 _TUNABLES, _MENDED = "GLIBC_TUNABLES", (2, 39)
@@ -38,8 +38,10 @@ _CACHE, _HUGE = "glibc.malloc.tcache_count=0", "glibc.malloc.hugetlb=1"
 
 
 def quiet_heap(given: Mapping[str, str]) -> dict[str, str]:
-    """What a process's environment is to have besides, so that freed blocks serve again, and fresh ones have huge pages (from glibc
-    2.35 on: a step with all on disk takes 0.85 of the time); what it sets itself stays."""
+    """Return environment variables by which a process uses freed blocks again and has huge pages in new ones.
+
+    What `given` sets itself stays. With huge pages (from glibc 2.35 on) a step with all states on disk takes 0.85 of the time.
+    """
     name, version = platform.libc_ver()
     if name != "glibc":
         return {}
@@ -50,17 +52,17 @@ def quiet_heap(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc's allocator to keep freed memory; False where the C library has no such setting."""
+    """Tell glibc's allocator to keep freed memory; return False where the C library has no such setting."""
     return _set_malloc(trim_nbytes=KEEP_NBYTES, mmap_nbytes=MMAP_NBYTES)
 
 
 def return_freed_memory() -> bool:
-    """Tell glibc's allocator to give large blocks back at once; False where the C library has no such setting."""
+    """Tell glibc's allocator to give large blocks back at once; return False where the C library has no such setting."""
     return _set_malloc(trim_nbytes=_RETURNED_NBYTES, mmap_nbytes=_RETURNED_NBYTES)
 
 
 def mapped_nbytes() -> int:
-    """Blocks of so many bytes, and larger ones, are mapped anew each time; smaller ones come from the C library's heap."""
+    """Return the size from which the C library maps each block anew; smaller blocks come from its heap."""
     return _mapped_nbytes
 
 
@@ -76,7 +78,7 @@ def _set_malloc(trim_nbytes: int, mmap_nbytes: int) -> bool:
 
 @dataclass(frozen=True)
 class Limit:
-    """Memory that may still be taken: `nbytes`, by what `name` says; of_process: by this process alone, not by the host's."""
+    """Memory that may still be taken: `nbytes`, by the limit `name`; of_process: it binds this process, not its host."""
 
     name: str
     nbytes: int
@@ -85,7 +87,7 @@ class Limit:
 
 
 def limits() -> list[Limit]:
-    """What still limits the memory of this process, as far as it is known. Swap counts: it is slow, but nobody is killed."""
+    """Return the known limits to this process's memory. Swap counts as memory: it is slow, but nothing is killed."""
     swap = _meminfo("SwapFree") or 0
     found = []
     if (free := _meminfo("MemAvailable")) is not None:
@@ -100,14 +102,14 @@ def limits() -> list[Limit]:
 
 
 def available_nbytes() -> int | None:
-    """Memory that this process may still take: what the machine has, and what the limit of its group leaves. None if unknown."""
+    """Return the bytes that the machine and this process's control groups still leave to it; None where unknown."""
     free = _meminfo("MemAvailable")
     left = ([] if free is None else [free]) + [left for _, left in _groups_left()]
     return max(min(left), 0) if left else None
 
 
 def _meminfo(name: str) -> int | None:
-    """Bytes, by /proc/meminfo."""
+    """Return an entry of /proc/meminfo in bytes; None where there is none."""
     try:
         found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     except OSError:
@@ -116,7 +118,7 @@ def _meminfo(name: str) -> int | None:
 
 
 def _groups_left() -> list[tuple[Path, int]]:
-    """(control group, bytes that its limit leaves) of all that have one. Cached files are given back when memory is asked for."""
+    """Return (control group, bytes that its limit leaves) of all that have one. Cached files count as free."""
     found = []
     for root, limit, used, cached in (
         ("", "memory.max", "memory.current", ("active_file", "inactive_file")),
@@ -126,14 +128,14 @@ def _groups_left() -> list[tuple[Path, int]]:
             try:
                 left = int((folder / limit).read_text()) - int((folder / used).read_text())
                 counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            except (OSError, ValueError):  # no such group, or "max"
+            except (OSError, ValueError):  # there is no such group, or its limit is "max"
                 continue
             found.append((folder, max(left + sum(int(counts.get(name, 0)) for name in cached), 0)))
     return found
 
 
 def _address_space_left() -> int | None:
-    """Bytes that RLIMIT_AS leaves; None where there is no such limit."""
+    """Return the bytes that RLIMIT_AS leaves; None where there is no such limit."""
     if resource is None or not hasattr(resource, "RLIMIT_AS"):
         return None
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -147,7 +149,7 @@ def _address_space_left() -> int | None:
 
 
 def resident_nbytes() -> int:
-    """Bytes of this process that are in memory now; where the system does not tell, the most that there ever were."""
+    """Return the resident bytes of this process, or their peak where the system tells no more."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -156,7 +158,7 @@ def resident_nbytes() -> int:
 
 
 def _own_groups(root: str) -> list[Path]:
-    """Where the control group of this process may be found, and those around it: inside a container its own is the root."""
+    """Return the folders that may be this process's control group or its ancestors' (in a container, the root)."""
     base, found = Path("/sys/fs/cgroup") / root, [Path("/sys/fs/cgroup") / root]
     try:
         lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]

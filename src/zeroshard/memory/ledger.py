@@ -1,7 +1,7 @@
 """The ledger: bytes held by the sharding layer, by category, now and at peak; and bytes sent, by collective.
 
-Every buffer of the library is entered when it comes to life and struck out when it goes, so that a report is a
-reading, not an estimate. Sizes are bytes per rank.
+Every buffer of the library is entered when it is allocated and struck out when it is freed, so that a report is a
+measurement, not an estimate. Sizes are bytes per rank.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ PARTIAL = "partial gradients"
 
 
 class Listener(Protocol):
-    """Who counts all memory besides: the planner."""
+    """An observer that counts all memory, not only that of ledgers: the planner."""
 
     def watch(self, ledger: Ledger) -> None:
-        """A ledger has been opened."""
+        """Note a new ledger."""
 
     def claim(self, tensor: Any) -> None:
-        """Of this memory a ledger has an entry."""
+        """Note that a ledger has an entry for this tensor's memory."""
 
     def looking_away(self) -> contextlib.AbstractContextManager[None]:
-        """All memory that is made meanwhile has, or gets, an entry."""
+        """Context in which all memory that is allocated has, or gets, an entry in a ledger."""
 
 
 listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 def claimed(tensor: Any) -> Any:
-    """The tensor. Its maker enters its bytes in a ledger: who counts all memory besides must not count it twice."""
+    """Return the tensor, after telling the listener that its bytes have an entry in a ledger and are not to be counted twice."""
     found = listener.get()
     if found is not None:
         found.claim(tensor)
@@ -53,14 +53,14 @@ def claimed(tensor: Any) -> Any:
 
 
 def making() -> contextlib.AbstractContextManager[None]:
-    """Around what makes memory that has, or gets, an entry: as `claimed`, and of no moment does anybody count it elsewhere."""
+    """Context for allocating memory that has, or gets, an entry: like `claimed`, but the listener never counts it at all."""
     found = listener.get()
     return contextlib.nullcontext() if found is None else found.looking_away()
 
 
 @dataclass
 class Traffic:
-    """Totals of one kind of collective: calls, bytes that one rank sent (between: of them, those to other nodes), and calls by unit."""
+    """Totals of one kind of collective: calls, calls by unit, bytes that one rank sent, and `between`: those to other nodes."""
 
     count: int = 0
     nbytes: int = 0
@@ -71,12 +71,12 @@ class Traffic:
 class Ledger:
     """Bytes by category (`now`, `peak`: on the device; `elsewhere`: by tier) and traffic by kind of collective and by link.
 
-    moved: bytes so far by link, a pair of tiers (source, target). ahead: those of them that a step to come has yet to use:
-    how much was read before a step ended depends on the disk, what a step uses does not.
+    moved: bytes so far by link, a pair of tiers (source, target). ahead: the part of `moved` that is read ahead for a later
+    step: how much that is at the end of a step depends on the disk, whereas what a step uses does not.
     """
 
     def __init__(self) -> None:
-        """Any thread may enter, strike and count; readings are the rank's own thread's."""
+        """Make an empty ledger. Any thread may enter, strike and count; only the rank's own thread reads."""
         self.now: dict[str, int] = defaultdict(int)
         self.peak: dict[str, int] = defaultdict(int)
         self.traffic: dict[str, Traffic] = defaultdict(Traffic)
@@ -85,7 +85,7 @@ class Ledger:
         self.elsewhere_peak: dict[Tier, int] = {Tier.HOST: 0, Tier.DISK: 0}
         self.moved: dict[tuple[Tier, Tier], int] = defaultdict(int)
         self.ahead: dict[tuple[Tier, Tier], int] = defaultdict(int)
-        self.changed: Callable[[], None] | None = None  # is called after each entry
+        self.changed: Callable[[], None] | None = None  # called after each `enter`
         self._lock = threading.Lock()
         found = listener.get()
         if found is not None:
@@ -93,7 +93,7 @@ class Ledger:
 
     def enter(self, category: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
         """Count `nbytes` more in a category."""
-        with self._lock:  # a delayed update has a thread of its own
+        with self._lock:  # a delayed update runs in a thread of its own
             self._enter(category, nbytes, tier)
         if self.changed is not None:
             self.changed()
@@ -116,23 +116,23 @@ class Ledger:
         assert held[category] >= 0, f"ledger: {category} fell below zero"
 
     def move(self, source: Tier, target: Tier, nbytes: int) -> None:
-        """Count bytes that passed a link."""
+        """Count bytes moved over a link."""
         if source is not target:
             with self._lock:
                 self.moved[source, target] += nbytes
 
     def read_ahead(self, source: Tier, target: Tier, nbytes: int) -> None:
-        """Count bytes, moved already, as those of a step to come; negative: they are used, or dropped."""
+        """Count bytes, already in `moved`, as read ahead for a later step; negative: they are now used, or dropped."""
         with self._lock:
             self.ahead[source, target] += nbytes
 
     def used(self) -> dict[tuple[Tier, Tier], int]:
-        """Bytes so far by link, without what was read ahead."""
+        """Return the bytes so far by link, without what was read ahead."""
         with self._lock:
             return {link: nbytes - self.ahead.get(link, 0) for link, nbytes in self.moved.items()}
 
     def sent(self, kind: str, nbytes: tuple[int, int], unit: str) -> None:
-        """Count one collective of a unit, for which this rank sent `nbytes` inside of its node, and to others."""
+        """Count one collective of a unit, for which this rank sent `nbytes`: (inside its node, to other nodes)."""
         entry = self.traffic[kind]
         entry.units[unit] = entry.units.get(unit, 0) + 1
         entry.count += 1

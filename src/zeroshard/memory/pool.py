@@ -1,18 +1,18 @@
-"""Pools of constant size (ZeRO-R's CB, arXiv 1910.02054, 5.2.2).
+"""Pools of buffers of constant size (ZeRO-R's CB, arXiv 1910.02054, 5.2.2).
 
-`StagingPool`: regions through which gradients leave, and through which offloaded shards come to be gathered. `BufferPool`:
-buffers of one size for shards and gradients between tiers. `Arena`: one stretch of memory through which optimizer states pass.
+`StagingPool`: regions from which gradients are reduced, and from which offloaded shards are gathered. `BufferPool`: buffers
+of one size for shards and gradients between tiers. `Arena`: one stretch of memory through which optimizer states pass.
 
 A gradient buffer is taken when a unit's first gradient appears and given back when its reduction has started; it
-can be taken again once no rank reads it any more. Normally `count` buffers circulate, in turn: how many are touched does not
-depend on how fast ranks and disks are. More exist as address space
-only: they are touched when ranks use units in different orders and would otherwise wait for one another for ever, and
-circulate from then on (ranks that use other experts in each step wait in the first ones alone).
+can be taken again once no rank reads it any more. Normally `count` buffers circulate, in turn, so that the number of touched
+buffers does not depend on the speed of ranks and disks. Further ones exist as address space only: they are touched when
+ranks use units in different orders and would otherwise wait for one another for ever, and circulate from then on (so
+ranks that use other experts in each step wait in the first steps only).
 
-Every region is one that peers can read (see comm.base), so allocation is collective and happens once, at the start.
+Peers can read every region of a StagingPool (see comm.base), so allocation is collective and happens once, at the start.
 
-Threads: one at a time may be in a pool, which is checked (`ThreadsMet`). That is the rank's own thread and, in a backward on a
-GPU, autograd's, for which the former waits; an Arena belongs to its HostStepper, and is with it in the thread of a delayed step.
+Threads: one at a time may be in a pool, which is checked (`ThreadsMet`): the rank's own thread or, in a backward on a GPU,
+autograd's, while the former waits for it. A HostStepper's Arena is used in the thread of a delayed step, together with it.
 """
 
 from __future__ import annotations
@@ -36,47 +36,47 @@ from .ledger import STAGING, Ledger
 from .release import give_back, take_again
 
 _PATIENCE_S = 0.05  # a wait for a free buffer that lasts this long is announced to the peers
-_LONGEST_S = 5.0  # after this a further buffer is touched in any case
+_LONGEST_S = 5.0  # a wait that lasts this long ends with a further buffer in any case
 
 
 @dataclass
 class _Buffer:
-    region: Region  # bytes
-    work: Work | None = None  # the reduction that reads it
+    region: Region  # of uint8
+    work: Work | None = None  # the collective that still reads it
     taken: bool = False
     touched: bool = False
-    given: int = 0  # counts on with each `give`
-    nbytes: int = 0  # that it had, where it was given back
+    given: int = 0  # number of the last `give` of this buffer, counted over the pool; 0: none
+    nbytes: int = 0  # what `take_again` needs after its memory was given back to the system
 
 
 class StagingPool:
-    """`limit` buffers of `nbytes` each, of which `count` are normally in use."""
+    """A pool of `limit` buffers of `nbytes` each, of which `count` are normally in use."""
 
     def __init__(
         self, comm: Comm, ledger: Ledger, nbytes: int, count: int, limit: int, category: str = STAGING, *, passing: bool = False
     ) -> None:
-        """passing: what takes one is under way, and gives it back by itself: worth waiting for."""
+        """passing: a taken buffer comes back without further action of this rank, so that it is worth waiting for one."""
         self.passing, self.turn = passing, Turn(f"the pool of buffers ({category})")
         self.comm, self.ledger, self.count, self.category = comm, ledger, count, category
-        self.nbytes = round_up(nbytes, comm.world_size)  # a region has world_size shards, also if it serves as one
-        present = limit if comm.shares_memory and comm.world_size > 1 else count  # others must have opened all of them
+        self.nbytes = round_up(nbytes, comm.world_size)  # a region has world_size shards, also where it serves as one shard
+        present = limit if comm.shares_memory and comm.world_size > 1 else count  # peers must have mapped all of them
         self._buffers = [self._new() for _ in range(present if nbytes else 0)]
         self._views: dict[tuple[int, int, torch.dtype, bool], Region] = {}
         self._given = 0
-        self._longest_s = _LONGEST_S  # waited once in vain: not again for each buffer, until one comes free
+        self._longest_s = _LONGEST_S  # _PATIENCE_S after a wait in vain, until a buffer has come free
 
     def _new(self) -> _Buffer:
         return _Buffer(self.comm.allocate(self.nbytes, torch.uint8, whole=True))
 
     @one_thread
     def take(self, numel: int, dtype: torch.dtype, *, whole: bool = True) -> tuple[int, Region]:
-        """A free buffer as a region of `numel` elements (a whole one, or one shard); its number is for `give`."""
+        """Take a free buffer: return its number, for `give`, and a region of `numel` elements over it (whole, or one shard)."""
         assert numel * dtype.itemsize <= self.nbytes
         return self._prepare(self._find_free(), numel, dtype, whole)
 
     @one_thread
     def try_take(self, numel: int, dtype: torch.dtype, *, whole: bool = True) -> tuple[int, Region] | None:
-        """As `take`, but None where it would have to wait."""
+        """Take a free buffer as `take` does; return None where `take` would have to wait."""
         for number in self._in_turn():
             buffer = self._buffers[number]
             if number < self.count and not buffer.taken and self._drained(number) and not self._just_given(buffer):
@@ -84,11 +84,11 @@ class StagingPool:
         return None
 
     def _in_turn(self) -> list[int]:
-        """All buffers, those first that were never given back, or longest ago."""
+        """Return the numbers of all buffers: first those never given back, then the longest given back."""
         return sorted(range(len(self._buffers)), key=lambda number: self._buffers[number].given)
 
     def _just_given(self, buffer: _Buffer) -> bool:
-        """Imagined peers read each other's shards as well, and are a little late: what was given last, they are still reading."""
+        """Return True for the buffer given last, if imagined peers would read it: real ones are a little late, and still do."""
         return self.comm.imagined and self.comm.shares_memory and 0 < buffer.given == self._given
 
     def _prepare(self, number: int, numel: int, dtype: torch.dtype, whole: bool) -> tuple[int, Region]:
@@ -106,19 +106,19 @@ class StagingPool:
 
     @one_thread
     def give(self, number: int, work: Work | None) -> None:
-        """The buffer may be taken again when `work` has drained."""
+        """Give a buffer back; it may be taken again when `work` has drained."""
         self._given += 1
         buffer = self._buffers[number]
         buffer.taken, buffer.work, buffer.given = False, work, self._given
 
     def _find_free(self) -> int:
-        """A free buffer: wait for a slow peer, but not for one that itself waits."""
+        """Return the number of a free buffer: wait for a slow peer, but not for one that waits itself."""
         if self.comm.imagined or not self.comm.waits_on_host:
             free = [n for n, each in enumerate(self._buffers) if not each.taken and (each.touched or n < self.count)]
-            # the one whose reduction is furthest: that of the last may have just begun, and imagined peers are a little late
+            # the buffer whose reduction began first: the last one has only just begun, and peers are a little late
             number = min(free, key=lambda n: (not self._drained(n), self._buffers[n].given), default=None)
             if number is not None and (self._drained(number) or not self.comm.waits_on_host):
-                return number  # `take` orders the streams; the host, which peers may need, goes on
+                return number  # `take` orders the streams, and the host goes on, since peers may need it
         with self.comm.pending.waiting():
             return self._wait_for_free()
 
@@ -155,19 +155,19 @@ class StagingPool:
         return work is None or work.drained()
 
     def _further(self) -> int:
-        """A buffer beyond the usual number."""
+        """Return the number of a buffer beyond the usual `count`."""
         for number, buffer in enumerate(self._buffers[self.count :], self.count):
             if not buffer.taken and self._drained(number):
                 return number
         if self.comm.shares_memory:
             for number, buffer in enumerate(self._buffers):
                 if not buffer.taken:
-                    return number  # `take` waits; a circle of waiting ranks is detected there
+                    return number  # `take` waits for it, and a circle of waiting ranks is detected there
         self._buffers.append(self._new())
         return len(self._buffers) - 1
 
     def view(self, number: int, numel: int, dtype: torch.dtype, whole: bool) -> Region:
-        """A buffer as a region of `numel` elements, taken or not."""
+        """Return a buffer, taken or not, as a region of `numel` elements."""
         key = (number, numel, dtype, whole)
         if key not in self._views:
             region = self._buffers[number].region
@@ -181,13 +181,13 @@ class StagingPool:
             elif parts:
                 view.shards = list(parts)
             view.number = number
-            view.siblings = lambda other: self.view(other, numel, dtype, whole)  # ranks choose buffers by themselves
+            view.siblings = lambda other: self.view(other, numel, dtype, whole)  # each rank chooses its own buffer
             self._views[key] = view
         return self._views[key]
 
     @one_thread
     def give_back(self) -> None:
-        """Between steps, when no rank reads them: their memory comes again when they are next taken."""
+        """Give the memory of free buffers back to the system, between steps, when no rank reads them; `take` gets it again."""
         for buffer in self._buffers:
             if buffer.touched and not buffer.taken:
                 if buffer.work is not None:
@@ -198,7 +198,7 @@ class StagingPool:
 
     @one_thread
     def close(self) -> None:
-        """Drop all memory."""
+        """Drop all buffers."""
         for buffer in self._buffers:
             if buffer.touched:
                 self.ledger.strike(self.category, self.nbytes)
@@ -207,24 +207,24 @@ class StagingPool:
 
 
 class BufferPool:
-    """`count` buffers of `nbytes` each, made when they are first taken.
+    """A pool of `count` buffers of `nbytes` each, allocated when they are first taken.
 
-    make: nbytes -> memory (nbytes,) uint8, of `tier`.
+    make: nbytes -> memory (nbytes,) uint8, on `tier`.
     """
 
     def __init__(self, ledger: Ledger, count: int, nbytes: int, make: Callable[[int], Tensor], tier: Tier) -> None:
         self.ledger, self.count, self.nbytes, self.make, self.tier = ledger, count, nbytes, make, tier
         self.turn = Turn(f"the pool of buffers between tiers ({tier.value})")
-        self._free: list[tuple[Tensor, Any]] = []  # buffer, what still reads or writes it
+        self._free: list[tuple[Tensor, Any]] = []  # (buffer, the `Pending` that still reads or writes it)
         self._made = 0
 
     @one_thread
     def take(self, wait: bool = False, in_line: bool = False) -> Tensor | None:
-        """A free buffer (nbytes,) uint8. None where there is none yet, or (wait) none that anybody gave back.
+        """Take a buffer (nbytes,) uint8. None where none is free yet or, with `wait`, where none has been given back.
 
-        in_line: the current stream waits for what is still to be done with it, and not the host (device memory only).
+        in_line: the current stream, not the host, waits for what still uses the buffer (device memory only).
         """
-        if self._made < self.count:  # also where one is free already: how many there are is not to depend on timing
+        if self._made < self.count:  # also where one is free already, so that their number does not depend on timing
             self._made += 1
             self.ledger.enter(STAGING, self.nbytes, self.tier)
             return self.make(self.nbytes)
@@ -241,7 +241,7 @@ class BufferPool:
 
     @one_thread
     def give(self, buffer: Tensor, pending: Any = None) -> None:
-        """The buffer may be taken again when `pending` is done."""
+        """Give a buffer back; it may be taken again when `pending` is done."""
         self._free.append((buffer, pending))
         for position, (_, others) in reversed(list(enumerate(self._free))):
             if self._made > self.count and (others is None or others.done()):
@@ -250,29 +250,29 @@ class BufferPool:
 
     @one_thread
     def take_further(self) -> Tensor:
-        """A buffer beyond `count`, for a need that can not wait. As many are given up when they are free again."""
+        """Take a buffer beyond `count`, for a need that can not wait. Surplus buffers are dropped when they are free again."""
         self._made += 1
         self.ledger.enter(STAGING, self.nbytes, self.tier)
         return self.make(self.nbytes)
 
     @one_thread
     def lose(self) -> None:
-        """A buffer that was taken will not come back."""
+        """Write off a buffer that was taken and will not be given back."""
         self._made -= 1
         self.ledger.strike(STAGING, self.nbytes, self.tier)
 
     @one_thread
     def give_back(self) -> None:
-        """Drop the memory of free buffers: others are made when they are needed."""
+        """Drop the memory of free buffers; new ones are allocated when they are needed."""
         while self._free:
             self._settled(0)
             self.lose()
 
     @one_thread
     def close(self) -> None:
-        """Drop all memory."""
+        """Drop all buffers."""
         for _, pending in self._free:
-            with contextlib.suppress(OffloadIOError):  # nobody will use what it moved
+            with contextlib.suppress(OffloadIOError):  # its data is not needed any more
                 pending.wait() if pending is not None else None
         self._free.clear()
         self.ledger.strike(STAGING, self._made * self.nbytes, self.tier)
@@ -282,13 +282,13 @@ class BufferPool:
 class Arena:
     """One stretch of memory from which pieces of any size are taken in turn, and given back in about that order.
 
-        | free | in use . . . . . . . . | being written | free |        pieces follow one another and go round
+        | free | in use . . . . . . . . | being written | free |        pieces follow one another, in a ring
                tail (the oldest)                        head
 
-    So slabs of any size use all of it, where buffers of one size would each hold one slab, large or small. Memory comes in
-    one allocation, when `reserve` is first told how much is of use, and never exceeds `limit_nbytes`.
+    Slabs of any size can fill all of it, whereas each buffer of one size would hold one slab, large or small. The memory is
+    allocated at once, when `reserve` first tells how much is of use, and never exceeds `limit_nbytes`.
 
-    make: nbytes -> memory (nbytes,) uint8, of `tier`, page-aligned. turn: of the object whose arena it is.
+    make: nbytes -> memory (nbytes,) uint8, on `tier`, page-aligned. turn: that of the object to which the arena belongs.
     """
 
     def __init__(
@@ -302,11 +302,11 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Of the memory that there is now."""
+        """Bytes of memory that the arena has now."""
         return 0 if self.memory is None else self.memory.numel()
 
     def lacks(self, nbytes: int) -> bool:
-        """True where `reserve` would make more memory, and so must find nothing in use."""
+        """Return True where `reserve(nbytes)` would allocate more memory, for which no piece may be in use."""
         return self._wanted(nbytes) > self.nbytes
 
     def _wanted(self, nbytes: int) -> int:
@@ -314,7 +314,7 @@ class Arena:
 
     @one_thread
     def reserve(self, nbytes: int) -> None:
-        """So many bytes would be of use. More than before are made where nothing is in use."""
+        """Allocate `nbytes`, or `limit_nbytes` if that is less, where this is more than before and no piece is in use."""
         if not self.lacks(nbytes):
             return
         self.drain()
@@ -326,9 +326,9 @@ class Arena:
 
     @one_thread
     def take(self, nbytes: int, wait: bool = False) -> Tensor | None:
-        """A piece (nbytes,) at a multiple of `align`.
+        """Take a piece (nbytes,) at a multiple of `align`.
 
-        None where there is no room: (wait) also after all that was given back has been waited for.
+        None where there is no room; with `wait`, only after everything that was given back has been waited for.
         """
         size = -(-nbytes // self.align) * self.align
         self._reclaim(wait=False)
@@ -356,12 +356,12 @@ class Arena:
 
     @one_thread
     def give(self, memory: Tensor, pending: Any = None) -> None:
-        """The piece may be taken again when `pending` is done."""
+        """Give a piece back; its memory may be taken again when `pending` is done."""
         piece = next(p for p in self._pieces if p.memory is memory)
         piece.given, piece.pending = True, pending
 
     def _reclaim(self, wait: bool) -> None:
-        """Forget pieces at the tail that nobody uses any more; (wait) at least the first, if it was given back."""
+        """Drop the pieces at the tail that nothing uses any more; with `wait`, wait for the first of them that was given back."""
         while self._pieces and self._pieces[0].given:
             pending = self._pieces[0].pending
             if pending is not None and not (wait or pending.done()):
@@ -373,7 +373,7 @@ class Arena:
 
     @one_thread
     def drain(self) -> None:
-        """Return when what was given back is used by nobody."""
+        """Return when nothing uses the pieces that were given back."""
         for piece in self._pieces:
             if piece.given and piece.pending is not None:
                 piece.pending.wait()
@@ -381,7 +381,7 @@ class Arena:
 
     @one_thread
     def give_back(self) -> None:
-        """Drop the memory where nothing is in use: `reserve` makes it again."""
+        """Drop the memory where no piece is in use; `reserve` allocates it again."""
         self.drain()
         if not self._pieces:
             self._drop()
@@ -394,7 +394,7 @@ class Arena:
     def close(self) -> None:
         """Drop all memory."""
         for piece in self._pieces:
-            with contextlib.suppress(OffloadIOError):  # nobody will use what it moved
+            with contextlib.suppress(OffloadIOError):  # its data is not needed any more
                 piece.pending.wait() if piece.pending is not None else None
         self._pieces.clear()
         self._drop()
@@ -403,7 +403,7 @@ class Arena:
 
 @dataclass(eq=False)
 class _Piece:
-    """Bytes [begin, end) of an arena. given: back; pending: what still reads or writes it then."""
+    """Bytes [begin, end) of an arena. given: it was given back; pending: what was still reading or writing it then."""
 
     begin: int
     end: int

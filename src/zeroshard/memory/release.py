@@ -1,9 +1,9 @@
-"""Memory that is given back to the system while its tensors, and all views of them, stay.
+"""Giving memory back to the system while its tensors, and all views of them, stay.
 
-    device with an allocator     the storage is resized to nothing, and back: at another address, with any content
-    the host                     pages are dropped, the address stays; what is read there again are zeros
+    device                       the storage is resized to nothing, and back: at another address, with any content
+    host                         pages are dropped, the address stays; reading there again gives zeros
 
-Of the host's memory whole pages go, also those that ranks share (a memfd: for all ranks that map them).
+On the host only whole pages are dropped; pages that ranks share (a memfd) are dropped for all ranks that map them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 from ..io.aligned import round_down, round_up
 from .host_memory import mapped_nbytes
 
-_MADV_DONTNEED, _MADV_REMOVE, _MADV_HUGEPAGE = 4, 9, 14  # linux/mman.h: private pages; those of a file in memory
+_MADV_DONTNEED, _MADV_REMOVE, _MADV_HUGEPAGE = 4, 9, 14  # linux/mman.h: for private pages, for a memfd's, huge ones
 _HUGE_NBYTES = 4 << 20  # two huge pages at least
 
 
 def give_back(tensor: Tensor) -> int:
-    """Give up the memory of a contiguous tensor that nothing reads or writes. What `take_again` wants to be told."""
+    """Give up the memory of a contiguous tensor that nothing reads or writes; return the size that `take_again` needs."""
     storage = tensor.untyped_storage()
     nbytes = storage.nbytes()
     if tensor.device.type == "cpu":
@@ -32,29 +32,28 @@ def give_back(tensor: Tensor) -> int:
 
 
 def take_again(tensor: Tensor, nbytes: int) -> None:
-    """Have memory again; its content is to be written."""
+    """Give a tensor its memory back; its content is undefined, and is to be written."""
     storage = tensor.untyped_storage()
     if storage.nbytes() != nbytes:
         storage.resize_(nbytes)
-        if storage.device.type == "cpu":  # neither a device's nor imagined
+        if storage.device.type == "cpu":  # not on a device, and not fake
             _use_huge_pages(tensor)
 
 
 def _use_huge_pages(tensor: Tensor) -> None:
-    """Of a block that the C library has just mapped, and unmaps when it is freed: 50 MB are filled in 10 ms instead of 34-40,
-    for what the system takes to clear 12,000 pages. Blocks of its heap stay as they are: they are not cleared again."""
-    if tensor.nbytes >= max(_HUGE_NBYTES, mapped_nbytes()):
+    """Ask for huge pages in a block that was just mapped: 50 MB are then filled in 10 ms, not 34-40 (12,000 pages to clear)."""
+    if tensor.nbytes >= max(_HUGE_NBYTES, mapped_nbytes()):  # blocks of the heap, which are smaller, are not cleared again
         _advise(tensor.data_ptr(), tensor.nbytes, _MADV_HUGEPAGE)
 
 
 def _drop_pages(address: int, nbytes: int) -> None:
-    _advise(address, nbytes, _MADV_REMOVE, _MADV_DONTNEED)  # the first is refused for private memory
+    _advise(address, nbytes, _MADV_REMOVE, _MADV_DONTNEED)  # the system refuses the first for private memory
 
 
 def _advise(address: int, nbytes: int, *advices: int) -> None:
-    """The first advice that the system takes on the whole pages of [address, address + nbytes). Where it has no such call, none."""
+    """Apply the first advice that the system accepts to the whole pages of [address, address + nbytes); on Linux only."""
     begin, end = round_up(address), round_down(address + nbytes)
-    if begin >= end or not hasattr(os, "memfd_create"):  # Linux's
+    if begin >= end or not hasattr(os, "memfd_create"):  # present on Linux only
         return
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     for advice in advices:

@@ -1,1 +1,1 @@
-"""The second axis: Comms made of Comms, for nodes that are joined by slower links than their ranks are (ZeRO++, MiCS, HSDP)."""
+"""The mesh: Comms made of Comms, for nodes whose links to each other are slower than those inside (ZeRO++, MiCS, HSDP)."""

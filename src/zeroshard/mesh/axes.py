@@ -1,10 +1,10 @@
-"""What the axes of a mesh are for: those of data parallelism, over which states are sharded, and those of the model.
+"""The axes of a mesh: axes of data parallelism, over which states are sharded, and model axes (tp, ep, pp).
 
-mesh ("pp", "dp", "tp")      this rank's place: pp 1, tp 0
+A *place* is what a rank holds of the model: its position along the model axes. In a mesh ("pp", "dp", "tp"):
 
-control    its ranks along dp                      gather, reduce, agree on what comes next
-peers      its ranks along dp and tp               hold parts of the same parameters: norms of tensors
-world      all of them                             one optimizer step: norm, verdict, checkpoints, failures
+control    the ranks of this rank's place (along dp)       gather, reduce, agree on what comes next
+peers      the ranks of its stage (along dp and tp)        hold parts of the same parameters: norms of tensors
+world      all ranks of the mesh                           one optimizer step: norm, verdict, checkpoints, failures
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ..errors import ConfigError
 from ..tensor.distributed import Distribution
 from ..utils.torch_compat import unset_fake_temporarily
 
-MODEL_AXES = ("tp", "ep", "pp")  # by their names in the field: tensor, expert and pipeline parallelism
+MODEL_AXES = ("tp", "ep", "pp")  # tensor, expert and pipeline parallelism
 Parts = list[list[int]]
 
 
 @dataclass(frozen=True)
 class Axes:
-    """The ranks of a model by what they are to it, as positions among the ranks of `world`.
+    """The ranks of a mesh grouped by what they hold of the model, as indices among the ranks of `world`.
 
-    places: of each place in the model, its data-parallel ranks. stages: of each pipeline stage, all its ranks. parts: for two axes of
-    data parallelism, positions in a place of the ranks of each group. copies: names of model axes along which this rank is not the
-    first: what is not cut along one of them is another rank's to count, and to save.
+    places: the data-parallel ranks of each place. stages: all ranks of each pipeline stage. parts: for two axes of data
+    parallelism, the groups along the inner one, as indices in a place. copies: names of model axes along which this rank is
+    not the first; another rank counts and saves what is not cut along one of them.
     """
 
     choice: backend_select.Choice | None
@@ -42,7 +42,7 @@ class Axes:
     copies: frozenset[str] = frozenset()
 
     def open(self, device: torch.device, stall_timeout_s: float) -> tuple[Comm, Comm, Comm]:
-        """(control, peers, world) of this rank (collective where there are model axes)."""
+        """Return (control, peers, world) of this rank (collective where there are model axes)."""
         world = backend_select.current(self.choice, device, stall_timeout_s)
         if self.places is None:
             return world, world, world
@@ -51,12 +51,12 @@ class Axes:
         return control, peers, world
 
     def counts(self, distribution: Distribution | None) -> bool:
-        """Whether, of the ranks that hold the same as this one along model axes, this is the one that counts."""
+        """Return True if this rank is the one to count among those that hold the same part along the model axes."""
         return self.copies <= set(distribution.axes if distribution is not None else ())
 
 
 def model_axes(mesh: Any) -> dict[str, int]:
-    """Ranks along "pp" and "tp" of a mesh; {} of what is none."""
+    """Return the number of ranks along "pp" and "tp" of a mesh; {} for anything that is not a mesh with named axes."""
     if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:
         return {}
     sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
@@ -64,11 +64,12 @@ def model_axes(mesh: Any) -> dict[str, int]:
 
 
 def axes_of(mesh: Any, comm: backend_select.Choice | None, distributed: dict[str, Any]) -> Axes:
-    """What `zs.shard(mesh=)` or `zs.shard(comm=)` says. distributed: the model's DTensors by name.
+    """Return the Axes that `zs.shard(mesh=)` or `zs.shard(comm=)` asks for. distributed: the model's DTensors by name.
 
-    Raises ConfigError for what is no mesh, axes that are nothing to us, and DTensors over axes that are not the mesh's model axes.
+    Raises ConfigError for anything but a mesh, for axes that can not be used, and for DTensors over axes that are not the
+    mesh's model axes.
     """
-    with unset_fake_temporarily():  # a mesh is a tensor of ranks, whose numbers are asked for
+    with unset_fake_temporarily():  # a mesh is a tensor of ranks, whose values are read
         return _axes_of(mesh, comm, distributed)
 
 
@@ -129,7 +130,7 @@ def _check_distributed(mesh: DeviceMesh, model: list[str], distributed: dict[str
 
 
 def _split(mesh: DeviceMesh, model: list[str]) -> Axes:
-    """Where there are model axes."""
+    """Return the Axes of a mesh that has model axes."""
     names, ranks = list(mesh.mesh_dim_names or ()), mesh.mesh.cpu()
     everyone = sorted(ranks.flatten().tolist())
     choice: backend_select.Choice | None = None

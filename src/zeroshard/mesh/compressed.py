@@ -1,10 +1,10 @@
-"""A Comm whose gathers, or reductions, travel as fewer bytes: qwZ and qgZ (ZeRO++, arXiv 2306.10209, sections 4.1 and 4.3).
+"""Comms whose gathers, or reductions, send fewer bytes: qwZ and qgZ (ZeRO++, arXiv 2306.10209, sections 4.1 and 4.3).
 
-    gather   shard -> pack --comm--> unpack all           all ranks compute with the same values, the shard stays as it is
+    gather   shard -> pack --comm--> unpack all           all ranks compute with the same values; the shard is unchanged
     reduce   whole -> pack each slice --comm--> unpack, sum in fp32 in rank order
 
-What travels are bytes, so every Comm carries them: in one hop, in two (then a value is packed once for both), and as a secondary
-shard. A reduction in two hops is one of two Comms, each compressed: what a value loses, it loses twice.
+Packed values are bytes, which any Comm gathers: in one hop, in two (a value is packed once for both), and as a secondary
+shard. A reduction in two hops is made of two compressed Comms: a value is packed, and loses precision, twice.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from ..memory.pool import StagingPool
 from .hierarchical import buffers
 from .wrapper import Wrapper
 
-_ERROR_EVERY = 64  # steps between two looks at what packing has changed
+_ERROR_EVERY = 64  # steps between two measurements of a unit's packing error
 
 Active = Callable[[], bool]
 
 
 class Errors:
-    """The relative error of what was packed last, by unit, looked at now and then."""
+    """The relative error of the last packing, by unit, measured every `_ERROR_EVERY` steps."""
 
     def __init__(self) -> None:
         self.found: dict[str, float] = {}
         self._step: dict[str, int] = {}
 
     def look(self, codec: Codec, values: Tensor, packed: Tensor, label: str, step: int) -> None:
-        """Measure, if it is time to."""
+        """Measure the error of `packed`, if it is time to."""
         if self._is_time(label, step):
             self.found[label] = codec.error(values, packed)
 
     def note(self, label: str, lost: Tensor, values: Tensor, step: int) -> None:
-        """As `look`, where what is lost is known."""
+        """Record the error from the difference `lost` between values and packed values, if it is time to."""
         if self._is_time(label, step):
             norm = values.float().norm().item()
             self.found[label] = lost.norm().item() / norm if norm else 0.0
@@ -53,17 +53,17 @@ class Errors:
 
 
 class _Compressed(Wrapper):
-    """What both directions have in common."""
+    """Base class of both directions: a codec, and a pool of buffers for packed bytes."""
 
     def __init__(self, comm: Comm, codec: Codec, ledger: Ledger, active: Active, errors: Errors) -> None:
-        """active: False while nothing is to be compressed yet. errors: where measured ones are noted."""
+        """active: returns False during warm-up, when nothing is compressed. errors: receives the measured errors."""
         super().__init__(comm)
         self.codec, self.ledger, self.active, self.errors = codec, ledger, active, errors
         self._nbytes = self._most = 0
         self._pool: StagingPool | None = None
 
     def _packed_nbytes(self, numel: int) -> int:
-        """Of one shard on its way: a multiple of 64, so that regions keep their alignment."""
+        """Return the bytes of one packed shard: a multiple of 64, so that regions keep their alignment."""
         return -(-self.codec.packed_nbytes(numel) // 64) * 64
 
     def _pack(self, values: Tensor, packed: Tensor, label: str) -> None:
@@ -92,7 +92,10 @@ class _Compressed(Wrapper):
 
 
 class CompressedGathers(_Compressed):
-    """Gathers are packed. precise: of a region's number, the shard as exactly as it is held, where that is more than its values."""
+    """Comm whose gathers are compressed.
+
+    precise: region number -> function that returns the shard in the precision of its master weights, or None where it has none.
+    """
 
     def __init__(self, comm: Comm, codec: Codec, ledger: Ledger, active: Active, errors: Errors) -> None:
         super().__init__(comm, codec, ledger, active, errors)
@@ -100,14 +103,14 @@ class CompressedGathers(_Compressed):
         self.precise: dict[int, Callable[[], Tensor | None]] = {}
 
     def reserve(self, number: int, numel: int, dtype: torch.dtype) -> None:
-        plain = 0 if self.active() else numel * dtype.itemsize  # before it becomes active
+        plain = 0 if self.active() else numel * dtype.itemsize  # during warm-up shards are sent uncompressed
         self.comm.reserve(number, max(plain, self._packed_nbytes(numel)), torch.uint8)
         self._nbytes, self._most = max(self._nbytes, self._packed_nbytes(numel)), self._most + 1
 
     def needed(self, values: Sequence[Reserved], slices: Sequence[Reserved]) -> int:
         packed = [self._packed_nbytes(numel) for numel, _ in values]
         plain = [0 if self.active() else numel * dtype.itemsize for numel, dtype in values]
-        usual = buffers(0)[0]  # a unit in use, and one ahead: each as it comes, and as it goes
+        usual = buffers(0)[0]  # for the unit in use and the one ahead: packed shards sent, and those received
         beneath = [(max(each), torch.uint8) for each in zip(packed, plain, strict=True)]
         return usual * (1 + self.world_size) * max(packed, default=0) + self.comm.needed(beneath, slices)
 
@@ -146,7 +149,7 @@ class CompressedGathers(_Compressed):
 
 
 class _Unpacked(Work):
-    """A gather of packed shards, which are unpacked when it is waited for."""
+    """Gather of packed shards, which are unpacked when it is waited for."""
 
     def __init__(self, work: Work, unpack: Callable[[], None]) -> None:
         self.work, self.sent = work, work.sent
@@ -170,7 +173,7 @@ class _Unpacked(Work):
 
 
 class CompressedReductions(_Compressed):
-    """What is reduced travels packed. feedback: what packing has lost is added to the next gradient (error feedback)."""
+    """Comm whose reductions are compressed. feedback: add to each gradient what packing lost of the last one (error feedback)."""
 
     def __init__(
         self, comm: Comm, codec: Codec, ledger: Ledger, active: Active, errors: Errors, *, feedback: bool = False

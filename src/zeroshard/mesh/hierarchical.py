@@ -1,15 +1,15 @@
-"""Collectives in two hops: between nodes by ranks of the same place, inside of a node by its ranks.
+"""Collectives in two hops: one between nodes, among the ranks with the same place (index in their node), one inside each node.
 
-    world of R nodes x S places          its ranks are numbered place by place:   rank = place * R + node
+    world of R nodes x S places          ranks are numbered place by place:   rank = place * R + node
 
-    gather   shard --between--> R shards that lie side by side --inside--> all       each byte enters a node once
+    gather   shard --between--> R adjacent shards --inside--> all                    each byte enters a node once
     reduce   whole --inside, sum--> R shards --between, sum--> my shard              each sum leaves a node once
 
-Because of that numbering the shards of one place are neighbours in the flat buffer, and no slices have to be put in another
-order, as ZeRO++'s qgZ does (arXiv 2306.10209, section 4.3).
+Because of that numbering the shards of one place are neighbours in the flat buffer, and slices need not be reordered,
+as ZeRO++'s qgZ has to (arXiv 2306.10209, section 4.3).
 
-What the first hop of a gather brings may be kept until the shards are written: a *secondary shard* (hpZ, ibid. section 4.2),
-from which all further gathers are served inside of the node.
+The result of a gather's first hop may be kept until the shards are written: a *secondary shard* (hpZ, ibid. section 4.2),
+from which all further gathers are served inside the node.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from ..memory.ledger import SECONDARY, Ledger
 from ..memory.pool import StagingPool
 from .wrapper import Wrapper
 
-_BUFFERS = 2  # of each kind: one hop fills one while the other is read
+_BUFFERS = 2  # number of buffers of each kind: one is filled while the other is read
 _MOST_BUFFERS = 64
 
 
 def buffers(most: int) -> tuple[int, int]:
-    """How many buffers serve `most` collectives, and at most, where ranks begin them in different orders."""
+    """Return the usual and the largest number of buffers for `most` collectives, which ranks may begin in different orders."""
     return _BUFFERS, min(max(most, _BUFFERS), _MOST_BUFFERS)
 
 
 def exact_share(num_ranks: int) -> float:
-    """A power of two by which a sum of so many ranks is multiplied on its way: fp16 then holds what it holds of each."""
+    """Return a power of two that scales the terms of a sum over `num_ranks`, so that the sum does not overflow fp16."""
     return 2.0 ** -(num_ranks - 1).bit_length()
 
 
 class HierarchicalComm(Wrapper):
-    """All ranks of `world`, in two hops."""
+    """Comm of all ranks of `world`, whose gathers and reductions take two hops."""
 
     def __init__(
         self, world: Comm, inner: Comm, outer: Comm, parts: Sequence[Sequence[int]], ledger: Ledger, *, keep: bool = False,
         sums: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        """inner, outer: of this rank's node, and of its place. parts: the ranks of each node, by place. keep: secondary shards.
-        sums: in which dtype they pass from the first hop of a reduction to the second where hops pack; else in that of its source.
+        """inner: this rank's node; outer: the ranks with its place. parts: the ranks of each node, by place. keep: keep secondary
+        shards. sums: dtype of sums between the hops of a reduction where hops are compressed; otherwise that of its source.
         """
         super().__init__(world)
         self.inner, self.outer, self.ledger, self.keep, self.sums = inner, outer, ledger, keep, sums
@@ -57,8 +57,8 @@ class HierarchicalComm(Wrapper):
         self.shares_memory = inner.shares_memory or outer.shares_memory
         self._near = [rank for rank in range(self.world_size) if self._order[rank] in self._node(parts)]
         self._alike = [rank for rank in range(self.world_size) if rank // outer.world_size == self.rank // outer.world_size]
-        self._secondary: dict[int, StagingPool] = {}  # by region: memory of its secondary shard
-        self._held: set[int] = set()  # regions whose secondary shard is that of the present values
+        self._secondary: dict[int, StagingPool] = {}  # region number -> memory of its secondary shard
+        self._held: set[int] = set()  # regions whose secondary shard has the present values
         self._rows_nbytes = self._num_rows = self._num_sums = 0
         self._rows: StagingPool | None = None
         self._sums: StagingPool | None = None
@@ -80,7 +80,7 @@ class HierarchicalComm(Wrapper):
     def allocate(self, numel: int, dtype: torch.dtype, *, whole: bool) -> Region:
         if self.comm.shares_memory:
             region = self.comm.allocate(numel, dtype, whole=whole)
-            # of imagined ranks there are none
+            # imagined ranks have no wholes
             wholes = [region.wholes[r] for r in self._order] if whole and region.wholes else []
             return self._region(region, [region.shards[r] for r in self._order], wholes, whole)
         region = self.inner.allocate(numel, dtype, whole=whole)
@@ -99,7 +99,7 @@ class HierarchicalComm(Wrapper):
         return None
 
     def _part(self, region: Region, members: list[int]) -> Region:
-        """A region as some of the ranks see it."""
+        """Return a region with the shards and wholes of `members` only."""
         part = Region(region.tensor, [region.shards[rank] for rank in members], number=region.number)
         part.wholes = [region.wholes[rank] for rank in members] if region.wholes else []
         if region.siblings is not None:
@@ -147,7 +147,7 @@ class HierarchicalComm(Wrapper):
             comm.release()
 
     def _open_rows(self) -> None:
-        self._rows.close() if self._rows is not None else None  # what is under way holds the memory it uses
+        self._rows.close() if self._rows is not None else None  # collectives under way keep references to their memory
         self._rows = StagingPool(self.inner, self.ledger, self._rows_nbytes, *buffers(self._num_rows), passing=True)
 
     def _sums_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -177,7 +177,7 @@ class HierarchicalComm(Wrapper):
         numel = full.numel() // self.inner.world_size
         if number in self._held:
             rows = self._secondary[number].view(0, numel, full.dtype, whole=False)
-            rows = Region(rows.tensor, rows.shards, number=number)  # at rest
+            rows = Region(rows.tensor, rows.shards, number=number)  # no siblings: not a staging buffer
             return self.inner.gather(full, rows, f"{label} [secondary shard]")
         pool, slot, rows = self._take_rows(number, numel, full.dtype)
         first = self.outer.gather(rows.tensor, self._part(source, self._alike), label, tag)
@@ -193,7 +193,7 @@ class HierarchicalComm(Wrapper):
         return Hops(self.comm, first, inside, self.volume("gather", numel // self.outer.world_size, full.dtype), label)
 
     def _take_rows(self, number: int, numel: int, dtype: torch.dtype) -> tuple[StagingPool, int, Region]:
-        """Where the first hop leaves its result: (numel,)."""
+        """Return pool, number and region (numel,) of a buffer for the result of the first hop."""
         if number in self._secondary:
             pool = self._secondary[number]
             rows = pool.take(numel, dtype, whole=False)[1]

@@ -1,8 +1,8 @@
-"""Reductions of which matrices travel as products of two thin ones: PowerSGD (arXiv 1905.13727), over any Comm.
+"""Reductions that send matrices as products of two thin ones: PowerSGD (arXiv 1905.13727), over any Comm.
 
     whole -> P --reduce, gather--> mean P -> Q --reduce, gather--> mean Q -> P Q^T, my shard of it
 
-Two small all-reduces in place of one reduction: what they bring is the same on all ranks, of which each keeps its shard.
+Two small all-reduces replace one reduction: their result is the same on all ranks, and each rank keeps its shard of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ALIGN = 32
 
 
 class LowRankReductions(Wrapper):
-    """Reductions in rank `rank`. expect: tells, before the first, where matrices lie in what is reduced under a tag."""
+    """Comm whose reductions send matrices in rank `rank`. Call `expect` before the first reduction of a tag."""
 
     def __init__(self, comm: Comm, rank: int, ledger: Ledger, active: Callable[[], bool]) -> None:
         super().__init__(comm)
@@ -32,10 +32,10 @@ class LowRankReductions(Wrapper):
         self.drains_all = False
         self._factors: dict[int, LowRank] = {}
         self._numel = 0
-        self._pools: list[StagingPool] = []  # of the first, and of the second factors
+        self._pools: list[StagingPool] = []  # for the first (P) and for the second factors (Q)
 
     def expect(self, tag: int, slots: Sequence[tuple[int, Sequence[int]]], numel: int) -> None:
-        """Of the group with this tag: (offset, shape) of each parameter, and the elements of the whole."""
+        """Make the LowRank of a tag. slots: (offset, shape) of each parameter; numel: elements of the whole tensor."""
         factors = LowRank(slots, numel, rank=self.rank_of_factors, seed=tag, device=self.device)
         self._factors[tag] = factors
         self.ledger.enter(RESIDUALS, 4 * factors.state_numel)
@@ -45,7 +45,7 @@ class LowRankReductions(Wrapper):
         return round_up(max(numel, 1), _ALIGN * self.world_size)
 
     def needed(self, values: Sequence[Reserved], slices: Sequence[Reserved]) -> int:
-        """What is lost is as large as what is reduced; the factors are small beside it."""
+        """Return the bytes of the errors, which are as large as what is reduced; the factors are small beside them."""
         return 4 * self.world_size * sum(numel for numel, _ in slices) + self.comm.needed(values, slices)
 
     def open(self) -> None:
@@ -80,7 +80,7 @@ class LowRankReductions(Wrapper):
             return self.comm.reduce(source, out, scale=scale, accumulate=accumulate, tag=tag, label=label)
         assert len(self._pools) == 2
         factors, flat = self._factors[tag], source.tensor
-        slot, region = self._pools[0].take(self._padded(factors.sent_numels[0]), torch.float32)  # given back last
+        slot, region = self._pools[0].take(self._padded(factors.sent_numels[0]), torch.float32)  # given back in `keep`
 
         def middle(mean: Tensor) -> Work:
             other, thin = self._pools[1].take(self._padded(factors.sent_numels[1]), torch.float32)
@@ -91,7 +91,7 @@ class LowRankReductions(Wrapper):
             mine = flat.view(self.world_size, -1)[self.rank] * (scale * self.world_size * self.replicas)
             out.add_(mine) if accumulate else out.copy_(mine)
             self._pools[1].give(other, work)
-            self._pools[0].give(slot, None)  # all have read it, or they could not have come here
+            self._pools[0].give(slot, None)  # all ranks have read it: the second all-reduce needed that of each
             return Work()
 
         first = self._all_reduce(factors.first(flat), region, tag, label, lambda mean, _: middle(mean))
@@ -99,7 +99,7 @@ class LowRankReductions(Wrapper):
         return first
 
     def _all_reduce(self, values: Tensor, region: Region, tag: int, label: str, then: Callable[[Tensor, Work], Work]) -> Work:
-        """Call `then` with the mean over ranks of `values` (n,), in `region`, when it is there, and the work that reads it."""
+        """Start an all-reduce; at its end call then(mean, work): mean of `values` (n,) in `region`, and the gather's Work."""
         numel = values.numel()
         region.tensor[:numel].copy_(values)
         region.tensor[numel:].zero_()

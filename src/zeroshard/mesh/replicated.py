@@ -1,9 +1,9 @@
-"""Shards inside of a group of ranks, alike in all groups: HSDP, and MiCS (arXiv 2205.00119, section 3).
+"""Sharding inside groups of ranks that are replicas of each other: HSDP, and MiCS (arXiv 2205.00119, section 3).
 
-    gather   inside of the group alone
+    gather   inside the group
     reduce   whole --inside, sum--> my shard --across, sum of a part--> my part of it --across, gather--> my shard
 
-All groups end with the same bits: each element is summed once, by one rank, and copied to the others.
+All groups get the same bits: one rank sums each element over the groups, and its result is copied to the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .wrapper import Wrapper
 
 
 class ReplicatedComm(Wrapper):
-    """The ranks of one group (`inner`), whose reductions sum over those of the others (`outer`: of the same place) as well."""
+    """Comm of the ranks of one group (`inner`); reductions also sum over `outer`, the ranks of the same index in all groups."""
 
     def __init__(self, inner: Comm, outer: Comm, ledger: Ledger) -> None:
         super().__init__(inner)
@@ -95,7 +95,7 @@ class ReplicatedComm(Wrapper):
         return Hops(self, first, across, self.volume("reduce", numel, sent), label)
 
     def wait_until(self, done: Callable[[], bool], label: str) -> None:
-        self.outer.wait_until(done, label)  # it goes on with both, and hears of failures on other nodes
+        self.outer.wait_until(done, label)  # it continues the work of both, and learns of failures on other nodes
 
     def poll(self) -> None:
         self.comm.poll()

@@ -1,9 +1,9 @@
-"""From options and ranks to Comms: which one controls, which one has the shards, through which ones values and gradients travel.
+"""The topology of a model: its Comms for control messages, shards, values and gradients, made from the options and ranks.
 
 plain               comm                                    comm
 groups (MiCS)       ReplicatedComm(inside, across)          + CompressedReductions in both hops
 nodes (hpZ, hosts)  HierarchicalComm(inside, between)       + CompressedReductions in both hops
-qwZ                 CompressedGathers over what carries the shards
+qwZ                 CompressedGathers over the Comm of the shards
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Parts = list[list[int]]
 class Topology:
     """The Comms of one model.
 
-    control: of all data-parallel ranks: what they agree on. shards: of the ranks among which a shard is one. values, gradients:
-    through which they travel; plain: the same, for what is exempt. notes: what a report should say. peers, world: see mesh/axes.py;
-    without model axes they are `control`. places: of each place in the model, its data-parallel ranks in `world`; stages: of each
-    pipeline stage, all its ranks there.
+    control: all data-parallel ranks, which agree on what comes next. shards: the ranks over which a buffer is sharded. values,
+    gradients: the Comms that gather and reduce; plain_gradients: that of gradients exempt from compression. weights, sent:
+    compression of gathers and of reductions. notes: sentences for a report. peers, world: see mesh/axes.py; without model axes
+    they are `control`. places, stages: ranks in `world` of each place (the data-parallel ones) and of each pipeline stage.
     """
 
     control: Comm
@@ -67,60 +67,60 @@ class Topology:
         places: Parts | None = None,
         stages: Parts | None = None,
     ) -> Topology:
-        """One hop, nothing packed."""
+        """Return a topology of one hop without compression."""
         return cls(
             comm, comm, comm, comm, comm, peers=peers or comm, world=world or comm, places=places or [], stages=stages or []
         )  # fmt: skip
 
     @property
     def place(self) -> list[int]:
-        """The data-parallel ranks of this rank's place, in `world`."""
+        """The data-parallel ranks of this rank's place, as ranks of `world`."""
         return next(ranks for ranks in self.places if self.world.rank in ranks)
 
     @property
     def stage(self) -> int:
-        """Which pipeline stage this rank is of."""
+        """Number of this rank's pipeline stage."""
         return next(number for number, ranks in enumerate(self.stages) if self.world.rank in ranks)
 
     @property
     def mesh(self) -> dict[str, Any] | None:
-        """What its ranks are to the model, in plain values; None: they are alike."""
+        """The ranks of each place and stage, in plain values; None where all ranks hold the same of the model."""
         return {"places": self.places, "stages": self.stages} if len(self.places) > 1 else None
 
     def open(self) -> None:
-        """Make what buffers have reserved (collective)."""
+        """Allocate the buffers that were reserved (collective)."""
         for comm in self._all():
             comm.open()
 
     def forget(self) -> None:
-        """Other values have been loaded."""
+        """Drop what reductions have kept, because other values have been loaded (see `Comm.forget`)."""
         self.gradients.forget()
 
     def release(self) -> None:
-        """The inverse of `open`: the model is closed."""
+        """Free the buffers that `open` has allocated, because the model is closed."""
         for comm in self._all():
             comm.release()
 
     def _all(self) -> Iterable[Comm]:
-        # who adds to what is reserved comes first
+        # Comms whose `open` reserves more in others come first
         return dict.fromkeys((self.gradients, self.plain_gradients, self.values, self.shards))
 
     def packs(self, name: str, dim: int) -> tuple[bool, bool]:
-        """Whether values and gradients of a parameter travel packed."""
+        """Return whether values, and whether gradients, of a parameter may be compressed."""
         values, gradients = (each is not None and not each.spares(name, dim) for each in (self.weights, self.sent))
         return values, gradients
 
     def values_of(self, packed: bool, numel: int) -> Comm:
-        """Through which values of a group travel, of which all or no parameters may be packed."""
+        """Return the Comm that gathers a group's values. packed: its parameters may be compressed (all of them, or none)."""
         return self.values if packed and self.weights is not None and numel >= self.weights.min_numel else self.shards
 
     def gradients_of(self, packed: bool, numel: int) -> Comm:
-        """As `values_of`, for gradients."""
+        """Return the Comm that reduces a group's gradients. packed: as in `values_of`."""
         return self.gradients if packed and self.sent is not None and numel >= self.sent.min_numel else self.plain_gradients
 
 
 def check(config: Config, comm: Comm, nodes: Parts | None = None) -> None:
-    """Raise ConfigError for groups or nodes that do not divide the ranks. nodes: of a mesh, whose inner axis they are."""
+    """Raise ConfigError for groups or nodes that do not divide the ranks. nodes: the groups along a mesh's inner axis."""
     for name in ("shard_size", "zero_hpz_partition_size"):
         size = getattr(config, name)
         if size is None or size == 1:
@@ -150,7 +150,10 @@ def check(config: Config, comm: Comm, nodes: Parts | None = None) -> None:
 def open_topology(
     config: Config, topology: Topology, ledger: Ledger, warm: Callable[[int], bool], mesh: Parts | None = None
 ) -> Topology:
-    """The Comms of a model (collective), from one hop. mesh: ranks of each group. warm: whether so many steps are over."""
+    """Return the Comms of a model, made from a topology of one hop (collective).
+
+    mesh: the ranks of each group of a two-axis mesh. warm: returns True once the given number of steps is over.
+    """
     comm = topology.control
     size = config.shard_size or (len(mesh[0]) if mesh is not None else None)
     groups, nodes = None, None
@@ -161,7 +164,7 @@ def open_topology(
     elif config.zero_hpz_partition_size > 1:
         nodes = _even(comm.world_size, config.zero_hpz_partition_size)
     elif config.hierarchical is not False:
-        nodes = _hosts(comm)  # over NCCL as well: gathers there go in rings, reductions from each rank straight to each
+        nodes = _hosts(comm)  # two hops help NCCL as well: it gathers in rings, but an all-to-all sends from each rank to each
         if nodes is None and 1 < len(set(comm.nodes)) < comm.world_size:
             topology.notes.append("nodes of unequally many ranks: everything goes in one hop, to each rank by itself")
     if groups is not None and len(groups) > 1:
@@ -182,7 +185,7 @@ def _even(world_size: int, size: int) -> Parts:
 
 
 def _hosts(comm: Comm) -> Parts | None:
-    """Ranks by node, where there are several nodes of equally many, more than one."""
+    """Return the ranks of each node, where there are several nodes with equally many ranks, at least two; else None."""
     found: dict[int, list[int]] = {}
     for rank, node in enumerate(comm.nodes):
         found.setdefault(node, []).append(rank)
@@ -191,7 +194,7 @@ def _hosts(comm: Comm) -> Parts | None:
 
 
 def _halves(comm: Comm, parts: Parts) -> tuple[Comm, Comm]:
-    """The Comm of this rank's part, and that of the ranks at the same place in every part."""
+    """Return the Comm of this rank's part, and the Comm of the ranks with the same index in every part."""
     if parts == _hosts(comm) and comm.local is not None:
         inner = comm.local
         comm.join(inner)
@@ -230,7 +233,7 @@ def _codec(compression: Compression) -> Codec:
 
 
 def _skips(topology: Topology, comm: Comm, compression: Compression, what: str) -> bool:
-    """Packing is of no use between ranks that read each other's memory."""
+    """Return True where compression is of no use, because the ranks read each other's memory; note it for the report."""
     if not comm.copies or compression.force:
         return False
     note = f"{what} travel plain between ranks that read each other's memory: packing would cost time and save none (force=True does it)"
@@ -240,14 +243,14 @@ def _skips(topology: Topology, comm: Comm, compression: Compression, what: str) 
 
 
 def _reduced(topology: Topology, comm: Comm, config: Config, ledger: Ledger, warm: Callable[[int], bool]) -> Comm:
-    """A Comm whose reductions are packed, where that saves something."""
+    """Return a Comm whose reductions are compressed; `comm` itself where that saves nothing."""
     compression = config.zero_quantized_gradients
     assert compression is not None
     if comm.world_size == 1 or _skips(topology, comm, compression, "gradients"):
         return comm
     topology.sent = compression
     active = functools.partial(warm, compression.warmup_steps)
-    feedback = compression.error_feedback or compression.codec == "top_k"  # which stalls without
+    feedback = compression.error_feedback or compression.codec == "top_k"  # top-k stalls without it
     return CompressedReductions(comm, _codec(compression), ledger, active, topology.errors, feedback=feedback)
 
 
@@ -268,7 +271,7 @@ def _pack_weights(topology: Topology, config: Config, ledger: Ledger, warm: Call
     compression = config.zero_quantized_weights
     if compression is None or topology.shards.world_size == 1:
         return
-    reads = topology.shards if topology.shards.copies else topology.control  # in two hops a gather is more than a copy
+    reads = topology.shards if topology.shards.copies else topology.control  # a gather in two hops is more than a copy
     if _skips(topology, reads, compression, "parameters"):
         return
     topology.weights = compression

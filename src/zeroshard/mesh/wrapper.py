@@ -1,4 +1,4 @@
-"""A Comm over another Comm: what it does not change, the other does."""
+"""Wrapper: a Comm over another Comm, to which it passes on every method that a subclass does not override."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..comm.flight_recorder import Progress
 
 
 class Wrapper(Comm):
-    """As `comm`, of the same ranks."""
+    """A Comm of the same ranks as `comm`, which it wraps."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm

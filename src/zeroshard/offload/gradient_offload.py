@@ -1,10 +1,10 @@
-"""Departure: how a reduced gradient shard leaves the device for the tier where it rests (ZeRO-Offload, 2101.06840, 4.1).
+"""Departure: how a reduced gradient shard moves from the device to the tier where it rests (ZeRO-Offload, 2101.06840, 4.1).
 
-    device   reduce -> landing ---.                      landing and arrival buffers are of constant size and few
+    device   reduce -> landing ---.                      landing and arrival buffers are few, and of constant size
     host                           '-> rest              the first gradient of a step
-                                   '-> arrival -> rest   one that is added, or goes on to disk
+                                   '-> arrival -> rest   a gradient that is added, or moves on to a disk
 
-Everything is asynchronous as long as nothing has to be added. `progress` starts what can start; `settle` waits.
+Everything is asynchronous as long as nothing has to be added. `progress` starts what can be started; `settle` waits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WIDEN_NUMEL = 1 << 18
 class NarrowRest(MemoryRest):
     """Host memory for gradients that arrive in a narrower dtype than they rest in.
 
-    As long as nothing is added, the gradient stays as it came, in the lower half of its memory: no pass over it.
+    As long as nothing is added, the gradient stays as it arrived, in the first part of the memory: no pass converts it.
     """
 
     def __init__(self, tensor: Tensor, tiers: Tiers, narrow_dtype: torch.dtype) -> None:
@@ -40,7 +40,7 @@ class NarrowRest(MemoryRest):
         return MOVED
 
     def write(self, start: int, source: Tensor) -> Pending:
-        self.widen()  # what is not written stays
+        self.widen()  # elements that are not written keep their values
         return super().write(start, source)
 
     def load(self, start: int, stop: int) -> Tensor:
@@ -53,7 +53,7 @@ class NarrowRest(MemoryRest):
         super().store(start, source)
 
     def widen(self) -> None:
-        """From the lower half to the whole, from the end: what is overwritten has been read."""
+        """Convert the gradient in place to the resting dtype, from the end: an element is read before it is overwritten."""
         if self.is_narrow:
             for start in reversed(range(0, self.numel, _WIDEN_NUMEL)):
                 part = slice(start, start + _WIDEN_NUMEL)
@@ -62,35 +62,35 @@ class NarrowRest(MemoryRest):
 
 
 def narrowed(rest: Rest, tiers: Tiers, dtype: torch.dtype) -> Rest:
-    """The same memory, ready for gradients that arrive in `dtype`, where that is narrower and not the device's own memory."""
+    """Return the rest as a NarrowRest, where gradients arrive in a narrower `dtype` and it is not the device's memory."""
     if isinstance(rest, MemoryRest) and not rest.resident and dtype.itemsize < rest.dtype.itemsize:
         return NarrowRest(rest.tensor, tiers, dtype)
     return rest
 
 
 class Departure:
-    """The way of one gradient shard from where it was reduced to its `rest`.
+    """The way of one gradient shard from the reduction's result to its `rest`.
 
-    On a device of its own the gradient travels in the dtype in which it was sent (2 bytes an element in bf16); where
+    A device with memory of its own sends the gradient in the dtype of the reduction (2 bytes an element in bf16); where
     the device is the host it stays in fp32 until it is added, as it would without offload.
     """
 
     def __init__(self, rest: Rest, tiers: Tiers, send_dtype: torch.dtype) -> None:
         self.rest, self.tiers = rest, tiers
         self.dtype = send_dtype if tiers.separate else torch.promote_types(rest.dtype, torch.float32)
-        self._buffer: Tensor | None = None  # of the landing pool
-        self._landed: Tensor | None = None
-        self._arriving: tuple[Tensor, Tensor, bool, Pending] | None = None  # to the host: buffer, what, add it?, until when
-        self._under_way: Pending | None = None  # the move that ends at rest
+        self._buffer: Tensor | None = None  # the landing buffer
+        self._landed: Tensor | None = None  # the reduction's result, in that buffer
+        self._arriving: tuple[Tensor, Tensor, bool, Pending] | None = None  # arrival buffer, gradient in it, add it?, the copy
+        self._under_way: Pending | None = None  # the last move, into `rest`
 
     def landing(self) -> Tensor:
-        """Device memory (shard_numel,) for the coming reduction's result."""
+        """Return device memory (shard_numel,) for the result of the coming reduction."""
         self._buffer = self.tiers.take_landing()
         self._landed = self._buffer[: self.rest.numel * self.dtype.itemsize].view(self.dtype)
         return self._landed
 
     def leave(self, add: bool) -> Tensor | None:
-        """The reduction is over: start for the rest. On a device of its own: the sum of its squares, if nothing is added."""
+        """Start the move to `rest` after the reduction; return the square sum if the device is separate and nothing is added."""
         assert self._landed is not None and self._buffer is not None
         landed, buffer, landings = self._landed, self._buffer, self.tiers.landings
         assert landings is not None
@@ -120,11 +120,11 @@ class Departure:
 
     @property
     def arriving(self) -> bool:
-        """True while something is to be done on the host when a copy has arrived."""
+        """True while a gradient that is copied to the host still has to be added or written there."""
         return self._arriving is not None
 
     def progress(self) -> None:
-        """Do that, if it has."""
+        """Add or write the gradient that is copied to the host, if the copy is done."""
         if self._arriving is not None and self._arriving[3].done():
             self._arrive()
 
@@ -146,14 +146,14 @@ class Departure:
             self._under_way = None
 
     def abandon(self) -> None:
-        """The backward was given up: what has landed is of no use."""
+        """Drop the gradient, because its backward was given up."""
         if self._buffer is not None and self.tiers.landings is not None:
-            self.tiers.landings.lose()  # the reduction may still be written to it: not for others
+            self.tiers.landings.lose()  # the reduction may still write to the buffer, so it is not reused
         self._buffer = self._landed = None
         self.settle()
 
     def _put(self, gradient: Tensor) -> Pending:
-        if not isinstance(self.rest, MemoryRest):  # a disk takes what is given
+        if not isinstance(self.rest, MemoryRest):  # a write to disk does not convert
             gradient = gradient.to(self.rest.dtype)
         return self.rest.write(0, gradient)
 

@@ -1,9 +1,9 @@
-"""States that have been moved to another tier for a while, all at once (zs.offload_states).
+"""States of a model that are moved to another tier for a while, all at once (zs.offload_states).
 
     at rest   --- move --->   away: content in copies on the host or in files, memory given back   --- bring back --->   at rest
 
-What refers to a state (views, runs, regions that peers read) stays as it is; its `Rest` refuses meanwhile. What rests off the
-device already stays where it is.
+Objects that refer to a state (views, runs, regions that peers read) stay as they are; meanwhile every access to its `Rest`
+raises. States that already rest off the device stay where they are.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ..memory.release import give_back, take_again
 from .storage import MemoryRest, Pending, Rest, Tiers
 
 PARTS = ("optimizer", "masters", "parameters", "gradients")
-_CHUNK_NUMEL = 16 << 20  # of a device's memory on its way to a disk
+_CHUNK_NUMEL = 16 << 20  # number of elements copied at a time between a device and a disk
 
 
 @dataclass(eq=False)
 class Memory:
-    """Memory of one state. kept: its content matters."""
+    """Memory of one state. kept: its content is to be kept."""
 
-    part: str  # of PARTS
-    category: str  # in the ledger
+    part: str  # one of PARTS
+    category: str  # of the ledger
     tensor: Tensor
     tier: Tier
     kept: bool = True
@@ -36,7 +36,7 @@ class Memory:
 
 @dataclass(eq=False)
 class _Left:
-    """Where its content is (copy None: nobody needs it), and how much memory `take_again` is to have."""
+    """A state that is away. copy: its content (None: not kept); nbytes: the size that `take_again` needs."""
 
     memory: Memory
     nbytes: int = 0
@@ -46,14 +46,14 @@ class _Left:
 
 
 class MovedStates:
-    """What of one model is away. lent: in what other values stand for the parameters meanwhile, which may be read alone."""
+    """The states of one model that are away. lent: context in which other values stand for the parameters, then read-only."""
 
     def __init__(self, tiers: Tiers) -> None:
         self.tiers = tiers
         self.lent = ""
         self._left: dict[str, list[_Left]] = {}
-        self._classes: dict[int, tuple[Rest, type[Rest]]] = {}  # of the rests that refuse
-        self._spare: dict[tuple, list[Rest]] = {}  # places in files that are free again, by `_kind`
+        self._classes: dict[int, tuple[Rest, type[Rest]]] = {}  # id -> (rest that raises while away, its own class)
+        self._spare: dict[tuple, list[Rest]] = {}  # free places in files, by `_kind`
 
     def __contains__(self, part: str) -> bool:
         return part in self._left
@@ -63,7 +63,7 @@ class MovedStates:
         return bool(self._left)
 
     def check(self, *parts: str) -> None:
-        """Raise StatesAway where one of the parts (none named: of all) is away."""
+        """Raise StatesAway where one of these parts is away; without arguments, where any is."""
         if self.lent and not set(parts) == {"parameters"}:
             raise ZeroshardError(
                 f"inside {self.lent} other values stand for the model's parameters: only forwards, full_state_dict and "
@@ -74,7 +74,7 @@ class MovedStates:
             _refuse(", ".join(away))
 
     def needed(self, memories: list[Memory], offload: Offload) -> int:
-        """Bytes that files must have besides."""
+        """Return the bytes that these memories will take in files, beyond the free places that there are."""
         free = {kind: len(rests) for kind, rests in self._spare.items()}
         total = 0
         for tensor in (memory.tensor for memory in memories if memory.kept):
@@ -84,7 +84,7 @@ class MovedStates:
         return total
 
     def move(self, parts: list[str], memories: list[Memory], rests: dict[str, list[Rest]], offload: Offload, wait: bool) -> None:
-        """Move them. rests: all resting places of each part. wait: return when copies on the host are complete."""
+        """Move the parts away. rests: all resting places of each part. wait: return when copies on the host are complete."""
         stays = offload.tier is Tier.HOST and not self.tiers.separate
         for part in parts:
             self._left[part] = [self._move(m, offload) for m in memories if m.part == part and not stays]
@@ -115,7 +115,7 @@ class MovedStates:
         return left
 
     def bring_back(self) -> None:
-        """Everything is where it was, and so is its content."""
+        """Bring all states back to where they were, with their content."""
         for left in (left for lefts in self._left.values() for left in lefts):
             memory, tiers = left.memory, self.tiers
             if left.pending is not None:
@@ -131,7 +131,7 @@ class MovedStates:
         self._allow()
 
     def _fill(self, target: Tensor, left: _Left) -> None:
-        """target <- its copy, which is free afterwards."""
+        """Fill `target` from its copy, whose place is free afterwards."""
         assert left.copy is not None
         if isinstance(left.copy, MemoryRest):
             self.tiers.copy(target, left.copy.tensor, Tier.HOST, Tier.DEVICE).wait()
@@ -150,7 +150,7 @@ class MovedStates:
         self._left, self._classes = {}, {}
 
     def forget(self) -> None:
-        """What is away is lost; the books are as if it were back."""
+        """Give up what is away; the ledger counts as if it were back."""
         for left in (left for lefts in self._left.values() for left in lefts):
             nbytes = left.memory.tensor.nbytes
             self.tiers.ledger.enter(left.memory.category, nbytes, left.memory.tier)
@@ -161,7 +161,7 @@ class MovedStates:
 
 
 def _kind(path: str | None, tensor: Tensor) -> tuple:
-    """Equal for tensors whose copies can have the same place."""
+    """Return a key that is equal for tensors whose copies can use the same place."""
     return path, tensor.numel(), tensor.dtype
 
 
@@ -177,5 +177,5 @@ def _refuses(*args: object) -> NoReturn:
 
 @functools.cache
 def _away(cls: type[Rest]) -> type[Rest]:
-    """What a Rest of this class is while its state is away."""
+    """Return the subclass that a Rest of this class gets while its state is away: every access raises."""
     return type(f"Away{cls.__name__}", (cls,), dict.fromkeys(("view", "read", "write", "load", "store", "host"), _refuses))

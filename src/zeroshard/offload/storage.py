@@ -2,12 +2,12 @@
 
     device  <--- streams, pinned copies --->  host  <--- file engine, O_DIRECT --->  disk
 
-A `Rest` is the resting place of one flat shard. The host steps and moves it piece by piece: `view` gives elements that it
-can use in place, `read` and `write` move elements through host buffers and return something `Pending`. `load` and
-`store` are the slow, synchronous way for everything else (initial values, inspection).
+A `Rest` is the resting place of one flat shard. The host steps and moves it piece by piece: `view` returns elements that it
+can use in place, `read` and `write` move elements from and to host buffers and return a `Pending`. `load` and `store` are
+slow and synchronous, for everything else (initial values, inspection).
 
 On a CPU the device's memory is the host's: tiers DEVICE and HOST differ in the ledger alone and nothing is copied.
-`Streams.separate_host` says which it is, and nothing else in the library asks for the kind of device.
+`Streams.separate_host` tells the two cases apart; nothing else in the library asks for the kind of device.
 
 Source: ZeRO-Infinity, arXiv 2104.07857, sections 5.1 and 6.3.
 """
@@ -38,25 +38,25 @@ from ..memory.pool import BufferPool, StagingPool
 from ..utils import torch_compat
 from ..utils.one_thread import Turn, one_thread
 
-_PIECES, _PIECE_NBYTES = 4, 2 << 20  # of what is converted on its way to a disk: as many as the engine has threads
-_SEGMENT_NBYTES = 1 << 30  # a file of a swap folder is at least so long; sparse, so unused parts cost nothing
+_PIECES, _PIECE_NBYTES = 4, 2 << 20  # buffers in which values are converted for a disk: as many as the engine has threads
+_SEGMENT_NBYTES = 1 << 30  # least length of a file in a swap folder; files are sparse, so unused parts cost nothing
 
 
 class Pending(Protocol):
-    """Something on its way between tiers."""
+    """A move between tiers that has been started."""
 
     def done(self) -> bool:
-        """True when `wait` would return at once."""
+        """Return True when `wait` would return at once."""
 
     def wait(self) -> None:
         """Return when the host may use the target, or overwrite the source. Raises OffloadIOError."""
 
     def join(self) -> None:
-        """The same for the current stream of the device."""
+        """Make the current stream of the device, instead of the host, wait."""
 
 
 class Moved:
-    """Nothing left to wait for."""
+    """A move that is done: nothing to wait for."""
 
     def done(self) -> bool:
         return True
@@ -71,7 +71,7 @@ MOVED = Moved()
 
 
 class _Copy:
-    """A copy between host and device, on a side stream."""
+    """A copy between host and device on a side stream."""
 
     def __init__(self, streams: Streams, ticket: Any) -> None:
         self.streams, self.ticket = streams, ticket
@@ -87,7 +87,7 @@ class _Copy:
 
 
 class _Watched:
-    """A request to the file engine; its failure is the end for all ranks (see `Tiers.fail`)."""
+    """A request to the file engine, whose failure is raised on all ranks (see `Tiers.fail`)."""
 
     def __init__(self, handle: Any, tiers: Tiers) -> None:
         self.handle, self.tiers = handle, tiers
@@ -105,7 +105,7 @@ class _Watched:
 
 
 class _TwoHops:
-    """Disk -> host buffer -> device. The second hop starts when someone looks (`done`) or waits."""
+    """A read from disk to a host buffer, then a copy to the device, which starts when `done` or `wait` is called."""
 
     def __init__(self, tiers: Tiers, read: Pending, buffer: Tensor, out: Tensor) -> None:
         self.tiers, self.read, self.buffer, self.out = tiers, read, buffer, out
@@ -131,12 +131,12 @@ class _TwoHops:
 
 
 class Rest(ABC):
-    """The resting place of (numel,) elements of one dtype. All offsets in elements."""
+    """The resting place of (numel,) elements of one dtype. All offsets are in elements."""
 
     tier: Tier
     dtype: torch.dtype
     numel: int
-    resident: bool  # computation can use it in place
+    resident: bool  # whether the device can compute with it in place
 
     @property
     def nbytes(self) -> int:
@@ -144,22 +144,22 @@ class Rest(ABC):
 
     @abstractmethod
     def view(self, start: int, stop: int) -> Tensor | None:
-        """Elements [start, stop) where the host can use them in place, else None."""
+        """Return elements [start, stop) if the host can use them in place, else None."""
 
     @abstractmethod
     def read(self, start: int, out: Tensor) -> Pending:
-        """Elements [start, start + n) -> out (n,), host memory."""
+        """Start to copy elements [start, start + n) to `out` (n,), host memory."""
 
     @abstractmethod
     def write(self, start: int, source: Tensor) -> Pending:
-        """source (n,), host memory -> elements [start, start + n)."""
+        """Start to copy `source` (n,), host memory, to elements [start, start + n)."""
 
     @abstractmethod
     def load(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) on the device: a view where the rest is resident, else a copy."""
+        """Return elements [start, stop) on the device: a view where the rest is resident, else a copy."""
 
     def host(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) on the host: a view where there is one, else a copy."""
+        """Return elements [start, stop) on the host: a view where there is one, else a copy."""
         view = self.view(start, stop)
         if view is None:
             view = torch.empty(stop - start, dtype=self.dtype, device="cpu")
@@ -168,11 +168,11 @@ class Rest(ABC):
 
     @abstractmethod
     def store(self, start: int, source: Tensor) -> None:
-        """Set elements [start, start + n) from a tensor anywhere; synchronous."""
+        """Set elements [start, start + n) from a tensor on any device; synchronous."""
 
 
 class MemoryRest(Rest):
-    """A tensor on the device or on the host."""
+    """A resting place on the device or on the host: a tensor."""
 
     def __init__(self, tensor: Tensor, tier: Tier, tiers: Tiers) -> None:
         self.tensor, self.tier, self.tiers = tensor, tier, tiers
@@ -199,21 +199,21 @@ class MemoryRest(Rest):
     def store(self, start: int, source: Tensor) -> None:
         place = self.tensor[start : start + source.numel()]
         if torch_compat.storage_id(place.untyped_storage()) == torch_compat.storage_id(source.untyped_storage()):
-            return  # it is what `load` gave
+            return  # `source` is the view that `load` returned
         if not self.resident:
             self.tiers.ledger.move(Tier.DEVICE, self.tier, place.nbytes)
         place.copy_(source)
 
 
 class FileRest(Rest):
-    """A region of a file: bytes [offset, offset + nbytes)."""
+    """A resting place on disk: bytes [offset, offset + nbytes) of a file."""
 
     tier, resident = Tier.DISK, False
 
     def __init__(self, file: File, offset: int, numel: int, dtype: torch.dtype, engine: Engine, tiers: Tiers) -> None:
         self.file, self.offset, self.numel, self.dtype = file, offset, numel, dtype
         self.engine, self.tiers = engine, tiers
-        self._under_way: list[tuple[int, int, bool, Pending]] = []  # (start, stop, does it write, what)
+        self._under_way: list[tuple[int, int, bool, Pending]] = []  # (start, stop, does it write, the request)
         self.turn = Turn(f"what rests in {file.path}")
 
     def view(self, start: int, stop: int) -> Tensor | None:
@@ -239,7 +239,7 @@ class FileRest(Rest):
         return self.offset + start * self.dtype.itemsize
 
     def _settle(self, start: int, stop: int, *, writes: bool) -> None:
-        """Before a request: wait for those on [start, stop) that it must not overtake. Raises if any has failed."""
+        """Wait for running requests on [start, stop) that a new request must not overtake. Raises if any has failed."""
         self.tiers.check()
         still_under_way = []
         for request in self._under_way:
@@ -269,7 +269,7 @@ class FileRest(Rest):
                 self._store_in_pieces(start, source.reshape(-1), nbytes)
 
     def _store_in_pieces(self, start: int, source: Tensor, nbytes: int) -> None:
-        """Through a few pieces of aligned memory: whole copies leave holes in the heap, and unaligned ones are copied again."""
+        """Write through a few pieces of aligned memory: whole copies leave holes in the heap, unaligned ones are copied again."""
         memory = empty_aligned(nbytes + PAGE_NBYTES)[self._at(start) % PAGE_NBYTES :]
         pieces = [part.view(self.dtype) for part in memory[:nbytes].split(_PIECE_NBYTES)]
         under_way: list[Pending] = [MOVED] * len(pieces)
@@ -285,7 +285,7 @@ class FileRest(Rest):
 
 @contextlib.contextmanager
 def _converting(numel: int, dtype: torch.dtype, tiers: Tiers) -> Iterator[int]:
-    """Bytes of host memory through which what a disk is given is converted; while it is, in the ledger."""
+    """Context that yields the bytes of host memory in which values are converted for a disk, and enters them in the ledger."""
     nbytes = min(numel * dtype.itemsize, _PIECES * _PIECE_NBYTES)
     tiers.ledger.enter(STAGING, nbytes, Tier.HOST)
     try:
@@ -295,8 +295,10 @@ def _converting(numel: int, dtype: torch.dtype, tiers: Tiers) -> Iterator[int]:
 
 
 class _Imagined(Moved):
-    """Under way nowhere; who waits for it tells so. Done at once, as a fast disk's is: with gradients on a slow one real ranks take a
-    staging buffer more than a plan says."""
+    """An imagined disk's request: done at once, as on a fast disk; `wait` tells the watcher.
+
+    With gradients on a slow disk real ranks take one staging buffer more than a plan says.
+    """
 
     def __init__(self, streams: Streams, ticket: Any) -> None:
         self.streams, self.ticket = streams, ticket
@@ -308,7 +310,7 @@ class _Imagined(Moved):
 
 
 class ImaginedRest(Rest):
-    """A region of a disk that nobody has, for planning: counts what would move."""
+    """A resting place on an imagined disk, for planning: counts the bytes that would move."""
 
     tier, resident = Tier.DISK, False
 
@@ -346,7 +348,7 @@ class ImaginedRest(Rest):
 
 
 class _Folder:
-    """A swap folder with its engine, from which regions are taken one after another."""
+    """A swap folder with its engine, from which regions are allocated one after another."""
 
     def __init__(self, offload: Offload, comm: Comm) -> None:
         assert offload.path is not None
@@ -356,7 +358,7 @@ class _Folder:
         self._end = self._count = 0
 
     def region(self, nbytes: int) -> tuple[File, int]:
-        """(file, offset) of `nbytes` new bytes, which read as zeros."""
+        """Return (file, offset) of `nbytes` new bytes, which read as zeros."""
         if self._file is None or self._end + nbytes > self._file.nbytes:
             self._file = self.swap.file(f"states-{self._count}", max(_SEGMENT_NBYTES, nbytes))
             self._count, self._end = self._count + 1, 0
@@ -370,33 +372,34 @@ class _Folder:
 
 
 class Tiers:
-    """Makes the resting places of one model's states, and owns what moves them.
+    """Makes the resting places of one model's states, and owns the buffers and engines that move them.
 
-    Threads: the rank's own, and that of a delayed step, which reads and writes masters, states and the gradients that were handed to
-    it, while the former leaves those alone; a FileRest checks it (`ThreadsMet`). Peers are told of failures by whoever has the Comm.
+    Threads: the rank's own, and that of a delayed step. The latter reads and writes masters, states and the gradients that were
+    handed to it, and the former leaves those alone meanwhile; a FileRest checks it (`ThreadsMet`). The thread that uses the Comm
+    tells peers of failures.
 
-    separate: the device has a memory of its own. failure: the first request that failed; what rests here may be half of
-    one step and half of the next from then on, and nothing of it is used any more.
+    separate: the device has a memory of its own. failure: the first request that failed. From then on the states that rest here
+    may be half of one step and half of the next, and none is used any more.
     """
 
     def __init__(self, comm: Comm, ledger: Ledger) -> None:
         self.comm, self.ledger, self.streams = comm, ledger, comm.streams
         self.separate = self.streams.separate_host
-        self.staging: StagingPool | None = None  # device: shards on their way to being gathered
-        self.slots: BufferPool | None = None  # host: the same, on their way from disk to a device of its own
-        self.landings: BufferPool | None = None  # device: reduced gradient shards on their way to rest elsewhere
-        self.arrivals: BufferPool | None = None  # host: those that are added to what rests there, or go on to disk
-        self.state_columns: dict[int, int] = {}  # id of a parameter -> its optimizer states an element, once stepped
-        self.released_nbytes = 0  # of host memory: held by what was given to be sharded, and free when it is
+        self.staging: StagingPool | None = None  # device: offloaded shards that are about to be gathered
+        self.slots: BufferPool | None = None  # host: shards read from disk that are copied to a separate device
+        self.landings: BufferPool | None = None  # device: reduced gradient shards that rest on another tier
+        self.arrivals: BufferPool | None = None  # host: gradient shards that are then added, or written to disk
+        self.state_columns: dict[int, int] = {}  # id of a parameter -> number of its optimizer states per element, once stepped
+        self.released_nbytes = 0  # host memory of the unsharded model and optimizer, which sharding will free
         self._folders: dict[str, _Folder] = {}
         self._entered: list[tuple[str, int, Tier]] = []
         self.failure: OffloadIOError | None = None
-        self._told = False  # the peers know of it
-        self._beside = threading.local()  # .comm: on this thread the Comm is another's, who tells the peers
+        self._told = False  # whether the peers have been told of the failure
+        self._beside = threading.local()  # .comm: True on a thread while another one uses the Comm, and tells the peers
 
     @contextlib.contextmanager
     def beside_comm(self) -> Iterator[None]:
-        """Around what this thread does while another one of this rank uses the Comm: failures are raised, and left to that one to tell."""
+        """Context of a thread while another one uses the Comm: failures raise here, and the other thread tells the peers."""
         before, self._beside.comm = getattr(self._beside, "comm", False), True
         try:
             yield
@@ -404,12 +407,12 @@ class Tiers:
             self._beside.comm = before
 
     def fail(self, error: OffloadIOError) -> None:
-        """A request has failed: note it, tell the peers, raise."""
+        """Record a failed request, tell the peers, and raise its error."""
         self.failure = self.failure or copy.copy(error)  # without the traceback, which holds buffers
         self.check()
 
     def check(self) -> None:
-        """Raise if a request has failed before, here or on a peer; peers raise it too when they next wait for this rank."""
+        """Raise if a request has failed, here or on a peer. Tells the peers, which raise it when they next wait for this rank."""
         failure = self.failure or self.comm.failure
         if failure is None:
             return
@@ -419,9 +422,10 @@ class Tiers:
         raise copy.copy(failure)
 
     def open_folder(self, offload: Offload) -> None:
-        """Check the folder (see SwapFolder) and make this run's own in it. Once per path, before anything is changed."""
+        """Check an offload option's folder (see SwapFolder) and make this run's own in it; once per path, before any change."""
         if offload.tier is Tier.DISK and not self.comm.imagined and offload.path not in self._folders:
-            self._folders[offload.path] = _Folder(offload, self.comm)  # type: ignore[index]
+            assert offload.path is not None
+            self._folders[offload.path] = _Folder(offload, self.comm)
 
     def check_space(self, mine: dict[str, int], on_host: list[dict[str, int]]) -> None:
         """Raise SwapError where folders are too small. mine: bytes by folder; on_host: those of all ranks of this host."""
@@ -433,47 +437,48 @@ class Tiers:
             )
 
     def away(self, offload: Offload) -> bool:
-        """True where states of this tier can not be computed with in place."""
+        """Return True where computation can not use states of this tier in place."""
         return offload.tier is Tier.DISK or (offload.tier is Tier.HOST and self.separate)
 
     def rest(self, category: str, offload: Offload, numel: int, dtype: torch.dtype) -> Rest:
-        """A new resting place, zero-filled, entered in the ledger."""
+        """Return a new resting place, zero-filled and entered in the ledger."""
         self.enter(category, numel * dtype.itemsize, offload.tier)
         return self.place(offload, numel, dtype)
 
     def place(self, offload: Offload, numel: int, dtype: torch.dtype) -> Rest:
-        """A new resting place, zero-filled, whose bytes its owner counts."""
+        """Return a new resting place, zero-filled, whose bytes the caller enters in the ledger."""
         tier = offload.tier
         if tier is Tier.DISK and self.comm.imagined:
             return ImaginedRest(numel, dtype, self)
         if tier is Tier.DISK:
-            folder = self._folders[offload.path]  # type: ignore[index]
+            assert offload.path is not None
+            folder = self._folders[offload.path]
             return FileRest(*folder.region(numel * dtype.itemsize), numel, dtype, folder.engine, self)
         if tier is Tier.HOST:
-            # not torch's pinned allocator: it rounds up to a power of two; and in huge pages a host step is faster
+            # not torch's pinned allocator, which rounds up to a power of two; and a host step is faster in huge pages
             memory = self.host_buffer(numel * dtype.itemsize, offload.pin_memory).zero_()
             return MemoryRest(memory.view(dtype), tier, self)
         with making():
             return MemoryRest(zeros(numel, dtype=dtype, device=self.comm.device), tier, self)
 
     def over(self, tensor: Tensor) -> Rest:
-        """A tensor on the device as a resting place (its bytes are counted by its owner)."""
+        """Return a resting place over a tensor on the device, whose bytes its owner enters in the ledger."""
         return MemoryRest(tensor, Tier.DEVICE, self)
 
     def host_buffer(self, nbytes: int, pin: bool = True) -> Tensor:
-        """Page-aligned host memory (nbytes,) uint8, pinned where there is a GPU."""
+        """Return page-aligned host memory (nbytes,) uint8, pinned where there is a GPU."""
         with making():
             return empty_aligned(nbytes, pin=pin and self.comm.device.type == "cuda")
 
     def device_buffer(self, nbytes: int) -> Tensor:
-        """Device memory (nbytes,) uint8; page-aligned where the device is the host."""
+        """Return device memory (nbytes,) uint8; page-aligned where the device is the host."""
         if self.separate:
             with making():
                 return torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device)
         return self.host_buffer(nbytes)
 
     def fetch(self, rest: Rest, out: Tensor, wait: bool) -> Pending | None:
-        """Start to bring a whole rest to the device, `out` (numel,). None if that had to wait for a buffer (not wait)."""
+        """Start to copy a whole rest to the device, to `out` (numel,). Without `wait`: None where no buffer is free."""
         if isinstance(rest, MemoryRest):
             return self.copy(out, rest.tensor, rest.tier, Tier.DEVICE)
         if not self.separate:
@@ -481,32 +486,32 @@ class Tiers:
         assert self.slots is not None
         buffer = self.slots.take(wait)
         if buffer is None and wait:
-            buffer = self.slots.take_further()  # all are taken by units fetched ahead: one more for this need
+            buffer = self.slots.take_further()  # units that are prefetched hold all buffers: take one more
         if buffer is None:
             return None
         hops = _TwoHops(self, rest.read(0, buffer[: out.nbytes].view(out.dtype)), buffer, out)
-        if self.comm.imagined:  # nobody looks whether it has been read: the second hop is put in line
+        if self.comm.imagined:  # imagined reads are not polled: enqueue the second hop at once
             self.streams.run_beside(hops.done)
         return hops
 
     def take_landing(self) -> Tensor:
-        """A landing buffer for a reduced gradient shard.
+        """Take a landing buffer for a reduced gradient shard.
 
         The host must not wait for the copy out of it: where ranks use different units, the reduction before that copy
-        may need what this rank says at the end of its backward.
+        may need the message that this rank sends at the end of its backward.
         """
         assert self.landings is not None
         return self._take(self.landings, in_line=True)
 
     def take_arrival(self) -> Tensor:
-        """A host buffer for one that comes from a device of its own."""
+        """Take a host buffer for a gradient shard that is copied from a separate device."""
         assert self.arrivals is not None
         return self._take(self.arrivals)
 
     @staticmethod
     def _take(pool: BufferPool, in_line: bool = False) -> Tensor:
         buffer = pool.take(wait=True, in_line=in_line)
-        if buffer is None:  # all belong to work under way, which may need this rank: one more
+        if buffer is None:  # running work holds all buffers, and may need this rank to go on: one more
             pool.count += 1
             buffer = pool.take()
         assert buffer is not None
@@ -518,12 +523,12 @@ class Tiers:
         self._entered.append((category, nbytes, tier))
 
     def count_hop(self, nbytes: int, up: bool) -> None:
-        """What goes between disk and device passes the host."""
+        """Count the copy between host and device that is part of a move between disk and device."""
         if self.separate:
             self.ledger.move(*((Tier.HOST, Tier.DEVICE) if up else (Tier.DEVICE, Tier.HOST)), nbytes)
 
     def copy(self, target: Tensor, source: Tensor, begins: Tier, ends: Tier) -> Pending:
-        """target <- source between host and device; beside the computation where the device is separate."""
+        """Start a copy between host and device, which overlaps with computation where the device is separate."""
         if not self.separate or begins is ends:
             target.copy_(source)
             return MOVED
@@ -531,7 +536,7 @@ class Tiers:
         return _Copy(self.streams, self.streams.copy(target, source, up=ends is Tier.DEVICE))
 
     def close(self) -> None:
-        """Forget all resting places and remove this run's files."""
+        """Drop all resting places and remove this run's files."""
         for category, nbytes, tier in self._entered:
             self.ledger.strike(category, nbytes, tier)
         self._entered = []

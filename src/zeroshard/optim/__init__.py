@@ -1,1 +1,1 @@
-"""The sharded optimizer: any elementwise torch.optim optimizer, stepping flat shards; others, whole parameters in turns."""
+"""The sharded optimizer: steps flat shards with any elementwise torch.optim optimizer, and whole parameters with others."""

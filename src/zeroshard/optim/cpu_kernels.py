@@ -1,20 +1,20 @@
-"""Host stepping at the speed of memory, without a compiler: torch's fused kernels on chunks that stay in the cache.
+"""Optimizer steps on the host at the speed of memory, without a compiler: torch's fused kernels on chunks that stay in the cache.
 
-A mixed-precision update reads a 16-bit gradient and writes a 16-bit parameter beside the fp32 master and states. With
-whole tensors each cast is a pass through memory of its own (40 bytes a parameter for Adam); in chunks the fp32
+A mixed-precision update reads a 16-bit gradient and writes a 16-bit parameter beside the fp32 master and states. On
+whole tensors each cast is a further pass through memory (40 bytes a parameter for Adam); in chunks the fp32
 gradient never leaves the cache (28 bytes):
 
     gradient (bf16) --copy--> scratch (fp32) --fused step--> master, states (fp32) --copy--> parameter (bf16)
                               |____ one chunk of CHUNK_NUMEL parameters: 20 bytes each for Adam ____|
 
 Words: a *stretch* is a contiguous tensor (n,) that one optimizer group steps; a *column* is a state as large as the
-stretch (exp_avg, sum, ...); all other entries of a state (`step`) are *counters*, one number a stretch. A *chunk* is a
+stretch (exp_avg, sum, ...); all other entries of a state (`step`) are *counters*, one number per stretch. A *chunk* is a
 part of a stretch that starts at a multiple of CHUNK_ALIGNMENT.
 
 Bits: kernels run the code that torch runs for `fused=True`, and chunks give the same bits as the whole stretch: they
 start at multiples of CHUNK_ALIGNMENT, so torch's vectorised loops and the scalar tail after them, which rounds
-differently, meet the same elements. `matches` tells whether an optimizer's own step has those bits too: fused=True,
-or zs.Lion; torch's default (foreach) is the same mathematics with other roundings.
+differently, process the same elements. `matches` returns whether an optimizer's own step gives those bits, too: with
+fused=True, or zs.Lion; torch's default (foreach) is the same mathematics with other roundings.
 
 Everything here runs under the caller's `torch.no_grad()`, on the calling thread unless a `Team` of threads is given.
 `python -m zeroshard.bench.cpu_adam` measures it.
@@ -42,10 +42,10 @@ from .lion import Lion, lion_update
 
 
 def _chunk_for(second_nbytes: int | None, third_nbytes: int | None) -> int:
-    """Parameters per chunk and thread, from the sizes of a core's second-level cache and of the third-level one.
+    """Return the parameters per chunk and thread, from the sizes of a core's second-level cache and of the third-level one.
 
-    Adam touches 20 bytes of cache a parameter. One thread, second level of 2 MB (docs/log.md): 2^16, 1.3 MB, is best; 2^14
-    +21% (calls), 2^15 +5%, 2^17 +1%, 2^18 +4%, 2^19 +8%. Of 1 MB, and 32 MB in the third: 2^18 takes 26% less than 2^16.
+    Adam touches 20 bytes of cache per parameter. One thread, second level of 2 MB (docs/log.md): 2^16, 1.3 MB, is best; 2^14
+    +21% (calls), 2^15 +5%, 2^17 +1%, 2^18 +4%, 2^19 +8%. With 1 MB, and 32 MB in the third: 2^18 takes 26% less than 2^16.
     """
     if second_nbytes is None or third_nbytes is None or second_nbytes >= 20 << 16:
         return 1 << 16
@@ -53,7 +53,7 @@ def _chunk_for(second_nbytes: int | None, third_nbytes: int | None) -> int:
 
 
 CHUNK_NUMEL = _chunk_for(cache_nbytes(2), cache_nbytes(3))
-# threads of a team also wait for each other's Python: 2^17 takes 103 ms where 2^16 takes 120
+# larger chunks for a team, whose threads also wait for Python's lock: 2^17 takes 103 ms, 2^16 takes 120
 TEAM_CHUNK_NUMEL = max(CHUNK_NUMEL, 1 << 17)
 CHUNK_ALIGNMENT = 32  # elements: two AVX-512 registers, the widest step of torch's vectorised loops
 
@@ -62,26 +62,26 @@ class Kernel(Protocol):
     """One optimizer's update of a stretch or chunk, in place. Threads may update different chunks at the same time.
 
     columns: names of states as large as the parameter, in the order in which torch's own step creates them.
-    passes: how often `step` walks over its tensors; 1: a whole stretch is as fast as its chunks.
+    passes: number of times that `step` walks over its tensors; with 1, a whole stretch is as fast as its chunks.
     """
 
     columns: tuple[str, ...]
     passes: int
 
     def step(self, param: Tensor, grad: Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
-        """One update of a contiguous param (n,), fp32, with grad (n,), fp32: `count`, then `update`.
+        """Update a contiguous param (n,), fp32, with grad (n,), fp32, once: `count`, then `update`.
 
         Args:
             state: the columns, each (n,), and the counters. As in torch, `step` (0-dim, fp32) is incremented in place.
-                Chunks of one stretch share its counters: give each chunk clones of what they were before the step and
+                Chunks of one stretch share its counters: give each chunk clones of their values before the step and
                 keep the last chunk's, or `count` once and `update` each chunk, as `step_stretch` does.
-            options: the param_group as it is now. After a change of amsgrad or of momentum to or from 0, ask
-                `kernel_for` again: the columns are others.
+            options: the param_group as it is now. After a change of amsgrad, or of momentum to or from 0, get a new
+                kernel from `kernel_for`: the columns are others.
         """
         ...
 
     def create(self, param: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-        """The state that the optimizer's own first step starts from: counters, and columns like `param`."""
+        """Return the state from which the optimizer's own first step starts: counters, and columns like `param`."""
         ...
 
     def prepare(self, param: Tensor, grad: Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
@@ -89,11 +89,11 @@ class Kernel(Protocol):
         ...
 
     def count(self, state: dict[str, Any]) -> Any:
-        """Enter one step into the counters; returns what `update` needs to know of them."""
+        """Count one step in the counters; return what `update` needs to know of them."""
         ...
 
     def update(self, param: Tensor, grad: Tensor, columns: Sequence[Tensor], count: Any, options: dict) -> None:
-        """The arithmetic of one step, on tensors that are not checked."""
+        """Compute one step, on tensors that are not checked."""
         ...
 
 
@@ -101,12 +101,12 @@ class Kernel(Protocol):
 
 
 def _number(value: float | Tensor) -> float:
-    """Tensor hyperparameters as numbers, as torch's fused kernels for the CPU take them."""
+    """Return a hyperparameter as a number, as torch's fused CPU kernels need it."""
     return value.item() if isinstance(value, Tensor) else value
 
 
 class _Base(Kernel):
-    """What kernels share: `step` checks its tensors, counts and updates."""
+    """Base class of the kernels: `step` checks its tensors, counts and updates."""
 
     passes = 1
 
@@ -116,7 +116,7 @@ class _Base(Kernel):
         self.update(param, grad, [state[name] for name in self.columns], self.count(state), options)
 
     def prepare(self, param: Tensor, grad: Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
-        """Create missing columns. The fused kernels take addresses: what has another length or stride is refused."""
+        """Create missing columns; assert lengths, dtypes and strides, since the fused kernels take addresses."""
         if any(state.get(name) is None for name in self.columns):
             for name, value in self.create(param, options).items():
                 if state.get(name) is None:
@@ -134,7 +134,7 @@ class _Base(Kernel):
 
 
 class _Adam(_Base):
-    """Adam and AdamW. amsgrad has a third column."""
+    """Kernel of Adam and AdamW. amsgrad has a third column."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
         self.columns = ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if options["amsgrad"] else ())
@@ -164,10 +164,10 @@ class _Adam(_Base):
 
 
 class _SGD(_Base):
-    """SGD. With momentum the first step stores the gradient itself, without dampening, whatever the buffer holds.
+    """Kernel of SGD. With momentum, the first step stores the gradient itself, without dampening, whatever the buffer holds.
 
-    A buffer that no step has written yet is marked by the counter "fresh" (True), which the first step removes; torch
-    marks it by having no buffer, which is understood as well.
+    The counter "fresh" (True) marks a buffer that no step has written yet; the first step removes it. A missing buffer, by
+    which torch marks this, is accepted as well.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
@@ -195,7 +195,7 @@ class _SGD(_Base):
 
 
 class _Adagrad(_Base):
-    """Adagrad. The accumulator starts from the constructor's value, as in torch, whatever the group says."""
+    """Kernel of Adagrad. The accumulator starts from the constructor's value, as in torch, whatever the group says."""
 
     columns = ("sum",)
 
@@ -221,13 +221,13 @@ class _Adagrad(_Base):
 
 
 class _Lion(_Base):
-    """zs.Lion's own passes, with a scratch that stays in the cache."""
+    """Kernel of zs.Lion: its own passes, with a scratch buffer that stays in the cache."""
 
     columns = ("exp_avg",)
     passes = 5
 
     def __init__(self, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
-        self._own = threading.local()  # a thread's scratch
+        self._own = threading.local()  # .scratch: one buffer per thread
 
     def count(self, state: dict[str, Any]) -> None:
         return None
@@ -253,9 +253,9 @@ def _unwrapped(step: Callable[..., Any] | None) -> Callable[..., Any] | None:
 
 
 def _stepping_class(cls: type) -> type | None:
-    """The class of _KERNELS whose step a class has: itself, or the nearest that it derives from and steps as.
+    """Return the class of _KERNELS whose step a class has: itself, or the nearest base whose step it does not override.
 
-    Torch wraps `step` of each class that is built, in its own dictionary: what is compared is inside.
+    Torch wraps `step` anew for each class that is built, so the unwrapped functions are compared.
     """
     known = next((base for base in cls.__mro__ if base in _KERNELS), None)
     own = [[_unwrapped(getattr(c, name, None)) for name in torch_compat.STEP_METHODS] for c in (cls, known) if c is not None]
@@ -263,10 +263,10 @@ def _stepping_class(cls: type) -> type | None:
 
 
 def kernel_for(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> Kernel | None:
-    """The kernel that does what this optimizer's step does with the options (a param_group) given.
+    """Return the kernel whose step equals this optimizer's with the options (a param_group) given.
 
-    None where there is none: other classes, derived ones with a step of their own, and steps that autograd records. The
-    caller then runs the optimizer's own class on chunks.
+    None for other classes, for subclasses with a step of their own, and for steps that autograd records. The caller then runs
+    the optimizer's own class on chunks.
     """
     stepping = _stepping_class(type(optimizer))
     kind = _KERNELS[stepping] if stepping is not None else None
@@ -277,9 +277,9 @@ def kernel_for(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> Ker
 
 
 def matches(optimizer: torch.optim.Optimizer, options: dict[str, Any] | None = None) -> bool:
-    """Whether the optimizer's own step has the kernel's bits, in one param_group or (None) in all.
+    """Return whether the optimizer's own step gives the kernel's bits, in one param_group or (None) in all.
 
-    True for zs.Lion and for fused=True; otherwise the mathematics is the same and the last bits are not.
+    True for zs.Lion and for fused=True; otherwise the mathematics is the same and the last bits differ.
     """
     groups = optimizer.param_groups if options is None else [options]
     return all(
@@ -302,7 +302,7 @@ def step_chunk(
     out: Tensor | None,  # (n,) the parameter in its own precision
     scratch: Tensor | None,  # (>= n,) fp32
 ) -> None:
-    """master <- kernel(master, grad * scale), out <- master. The product is rounded in fp32.
+    """Compute master <- kernel(master, grad * scale), out <- master. The product is rounded in fp32.
 
     scratch holds the product, unless grad is fp32 and scale is 1; then it may be None.
     """
@@ -312,7 +312,7 @@ def step_chunk(
 
 
 def _scaled(grad: Tensor, scale: float, scratch: Tensor | None) -> Tensor:
-    """grad * scale in fp32: in scratch, or grad itself."""
+    """Return grad * scale in fp32: in scratch, or grad itself."""
     narrow = grad.dtype is not torch.float32
     if not narrow and scale == 1.0:
         return grad
@@ -326,7 +326,7 @@ def _scaled(grad: Tensor, scale: float, scratch: Tensor | None) -> Tensor:
 
 
 def chunk_numel(threads: int | None = None) -> int:
-    """Parameters per chunk that so many of torch's threads work on together (None: as many as torch has now)."""
+    """Return the parameters per chunk that `threads` of torch's threads process together (None: as many as torch has now)."""
     return CHUNK_NUMEL * (torch.get_num_threads() if threads is None else threads)
 
 
@@ -341,9 +341,9 @@ def step_stretch(
     out: Tensor | None = None,  # (n,)
     scratch: Tensor | None = None,  # (chunk,) fp32, for the calling thread; allocated where missing or too short
     team: Team | None = None,  # None: torch's threads on one chunk at a time
-    chunk: int | None = None,  # elements
+    chunk: int | None = None,  # elements per chunk
 ) -> None:
-    """`step_chunk` over a whole stretch. Counters count one step; missing columns are created."""
+    """Run `step_chunk` over a whole stretch. Counters count one step; missing columns are created."""
     numel = master.numel()
     threads = 1 if team is None else team.threads
     if chunk is None:
@@ -352,7 +352,7 @@ def step_stretch(
     assert out is None or out.numel() == numel
     casts = grad.dtype is not torch.float32 or scale != 1.0
     if kernel.passes == 1 and not casts and out is None:
-        chunk = max(chunk, round_up(-(-numel // threads), CHUNK_ALIGNMENT))  # nothing would be read a second time
+        chunk = max(chunk, round_up(-(-numel // threads), CHUNK_ALIGNMENT))  # no chunk would be read a second time
     kernel.prepare(master, grad, state, options)
     count = kernel.count(state)
     outs = itertools.repeat(None) if out is None else out.split(chunk)
@@ -385,10 +385,10 @@ def step_stretch(
 class Team:
     """Threads that share the chunks of a stretch: the calling one and threads - 1 helpers, until `close`.
 
-    Each runs torch's operators on itself alone and takes the next chunk when it is done with one. torch's own threads
-    meet after every operator instead, three times a chunk: as fast on a quiet machine, but where other programs run on
-    the same cores somebody always waits for a thread that does not run (2.2 s instead of 0.19 s a step, docs/log.md).
-    One thread at a time runs it, that which has the HostStepper.
+    Each runs torch's operators alone, and takes the next chunk when it is done with one. torch's own threads instead
+    meet after every operator, three times per chunk: as fast on a quiet machine, but where other programs run on
+    the same cores the others always wait for a thread that is not scheduled (2.2 s instead of 0.19 s a step, docs/log.md).
+    One thread at a time calls it, the one that uses the HostStepper.
     """
 
     def __init__(self, threads: int) -> None:
@@ -398,13 +398,13 @@ class Team:
             self._helpers = ThreadPoolExecutor(threads - 1, "host-step", torch.set_num_threads, (1,))
 
     def run(self, work: Callable[[], None]) -> None:
-        """work() on every thread, without autograd; returns, or raises the first error, when all are done."""
+        """Run work() on every thread, without autograd; return, or raise the first error, when all are done."""
 
         def helper() -> None:
-            with torch.no_grad():  # a thread's own setting
+            with torch.no_grad():  # grad mode is per thread
                 work()
 
-        with stepping_threads(1):  # entered first: a helper that starts sets the number that later threads begin with
+        with stepping_threads(1):  # entered first, since a helper's initializer sets the number with which later threads start
             helpers = [self._helpers.submit(helper) for _ in range(self.threads - 1)] if self._helpers else []
             try:
                 work()
@@ -414,20 +414,20 @@ class Team:
             future.result()
 
     def close(self) -> None:
-        """End the helpers."""
+        """End the helper threads."""
         if self._helpers is not None:
             self._helpers.shutdown()
 
 
 def visible_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def host_threads(local_ranks: int | None = None) -> int:
-    """Threads for one rank's host step: the cores visible to the process, divided by the ranks of this machine.
+    """Return the threads for one rank's host step: the cores visible to the process, divided by the ranks of this machine.
 
-    None: LOCAL_WORLD_SIZE, which launchers set, or 1. Launchers set OMP_NUM_THREADS=1 for ranks too, which suits a
+    local_ranks: None: LOCAL_WORLD_SIZE, which launchers set, or 1. Launchers also set OMP_NUM_THREADS=1 for ranks, which suits a
     rank that computes on a GPU but leaves most cores of the host idle while it steps.
     """
     ranks = ranks_here(1) if local_ranks is None else local_ranks
@@ -436,7 +436,7 @@ def host_threads(local_ranks: int | None = None) -> int:
 
 @contextmanager
 def stepping_threads(threads: int) -> Iterator[None]:
-    """torch's operators use so many threads on the calling thread; the number before is restored."""
+    """Context in which torch's operators use `threads` threads on the calling thread; restores the number from before."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -446,6 +446,6 @@ def stepping_threads(threads: int) -> Iterator[None]:
 
 
 def describe_threads(threads: int) -> str:
-    """For the line at the start of a run."""
+    """Return the threads of a rank in words, for the line at the start of a run."""
     cores = visible_cores()
     return f"{threads} thread{'s' * (threads > 1)} a rank, {cores} core{'s' * (cores > 1)}"

@@ -1,9 +1,9 @@
-"""The one-step delayed update (ZeRO-Offload, arXiv 2101.06840, section 4.3): the host steps beside the next step.
+"""The one-step delayed update (ZeRO-Offload, arXiv 2101.06840, section 4.3): a step on the host overlaps with the next F and B.
 
-    device  | F1 B1 | F2 B2 | F3 B3 |            forward 3 uses the parameters that step 1 made
-    host            | step 1 | step 2 |          a thread; masters and states are its own while it runs
+    device  | F1 B1 | F2 B2 | F3 B3 |            forward 3 uses the parameters of step 1
+    host            | step 1 | step 2 |          a thread, which alone uses masters and states while it runs
 
-Gradients are handed over, not copied, where they rest as shards: two resting places take turns.
+Where gradients rest as shards they are handed over, not copied: two resting places take turns.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from .offloaded_step import HostStepper, Job
 class DelayedStep:
     """Runs a HostStepper in a thread, one step at a time.
 
-    Threads: all methods are the rank's own thread's. Between `start` and the end of `wait` the stepper, masters and states, and
-    the gradients handed over are the step's; the Comm stays with the rank's own, which tells the peers of failures (`wait`).
+    Threads: all methods are for the rank's own thread. From `start` to the end of `wait`, the step's thread alone uses the
+    stepper, masters, states and gradients handed over. The rank's own keeps the Comm, and tells peers of failures (`wait`).
     """
 
     def __init__(self, host: HostStepper) -> None:
         self.host = host
-        self.unpublished: list[Job] = []  # stepped, or being stepped: parameters do not show it yet
+        self.unpublished: list[Job] = []  # jobs stepped, or being stepped, whose parameters are not written yet
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.ticket: Any = None  # of an imagined step
+        self.ticket: Any = None  # stands for an imagined step
 
     def start(self, jobs: list[Job]) -> None:
-        """Step the jobs in the background. `wait` and publish before the next start."""
+        """Step the jobs in the background. `wait`, and publish, before the next start."""
         assert self._thread is None and not self.unpublished
         self.unpublished = jobs
         num_threads = torch.get_num_threads()
@@ -52,11 +52,11 @@ class DelayedStep:
 
     @property
     def running(self) -> bool:
-        """True while masters and states belong to the thread."""
+        """True while masters and states belong to the step's thread."""
         return self._thread is not None
 
     def wait(self) -> None:
-        """Return when the step under way is done. Raises what it raised, at every call: masters are half stepped then."""
+        """Return when the running step is done. Raises what it raised, at every call, since masters are then half stepped."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -67,7 +67,7 @@ class DelayedStep:
             raise self._error
 
     def take(self) -> list[Job]:
-        """Wait; the jobs whose masters are to be published now."""
+        """Wait; return the jobs whose masters are now to be published."""
         self.wait()
         jobs, self.unpublished = self.unpublished, []
         return jobs

@@ -1,4 +1,4 @@
-"""Optimizers of the user's class that step what the user's own does not hold: runs, chunks, whole parameters."""
+"""Inner optimizers: of the user's class, they step what the user's own does not hold: runs, chunks, whole parameters."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from torch import nn
 
 
 def inner_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer of the same class and options with no parameters yet, whatever its constructor looks like."""
+    """Return an optimizer of the same class and options without parameters, whatever its constructor looks like."""
     inner = object.__new__(type(optimizer))
     inner.__dict__.update(optimizer.__dict__)
-    inner.__dict__.pop("step", None)  # a scheduler's wrapper around the outer step
+    inner.__dict__.pop("step", None)  # a scheduler's wrapper around the outer optimizer's step
     inner.state = defaultdict(dict)
     inner.param_groups = [dict(group) for group in optimizer.param_groups]
     for name in list(inner.__dict__):
         if name.endswith("_hooks"):
-            inner.__dict__[name] = type(inner.__dict__[name])()  # the user's hooks belong to the outer
+            inner.__dict__[name] = type(inner.__dict__[name])()  # the user's hooks belong to the outer optimizer
     return inner
 
 
 def step_on_device(inner: torch.optim.Optimizer, hosted: list[bool], device: torch.device) -> None:
-    """Step its groups that have parameters: what a class stacks, or gives to torch._foreach, must not be empty.
+    """Step the inner optimizer's groups that have parameters: some classes stack them, or use torch._foreach, and fail on none.
 
-    hosted: which groups have elements that the host steps. Without others they get a parameter of no elements, so that a class
-    counts the step. Groups of whole parameters alone are told what it counted (optim/whole_matrix.py).
+    hosted: which groups have elements that the host steps. If such a group has no parameters here, it gets one of no
+    elements, so that the class counts the step. Groups of whole parameters only get the count from whole_matrix.py.
     """
     groups = inner.param_groups
     empty = [group for group, on_host in zip(groups, hosted, strict=True) if on_host and not group["params"]]

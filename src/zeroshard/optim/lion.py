@@ -4,8 +4,8 @@
     param = (1 - lr * weight_decay) * param - lr * u        decoupled weight decay
     exp_avg = beta2 * exp_avg + (1 - beta2) * grad
 
-One state as large as the parameter, where Adam has two: 4 bytes a parameter less on the host. Every operation is
-elementwise and gives an element the same bits wherever it lies in its tensor, so that shards, chunks and whole
+It has one state as large as the parameter, where Adam has two: 4 bytes per parameter less on the host. Every operation is
+elementwise and gives an element the same bits at any position in its tensor, so that shards, chunks and whole
 parameters agree (tests/optim/test_cpu_kernels.py).
 """
 
@@ -21,9 +21,9 @@ from ..errors import ConfigError
 
 
 class Lion(torch.optim.Optimizer):
-    """torch.optim style: `Lion(model.parameters(), lr=1e-4, weight_decay=0.1)`.
+    """The Lion optimizer, in torch.optim's style: `Lion(model.parameters(), lr=1e-4, weight_decay=0.1)`.
 
-    The paper takes lr 3-10 times smaller and weight_decay 3-10 times larger than for AdamW. State: "exp_avg".
+    The paper uses an lr 3-10 times smaller and a weight_decay 3-10 times larger than for AdamW. State: "exp_avg".
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; returns the closure's loss."""
+        """Update every parameter that has a gradient; return the closure's loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -66,7 +66,7 @@ class Lion(torch.optim.Optimizer):
 
 
 def lion_update(param: Tensor, grad: Tensor, exp_avg: Tensor, options: dict, scratch: Tensor | None = None) -> None:
-    """Five elementwise passes (four without weight decay), in place. scratch: like param, else it is allocated."""
+    """Update in place, in five elementwise passes (four without weight decay). scratch: like param; None: it is allocated."""
     lr, weight_decay = float(options["lr"]), float(options["weight_decay"])
     beta1, beta2 = options["betas"]
     if options["maximize"]:

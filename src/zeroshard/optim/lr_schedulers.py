@@ -1,8 +1,8 @@
-"""Learning-rate schedulers and skipped steps: a step that was skipped for non-finite gradients does not count.
+"""Learning-rate schedulers do not count optimizer steps that were skipped for non-finite gradients.
 
-The ordinary loop calls `scheduler.step()` after every `optimizer.step()`, or after an epoch of them, and can not know. So
-the schedulers of torch ask the optimizer, once per process patched to do so; for optimizers that are not sharded nothing
-changes.
+The usual loop calls `scheduler.step()` after every `optimizer.step()`, or after an epoch of them, and does not know which
+were skipped. So torch's schedulers are patched, once per process, to ask the optimizer; those of optimizers that are not
+sharded work as before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .step_record import StepRecord
 
 
 class Tally:
-    """How many steps an optimizer was asked for, how many of them were skipped, and where each scheduler stood then.
+    """Number of steps that an optimizer was asked for and that it skipped, now and at each scheduler's last step.
 
     holds: schedulers stand still after skipped steps.
     """
@@ -27,29 +27,29 @@ class Tally:
     def __init__(self, holds: bool = True) -> None:
         self.holds = holds
         self.asked = self.skipped = 0
-        self.scheduling = False  # in the step of a scheduler: those that it is made of go with it
+        self.scheduling = False  # inside a scheduler's step, whose component schedulers step with it
         self._seen: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 
     @property
     def schedulers(self) -> list[Any]:
-        """Those that have asked, in the order in which they first did."""
+        """The schedulers that have asked, in the order of their first step."""
         return list(self._seen)
 
     def note(self, record: StepRecord) -> StepRecord:
-        """One more step, which comes back. A step without gradients was not skipped for what they are."""
+        """Count one more step, and return its record. A step without gradients does not count as skipped."""
         self.asked += 1
         self.skipped += record.skipped and not math.isfinite(record.grad_norm)
         return record
 
     def counts(self, scheduler: Any) -> bool:
-        """False where all steps since the scheduler's last one were skipped."""
+        """Return False where all steps since the scheduler's last one were skipped."""
         asked, skipped = self._seen.get(scheduler, (0, 0))
         self._seen[scheduler] = self.asked, self.skipped
         return not self.holds or self.asked == asked or self.asked - asked > self.skipped - skipped
 
 
 def respect_skipped_steps() -> None:
-    """Let every scheduler stand still after skipped steps of a sharded optimizer. Idempotent."""
+    """Patch torch's schedulers to stand still after skipped steps of a sharded optimizer. Idempotent."""
     for name in dir(lr_scheduler):
         cls = getattr(lr_scheduler, name)
         own = isinstance(cls, type) and issubclass(cls, lr_scheduler.LRScheduler) and "step" in cls.__dict__
@@ -76,7 +76,7 @@ def _standing_still(step: Any) -> Any:
 
 
 def rewrap_for_schedulers(optimizer: torch.optim.Optimizer) -> None:
-    """A scheduler built before sharding looks for its mark on `optimizer.step`."""
+    """Wrap `optimizer.step` again for a scheduler built before sharding, which looks for its mark there."""
     plain = optimizer.step
 
     def step(*args: Any, **kwargs: Any) -> Any:

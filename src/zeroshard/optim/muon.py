@@ -1,7 +1,7 @@
 """`zs.Muon`: Muon for hidden matrices and AdamW for everything else, as one optimizer.
 
-The arithmetic is torch's (torch.optim.Muon, torch.optim.AdamW). Which is which: `use_muon` of a parameter group, or, as DeepSpeed
-has it, of each parameter. Source: Jordan et al., Muon, 2024; https://kellerjordan.github.io/posts/muon/
+The arithmetic is torch's (torch.optim.Muon, torch.optim.AdamW). `use_muon` of a parameter group or, as in DeepSpeed, of each
+parameter selects one of the two. Source: Jordan et al., Muon, 2024; https://kellerjordan.github.io/posts/muon/
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ _ADAMW = {"weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-8}
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon and AdamW, by parameter group.
+    """Muon for some parameter groups and AdamW for the others.
 
     Args:
-        params: parameters or groups. A group with use_muon=True takes the options of torch.optim.Muon (lr, momentum, weight_decay,
-            nesterov, ns_steps, ns_coefficients, eps, adjust_lr_fn), with False those of AdamW (lr, betas, eps, weight_decay). One
-            without is divided by the attribute `use_muon` of its parameters, which each must have.
-        lr: of groups that name none; adam_lr: of those of AdamW; None: lr.
+        params: parameters or groups. A group with use_muon=True takes the options of torch.optim.Muon (lr, momentum,
+            weight_decay, nesterov, ns_steps, ns_coefficients, eps, adjust_lr_fn), one with False those of AdamW (lr, betas, eps,
+            weight_decay). A group without it is divided by the attribute `use_muon`, which each of its parameters must have.
+        lr: learning rate of groups that name none.
+        adam_lr: learning rate of AdamW's groups that name none; None: lr.
 
     Raises:
-        ConfigError: a parameter is in neither kind, or is to be stepped by Muon and is no matrix.
+        ConfigError: a parameter is assigned to neither, or is to be stepped by Muon and is not a matrix.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, adam_lr: float | None = None) -> None:
@@ -47,7 +48,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step."""
+        """Update every parameter that has a gradient; return the closure's loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -96,7 +97,7 @@ def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _divided(group: dict[str, Any]) -> list[tuple[bool, list[Tensor]]]:
-    """(stepped by Muon, members) of a group, or of its two halves."""
+    """Return (stepped by Muon, parameters) of a group, or of its two halves."""
     members = group["params"]
     untold = [param for param in members if "use_muon" not in group and not hasattr(param, "use_muon")]
     if untold:

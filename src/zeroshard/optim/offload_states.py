@@ -1,8 +1,8 @@
-"""`zs.offload_states` and `zs.reload_states`: a model's states leave the device for a while, and come back as they were.
+"""`zs.offload_states` and `zs.reload_states`: move a model's states off the device for a while, and back unchanged.
 
     train ...   zs.offload_states(model)   generate with another engine   zs.reload_states(model)   train ...
 
-What is away can not be used (`StatesAway`); what stays can. Buffers hold no state: their memory comes again when they are needed.
+States that are away can not be used (`StatesAway`); the others can. Buffers hold no state: they get memory again when needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..zero.idle import check_idle
 from ..zero.runtime import Runtime, runtime_of
 
 BUFFERS = "buffers"
-_NAMES = {name: name for name in (*PARTS, BUFFERS)} | {  # and those of DeepSpeed
+_NAMES = {name: name for name in (*PARTS, BUFFERS)} | {  # and DeepSpeed's names
     "optim_states": "optimizer", "hp_params": "masters", "lp_params": "parameters", "lp_grads": "gradients",
     "contiguous_grad_buffer": BUFFERS,
 }  # fmt: skip
@@ -43,28 +43,29 @@ def offload_states(
     """Move a sharded model's states off the device until `zs.reload_states` (collective, between steps).
 
     Args:
-        include: what: "optimizer" (states), "masters", "parameters", "gradients", "buffers" (of gathers, reductions, host steps,
-            saves and activation checkpoints); DeepSpeed's "optim_states", "hp_params", "lp_params", "lp_grads" and
-            "contiguous_grad_buffer" mean the same. None: all.
-        device: "cpu": copies in host memory; where the device is the host states stay where they are, and buffers go alone.
-            "nvme", a folder on a local disk, or an Offload: files in a folder of this run; "nvme" alone means that of zs.shard.
-            What rests off the device already stays where it is.
-        pin_memory: page-locked copies on the host.
-        non_blocking: return while copies to the host are under way (not to files).
+        include: which states: "optimizer", "masters", "parameters", "gradients", "buffers" (those of gathers, reductions, host
+            steps, saves and activation checkpoints), or DeepSpeed's words "optim_states", "hp_params", "lp_params", "lp_grads"
+            and "contiguous_grad_buffer". None: all.
+        device: "cpu" copies into host memory; where the device is the host, only buffers are freed. "nvme", a folder on a local
+            disk, or an Offload copies into files in a folder of this run; "nvme" alone means the folder of zs.shard. What rests
+            off the device already stays where it is.
+        pin_memory: use page-locked copies on the host.
+        non_blocking: return while copies to the host are under way (not those to files).
 
-    What is away raises StatesAway when it is used: a forward needs parameters, a backward gradients too, a step, a save or a
-    write all. Without gradients after `zero_grad` none are copied. More calls move what is still there.
+    Using a state that is away raises StatesAway: a forward needs parameters, a backward gradients too, a step, a save or a write
+    everything. After `zero_grad` there are no gradients to copy. Further calls move what is still on the device.
 
     Raises:
-        ConfigError: an option is wrong, on any rank; ranks call it differently. SwapError, ConfigError: the folder.
-        ZeroshardError: called inside a forward, a backward or zs.gathered(). Nothing has changed in any of these cases.
-        OffloadIOError: the disk failed: the model can not be used any more.
+        ConfigError: an option is wrong, on any rank, or ranks call it differently. Nothing has changed.
+        SwapError: the folder cannot be used. Nothing has changed.
+        ZeroshardError: it was called inside a forward, a backward or zs.gathered(). Nothing has changed.
+        OffloadIOError: the disk failed. The model cannot be used any more.
     """
     runtime = runtime_of(model)
     check_idle(runtime, "zs.offload_states", also_moved=True)
     parts, offload = _agree(runtime, include, device, pin_memory)
     parts = [part for part in parts if part not in runtime.moved]
-    if not runtime.moved.any:  # else nothing was written since that was done
+    if not runtime.moved.any:  # otherwise an earlier call has waited, and nothing was written since
         runtime.gate.wait()
     if "gradients" not in runtime.moved:
         runtime.flush()
@@ -72,7 +73,7 @@ def offload_states(
     memories, rests = _memories(runtime), _rests(runtime)
     wanted = [part for part in parts if part != BUFFERS]
     _check_space(runtime, [memory for memory in memories if memory.part in wanted], offload)
-    runtime.comm.exchange(b"", "zs.offload_states")  # nobody reads shards or buffers of peers any more
+    runtime.comm.exchange(b"", "zs.offload_states")  # a barrier: no rank reads peers' shards or buffers any more
     if BUFFERS in parts:
         _give_back_buffers(runtime)
     runtime.comm.fence_write(synchronised=True)
@@ -81,12 +82,12 @@ def offload_states(
         for unit in runtime.units:
             unit.leave()
     if runtime.comm.device.type == "cuda":
-        torch.cuda.empty_cache()  # whoever computes on the device meanwhile may be another process
+        torch.cuda.empty_cache()  # another process may use the device meanwhile
     runtime.comm.fence_read()
 
 
 def reload_states(model: nn.Module) -> None:
-    """Bring back what `zs.offload_states` has moved, bit for bit (collective). Does nothing where nothing is away."""
+    """Bring back the states that `zs.offload_states` has moved, bit for bit (collective). Does nothing where none is away."""
     runtime = runtime_of(model)
     runtime.attendance.refuse("zs.reload_states")
     runtime.tiers.check()
@@ -101,7 +102,7 @@ def reload_states(model: nn.Module) -> None:
 
 
 def _agree(runtime: Runtime, include: Any, device: Any, pin_memory: bool) -> tuple[list[str], Offload]:
-    """What to move, and where to: what every rank asks for (collective)."""
+    """Return the parts to move and where to move them, after a check that every rank asks for the same (collective)."""
     comm, parts, offload = runtime.comm, list[str](), Offload()
     problem: Exception | None = None
     try:
@@ -175,7 +176,7 @@ def _check_space(runtime: Runtime, memories: list[Memory], offload: Offload) -> 
 
 
 def _rests(runtime: Runtime) -> dict[str, list[Rest]]:
-    """Every resting place that others may reach, by part."""
+    """Return every resting place that other code may access, by part."""
     groups = runtime.groups
     return {
         "optimizer": [rest for group in groups for rest in (*group.columns.values(), *group.averages)],
@@ -186,7 +187,7 @@ def _rests(runtime: Runtime) -> dict[str, list[Rest]]:
 
 
 def _memories(runtime: Runtime) -> list[Memory]:
-    """Memory of states that is the device's."""
+    """Return the memories of states that are on the device."""
     found: list[Memory] = []
     for group in runtime.groups:
         values, grads = group.values, group.grads
@@ -211,7 +212,7 @@ def _resting(part: str, category: str, rest: Rest | None, kept: bool = True) -> 
 
 
 def _device_states(runtime: Runtime) -> list[Tensor]:
-    """The states that the inner optimizer keeps, each memory once: those of runs that were one are views of one."""
+    """Return the states that the inner optimizer keeps, one tensor per storage: states of split runs are views of one."""
     runs = [run for runs in runtime.optimizer.core.runs for run in runs] if runtime.optimizer is not None else []
     states = [value for run in runs if run.tensor is not None for value in run.states.load().values() if run.holds(value)]
     whole: dict[int, Tensor] = {}

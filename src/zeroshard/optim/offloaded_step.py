@@ -2,10 +2,10 @@
 
     read    | s2 | s3 | s4 |             a slab: a stretch of one run, of at most buffer_nbytes
     step    | s1 | s2 | s3 | s4          master weights, gradient and states, in chunks that stay in cache
-    write   |    | s1 | s2 | s3 | s4     what rests on the host is stepped in place and needs no buffer
+    write   |    | s1 | s2 | s3 | s4     states that rest on the host are stepped in place and need no buffer
 
-Slabs pass through one arena of constant size. As it comes free at the end of a step it is filled with the first slabs of
-the next (`poll`), so that the disk also works while forward and backward run.
+Slabs pass through one arena of constant size. At the end of a step its free memory is filled with the first slabs of
+the next step (`poll`), so that the disk also works while forward and backward run.
 
 The arithmetic is that of the optimizer's own class, run on chunks (equal in bits to a step without offload), or torch's
 fused kernels (optim/cpu_kernels.py).
@@ -41,9 +41,9 @@ from .cpu_kernels import (
 from .segments import Run
 from .state_storage import ColumnStates
 
-_STEPPED, _GRADIENT, _VALUES = "(stepped)", "(gradient)", "(values)"  # parts of a slab beside the states
-_CLASS_CHUNK_NUMEL = 1 << 18  # for an optimizer's own class, whose step costs some 0.15 ms beside the arithmetic
-_FLIGHT = 4  # slabs under way, per buffer's worth of memory: slabs in place take none, and need some limit
+_STEPPED, _GRADIENT, _VALUES = "(stepped)", "(gradient)", "(values)"  # names of the parts of a slab that are not states
+_CLASS_CHUNK_NUMEL = 1 << 18  # for an optimizer's own class, whose step has an overhead of some 0.15 ms
+_FLIGHT = 4  # most slabs started ahead, per buffer: slabs in place take no memory, and need some limit
 _SLAB_MULTIPLE = 4096  # elements: slabs begin at page boundaries in any dtype
 
 
@@ -51,8 +51,9 @@ _SLAB_MULTIPLE = 4096  # elements: slabs begin at page boundaries in any dtype
 class Job:
     """One run to step.
 
-    options: its parameter group's. attributes: numbers that the optimizer keeps on itself. Both as before the step. gradient:
-    where it rests. factor: what it is still to be multiplied by. publish: write the parameters as well. names, scalars: of its states after the step (names None: a first step, before the first chunk).
+    options: those of its parameter group; attributes: numbers that the optimizer keeps on itself; both as before the step.
+    gradient: where it rests; factor: what it is still to be multiplied by. publish: write the parameters as well. names, scalars:
+    of its states after the step (names None: before the first chunk of a first step).
     """
 
     run: Run
@@ -75,15 +76,15 @@ class Job:
         return self.states.names is None
 
     def close(self) -> None:
-        """All chunks are done."""
+        """Record the states' names and scalars in the run, after the last chunk."""
         self.states.names, self.states.scalars = self.names or [], self.scalars
 
 
 @dataclass(eq=False)
 class Slab:
-    """Elements [begin, end) of a shard, of one run.
+    """Elements [begin, end) of a shard, part of one run.
 
-    parts: what the step works on by name, in place or in `buffer`; staged: those that must be written back.
+    parts: the tensors of the step by name, in place or in `buffer`; staged: the rests to which parts must be written back.
     """
 
     job: Job
@@ -97,12 +98,12 @@ class Slab:
 
     @property
     def key(self) -> tuple:
-        """What makes it the same slab in the next step."""
+        """Key that is equal for the same slab in the next step."""
         return id(self.job.run), self.begin, self.end
 
 
 class _All:
-    """Several things under way."""
+    """Several moves as one `Pending`."""
 
     def __init__(self, parts: list[Pending]) -> None:
         self.parts = parts
@@ -116,10 +117,11 @@ class _All:
 
 
 class HostStepper:
-    """Steps runs whose states rest on the host or on disk.
+    """Steps the runs whose states rest on the host or on disk.
 
-    Threads: one at a time, which is checked (`ThreadsMet`): the rank's own, or for the length of a delayed step that step's
-    (optim/delayed_update.py). Until `DelayedStep.wait` has returned the rank's own stays out; writers pass zero/write_gate.py.
+    Threads: one at a time, which is checked (`ThreadsMet`): the rank's own or, during a delayed step, that step's
+    (optim/delayed_update.py). The rank's own thread stays out until `DelayedStep.wait` has returned; zero/write_gate.py
+    sees to it.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, offload: Offload, tiers: Tiers, fused: bool) -> None:
@@ -128,10 +130,10 @@ class HostStepper:
         pin = offload.pin_memory
         limit_nbytes = offload.buffer_count * offload.buffer_nbytes
         self.pool = Arena(tiers.ledger, limit_nbytes, PAGE_NBYTES, lambda n: tiers.host_buffer(n, pin), Tier.HOST, self.turn)
-        self._ahead: deque[Slab] = deque()  # read for the next step
-        self._next: deque[Slab] = deque()  # the slabs that follow
-        self._uploads: list[Pending] = []  # to the device, in this step
-        # a rank that computes on a device of its own leaves its share of the cores to the step
+        self._ahead: deque[Slab] = deque()  # slabs that are read ahead for the next step
+        self._next: deque[Slab] = deque()  # the slabs of the next step behind them
+        self._uploads: list[Pending] = []  # copies to the device in this step
+        # a rank that computes on a separate device lets the step use its share of the cores
         self.threads = host_threads() if tiers.separate else torch.get_num_threads()
         self.scratch = torch.empty(chunk_numel(self.threads), device="cpu")
         self.team = Team(1 if tiers.comm.imagined else self.threads)  # fake tensors belong to one thread
@@ -140,7 +142,7 @@ class HostStepper:
 
     @one_thread
     def step(self, jobs: list[Job]) -> None:
-        """One step of all jobs, in this order. What is written may still be on its way to disk when it returns."""
+        """Step all jobs, in this order. Writes to disk may still be running when it returns."""
         with stepping_threads(self.threads):
             self._step(jobs)
         self.poll()
@@ -149,9 +151,9 @@ class HostStepper:
         plan = deque(slab for job in jobs for slab in self._slabs(job))
         following = [(slab.job, slab.begin, slab.end) for slab in plan]
         sizes = [self._staged_nbytes(slab) for slab in plan]
-        useful_nbytes = sum(sizes) + max(sizes, default=0)  # one more: pieces are whole, so its end may not fit the next
+        useful_nbytes = sum(sizes) + max(sizes, default=0)  # one more: the arena's end may be too short for a slab
         if self.pool.lacks(useful_nbytes):
-            self.forget()  # what was read ahead lies in the memory that makes way for more
+            self.forget()  # slabs read ahead are in the memory that a larger one replaces
         self.pool.reserve(useful_nbytes)
         flight: deque[Slab] = deque()
         while plan or flight:
@@ -164,7 +166,7 @@ class HostStepper:
                 self._compute(slab)
             self._write_back(slab)
         for upload in self._uploads:
-            upload.join()  # what the device computes next sees the new parameters
+            upload.join()  # the device computes next with the new parameters
         self._uploads = []
         for job in jobs:
             job.close()
@@ -173,12 +175,12 @@ class HostStepper:
 
     @one_thread
     def poll(self) -> None:
-        """Read the next step's first slabs into buffers that have come free."""
+        """Read the next step's first slabs into memory that has come free."""
         while self._next:
             slab = self._next[0]
             nbytes = self._staged_nbytes(slab)
             if not nbytes:
-                self._next.popleft()  # in place: nothing to read
+                self._next.popleft()  # stepped in place: nothing to read
                 continue
             buffer = self.pool.take(nbytes)
             if buffer is None:
@@ -190,13 +192,13 @@ class HostStepper:
 
     @one_thread
     def forget(self) -> None:
-        """Drop what was read ahead: it is no longer what rests there, or will not be stepped next."""
+        """Drop the slabs that were read ahead, because the states at rest are about to change or will not be stepped next."""
         while self._ahead:
             self._drop_ahead()
         self._next = deque()
 
     def _take_ahead(self) -> Slab:
-        """The first slab that was read ahead."""
+        """Return the first slab that was read ahead, which is now used."""
         slab = self._ahead.popleft()
         self._count_ahead(slab, -1)
         return slab
@@ -212,19 +214,19 @@ class HostStepper:
 
     @one_thread
     def give_back(self) -> None:
-        """Give up the memory of buffers until the next step."""
+        """Give the memory of the arena back until the next step."""
         self.forget()
         self.pool.give_back()
 
     @one_thread
     def close(self) -> None:
-        """Give up all buffers and threads."""
+        """Drop all memory and end the threads."""
         self.forget()
         self.pool.close()
         self.team.close()
 
     def _start(self, slab: Slab, wait: bool) -> bool:
-        """Bring a slab's parts within reach. False where no buffer is free."""
+        """Start to read a slab's parts. False where there is no memory for them."""
         while self._ahead and self._ahead[0].key != slab.key and self._is_ahead(slab):
             self._drop_ahead()
         if self._ahead and self._ahead[0].key == slab.key:
@@ -248,9 +250,9 @@ class HostStepper:
         return True
 
     def _take_alone(self, nbytes: int) -> Tensor:
-        """Memory for a slab while no other is under way."""
-        self.forget()  # what was read ahead holds all memory and is not wanted now
-        self.pool.reserve(nbytes)  # a first step may make more states than were foreseen when it began
+        """Take memory for a slab while no other slab is started."""
+        self.forget()  # slabs read ahead hold all memory, and are not needed now
+        self.pool.reserve(nbytes)  # a first step may make more states than were foreseen at its beginning
         buffer = self.pool.take(nbytes, wait=True)
         if buffer is None:
             raise ZeroshardError(
@@ -265,7 +267,7 @@ class HostStepper:
     def _slabs(self, job: Job) -> Iterator[Slab]:
         run = job.run
         if run.numel == 0:
-            yield Slab(job, run.start, run.stop)  # its step count lives here too
+            yield Slab(job, run.start, run.stop)  # a run without elements has a step count, too
         slab_numel = self.slab_numel(job)
         begin = run.start
         while begin < run.stop:
@@ -274,17 +276,17 @@ class HostStepper:
             begin = end
 
     def _away(self, job: Job) -> list[int]:
-        """Bytes an element of everything that a step of this run must bring through a buffer."""
+        """Return the bytes per element of each tensor that a step of this run must move through the arena."""
         group = job.run.group
         rests = [group.masters.stepped, job.gradient, group.values.rest, *group.columns.values()]
         away = [r.dtype.itemsize for r in {id(r): r for r in rests}.values() if r.view(0, 0) is None]
-        if group.offload.tier is Tier.DISK and not group.columns:  # a first step: states are still to be made
+        if group.offload.tier is Tier.DISK and not group.columns:  # a first step: its states are not made yet
             kernel = self.kernel(job)
             away += [group.masters.stepped.dtype.itemsize] * (len(kernel.columns) if kernel is not None else 2)
         return away
 
     def slab_numel(self, job: Job) -> int:
-        """Elements that fit one buffer; the whole run where everything is in place."""
+        """Return the number of elements that fit buffer_nbytes; the whole run where everything is stepped in place."""
         away = self._away(job)
         if not away:
             return max(job.run.stop, 1)
@@ -292,7 +294,7 @@ class HostStepper:
         return max(room // sum(away) // _SLAB_MULTIPLE, 1) * _SLAB_MULTIPLE
 
     def _staged_nbytes(self, slab: Slab) -> int:
-        """Memory for the parts of the slab that must pass through it; 0 where all are in place."""
+        """Return the bytes that a slab takes of the arena; 0 where everything is stepped in place."""
         away = self._away(slab.job)
         if not away or slab.end == slab.begin:
             return 0
@@ -307,7 +309,7 @@ class HostStepper:
             self._bring(slab, name, group.columns[name], read=True, write=True)
 
     def _bring(self, slab: Slab, name: str, rest: Rest, *, read: bool, write: bool) -> Tensor:
-        """Make elements of a rest a part of the slab: in place, or in its buffer."""
+        """Add elements of a rest to the slab's parts: in place, or in its buffer."""
         view = rest.view(slab.begin, slab.end)
         if slab.begin == slab.end:
             view = torch.empty(0, dtype=rest.dtype, device="cpu")
@@ -322,14 +324,14 @@ class HostStepper:
 
     @staticmethod
     def _carve(slab: Slab, rest: Rest) -> Tensor:
-        """Room in the slab's buffer, at the same place within a page as in the file: O_DIRECT then needs no copy."""
+        """Return memory in the slab's buffer, with the same offset in a page as in the file: O_DIRECT then needs no copy."""
         numel, itemsize = slab.end - slab.begin, rest.dtype.itemsize
         start = round_up(slab.used_nbytes, PAGE_NBYTES)
         if not isinstance(rest, MemoryRest):
             start += slab.begin * itemsize % PAGE_NBYTES
         stop = start + numel * itemsize
         if slab.buffer is None or stop > slab.buffer.numel():
-            return torch.empty(numel, dtype=rest.dtype, device="cpu")  # a first step that makes more states than were foreseen
+            return torch.empty(numel, dtype=rest.dtype, device="cpu")  # a first step makes more states than foreseen
         slab.used_nbytes = stop
         return slab.buffer[start:stop].view(rest.dtype)
 
@@ -346,7 +348,7 @@ class HostStepper:
     # -- arithmetic ------------------------------------------------------------------------------------------
 
     def kernel(self, job: Job) -> Kernel | None:
-        """What steps a run; None: the optimizer's own class."""
+        """Return the fused kernel that steps a run; None: the optimizer's own class steps it."""
         if not self.fused or job.run.group.masters.stepped.dtype != torch.float32:
             return None
         return kernel_for(self.inner, job.options)
@@ -374,11 +376,11 @@ class HostStepper:
         job.scalars = {name: value for name, value in state.items() if name not in slab.parts}
 
     def _chunk(self, param: Tensor, numel: int | None) -> Any:
-        """Elements at a time: `numel`, or all of them where nothing is computed."""
+        """Return the elements per chunk: `numel`, or all of them on imagined ranks, where nothing is computed."""
         return round_up(max(param.numel(), 1), CHUNK_NUMEL) if self.tiers.comm.imagined else numel
 
     def _create(self, slab: Slab, kernel: Kernel) -> dict[str, Any]:
-        """The states of a first step, in place; the scalars."""
+        """Create the states of a first step in the slab; return the scalars."""
         for name in kernel.columns:
             self._bring(slab, name, slab.job.states.column(name, torch.float32), read=False, write=True)
         param, scalars = slab.parts[_STEPPED], {}
@@ -391,7 +393,7 @@ class HostStepper:
         return scalars
 
     def _run_class(self, slab: Slab, scalars: dict[str, Any]) -> dict[str, Any]:
-        """Step with the optimizer's own class, chunk by chunk; the last chunk's states."""
+        """Step with the optimizer's own class, chunk by chunk; return the last chunk's states."""
         job, state = slab.job, dict[str, Any]()
         numel = slab.end - slab.begin
         chunk = self._chunk(slab.parts[_STEPPED], _CLASS_CHUNK_NUMEL)
@@ -407,7 +409,7 @@ class HostStepper:
         return state
 
     def _step_class(self, job: Job, param: Tensor, grad: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """One step of the optimizer's own class on a chunk; the states afterwards."""
+        """Step a chunk with the optimizer's own class; return the states afterwards."""
         leaf = nn.Parameter(param)
         leaf.grad = grad.to(param.dtype) if job.factor == 1.0 else grad.to(param.dtype) * job.factor
         vars(self.inner).update(_fresh(job.attributes))
@@ -417,23 +419,23 @@ class HostStepper:
         return self.inner.state[leaf]
 
     def _take_states(self, slab: Slab, start: int, param: Tensor, state: dict[str, Any]) -> None:
-        """Put states that the class made, or replaced, into the slab's parts."""
+        """Copy states that the class has made or replaced into the slab's parts."""
         for name, value in state.items():
             if not _like(value, param):
                 continue
             if name not in slab.parts:
                 self._bring(slab, name, slab.job.states.column(name, value.dtype), read=False, write=True)
             place = slab.parts[name][start : start + param.numel()]
-            # else stepped in place
+            # unless it was stepped in place
             if torch_compat.storage_id(place.untyped_storage()) != torch_compat.storage_id(value.untyped_storage()):
                 place.copy_(value)
 
 
 def _fresh(settings: dict[str, Any]) -> dict[str, Any]:
-    """For one chunk, which may write into them."""
+    """Return a copy of settings for one chunk, which may write into them."""
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in settings.items()}
 
 
 def _like(value: Any, param: Tensor) -> bool:
-    """True for a state with one value an element."""
+    """Return True for a state with one value per element."""
     return isinstance(value, Tensor) and value.shape == param.shape

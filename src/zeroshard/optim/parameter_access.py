@@ -1,14 +1,14 @@
-"""One parameter's value, gradient and optimizer states, whole or as this rank's slice, wherever they rest.
+"""Access to one parameter's value, gradient and optimizer states, whole or as this rank's slice, on whatever tier they rest.
 
-    zs.value_of(p)                     the fp32 master where there is one; setting it rounds the parameter from it at once
-    zs.gradient_of(p)                  the mean gradient over ranks, as p.grad shows it, free of the loss scale
+    zs.value_of(p)                     the fp32 master where there is one; setting it also sets the parameter, rounded
+    zs.gradient_of(p)                  the mean gradient over ranks, as p.grad shows it, without the loss scale
     zs.state_of(p, "exp_avg")          one optimizer state; None before the first step
 
     .full()   .set_full(value)         the whole tensor (shape), equal on every rank
     .local()  .set_local(value)        this rank's slice, flat (stop - start,): elements [start, stop) of the flattened tensor
 
-What comes back is a copy. `full` and both setters are collective: all ranks call them, for the same parameters in the same order.
-A value that does not fit on one rank raises on all of them, and nothing is changed.
+They return copies. `full` and both setters are collective: all ranks call them, for the same parameters in the same order.
+A value of the wrong shape on one rank raises ConfigError on all of them, and nothing is changed.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from .state_view import entries_of, write_entry
 
 
 def value_of(param: Tensor) -> ParameterPart:
-    """The value of a parameter of a sharded model, as exact as it is held. Raises ZeroshardError for any other tensor."""
+    """Return access to the value of a sharded model's parameter, as precise as it is kept. Raises ZeroshardError for others."""
     return _Value(param)
 
 
 def gradient_of(param: Tensor) -> ParameterPart:
-    """The mean gradient of a parameter of a sharded model; None where it has none. Setting it is what the next step uses."""
+    """The mean gradient of a parameter of a sharded model; None where it has none. The next step uses what you set."""
     return _Gradient(param)
 
 
 def state_of(param: Tensor, key: str) -> OptimizerStatePart:
-    """An optimizer state of a parameter of a sharded model; None where it has none. A step count is a number."""
+    """Return access to an optimizer state (or None) of a sharded model's parameter. A step count is a number."""
     return OptimizerStatePart(param, key)
 
 
 class ParameterPart(ABC):
-    """What `value_of`, `gradient_of` and `state_of` return: see the head of this file."""
+    """The result of `value_of`, `gradient_of` and `state_of`, described at the head of this file."""
 
     what: str
-    replicated: bool  # every rank holds the whole of it
+    replicated: bool  # whether every rank holds all of it
 
     def __init__(self, param: Tensor) -> None:
         home = home_of(param)
@@ -68,14 +68,14 @@ class ParameterPart(ABC):
 
     @abstractmethod
     def local(self) -> Any:
-        """A copy of this rank's slice, flat; None where there is nothing."""
+        """Return a copy of this rank's slice, flat; None where there is nothing."""
 
     @abstractmethod
     def full(self) -> Any:
-        """A copy of the whole tensor, on every rank (collective); None where there is nothing."""
+        """Return a copy of the whole tensor, on every rank (collective); None where there is nothing."""
 
     def set_full(self, value: Tensor) -> None:
-        """Set it; every rank gives the same tensor of the parameter's shape (collective)."""
+        """Set the whole tensor; every rank gives the same tensor of the parameter's shape (collective)."""
         self._prepare()
         self._agree(value, self.shape, compare=self.replicated)
         with torch.no_grad():
@@ -94,17 +94,17 @@ class ParameterPart(ABC):
 
     @abstractmethod
     def _set(self, value: Tensor) -> None:
-        """Take a whole tensor, or one that is sharded alike."""
+        """Write a whole tensor, or one sharded like the parameter."""
 
     def _prepare(self) -> None:
-        """Before a write (collective)."""
+        """Get ready for a write (collective)."""
 
     def _problem(self) -> str | None:
-        """Why it can not be set."""
+        """Return why it can not be set, or None."""
         return None
 
     def _agree(self, value: Any, shape: tuple[int, ...], compare: bool = False) -> None:
-        """Raise ConfigError on every rank where any of them can not set it (collective)."""
+        """Raise ConfigError on every rank where any rank can not set it (collective)."""
         problem, given = self._problem(), type(value).__name__
         if isinstance(value, Tensor):
             given = f"a tensor of shape {tuple(value.shape)}"
@@ -195,7 +195,7 @@ class _Gradient(ParameterPart):
 
 
 class OptimizerStatePart(ParameterPart):
-    """One optimizer state."""
+    """Access to one optimizer state of one parameter."""
 
     def __init__(self, param: Tensor, key: str) -> None:
         self.key, self.what = key, f"optimizer state {key!r}"
@@ -214,7 +214,7 @@ class OptimizerStatePart(ParameterPart):
         return {k: v for k, v in entries_of(self._core, self.param).items() if k == self.key} if self._stepped else {}
 
     def names(self) -> list[str]:
-        """Of all states that this parameter has; before the first step there are none."""
+        """Return the names of all states that this parameter has; [] before the first step."""
         return sorted(entries_of(self._core, self.param)) if self._stepped else []
 
     @property
@@ -246,16 +246,16 @@ class OptimizerStatePart(ParameterPart):
 
 
 def whole_states(group: ParamGroup, index: int, entries: dict[str, Any]) -> dict[str, Any]:
-    """One parameter's states, tensors whole (collective). A rank that holds nothing of it takes keys and scalars from the others."""
+    """Return one parameter's states with whole tensors (collective). Ranks without elements get keys and scalars from others."""
     plain = {
         k: v.cpu() if isinstance(v, Tensor) else v for k, v in entries.items() if not isinstance(v, ShardedTensor)
-    }  # ranks differ in devices
+    }  # on the host, since a peer's device may be another
     sharded = {k: v._local for k, v in entries.items() if isinstance(v, ShardedTensor)}
-    kept = {k for k, v in plain.items() if not sendable(v)}  # of a class of its own
+    kept = {k for k, v in plain.items() if not sendable(v)}  # objects that can not be sent
     mine = ({k: v for k, v in plain.items() if k not in kept}, {k: v.dtype for k, v in sharded.items()}, sorted(kept))
     everyone = exchange_values(group.comm, mine, "optimizer state: keys")
     for key in sorted({key for _, _, theirs in everyone for key in theirs}):
-        if not all(key in other or key in theirs for other, _, theirs in everyone):  # the same answer on every rank
+        if not all(key in other or key in theirs for other, _, theirs in everyone):  # equal on every rank, so all raise
             raise ConfigError(
                 f"optimizer state {key!r} of {group.specs[index].name} is an object of which some ranks have none, and not plain "
                 "data that could be sent to them."

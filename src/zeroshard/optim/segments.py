@@ -1,8 +1,8 @@
 """Runs: the contiguous stretches of a shard that one optimizer group steps as one tensor.
 
-Within a flat shard neighbours of the same optimizer group are one run: one kernel per unit instead of one per
+Neighbouring parameters of a flat shard in the same optimizer group form one run: one kernel per unit instead of one per
 parameter. A parameter that missed a step (no rank had a gradient for it) must keep its own step count and moments, so
-its run is split at that moment, with the optimizer's state split along.
+its run is split at that moment, and the optimizer's state with it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from ..offload.storage import Tiers
 from ..zero.unit import ParamGroup
 from .state_storage import ColumnStates, DeviceStates
 
-K = TypeVar("K")  # what parameters of one run have in common
+K = TypeVar("K")  # key that is equal for parameters of one run
 
-_NO_SLICE = (1,) * 7  # more dimensions than any parameter has
+_NO_SLICE = (1,) * 7  # leading dimensions that mark a state which is not a slice; more than any parameter has
 
 
 @dataclass(eq=False)
 class Run:
     """Elements [start, stop) of the stepped buffer of `group`: the parameters `indices`, in layout order.
 
-    whole: it is one parameter, which is stepped as a whole (optim/whole_matrix.py). states: its optimizer states. tensor: the
-    leaf that the inner optimizer steps (values or masters, sharing memory); None where the states are offloaded and the host
-    steps the run.
+    whole: the run is one parameter that is stepped as a whole (optim/whole_matrix.py). states: its optimizer states. tensor: the
+    leaf that the inner optimizer steps (a view of values or masters); None where the states are offloaded and the host steps it.
     """
 
     group: ParamGroup
@@ -47,19 +46,22 @@ class Run:
 
     @property
     def active(self) -> bool:
-        """True if some rank has a gradient for it (the same for all its parameters: see `split`)."""
+        """True if some rank has a gradient for the run (the same for all its parameters: see `split`)."""
         return self.group.active[self.indices[0]]
 
     def holds(self, value: object) -> bool:
-        """True for a state with one value an element, False for a scalar."""
+        """Return True for a state with one value per element, False for a scalar."""
         return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == self.numel
 
     def rested(self, value: Any) -> Any:
-        """A state that is not cut, as it rests. Of a whole parameter one of rows (n,) gets dimensions of 1: n may be a slice's numel."""
+        """Return a state that is not sharded in the form in which it is kept.
+
+        For a whole parameter, a 1-D state (of rows, say) gets leading dimensions of 1, since its numel may equal that of a slice.
+        """
         return value.view(*_NO_SLICE, -1) if self.whole and isinstance(value, Tensor) and value.dim() == 1 else value
 
     def shown(self, value: Any) -> Any:
-        """It again, as the optimizer's class has it."""
+        """Undo `rested`: return the state in the form that the optimizer's class has given it."""
         rested = isinstance(value, Tensor) and value.dim() > len(_NO_SLICE) and tuple(value.shape[:-1]) == _NO_SLICE
         return value.view(-1) if self.whole and rested else value
 
@@ -67,15 +69,15 @@ class Run:
 class RunMaker:
     """Makes the runs of one optimizer.
 
-    replicated: optimizer states are whole on every rank. state: the inner optimizer's. alone: ids of parameters that are stepped
-    as a whole, each a run of its own.
+    replicated: every rank has all optimizer states. state: that of the inner optimizer. alone: ids of parameters that are
+    stepped as a whole, each in a run of its own.
     """
 
     def __init__(self, replicated: bool, state: dict[Tensor, dict], tiers: Tiers, alone: set[int]) -> None:
         self.replicated, self.state, self.tiers, self.alone = replicated, state, tiers, alone
 
     def make(self, group: ParamGroup, start: int, stop: int, indices: list[int]) -> Run:
-        """One run without states."""
+        """Return a run without states."""
         whole = id(group.params[indices[0]]) in self.alone
         if group.offload.tier is not Tier.DEVICE:
             return Run(group, start, stop, indices, ColumnStates(group, self.tiers, start, stop), None, whole)
@@ -83,20 +85,20 @@ class RunMaker:
         return Run(group, start, stop, indices, DeviceStates(self.state, tensor), tensor, whole)
 
     def stepped(self, group: ParamGroup) -> Tensor:
-        """What the inner optimizer steps, on the device: masters where there are any, else the values."""
+        """Return what the inner optimizer steps, on the device: the masters where there are any, else the values."""
         if group.master is not None:
             return group.master.load(0, group.master.numel)
         return group.values.full if self.replicated else group.values.rest.load(0, group.layout.shard_numel)
 
     def gradient(self, run: Run) -> Tensor:
-        """The gradient that matches a run's tensor."""
+        """Return the gradient for a run's tensor."""
         assert run.tensor is not None
         return run.group.gradients.in_step(run.start, run.stop, run.tensor.dtype)
 
     def runs(self, group: ParamGroup, keys: Sequence[K | None]) -> list[tuple[K, Run]]:
-        """(key, run) for each maximal stretch of parameters with equal, not-None key.
+        """Return (key, run) for each maximal stretch of parameters with equal, not-None key.
 
-        A parameter that lies in the shards of other ranks alone joins its neighbour's run, or is a run of no elements: its
+        A parameter of which this rank has no elements joins its neighbour's run, or becomes a run of no elements: its
         step count lives on every rank, so that all ranks show the same states.
         """
         pending: list[tuple[K, int, int, list[int]]] = []
@@ -116,7 +118,7 @@ class RunMaker:
         return [(key, self.make(group, start, stop, indices)) for key, start, stop, indices in pending]
 
     def split(self, run: Run) -> list[Run]:
-        """One run per parameter, each with its part of the states."""
+        """Return one run per parameter, each with its part of the states."""
         parts = []
         for index in run.indices:
             start, stop = run.group.masters.range(index)
@@ -127,7 +129,7 @@ class RunMaker:
         return parts
 
     def joined(self, runs: list[Run]) -> list[Run]:
-        """Neighbours with states of equal kind become one run again: the reverse of `split`."""
+        """Join neighbouring runs with states of equal kind: the reverse of `split`."""
         bunches: list[list[Run]] = []
         kind: object = None
         for run in runs:
@@ -152,7 +154,7 @@ class RunMaker:
 
 
 def state_tensors(state: dict[Tensor, dict]) -> list[Tensor]:
-    """All state tensors of the size of their run (step counters and the like are left out)."""
+    """Return all state tensors of the shape of their run (step counters and the like are left out)."""
     return [
         value
         for tensor, entries in state.items()

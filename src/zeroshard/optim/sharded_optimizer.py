@@ -1,14 +1,13 @@
-"""The sharded optimizer: the user's optimizer object, stepping flat shards instead of parameters.
+"""The sharded optimizer: the user's optimizer object, which steps flat shards instead of parameters.
 
-`zs.shard` gives the object a new class, so schedulers and param_groups that refer to it keep working; its original
-class goes on as an *inner* optimizer over runs (optim/segments.py). One step, in three phases:
+`zs.shard` changes the object's class, so that schedulers which refer to it keep working; its own class becomes an *inner*
+optimizer over runs (optim/segments.py). One step has three phases:
 
     agree     local square sums -> global norm; non-finite anywhere: every rank skips
     update    scale (clip, loss scale), masters <- inner optimizer, parameters <- masters
     publish   replicated parameters are gathered again; sharded ones are gathered when they are next used
 
-Hyperparameters are read from the outer param_groups before every step. Norms are sums of fp32 square sums per shard,
-combined in fp64 in a fixed order, so that stages agree bit for bit.
+Options are read from the outer param_groups before every step. Norms add shards in a fixed order: stages agree bit for bit.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from ..config import Placement, Tier
 from ..errors import ConfigError, ModelClosed, NonFiniteError, ShardedAccessError, ZeroshardError
 from ..memory.ledger import OPTIMIZER, claimed
 from ..zero.gradient_account import Clipped
+from ..zero.out_of_memory import Telling
 from ..zero.runtime import Runtime
 from ..zero.unit import ParamGroup
 from .cpu_kernels import matches
@@ -42,7 +42,7 @@ from .whole_matrix import WholeStepper, whole_parameters
 
 
 class OptimizerCore:
-    """What a sharded optimizer does; `optimizer.core`."""
+    """The implementation of a sharded optimizer, found as `optimizer.core`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
         self.outer, self.runtime, self.comm, self.world = optimizer, runtime, runtime.comm, runtime.world
@@ -58,7 +58,7 @@ class OptimizerCore:
             self.delayed = DelayedStep(self.host)
         runtime.gate.delayed, runtime.gate.stepper = self.delayed, self.host
         self.runs: list[list[Run]] = [[] for _ in optimizer.param_groups]
-        self.parted = False  # runs were split so that a state could be written: see mapping.py
+        self.parted = False  # whether runs were split so that a state could be written (state_view.py)
         self.members = [list(group["params"]) for group in optimizer.param_groups]
         self.group_of = {id(p): number for number, g in enumerate(optimizer.param_groups) for p in g["params"]}
         for group in runtime.groups:
@@ -68,35 +68,35 @@ class OptimizerCore:
                 self.runs[number].append(run)
         self._show_runs()
         self.last_step: StepRecord | None = None
-        self.allied = [self]  # with which it has one norm and one verdict: those of the stages of one rank of a pipeline
+        self.allied = [self]  # cores that share one norm and one verdict: those of this rank's pipeline stages
         self.after_step: list[Callable[[], None]] = []  # called after each step that was not skipped
         self.tally = Tally(runtime.config.hold_schedulers)
         self._skipped_in_a_row = 0
         self._state_nbytes = 0
 
     def _fused(self) -> bool:
-        """Whether the host steps with fused kernels: see config.Offload."""
+        """Return whether the host steps with fused kernels (see config.Offload)."""
         given = self.runtime.config.offload_optimizer.fused
         if given is not None:
             return given
         return self.runtime.tiers.separate or matches(self.outer)
 
     def _show_runs(self) -> None:
-        """The inner optimizer's param_groups are the runs that it steps on the device."""
+        """Make the runs that are stepped on the device the parameters of the inner optimizer's param_groups."""
         for group, runs in zip(self.inner.param_groups, self.runs, strict=True):
             group["params"] = [run.tensor for run in runs if run.tensor is not None and not run.whole]
 
     @property
     def stepped_groups(self) -> list[ParamGroup]:
-        """Parameter groups that have a gradient, the same on every rank."""
+        """The flat-buffer groups that have a gradient to step with: the same on every rank."""
         return [g for g in self.runtime.groups if g.grads is not None and g.grads.reduced and any(g.active)]
 
     # -- agree -----------------------------------------------------------------------------------------------
 
     def global_norm(self) -> tuple[float, float]:
-        """Norm of the mean gradient over all ranks (collective), non-finite where any element is; what gradients are a multiple of.
+        """Return the norm of the mean gradient over all ranks, and the factor that gradients carry (collective).
 
-        That is the loss scale times the mean weight.
+        The norm is non-finite where any element is. The factor is the loss scale times the mean weight (zs.backward).
         """
         total, account = sum(core._square_sum() for core in self.allied) / self._scale() ** 2, self.runtime.account
         watches = [core.runtime.values for core in self.allied]
@@ -110,17 +110,17 @@ class OptimizerCore:
         for number, watch in enumerate(watches, 3):
             watch.agree([everyone[rank][number] for rank in self.runtime.topology.place])
         places = [[everyone[rank] for rank in ranks] for ranks in self.runtime.topology.places]
-        weight = max(sum(part[1] for part in place) for place in places)  # places of a model see the same batches
+        weight = max(sum(part[1] for part in place) for place in places)  # ranks along model axes see the same batches
         if any(any(part[1] for part in place) and any(part[2] for part in place) for place in places):
             raise ZeroshardError(
                 "some gradients of this step are from zs.backward(model, loss, weight=...), others from a plain backward(): "
                 "there is no mean of both. Call zs.backward for all of them, on all ranks, or for none."
             )
-        mean = weight / self.comm.world_size if weight else 1.0  # reductions took the plain mean over ranks
+        mean = weight / self.comm.world_size if weight else 1.0  # reductions compute the unweighted mean over ranks
         return (math.sqrt(total) if total >= 0 else math.nan) / mean, self._scale() * mean
 
     def _square_sum(self) -> float:
-        """Of the gradients that are this rank's to count, as they are."""
+        """Return the square sum of the gradients that this rank counts, without undoing scale or weight."""
         buffers = [group.gradients for group in self.stepped_groups if group.counts]
         known = [grads.square_sum for grads in buffers if grads.square_sum is not None]
         total = sum(value for value in known if isinstance(value, float))
@@ -130,14 +130,14 @@ class OptimizerCore:
         return total + (float(torch.stack(on_device).sum()) if on_device else 0.0)
 
     def _scale(self) -> float:
-        """The loss scale, where this rank's reduced gradients are still a multiple of it."""
+        """The loss scale while this rank's reduced gradients carry it, else 1."""
         return 1.0 if self.runtime.account.unscaled else self.runtime.progress.loss_scale
 
     def clip(self, max_norm: float | None) -> float:
-        """Undo loss scale and weights, and scale all gradients so that their global norm is at most `max_norm`.
+        """Undo loss scale and weights, and scale all gradients so that their global norm is at most `max_norm` (collective).
 
-        Returns the norm before clipping (collective). The step that follows takes it from here. Where it is not finite
-        gradients stay as they are, and the step asks again, on all ranks: somebody may have mended them by then.
+        Returns the norm before clipping, which the next step uses again. Where it is not finite, gradients stay as they are, and
+        the step computes the norm anew, on all ranks: the gradients may have been repaired by then.
         """
         self.runtime.flush()
         self.runtime.attendance.tell("clip", max_norm)
@@ -149,14 +149,14 @@ class OptimizerCore:
             for core in self.allied:
                 core.runtime.flush()
             norm, divisor = self.global_norm()
-        elif found.of_ally and found.max_norm == max_norm:  # done for all of them, and now this one is asked, too
+        elif found.of_ally and found.max_norm == max_norm:  # an allied core has clipped for all of them
             self.runtime.account.clipped = replace(found, of_ally=False)
             return found.norm
         else:
-            norm, divisor = found.norm * found.coefficient, 1.0  # done by an earlier call for this step
+            norm, divisor = found.norm * found.coefficient, 1.0  # an earlier clip for this step has scaled the gradients
         coefficient = 1.0
         if self._usable(norm) and max_norm is not None:
-            coefficient = min(max_norm / (norm + 1e-6), 1.0)  # in this order NaN stays, as in torch
+            coefficient = min(max_norm / (norm + 1e-6), 1.0)  # min() in this order keeps a NaN, as torch does
         for core in self.allied:
             core._take_norm(
                 Clipped(norm, coefficient, max_norm, [], of_ally=core is not self), divisor, stepping and core is self
@@ -164,19 +164,19 @@ class OptimizerCore:
         return norm
 
     def _take_norm(self, found: Clipped, divisor: float, stepping: bool) -> None:
-        """Scale gradients as was found for all allied. Where the norm is not finite they stay."""
+        """Scale this core's gradients by the norm found for all allied cores; leave them where the norm is not finite."""
         if self._usable(found.norm):
             self._scale_gradients(found.coefficient / divisor, stepping)
             self.runtime.account.undone(unscaled=self.runtime.progress.scaler is not None)
         self.runtime.account.clipped = replace(found, writes=self._writes())
 
     def _known(self) -> Clipped | None:
-        """The norm that was found, if it is still that of the gradients."""
+        """Return the last clip, if its norm is usable and gradients have not been written since; else None."""
         found = self.runtime.account.clipped
         return found if found is not None and self._usable(found.norm) and found.writes == self._writes() else None
 
     def _usable(self, norm: float) -> bool:
-        """True if a step is taken with gradients of this norm."""
+        """Return True if a step is taken with gradients of this norm."""
         return math.isfinite(norm) or not (self.runtime.config.skip_nonfinite or self.runtime.progress.scaler is not None)
 
     def _writes(self) -> list[int]:
@@ -190,7 +190,7 @@ class OptimizerCore:
     # -- step ------------------------------------------------------------------------------------------------
 
     def step(self) -> StepRecord:
-        """One step (collective). Without gradients on any rank: a no-op with a record that says so."""
+        """Take one step (collective). Without gradients on any rank, do nothing and return a record that says so."""
         runtime = self.runtime
         if runtime.closed:
             raise ModelClosed("optimizer.step() after zs.close(model): make a new optimizer of its parameters.")
@@ -212,13 +212,13 @@ class OptimizerCore:
     def _agree_and_step(self) -> StepRecord:
         runtime, account = self.runtime, self.runtime.account
         if not self.stepped_groups and self.world is self.comm:
-            self.comm.exchange(b"", "optimizer step without gradients")  # a rank that is alone with it is told
+            self.comm.exchange(b"", "optimizer step without gradients")  # raises where other ranks do have gradients
             runtime.attendance.count_step()
             return self.tally.note(StepRecord(0.0, 1.0, skipped=True))
         scale = runtime.progress.loss_scale
         found = account.clipped
         if self._known() is None and not (found is not None and found.refused):
-            undone = found is not None and not self._usable(found.norm)  # a clip that found nothing to clip
+            undone = found is not None and not self._usable(found.norm)  # a clip that met a non-finite norm
             self._clip(found.max_norm if found is not None and undone else runtime.config.max_grad_norm, stepping=True)
         runtime.attendance.count_step()
         assert account.clipped is not None
@@ -234,7 +234,7 @@ class OptimizerCore:
         return self.tally.note(StepRecord(norm, coefficient, skipped=False, loss_scale=scale))
 
     def _skip(self, norm: float, scale: float) -> StepRecord:
-        """Every rank skips, and all allied do; the record names parameters and ranks; too many in a row end the run (B20)."""
+        """Skip the step on every rank and allied core, and name parameters and ranks; raise after too many in a row (B20)."""
         names = tuple(dict.fromkeys(name for core in self.allied for name in core._nonfinite_names()))
         for core in self.allied:
             if core is not self:
@@ -253,7 +253,7 @@ class OptimizerCore:
         return self.last_step
 
     def _nonfinite_names(self) -> tuple[str, ...]:
-        """ "name (rank r)", r the rank that sent the value (where only the result is known: the shard it lies in)."""
+        """Return "name (rank r)" for non-finite gradients; r sent the value, or holds the shard if only the result is known."""
         groups = self.stepped_groups
         senders = [sorted(group.gradients.culprits) for group in groups]
         mine = [
@@ -265,7 +265,7 @@ class OptimizerCore:
         everyone = exchange_values(self.comm, (mine, senders), "optimizer step: names of non-finite gradients")
         found: dict[str, None] = {}
         for rank, (names, own) in enumerate(everyone):
-            for number, name in names:  # in two hops, who met the sender's part first is another rank than whose shard it is
+            for number, name in names:  # in two hops, the rank that sums a sender's part may not own the shard
                 ranks = own[number] or sorted({sender for _, theirs in everyone for sender in theirs[number]})
                 found[f"{name} (rank {', '.join(map(str, ranks))})" if ranks else f"{name} (shard of rank {rank})"] = None
         if self.world is not self.comm:
@@ -275,7 +275,7 @@ class OptimizerCore:
 
     @torch.no_grad()
     def _update(self) -> list[ParamGroup]:
-        """Step on this rank's shards; the groups whose parameters were written, the same on every rank."""
+        """Step this rank's shards; return the groups whose parameters were written, the same on every rank."""
         self.comm.fence_write(synchronised=True)  # the norm's exchange was the barrier
         self.runtime.settle()
         groups = self.stepped_groups
@@ -312,24 +312,24 @@ class OptimizerCore:
             if group.master is not None and group.offload.tier is Tier.DEVICE:
                 self._put_values(group, self.maker.stepped(group))
             if group.gradients.replicated:
-                group.gradients.apply_factor()  # p.grad is its memory
+                group.gradients.apply_factor()  # since p.grad is a view of it
         self._enter_states()
-        return list({id(group): group for group in [*published, *self.stepped_groups]}.values())  # not: handed over
+        return list({id(group): group for group in [*published, *self.stepped_groups]}.values())  # not those handed over
 
     def _put_values(self, group: ParamGroup, stepped: Tensor) -> None:
-        """Parameters <- masters, rounded."""
+        """Write the rounded masters into the parameters."""
         if self.replicated:
             group.values.full.copy_(stepped)
         else:
             group.values.forget()
             rest = group.values.rest
-            rest.store(0, stepped if rest.resident else stepped.to(rest.dtype))  # rounded before it travels
+            rest.store(0, stepped if rest.resident else stepped.to(rest.dtype))  # round first, then move fewer bytes
 
     def _settings(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Options of the groups, and numbers that the class keeps on itself, as they are before a step.
+        """Return the groups' options, and the numbers that the class keeps on itself, as they are before a step.
 
-        The host steps chunk by chunk and every chunk begins with them: a class that counts its steps there counts once. Copies:
-        schedulers write into a tensor of a learning rate while a delayed update runs.
+        The host steps chunk by chunk and every chunk begins with them: a class that counts its steps there counts once. They
+        are copies: schedulers write into a tensor of a learning rate while a delayed update runs.
         """
         copied = lambda value: value.clone() if isinstance(value, Tensor) else value  # noqa: E731
         groups = [{k: copied(v) for k, v in group.items() if k != "params"} for group in self.inner.param_groups]
@@ -337,7 +337,7 @@ class OptimizerCore:
         return groups, {k: copied(v) for k, v in own if k not in _NOT_COPIED and isinstance(v, (int, float, Tensor))}
 
     def _step_on_host(self, runs: list[Run], options_of: list[dict[str, Any]], attributes: dict[str, Any]) -> None:
-        """Step the offloaded runs, in the order of the model."""
+        """Step the offloaded runs, in the order of the model, at once or as a delayed update."""
         assert self.host is not None
         options = {id(run): o for group, o in zip(self.runs, options_of, strict=True) for run in group}
         offloaded = [run for run in runs if run.tensor is None]
@@ -359,17 +359,17 @@ class OptimizerCore:
         )
 
     def _publish_delayed(self) -> list[ParamGroup]:
-        """Parameters take what the delayed update has made of their masters; the groups concerned."""
+        """Write the masters that the delayed update has stepped into the parameters; return the groups concerned."""
         assert self.delayed is not None
         groups = list({id(job.run.group): job.run.group for job in self.delayed.take()}.values())
         for group in groups:
-            self.refresh_masters(group)  # what the user has written meanwhile stands
+            self.refresh_masters(group)  # keeps what the user has written meanwhile
             self._put_values(group, group.masters.stepped.host(0, group.masters.stepped.numel))
         return groups
 
     @torch.no_grad()
     def drain(self) -> None:
-        """Parameters, masters and states are of one step: as after a save (collective where an update was delayed)."""
+        """Finish a delayed update: parameters, masters and states are then of one step (collective if one was delayed)."""
         self.runtime.gate.wait()
         if self.delayed is not None and self.delayed.unpublished:
             self.comm.fence_write()
@@ -382,14 +382,14 @@ class OptimizerCore:
         return [run for runs in self.runs for run in runs]
 
     def _join_parted(self) -> None:
-        """What was split for writes to states, and is alike now, is stepped together again."""
+        """Join runs that were split for writes to states, where their states are of equal kind again."""
         if self.parted:
             self.parted = False
             self.runs = [self.maker.joined(runs) for runs in self.runs]
             self._show_runs()
 
     def _split_where_inactive(self, stepped: set[int]) -> None:
-        """A run with a parameter that has no gradient on any rank falls apart: that one keeps its state."""
+        """Split runs with a parameter that has no gradient on any rank, so that this one keeps its state."""
         changed = False
         for number, runs in enumerate(self.runs):
             result: list[Run] = []
@@ -405,7 +405,7 @@ class OptimizerCore:
             self._show_runs()
 
     def refresh_masters(self, group: ParamGroup) -> None:
-        """Masters follow what the user wrote into parameters since the last step."""
+        """Update the masters from what the user has written into parameters since the last step."""
         if group.masters.outdated():
             if self.host is not None:
                 self.host.forget()
@@ -413,7 +413,7 @@ class OptimizerCore:
 
     @staticmethod
     def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-        """Options of the groups, and what the optimizer's class keeps on itself (a step count, say)."""
+        """Copy the groups' options, and what the optimizer's class keeps on itself (a step count, say)."""
         for name, value in vars(source).items():
             if name not in _NOT_COPIED and not name.endswith("_hooks"):
                 vars(target)[name] = value
@@ -423,7 +423,7 @@ class OptimizerCore:
                     kept[key] = value
 
     def publish(self, written: list[ParamGroup]) -> None:
-        """Replicated parameters of a sharded optimizer: gather what each rank has written. Autograd learns of all."""
+        """Mark parameters as written for autograd, and gather the replicated ones of a sharded optimizer (collective)."""
         for group in written:
             group.mark_written()
         if not self.replicated:
@@ -431,11 +431,11 @@ class OptimizerCore:
             for work in works:
                 work.wait()
             if works:
-                self.comm.exchange(b"", "parameters gathered")  # before any rank writes to what peers copy
+                self.comm.exchange(b"", "parameters gathered")  # no rank may write shards that a peer still copies
         self.comm.fence_read()
 
     def _enter_states(self) -> None:
-        """States of the inner optimizer; columns enter themselves."""
+        """Enter the inner optimizer's states in the ledger; columns are entered where they are made."""
         held = state_tensors(self.inner.state)
         nbytes = sum(tensor.nbytes for tensor in held)
         if nbytes != self._state_nbytes:
@@ -445,27 +445,27 @@ class OptimizerCore:
             self._state_nbytes = nbytes
 
     def poll(self) -> None:
-        """Let transfers for the next step progress."""
+        """Continue the transfers for the next step."""
         if self.host is not None and (self.delayed is None or not self.delayed.running):
             self.host.poll()
 
     # -- state by parameter ----------------------------------------------------------------------------------
 
     def state_by_param(self) -> dict[Tensor, dict[str, Any]]:
-        """States by parameter, tensors as sharded tensors of the true shape."""
+        """Return the states by parameter, tensors as sharded tensors of the parameter's shape."""
         return state_by_param(self)
 
     def load_state(self, states: dict[int, dict[str, Any]]) -> None:
-        """Take states by parameter id, tensors whole or sharded alike."""
+        """Replace the states by those given, by id of the parameter; tensors are whole, or sharded like the parameter."""
         load_state(self, states)
 
     def states_changed(self) -> None:
-        """Runs were made anew."""
+        """Update the inner optimizer and the ledger after runs or states were replaced."""
         self._show_runs()
         self._enter_states()
 
     def close(self) -> None:
-        """Drop states."""
+        """Drop all states."""
         self.runtime.gate.wait()
         if self.host is not None:
             self.host.close()
@@ -477,31 +477,32 @@ class OptimizerCore:
 
 
 class DropsGradients(torch.optim.Optimizer):
-    """Stands where torch's `zero_grad` does: a user's own may come before it, and call it by super()."""
+    """Base class with the last `zero_grad` of a sharded optimizer: a user's own may come before it, and call it by super()."""
 
     core: OptimizerCore
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, or (not set_to_none) leave zeros where there are some, which a step then steps with."""
+        """Drop all gradients; with set_to_none=False, set existing ones to zero, with which a step then steps."""
         self.core.runtime.drop_gradients() if set_to_none else self.core.runtime.zero_gradients()
 
 
 class ShardedOptimizer:
-    """Mixed into the class of the user's optimizer by `shard_optimizer`."""
+    """Mixin that `shard_optimizer` adds to the class of the user's optimizer."""
 
     core: OptimizerCore
 
     @torch.optim.Optimizer.profile_hook_step
     def step(self, closure: Any = None) -> Any:
-        """One step (collective). See `last_step` for what it did."""
+        """Take one step (collective). `last_step` tells what it did."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.core.step()
+        with Telling(self.core.runtime, "the optimizer's step"):
+            self.core.step()
         return loss
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch: do not wrap it again, hooks would run twice
+    step.hooked = True  # type: ignore[attr-defined]  # torch then does not wrap it again, and runs hooks once
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise ShardedAccessError(
@@ -510,7 +511,7 @@ class ShardedOptimizer:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch. What is written into its dicts stays there."""
+        """Return the state dict, as in torch. Writing into its dicts does not change the optimizer."""
         found = super().state_dict()  # type: ignore[misc]
         for key, entries in found["state"].items():
             if isinstance(entries, ParameterState):
@@ -518,7 +519,7 @@ class ShardedOptimizer:
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch. Tensors are whole (a state dict of one process) or sharded alike (this optimizer's own)."""
+        """Load a state dict, as in torch. Tensors are whole (of one process) or sharded alike (of this optimizer)."""
         super().load_state_dict({**state_dict, "state": {}})  # type: ignore[misc]
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]  # type: ignore[attr-defined]
@@ -532,7 +533,7 @@ class ShardedOptimizer:
 
     @property
     def state(self) -> dict:
-        """Optimizer states by parameter, tensors sharded; see mapping.py for what may be written."""
+        """Optimizer states by parameter, tensors sharded; state_view.py tells what may be written."""
         return mapping_of(self.core)
 
     @state.setter
@@ -540,17 +541,17 @@ class ShardedOptimizer:
         self.core.load_state({id(param): entries for param, entries in value.items()})
 
     def add_param_group(self, param_group: dict) -> None:
-        """Refused: buffers are laid out already."""
+        """Raise ConfigError: the flat buffers are laid out already."""
         raise ConfigError(
             "add_param_group() after zs.shard(): add the group before, or zs.close() the model and shard it with a new optimizer."
         )
 
 
-_NOT_COPIED = {"core", "param_groups", "state", "step"}  # the outer's own and the inner's own
+_NOT_COPIED = {"core", "param_groups", "state", "step"}  # attributes of which outer and inner each keep their own
 
 
 def plain_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Options of the parameter groups that are numbers, texts or lists of these: what ranks can tell each other."""
+    """Return the groups' options that are numbers, strings or lists of these, which ranks can send to each other."""
     groups = [
         {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in g.items()} for g in optimizer.param_groups
     ]
@@ -564,7 +565,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def take_options(optimizer: torch.optim.Optimizer, told: list[dict[str, Any]]) -> None:
-    """Give the parameter groups the options that another rank told, each as what it is here: a tensor, a tuple."""
+    """Set the groups' options to those of another rank, keeping the type that an option has here (tensor, tuple)."""
     for group, options in zip(optimizer.param_groups, told, strict=True):
         for key, value in options.items():
             mine = group.get(key)
@@ -575,13 +576,13 @@ def take_options(optimizer: torch.optim.Optimizer, told: list[dict[str, Any]]) -
 
 
 def shard_optimizer(optimizer: torch.optim.Optimizer, runtime: Runtime) -> torch.optim.Optimizer:
-    """Make the user's optimizer object a sharded one, in place. Existing state is cut along."""
+    """Make the user's optimizer object a sharded one, in place. Existing state is sharded, too."""
     respect_skipped_steps()
     given = {id(param): entries for param, entries in optimizer.state.items()}
     core = OptimizerCore(optimizer, runtime)
-    wrapped = optimizer.__dict__.pop("step", None)  # schedulers count steps through this
+    wrapped = optimizer.__dict__.pop("step", None)  # a scheduler's wrapper, which counts steps
     optimizer.__dict__.pop("state")
-    optimizer.__dict__.pop("_step_supports_amp_scaling", None)  # `step` leaves the scale of a GradScaler to that one
+    optimizer.__dict__.pop("_step_supports_amp_scaling", None)  # `step` lets a GradScaler unscale
     optimizer.__class__ = _sharded_class(type(optimizer))
     optimizer.core = core  # type: ignore[attr-defined]
     if given:
@@ -592,7 +593,7 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, runtime: Runtime) -> torch
 
 
 def _sharded_class(cls: type) -> type:
-    """The subclass of a class of optimizers whose objects are sharded: one, and by the class's name, which loggers show."""
+    """Return the sharded subclass of an optimizer class. There is one per class; it has the class's name, which loggers show."""
     bases = (ShardedOptimizer, cls, DropsGradients)
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     subclasses: list[type] = cls.__subclasses__()

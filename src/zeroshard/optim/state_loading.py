@@ -1,7 +1,7 @@
-"""Optimizer states from elsewhere (a state dict, a checkpoint) into runs.
+"""Loading of optimizer states (from a state dict or a checkpoint) into runs.
 
-Parameters whose counters are equal become one run again: what was split because a parameter missed a step, or came from
-another partition, is stepped by as few kernels as its state allows.
+Neighbouring parameters with equal counters become one run again. So runs that were split because a parameter missed a step,
+or that come from another partition, are stepped by as few kernels as their states allow.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..zero.unit import ParamGroup
 from .segments import Run, RunMaker
 from .state_storage import ColumnStates, DeviceStates, hashable
 
-_CHUNK_NUMEL = 4 << 20  # elements of an offloaded state that are read at a time
+_CHUNK_NUMEL = 4 << 20  # number of elements of an offloaded state that are read at a time
 
 
 class Reader(Protocol):
@@ -37,7 +37,7 @@ class Reader(Protocol):
 
 
 class Core(Protocol):
-    """What is asked of an optimizer's core (optim/sharded_optimizer.py)."""
+    """The part of an optimizer's core (optim/sharded_optimizer.py) that loading uses."""
 
     runtime: Runtime
     comm: Comm
@@ -49,24 +49,24 @@ class Core(Protocol):
     parted: bool
 
     def states_changed(self) -> None:
-        """States have been written, and runs are new."""
+        """Called when states have been written, and runs replaced."""
 
 
 @dataclass
 class SavedState:
-    """The optimizer state of one parameter. tensors: one value an element; scalars: all else."""
+    """The optimizer state of one parameter. tensors: states with one value per element; scalars: all others."""
 
     tensors: dict[str, Reader] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
 
     def kind(self) -> Hashable:
-        """Equal for states that one run can hold together."""
+        """Return a key that is equal for states that one run can hold together."""
         scalars = tuple((key, hashable(value)) for key, value in sorted(self.scalars.items()))
         return tuple(sorted((key, reader.dtype) for key, reader in self.tensors.items())), scalars
 
 
 class TensorReader:
-    """A whole tensor, or the slice of one from element `first` on."""
+    """Reader of a whole tensor, or of the slice of one from element `first` on."""
 
     def __init__(self, values: Tensor, first: int = 0) -> None:
         self.values, self.first, self.dtype = values.detach().reshape(-1), first, values.dtype
@@ -76,22 +76,22 @@ class TensorReader:
 
 
 def restore(core: Core, states: dict[int, SavedState]) -> None:
-    """Replace all states. states: by id of the parameter; one that is not there is as before its first step."""
+    """Replace all states. states: by id of the parameter; a parameter without an entry is as before its first step."""
     Restoring(core, states).put()
 
 
 class Restoring:
-    """States on their way into runs. `note` what will be read, or not; then `put`."""
+    """A load of states into runs: `note`, which is optional, registers bulk reads; `put` replaces the states."""
 
     def __init__(self, core: Core, states: dict[int, SavedState]) -> None:
         self.core, self.runs = core, list(_runs(core, states))
-        self._made: dict[int, dict[str, Tensor]] = {}  # id of a run -> states that are being filled
+        self._made: dict[int, dict[str, Tensor]] = {}  # id of a run -> states that `note` has allocated
 
     @torch.no_grad()
     def note(self, bulk: Bulk, has: Callable[[int], bool]) -> None:
-        """Tell `bulk` what to read: into fresh tensors, for states that no memory waits for; others will be asked for by `put`.
+        """Register reads with `bulk` into new tensors, for states that can not reuse memory; `put` reads the others.
 
-        has: whether there is so much memory to spare on the device, bytes; else all are asked for by `put`.
+        has: returns whether the device can spare so many bytes for new tensors; if not, `put` reads all states.
         """
         device, spare = self.core.comm.device, _spare(self.core, self.runs)
         wanted = [(run, key, reader) for _, run, given in self.runs for key, reader in given[0].tensors.items()]
@@ -109,8 +109,8 @@ class Restoring:
     def put(self, write_over: bool = False) -> None:
         """Replace all states.
 
-        write_over: the states that a run of the same elements had, since fresh memory can cost more than what is written to it.
-            What is read must not be those.
+        write_over: reuse the memory of the states that a run of the same elements had, since new memory can cost more than
+            the writes to it. The states that are read must be others.
         """
         core = self.core
         spare = _spare(core, self.runs) if write_over else {}
@@ -123,7 +123,7 @@ class Restoring:
             if isinstance(run.states, ColumnStates):
                 _fill_columns(run, run.states, given)
                 continue
-            entries = scalars_for(run, core.outer.param_groups[number], given[0])  # they are equal
+            entries = scalars_for(run, core.outer.param_groups[number], given[0])  # equal for all of the run
             made, old = self._made.pop(id(run), {}), spare.pop(id(run), {})
             left = {key: reader for key, reader in given[0].tensors.items() if key not in made}
             for key, reader in left.items():
@@ -136,7 +136,7 @@ class Restoring:
 
 
 def _spare(core: Core, runs: list[tuple[int, Run, list[SavedState]]]) -> dict[int, dict[str, Tensor]]:
-    """Old states that the new runs can have the memory of, by id of the run: those of the same elements that are nobody else's."""
+    """Return the old states whose memory new runs can reuse, by id of the run: of the same elements, and not referred to."""
     before = [run for runs in core.runs for run in runs if isinstance(run.states, DeviceStates)]
     old = {(id(run.group), run.start, run.numel): run.states.load() for run in before}
     uses = Counter(id(value) for entries in old.values() for value in entries.values())
@@ -154,7 +154,7 @@ def _spare(core: Core, runs: list[tuple[int, Run, list[SavedState]]]) -> dict[in
 
 
 def _runs(core: Core, states: dict[int, SavedState]) -> Iterator[tuple[int, Run, list[SavedState]]]:
-    """(number of the optimizer's group, a new run, the states of its parameters)."""
+    """Yield (number of the optimizer's group, a new run, the states of its parameters)."""
     empty = SavedState()
     for group in core.runtime.groups:
         if not group.trainable:
@@ -167,10 +167,10 @@ def _runs(core: Core, states: dict[int, SavedState]) -> Iterator[tuple[int, Run,
 
 
 def scalars_for(run: Run, options: Mapping[str, Any], saved: SavedState) -> dict[str, Any]:
-    """Counters and the like, on the device where the run's step wants them, whichever they come from.
+    """Return counters and the like on the device where the run's step needs them, wherever they come from.
 
-    The host steps with what is on the host. On the device it is as when torch loads a state dict: `step` stays on the host,
-    but for fused and capturable optimizers, whose kernels would take a pointer of the host for one of their own.
+    The host steps with scalars on the host. On the device it is as when torch loads a state dict: `step` stays on the host,
+    except for fused and capturable optimizers, whose kernels would take a host pointer for a device pointer.
     """
     on_device = run.tensor is not None and bool(options.get("fused") or options.get("capturable"))
     found = {key: run.rested(value) for key, value in saved.scalars.items()}
@@ -182,9 +182,9 @@ def scalars_for(run: Run, options: Mapping[str, Any], saved: SavedState) -> dict
 
 
 def _fill(core: Core, run: Run, given: list[SavedState], values: dict[str, Tensor], bulk: Bulk | None) -> None:
-    """Read states of all parameters of a run, by key, into values (run.numel,). bulk: later.
+    """Read the states of all parameters of a run, by key, into values (run.numel,). bulk: registers the reads instead.
 
-    Parameter by parameter, as they lie in a checkpoint of ours: what is read again is read in order.
+    Parameter by parameter, the order of our checkpoints, so that files are read in order.
     """
     for index, state in zip(run.indices, given, strict=True):
         home = run.group.homes[index]
@@ -200,7 +200,7 @@ def _fill(core: Core, run: Run, given: list[SavedState], values: dict[str, Tenso
 
 
 def _fill_columns(run: Run, states: ColumnStates, given: list[SavedState]) -> None:
-    """The states of a run that rest elsewhere."""
+    """Read the states of a run that rest on another tier."""
     if not given[0].tensors and not given[0].scalars:
         return
     columns = {key: states.column(key, state_dtype(run.group, reader.dtype)) for key, reader in given[0].tensors.items()}
@@ -212,7 +212,7 @@ def _fill_columns(run: Run, states: ColumnStates, given: list[SavedState]) -> No
 
 
 def copy_to_rest(reader: Reader, start: int, stop: int, rest: Rest, begin: int) -> None:
-    """Elements [start, stop) of a stored tensor -> elements from `begin` on of a resting place, some at a time."""
+    """Copy elements [start, stop) of a stored tensor to a resting place, from its element `begin` on, in chunks."""
     for first in range(start, stop, _CHUNK_NUMEL):
         values = torch.empty(min(_CHUNK_NUMEL, stop - first), dtype=rest.dtype, device="cpu")
         reader.read(first, values)
@@ -220,5 +220,5 @@ def copy_to_rest(reader: Reader, start: int, stop: int, rest: Rest, begin: int) 
 
 
 def state_dtype(group: ParamGroup, given: torch.dtype) -> torch.dtype:
-    """Floating-point states have the dtype of what is stepped."""
+    """Return the dtype of a state: for floating-point ones that of what is stepped."""
     return group.masters.stepped.dtype if given.is_floating_point else given

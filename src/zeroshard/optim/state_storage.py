@@ -1,7 +1,7 @@
 """The optimizer states of one run: in the inner optimizer, or in columns that rest on another tier.
 
-A *column* is one state (exp_avg, ...) of a whole shard, resting like everything else in a `Rest`; a run is a range of it.
-So a run can be split without moving anything but its scalars (step counts and the like).
+A *column* is one state (exp_avg, ...) of a whole shard, with a `Rest` of its own; a run uses a range of it. So a run can be
+split without moving anything but its scalars (step counts and the like).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DeviceStates:
         self.state, self.tensor = state, tensor
 
     def load(self) -> dict[str, Any]:
-        """Name -> tensor of the run's size, or scalar. Empty before the first step."""
+        """Return name -> tensor of the run's size, or scalar. {} before the first step."""
         return self.state.get(self.tensor) or {}
 
     def save(self, entries: dict[str, Any]) -> None:
@@ -36,30 +36,30 @@ class DeviceStates:
         self.state[self.tensor] = entries
 
     def clear(self) -> None:
-        """As before the first step."""
+        """Drop all states: as before the first step."""
         self.state.pop(self.tensor, None)
 
     def add(self, name: str, dtype: torch.dtype) -> None:
-        """A state of one value an element, zeros."""
+        """Add a state with one value per element, all zeros."""
         self.put(name, torch.zeros(self.tensor.numel(), dtype=dtype, device=self.tensor.device))
 
     def put(self, name: str, value: Any) -> None:
-        """Set one state as it is: a scalar."""
+        """Set one scalar state."""
         self.state.setdefault(self.tensor, {})[name] = value
 
     def remove(self, name: str) -> None:
-        """Without one state; without the last it is as before the first step."""
+        """Drop one state; without the last one it is as before the first step."""
         entries = self.load()
         del entries[name]
         if not entries:
             self.clear()
 
     def kind(self) -> Hashable:
-        """Equal for states that one run can hold together."""
+        """Return a key that is equal for states that one run can hold together."""
         return _kind(self.load(), lambda value: isinstance(value, Tensor) and value.shape == self.tensor.shape)
 
     def join(self, parts: list[DeviceStates]) -> None:
-        """Take over the states of neighbours of equal kind, which are left without."""
+        """Take over the states of neighbours of equal kind, which keep none."""
         entries = dict(parts[0].load())
         for name, value in entries.items():
             if isinstance(value, Tensor) and value.shape == parts[0].tensor.shape:
@@ -70,7 +70,7 @@ class DeviceStates:
             self.save(entries)
 
     def cut(self, start: int, stop: int, part: Tensor | None) -> DeviceStates:
-        """The states of elements [start, stop) of the run, for the tensor `part`; `self` is left without."""
+        """Return the states of elements [start, stop) of the run, for the tensor `part`. The caller clears `self` afterwards."""
         assert part is not None
         entries = self.load()
         if entries:
@@ -83,11 +83,11 @@ class ColumnStates:
 
     def __init__(self, group: ParamGroup, tiers: Tiers, start: int, stop: int) -> None:
         self.group, self.tiers, self.start, self.stop = group, tiers, start, stop
-        self.names: list[str] | None = None  # of this run's columns; None before the first step
+        self.names: list[str] | None = None  # names of this run's columns; None before the first step
         self.scalars: dict[str, Any] = {}
 
     def column(self, name: str, dtype: Any) -> Any:
-        """The Rest of a column, made when it is first asked for."""
+        """Return the Rest of a column, which is made on the first call."""
         columns = self.group.columns
         if name not in columns:
             numel = self.group.layout.shard_numel
@@ -95,7 +95,7 @@ class ColumnStates:
         return columns[name]
 
     def load(self) -> dict[str, Any]:
-        """Name -> Rest of the whole column, or scalar. Empty before the first step."""
+        """Return name -> Rest of the whole column, or scalar. {} before the first step."""
         return {**{name: self.group.columns[name] for name in self.names or ()}, **self.scalars}
 
     def save(self, entries: dict[str, Any]) -> None:
@@ -109,27 +109,27 @@ class ColumnStates:
                 self.scalars[name] = value
 
     def clear(self) -> None:
-        """As before the first step."""
+        """Drop all states: as before the first step."""
         self.names, self.scalars = None, {}
 
     def add(self, name: str, dtype: torch.dtype) -> None:
-        """A state of one value an element."""
+        """Add a state with one value per element."""
         self.column(name, dtype)
         self.names = [*(self.names or ()), name]
 
     def put(self, name: str, value: Any) -> None:
-        """Set one state as it is: a scalar."""
+        """Set one scalar state."""
         self.names, self.scalars = self.names or [], {**self.scalars, name: value}
 
     def remove(self, name: str) -> None:
-        """Without one state; without the last it is as before the first step."""
+        """Drop one state; without the last one it is as before the first step."""
         self.names = [other for other in self.names or () if other != name]
         self.scalars.pop(name, None)
         if not self.names and not self.scalars:
             self.clear()
 
     def kind(self) -> Hashable:
-        """Equal for states that one run can hold together."""
+        """Return a key that is equal for states that one run can hold together."""
         return self.names is None, _kind(self.load(), lambda value: isinstance(value, Rest))
 
     def join(self, parts: list[ColumnStates]) -> None:
@@ -137,7 +137,7 @@ class ColumnStates:
         self.names, self.scalars = parts[0].names, parts[0].scalars
 
     def cut(self, start: int, stop: int, part: Tensor | None) -> ColumnStates:
-        """The states of elements [start, stop) of the run."""
+        """Return the states of elements [start, stop) of the run."""
         cut = ColumnStates(self.group, self.tiers, self.start + start, self.start + stop)
         cut.names = None if self.names is None else list(self.names)
         cut.scalars = {k: _cut(v, -1, 0, 0) for k, v in self.scalars.items()}
@@ -145,9 +145,9 @@ class ColumnStates:
 
 
 class StateHome:
-    """The Home (see tensor/sharded_tensor.py) of one parameter's part of a state: read when it is looked at, put back when written.
+    """The Home (see tensor/sharded_tensor.py) of one parameter's part of a state, which it reads and writes at rest.
 
-    begin: its first element in `column`; None: the column is one of the whole shard.
+    begin: first element in `column`; None: the column is one of the whole shard.
     """
 
     undivided = False
@@ -158,11 +158,11 @@ class StateHome:
         self.meeting, self.counts, self.distributed = home.meeting, home.counts, home.distributed
 
     def tensor(self) -> ShardedTensor:
-        """The state as a sharded tensor of the parameter's shape."""
+        """Return the state as a sharded tensor of the parameter's shape."""
         group = self.home.group
         shape = group.specs[self.home.index].shape
         tensor = ShardedState(None, shape, self, dtype=self.column.dtype, device=group.comm.device)
-        tensor._of_parameter = True  # writes come through before_write and after_write
+        tensor._of_parameter = True  # so that writes call before_write and after_write
         return tensor
 
     def before_write(self) -> None:
@@ -198,12 +198,12 @@ class StateHome:
 
 
 class ShardedState(ShardedTensor):
-    """A state as a sharded tensor. `state.data = value` is a write, as `p.data = value` is."""
+    """An optimizer state as a sharded tensor. Assigning `state.data` writes the state, as it does for parameters."""
 
     _pickled_by = "zs.full_optimizer_state_dict(model), on all ranks, in the place of optimizer.state_dict(), or zs.save"
 
     def __deepcopy__(self, memo: dict) -> ShardedTensor:
-        """As of `copy.deepcopy(optimizer.state_dict())`: this rank's slice, which `load_state_dict` takes back."""
+        """Return this rank's slice, as `copy.deepcopy(optimizer.state_dict())` needs it; `load_state_dict` accepts it."""
         return memo.setdefault(id(self), self.detach().clone())
 
     @property
@@ -216,7 +216,7 @@ class ShardedState(ShardedTensor):
 
 
 class WholeState(Tensor):
-    """A state of a replicated optimizer: an ordinary tensor, but for `state.data = value`, which is a write."""
+    """A state of a replicated optimizer: an ordinary tensor, except that assigning `state.data` writes the state."""
 
     __torch_function__ = torch_compat.disabled_torch_function
 
@@ -229,7 +229,7 @@ class WholeState(Tensor):
         write_state(self, value, "a state")
 
     def plain(self) -> Tensor:
-        """The same memory as a plain tensor."""
+        """Return the same memory as a plain tensor."""
         return self.as_subclass(Tensor)
 
     def __deepcopy__(self, memo: dict) -> Tensor:
@@ -241,7 +241,7 @@ class WholeState(Tensor):
 
 @torch.no_grad()
 def write_state(state: Tensor, value: Tensor, name: str) -> None:
-    """Copy a value of the whole parameter, or one that is cut alike, into a state as it is shown to the user."""
+    """Copy a value, whole or sharded like the parameter, into a state that the user sees. Raises ConfigError by its shape."""
     if tuple(value.shape) != tuple(state.shape):
         raise ConfigError(
             f"optimizer.state: {name}: expected a tensor of the parameter's shape {tuple(state.shape)}, got "
@@ -251,7 +251,7 @@ def write_state(state: Tensor, value: Tensor, name: str) -> None:
 
 
 def hashable(value: Any) -> Hashable:
-    """A stand-in for a scalar of any kind that is equal where the scalar is."""
+    """Return a stand-in for a scalar of any kind that is hashable, and equal where the scalar is."""
     if isinstance(value, Tensor):
         return (str(value.dtype), tuple(value.shape), tuple(value.reshape(-1).tolist()))
     return value if isinstance(value, Hashable) else repr(value)

@@ -1,11 +1,11 @@
-"""`optimizer.state` of a sharded optimizer: by parameter, as torch shows it, made anew at each look.
+"""`optimizer.state` of a sharded optimizer: states by parameter, as in torch, built anew at each access.
 
-States live in runs of flat shards (runs.py). The tensors that are shown are the states themselves, so writing into them
-is as ever. The dicts around them are pictures: they hand on what is assigned or removed.
+States are kept in runs of flat shards (segments.py). The tensors in the mapping are the states themselves, so writing into
+them works as in torch. The dicts around them are views, which forward assignments and removals to the runs.
 
-    state[p]["exp_avg"] = value     copied into the state, whole or sharded alike
-    state[p]["step"] = 0            that parameter's own from now on: its run is split, and joined again at the next step
-                                    where neighbours came to be equal
+    state[p]["exp_avg"] = value     copied into the state; value is whole, or sharded like the parameter
+    state[p]["step"] = 0            for that parameter alone: its run is split, and joined again at the next step where
+                                    neighbours have equal states by then
     del state[p], state.clear()     as before the first step
 """
 
@@ -28,9 +28,9 @@ from .state_storage import StateHome, WholeState, hashable, write_state
 
 
 class _HandsOn(dict):
-    """A dict whose changes all pass through `__setitem__` and `__delitem__`; copies of it are plain."""
+    """A dict that forwards all its changes through `__setitem__` and `__delitem__`; copies of it are plain dicts."""
 
-    _core: Core | None = None  # None: one that somebody has made from another, an ordinary dict
+    _core: Core | None = None  # None: not bound to an optimizer, and so an ordinary dict
     _param: Tensor | None = None
 
     def bind(self, core: Core, param: Tensor | None = None) -> Any:
@@ -91,7 +91,7 @@ class ParameterState(_HandsOn):
 
 
 class StateByParameter(_HandsOn):
-    """The states of all parameters. One without any has an empty dict, as in torch."""
+    """The states of all parameters. A parameter without states has an empty dict, as in torch."""
 
     def __missing__(self, param: Tensor) -> ParameterState:
         entries = ParameterState()
@@ -111,7 +111,7 @@ class StateByParameter(_HandsOn):
             replace(self._core, param, {})
 
     def clear(self) -> None:
-        """All at once: as before the first step."""
+        """Drop the states of all parameters at once: as before the first step."""
         dict.clear(self)
         if self._core is not None:
             load_state(self._core, {})
@@ -127,7 +127,7 @@ class StateByParameter(_HandsOn):
 
 
 def mapping_of(core: Core) -> StateByParameter:
-    """What `optimizer.state` is."""
+    """Return the mapping that `optimizer.state` is."""
     result = StateByParameter()
     for param, entries in state_by_param(core, WholeState).items():
         dict.__setitem__(result, param, ParameterState(entries).bind(core, param))
@@ -135,12 +135,12 @@ def mapping_of(core: Core) -> StateByParameter:
 
 
 def plain(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """One parameter's states for a state dict: what is written there stays there."""
+    """Return one parameter's states for a state dict, where writing into the dict does not change the optimizer."""
     return {key: value.plain() if isinstance(value, WholeState) else value for key, value in entries.items()}
 
 
 def state_by_param(core: Core, whole: type[Tensor] = Tensor) -> dict[Tensor, dict[str, Any]]:
-    """The inner state as torch shows it: by parameter, tensors as sharded (or `whole`) tensors of the true shape."""
+    """Return the states by parameter as torch does, tensors as sharded (or `whole`) tensors of the parameter's shape."""
     core.runtime.gate.wait()
     result: dict[Tensor, dict[str, Any]] = defaultdict(dict)
     for run in (run for runs in core.runs for run in runs):
@@ -154,7 +154,7 @@ def state_by_param(core: Core, whole: type[Tensor] = Tensor) -> dict[Tensor, dic
 
 
 def entries_of(core: Core, param: Tensor) -> dict[str, Any]:
-    """The states of one parameter, as `state_by_param` shows them."""
+    """Return the states of one parameter, in the form of `state_by_param`."""
     core.runtime.gate.wait()
     run, index = _find(core, param)
     return {key: _view(core, run, index, value, Tensor) for key, value in run.states.load().items()}
@@ -174,7 +174,7 @@ def _view(core: Core, run: Run, index: int, value: Any, whole: type[Tensor]) -> 
 
 
 def _kept(value: Any) -> Any:
-    """What was removed, in memory of its own."""
+    """Return a removed state in memory of its own."""
     if isinstance(value, dict):
         return {key: _kept(entry) for key, entry in value.items()}
     return value.detach().clone() if isinstance(value, (ShardedTensor, WholeState)) else value
@@ -184,7 +184,7 @@ def _kept(value: Any) -> Any:
 
 
 def load_state(core: Core, states: Mapping[int, Mapping[str, Any]]) -> None:
-    """Replace all states by those given by parameter id, tensors whole or sharded alike."""
+    """Replace all states by those given, by id of the parameter; tensors are whole, or sharded like the parameter."""
     if core.runtime.closed:
         if states:
             raise ModelClosed("optimizer states were given after zs.close(model): give them to the optimizer of a sharded model.")
@@ -200,7 +200,7 @@ def load_state(core: Core, states: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def _counters(core: Core, states: Mapping[int, Mapping[str, Any]]) -> set[str]:
-    """Keys of states that are one number a parameter. For a scalar parameter the shape does not tell."""
+    """Return the keys of states that are one number per parameter. For a scalar parameter the shape can not tell."""
     shapes = {id(p): spec.shape for g in core.runtime.groups for p, spec in zip(g.params, g.specs, strict=True)}
     return {"step"} | {
         key
@@ -211,7 +211,7 @@ def _counters(core: Core, states: Mapping[int, Mapping[str, Any]]) -> set[str]:
 
 
 def _saved(group: ParamGroup, index: int, entries: Mapping[str, Any], counters: set[str]) -> SavedState:
-    """One parameter's entries, told apart."""
+    """Return one parameter's entries as a SavedState, divided into tensors and scalars."""
     saved, shape = SavedState(), group.specs[index].shape
     for key, value in entries.items():
         if key in counters or not isinstance(value, Tensor) or tuple(value.shape) != shape:
@@ -224,7 +224,7 @@ def _saved(group: ParamGroup, index: int, entries: Mapping[str, Any], counters: 
 
 
 def replace(core: Core, param: Tensor, entries: dict[str, Any]) -> ParameterState:
-    """All states of one parameter; {}: as before its first step. What is shown then."""
+    """Replace all states of one parameter ({}: as before its first step); return the dict that then shows them."""
     given = {key: _kept(value) for key, value in entries.items()}  # a state may be given under another's name
     shown = _find(core, param)[0].states.load() if given or id(param) in core.group_of else {}
     for key in [key for key in shown if key not in given]:
@@ -233,7 +233,7 @@ def replace(core: Core, param: Tensor, entries: dict[str, Any]) -> ParameterStat
 
 
 def remove_entry(core: Core, param: Tensor, key: str) -> None:
-    """One state of one parameter."""
+    """Remove one state of one parameter."""
     if key in _find(core, param)[0].states.load():
         core.runtime.gate.before()
         run, _ = _alone(core, param)
@@ -243,7 +243,7 @@ def remove_entry(core: Core, param: Tensor, key: str) -> None:
 
 @torch.no_grad()
 def write_entry(core: Core, param: Tensor, key: str, value: Any) -> Any:
-    """One state of one parameter. What is shown for it then: a tensor with one value an element is the state itself."""
+    """Write one state of one parameter; return what then shows it. A tensor with one value per element is the state itself."""
     core.runtime.gate.before()
     run, index = _find(core, param)
     states, shape, name = run.states.load(), run.group.specs[index].shape, f"{run.group.specs[index].name}, {key!r}"
@@ -270,7 +270,7 @@ def write_entry(core: Core, param: Tensor, key: str, value: Any) -> Any:
 
 
 def _scalars(core: Core) -> set[str]:
-    """Keys of states that are one number a parameter, as far as there are states."""
+    """Return the keys of states that are one number per parameter, as far as there are states."""
     found = {"step"}
     for run in (run for runs in core.runs for run in runs):
         found |= {key for key, value in run.states.load().items() if not isinstance(value, Rest) and not run.holds(value)}
@@ -278,7 +278,7 @@ def _scalars(core: Core) -> set[str]:
 
 
 def _find(core: Core, param: Any) -> tuple[Run, int]:
-    """The run of a parameter, and the parameter's index in its group."""
+    """Return the run of a parameter, and the parameter's index in its group. Raises ConfigError where no run has it."""
     for run in (run for runs in core.runs for run in runs):
         for index in run.indices:
             if run.group.params[index] is param:
@@ -291,7 +291,7 @@ def _find(core: Core, param: Any) -> tuple[Run, int]:
 
 
 def _alone(core: Core, param: Tensor) -> tuple[Run, int]:
-    """The same, in a run of its own."""
+    """Return a run of only this parameter, splitting its run if need be, and the parameter's index in its group."""
     run, index = _find(core, param)
     if len(run.indices) > 1:
         runs = core.runs[core.group_of[id(param)]]

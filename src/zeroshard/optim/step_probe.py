@@ -1,11 +1,11 @@
-"""Whether an optimizer steps elements, whatever they lie in. Its class is tried, once, at zs.shard.
+"""Trial of an optimizer class, at zs.shard: is its step elementwise, that is, independent of the tensors that hold the elements?
 
     whole     two small parameters, of as many dimensions as the group's have, stepped as on one process
     slices    the same elements as three ranks have them: flat, cut within parameters
     alone     each of the two by itself, as zs.whole_matrix steps it
 
-Each of the optimizer's groups is tried with its own options, for several steps, on values that are the same on every rank. What
-a trial is given is copied, and what it draws at random or sends to other ranks is stopped before it happens.
+Each of the optimizer's groups is tried with its own options, for several steps, on values that are the same on every rank. A
+trial works on copies, and is stopped before it draws a random number or sends anything to other ranks.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from ..utils.torch_compat import DYNAMO, FakeTensor, TorchDispatchMode, disable_
 from .inner_optimizer import inner_copy
 
 T = TypeVar("T")
-_STEPS = 12  # some look at whole matrices in every tenth step alone
-_SHAPE = (6, 5, 2, 2, 2)  # its first dimensions; 1-D parameters have as many elements as a matrix
-_LR = 0.05  # a warm-up begins with 0, which steps nothing
-_TOLERANCE = 1e-3  # of the largest change
-_MAX_NUMEL = 1 << 20  # of a tensor on the optimizer that is copied for a trial
+_STEPS = 12  # some classes use the whole matrix in every tenth step only
+_SHAPE = (6, 5, 2, 2, 2)  # a trial's shape is its beginning; 1-D parameters have as many elements as a matrix
+_LR = 0.05  # replaces the learning rate, since a warm-up begins with 0 and would change nothing
+_TOLERANCE = 1e-3  # fraction of the largest change
+_MAX_NUMEL = 1 << 20  # largest tensor on the optimizer that is copied for a trial
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, FunctionType, BuiltinFunctionType)
-_eager = threading.Lock()  # torch.compile's stance is the process's: ranks on threads try one after the other
+_eager = threading.Lock()  # torch.compile's stance is per process, so ranks that are threads take turns
 
-Part = tuple[int, int, tuple[int, ...]]  # elements [start, stop) of both parameters, and in what shape
+Part = tuple[int, int, tuple[int, ...]]  # elements [start, stop) of the two parameters in a row; their shape
 
 
 @dataclass(frozen=True)
 class Departure:
-    """Groups (their numbers) whose step is no elementwise one. how: what shows it. alone: each parameter may be stepped by itself."""
+    """Groups (by number) whose step is not elementwise. how: the evidence. alone: each parameter may be stepped by itself."""
 
     groups: list[int]
     how: str
@@ -49,7 +49,7 @@ class Departure:
 
 
 class Sends(Exception):
-    """The step of a trial was about to send something to other ranks. large: as large as a parameter."""
+    """Raised where a trial's step is about to send something to other ranks. large: as large as a parameter."""
 
     def __init__(self, operation: str, large: bool) -> None:
         super().__init__(operation)
@@ -57,11 +57,11 @@ class Sends(Exception):
 
 
 class _Untold(Exception):
-    """The trial says nothing."""
+    """Raised where a trial has no result."""
 
 
 class _Watch(TorchDispatchMode):
-    """Stops what would be felt outside of a trial."""
+    """Dispatch mode that stops what would have effects outside a trial."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -72,10 +72,10 @@ class _Watch(TorchDispatchMode):
 
 
 def departure(optimizer: torch.optim.Optimizer) -> Departure | None:
-    """How its step departs from an elementwise one; None where it does not, or where trials say nothing.
+    """Return how the optimizer's step differs from an elementwise one; None where it does not, or where trials have no result.
 
-    They say nothing of a class that fails on whole parameters, too (it needs a closure, names, a process group), that keeps
-    what can not be copied (a model, objects of its own), or whose step draws at random.
+    They have none for a class that fails on whole parameters, too (it needs a closure, names, a process group), that keeps
+    objects that can not be copied (a model, objects of its own), or whose step draws random numbers.
 
     Raises:
         Sends: its step sends tensors as large as parameters to other ranks.
@@ -101,7 +101,7 @@ def departure(optimizer: torch.optim.Optimizer) -> Departure | None:
 
 
 def sends(optimizer: torch.optim.Optimizer) -> str | None:
-    """The operation by which its step sends something to other ranks; None where a trial shows none."""
+    """Return the operation by which the optimizer's step sends something to other ranks; None where a trial shows none."""
     with _apart():
         for numbers, param in _samples(optimizer):
             try:
@@ -114,7 +114,7 @@ def sends(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 class _Trial:
-    """Of one group, with small stand-ins for `param`, which is one of its parameters."""
+    """Trial of one group, with small stand-ins for `param`, which is one of its parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, number: int, param: Tensor, device: torch.device) -> None:
         self.optimizer, self.group, self.param, self.device = optimizer, optimizer.param_groups[number], param, device
@@ -122,12 +122,12 @@ class _Trial:
         self.shape = _SHAPE[:dims] + (1,) * (dims - len(_SHAPE)) if dims > 1 else (_SHAPE[0] * _SHAPE[1],)
         self.numel = numel = math.prod(self.shape)
         at = torch.arange(2 * numel, dtype=torch.float64, device="cpu")
-        size = torch.where(at < numel, 1.0, 3.0)  # norms of the two differ
+        size = torch.where(at < numel, 1.0, 3.0)  # gives the two parameters different norms
         self.value = (size * torch.sin(at * at * 0.7 + 0.3)).float()
         self.grads = [(size * torch.cos(at * (at + t) * 0.9 + t) / (1 + at % 7)).float() for t in range(_STEPS)]
 
     def outcome(self) -> tuple[str | None, bool]:
-        """How the step of slices differs (None: it does not), and whether parameters may be stepped alone."""
+        """Return how the step of slices differs (None: it does not), and whether parameters may be stepped alone."""
         whole = self._stepped([[(0, self.numel, self.shape), (self.numel, 2 * self.numel, self.shape)]])
         if not torch.isfinite(whole).all():
             raise _Untold
@@ -141,7 +141,7 @@ class _Trial:
             return how, False
 
     def alone(self) -> None:
-        """Step each by itself."""
+        """Step each parameter by itself."""
         self._stepped(self._each())
 
     def _each(self) -> list[list[Part]]:
@@ -156,12 +156,12 @@ class _Trial:
             return f"it fails on them ({type(error).__name__}: {error})"
         change = (whole - self.value).abs().max().item()
         found = (other - whole).abs().max().item()
-        if found <= _TOLERANCE * change + 1e-6 * whole.abs().max().item():  # not: NaN
+        if found <= _TOLERANCE * change + 1e-6 * whole.abs().max().item():  # False for NaN
             return None
         return f"after {_STEPS} steps values differ by {found:.2g}, where the largest change is {change:.2g}"
 
     def _stepped(self, ranks: list[list[Part]]) -> Tensor:
-        """Both parameters (2 * numel,) after all steps; ranks: what each has one optimizer of."""
+        """Return both parameters (2 * numel,) after all steps. ranks: the parts that each rank's optimizer has."""
         result = self.value.clone()
         for parts in ranks:
             leaves = [nn.Parameter(self.value[start:stop].clone().view(shape).to(self.device)) for start, stop, shape in parts]
@@ -191,12 +191,12 @@ class _Trial:
             dict, {leaf: self._state(leaf) for leaf in leaves} if self.optimizer.state.get(self.param) else {}
         )
         for leaf in leaves:
-            if leaf.shape == self.shape and leaf.numel() == self.numel:  # runs have no attributes of their own
+            if leaf.shape == self.shape and leaf.numel() == self.numel:  # slices, like runs, have none
                 vars(leaf).update({k: v for k, v in vars(self.param).items() if isinstance(v, (bool, int, float, str))})
         return inner
 
     def _state(self, leaf: nn.Parameter) -> dict[str, Any]:
-        """As the parameter has it: some make their states as they are built, and not in the first step."""
+        """Return a state like the parameter's, for classes that make their states when they are built, not in the first step."""
         state: dict[str, Any] = {}
         for key, value in self.optimizer.state[self.param].items():
             if isinstance(value, Tensor) and value.dim() > 0:
@@ -210,7 +210,7 @@ class _Trial:
 
 
 def _samples(optimizer: torch.optim.Optimizer) -> Iterator[tuple[list[int], Tensor]]:
-    """(groups, a parameter of the first) for each number of dimensions in each kind of group: numbers in options make no other kind."""
+    """Yield (groups, a parameter of the first) per kind of group and number of dimensions. Numeric options make no kind."""
     samples: dict[Any, tuple[list[int], Tensor]] = {}
     for number, group in enumerate(optimizer.param_groups):
         told = {k: v for k, v in group.items() if k not in ("params", "param_names", "name") and not isinstance(v, Tensor)}
@@ -225,7 +225,7 @@ def _samples(optimizer: torch.optim.Optimizer) -> Iterator[tuple[list[int], Tens
 
 
 def _on_some_device(look: Callable[[_Trial], T], optimizer: torch.optim.Optimizer, number: int, param: Tensor) -> T:
-    """`look` at a trial on the host, or where the class fails there, where the parameters are."""
+    """Apply `look` to a trial on the host or, where the class fails there, on the device of the parameters."""
     device = torch.device("cpu")
     others = [] if param.is_meta or isinstance(param, FakeTensor) or param.device == device else [param.device]
     for place in [device, *others]:
@@ -233,22 +233,22 @@ def _on_some_device(look: Callable[[_Trial], T], optimizer: torch.optim.Optimize
             return look(_Trial(optimizer, number, param, place))
         except (_Untold, Sends):
             raise
-        except Exception:  # on whole parameters: the class does not step here
+        except Exception:  # the class can not step whole parameters on this device
             continue
     raise _Untold
 
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Real tensors on the host, without autograd and compilers, and nothing felt outside."""
-    compiles = DYNAMO in sys.modules  # else nothing is compiled, and importing it takes a second
+    """Context with real tensors on the host, without autograd and compilers, and without effects outside."""
+    compiles = DYNAMO in sys.modules  # not imported: nothing is compiled, and importing takes a second
     with disable_current_modes(), torch.device("cpu"), torch.no_grad(), _eager:
         with torch.compiler.set_stance("force_eager") if compiles else nullcontext(), _Watch():
             yield
 
 
 def _copied(value: Any) -> Any:
-    """A copy of plain data and tensors; raises _Untold for anything else, by which a trial could write into what is the user's."""
+    """Return a copy of plain data and tensors. Raises _Untold for objects through which a trial could change the user's."""
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.numel() <= _MAX_NUMEL:
         return torch.full(value.shape, 0.01, dtype=value.dtype) if _is_unreal(value) else value.detach().clone()
     if isinstance(value, _ATOMS):

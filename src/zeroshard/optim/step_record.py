@@ -1,4 +1,4 @@
-"""What a step did: `optimizer.last_step`."""
+"""The record of one optimizer step: `optimizer.last_step`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an optimizer must be for its steps on flat shards to be its steps on parameters."""
+"""Checks of an optimizer: whether its steps on flat shards equal its steps on parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .lion import Lion
 from .step_probe import Departure, Sends, departure, sends
 from .whole_matrix import declared
 
-# the attribute by which torch.distributed.optim marks parameters that it steps in backward
+# attribute by which torch.distributed.optim marks parameters that it steps in backward
 _IN_BACKWARD = "_in_backward_optimizers"
 _NOT_ELEMENTWISE = {
     "ADAFACTOR": "has states of a parameter's rows and columns (those of torch and of Transformers are served)",
@@ -40,9 +40,9 @@ _ELEMENTWISE = {
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for a class that needs more than the elements it steps: on flat shards it would be another one.
+    """Raise ConfigError for a class whose step needs more than the elements that it steps, and so differs on flat shards.
 
-    Classes of torch are known; those of _NOT_ELEMENTWISE are refused by name, and any other one is tried (optim/step_probe.py).
+    Classes of torch are known; those in _NOT_ELEMENTWISE are refused by name, and any other one is tried (optim/step_probe.py).
     """
     cls = type(optimizer)
     if cls in _ELEMENTWISE:
@@ -92,7 +92,7 @@ def _sends(cls: type, operation: str) -> str:
 
 
 def check_steps_itself(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for one that holds another: that one would go on stepping parameters, beside their shards."""
+    """Raise ConfigError for an optimizer that holds another one, which would step whole parameters besides their shards."""
     for name, value in vars(optimizer).items():
         other = next((held for held in _within(value) if isinstance(held, torch.optim.Optimizer)), optimizer)
         if other is not optimizer:
@@ -104,14 +104,14 @@ def check_steps_itself(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _within(value: Any) -> list[Any]:
-    """The value, or what a list, tuple or dict holds."""
+    """Return the elements of a list, tuple or dict; [value] for any other value."""
     if isinstance(value, dict):
         return list(value.values())
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def check_hooks(optimizer: torch.optim.Optimizer | None, specs: list[ParamSpec]) -> None:
-    """Raise ConfigError where hooks on parameters step other optimizers than this one in backward."""
+    """Raise ConfigError where hooks on parameters step optimizers other than this one in backward."""
     hooked = [spec for spec in specs if post_accumulate_hooks(spec.original) or hasattr(spec.original, _IN_BACKWARD)]
     roots: list[Any] = [hook for spec in hooked for hook in post_accumulate_hooks(spec.original).values()]
     found = other_optimizers([*roots, *(getattr(spec.original, _IN_BACKWARD, None) for spec in hooked)], optimizer)
@@ -138,7 +138,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
 
 
 def check_members(optimizer: torch.optim.Optimizer, members: list[list[Tensor]], groups: list[ParamGroup]) -> None:
-    """Raise ConfigError if its groups hold other parameters than `members`, those at zs.shard(). Their order is free."""
+    """Raise ConfigError if groups hold other parameters than `members`, which they had at zs.shard(); order is free."""
     now = [group["params"] for group in optimizer.param_groups]
     if len(now) == len(members) and all(
         len(params) == len(then) and all(map(is_, params, then)) for params, then in zip(now, members, strict=True)

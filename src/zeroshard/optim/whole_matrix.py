@@ -1,15 +1,15 @@
-"""Optimizers that step each parameter as a whole (Muon, Adafactor, and what is declared with `zs.whole_matrix`).
+"""Optimizers that step each parameter as a whole (Muon, Adafactor, and classes declared with `zs.whole_matrix`).
 
     turn 1    rank 0 collects w0: value, gradient, states     steps it with the optimizer's own class     slices go back to all
               rank 1 collects w1                              steps it                                    "
     turn 2    w2, w3 ...
 
-Each parameter is a run of its own (optim/segments.py). Its states of its own shape stay cut as it is; those of other shapes, and
-numbers, are the same on every rank. So checkpoints, tiers and resharding know nothing of this. At a replicated stage each rank
-steps all of them, and nothing is sent.
+Each parameter is a run of its own (optim/segments.py). States of the parameter's shape are sharded like it; those of other
+shapes, and numbers, are the same on every rank. So checkpoints, tiers and resharding need no special case. At a replicated stage
+each rank steps all parameters, and nothing is sent.
 
-Who steps which: the largest first, each to the rank with the least elements so far. In a turn every rank has one parameter whole
-beside its slices, with gradient and states; what passes by of the others' are chunks.
+Assignment: the largest parameters first, each to the rank with the fewest elements so far. In a turn every rank holds one whole
+parameter, with gradient and states, besides its slices; the other ranks' parameters pass through it in chunks.
 """
 
 from __future__ import annotations
@@ -34,22 +34,25 @@ from ..zero.unit import ParamGroup
 from .segments import Run
 from .state_storage import ColumnStates
 
-_CHUNK_NBYTES = 4 << 20  # of one rank's staging buffer
+_CHUNK_NBYTES = 4 << 20  # size of one rank's staging buffer
 
 Where = Callable[[Tensor, Mapping[str, Any]], bool]
 _DECLARED: dict[type, Where] = {}
-_BY_NAME = {"transformers.optimization.Adafactor"}  # of packages that are not imported for it; all of their parameters
+_BY_NAME = {"transformers.optimization.Adafactor"}  # classes of packages that are not imported; all their parameters
 
 
 def whole_matrix(cls: type[torch.optim.Optimizer] | None = None, *, where: Where | None = None) -> Any:
-    """Declare that an optimizer steps each parameter by itself and needs the whole of it; the class. Also as a decorator.
+    """Declare that an optimizer class steps each parameter by itself and needs the whole of it; return the class. Also usable as
+    a decorator.
 
     Args:
-        cls: the class; those derived from it go along. Its step of one parameter must depend on nothing but that parameter, its
+        cls: the class; classes derived from it count as well. Its step of a parameter must depend only on that parameter, its
             gradient, its states and the options of its group: no norm over several parameters, no count on the optimizer itself.
-        where: (parameter, options of its group) -> whether that one is stepped whole; the others are elementwise. None: all.
+        where: (parameter, options of its group) -> whether that parameter is stepped whole. The others are elementwise. None: all
+            whole.
 
-    torch.optim.Muon, torch.optim.Adafactor and the Adafactor of Transformers are declared.
+    torch.optim.Muon, torch.optim.Adafactor and the Adafactor of Transformers are declared already. Raises ConfigError for
+    anything but an optimizer class.
     """
     if cls is None:
         return lambda given: whole_matrix(given, where=where)
@@ -65,7 +68,7 @@ for _name in ("Muon", "Adafactor"):
 
 
 def declared(optimizer: torch.optim.Optimizer) -> Where | None:
-    """What was said of its class, or of one that it is derived from."""
+    """Return the `where` declared for an optimizer's class or for a base of it; None where there is none."""
     for cls in type(optimizer).__mro__:
         if cls in _DECLARED:
             return _DECLARED[cls]
@@ -75,7 +78,7 @@ def declared(optimizer: torch.optim.Optimizer) -> Where | None:
 
 
 def whole_parameters(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Ids of the parameters that it steps as a whole."""
+    """Return the ids of the parameters that the optimizer steps as a whole."""
     where = declared(optimizer)
     if where is None:
         return set()
@@ -83,7 +86,7 @@ def whole_parameters(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def check_whole(optimizer: torch.optim.Optimizer, specs: Sequence[ParamSpec], delayed: bool) -> None:
-    """Raise ConfigError where a parameter is to be stepped whole of which a rank has a part alone, or beside the training."""
+    """Raise ConfigError for a delayed update, or a parameter stepped whole of which this rank's model has only a part."""
     whole = whole_parameters(optimizer)
     if whole and delayed:
         raise ConfigError(
@@ -104,7 +107,7 @@ def check_whole(optimizer: torch.optim.Optimizer, specs: Sequence[ParamSpec], de
 
 @dataclass(eq=False)
 class Stepping:
-    """One parameter to be stepped. states: names of its states of its shape -> dtype. written: options that the step changed."""
+    """One parameter to step. states: its states of its shape, name -> dtype; others: the rest. written: options it changed."""
 
     run: Run
     options: dict[str, Any]
@@ -131,16 +134,16 @@ class Stepping:
 
 
 class WholeStepper:
-    """Steps runs of whole parameters. maker: of the runs."""
+    """Steps the runs of whole parameters."""
 
     def __init__(self, inner: torch.optim.Optimizer, comm: Comm, tiers: Tiers, replicated: bool) -> None:
         self.inner, self.comm, self.tiers, self.replicated = inner, comm, tiers, replicated
         self.gather = ChunkedGather(comm, tiers.ledger, _CHUNK_NBYTES)
-        self.stacked: dict[tuple[str, int], int] = {}  # (state, dimensions of its parameter) -> dimensions of 1 before those
+        self.stacked: dict[tuple[str, int], int] = {}  # (state, parameter's dims) -> its leading dims of 1
 
     @torch.no_grad()
     def step(self, runs: list[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
-        """One step of all (collective, the same runs in the same order on all ranks); what each step changed in its group's options."""
+        """Step all runs (collective, the same runs in order on all ranks); return the options that each step changed."""
         jobs = [self._job(run, options) for run, options in runs]
         if self.replicated:
             for job in jobs:
@@ -156,7 +159,7 @@ class WholeStepper:
         return Stepping(run, options, states, {key: value for key, value in entries.items() if key not in states})
 
     def _step_class(self, job: Stepping, param: Tensor, grad: Tensor, states: dict[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
-        """The optimizer's own class on a whole parameter: its value and states afterwards."""
+        """Step a whole parameter with the optimizer's own class; return its value and states afterwards."""
         leaf = nn.Parameter(param.view(job.shape))
         leaf.grad = grad.view(job.shape).to(leaf.dtype)
         state = {key: value.view((1,) * self._leading(job, key) + job.shape) for key, value in states.items()}
@@ -171,7 +174,7 @@ class WholeStepper:
         return leaf.detach(), {key: self._as_cut(job, key, value) for key, value in after.items()}
 
     def _as_cut(self, job: Stepping, key: str, value: Any) -> Any:
-        """A state as it is kept. That of a stack of one matrix (1, m, n), which a class of stacks makes, has the shape of the matrix."""
+        """Return a state as it is kept: one of shape (1, m, n), from a class that stacks matrices, gets the matrix's shape."""
         if isinstance(value, Tensor) and key not in job.others:
             leading = value.dim() - len(job.shape)
             if leading >= 0 and tuple(value.shape) == (1,) * leading + job.shape and value.dim():
@@ -180,7 +183,7 @@ class WholeStepper:
         return job.run.rested(value) if not _is_state(value, job.shape) else value
 
     def _leading(self, job: Stepping, key: str) -> int:
-        """How many dimensions of 1 the class gives a state before those of its parameter. After a load, a step of zeros tells."""
+        """Return how many leading dimensions of 1 the class gives a state. After a load, a step on zeros finds it out."""
         at = key, len(job.shape)
         if at not in self.stacked:
             self.stacked[at] = 0
@@ -191,7 +194,7 @@ class WholeStepper:
     # -- replicated ----------------------------------------------------------------------------------------------
 
     def _step_here(self, job: Stepping) -> None:
-        """In the place of the parameter. States lie in the run's, with the padding behind them."""
+        """Step a parameter of which this rank has all, in place. Its states are in the run's, followed by the padding."""
         run, numel, slot = job.run, job.numel, job.group.layout.slots[job.index]
         assert run.tensor is not None
         entries = run.states.load()
@@ -212,7 +215,7 @@ class WholeStepper:
     # -- sharded -------------------------------------------------------------------------------------------------
 
     def _step_turn(self, turn: list[Stepping]) -> None:
-        """One parameter of each rank, at most."""
+        """Step one turn: at most one parameter per rank."""
         mine: tuple[Stepping, Tensor, dict[str, Any]] | None = None
         for job in turn:
             parts = self._collect(job)
@@ -228,14 +231,14 @@ class WholeStepper:
         self._give_back(turn, mine)
 
     def _imagined(self, job: Stepping) -> tuple[dict[str, torch.dtype], dict[str, Any], dict[str, Any]]:
-        """What an imagined owner would tell: of a first step, without memory, and seen by nobody who counts."""
+        """Return what an imagined owner would send after a first step, computed on the meta device, which no observer counts."""
         first = replace(job, states={}, others={})
         with disable_current_modes():
             param, grad = (torch.empty(job.numel, dtype=job.group.masters.stepped.dtype, device="meta") for _ in range(2))
             return *_told(first, self._step_class(first, param, grad, {})[1]), first.written
 
     def _collect(self, job: Stepping) -> list[Tensor] | None:
-        """Value, gradient and states of one parameter, whole and flat, on its owner; None elsewhere."""
+        """Return value, gradient and states of one parameter, whole and flat, on its owner; None elsewhere (collective)."""
         parts, comm = self._slices(job), self.comm
         dtypes = [part.dtype for part in parts]
         pieces = [job.group.layout.piece(job.index, rank) for rank in range(comm.world_size)]
@@ -247,7 +250,7 @@ class WholeStepper:
             if whole is None:
                 return
             begin = 0
-            for target, dtype in zip(whole, dtypes, strict=True):  # one behind the other in what a rank sends
+            for target, dtype in zip(whole, dtypes, strict=True):  # a rank sends them one after the other
                 nbytes, at = pieces[rank].numel * dtype.itemsize, pieces[rank].start * dtype.itemsize
                 _lay(received, start, target.view(torch.uint8)[at : at + nbytes], begin)
                 begin += nbytes
@@ -257,7 +260,7 @@ class WholeStepper:
         return whole
 
     def _slices(self, job: Stepping) -> list[Tensor]:
-        """This rank's slices of value, gradient and states."""
+        """Return this rank's slices of value, gradient and states."""
         group, home = job.group, job.group.homes[job.index]
         stepped = group.masters.stepped
         entries = job.run.states.load()
@@ -269,7 +272,7 @@ class WholeStepper:
         return value.load(home.begin, home.end) if isinstance(value, Rest) else value[: home.end - home.begin]
 
     def _give_back(self, turn: list[Stepping], mine: tuple[Stepping, Tensor, dict[str, Any]] | None) -> None:
-        """Slices of value and states, from the owners to all."""
+        """Send slices of values and states from the owners to all ranks, which store them (collective)."""
         sizes, targets = [0] * self.comm.world_size, {}
         for job in turn:
             dtypes = [job.group.masters.stepped.dtype, *job.states.values()]
@@ -298,7 +301,7 @@ class WholeStepper:
         group, home, run = job.group, job.group.homes[job.index], job.run
         stepped = group.masters.stepped
         stepped.store(home.begin, value)
-        if group.master is not None and run.tensor is None:  # else values take them from the masters, all at once
+        if group.master is not None and run.tensor is None:  # otherwise `_update` copies all masters at once
             values = group.values.rest
             values.store(home.begin, value if values.resident else value.to(values.dtype))
         if isinstance(run.states, ColumnStates):
@@ -320,13 +323,13 @@ class WholeStepper:
 
 
 def _placed(value: Any, key: str, run: Run) -> Any:
-    """What the owner told of a state that is not cut: `step` stays on the host, as torch has it."""
+    """Return an unsharded state from the owner on this run's device; `step` stays on the host, where torch keeps it."""
     assert run.tensor is not None
     return value.to(run.tensor.device) if isinstance(value, Tensor) and key != "step" else value
 
 
 def _told(job: Stepping, after: dict[str, Any]) -> tuple[dict[str, torch.dtype], dict[str, Any]]:
-    """What others must know of the states of a parameter after its step: which there are, and those that are not cut."""
+    """Return what other ranks must know of a parameter's states after its step: dtypes by name, and the unsharded states."""
     states = {key: value.dtype for key, value in after.items() if _is_state(value, job.shape) and key not in job.others}
     return states, {key: value for key, value in after.items() if key not in states}
 
@@ -336,14 +339,14 @@ def _is_state(value: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _lay(received: Tensor, start: int, target: Tensor, begin: int) -> None:
-    """Bytes [start, start + n) of a stream -> the part of them that `target` is: bytes from `begin` on."""
+    """Copy bytes [start, start + n) of a stream, `received`, to `target`, which is the stream's bytes from `begin` on."""
     first, last = max(start, begin), min(start + received.numel(), begin + target.numel())
     if first < last:
         target[first - begin : last - begin].copy_(received[first - start : last - start])
 
 
 def _turns(jobs: list[Stepping], ranks: int) -> Iterator[list[Stepping]]:
-    """Each job to one rank, in turns of at most one a rank."""
+    """Assign each job to one rank; yield them in turns of at most one per rank."""
     loads = [0] * ranks
     queues: list[list[Stepping]] = [[] for _ in range(ranks)]
     for job in sorted(jobs, key=lambda job: -job.numel):

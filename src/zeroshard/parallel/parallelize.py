@@ -1,9 +1,9 @@
-"""zs.parallelize: a model over a mesh, by one call. Tensor parallelism inside of blocks, pipeline stages between, ZeRO over the rest.
+"""zs.parallelize: distribute a model over a mesh in one call, by tensor parallelism, pipeline stages and ZeRO.
 
     whole model --cut between blocks--> this rank's stages --cut inside of blocks--> local shards --zs.shard--> over dp
                   mesh["pp"]                                  mesh["tp"]                            mesh["dp"]
 
-Each part is PyTorch's own, or zeroshard's, and can be used by itself: `styles_for` and `apply`, `cut_stages` and `Pipeline`, `zs.shard`.
+Each part can be used by itself: `styles_for` and `apply`, `cut_stages` and `Pipeline`, `zs.shard`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..options import ShardOptions
 
 DATA_AXES = ("dp", "dp_replicate", "dp_shard")
-IGNORED = -100  # as a target: no loss, as in torch's cross_entropy
+IGNORED = -100  # targets of this value have no loss, as in torch's cross_entropy
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -58,27 +58,30 @@ def parallelize(
     config: Config | str | os.PathLike | None = None,
     **options: Unpack[ShardOptions],
 ) -> Parallel:
-    """A model of the Transformer family over a mesh of tensor, pipeline and data parallelism (collective).
+    """Cut a model of the Transformer family over a mesh of tensor, pipeline and data parallelism (collective); return this rank's
+    part.
 
     Args:
-        model: inputs -> outputs (of a language model: tokens -> logits), the same on every rank (the same seed), on its device or on
-            the meta device. Drop it afterwards: the rank's part is `run.model`.
-        mesh: with axes named of "pp", "dp" (or "dp_replicate" and "dp_shard"), "tp". What has no axis is not cut.
-        optimizer: parameters -> optimizer, called with those of the rank's part: a class, or functools.partial(AdamW, lr=...). Where all
-            of a part are frozen it gets one trained stand-in of a single element, and the part's own take its place.
-        micro_batches: so many forwards and backwards a step, through the pipeline, or one after the other.
-        schedule: of the pipeline: GPipe, 1F1B (default), Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, ...
+        model: inputs -> outputs (of a language model: tokens -> logits), the same on every rank (the same seed), on its device or
+            on the meta device. Drop it afterwards: the rank's part is `run.model`.
+        mesh: with axes named "pp", "dp" (or "dp_replicate" and "dp_shard") and "tp", of which any may be missing.
+        optimizer: parameters -> optimizer, a class or functools.partial(AdamW, lr=...), called with the parameters of the rank's
+            part. Where all of a part are frozen it is called with one trained stand-in of a single element.
+        micro_batches: forwards and backwards of a step, through the pipeline, or one after the other.
+        schedule: the pipeline's: GPipe, 1F1B (default), Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, ...
         stages_per_rank: stages of the pipeline on each rank; None: as few as the schedule needs.
-        styles: of tensor parallelism: name pattern -> style, on top of the model's own (`styles_for`).
-        cuts: blocks with which stages begin; None: by cost.
+        styles: tensor parallelism: name pattern -> style, laid over the model's own (`styles_for`).
+        cuts: the blocks with which stages begin; None: by cost.
         sequence_parallel, loss_parallel: see `tensor_parallel.apply`.
-        loss: (outputs, targets) -> mean loss of a micro-batch; None: cross-entropy of the next token, of targets that are not -100.
-        example: an input of the model, of any values, where inputs are not tokens: with it a pipeline finds out what is used before
+        loss: (outputs, targets) -> mean loss of a micro-batch. None: cross-entropy of the next token, over targets that are not
+            -100.
+        example: an input of the model, of any values, where inputs are not tokens. By it a pipeline finds out what is used before
             and after the blocks (see `cut_stages`).
-        config, options: of zs.shard, config also as the path of a file that `zeroshard plan --auto` wrote (stage, precision, max_grad_norm, offload_optimizer, ...).
+        config, options: as of zs.shard (stage, precision, max_grad_norm, offload_optimizer, ...).
 
-    Raises ConfigError, before anything is changed, where an axis does not divide heads, features, blocks or ranks, with the nearest
-    that does. Sources: Megatron-LM, arXiv 1909.08053 and 2104.04473; ZeRO beside them: 1910.02054, section 10.4.
+    Raises ConfigError, before anything changes, where an axis does not divide heads, features, blocks or ranks.
+
+    Sources: Megatron-LM, arXiv 1909.08053 and 2104.04473; ZeRO beside them: 1910.02054, section 10.4.
     """
     sizes = _sizes(mesh)
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
@@ -98,7 +101,7 @@ def parallelize(
     if chosen is not None:
         for module in modules:
             part = _of_stage(chosen, module)
-            # apply says where there is no head at all
+            # without any head `apply` raises, which says so
             stays_cut = loss_parallel and (part.head is not None or chosen.head is None)
             apply(module, mesh["tp"], part, sequence_parallel=sequence_parallel, loss_parallel=stays_cut)
     made = [None] * len(modules) if optimizer is None else _optimizers(optimizer, modules, mesh)
@@ -110,11 +113,11 @@ def parallelize(
 
 
 def _optimizers(make: MakeOptimizer, modules: list[nn.Module], mesh: DeviceMesh) -> list[torch.optim.Optimizer]:
-    """One for each part of the rank. Raises ConfigError on all ranks where `make` raises on one: the others would wait (collective)."""
+    """Return an optimizer for each of this rank's stages (collective). If `make` raises on one rank, all raise ConfigError."""
     made, problems = [], {}
     try:
         made = [_optimizer(make, module) for module in modules]
-    except Exception as error:  # of the user's function: any
+    except Exception as error:  # the user's function may raise anything
         cause: Exception | None = error
         problems[mesh.get_rank()] = f"{type(error).__name__}: {error}"
     else:
@@ -132,11 +135,11 @@ def _optimizers(make: MakeOptimizer, modules: list[nn.Module], mesh: DeviceMesh)
 
 
 def _optimizer(make: MakeOptimizer, module: nn.Module) -> torch.optim.Optimizer:
-    """What `make` makes of a part. One without trained parameters takes part in steps, norms and schedules all the same."""
+    """Return the optimizer of a stage. A stage without trained parameters needs one too, for steps, norms and schedules."""
     params = list(module.parameters())
     if any(param.requires_grad for param in params):
         return make(iter(params))
-    # a function may look at dimensions
+    # two dimensions, since an optimizer may require matrices
     stand_in = nn.Parameter(torch.zeros(1, 1, dtype=params[0].dtype, device=params[0].device))
     made = make(iter([stand_in]))
     for group in made.param_groups:
@@ -146,7 +149,7 @@ def _optimizer(make: MakeOptimizer, module: nn.Module) -> torch.optim.Optimizer:
 
 
 def _check_planned(path: Any, planned: Mapping[str, Any], mesh: DeviceMesh) -> None:
-    """Raise ConfigError where a layout's file cuts the model otherwise; say it where it only has other ranks."""
+    """Raise ConfigError if a planned layout has other model axes than the mesh; print on rank 0 if only the ranks differ."""
     sizes = _sizes(mesh)
     text = planned_otherwise(path, planned, {"dp": mesh.size() // (sizes["pp"] * sizes["tp"]), **sizes})
     if other_model_axes(planned, sizes):
@@ -156,13 +159,13 @@ def _check_planned(path: Any, planned: Mapping[str, Any], mesh: DeviceMesh) -> N
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy (nats) of logits (batch, seq, tokens) and targets (batch, seq) that are not -100; 0 where there are none."""
+    """Return the mean cross-entropy (nats) of logits (batch, seq, tokens) over targets (batch, seq) that are not -100, or 0."""
     total = summed_loss(logits, targets)
     return total / (targets != IGNORED).sum().clamp(min=1)
 
 
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """As `next_token_loss`, the sum."""
+    """Return the sum of the cross-entropies of which `next_token_loss` is the mean."""
     logits = logits if is_distributed(logits) else logits.float()
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
@@ -196,7 +199,7 @@ def _styles(model: nn.Module, styles: ParallelStyles | Mapping[str, Any] | None,
 
 
 def _schedule(schedule: str | None, per_rank: int | None, pp: int) -> tuple[str, int]:
-    """The schedule's name and how many stages a rank has."""
+    """Return the schedule's name and the number of stages on each rank."""
     if pp == 1:
         if schedule is not None:
             schedule_class(schedule)
@@ -209,7 +212,7 @@ def _schedule(schedule: str | None, per_rank: int | None, pp: int) -> tuple[str,
 
 
 def _of_stage(styles: ParallelStyles, stage: nn.Module) -> ParallelStyles:
-    """What of the styles of the whole model is about modules of this stage."""
+    """Return the part of the whole model's styles that concerns modules of this stage."""
     modules = {name for name, module in stage.named_modules() if not isinstance(module, StandIn)}
     there = modules | {name for name, _ in stage.named_parameters()}
     return ParallelStyles(
@@ -220,10 +223,10 @@ def _of_stage(styles: ParallelStyles, stage: nn.Module) -> ParallelStyles:
 
 
 class Parallel:
-    """A model over a mesh, as this rank has it: `parallelize` makes it.
+    """A model over a mesh, as this rank has it; `parallelize` makes it.
 
-    model, optimizer: this rank's part (its first stage, where it has several: `models`, `optimizers`), for zs.save, zs.load, zs.report,
-    zs.close and schedulers. traffic: what each axis has sent in a step; see `Traffic`.
+    `model` and `optimizer` are this rank's part (the first stage, where it has several: `models`, `optimizers`), for zs.save,
+    zs.load, zs.report, zs.close and schedulers. `traffic` has what each axis has sent in a step.
     """
 
     def __init__(
@@ -249,10 +252,10 @@ class Parallel:
         return self.optimizers[0]
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Forward and backward of a batch, and the optimizer's step (collective): the mean loss of this rank's batch.
+        """Run forward, backward and the optimizer's step (collective). Return the mean loss of this rank's batch.
 
-        inputs, targets: (rows, ...) of this rank's place along the axes of data parallelism, the same on ranks that differ along pp and
-        tp alone; rows a multiple of micro_batches.
+        inputs, targets: (rows, ...), different along data-parallel axes and the same along pp and tp; rows is a multiple of
+        micro_batches.
         """
         loss = self.backward(inputs, targets)
         self.optimizer  # noqa: B018  # raises where there is none
@@ -262,7 +265,7 @@ class Parallel:
         return loss
 
     def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """As `step`, without the optimizer's: clip, look at gradients, or step by yourself."""
+        """Run forward and backward, without the optimizer's step, to clip or read gradients before it (collective)."""
         with self._context(), self.traffic.step():
             if self.pipeline is not None:
                 return self.pipeline.step(inputs, target=targets)
@@ -270,10 +273,10 @@ class Parallel:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss of a batch, without gradients (collective). Shapes as of a step.
+        """Return the loss of a batch, without gradients (collective). Shapes as in `step`.
 
-        With the `loss` that parallelize was given this is its mean over the micro-batches, which is what `step` returns. Without one
-        it is the sum, in nats, of the cross-entropies of all targets that are not -100, of which a perplexity is made.
+        With a `loss` given to parallelize, this is its mean over micro-batches, as in `step`. Without one, it is the sum, in
+        nats, of the cross-entropies of all targets that are not -100, to compute a perplexity from.
         """
         score, share = (self.loss, self.micro_batches) if self._given else (summed_loss, 1)
         with self._context():
@@ -314,12 +317,12 @@ class Parallel:
         return torch.stack(losses).sum()
 
     def close(self) -> None:
-        """zs.close of every part (collective)."""
+        """Call zs.close for each of this rank's stages (collective)."""
         for module in self.models:
             api.close(module)
 
     def report(self) -> str:
-        """What each axis sends in a step, a line for each; the state of each part is in zs.report(run.model)."""
+        """Return a line for each axis with the bytes it sends in a step. For memory, see zs.report(run.model)."""
         return self.traffic.text()
 
     @property
@@ -328,7 +331,7 @@ class Parallel:
 
 
 def _logits(output: Any) -> Tensor:
-    """Of what a model returns: a tensor, Transformers' output, or a tuple with them in front."""
+    """Return the logits of a model's output: a tensor, an output of Transformers, or a tuple that begins with them."""
     if isinstance(output, Tensor):
         return output
     return output.logits if hasattr(output, "logits") else output[0]

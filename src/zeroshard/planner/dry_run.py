@@ -65,24 +65,33 @@ def plan(
     name: str = "", hardware: str | Hardware | None = None, config: Config | None = None, parallel: Mapping[str, Any] | None = None,
     whole: bool = False, **options: Unpack[ShardOptions],
 ) -> Plan:  # fmt: skip
-    """What one rank of a run would hold and do: the runtime itself, on imagined ranks (not collective; no memory is taken).
+    """Find out what one rank of a run would hold and do, by running the runtime itself on imagined ranks (not collective; takes
+    no memory).
 
     Args:
-        model_fn: makes the model; called on the meta device.
-        ranks: of data parallelism; or axes: ranks along "pp", "dp" and "tp". rank: which of them is looked at.
+        model_fn: a function that makes the model; it is called on the meta device.
+        ranks: data-parallel ranks.
+        axes: in the place of ranks, ranks along "pp", "dp" and "tp".
+        rank: the rank that is looked at.
         batch: what a micro-batch reads: (rows, seq) of tokens, or a function that makes it.
-        loss: (model, what batch makes) -> loss; None: cross-entropy of the next token of a model of tokens -> logits.
-        micro_batches: forwards and backwards of a step. hold: with zs.accumulate around all but the last; else each is reduced, as
-            `zeroshard train` does. Over pp or tp they are always held.
-        hardware: what the plan is judged by, a name ("a100-80gb", see simulator/hardware.toml), the path of a .toml, or a Hardware.
-        node_size: ranks of a node; None: the hardware's devices, without hardware all ranks. separate: the device has a memory of
-            its own (a GPU); False: ranks on CPUs that share memory within a node. None: as the hardware, without one True.
-        checkpointing: activations of blocks are checkpointed: True, or options of zs.checkpoint_activations, of which partition=True
-            is "over the ranks of tp".
-        whole: each rank makes the model with all its values before it is sharded; else on the meta device, or under zs.init.
-        config, options: of zs.shard. parallel: further options of zs.parallelize (schedule, sequence_parallel, ...).
+        loss: (model, what batch makes) -> loss. None: cross-entropy of the next token, for a model of tokens -> logits.
+        micro_batches: forwards and backwards of a step.
+        hold: run all micro-batches but the last under zs.accumulate. Otherwise each is reduced, as `zeroshard train` does. Over
+            pp or tp they are always held.
+        hardware: what the plan is judged by: a name ("a100-80gb", see simulator/hardware.toml), the path of a .toml, or a
+            Hardware.
+        node_size: ranks of a node; None: the hardware's devices, or without hardware all ranks.
+        separate: whether the device has a memory of its own (a GPU); False: ranks on CPUs, which share memory within a node.
+            None: as the hardware says, without hardware True.
+        checkpointing: activations of blocks are checkpointed: True, or options of zs.checkpoint_activations, of which
+            partition=True means over the ranks of tp.
+        whole: each rank makes the model with all its values before it is sharded. Otherwise it is made on the meta device, or
+            under zs.init.
+        config, options: as of zs.shard.
+        parallel: further options of zs.parallelize (schedule, sequence_parallel, ...).
 
-    Raises ConfigError for what can not be divided, and for a model that can not be built or run without numbers.
+    Raises:
+        ConfigError: something cannot be divided, or the model cannot be built or run without numbers.
     """
     axes = _axes(ranks, axes)
     if not _whole(rank, 0) or rank >= _product(axes):

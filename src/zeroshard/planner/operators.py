@@ -143,7 +143,7 @@ def _attention(func: Any, args: tuple, kwargs: dict, flops: float) -> AttentionW
     """What a fused kernel of attention computes; None of any other operator. With a mask of its own it computes the whole square."""
     if not flops or "scaled_dot_product" not in _name(func):
         return None
-    given = {
+    given: dict[str, Any] = {
         argument.name: args[n] if n < len(args) else kwargs.get(argument.name)
         for n, argument in enumerate(func._schema.arguments)
     }

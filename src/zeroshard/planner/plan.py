@@ -51,12 +51,19 @@ class Moment:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """Of one rank. `print(plan)` shows the verdict and a page of numbers, `print(plan.table())` all of them.
+    """What one rank of a run will hold and do. `print(plan)` shows the verdict and a page of numbers, `print(plan.table())` all
+    of them.
 
-    axes: ranks along each axis of the mesh. trace: of the second step. report: the runtime's own, after it. sent: bytes that this
-    rank sends in a step, by axis. activations: bytes that a micro-batch keeps for backward, by unit. units: elements of their parameters,
-    each rounded up as it lies in a flat buffer, whatever the number of ranks; of the whole model, but for a stage of a pipeline.
-    hardware: what it is judged by, None: none was named. batch: (rows, seq) of a micro-batch; None: a function made it.
+    Attributes:
+        axes: ranks along each axis of the mesh.
+        trace: the second step, as tasks of the simulator.
+        report: the runtime's own report after it.
+        sent: bytes that this rank sends in a step, by axis.
+        activations: bytes that a micro-batch keeps for backward, by unit.
+        units: elements of each unit's parameters, rounded up as in its flat buffer; of the whole model, or of a stage of a
+            pipeline.
+        hardware: what the plan is judged by; None: no hardware was named.
+        batch: (rows, seq) of a micro-batch; None: a function made it.
     """
 
     model: str

@@ -36,7 +36,7 @@ ENOUGH = 3  # remedies that are shown
 _MOST_CHANGES = 4  # of one remedy
 _SIMULATED = 8  # of those that fit, the cheapest by their bounds
 _SURE = 0.95  # of the memory: formulas alone are believed up to here
-_EQUAL = 1.02  # times within this factor are taken to be the same: the plainest comes first
+EQUAL = 1.02  # times within this factor are taken to be the same: the plainest comes first
 _LINKS = (Resource.INSIDE, Resource.BETWEEN)
 _COPIES = {"host": (Resource.DOWN, Resource.UP), "disk": (Resource.READ, Resource.WRITE)}
 _LOADED = 1.02  # times: less is not worth a word
@@ -220,10 +220,10 @@ def _ranked(formulas: _Formulas, fitting: list[_Choice], until: float) -> list[_
 
 
 def _cheapest_first(found: Sequence[Any]) -> list[Any]:
-    """Fewer ranks first, then fewer seconds; of what takes the same within _EQUAL, the plainest."""
+    """Fewer ranks first, then fewer seconds; of what takes the same within EQUAL, the plainest."""
     left, ordered = sorted(found, key=lambda each: (each.request.ranks, each.seconds)), []
     while left:
-        same = [each for each in left if each.request.ranks == left[0].request.ranks and each.seconds <= _EQUAL * left[0].seconds]
+        same = [each for each in left if each.request.ranks == left[0].request.ranks and each.seconds <= EQUAL * left[0].seconds]
         ordered.append(min(same, key=lambda each: plainness(layout_of(each.request))))
         left.remove(ordered[-1])
     return ordered
@@ -244,9 +244,9 @@ def _tried(formulas: _Formulas, plans: Sequence[Plan], choice: _Choice) -> list[
         return []
     frees = formulas.verdict.used - sum(_at(changed, formulas.verdict).values()) - formulas.verdict.overhead
 
-    def step(made: Sequence[Plan], request: Request) -> _Step:
+    def step(made: Sequence[Plan], request: Request) -> Step:
         seconds = simulate(made[0].trace, request.hardware).step_s if request.axes["pp"] == 1 else formulas.seconds(request)
-        return _Step(made[0].trace, made[0].peak(Tier.HOST), seconds, request.ranks)
+        return Step(made[0].trace, made[0].peak(Tier.HOST), seconds, request.ranks)
 
     old, new = step(plans, before), step(changed, after)
     return [Remedy(flags(before, after), after, str(verdict), verdict, frees, new.seconds, _cost(old, new))]
@@ -260,10 +260,10 @@ def _at(plans: Sequence[Plan], verdict: Verdict) -> dict[str, int]:
 
 
 def _by_formula(formulas: _Formulas, choice: _Choice) -> Remedy:
-    def step(request: Request) -> _Step:
+    def step(request: Request) -> Step:
         layout = layout_of(request)
         host = round(sum(memory_of(formulas.profile, layout)[Tier.HOST].values()))
-        return _Step(trace_of(formulas.profile, layout)[0], host, formulas.seconds(request), request.ranks)
+        return Step(trace_of(formulas.profile, layout)[0], host, formulas.seconds(request), request.ranks)
 
     before, after = formulas.request, choice.request
     said = _cost(step(before), step(after))
@@ -271,7 +271,7 @@ def _by_formula(formulas: _Formulas, choice: _Choice) -> Remedy:
 
 
 @dataclass(frozen=True)
-class _Step:
+class Step:
     """trace: of the first rank. host: bytes that it holds there at its fullest. seconds: of a step. ranks: of all."""
 
     trace: Trace
@@ -280,9 +280,14 @@ class _Step:
     ranks: int
 
 
-def _cost(old: _Step, new: _Step) -> str:
+def _cost(old: Step, new: Step) -> str:
+    """What a step takes, and does more, in words."""
+    return "; ".join([f"{two_digits(new.seconds)} s a step, not {two_digits(old.seconds)}", *burdens(old, new)])
+
+
+def burdens(old: Step, new: Step) -> list[str]:
     """What a step does more, in words."""
-    said = [f"{two_digits(new.seconds)} s a step, not {two_digits(old.seconds)}"]
+    said = []
     sent = [sum(step.trace.total(link) for link in _LINKS) for step in (old, new)]
     if sent[1] > _LOADED * sent[0]:
         said.append(f"sends {gb(sent[1])} GB a step, not {gb(sent[0])}")
@@ -298,4 +303,4 @@ def _cost(old: _Step, new: _Step) -> str:
         said.append(f"takes {gib(new.host)} GiB of host memory a rank")
     if new.ranks > old.ranks:
         said.append(f"{new.ranks / old.ranks:g} times the devices")
-    return "; ".join(said)
+    return said

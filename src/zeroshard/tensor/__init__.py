@@ -1,1 +1,1 @@
-"""Tensors that are cut: the flat layout, the sharded tensor, tiles and chunks. Arithmetic and tensor subclasses; no communication."""
+"""Sharded tensors: the flat layout, the tensor subclass, tiles and chunks. Arithmetic and tensor subclasses, no communication."""

@@ -1,8 +1,8 @@
-"""What others have set on a parameter (`param._is_hf_initialized = True`) stays with it: cut, sharded, gathered and closed.
+"""Python attributes that programs set on a parameter (`param._is_hf_initialized = True`) survive sharding, gathering and close.
 
     at rest    the user's object is the sharded parameter        in use    the modules hold the compute parameter
 
-Both show the same attributes, whichever they were set on.
+Both have the same attributes, whichever of them a program has set one on.
 """
 
 from __future__ import annotations
@@ -13,24 +13,26 @@ from torch import Tensor
 
 from ..utils import torch_compat
 
-_OWN = frozenset("_held _home _compute _of_parameter _of_gradient _is_param".split())  # the library's
-_OWN |= set(torch_compat.FAKE_DEVICE)  # and those by which a fake tensor says where it is
+_OWN = frozenset("_held _home _compute _of_parameter _of_gradient _is_param".split())  # attributes of this library
+_OWN |= set(torch_compat.FAKE_DEVICE)  # attributes in which a fake tensor keeps its device
 
-whole_now: dict[int, Any] = {}  # id of each parameter that `zs.gathered` has made whole -> who did (zero/gathered_parameters.py)
+whole_now: dict[int, Any] = {}  # id of a parameter that `zs.gathered` has made whole -> its _Whole (zero/gathered_parameters.py)
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
-    """What others have set on a tensor."""
+    """Return the attributes that programs have set on a tensor."""
     return {name: value for name, value in tensor.__dict__.items() if name not in _OWN}
 
 
 class CarriesAttributes:
-    """Mixed into the sharded parameter: its attributes are its compute parameter's too."""
+    """Mixin of the sharded parameter, which shares its attributes with the compute parameter."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         compute = self.__dict__.get("_compute")
-        if compute is not None and name not in _OWN and name in self.__dict__:  # else torch's: data, grad, requires_grad
+        if (
+            compute is not None and name not in _OWN and name in self.__dict__
+        ):  # properties of torch (data, grad, requires_grad) are not in __dict__
             compute.__dict__[name] = value
 
     def __delattr__(self, name: str) -> None:
@@ -43,7 +45,7 @@ class CarriesAttributes:
         compute.__dict__.pop(name, None)
 
     def __getattr__(self, name: str) -> Any:
-        """One that was set inside a forward."""
+        """Return an attribute that was set on the compute parameter, inside a forward."""
         compute = self.__dict__.get("_compute")
         if compute is None or name in _OWN or name not in compute.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -1,7 +1,7 @@
-"""Flat ranges as boxes: what torch.distributed.checkpoint calls chunks.
+"""Conversion of flat ranges to boxes, which torch.distributed.checkpoint calls chunks.
 
-A rank holds elements [start, stop) of a flattened tensor. Cut where rows begin, that is at most 2 * dims - 1 boxes, each
-contiguous in the flattened tensor, in the same order:
+A rank holds elements [start, stop) of a flattened tensor. Cut where rows begin, this range is at most 2 * dims - 1 boxes,
+each contiguous in the flattened tensor, in the same order:
 
     (4, 5), [3, 17)     . . . x x      first row, its tail       offsets (0, 3), sizes (1, 2)
                         x x x x x      whole rows                offsets (1, 0), sizes (2, 5)
@@ -28,13 +28,13 @@ class Box:
         return math.prod(self.sizes)
 
     def within(self, outer: Box) -> Box:
-        """The same box in a tensor of which this one's is the part `outer`."""
+        """Return this box, of the tensor that fills `outer`, as a box of the tensor that `outer` is in."""
         return Box(tuple(o + p for o, p in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
 
     def rows(self, shape: Sequence[int], start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int, int]]:
-        """(first element in the flattened tensor of `shape`, in the flattened box, count) of each contiguous stretch.
+        """Yield (first element in the flattened tensor of `shape`, in the flattened box, count) of each contiguous stretch.
 
-        start, stop: only of those that hold some of these elements of the flattened box.
+        start, stop: yield only stretches that hold some of elements [start, stop) of the flattened box.
         """
         inner, dims = 1, len(shape)
         while dims and (inner == 0 or self.sizes[dims - 1] == shape[dims - 1]):
@@ -55,8 +55,8 @@ class Box:
 
 
 def overlap(boxes: Iterable[Box]) -> Box | None:
-    """What two of the boxes both hold, if any do."""
-    before: list[Box] = []  # those that reach the rows of the next
+    """Return the intersection of two boxes that overlap, or None if no two do."""
+    before: list[Box] = []  # earlier boxes that reach the rows of the present one
     for box in sorted((box for box in boxes if box.numel), key=lambda box: box.offsets):
         before = [other for other in before if not box.sizes or other.offsets[0] + other.sizes[0] > box.offsets[0]]
         for other in before:
@@ -71,7 +71,7 @@ def overlap(boxes: Iterable[Box]) -> Box | None:
 
 
 def boxes_of(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Elements [start, stop) of a flattened tensor as contiguous boxes, in order. An empty range has none."""
+    """Return elements [start, stop) of a flattened tensor as contiguous boxes, in order; none for an empty range."""
     if start >= stop:
         return []
     if not shape:
@@ -94,5 +94,5 @@ def boxes_of(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def _within(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
-    """Of one row."""
+    """Return elements [start, stop) of one flattened row as boxes of the whole tensor."""
     return [Box((row, *box.offsets), (1, *box.sizes)) for box in boxes_of(shape[1:], start, stop)]

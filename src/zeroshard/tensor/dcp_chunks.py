@@ -1,10 +1,10 @@
-"""What torch.distributed.checkpoint (DCP) sees of a sharded tensor: the boxes of it that this rank holds.
+"""Interface of sharded tensors to torch.distributed.checkpoint (DCP), which sees the boxes that this rank holds.
 
     dcp.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=path)
     dcp.load({"model": model.state_dict()}, checkpoint_id=path)          # in place, as with DTensor
 
-DCP asks a tensor for its chunks, then for the tensor of each. To read, that is a plain tensor; what is copied into it must
-reach the parameter where it rests, its master weights included.
+DCP asks a tensor for its chunks, then for the tensor of each chunk. `LocalBox` is that tensor: reads see a plain tensor, and a
+copy into it writes to the parameter where it rests, and to its master weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 class Slice(Protocol):
-    """What is asked of a sharded tensor (tensor/sharded_tensor.py)."""
+    """The part of a sharded tensor's interface (tensor/sharded_tensor.py) that is used here."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -36,14 +36,14 @@ class Slice(Protocol):
         """This rank's slice."""
 
     def _write_strided(self, values: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> None:
-        """Set elements of this rank's slice; which, as in torch.as_strided."""
+        """Write `values` to elements of this rank's slice, selected as in torch.as_strided."""
 
 
 class LocalBox(torch.Tensor):
-    """A box that lies in this rank's slice, or a part of it: `copy_` writes to where the slice rests, all else reads it."""
+    """A box of this rank's slice, or a part of it: `copy_` writes to the slice at rest, every other operation reads it."""
 
     _tensor: Slice
-    _first: int  # element of the slice
+    _first: int  # first element of the box in the slice
 
     @staticmethod
     def __new__(cls, tensor: Slice, size: Sequence[int], stride: Sequence[int], first: int) -> LocalBox:
@@ -80,7 +80,7 @@ class LocalBox(torch.Tensor):
         return local.as_strided(self.shape, self.stride(), local.storage_offset() + self._first)
 
     def storage(self) -> Any:
-        """Of the whole slice: DCP then copies the box out of it."""
+        """Return the storage of the whole slice; DCP then copies the box out of it."""
         return self._plain().storage()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -88,7 +88,7 @@ class LocalBox(torch.Tensor):
 
 
 def boxes_in(tensor: Slice) -> list[tuple[Box, int]]:
-    """(box, its first element in this rank's slice), in order. Raises CheckpointError for a slice of what is a part itself."""
+    """Return (box, its first element in this rank's slice), in order. Raise CheckpointError for a tensor-parallel shard."""
     if tensor._home.distributed:
         raise CheckpointError(
             f"{tensor._home.name}: torch.distributed.checkpoint would take this rank's part of tensor parallelism for the whole. Use zs.save "
@@ -102,7 +102,7 @@ def boxes_in(tensor: Slice) -> list[tuple[Box, int]]:
 
 
 def write_items(fqn: str, tensor: Slice) -> list[Any]:
-    """DCP's WriteItems of this rank. A tensor without elements is written by nobody's slice: by all, and DCP keeps one."""
+    """Return DCP's WriteItems of this rank. All ranks write a tensor without elements, of which DCP keeps one."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -119,14 +119,14 @@ def write_items(fqn: str, tensor: Slice) -> list[Any]:
 
 
 def chunk_list(tensor: Slice) -> list[Any]:
-    """DCP's ChunkStorageMetadata of what this rank holds."""
+    """Return DCP's ChunkStorageMetadata of the boxes that this rank holds."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in boxes_in(tensor)]
 
 
 def shard_at(tensor: Slice, index: Any) -> Tensor:
-    """The box that DCP's MetadataIndex names."""
+    """Return the box at the offset in DCP's MetadataIndex. Raise ValueError if this rank holds none there."""
     for box, first in boxes_in(tensor):
         if index.offset is None or tuple(index.offset) == box.offsets:
             return LocalBox(tensor, box.sizes, torch.empty(box.sizes, device="meta").stride(), first)

@@ -1,9 +1,9 @@
-"""`full_tensor()` and `to_local()` for autograd: the gradient of what is computed with them reaches the parameter, as with a DTensor.
+"""Differentiable `full_tensor()` and `to_local()`: gradients of their results reach the parameter, as with a DTensor.
 
-    5 * p.full_tensor().pow(2).sum()      every rank computes with the whole: the mean over ranks, as of any gradient
-    5 * p.to_local().pow(2).sum()         every rank computes with its slice: together one loss, of which nothing is divided
+    5 * p.full_tensor().pow(2).sum()      every rank computes with the whole: gradients are averaged over ranks, as any others
+    5 * p.to_local().pow(2).sum()         every rank computes with its slice: together they have one loss, which is not averaged
 
-It arrives at the tensor on which the gradients of forwards arrive, and is added, held back, and reduced with them.
+Such a gradient arrives at the compute parameter, as do the gradients of forwards, and is added, held back and reduced with them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..errors import ShardedAccessError
 
 
 class _Read(torch.autograd.Function):
-    """A value that was read from `source`; `arrive` makes of its gradient that of the source."""
+    """Autograd function from `source` to a value read from it; `arrive` turns the value's gradient into that of `source`."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, value: Tensor, arrive: Callable[[Tensor], Tensor]) -> Tensor:
@@ -31,7 +31,7 @@ class _Read(torch.autograd.Function):
 
 
 def _read(tensor: Any, value: Tensor, sliced: bool) -> Tensor:
-    """A value that `tensor` was asked for, in its graph. sliced: it is this rank's slice, else the whole."""
+    """Return `value`, read from `tensor`, attached to its graph. sliced: `value` is this rank's slice, else the whole."""
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return value
     home = tensor._home
@@ -50,7 +50,7 @@ def _lost(name: str) -> Callable[[Tensor], Tensor]:
 
 
 class ReadableSlices:
-    """Mixed into sharded tensors."""
+    """Mixin of sharded tensors: `to_local` and `full_tensor`."""
 
     _home: Any
     shape: torch.Size
@@ -60,12 +60,12 @@ class ReadableSlices:
         raise NotImplementedError
 
     def to_local(self) -> Tensor:
-        """This rank's slice, (stop - start,), sharing memory: read it; write through the sharded tensor. Gradients go through it."""
+        """Return this rank's slice (stop - start,), sharing memory: read only; write to the sharded tensor. Differentiable."""
         return _read(self, self._local, sliced=True)
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor, a copy, on every rank (collective). Gradients go through it."""
-        if isinstance(self, nn.Parameter) and not self._home.distributed:  # in a forward it is one of its operations
+        """Return a copy of the whole tensor on every rank (collective). Differentiable."""
+        if isinstance(self, nn.Parameter) and not self._home.distributed:  # in a forward it is an operation of that forward
             lent = self._home.lend(torch.clone, (self,), {})
             if lent is not NotImplemented:
                 return lent
@@ -73,14 +73,14 @@ class ReadableSlices:
 
 
 class ReadableWhole:
-    """Mixed into parameters that are whole on every rank: the same, without an exchange."""
+    """Mixin of parameters that are whole on every rank: `to_local` and `full_tensor`, without communication."""
 
     _home: Any
 
     def to_local(self) -> Tensor:
-        """The slice that this rank would have if they were sharded, sharing memory; slices of all ranks make up the whole."""
+        """Return the slice that this rank would hold if the parameter were sharded, sharing memory. Differentiable."""
         return _read(self, self.detach().reshape(-1)[self._home.start : self._home.stop], sliced=True)  # type: ignore[attr-defined]
 
     def full_tensor(self) -> Tensor:
-        """A copy."""
+        """Return a copy of the parameter. Differentiable."""
         return _read(self, self.detach().clone(), sliced=False)  # type: ignore[attr-defined]

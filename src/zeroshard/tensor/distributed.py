@@ -1,11 +1,11 @@
-"""Parameters that are DTensors: those of tensor and expert parallelism (torch.distributed.tensor).
+"""Parameters that are DTensors (torch.distributed.tensor): tensor and expert parallelism.
 
-    given     DTensor (4096, 512), Shard(0) over mesh["tp"]      what the model has
-    at rest   its local shard (2048, 512), in the flat buffer    what ZeRO cuts further, over the data-parallel ranks
-    in use    a DTensor over the gathered local shard            what the modules compute with
+    given     DTensor (4096, 512), Shard(0) over mesh["tp"]      the model has it before zs.shard
+    at rest   its local shard (2048, 512), in the flat buffer    ZeRO cuts it further, over the data-parallel ranks
+    in use    a DTensor over the gathered local shard            the modules compute with it
 
-So the flat buffer, the optimizer and the tiers know nothing of it. Autograd leads from the DTensor back to the local tensor, and
-brings a gradient of other placements (a partial sum, where activations are cut along the sequence) into those of the parameter.
+So the flat buffer, the optimizer and the tiers need not know of DTensors. Autograd leads from the DTensor back to the local
+tensor, and converts a gradient of other placements (a partial sum, with sequence parallelism) to those of the parameter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..errors import ConfigError
 from ..utils import torch_compat
 from .tiled_parameter import Part
 
-if TYPE_CHECKING:  # it takes seconds to import; who has DTensors has imported it
+if TYPE_CHECKING:  # the import takes seconds; a program that has DTensors has done it
     from torch.distributed.tensor import DTensor, Placement
 
 _MODULE = "torch.distributed.tensor"
@@ -32,7 +32,7 @@ _MODULE = "torch.distributed.tensor"
 
 @dataclass(frozen=True, eq=False)
 class Distribution:
-    """How a parameter of `shape` is distributed over the axes of a mesh that are not those of data parallelism."""
+    """Distribution of a parameter of `shape` over the model axes of a mesh."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -41,7 +41,7 @@ class Distribution:
 
     @classmethod
     def of(cls, tensor: DTensor, name: str) -> Distribution:
-        """Raises ConfigError for placements that no parameter can rest in."""
+        """Return the distribution of a DTensor. Raise ConfigError for Partial placements: expected Shard or Replicate."""
         for placement in tensor.placements:
             if placement.is_partial():
                 raise ConfigError(
@@ -51,13 +51,13 @@ class Distribution:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Names of the axes along which it is cut."""
+        """Names of the mesh axes along which the parameter is cut."""
         names = self.mesh.mesh_dim_names or ()
         return tuple(name for name, placement in zip(names, self.placements, strict=True) if not placement.is_replicate())
 
     @cached_property
     def part(self) -> Part | None:
-        """Which part of the whole this rank's shard is; None: all of it."""
+        """Part of the whole parameter that this rank's shard is; None if the shard is the whole."""
         place = self.mesh.get_coordinate()
         part: Part | None = None
         assert place is not None
@@ -65,17 +65,17 @@ class Distribution:
         for size, number, placement in zip(self.mesh.shape, place, self.placements, strict=True):
             if placement.is_replicate():
                 continue
-            maps = getattr(placement, "split_factor", 1)  # of a weight that holds several maps, each of which is cut
+            maps = getattr(placement, "split_factor", 1)  # the weight may pack several matrices (q, k, v), each of which is cut
             dim = placement.dim  # type: ignore[attr-defined]  # it shards
             extent = extents[dim] // maps
-            step = -(-extent // size)  # as torch.chunk cuts
+            step = -(-extent // size)  # equal to torch.chunk's sizes
             start, stop = min(step * number, extent), min(step * (number + 1), extent)
             part = Part(dim, start, stop, tuple(extents), maps, part)
             extents[dim] = maps * (stop - start)
         return part
 
     def wrap(self, local: Tensor) -> DTensor:
-        """The DTensor over this rank's shard, in the graph of that."""
+        """Return the DTensor over this rank's shard, in the shard's autograd graph."""
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
@@ -83,22 +83,22 @@ class Distribution:
         )
 
     def whole(self, local: Tensor) -> Tensor:
-        """The whole tensor, from every rank's shard (collective among the ranks of the mesh)."""
+        """Return the whole tensor, from the shards of all ranks of the mesh (collective among them)."""
         with torch.no_grad():
             return self.wrap(local.detach().contiguous()).full_tensor()
 
     def local(self, value: Tensor) -> Tensor:
-        """This rank's shard of a value: of a DTensor, or of a whole tensor. Anything else as it is."""
+        """Return this rank's shard of a DTensor or of a whole tensor; any other value as it is."""
         if is_distributed(value):
             return value.redistribute(self.mesh, self.placements).to_local()
         return self.part.of(value) if self.part is not None and tuple(value.shape) == self.shape else value
 
 
 def in_state_dicts(model: nn.Module) -> list[Any]:
-    """Let model.state_dict() show ordinary local shards as the DTensors that they are, and load_state_dict take these, or whole tensors.
+    """Let model.state_dict() return DTensors for local shards, and let load_state_dict accept DTensors or whole tensors.
 
-    Returns the hooks' handles. What is read by torch.save, save_pretrained or torch.distributed.checkpoint is then no part that looks
-    like a whole. Slices (ZeRO stage 3) say themselves what they are.
+    Return the hooks' handles. So torch.save, save_pretrained and torch.distributed.checkpoint do not take a local shard for a
+    whole parameter. Sharded tensors (ZeRO stage 3) need no hook: they refuse to be taken for a whole.
     """
     named = model.named_parameters(remove_duplicate=False)
     known = {name: found for name, param in named if (found := distribution_of(param)) is not None}
@@ -106,7 +106,7 @@ def in_state_dicts(model: nn.Module) -> list[Any]:
     def show(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
         for name, distribution in known.items():
             value = state.get(prefix + name)
-            if type(value) is Tensor:  # neither the parameter itself (keep_vars) nor a slice
+            if type(value) is Tensor:  # neither the parameter itself (keep_vars) nor a sharded tensor
                 state[prefix + name] = distribution.wrap(value)
 
     def take(module: nn.Module, state: dict, prefix: str, *_: Any) -> None:
@@ -118,33 +118,33 @@ def in_state_dicts(model: nn.Module) -> list[Any]:
 
 
 def distribution_of(param: Tensor) -> Distribution | None:
-    """How a parameter that `localise` has made was distributed."""
+    """Return the distribution of the DTensor that a local parameter replaces (see Localised), or None."""
     return param.__dict__.get("_distribution")
 
 
 def is_distributed(value: object) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor."""
+    """Return whether a value is a DTensor."""
     return _MODULE in sys.modules and isinstance(value, sys.modules[_MODULE].DTensor)
 
 
 def local_of(value: Any) -> Any:
-    """This rank's shard of a DTensor; anything else as it is."""
+    """Return this rank's shard of a DTensor; any other value as it is."""
     return value.to_local() if is_distributed(value) else value
 
 
 def find(model: nn.Module) -> dict[str, DTensor]:
-    """The parameters that are DTensors, each once."""
+    """Return the model's parameters that are DTensors, by name, each once."""
     return {name: param for name, param in model.named_parameters() if is_distributed(param)}
 
 
 class Localised:
-    """The DTensor parameters of a model, replaced by their local shards. `undo` is the inverse.
+    """Replacement of a model's DTensor parameters by their local shards; `undo` is the inverse.
 
-    Optimizers refer to the new parameters as well. The old objects, for whoever kept them, lose their memory when `keep` is called.
+    The optimizer gets the new parameters as well. The old objects lose their memory when `keep` is called.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Raises ConfigError, with nothing changed, for placements that can not be."""
+        """Replace the parameters. Raise ConfigError, with nothing changed, for Partial placements."""
         self.optimizer = optimizer
         known = {id(param): Distribution.of(param, name) for name, param in find(model).items()}
         self._made: dict[int, tuple[DTensor, nn.Parameter]] = {}
@@ -160,7 +160,7 @@ class Localised:
         self._replace({key: local for key, (_, local) in self._made.items()})
 
     def undo(self) -> None:
-        """Give the model and its optimizer their DTensors back."""
+        """Put the DTensors back into the model and its optimizer."""
         for parameters, attribute, param in self._places:
             parameters[attribute] = param
         self._replace({id(local): param for param, local in self._made.values()})
@@ -176,7 +176,7 @@ class Localised:
             self.optimizer.state[param] = {key: _turned(value, param) for key, value in state.items()}
 
     def keep(self) -> None:
-        """It stays so: what refers to the old objects finds them empty."""
+        """Make the replacement final: release the memory of the old objects."""
         for param, _ in self._made.values():
             torch_compat.set_local_part(param, torch_compat.local_part(param).new_empty(0))
 
@@ -192,7 +192,7 @@ def _local_parameter(param: DTensor, distribution: Distribution) -> nn.Parameter
 
 
 def _turned(state: object, param: Tensor) -> object:
-    """A state of the parameter's kind: local for a local parameter, distributed for a DTensor."""
+    """Return an optimizer state as the parameter is: local for a local parameter, a DTensor for a DTensor."""
     distribution = distribution_of(param)
     if is_distributed(state) and distribution is not None:
         return torch_compat.local_part(state)
@@ -207,7 +207,7 @@ def _turned(state: object, param: Tensor) -> object:
 
 
 def restored(local: nn.Parameter, distribution: Distribution) -> nn.Parameter:
-    """The DTensor parameter again, over a local one that is no part of a flat buffer any more."""
+    """Return the DTensor parameter over a local one that is no longer in a flat buffer (zs.close)."""
     whole = nn.Parameter(distribution.wrap(local.detach()), requires_grad=local.requires_grad)
     whole.__dict__.update({name: value for name, value in local.__dict__.items() if name != "_distribution"})
     return whole

@@ -1,4 +1,4 @@
-"""Where each parameter lies in a flat buffer: pure arithmetic, no communication, no tensors.
+"""Layout of parameters in a flat buffer: pure arithmetic, no communication, no tensors.
 
     flat buffer  | w0 ........ | b0 . | w1 ............ | pad |     numel = world_size x shard_numel
     shards       |   rank 0   |   rank 1   |   rank 2   |
@@ -21,13 +21,13 @@ ALIGNMENT = 32  # elements: two AVX-512 vectors of fp32, a multiple of NCCL's 16
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is not below `value`."""
+    """Return the least multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place: elements [offset, offset + numel) of the flat buffer."""
+    """Place of one parameter: elements [offset, offset + numel) of the flat buffer."""
 
     shape: tuple[int, ...]
     offset: int
@@ -89,15 +89,15 @@ class FlatLayout:
 
     @property
     def true_numel(self) -> int:
-        """Elements of the parameters alone, without padding."""
+        """Number of elements of the parameters, without padding."""
         return sum(slot.numel for slot in self.slots)
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """[start, stop) of a rank's shard in the flat buffer."""
+        """Return [start, stop) of a rank's shard in the flat buffer."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def piece(self, index: int, rank: int) -> Piece:
-        """The part of slot `index` that lies in the shard of `rank` (possibly empty, then at offset 0)."""
+        """Return the part of slot `index` in the shard of `rank`; an empty one is at offset 0."""
         slot = self.slots[index]
         begin, end = self.shard_range(rank)
         start, stop = max(slot.offset, begin), min(slot.stop, end)
@@ -106,11 +106,11 @@ class FlatLayout:
         return Piece(index, start - slot.offset, stop - slot.offset, start - begin)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """One piece per slot, in the order of the slots."""
+        """Return one piece per slot in the shard of `rank`, in the order of the slots."""
         return tuple(self.piece(index, rank) for index in range(len(self.slots)))
 
     def paddings(self) -> tuple[tuple[int, int], ...]:
-        """[start, stop) of every gap that belongs to no parameter."""
+        """Return [start, stop) of every gap of the flat buffer that belongs to no parameter."""
         gaps: list[tuple[int, int]] = []
         end = 0
         for slot in self.slots:

@@ -1,7 +1,7 @@
-"""What takes the elements of a sharded tensor out of torch is refused by name: pickling, numpy, and whatever reads memory by its address.
+"""Refusal of operations that take the memory of a sharded tensor out of torch: pickling, numpy, reads by address.
 
-Those who save a model read `state_dict()` on all ranks or on rank 0 alone, so nothing here may wait for a peer: each such call
-raises at once, wherever it is made, and says how the whole is saved.
+Programs read `state_dict()` to save it, on all ranks or on rank 0 alone, so that no method here may wait for a peer: each raises
+ShardedAccessError at once, on any rank, with the call that saves the whole.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ..errors import ShardedAccessError
 
 
 class HasNoMemory:
-    """Mixed into sharded tensors."""
+    """Mixin of sharded tensors, whose memory no rank has as a whole."""
 
     _home: Any
     _of_gradient: bool
@@ -25,7 +25,7 @@ class HasNoMemory:
         )
 
     def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refused: this rank has a slice only."""
+        """Raise ShardedAccessError: this rank has only a slice."""
         born = hasattr(self._home, "copy_of")  # under zs.init
         earlier = ", or build the model before zs.init (Transformers: before TrainingArguments(deepspeed=...))" if born else ""
         raise ShardedAccessError(
@@ -38,7 +38,7 @@ class HasNoMemory:
         self.numpy()
 
     def data_ptr(self) -> NoReturn:
-        """Refused: the memory of the whole is on no rank."""
+        """Raise ShardedAccessError: no rank has the memory of the whole tensor."""
         if self._of_gradient:
             remedy = "take zs.full_gradients(model), on all ranks"
         elif self._pickled_by != HasNoMemory._pickled_by:
@@ -56,7 +56,7 @@ class HasNoMemory:
     const_data_ptr = data_ptr
 
     def untyped_storage(self) -> NoReturn:
-        """As `data_ptr`."""
+        """Raise ShardedAccessError, as `data_ptr` does."""
         self.data_ptr()
 
     storage = untyped_storage

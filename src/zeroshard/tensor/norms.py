@@ -1,10 +1,10 @@
-"""Norms of sharded tensors: collective, and those of one process. All norms of one call take one exchange.
+"""Norms of sharded tensors (collective), equal to those of one process. All norms of one call take one exchange.
 
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)     p.grad.norm()     torch._foreach_norm(gradients)
 
-Each rank measures its slices and sends one number a tensor; the norm of a tensor is that of the norms of its slices, in
-fp64 and in rank order, so every rank finds the same bits. They come as ordinary tensors: `.item()` works, no wait is left
-behind. A slice without elements sends what changes no norm.
+Each rank sends the norms of its slices, one number for each tensor; the norm of a tensor is the norm of these, in fp64 and in
+rank order, so that all ranks compute the same bits. Results are ordinary tensors: `.item()` works, and no wait is pending. For
+a slice without elements a rank sends the neutral number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..utils import torch_compat
 
 
 class Slices(Protocol):
-    """What is asked of a sharded tensor (tensor/sharded_tensor.py)."""
+    """The part of a sharded tensor's interface (tensor/sharded_tensor.py) that is used here."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -31,13 +31,13 @@ class Slices(Protocol):
     _of_gradient: bool
 
     def numel(self) -> int:
-        """Of the whole tensor."""
+        """Return the number of elements of the whole tensor."""
 
 
 def whole_norm(func: Any, args: tuple, kwargs: dict, kind: type) -> Any:
-    """torch.linalg.vector_norm of a tensor of class `kind`.
+    """Compute torch.linalg.vector_norm of a tensor of class `kind` (collective).
 
-    NotImplemented for norms along some dimensions, and where a graph would grow.
+    Return NotImplemented for a norm along some of the dimensions, and where autograd would record it.
     """
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     tensor, dim, order = given["self"], given.get("dim"), given.get("ord", 2)
@@ -50,7 +50,7 @@ def whole_norm(func: Any, args: tuple, kwargs: dict, kind: type) -> Any:
 
 
 def foreach_norm(func: Any, args: tuple, kwargs: dict, kind: type) -> Any:
-    """torch._foreach_norm of tensors, some or all of class `kind`."""
+    """Compute torch._foreach_norm of tensors, some or all of class `kind` (collective); NotImplemented as in `whole_norm`."""
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     if any(map(_grows, given["self"])):
         return NotImplemented
@@ -58,12 +58,12 @@ def foreach_norm(func: Any, args: tuple, kwargs: dict, kind: type) -> Any:
 
 
 def _grows(tensor: Tensor) -> bool:
-    """True where autograd would go on from here: the slices' own gradients would go where nobody looks."""
+    """Return whether autograd would record a norm of the tensor: gradients would go to slices, and be lost."""
     return torch.is_grad_enabled() and tensor.requires_grad
 
 
 def norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None, kind: type) -> list[Tensor]:
-    """The norm of each tensor, those of class `kind` over all ranks (collective)."""
+    """Return the norm of each tensor; those of class `kind` are over all ranks (collective)."""
     order = float(order)
     plain = [None if isinstance(t, kind) else t for t in tensors]
     found: list[Any] = [None if t is None else torch.linalg.vector_norm(t, order, dtype=dtype) for t in plain]
@@ -80,7 +80,7 @@ def norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None, kind:
 
 
 def _combined(tensors: list[Slices], order: float) -> Tensor:
-    """(len(tensors),) in fp64 on the host: the norms of tensors of one group of ranks."""
+    """Return the norms, (len(tensors),) in fp64 on the host, of tensors of one group of ranks (collective)."""
     measured = torch.stack([_measured(tensor, order) for tensor in tensors]).cpu()
     undivided = any(tensor._of_gradient and tensor._home.undivided for tensor in tensors)
     more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
@@ -99,9 +99,9 @@ def _combined(tensors: list[Slices], order: float) -> Tensor:
 
 
 def _measured(tensor: Slices, order: float) -> Tensor:
-    """The norm of this rank's slice, 0-D in fp64."""
+    """Return the norm of this rank's slice, 0-D in fp64; the neutral number if the slice is empty or does not count."""
     local = tensor._local
-    # what changes neither a sum of powers nor a maximum or minimum
+    # neutral in a sum of powers and in a maximum or minimum
     if not tensor._home.counts or (local.numel() == 0 and tensor.numel() > 0):
         return torch.full((), math.inf if order < 0 else 0.0, dtype=torch.float64, device=local.device)
     wide = torch.promote_types(local.dtype, torch.float32)
@@ -109,14 +109,14 @@ def _measured(tensor: Slices, order: float) -> Tensor:
 
 
 def _result_dtype(of: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """As torch has it. Raises its error for a dtype that it does not take."""
+    """Return the dtype of torch's result. Raise torch's error for a dtype that it does not accept."""
     return torch.linalg.vector_norm(torch.empty(0, dtype=of), dtype=wanted).dtype
 
 
 def allow_foreach(*kinds: type) -> None:
-    """Let torch.nn.utils.clip_grad_norm_ measure tensors of these classes in one call by default, as it does DTensors.
+    """Let torch.nn.utils.clip_grad_norm_ use foreach for these classes by default: one exchange for all parameters.
 
-    Their module enters them into the same list. One exchange for all, not one a parameter.
+    They are added to torch's list of foreach types, as torch's own module adds DTensor.
     """
     known = torch_compat.foreach_types()
     known += [kind for kind in kinds if kind not in known]

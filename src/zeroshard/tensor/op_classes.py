@@ -1,10 +1,10 @@
-"""Which operations compute with a parameter's elements: those that a forward may do with another module's parameter.
+"""Classes of torch's operations: which of them compute with the elements of a parameter, and so need it gathered.
 
     x @ self.emb.weight.T        in the forward of the model, where `emb` is a unit of its own
 
-A unit's own modules find compute parameters; everybody else finds sharded ones. Such an operation is a small forward of the
-parameter's unit (`Runtime.run_inside`): gathered, computed on what autograd sees, watched for backward, released. Looking at
-shapes, and writing, are none: they act on the parameter at rest, as outside of a forward.
+A unit's own modules find compute parameters; all other code finds sharded ones. In a forward, an operation that computes with a
+sharded parameter runs as a small forward of its unit (`Runtime.run_inside`): gather, compute with the compute parameter, watch
+the output for backward, release. Operations that read shapes or write act on the parameter at rest, as outside of a forward.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-_VIEWS = tuple(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))  # others look only
+_VIEWS = tuple(
+    getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")
+)  # other attributes read no elements
 _LOOK = frozenset(
     "__deepcopy__ __dir__ __dlpack_device__ __format__ __len__ __reduce__ __reduce_ex__ __repr__ __setstate__ _is_view can_cast "
     "const_data_ptr data_ptr dim dim_order element_size get_device has_names is_coalesced is_complex is_conj is_contiguous "
@@ -21,18 +23,18 @@ _LOOK = frozenset(
     "new new_empty new_empty_strided new_full new_ones new_tensor new_zeros numel register_hook register_post_accumulate_grad_hook "
     "result_type retain_grad size storage storage_offset storage_type stride untyped_storage".split()
 )
-_LOOK_AT_OTHERS = frozenset("expand_as reshape_as to type_as view_as".split())  # they read elements of their first argument alone
+_LOOK_AT_OTHERS = frozenset("expand_as reshape_as to type_as view_as".split())  # they read elements of the first argument only
 _WRITE = frozenset(
     "__delitem__ __setitem__ backward module_load share_memory".split()
     + [f"__i{name}__" for name in "add and div floordiv lshift matmul mod mul or pow rshift sub truediv xor".split()]
 )
-# of the whole tensor to a number, or little more: at rest it is gathered for them
+# reductions to a number or a few: for them a parameter at rest is gathered
 READS = frozenset("allclose amax amin argmax argmin count_nonzero equal item max mean median min prod std sum var".split())
-_ALIAS = frozenset(["detach"])  # what is written to it is written to the parameter
+_ALIAS = frozenset(["detach"])  # a write to the result is a write to the parameter
 
 
 def computes(func: Any, args: tuple, kwargs: dict[str, Any], kind: type) -> bool:
-    """True for a function of torch that reads elements of its arguments of a class `kind`, and writes none in place."""
+    """Return whether a function of torch reads elements of its arguments of class `kind`, and writes none in place."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return func in _VIEWS

@@ -1,4 +1,4 @@
-"""What to do in place of an operation that slices do not allow. Each remedy is tried by a test (tests/zero/test_refusals.py)."""
+"""Remedies in the errors for operations that slices do not allow. A test tries each remedy (tests/zero/test_refusals.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ _NORMS = ("aten::linalg_vector_norm", "aten::_foreach_norm", "aten::norm")
 
 
 def remedy_of(operation: str, of_gradient: bool, writes: bool, grows: bool) -> str:
-    """What to do in place of an operation that slices do not allow. grows: autograd would go on from it."""
+    """Return what to do in place of an operation that slices do not allow. grows: autograd would record the operation."""
     if operation == "aten::_amp_foreach_non_finite_check_and_unscale_":
         return (
             "torch.amp.GradScaler needs whole gradients: leave it out, and give precision='fp16' to zs.shard(), which scales "
@@ -31,7 +31,7 @@ def remedy_of(operation: str, of_gradient: bool, writes: bool, grows: bool) -> s
 
 
 def remedy_of_whole(of_gradient: bool) -> str:
-    """What to do where a whole tensor was to be changed by what is sharded. of_gradient: it surely is a gradient."""
+    """Return what to do in place of changing a whole tensor by a sharded one. of_gradient: the sharded one is a gradient."""
     remedy = (
         "A whole tensor is to be changed here: take `full_tensor()` of what is sharded (`p.grad.full_tensor()`), on all ranks."
     )

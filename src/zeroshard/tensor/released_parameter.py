@@ -1,4 +1,4 @@
-"""What parameters are, for whoever kept them, while their memory is given up."""
+"""Classes of parameters while their memory is released: code that kept such a parameter gets an error, or a gather."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from ..utils import torch_compat
 from ..utils.autograd import in_backward
 from .differentiable import ReadableWhole
 
-_VIEWS = tuple(getattr(torch.Tensor, name) for name in ("data", "T", "mT", "H", "mH", "real", "imag"))  # attributes that read
+_VIEWS = tuple(
+    getattr(torch.Tensor, name) for name in ("data", "T", "mT", "H", "mH", "real", "imag")
+)  # attributes that read elements
 _HARMLESS = ("__get__", "register_hook", "register_post_accumulate_grad_hook", "size", "dim", "numel", "untyped_storage")
 
 
 class ReleasedParameter(ReadableWhole, nn.Parameter):
-    """What a compute parameter is while its memory is released, for whoever kept it beyond the forward.
+    """Class of a compute parameter while its memory is released, for code that kept it beyond the forward.
 
-    Inside of a backward it is gathered when it is used (a function may keep it in its `ctx`); elsewhere it is not to be read.
+    A use inside a backward gathers its unit (an autograd function may keep it in its `ctx`); any other use raises.
     """
 
-    _gather: Callable[[], None] | None = None  # for the backward that runs; of each unit's subclass
+    _gather: Callable[[], None] | None = None  # gathers the unit for the backward that runs; set in each unit's subclass
 
     _refusal: type[ZeroshardError] = ShardedAccessError
     _why = (
@@ -43,7 +45,7 @@ class ReleasedParameter(ReadableWhole, nn.Parameter):
 
     @classmethod
     def of_unit(cls, gather: Callable[[], None]) -> type[ReleasedParameter]:
-        """The class of one unit's parameters. gather: makes the unit ready for the backward that runs."""
+        """Return a subclass for one unit's parameters. gather: gathers the unit for the backward that runs."""
         return type(cls.__name__, (cls,), {"_gather": staticmethod(gather), "__module__": cls.__module__})
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -51,7 +53,7 @@ class ReleasedParameter(ReadableWhole, nn.Parameter):
 
 
 class AwayParameter(ReleasedParameter):
-    """What a parameter of a replicated unit is while its memory is given up: see zs.offload_states."""
+    """Class of a parameter of a replicated unit while zs.offload_states has moved its memory away: any use raises."""
 
     _refusal = StatesAway
     _why = "the parameters of this model are away (zs.offload_states): call zs.reload_states(model), on all ranks, before they are used."

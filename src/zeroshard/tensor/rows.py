@@ -1,6 +1,6 @@
-"""The home of rows of a sharded tensor (weight[i], weight[a:b]): what is done to them is done to the tensor.
+"""Home of rows of a sharded tensor (weight[i], weight[a:b]): reads and writes of the rows go to the tensor's home.
 
-See `Home` in tensor/sharded_tensor.py for what is asked of it.
+`Home` in tensor/sharded_tensor.py documents the methods.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ..errors import ShardedWriteError
 
 
 class RangeHome:
-    """Rows of a sharded tensor: a contiguous range of its flattened elements, writes go to the parent."""
+    """Home of rows of a sharded tensor, a contiguous range of its flattened elements; `parent` is the tensor's home."""
 
     def __init__(self, parent: Any, name: str, offset: int, numel: int) -> None:
-        """offset, numel: the rows' range in the flattened parent."""
+        """offset, numel: range of the rows in the flattened parent."""
         self.parent, self.name, self.offset, self.comm = parent, name, offset, parent.comm
         begin, end = max(parent.start, offset), min(parent.stop, offset + numel)
-        self.begin = begin - parent.start if begin < end else 0  # in the parent's local slice
+        self.begin = begin - parent.start if begin < end else 0  # first element in the parent's slice
         self.start: int = begin - offset if begin < end else 0
         self.stop: int = end - offset if begin < end else 0
 

@@ -1,16 +1,16 @@
-"""Sharded tensors: the true shape outside, this rank's slice inside.
+"""Sharded tensors: a tensor subclass with the global shape, over this rank's slice of the elements.
 
-At rest a sharded parameter stands in its module with the global shape, dtype, device and requires_grad, so names,
-state dicts, `numel()` and initialisation code work as on one process. What an operation does with it:
+At rest a module holds a sharded parameter, with the global shape, dtype, device and requires_grad, so that names,
+state dicts, `numel()` and initialisation code work as on one process. Operations on it:
 
-    in-place initialisation   acts on the logical tensor: random draws consume the generator like one process does
+    in-place initialisation   acts on the global tensor: random draws advance the generator as one process does
     elementwise               local, if all operands are cut alike (whole tensors are sliced)
-    any(), all()              every rank's answer counts (collective)
-    norms                     those of the whole (collective; tensor/norms.py)
-    in another's forward      computes with the gathered parameter, as on one process (tensor/op_classes.py)
-    anything else             raises, naming the parameter and the remedy; never a no-op, never a crash
+    any(), all()              combined over ranks (collective)
+    norms                     of the global tensor (collective; tensor/norms.py)
+    in a module's forward     computes with the gathered parameter, as on one process (tensor/op_classes.py)
+    anything else             raises, with the parameter's name and a remedy
 
-`full_tensor()` gathers (collective). Freed memory is never reachable from here.
+`full_tensor()` gathers (collective). A sharded tensor never refers to memory that was released.
 """
 
 from __future__ import annotations
@@ -37,84 +37,84 @@ aten = torch.ops.aten
 
 
 class Home(Protocol):
-    """Where a sharded tensor belongs: names it, cuts it, and carries out what needs other ranks."""
+    """Owner of a sharded tensor's storage: knows its name and its cut, reads and writes slices, talks to other ranks."""
 
     name: str
     start: int  # this rank's elements [start, stop) of the flattened tensor
     stop: int
-    comm: Any  # of the ranks that have the other slices
+    comm: Any  # communicator of the ranks that have the other slices
 
     @property
     def meeting(self) -> Any:
-        """The Comm of the ranks that measure it together: norms."""
+        """Communicator of the ranks that compute norms of the tensor together."""
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's slice is one that is measured."""
+        """True if this rank's slice enters norms; False if it is a copy of another rank's."""
 
     @property
     def distributed(self) -> bool:
-        """Whether the whole is itself a part of a larger tensor, along tensor or expert parallelism."""
+        """True if the tensor is itself a part of a larger one, along tensor or expert parallelism."""
 
     @property
     def undivided(self) -> bool:
-        """Whether its gradient is a weighted sum that the step will divide."""
+        """True while the tensor's gradient is a weighted sum (zs.backward) that the step will divide."""
 
     def before_write(self) -> None:
-        """A parameter's slice is about to be written (collective where peers read it in place)."""
+        """Prepare for a write to the slice of a parameter (collective where peers read the slice in place)."""
 
     def fetch(self, gradient: bool) -> Tensor:
-        """The slice of the value (or of the gradient) where it rests: a view, or a copy."""
+        """Return this rank's slice of the value, or of the gradient, at rest: a view, or a copy if it is offloaded."""
 
     def after_write(self, local: Tensor, offset: int = 0) -> None:
-        """Elements [offset, offset + n) of a parameter's slice became `local` (n,): a view, or a copy to be put back."""
+        """Store `local` (n,) as elements [offset, offset + n) of a parameter's slice, after a write to a view or copy of it."""
 
     def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
-        """The same of the gradient's slice."""
+        """Store `local` (n,) as elements [offset, offset + n) of the gradient's slice, after a write to a view or copy of it."""
 
     def before_meeting(self, what: str) -> None:
-        """Raise where ranks that are needed for `what` can not take part."""
+        """Raise ZeroshardError if ranks that the collective `what` needs can not take part."""
 
     def gather_local(self, local: Tensor) -> Tensor:
-        """(shape) from every rank's slice (collective)."""
+        """Return `local`, 1-D, of all ranks, concatenated in rank order: of slices, the flattened tensor (collective)."""
 
     def gradient(self) -> Tensor | None:
-        """The reduced gradient as a sharded tensor, or None."""
+        """Return the reduced gradient as a sharded tensor, or None."""
 
     def set_gradient(self, value: Tensor | None) -> None:
-        """Assign or (None) drop the gradient."""
+        """Assign the gradient, or drop it (None)."""
 
     def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """The result of an operation with the gathered parameter, where a forward runs; NotImplemented elsewhere."""
+        """Return the result of an operation on the gathered parameter if a forward runs, else NotImplemented."""
 
     def assign(self, param: Tensor, value: Tensor) -> None:
-        """`param.data = value`."""
+        """Carry out `param.data = value`."""
 
 
 class ParameterHome(Home, Protocol):
-    """The home of a parameter, to which gradients come."""
+    """Home of a parameter, which also receives gradients."""
 
     def adopt(self, hook: Callable) -> Callable:
-        """What autograd is to call when the gradient is complete, for a hook of the program."""
+        """Return the function that autograd calls, in place of a program's hook, when the local gradient is complete."""
 
     def arrival(self, sliced: bool) -> Callable[[Tensor], Tensor]:
-        """What makes of a gradient of the parameter's slice, or (not sliced) of its whole, that which this rank adds to the others'."""
+        """Return the function from a gradient of `to_local()` (sliced) or `full_tensor()` to this rank's local gradient."""
 
 
 class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
-    """A tensor of the true shape of which this rank holds elements [home.start, home.stop), flattened."""
+    """A tensor of the global shape, of which this rank holds elements [home.start, home.stop), flattened."""
 
-    _held: Tensor | None  # (stop - start,), or None: the home fetches what is at rest
+    _held: Tensor | None  # (stop - start,), or None: the home fetches the slice at rest
     _home: Home
-    _of_parameter = False  # an alias of a parameter (p.data, p[0])
-    _of_gradient = False  # a gradient, or an alias of one
+    _of_parameter = False  # True for an alias of a parameter (p.data, p[0])
+    _of_gradient = False  # True for a gradient, or an alias of one
 
     @staticmethod
     def __new__(
         cls, local: Tensor | None, shape: tuple[int, ...], home: Home, requires_grad: bool = False, *,
         dtype: torch.dtype | None = None, device: torch.device | None = None,
     ) -> ShardedTensor:  # fmt: skip
-        """dtype, device: where `local` is None."""
+        """dtype, device: required if `local` is None, else those of `local`."""
         if local is not None:
             dtype, device = local.dtype, local.device
         tensor = torch_compat.make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
@@ -123,7 +123,7 @@ class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
 
     @property
     def _local(self) -> Tensor:
-        """This rank's slice (stop - start,): shares memory, or (offloaded) is a copy that a write must put back."""
+        """This rank's slice (stop - start,): a view, or (offloaded) a copy, which `_end_write` must store after a write."""
         return self._held if self._held is not None else self._home.fetch(self._of_gradient)
 
     __torch_function__ = torch_compat.disabled_torch_function
@@ -149,8 +149,8 @@ class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
         )
 
     def __deepcopy__(self, memo: dict) -> ShardedTensor:
-        """Of a gradient, of what was computed, or of a parameter before zs.shard: this rank's slice, copied."""
-        if isinstance(self, ShardedParameter) and hasattr(self._home, "copy_of"):  # born, and of no sharded model yet
+        """Copy this rank's slice of a gradient, a result, or a parameter before zs.shard; raise for one of a sharded model."""
+        if isinstance(self, ShardedParameter) and hasattr(self._home, "copy_of"):  # made under zs.init, not sharded yet
             return memo.setdefault(id(self), self._home.copy_of(self))
         if isinstance(self, ShardedParameter) or self._of_parameter:
             raise ShardedAccessError(
@@ -161,7 +161,7 @@ class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The value without its graph; what is assigned is copied into the slices."""
+        """The value, detached from its graph; an assigned value is copied into the slices."""
         return torch_compat.data_attribute.__get__(self)
 
     @data.setter
@@ -170,14 +170,14 @@ class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
             self.copy_(value)
 
     def _write_strided(self, values: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> None:
-        """Set elements of this rank's slice, wherever it rests; which, as in torch.as_strided."""
+        """Write `values` to elements of this rank's slice, wherever it rests, selected as in torch.as_strided."""
         _begin_write(self)
         local = self._local
         local.as_strided(size, stride, local.storage_offset() + offset).copy_(values)
         stop = offset + 1 + sum((s - 1) * t for s, t in zip(size, stride, strict=True))
         _end_write(self, local[offset:stop], offset)
 
-    # torch.distributed.checkpoint asks these of tensors (torch/distributed/_checkpointable.py)
+    # torch.distributed.checkpoint calls these methods (torch/distributed/_checkpointable.py)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         return write_items(fqn, self)
@@ -190,7 +190,7 @@ class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
 
 
 class ShardedParameter(CarriesAttributes, ShardedTensor):
-    """What stands in a module's table of parameters at rest. An nn.Parameter by isinstance."""
+    """Sharded tensor that a module holds as its parameter at rest; isinstance takes it for an nn.Parameter."""
 
     _is_param = True
     _home: ParameterHome
@@ -208,7 +208,7 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.autograd.grad:  # local gradients, as of any data-parallel model
+        if func is torch.autograd.grad:  # returns local gradients, as for any data-parallel model
             args, kwargs = tree_map_only(ShardedParameter, lambda param: param._compute, (args, kwargs))
         elif computes(func, args, kwargs, ShardedParameter):
             for param in _parameters_in((args, kwargs)):
@@ -222,7 +222,7 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):
 
     @property
     def data(self) -> Tensor:
-        """The sharded value without its graph; what is assigned is copied into the slices."""
+        """The sharded value, detached from its graph; an assigned value is copied into the slices."""
         return torch_compat.data_attribute.__get__(self)
 
     @data.setter
@@ -231,7 +231,7 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """The mean gradient over ranks as a sharded tensor of the true shape; None before backward."""
+        """Mean gradient over ranks, as a sharded tensor of the global shape; None before backward."""
         return self._home.gradient()
 
     @grad.setter
@@ -239,25 +239,25 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):
         self._home.set_gradient(value)
 
     def register_hook(self, hook: Callable) -> Any:
-        """As on a tensor: sees the local gradient, of the true shape, in backward."""
+        """Register a backward hook as on any tensor: it gets the local gradient, of the global shape."""
         return self._compute.register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable) -> Any:
-        """As on a tensor: called with this parameter, as it is at rest, when its local gradient is complete and has been sent."""
+        """Register a hook as on any tensor; it gets this parameter, at rest, once its local gradient is complete and was sent."""
         compute = self.__dict__.get("_compute")
-        if compute is None:  # born under zs.init: zs.shard takes the hook along
+        if compute is None:  # before zs.shard, which moves the hook to the compute parameter
             return super().register_post_accumulate_grad_hook(hook)
         return compute.register_post_accumulate_grad_hook(self._home.adopt(hook))
 
 
 class ReplicatedParameter(ReadableWhole, nn.Parameter):
-    """A parameter of a replicated unit: an ordinary one, but for `.grad`, which shows the reduced gradient."""
+    """Parameter of a replicated unit: an ordinary parameter whose `.grad` is the reduced gradient."""
 
     _home: ParameterHome
 
     @property
     def data(self) -> Tensor:
-        """The value without its graph, but with its count of writes: masters follow them. What is assigned is copied."""
+        """The value, detached, with the parameter's version counter, which masters follow; an assigned value is copied."""
         return self.detach()
 
     @data.setter
@@ -266,7 +266,7 @@ class ReplicatedParameter(ReadableWhole, nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The mean gradient over ranks (sharded placement: a sharded tensor of the true shape), or None."""
+        """Mean gradient over ranks (a sharded tensor of the global shape if gradients are sharded), or None."""
         local = local_grad(self)
         if local is not None or torch.compiler.is_compiling():
             return local
@@ -274,39 +274,39 @@ class ReplicatedParameter(ReadableWhole, nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if local_grad(self) is not None:  # inside a hook of the user: what this rank is about to send
+        if local_grad(self) is not None:  # inside a user's hook: the local gradient, about to be sent
             torch_compat.grad_attribute.__set__(self, value)
         else:
             self._home.set_gradient(value)
 
     def register_post_accumulate_grad_hook(self, hook: Callable) -> Any:
-        """As on a tensor: called when the local gradient is complete and has been sent (`grad` is None, or that of earlier backwards)."""
+        """Register a hook as on any tensor; called once the local gradient was sent: `grad` is None, or of earlier backwards."""
         return super().register_post_accumulate_grad_hook(self._home.adopt(hook))
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
-        """An ordinary parameter: the copy belongs to no sharded model."""
+        """Copy to an ordinary parameter, which belongs to no sharded model."""
         copy = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
         return memo.setdefault(id(self), copy)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """As an ordinary parameter, which it is when it comes back."""
+        """Pickle as an ordinary parameter."""
         copy = self.__deepcopy__({})
         copy.__dict__.update(attributes_of(self))
         return copy.__reduce_ex__(protocol)
 
 
 def local_grad(param: Tensor) -> Tensor | None:
-    """What autograd itself has accumulated on a tensor, whatever `.grad` shows."""
+    """Return the gradient that autograd has accumulated on a tensor, whatever `.grad` returns."""
     return torch_compat.grad_attribute.__get__(param)
 
 
 def set_data(param: Tensor, value: Tensor) -> None:
-    """`param.data = value` as torch does it: the parameter gets other memory."""
+    """Set `param.data = value` as torch does: the parameter gets the memory of `value`."""
     torch_compat.data_attribute.__set__(param, value)
 
 
 def clear_local_grad(param: Tensor) -> None:
-    """Drop what autograd has accumulated on a tensor, of which nothing else is looked at: it may be released."""
+    """Drop the gradient that autograd has accumulated on a tensor; the tensor's own memory may be released."""
     with torch_compat.DisableTorchFunctionSubclass():
         torch_compat.grad_attribute.__set__(param, None)
 
@@ -332,7 +332,9 @@ def _refusal(func: Any, args: tuple, kwargs: dict) -> ShardedAccessError:
     of_gradient = any(t._of_gradient for t in tensors)
     whole = "the whole gradient of" if of_gradient else "the whole of"
     grows = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    if _writes_first(func) and isinstance(args[0], Tensor) and kind is ShardedAccessError:  # p -= lr * p.grad at stages 1 and 2
+    if (
+        _writes_first(func) and isinstance(args[0], Tensor) and kind is ShardedAccessError
+    ):  # such as p -= lr * p.grad at stages 1 and 2
         remedy = remedy_of_whole(of_gradient)
     else:
         remedy = remedy_of(func._schema.name, of_gradient, kind is ShardedWriteError, grows)
@@ -357,7 +359,7 @@ def _begin_write(tensor: Tensor) -> None:
 
 
 def _end_write(tensor: Tensor, local: Tensor, offset: int = 0) -> None:
-    """local: what elements [offset, offset + n) of the slice have become."""
+    """Store `local` (n,) as elements [offset, offset + n) of the slice of a parameter or gradient, or of an alias of one."""
     if isinstance(tensor, ShardedParameter) or (isinstance(tensor, ShardedTensor) and tensor._of_parameter):
         tensor._home.after_write(local, offset)
     elif isinstance(tensor, ShardedTensor) and tensor._of_gradient:
@@ -365,7 +367,7 @@ def _end_write(tensor: Tensor, local: Tensor, offset: int = 0) -> None:
 
 
 def _inherit(alias: ShardedTensor, source: ShardedTensor) -> None:
-    """A write through an alias is a write to what it aliases."""
+    """Mark an alias, so that a write through it is one to the source's parameter or gradient."""
     alias._of_parameter = isinstance(source, ShardedParameter) or source._of_parameter
     alias._of_gradient = source._of_gradient
 
@@ -379,7 +381,7 @@ def _alias(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
 
 
 def _copy_of(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
-    """clone, _to_copy, *_like: local, with the same cut."""
+    """Apply clone, _to_copy or *_like to the slice; the result is cut alike."""
     source = args[0]
     kwargs = {k: v for k, v in kwargs.items() if k not in ("memory_format", "layout", "pin_memory")}
     local = func(source._local, *args[1:], **kwargs)
@@ -387,19 +389,19 @@ def _copy_of(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
 
 
 def _pad(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
-    """By nothing, as Transformers fits the bias of a head that is tied: a copy."""
+    """Copy for a pad by nothing, which Transformers uses for the bias of a tied head; refuse others."""
     if any(args[1]):
         raise _refusal(func, args, kwargs)
     return _copy_of(aten.clone.default, args[:1], {})
 
 
 def _new(func: Any, args: tuple, kwargs: dict) -> Tensor:
-    """p.new_zeros(...) and the like: dtype and device alone are asked for."""
+    """Apply p.new_zeros(...) and the like, which use only the dtype and device of p."""
     return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
 
 
 def _random_(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
-    """Draw the whole tensor as one process would, keep this rank's slice."""
+    """Draw the whole tensor, as one process would, and keep this rank's slice."""
     target = args[0]
     _begin_write(target)
     whole = torch.empty(tuple(target.shape), dtype=target.dtype, device=target.device)
@@ -433,7 +435,7 @@ def _rows(source: ShardedTensor, start: int, stop: int, shape: tuple[int, ...]) 
 
 
 def _select(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
-    """weight[i]: one row, as nn.Embedding's padding needs it."""
+    """Return weight[i], one row, as a sharded view; nn.Embedding's padding uses it."""
     source, dim, index = args
     if dim % max(len(source.shape), 1) != 0:
         raise _refusal(func, args, kwargs)
@@ -442,7 +444,7 @@ def _select(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
 
 
 def _slice(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
-    """weight[a:b]: adjacent rows."""
+    """Return weight[a:b], adjacent rows, as a sharded view."""
     defaults: tuple[Any, ...] = (0, None, None, 1)
     source, dim, start, stop, step = (*args, *defaults[len(args) - 1 :])
     if dim % max(len(source.shape), 1) != 0 or step != 1:
@@ -452,7 +454,7 @@ def _slice(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
 
 
 def _local_of(operand: Any, lead: ShardedTensor) -> Any:
-    """The part of an operand that belongs to the slice of `lead`."""
+    """Return the elements of an operand that meet the slice of `lead`; scalars as they are."""
     if isinstance(operand, ShardedTensor):
         same = (operand._home.start, operand._home.stop) == (lead._home.start, lead._home.stop)
         if operand.shape != lead.shape or not same:
@@ -493,13 +495,13 @@ def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _any_or_all(func: Any, args: tuple, kwargs: dict) -> Tensor:
-    """p.isnan().any(), and the rejection loop of nn.init.trunc_normal_: every rank's answer counts (collective)."""
+    """Combine any() or all() over ranks (collective), as in p.isnan().any() or the loop of nn.init.trunc_normal_."""
     (tensor,) = args
     return func(tensor._home.gather_local(func(tensor._local).view(1)))
 
 
 def _of_whole(func: Any, args: tuple, kwargs: dict) -> Any:
-    """p.data.max(), torch.equal(p.grad, q.grad): of the whole tensors (collective). Where a graph would grow it is refused."""
+    """Compute p.data.max(), torch.equal(p.grad, q.grad) on gathered tensors (collective); raise if autograd would record it."""
     differentiable = any(isinstance(result.type, torch.TensorType) for result in func._schema.returns)  # not torch.equal
     if differentiable and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _sharded_in((args, kwargs))):
         raise _refusal(func, args, kwargs)
@@ -507,7 +509,7 @@ def _of_whole(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _view(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
-    """p.view(-1): the same slice under another shape."""
+    """Return p.view(...): the same slice under another global shape."""
     source = args[0]
     shape = torch.empty(tuple(source.shape), device="meta").view(*args[1:], **kwargs).shape
     view = ShardedTensor(source._held, tuple(shape), source._home, dtype=source.dtype, device=source.device)
@@ -522,7 +524,7 @@ def _norm(func: Any, args: tuple, kwargs: dict) -> Any:
     return result
 
 
-_STRETCH_NUMEL = 1 << 24  # of slices that are worked on at a time: what rests elsewhere is copied meanwhile
+_STRETCH_NUMEL = 1 << 24  # elements of slices per call of a foreach operation: bounds the copies of offloaded slices
 
 
 def _foreach(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -540,7 +542,7 @@ def _foreach(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _stretch(func: Any, args: tuple, kwargs: dict, part: slice, writes: bool) -> list[Any]:
-    """The operation on some of the tensors; those that are not sharded are taken as they are."""
+    """Apply a foreach operation to the tensors in `part`, of sharded ones to their slices."""
     leads = args[0][part]
 
     def localise(arg: Any) -> Any:

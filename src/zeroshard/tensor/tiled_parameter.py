@@ -1,13 +1,13 @@
-"""Tiles: modules that hold a part of a larger parameter, and the module they stand in for. Structure only, no arithmetic.
+"""Tiles: modules that each hold a part of a larger parameter, and the module that they replace. Structure, no arithmetic.
 
     head (Tiled)             weight (257, 64) in checkpoints and in full_state_dict; none of its own
       tiles.0 (Tile)         rows [0, 80)          each tile is a unit: gathered and released on its own
       tiles.1 (Tile)         rows [80, 160)
       tiles.2 (Tile)         rows [160, 257)
 
-Parts of a parameter are in order, do not overlap and cover it. `state_dict` and `load_state_dict` of a tiled model use
-the whole's name and shape; the tiles' own names (head.tiles.0.weight) are those of its parameters. The operators are in
-`tiling/layers.py`; this file is what partition, weights and state dicts need to know of them.
+Parts of a parameter are in order, do not overlap and cover it. `state_dict` and `load_state_dict` of a tiled model use the
+name and shape of the whole; `named_parameters` has the tiles' own names (head.tiles.0.weight). The operators are in
+`tiling/layers.py`; partition, weights and state dicts use this file.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .sharded_tensor import ShardedTensor
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a parameter of `shape` a tile, or a rank of tensor parallelism, holds: [start, stop) of dimension `dim`.
+    """Part of a parameter of `shape` that a tile, or a rank of tensor parallelism, holds: [start, stop) of dimension `dim`.
 
-    maps: the dimension holds so many maps one after the other (packed queries, keys and values), of each of which [start, stop) is
-    meant. around: where that parameter is itself a part (cut along two dimensions): which one.
+    maps: number of matrices that the dimension packs one after the other (queries, keys and values); [start, stop) is taken of
+    each. around: the part of a larger parameter that the parameter itself is, if it is cut along two dimensions.
     """
 
     dim: int
@@ -47,27 +47,27 @@ class Part:
 
     @property
     def extents(self) -> tuple[int, ...]:
-        """The shape of the part."""
+        """Shape of the part."""
         mine = self.maps * (self.stop - self.start)
         return tuple(mine if dim == self.dim else extent for dim, extent in enumerate(self.shape))
 
     @property
     def unpacked(self) -> Part:
-        """The same elements in the same order, with a dimension for the maps: a box of the whole."""
+        """Part with the same elements in the same order, with a dimension for the maps, so that it is one box of the whole."""
         if self.maps == 1:
             return self
         shape = (*self.shape[: self.dim], self.maps, self.shape[self.dim] // self.maps, *self.shape[self.dim + 1 :])
         return Part(self.dim + 1, self.start, self.stop, shape)
 
     def boxes(self, start: int, stop: int) -> Iterator[tuple[Box, int]]:
-        """(box of the whole, its first element in the flattened part) of elements [start, stop) of that, in order."""
+        """Yield (box of the whole, its first element in the flattened part) for elements [start, stop) of the flattened part."""
         flat, at, lead = self.unpacked, start, self.dim + 1
         for box in boxes_of(flat.extents, start, stop):
             if self.maps == 1:
                 yield box.within(flat.box), at
                 at += box.numel
                 continue
-            for indices in itertools.product(*map(range, box.sizes[:lead])):  # what lies in one row of one map
+            for indices in itertools.product(*map(range, box.sizes[:lead])):  # elements within one row of one map
                 offsets = (*(o + i for o, i in zip(box.offsets, indices, strict=False)), *box.offsets[lead:])
                 place = Box(offsets, (*(1,) * lead, *box.sizes[lead:])).within(flat.box)
                 joined = place.offsets[self.dim] * flat.shape[lead] + place.offsets[lead]
@@ -81,30 +81,30 @@ class Part:
 
     @property
     def box(self) -> Box:
-        """Where it lies in the whole, if that is one place."""
+        """Box of the part in the whole; only for maps == 1."""
         assert self.maps == 1, "see `unpacked`"
         outer = self.around.box.offsets if self.around is not None else (0,) * len(self.shape)
         return Box(tuple(o + self.start * (dim == self.dim) for dim, o in enumerate(outer)), self.extents)
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Of what is no part of anything."""
+        """Shape of the outermost parameter, which is no part of another."""
         return self.shape if self.around is None else self.around.whole_shape
 
     def plain(self) -> tuple:
-        """In plain values, to be sent."""
+        """Return the part as a tuple of plain values, to be sent to other ranks."""
         return self.dim, self.start, self.stop, self.shape, self.maps, None if self.around is None else self.around.plain()
 
     @classmethod
     def of_plain(cls, told: tuple) -> Part:
-        """The inverse of `plain`."""
+        """Return the part that `plain` has turned into a tuple."""
         dim, start, stop, shape, maps, around = told
         return cls(dim, start, stop, tuple(shape), maps, None if around is None else cls.of_plain(around))
 
     def of(self, whole: Tensor) -> Tensor:
-        """This part of a whole tensor: a view."""
+        """Return this part of a whole tensor: a view, or a copy if maps > 1."""
         whole = whole if self.around is None else self.around.of(whole)
-        if self.maps > 1:  # a copy
+        if self.maps > 1:  # flatten copies
             whole = whole.unflatten(self.dim, (self.maps, -1)).narrow(self.dim + 1, self.start, self.stop - self.start)
             return whole.flatten(self.dim, self.dim + 1)
         return whole.narrow(self.dim, self.start, self.stop - self.start)
@@ -113,20 +113,20 @@ class Part:
 class Tile(nn.Module):
     """A module with a part of the parameters of the `Tiled` module around it. Always a unit of its own."""
 
-    parts: dict[str, Part]  # attribute -> which part of the whole's parameter of that name
+    parts: dict[str, Part]  # attribute -> part of the whole module's parameter of that name
 
     def _load_from_state_dict(
         self, state_dict: dict, prefix: str, local_metadata: dict, strict: bool, missing_keys: list[str], *lists: list[str]
     ) -> None:
         missing: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, *lists)
-        for name in map(whole_name, missing):  # the user's names, each once
+        for name in map(whole_name, missing):  # names of the whole, each once
             if name not in missing_keys and not any(f" {name}:" in error for error in lists[-1]):
                 missing_keys.append(name)
 
 
 class Tiled(nn.Module):
-    """A module that was cut into tiles, in place. It has the attributes it had, but for the parameters."""
+    """A module that was cut into tiles, in place. It keeps its attributes, except for the parameters, which are in the tiles."""
 
     stands_for: type[nn.Module]
     tiles: Any  # a ModuleList of them
@@ -146,17 +146,17 @@ class Tiled(nn.Module):
         super().__setattr__(name, value)
 
     def _cut_attributes(self) -> set[str]:
-        """Names of the parameters that are in the tiles."""
+        """Return the names of the parameters that are in the tiles."""
         tiles: Any = torch_compat.early_modules(self).get("tiles", ())
         return {attribute for tile in tiles for attribute in tile.parts}
 
     @property
     def dim(self) -> int:
-        """The dimension of the weight that was cut."""
+        """Dimension along which the weight was cut."""
         return self.tiles[0].parts["weight"].dim
 
     def state_dict(self, *args: Any, prefix: str = "", keep_vars: bool = False, **kwargs: Any) -> Any:
-        """As of the whole module. Where values are slices or `keep_vars` is given, the tiles' names remain."""
+        """Return the state dict of the whole module; with the tiles' names if values are sharded or with `keep_vars`."""
         result = super().state_dict(*args, prefix=prefix, keep_vars=keep_vars, **kwargs)
         names = {f"{prefix}tiles.{i}.{a}": part.dim for i, tile in enumerate(self.tiles) for a, part in tile.parts.items()}
         if not keep_vars and not any(isinstance(result[name], ShardedTensor) for name in names):
@@ -179,28 +179,28 @@ class Tiled(nn.Module):
 
 
 def whole_name(name: str) -> str:
-    """'head.tiles.3.weight' -> 'head.weight'."""
+    """Return the whole's name of a tile's parameter: 'head.tiles.3.weight' -> 'head.weight'."""
     *path, tiles, _, attribute = name.split(".")
     assert tiles == "tiles", name
     return ".".join([*path, attribute])
 
 
 def part_of(owner: nn.Module, attribute: str) -> Part | None:
-    """Which part of a larger parameter `owner.attribute` is, or None for a whole one."""
+    """Return the part of a larger parameter that `owner.attribute` is, or None for a whole one."""
     return owner.parts[attribute] if isinstance(owner, Tile) else None
 
 
 def class_and_name(module: nn.Module, name: str) -> tuple[type[nn.Module], str]:
-    """What a module is for rules by class or name: a tile, and a tiled module, are what they stand for."""
+    """Return the class and name of a module for rules by class or name: a tile, or a tiled module, has those of the original."""
     if isinstance(module, Tile):
         name = whole_name(f"{name}.").removesuffix(".")
     return getattr(module, "stands_for", type(module)), name
 
 
 def join(values: Mapping[str, Any], parts: Mapping[str, int]) -> dict[str, Any]:
-    """`values` with the parts of each parameter as one, under its name, at the place of the first of them.
+    """Return `values` with the parts of each parameter concatenated under the whole's name, at the place of the first part.
 
-    parts: name of a part -> the dimension that was cut. Ties stay ties: the same parts give the same tensor.
+    parts: name of a part -> dimension that was cut. Ties stay ties: the same parts give the same tensor.
     """
     pieces: dict[str, list[Tensor]] = {}
     result: dict[str, Any] = {}
@@ -219,7 +219,7 @@ def join(values: Mapping[str, Any], parts: Mapping[str, int]) -> dict[str, Any]:
 
 
 def parts_in(model: nn.Module, state: Mapping[str, Any]) -> dict[str, int]:
-    """For `join`: the entries of a state dict (keep_vars=True) that are parts, found by object, however they are named."""
+    """Return `parts` for `join`: entries of a state dict (keep_vars=True) that are tiles' parameters, found by identity."""
     dims = {
         id(torch_compat.own_parameters(tile)[attribute]): part.dim
         for tile in model.modules()

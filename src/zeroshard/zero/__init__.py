@@ -1,1 +1,1 @@
-"""The ZeRO engine: units that are gathered and reduced together, the hooks that drive them, and how a model is cut into them."""
+"""The ZeRO engine: partitions a model into units, gathers and reduces them, driven by hooks of nn.Module and autograd."""

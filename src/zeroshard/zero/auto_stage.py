@@ -1,10 +1,10 @@
-"""`zs.shard(stage="auto")`: the stage and the tiers, chosen at run time by what fits the memory that is there.
+"""`zs.shard(stage="auto")`: chooses the stage and the tiers at run time, by the memory that is free.
 
-    what each choice would hold (Builder.needs) + activations of the sample --> the first in CHOICES that fits on every rank
+    bytes that each choice would hold (Builder.needs) + activations of the sample --> the first in CHOICES that fits on every rank
 
-CHOICES are in the order of what a step sends and waits for: stages 1 and 2 send as much as plain data parallelism, stage 3 half as
-much again (ZeRO, arXiv 1910.02054, section 7), a host's step and copies come on top, a disk last. All ranks tell each other what
-they have, so that all choose the same. A mesh, micro-batches and checkpoints of activations are for `zeroshard plan --auto`.
+CHOICES are in the order of the time that a step sends and waits: stages 1 and 2 send as much as plain data parallelism, stage 3
+half as much again (ZeRO, arXiv 1910.02054, section 7), a step on the host and its copies come on top, a disk last. Ranks exchange
+their free memory, so that all choose the same. `zeroshard plan --auto` chooses a mesh, micro-batches, activation checkpoints.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from .shard_model import Builder, state_columns
 
 AUTO = "auto"
 STATES = ("offload_optimizer", "offload_gradient", "offload_param")
-CHOICES: tuple[tuple[int, str | None, str | None, str | None], ...] = (  # stage, and where states, gradients, parameters rest
+CHOICES: tuple[tuple[int, str | None, str | None, str | None], ...] = (  # stage; tiers of states, gradients, parameters
     (0, None, None, None), (1, None, None, None), (2, None, None, None), (3, None, None, None), (2, "cpu", "cpu", None),
     (3, "cpu", "cpu", None), (3, "cpu", "cpu", "cpu"), (3, "nvme", "cpu", None), (3, "nvme", "nvme", "cpu"), (3, "nvme", "nvme", "nvme"),
 )  # fmt: skip
-_UNKNOWN = 1 / 3  # of the device: left for activations where no sample says what they take
-_FREE = 0.1  # of the device: left in any case, for temporaries and holes between blocks
+_UNKNOWN = 1 / 3  # fraction of the device left for activations if no sample tells their size
+_FREE = 0.1  # fraction of the device left beside known activations, for temporaries and fragmentation
 
 
 def is_auto(stage: object, options: Mapping[str, Any], sample: Any) -> bool:
-    """Whether the stage is to be chosen. Raises ConfigError for options that it would choose, given beside it, and a sample without it."""
+    """Return whether stage="auto" was given. Raise ConfigError for options that it chooses, and for a sample without it."""
     auto = isinstance(stage, str) and stage == AUTO
     given = [name for name in (*STATES, "preset") if options.get(name) is not None]
     if auto and given:
@@ -58,10 +58,10 @@ def is_auto(stage: object, options: Mapping[str, Any], sample: Any) -> bool:
 def choose(
     config: Config, comm: Comm, model: nn.Module, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None, sample: Any
 ) -> Config:
-    """The first of CHOICES that fits on every rank (collective). config: the other options.
+    """Return `config` with the first of CHOICES that fits on every rank (collective).
 
-    sample: an input of the model, or a tuple or mapping of them; its forward is run without memory, to see what is kept for backward.
-    Raises ConfigError, on every rank, where nothing fits.
+    sample: an input of the model, or a tuple or mapping of them; its forward runs on fake tensors, to measure the activations
+    that are saved for backward. Raise ConfigError, on every rank, if nothing fits.
     """
     kept = None if sample is None else _kept_nbytes(model, sample, config)
     parameters = sum(spec.original.nbytes for spec in specs if spec.original.device.type == comm.device.type)
@@ -90,7 +90,7 @@ def choose(
 
 
 def _candidate(config: Config, row: tuple[int, str | None, str | None, str | None], comm: Comm) -> Config | None:
-    """None where the choice is none here: no folder on disk, no memory apart from the host's, or options that it does not go with."""
+    """Return the configuration of a choice; None if it needs a folder or a device that is missing, or conflicts with options."""
     if ("nvme" in row and config.offload_path is None) or ("cpu" in row and "nvme" not in row and not comm.streams.separate_host):
         return None
     try:
@@ -103,7 +103,7 @@ def _candidate(config: Config, row: tuple[int, str | None, str | None, str | Non
 def _held(
     config: Config, comm: Comm, model: nn.Module, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None
 ) -> dict[Tier, int]:  # fmt: skip
-    """Bytes of one rank by tier; on a CPU the host's memory is the device's."""
+    """Return the bytes that one rank would hold, by tier; on a CPU, bytes of the host count as the device's."""
     tiers = Tiers(comm, Ledger())
     tiers.state_columns = state_columns(optimizer)
     builder = Builder(config, Topology.flat(comm), tiers.ledger, tiers, optimizer_groups(optimizer), 0)
@@ -115,7 +115,7 @@ def _held(
 
 
 def _available(comm: Comm, given_nbytes: int) -> tuple[int, int]:
-    """Bytes that are free on the device and on the host, with what the model holds now and gives back. On a CPU, of all its ranks."""
+    """Return free bytes of device and host. The device's include the model's present ones; on a CPU all its ranks share them."""
     host = min((limit.nbytes for limit in limits()), default=0) or sys.maxsize
     if comm.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(comm.device)
@@ -125,7 +125,7 @@ def _available(comm: Comm, given_nbytes: int) -> tuple[int, int]:
 
 
 def _kept_nbytes(model: nn.Module, sample: Any, config: Config) -> int:
-    """Bytes that autograd keeps of a forward, on tensors without memory; half of them where it will compute in 16 bits."""
+    """Return the bytes that autograd saves in a forward on fake tensors, scaled to the dtype in which the model will compute."""
     storages: dict[int, Any] = {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 

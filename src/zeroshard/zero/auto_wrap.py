@@ -1,13 +1,13 @@
-"""Which parameters form a unit: found from the model's own structure, or as the user says.
+"""Partitions a model into units, by its own structure or as the option `units` says.
 
     auto     the non-leaf classes that repeat in a ModuleList, Sequential or ModuleDict (outermost first) are blocks;
              large parameters outside the blocks (embedding, head) get units of their own; the rest is the root unit
     model    one unit;   leaf   one unit per module that owns parameters;   classes or a function: those modules
 
-A tile (tensor/tiled_parameter.py) is a unit of its own in every mode, whatever is around it: it is there to be gathered alone.
-A parameter that is tied across units goes to a unit that is entered through all of its owners. Sizes in elements.
+A tile (tensor/tiled_parameter.py) is a unit of its own in every mode, since it exists to be gathered alone.
+A parameter that is tied across units goes to a unit that is entered through all of its owners. Sizes are in elements.
 
-The policy (`Config.dtypes`) is worked out here as well: in which dtype each module computes, and where that changes.
+`Policy` resolves `Config.dtypes`: the dtype in which each module computes, and where that changes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ..utils.torch_compat import original
 from .parameter import ParamSpec
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-LARGE_FRACTION = 0.25  # a parameter outside the blocks gets its own unit from this fraction of the largest block
+LARGE_FRACTION = 0.25  # a module outside the blocks gets its own unit from this fraction of the largest block's elements
 
 
 @dataclass(eq=False)
 class UnitPlan:
-    """A unit to be: its name, the modules whose forward enters it, and its parameters."""
+    """Plan of a unit: its name, the modules whose forward enters it, and its parameters."""
 
     name: str
     modules: list[nn.Module]
@@ -48,9 +48,9 @@ class UnitPlan:
 
 
 def collect(model: nn.Module, config: Config) -> list[ParamSpec]:
-    """Every parameter once, in the order of named_parameters, with all its owners.
+    """Return every parameter once, in the order of named_parameters, with all its owners.
 
-    Raises ShardedAccessError for parameters that can not be sharded (integer, complex, sparse, lazy), by name.
+    Raise ShardedAccessError, by name, for a parameter that can not be sharded: sparse, lazy, or trained and integer or complex.
     """
     check_lazy(model)
     specs: dict[int, ParamSpec] = {}
@@ -79,7 +79,7 @@ def collect(model: nn.Module, config: Config) -> list[ParamSpec]:
 
 
 def check_lazy(model: nn.Module) -> None:
-    """Raise ShardedAccessError for a parameter or buffer that gets its shape in the first forward, naming its module."""
+    """Raise ShardedAccessError, naming its module, for a lazy parameter or buffer: it gets its shape in the first forward."""
     for prefix, module in model.named_modules():
         for attribute, tensor in (*torch_compat.own_parameters(module).items(), *torch_compat.own_buffers(module).items()):
             if isinstance(tensor, torch_compat.UninitializedTensorMixin):
@@ -106,21 +106,21 @@ def _check(name: str, param: nn.Parameter) -> None:
 
 @dataclass(frozen=True)
 class Policy:
-    """In which dtype modules and parameters compute, where `Config.dtypes` says something: id of each -> its dtype."""
+    """Dtypes in which modules and parameters compute, by id, for those that `Config.dtypes` determines."""
 
     modules: dict[int, torch.dtype]
     parameters: dict[int, torch.dtype]
 
     @classmethod
     def of(cls, model: nn.Module, config: Config) -> Policy:
-        """Raises ConfigError for a key that means no module and no parameter."""
+        """Resolve `Config.dtypes` for a model. Raise ConfigError for a key that matches no module and no parameter."""
         modules, unmatched = _module_dtypes(model, config)
         return cls(modules, _parameter_dtypes(model, config, unmatched))
 
     def dtype(self, module: nn.Module, param: nn.Parameter, config: Config) -> torch.dtype:
-        """Return in which dtype a module's parameter computes: its own, its module's, the precision's.
+        """Return the dtype in which a module's parameter computes: from a key that names it, its module, or the precision.
 
-        Integers and fp64 keep theirs, and so does what is stored narrow (fp8, fp4) and not trained: a quantizer has made it.
+        Integers and fp64 keep their dtype; so do frozen parameters in fp8 or fp4, which a quantizer has made.
         """
         if id(param) in self.parameters:
             return self.parameters[id(param)]
@@ -130,10 +130,10 @@ class Policy:
 
 
 def _module_dtypes(model: nn.Module, config: Config) -> tuple[dict[int, torch.dtype], list[str]]:
-    """(id of each module that a policy holds for -> its dtype, keys that match no module).
+    """Return (id of each module that `Config.dtypes` determines -> its dtype, keys that match no module).
 
-    The dtype is that of the module's own match in `Config.dtypes`, or the nearest ancestor's. Norms that keep fp32 statistics are
-    fp32 unless a key matches them: torch has no kernels for other mixtures. A module that is never called goes with its parent,
+    The dtype is that of the first key that matches the module, or else its nearest ancestor. Norms with fp32 statistics are fp32
+    unless a key matches them: torch has no kernels for other mixtures. A module that is never called has the dtype of its parent,
     which reads its parameters.
     """
     found: dict[str, torch.dtype | None] = {}
@@ -150,9 +150,9 @@ def _module_dtypes(model: nn.Module, config: Config) -> tuple[dict[int, torch.dt
 
 
 def _parameter_dtypes(model: nn.Module, config: Config, keys: list[str]) -> dict[int, torch.dtype]:
-    """id of each floating-point parameter that a key names -> its dtype: of the first key that matches one of its names.
+    """Return id of each floating-point parameter that a key names -> the dtype of the first key that matches one of its names.
 
-    Raises ConfigError for a key that names none.
+    Raise ConfigError for a key that names none.
     """
     result: dict[int, torch.dtype] = {}
     unmatched, known = set(keys), {type(module).__name__ for module in model.modules()}
@@ -176,20 +176,20 @@ def _parameter_dtypes(model: nn.Module, config: Config, keys: list[str]) -> dict
 
 
 def _matching(name: str, module: nn.Module, keys: Iterable[str]) -> list[str]:
-    """The keys of `Config.dtypes` that mean a module: a class name of it or of its bases, or a pattern over its name."""
+    """Return the keys of `Config.dtypes` that match a module: the name of its class or of a base, or a pattern over its name."""
     cls, name = class_and_name(module, name)
     classes = {base.__name__ for base in cls.__mro__}
     return [key for key in keys if key in classes or fnmatchcase(name, key)]
 
 
 def _has_statistics(module: nn.Module) -> bool:
-    """Whether a module is a norm (of batches, of instances) with running statistics in fp32."""
+    """Return whether a module is a batch or instance norm with running statistics in fp32."""
     mean = torch_compat.own_buffers(module).get("running_mean") if isinstance(module, torch_compat.NormBase) else None
     return mean is not None and mean.dtype == torch.float32
 
 
 def casts(model: nn.Module, config: Config) -> list[tuple[nn.Module, torch.dtype, torch.dtype]]:
-    """Where the dtype changes: (module, dtype inside, dtype around it), for modules with a forward, outermost first."""
+    """Return (module, its dtype, the dtype around it) for each module with a forward at which they differ, outermost first."""
     dtypes, found, seen = Policy.of(model, config).modules, [], set()
 
     def visit(module: nn.Module, around: torch.dtype) -> None:
@@ -200,14 +200,16 @@ def casts(model: nn.Module, config: Config) -> list[tuple[nn.Module, torch.dtype
         if _has_forward(module) and inside != around:
             found.append((module, inside, around))
         for child in module.children():
-            visit(child, inside if _has_forward(module) else around)  # a list of modules is not entered: its items are
+            visit(
+                child, inside if _has_forward(module) else around
+            )  # a ModuleList has no forward: its items are entered from around it
 
     visit(model, config.compute_dtype)
     return found
 
 
 def partition(model: nn.Module, config: Config, specs: list[ParamSpec]) -> list[UnitPlan]:
-    """Units in the order of the model; every spec in exactly one of them."""
+    """Partition the parameters into units, in the order of the model; every spec is in exactly one unit."""
     apart = [UnitPlan(s.name, _unique(owner for owner, _ in s.owners), [s]) for s in specs if is_apart(s.original)]
     specs = [spec for spec in specs if not is_apart(spec.original)]
     blocks = find_blocks(model, config.units)
@@ -232,7 +234,7 @@ def partition(model: nn.Module, config: Config, specs: list[ParamSpec]) -> list[
 
 
 def find_blocks(model: nn.Module, units: Units, option: str = "units") -> list[tuple[str, nn.Module]]:
-    """(name, module) of every module that `units` means; the root module is never among them. option: its name, for errors."""
+    """Return (name, module) of every module that `units` selects, never the root module. option: name of it, for errors."""
     named = [(name, module) for name, module in model.named_modules() if module is not model and _is_called(module)]
     if units == "model":
         return []
@@ -246,7 +248,7 @@ def find_blocks(model: nn.Module, units: Units, option: str = "units") -> list[t
 
 
 def _around(named: list[tuple[str, nn.Module]], found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """For what torch.compile wraps, the wrapper: what is gathered on the way in and released on the way out is not compiled."""
+    """Replace modules that torch.compile wraps by their wrappers, so that gather and release stay outside of compiled code."""
     wrappers = {id(original(module)): (name, module) for name, module in named if original(module) is not module}
     return list(dict.fromkeys(wrappers.get(id(module), (name, module)) for name, module in found))
 
@@ -265,7 +267,7 @@ def _of_classes(named: list[tuple[str, nn.Module]], wanted: tuple, option: str) 
 
 
 def _repeated(model: nn.Module, leaves: bool) -> list[tuple[str, nn.Module]]:
-    """Outermost children of containers whose class occurs more than once there and that have a forward."""
+    """Return the outermost children of containers that have a forward and whose class occurs more than once in the container."""
     found: list[tuple[str, nn.Module]] = []
 
     def visit(prefix: str, module: nn.Module) -> None:
@@ -286,7 +288,7 @@ def _repeated(model: nn.Module, leaves: bool) -> list[tuple[str, nn.Module]]:
 
 
 def _nearest_block(model: nn.Module, blocks: set[int]) -> dict[int, int]:
-    """id of each module -> id of the innermost block around it."""
+    """Return id of each module -> id of the innermost block around it, or none if two blocks share the module."""
     nearest: dict[int, int] = {}
 
     def visit(module: nn.Module, block: int | None) -> None:
@@ -301,7 +303,7 @@ def _nearest_block(model: nn.Module, blocks: set[int]) -> dict[int, int]:
 
 
 def _rest_units(model: nn.Module, config: Config, units: list[UnitPlan], rest: list[ParamSpec]) -> list[UnitPlan]:
-    """Units of what lies outside the blocks: large owners on their own, everything else the root."""
+    """Return the units of parameters outside the blocks: one for each large owner, and the root unit for the others."""
     large_numel = math.inf
     if config.units == "auto" and units:
         large_numel = LARGE_FRACTION * max(unit.numel for unit in units)
@@ -334,12 +336,12 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """False for the leaf inside nn.MultiheadAttention: its parameters are read by the parent."""
+    """Return False for the leaf inside nn.MultiheadAttention, whose parent reads its parameters without calling it."""
     return type(module).__name__ != "NonDynamicallyQuantizableLinear"
 
 
 def is_apart(param: nn.Parameter) -> bool:
-    """True for a parameter that is to be a unit of its own: another model lays it out in the same way (parallel/tied.py)."""
+    """Return whether a parameter must be a unit of its own, which another model lays out in the same way (parallel/tied.py)."""
     return getattr(param, "unit_of_its_own", False)
 
 
@@ -352,7 +354,7 @@ def _unique(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _split(unit: UnitPlan, max_numel: int) -> list[UnitPlan]:
-    """Cut a unit at its leaf modules so that the parts stay below `max_numel` where the modules allow it."""
+    """Split a unit at its leaf modules, if it has more than `max_numel` elements; one leaf module may still have more."""
     if unit.numel <= max_numel:
         return [unit]
     remainder = UnitPlan(unit.name, unit.modules)
@@ -368,7 +370,7 @@ def _split(unit: UnitPlan, max_numel: int) -> list[UnitPlan]:
 
 
 def _merge(units: list[UnitPlan], min_numel: int) -> list[UnitPlan]:
-    """Join neighbours until each has at least `min_numel` elements."""
+    """Merge neighbouring units until each has at least `min_numel` elements; the last one may have fewer."""
     merged: list[UnitPlan] = []
     for unit in units:
         if merged and merged[-1].numel < min_numel:

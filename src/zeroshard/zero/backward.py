@@ -1,13 +1,14 @@
-"""One backward of a model: what is true only while it runs. Dropping the object is the reset.
+"""State of one backward of a model. A new object is made for each backward; dropping it resets the state.
 
     a gradient reaches the model's output ... units, parameters ... end: the callback that autograd was given
 
-A backward that fails never calls its end, and autograd tells nobody: it only drops the callback. So the callback is an
-object that this looks after; where it is gone and the end was not reached, the backward has failed.
+Autograd does not call the callback of a backward that fails, and reports the failure to nobody: it only drops the callback. So
+`Backward` keeps a weak reference to the callback: a dead one, before the end was reached, means that the backward failed.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from .unit import Unit
 
 
 class _End:
-    """What autograd calls when the backward is over."""
+    """Callback that autograd calls at the end of the backward."""
 
     def __init__(self, backward: Backward, at_end: Callable[[], None]) -> None:
         self.backward, self.at_end = backward, at_end
@@ -30,19 +31,20 @@ class _End:
 
 @dataclass
 class _Tally:
-    """Gradients of one unit's parameters."""
+    """Count of one unit's gradients in this backward."""
 
-    complete: int = 0  # parameters that have one
-    since_left: set[int] = field(default_factory=set)  # numbers of those with one since the unit was last left
-    task: int = -1  # autograd's number of the (reentrant) backward that brought them
+    complete: int = 0  # number of parameters that have a gradient
+    since_left: set[int] = field(default_factory=set)  # numbers of parameters with a gradient since all had one
+    task: int = -1  # autograd's number of the (reentrant) backward that computed the newest gradients
 
 
 class Backward:
-    """begun: it has reached a unit; scaled: the loss scale was applied."""
+    """begun: it has reached a unit; scaled: the loss scale was applied; thread: on which its first hook ran."""
 
     def __init__(self, at_end: Callable[[], None]) -> None:
-        """To be made inside of the backward: `at_end` is called when it is over, if it has begun."""
+        """Construct it inside the backward; `at_end` is called when the backward ends, if it has begun."""
         self.begun = self.scaled = False
+        self.thread = threading.get_ident()
         self._arrived: set[int] = set()  # numbers of parameters
         self._tallies: dict[int, _Tally] = defaultdict(_Tally)  # by number of the unit
         end = _End(self, at_end)
@@ -51,13 +53,13 @@ class Backward:
 
     @property
     def alive(self) -> bool:
-        """False where autograd has given it up, or is done with it."""
+        """True until autograd has dropped the callback: the backward has ended or failed."""
         return self._end() is not None
 
     def arrive(self, unit: Unit, number: int) -> tuple[bool, bool]:
-        """A parameter of the unit has its gradient. (The last that the unit was waiting for?, all of them since it was left?)
+        """Count the gradient of a parameter. Return (all of the unit's parameters have one, all have one since that last held).
 
-        The second happens again with each reentrant checkpoint that uses the unit: its own backward brings all of them.
+        The second is True once for each reentrant checkpoint that uses the unit, since each runs a backward of its own.
         """
         tally, task = self._tallies[unit.number], torch_compat.graph_task()
         if task != tally.task:
@@ -75,5 +77,5 @@ class Backward:
         return completes, leaves
 
     def awaits(self, unit: Unit) -> bool:
-        """True where some of the unit's gradients have come since it was last left, and others have not."""
+        """True if some of the unit's gradients have come, and others are missing, since all of them last came."""
         return bool(self._tallies[unit.number].since_left)

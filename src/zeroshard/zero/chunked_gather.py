@@ -1,4 +1,4 @@
-"""Bytes of every rank to every rank, of different lengths, some at a time: whoever wants a part keeps it, nobody holds all.
+"""All-gather of bytes, of a different length on each rank, in chunks: a rank keeps the parts that it needs, none holds all.
 
 rank 0   | a a a a a a | a a . |        each column is one collective of at most `nbytes` a rank, through staging buffers
 rank 1   | b b b b . . |       |
@@ -17,7 +17,7 @@ from ..memory.pool import StagingPool
 
 
 class ChunkedGather:
-    """Two staging buffers of `nbytes`, and one for what all ranks have sent. Made at the first use (collective)."""
+    """Chunked all-gather by two staging buffers of `nbytes` and a buffer for one chunk of all ranks, made at the first use."""
 
     def __init__(self, comm: Comm, ledger: Ledger, nbytes: int) -> None:
         self.comm, self.ledger, self.nbytes = comm, ledger, max(nbytes // 64 * 64, 1024)
@@ -28,9 +28,10 @@ class ChunkedGather:
     def run(
         self, sizes: Sequence[int], mine: Callable[[int, int], Tensor], take: Callable[[int, int, Tensor], None], label: str
     ) -> None:
-        """Gather sizes[r] bytes of each rank r (collective, the same sizes on all).
+        """Gather sizes[r] bytes of each rank r (collective; `sizes` must be equal on all ranks).
 
-        mine(start, stop): those of this rank, uint8. take(rank, start, part): called with what a rank has from `start` on; a view.
+        mine(start, stop): returns this rank's bytes, uint8. take(rank, start, part): called with a rank's bytes from `start`
+        on, a view that is valid during the call.
         """
         comm, most = self.comm, max(sizes)
         for start in range(0, most, self.nbytes):
@@ -54,7 +55,7 @@ class ChunkedGather:
                     take(rank, start, row[: sizes[rank] - start])
 
     def close(self) -> None:
-        """Drop all memory."""
+        """Release all buffers."""
         if self._pool is not None:
             self._pool.close()
         self._pool, self._received = None, torch.empty(0)

@@ -1,11 +1,11 @@
-"""What a program written for DistributedDataParallel sets and calls on its model, served by the class of a sharded model.
+"""The class of a sharded model: what a program written for DistributedDataParallel sets and calls on its model is served by it.
 
     model.require_backward_grad_sync = False     the backwards that follow do not communicate, until it is True again
     with model.no_sync(): ...                    the same for the backwards inside: zs.accumulate
-    model.module                                 AttributeError, which says that the model itself is meant
+    model.module                                 AttributeError, which tells to use the model itself
 
 zs.shard makes the model's class a subclass of its own class with the same name, and zs.close takes that back. A model that has
-`require_backward_grad_sync` or `no_sync` already keeps its own.
+`require_backward_grad_sync` or `no_sync` already keeps its own. A forward that runs out of memory says more than torch does.
 
 `module` is not served: Transformers' `unwrap_model` and Accelerate's `extract_model_from_parallel` look for wrappers by
 `hasattr(model, "module")` and call themselves with `model.module`. A model that returned itself would never end that recursion.
@@ -14,25 +14,35 @@ zs.shard makes the model's class a subclass of its own class with the same name,
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
+from .out_of_memory import FAILURES, tell
 
 if TYPE_CHECKING:
     from .runtime import Runtime
 
 
 class ShardedModel:
-    """The first base of a sharded model's class: the second one is the class that the user has written."""
+    """First base of a sharded model's class; the second base is the class that the user has written."""
 
     def __init_subclass__(cls) -> None:
-        """Without the `__init_subclass__` of the user's class: a registry of models is not to see a class made here."""
+        """Do nothing, in place of the user class's `__init_subclass__`: a registry of models must not see classes made here."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """An object that is made of this class, as nn.Sequential makes its slices, is one of the user's class."""
+        """Make an object of the user's class, since nn.Sequential makes its slices by `type(self)(...)`."""
         self.__class__ = type(self).__bases__[1]
         self.__init__(*args, **kwargs)  # type: ignore[misc]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except FAILURES as error:
+            tell(error, self.__dict__["_zeroshard"], "the forward")
+            raise
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -48,7 +58,7 @@ class ShardedModel:
 
 @contextlib.contextmanager
 def accumulate(runtime: Runtime) -> Iterator[None]:
-    """The backwards inside do not communicate: see zs.accumulate."""
+    """Hold back the gradients of the backwards inside, without communication: see zs.accumulate."""
     previous = runtime.sync
     set_sync(runtime, False)
     try:
@@ -58,7 +68,7 @@ def accumulate(runtime: Runtime) -> Iterator[None]:
 
 
 def set_sync(runtime: Runtime, sync: bool) -> None:
-    """Whether the backwards that follow reduce gradients. All ranks set it alike."""
+    """Set whether the backwards that follow reduce gradients; every rank must set the same value."""
     runtime.sync = sync
     if not sync:
         runtime.account.held = True
@@ -68,11 +78,11 @@ def give_interface(runtime: Runtime) -> None:
     """Change the class of the runtime's model; `take_interface` is the inverse."""
 
     def switched(_: nn.Module, sync: bool) -> None:
-        """Whether the backwards that follow reduce gradients: the switch that DDP reads, set between micro-steps."""
+        """Set whether the backwards that follow reduce gradients, as by the attribute of DDP."""
         set_sync(runtime, bool(sync))
 
     def no_sync(_: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """`zs.accumulate(model)` under the name that DDP gives it."""
+        """Return `zs.accumulate(model)`, under DDP's name."""
         return accumulate(runtime)
 
     model: Any = runtime.model
@@ -80,12 +90,11 @@ def give_interface(runtime: Runtime) -> None:
     served = {"require_backward_grad_sync": property(lambda _: runtime.sync, switched), "no_sync": no_sync}
     names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
     added = {name: value for name, value in served.items() if not hasattr(model, name)}
-    metaclass: Any = type(own)
-    model.__class__ = metaclass(own.__name__, (ShardedModel, own), names | added)
+    model.__class__ = types.new_class(own.__name__, (ShardedModel, own), {}, lambda found: found.update(names | added))
 
 
 def take_interface(runtime: Runtime) -> None:
-    """The model is of its own class again, unless somebody has changed its class since."""
+    """Restore the class of the model, unless the program has changed the class since."""
     bases = type(runtime.model).__bases__
     if bases[0] is ShardedModel:
         runtime.model.__class__ = bases[1]

@@ -1,15 +1,16 @@
-"""Flat buffers: layout x placement x tier. Their moves are the collectives and the copies between tiers.
+"""Flat buffers: layout x placement x tier. Collectives, and copies between tiers, move them from one placement to another.
+
 
     parameters   gather / release      sharded -> replicated, and back for free
     gradients    add ... reduce        partial -> sharded (or replicated)
 
-A parameter buffer in placement SHARDED keeps one shard per rank; `full` is memory only between gather and release:
-its storage is resized to nothing and back, so views that autograd saved stay valid. Where all ranks see one memory
-(`Region.common`), `full` is always there and a gather moves nothing.
+A parameter buffer in placement SHARDED keeps one shard per rank; `full` has memory only between gather and release:
+its storage is resized to nothing and back, so views that autograd saved stay valid. Where all ranks map one memory
+(`Region.common`), `full` is always valid and a gather moves nothing.
 
-A gradient buffer takes local gradients one parameter at a time, in the order of backward, straight into the buffer
-that is sent; its reduced shard accumulates over several backwards. With placement PARTIAL or REPLICATED the sent
-buffer is the resting one, and the reduced shard is this rank's own slice of it.
+A gradient buffer copies local gradients, one parameter at a time in the order of backward, straight into the buffer
+that is sent; its reduced shard accumulates over several backwards. With placement PARTIAL or REPLICATED the buffer
+that is sent is the one at rest, and the reduced shard is this rank's own slice of it.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from ..offload.storage import Pending, Rest, Tiers
 from ..tensor.flat_layout import FlatLayout
 from ..utils import torch_compat
 
-_PATIENCE_S = 0.05  # without overlap: wait this long for a reduction before computing on
+_PATIENCE_S = 0.05  # without overlap, `GradientBuffer.settle` waits this long for a reduction
 
 
 def slot_views(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
-    """One view per slot, in its parameter's shape. They share no version counter with `flat`."""
+    """Return one view per slot, in its parameter's shape, with a version counter of its own: not that of `flat`."""
     data = flat.data
     return [data[slot.offset : slot.stop].view(slot.shape) for slot in layout.slots]
 
 
 def _own_storages(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
-    """As `slot_views`, each with a storage of its own over the same memory.
+    """Return `slot_views`, each with a storage of its own over the same memory.
 
-    Parameters that stay whole then look as on one process to what goes by storages: safetensors' `save_model`, torch.save.
+    Tools that go by storages (safetensors' `save_model`, torch.save) then see parameters as they are without sharding.
     """
     storage, first, size = flat.untyped_storage(), flat.storage_offset(), flat.itemsize
     memories = (storage[(first + slot.offset) * size : (first + slot.stop) * size] for slot in layout.slots)
@@ -52,18 +53,18 @@ def _own_storages(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
 
 
 class ParameterBuffer:
-    """The parameters of one dtype of one unit.
+    """Flat buffer of the values of one group.
 
-    full: (numel,), views of which the model computes with; rest: (shard_numel,), where this rank's part rests.
-    region: what peers read of it, None where it rests out of the device's reach: then the shard passes through a staging
-    buffer to be gathered (`fetch`, then `gather`).
+    full: (numel,); the model computes with views of it. rest: (shard_numel,), the resting place of this rank's shard.
+    region: the memory that peers read; None where the shard rests on another tier than the device: then it passes through
+    a staging buffer to be gathered (`fetch`, then `gather`).
     """
 
     def __init__(
         self, layout: FlatLayout, dtype: torch.dtype, config: Config, comm: Comm, ledger: Ledger, tiers: Tiers,
         number: int, label: str, sharded: bool,
     ) -> None:  # fmt: skip
-        """number: of this buffer, the same on every rank. sharded: its placement, else REPLICATED."""
+        """number: identifies this buffer, the same on every rank. sharded: placement SHARDED if True, else REPLICATED."""
         self.layout, self.comm, self.ledger, self.tiers, self.label = layout, comm, ledger, tiers, label
         self.number, self.dtype, self.sharded = number, dtype, sharded
         self._full_nbytes = layout.numel * dtype.itemsize
@@ -78,7 +79,7 @@ class ParameterBuffer:
             self.region, self.full = common, common.tensor
         elif self.sharded:
             self.region = None if away else comm.allocate(layout.shard_numel, dtype, whole=False)
-            self.full = claimed(torch.empty(layout.numel, dtype=dtype, device=comm.device))  # entered while it is gathered
+            self.full = claimed(torch.empty(layout.numel, dtype=dtype, device=comm.device))  # in the ledger while gathered
             self.full.untyped_storage().resize_(0)
         else:
             self.region = comm.allocate(layout.numel, dtype, whole=True)
@@ -96,11 +97,11 @@ class ParameterBuffer:
         if not self.mapped:
             comm.reserve(number, layout.shard_numel, dtype)
         self._present = False
-        self._staged: tuple[int, Region, Pending] | None = None  # the shard on its way through a staging buffer
-        self._upload: Pending | None = None  # the newest copy that the device makes of what rests on the host
+        self._staged: tuple[int, Region, Pending] | None = None  # staging buffer (number, region) and the copy of the shard to it
+        self._upload: Pending | None = None  # the newest copy from the shard at rest on the host to the device
 
     def _views(self) -> list[Tensor]:
-        if not self.sharded and self.full.untyped_storage().device.type != "meta":  # neither imagined nor fake
+        if not self.sharded and self.full.untyped_storage().device.type != "meta":  # not for imagined ranks and fake tensors
             return _own_storages(self.full, self.layout)
         if not self.sharded or self.mapped:
             return slot_views(self.full, self.layout)
@@ -110,7 +111,7 @@ class ParameterBuffer:
         return views
 
     def renew_views(self) -> bool:
-        """`full` may have other memory: make new views if it has."""
+        """Make new views if `full` has other memory than before, and return whether it has."""
         moved = bool(self.views) and self.views[0].data_ptr() != self.full.data_ptr()
         if moved:
             self.views = self._views()
@@ -118,7 +119,7 @@ class ParameterBuffer:
 
     @property
     def staged(self) -> bool:
-        """True where the shard must be fetched before it can be gathered."""
+        """True if the shard must be fetched to a staging buffer before it can be gathered."""
         return self.region is None
 
     @property
@@ -127,7 +128,7 @@ class ParameterBuffer:
         return self.tiers.staging
 
     def fetch(self, wait: bool = False) -> bool:
-        """Start to bring the shard to the device; False (only if not `wait`) where no buffer is free for it."""
+        """Start to copy the shard to a staging buffer. Return False (only if not `wait`) where no buffer is free."""
         if self._staged is not None or not self.staged:
             return True
         take = self._pool.take if wait else self._pool.try_take
@@ -143,11 +144,11 @@ class ParameterBuffer:
 
     @property
     def fetched(self) -> bool:
-        """True where the shard is on the device, at rest or in a staging buffer."""
+        """True if the shard is on the device, at rest or in a staging buffer."""
         return not self.staged or (self._staged is not None and self._staged[2].done())
 
     def forget(self) -> None:
-        """Drop a shard that was fetched and not gathered: the one at rest is about to change."""
+        """Drop a shard that was fetched and not gathered, since the shard at rest is about to change."""
         if self._staged is not None:
             number, _, pending = self._staged
             pending.wait()
@@ -156,18 +157,18 @@ class ParameterBuffer:
         self.settle()
 
     def outdate(self) -> None:
-        """What rests is about to be written."""
+        """Invalidate copies that the communicator keeps of the shard, once none reads it: the shard is about to be written."""
         self.settle()
         self.comm.outdate(self.number)
 
     def settle(self) -> None:
-        """Return when no copy reads what rests on the host: it may be written. A stream that joined one may be far behind."""
+        """Wait until no copy to the device reads the shard at rest on the host: a stream that joined one may be far behind."""
         if self._upload is not None:
             self._upload.wait()
             self._upload = None
 
     def gather(self) -> Work:
-        """Start to fill `full` from the shards of all ranks (ZeRO-3's all-gather; after a step in stages 1, 2)."""
+        """Start to fill `full` from the shards of all ranks (collective): ZeRO-3's all-gather; in stages 1, 2 after a step."""
         if self.sharded and not self.mapped and not self._present:
             take_again(self.full, self._full_nbytes)
             self.ledger.enter(GATHERED, self._full_nbytes)
@@ -198,7 +199,7 @@ class ParameterBuffer:
             self._present = False
 
     def part(self) -> None:
-        """Leave the gathered memory to those who refer to it, and take other memory for gathers to come. The entry goes with the memory."""
+        """Leave the gathered memory, and its ledger entry, to the tensors that refer to it; later gathers use other memory."""
         if self._present:
             weakref.finalize(self.full.untyped_storage(), self.ledger.strike, GATHERED, self._full_nbytes).atexit = False
         self._present = False
@@ -207,13 +208,13 @@ class ParameterBuffer:
         self.views = self._views()
 
     def close(self) -> None:
-        """Give up what is not at rest."""
+        """Release the gathered memory and the staging buffer; the shard at rest stays."""
         self.forget()
         self.release()
 
 
 class LocalSums:
-    """What zs.accumulate holds back, sums of this rank alone by slot: in the resting buffer, or in memory of their own."""
+    """Sums of this rank's gradients, by slot, that zs.accumulate holds back: in the resting buffer or in memory of their own."""
 
     def __init__(self, layout: FlatLayout, ledger: Ledger) -> None:
         self._layout, self._ledger = layout, ledger
@@ -223,18 +224,18 @@ class LocalSums:
 
     @property
     def begun(self) -> bool:
-        """True when they have a place."""
+        """True between `begin` and `release`."""
         return bool(self._views)
 
     def begin(self, flat: Tensor, own: bool) -> None:
-        """Their place from now on, (numel,); own: it is nobody else's."""
+        """Keep the sums in `flat` (numel,) from now on. own: `flat` was allocated for them, and counts in the ledger."""
         self._views = slot_views(flat, self._layout)
         self._own_nbytes = flat.nbytes if own else 0
         if own:
             self._ledger.enter(PARTIAL, flat.nbytes)
 
     def add(self, index: int, grad: Tensor) -> Tensor:
-        """The sum of slot `index` with one more gradient."""
+        """Add a gradient to the sum of slot `index`, and return the sum."""
         view = self._views[index]
         view.add_(grad) if self.held[index] else view.copy_(grad)
         self.held[index] = True
@@ -244,7 +245,7 @@ class LocalSums:
         return self._views[index]
 
     def release(self) -> None:
-        """Forget them; the inverse of `begin`."""
+        """Drop the sums and their memory; the inverse of `begin`."""
         if self._own_nbytes:
             self._ledger.strike(PARTIAL, self._own_nbytes)
         self._views, self._own_nbytes = [], 0
@@ -252,9 +253,9 @@ class LocalSums:
 
 
 class GradientBuffer:
-    """The gradients of one parameter buffer, from local pieces to the reduced shard.
+    """Flat buffer of the gradients of one group: takes local gradients, reduces them, keeps the reduced shard.
 
-    rest: (shard_numel,), the mean over ranks, valid while `reduced`. full: (numel,) where the placement keeps it.
+    rest: (shard_numel,), the mean over ranks, valid while `reduced`. full: (numel,), if the placement keeps it.
     """
 
     def __init__(
@@ -264,7 +265,7 @@ class GradientBuffer:
         self.layout, self.comm, self.ledger, self.pool = layout, comm, ledger, pool
         self.tag, self.label, self.dtype, self.send_dtype = tag, label, dtype, send_dtype
         self.tiers, self.offload = tiers, config.offload_gradient
-        self.twin: Rest | None = None  # takes turns with `rest` (delayed update)
+        self.twin: Rest | None = None  # a second resting place that takes turns with `rest` (delayed update)
         placement = config.row.gradient
         self.replicated = placement is Placement.REPLICATED
         self.region: Region | None = None
@@ -286,17 +287,19 @@ class GradientBuffer:
         if not self.rest.resident:
             self.rest = narrowed(self.rest, tiers, send_dtype)
             self.departure = Departure(self.rest, tiers, send_dtype)
-        self.factor = 1.0  # by which what rests elsewhere, or in less than fp32, is still to be multiplied (clipping, loss scale)
+        self.factor = (
+            1.0  # still to be applied to a reduced shard that rests elsewhere or in less than fp32 (clipping, loss scale)
+        )
         self.direct = self.region is not None and dtype == send_dtype
         self.reduced = False
         self.culprits: set[int] = set()  # ranks that sent non-finite gradients for this shard
-        # of the reduced shard, if known since it was last written; a tensor on the device until someone needs the number
+        # sum of squares of the reduced shard, if known since its last write; a device tensor until someone needs the number
         self.square_sum: float | Tensor | None = None
         self._stores = 0
         self._count = len(layout.slots)
-        self._filled = [False] * self._count  # present in the buffer to be sent
+        self._filled = [False] * self._count  # by slot: its gradient is in the send buffer
         self._sums = LocalSums(layout, ledger)
-        self._carry: Tensor | None = None  # the earlier reduced shard, while its place is used for local sums
+        self._carry: Tensor | None = None  # copy of the earlier reduced shard, while its place is used for local sums
         self._send: Region | None = None
         self._slot = -1
         self._views: dict[int, list[Tensor]] = {}
@@ -304,14 +307,14 @@ class GradientBuffer:
 
     @property
     def full(self) -> Tensor:
-        """The whole gradient (placements that keep it)."""
+        """Whole gradient (numel,); placements PARTIAL and REPLICATED alone have it."""
         assert self.region is not None
         return self.region.tensor
 
     # -- local gradients -------------------------------------------------------------------------------------
 
     def add(self, index: int, grad: Tensor, sync: bool) -> None:
-        """Add a local gradient of slot `index`: to what this backward sends, or (not sync) to what is held."""
+        """Add a local gradient of slot `index` to the send buffer (sync) or to the sums held back (not sync)."""
         if not sync:
             self._begin_sums()
             self._sums.add(index, grad)
@@ -327,21 +330,21 @@ class GradientBuffer:
 
     @property
     def pending(self) -> bool:
-        """True when something waits to be sent."""
+        """True if the send buffer has gradients whose reduction has not started."""
         return self._send is not None
 
     @property
     def holds(self) -> bool:
-        """True when local sums are held back by zs.accumulate."""
+        """True if zs.accumulate holds local sums back."""
         return any(self._sums.held)
 
     @property
     def carries(self) -> bool:
-        """True when the reduced shard lies aside, until `finish` moves it into the resting buffer."""
+        """True while the reduced shard is in memory of its own, from which `finish` copies it into the resting buffer."""
         return self._carry is not None
 
     def _begin_resting(self) -> None:
-        """The resting buffer is about to take local sums: save the reduced shard that lies in it."""
+        """Copy the reduced shard out of the resting buffer, which is about to take local sums."""
         if self._work is not None:
             self._work.drain()
             self._work = None
@@ -373,7 +376,7 @@ class GradientBuffer:
     # -- reduction -------------------------------------------------------------------------------------------
 
     def reduce(self) -> None:
-        """Start the reduction of what was added (zeros for slots without a gradient)."""
+        """Start to reduce the gradients that were added, with zeros for slots that have none (collective)."""
         views = self._begin_send()
         for index in range(self._count):
             if self._filled[index] or (self.direct and self._sums.held[index]):
@@ -402,7 +405,7 @@ class GradientBuffer:
         self._filled = [False] * self._count
 
     def settle(self) -> None:
-        """Wait until the reduction is over, but not for ever: a rank that uses other units joins it later."""
+        """Wait for the reduction, at most _PATIENCE_S on the host: a rank that uses other units joins it only later."""
         if self._work is not None and not self.comm.waits_on_host:
             self._work.wait()  # the streams wait, not the host
             return
@@ -413,11 +416,11 @@ class GradientBuffer:
 
     @property
     def departing(self) -> bool:
-        """True while a reduction is under way whose result rests elsewhere, or it is on its way there."""
+        """True while a reduction whose result is offloaded runs, or its result is being copied to its tier."""
         return self.departure is not None and (self._work is not None or self.departure.arriving)
 
     def depart(self) -> None:
-        """Send such a result on its way if the reduction is over (or only the device's stream has to wait for it)."""
+        """Start to copy the result to its tier if the reduction is over, or if the device's stream alone waits for it."""
         if self.departure is None:
             return
         self.departure.progress()
@@ -425,16 +428,16 @@ class GradientBuffer:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the reduction; afterwards `rest` (REPLICATED: `full`, after `gather`) holds the gradient."""
+        """Wait for the reduction. Afterwards `rest` holds the reduced gradient (REPLICATED: `full` does after `gather`)."""
         if self._work is None:
             return
         self._work.wait()
         self.culprits.update(self._work.culprits)
-        self.square_sum = None if self.replicated else self._work.square_sum  # replicated: users write `full`
+        self.square_sum = None if self.replicated else self._work.square_sum  # users write `full`
         if self.departure is not None:
             self.apply_factor()
             total = self.departure.leave(add=self.reduced)
-            if self.reduced or self.dtype.itemsize < 4:  # what rests is not, in bits, what was reduced
+            if self.reduced or self.dtype.itemsize < 4:  # the shard at rest differs in bits from the reduction's result
                 self.square_sum = None
             self.square_sum = total if self.square_sum is None else self.square_sum
             self._work = None
@@ -448,7 +451,7 @@ class GradientBuffer:
     # -- the reduced shard -----------------------------------------------------------------------------------
 
     def load(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Elements [start, stop) of the reduced shard, on the device: a view, or a copy of what rests elsewhere."""
+        """Return elements [start, stop) of the reduced shard on the device: a view, or a copy if it is offloaded."""
         stop = self.rest.numel if stop is None else stop
         if self.departure is None:
             self.apply_factor()
@@ -461,17 +464,17 @@ class GradientBuffer:
         return self.rest.load(start, stop) if self._carry is None else self._carry[start:stop]
 
     def in_step(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Elements of the reduced shard (REPLICATED: of the whole gradient) in the dtype that the optimizer steps.
+        """Return elements [start, stop) of the reduced shard (REPLICATED: of the whole gradient) in the optimizer's dtype.
 
-        They are multiplied after the cast: a clipped bf16 gradient is rounded once, and what the loss scale has kept in fp16 does
-        not vanish when it is divided out.
+        `factor` is applied after the cast: a clipped bf16 gradient is rounded once, and small fp16 gradients, which the loss
+        scale has kept from underflow, do not vanish when it is divided out.
         """
         self.land()
         part = (self.full[start:stop] if self.replicated else self._at_rest(start, stop)).to(dtype)
         return part if self.factor == 1.0 else part.mul(self.factor)
 
     def store(self, start: int, source: Tensor) -> None:
-        """Set elements of the reduced shard (after `load`, of the same elements)."""
+        """Write `source` to the reduced shard, from element `start` on (after `load` of the same elements)."""
         self.square_sum = None
         self._stores += 1
         if self.departure is not None:
@@ -484,16 +487,16 @@ class GradientBuffer:
 
     @property
     def writes(self) -> int:
-        """Another number whenever the user has written to the gradient."""
+        """A counter that changes whenever the user writes to the gradient."""
         return torch_compat.version(self.full) if self.replicated else self._stores
 
     def land(self) -> None:
-        """Return when the reduced shard is at rest."""
+        """Wait until the reduced shard is at rest."""
         if self.departure is not None:
             self.departure.settle()
 
     def hand_over(self) -> Rest:
-        """Give the reduced shard away, until the next call: it rests there, and coming gradients elsewhere."""
+        """Return the resting place of the reduced shard, valid until the next call; later gradients use the other place."""
         self.land()
         if self.twin is None:
             twin = self.tiers.rest(GRADIENTS, self.offload, self.rest.numel, self.dtype)
@@ -504,13 +507,13 @@ class GradientBuffer:
             if self.departure is not None:
                 self.departure.rest = self.rest
         else:
-            given = self.twin  # the shard is a part of the resting buffer, and stays
+            given = self.twin  # the shard is a slice of the resting buffer, so it is copied instead of swapped
             given.store(0, self.rest.load(0, self.rest.numel))
         self.drop()
         return given
 
     def zero(self) -> None:
-        """The reduced shard (REPLICATED: the whole gradient) becomes zeros."""
+        """Set the reduced shard (REPLICATED: the whole gradient) to zeros."""
         self.square_sum, self.factor = None, 1.0
         if self.replicated:
             self.full.zero_()
@@ -521,9 +524,9 @@ class GradientBuffer:
             self.rest.store(0, torch.zeros(self.rest.numel, dtype=self.dtype, device="cpu"))
 
     def scale(self, factor: float, stepping: bool = False) -> None:
-        """Multiply the gradient. What rests elsewhere is multiplied when it is next touched: no pass of its own.
+        """Multiply the gradient by `factor`. An offloaded shard is multiplied when it is next read, without a pass of its own.
 
-        stepping: the step comes next, and multiplies itself what rests in less than fp32 (`in_step`).
+        stepping: the optimizer's step follows, and itself multiplies gradients held in less than fp32 (`in_step`).
         """
         self.square_sum = None
         self.factor *= factor
@@ -531,7 +534,7 @@ class GradientBuffer:
             self.apply_factor()
 
     def apply_factor(self) -> None:
-        """Multiply what rests by what it is still to be multiplied by."""
+        """Multiply the gradient at rest by `factor`, and set `factor` to 1."""
         factor, self.factor = self.factor, 1.0
         if factor == 1.0:
             return
@@ -542,7 +545,7 @@ class GradientBuffer:
             (self.full if self.replicated else self._at_rest(0, self.rest.numel)).mul_(factor)
 
     def square_sums(self) -> float:
-        """The sum of squares of the reduced shard, found now (`square_sum` is None)."""
+        """Compute the sum of squares of the reduced shard (where `square_sum` is None)."""
         if self.departure is None:
             return self.comm.square_sums([self.load()])
         self.departure.settle()
@@ -550,24 +553,24 @@ class GradientBuffer:
         return self.comm.square_sums([self.rest.host(0, self.rest.numel)])
 
     def gather(self) -> Work:
-        """REPLICATED: fill `full` with the reduced shards of all ranks, after `finish` on all of them."""
+        """Start to fill `full` with the reduced shards of all ranks, after `finish` on all of them (REPLICATED; collective)."""
         assert self.region is not None
         work = self.comm.gather(self.region.tensor, self.region, self.label)
         self.ledger.sent("gather", work.sent, self.label)
         return work
 
     def drop(self) -> None:
-        """Forget all gradients (zero_grad)."""
+        """Drop the reduced gradient and the sums held back (zero_grad)."""
         self.reduced, self.factor = False, 1.0
         self.drop_held()
 
     def drop_held(self) -> None:
-        """Forget local sums that were held back."""
+        """Drop the local sums that were held back."""
         self._sums.release()
         self._release_carry()
 
     def discard(self) -> None:
-        """A backward was given up halfway: forget also what was about to be sent."""
+        """Drop all gradients, those in the send buffer included, after a backward that raised."""
         if self._send is not None and not self.direct:
             self.pool.give(self._slot, None)
         self._slot, self._send = -1, None
@@ -582,7 +585,7 @@ class GradientBuffer:
             self._carry = None
 
     def close(self) -> None:
-        """Give up what is not at rest."""
+        """Wait for transfers under way, and drop all gradients."""
         if self._work is not None:
             self._work.drain()
         if self.departure is not None:

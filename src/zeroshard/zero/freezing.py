@@ -1,10 +1,10 @@
-"""Freezing for a phase: `requires_grad` of a parameter that is trained may be switched off and on between steps, as on one process.
+"""Freezing for a phase: `requires_grad` of a trained parameter may be switched off and on between steps, as on one process.
 
-    at zs.shard      who requires a gradient has a place in a gradient buffer, and optimizer states
-    frozen later     keeps both; it gets no gradient, no unit waits for one, and it is not stepped: as one that took no part
-    frozen before    has neither, and can not be trained: refused by name
+    trained at zs.shard   has a place in a gradient buffer, and optimizer states
+    frozen later          keeps both; like an unused parameter it gets no gradient, no unit waits for one, no step changes it
+    frozen at zs.shard    has neither, and can not be trained: switching it on raises ModelChanged with its name
 
-All ranks freeze the same: they compare it where they agree on gradients at the end of backward, in the same message.
+All ranks must freeze the same parameters: they compare them in the message by which they agree on gradients after a backward.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .unit import ParamGroup
 
 
 class Freezing:
-    """Which parameters are frozen for a phase; seen in microseconds where nothing has changed.
+    """Follows which trained parameters are frozen for a phase, in microseconds if nothing has changed.
 
-    numbers: of those parameters (ParamSpec.number).
+    numbers: the frozen parameters, by ParamSpec.number.
     """
 
     def __init__(self, groups: list[ParamGroup]) -> None:
@@ -30,7 +30,7 @@ class Freezing:
         self.numbers: set[int] = set()
 
     def follow(self) -> None:
-        """Let units and autograd go by `requires_grad` as it is now. Raises ModelChanged where that can not be."""
+        """Apply the present `requires_grad` to units and compute parameters. Raise ModelChanged for one frozen at zs.shard."""
         with torch_compat.DisableTorchFunctionSubclass():  # looking at a sharded parameter takes microseconds otherwise
             now = [param.requires_grad for param in self._params]
             if now != self._known:
@@ -53,7 +53,7 @@ class Freezing:
             unit.expect()
 
     def check_same(self, everyone: Mapping[int, set[int]]) -> None:
-        """everyone: `numbers` by rank. Raises ModelChanged where they differ."""
+        """Raise ModelChanged if ranks have frozen different parameters. everyone: rank -> its `numbers`."""
         numbers = list(everyone.values()) or [set()]
         differing = set[int]().union(*numbers) - numbers[0].intersection(*numbers)
         if not differing:

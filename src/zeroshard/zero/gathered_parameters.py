@@ -1,11 +1,11 @@
-"""`zs.gathered`: for a while parameters are ordinary and whole.
+"""`zs.gathered`: makes parameters ordinary and whole inside a `with` block.
 
-    at rest     the user's object, and what the modules show, is the sharded parameter
+    at rest     the user's object, in the modules as well, is the sharded parameter
     gathered    the same object is an ordinary Parameter over a copy (the sharded one waits in another object)
 
-On exit objects are exchanged back, and ranks compare, in one exchange, what was done to the copies. Values are taken over
-only where that was announced: equal on every rank (write=True), or those of one rank, for all (modifier_rank). Anything
-else raises on every rank, with the model as it was before. So it is with parameters that are born under `zs.init`.
+On exit objects are exchanged back, and ranks compare, in one exchange, what was done to the copies. Written values are kept
+only if announced: equal ones of all ranks (write=True), or those of one rank for all (modifier_rank). Anything else
+raises on every rank and leaves the model as it was. Parameters that are born under `zs.init` are treated alike.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from .parameter import ParamHome
 from .shard_model import write_value
 from .unit import Unit
 
-_BROADCAST_NBYTES = 1 << 26  # of one rank's values that travel at a time
+_BROADCAST_NBYTES = 1 << 26  # bytes of one rank's values in one exchange
 
 
 @contextlib.contextmanager
 def gathered(what: Any, *, write: bool = False, modifier_rank: int | None = None) -> Iterator[Any]:
-    """Parameters as ordinary, whole tensors (collective), on every rank; a unit at a time is gathered to make the copies.
+    """Inside this context parameters are ordinary, whole tensors on every rank (collective). One unit at a time is gathered to
+    copy them.
 
     Args:
-        what: a module, a parameter, or an iterable of parameters (None, duplicates and ordinary tensors may be among them).
-            Every rank gives the same ones, in any order. Those that were born under `zs.init` count as well.
-        write: keep what is written inside; every rank must write the same values.
-        modifier_rank: keep what this rank writes inside, on all ranks; what the others write is dropped.
+        what: a module, a parameter, or an iterable of parameters (None, duplicates and ordinary tensors may be among them). Every
+            rank gives the same ones, in any order. Parameters made under `zs.init` count as well.
+        write: keep what is written inside. Every rank must write the same values.
+        modifier_rank: keep, on all ranks, what this rank writes inside; what the others write is dropped.
 
-    Without either a write raises ShardedWriteError on exit, on every rank, and nothing is kept. Inside of a running forward
-    that takes gradients parameters stay as they are: operations compute with the gathered ones there, gradients included.
-    What is gathered already stays so, for reading. Parameters that are made inside, under `zs.init`, are whole until its end.
+    Without `write` and `modifier_rank` a write raises ShardedWriteError on exit, on every rank, and nothing is kept. Inside of a
+    running forward that takes gradients, operations compute with the gathered parameters already, gradients included. Parameters
+    that are made inside, under `zs.init`, are whole until the end.
     """
     module = isinstance(what, nn.Module)
     params = list(what.parameters()) if module else parameters_in(what)
@@ -67,7 +68,7 @@ def gathered(what: Any, *, write: bool = False, modifier_rank: int | None = None
 
 
 def parameters_in(what: Any) -> list[Tensor]:
-    """The tensors of a parameter, None, or an iterable of both. Raises TypeError for anything else."""
+    """Return the tensors among a parameter, None, or an iterable of both. Raise TypeError for anything else."""
     given = [what] if what is None or isinstance(what, Tensor) else list(what) if isinstance(what, Iterable) else [what]
     for each in given:
         if each is not None and not isinstance(each, Tensor):
@@ -77,26 +78,26 @@ def parameters_in(what: Any) -> list[Tensor]:
 
 
 def is_gathered(param: Tensor) -> bool:
-    """Whether a parameter is whole because of `zs.gathered`."""
+    """Return whether `zs.gathered` has made a parameter whole."""
     return id(param) in whole_now
 
 
 def home_of(param: Any) -> ParamHome | BirthHome | None:
-    """The home of a parameter at rest: of a sharded model, or born under `zs.init`; None for any other tensor."""
+    """Return the home of a parameter at rest, of a sharded model or born under `zs.init`; None for any other tensor."""
     home = getattr(param, "_home", None)
     return home if isinstance(param, nn.Parameter) and isinstance(home, (ParamHome, BirthHome)) else None
 
 
 class Gathering:
-    """Some parameters that are whole for a while: `open`, `close`; then `agree` and, where nothing was wrong, `keep`."""
+    """Parameters that are whole between `open` and `close`; then `agree` and, if it found no problem, `keep`."""
 
     def __init__(self, params: Iterable[Tensor], *, write: bool = False, modifier_rank: int | None = None) -> None:
         self.write, self.modifier_rank = write, modifier_rank
         self._writes = write or modifier_rank is not None
         self.found: list[nn.Parameter] = []  # sharded parameters, in the same order on every rank
         self._wholes: list[_Whole] = []
-        self._opened: list[tuple[Unit, bool, int]] = []  # was it pinned before; bytes of its copies
-        self._told: list[tuple[list[_Whole], list[list[Any]]]] = []  # of each group of ranks: what all ranks told
+        self._opened: list[tuple[Unit, bool, int]] = []  # (unit, whether it was pinned before, bytes of its copies)
+        self._told: list[tuple[list[_Whole], list[list[Any]]]] = []  # by group of ranks: parameters, `_Whole.told` by rank
         params = list({id(param): param for param in params}.values())
         again = [whole_now[id(param)].home.name for param in params if is_gathered(param)]
         if again and self._writes:
@@ -122,7 +123,7 @@ class Gathering:
                 raise ZeroshardError("zs.gathered inside a forward or a backward of the model: write before it, or after it.")
 
     def open(self) -> None:
-        """Make copies, and let the parameters' objects be them (collective)."""
+        """Gather copies, and exchange the parameters' objects for them (collective)."""
         units: dict[int, list[nn.Parameter]] = {}
         for param in self.found:
             home = home_of(param)
@@ -141,7 +142,7 @@ class Gathering:
         homes: list[ParamHome] = [param._home for param in params]  # type: ignore[attr-defined]
         unit, runtime = homes[0].group.unit, homes[0].group.runtime
         busy = unit.depth > 0 or unit.in_backward
-        if unit.sharded and not self._writes:  # to be read, what is whole at rest is left as it is
+        if unit.sharded and not self._writes:  # parameters that are whole at rest can be read as they are
             homes = [home for home in homes if home.group.values.sharded]
             params = [home.group.params[home.index] for home in homes]
         if not params or (runtime.in_forward and torch.is_grad_enabled()):
@@ -155,14 +156,14 @@ class Gathering:
         if not busy:
             unit.release()
         nbytes = sum(view.nbytes for view in views)
-        unit.groups[0].values.ledger.enter(GATHERED, nbytes)  # beside what the unit takes when it is gathered
+        unit.groups[0].values.ledger.enter(GATHERED, nbytes)  # beside the unit's own gathered memory
         self._opened.append((unit, unit.pinned, nbytes))
-        # a unit of which only a part is whole, to be read, is gathered by forwards as ever
+        # forwards still gather a unit of which only a part is made whole, to be read
         whole = self._writes or not unit.sharded or len(params) == sum(len(group.specs) for group in unit.gathered)
         unit.pinned = unit.pinned or (whole and not busy)
 
     def close(self) -> None:
-        """The objects are the sharded parameters again; nothing is taken over yet. Not collective."""
+        """Exchange the objects back for the sharded parameters, without keeping any written value. Not collective."""
         for unit, pinned, nbytes in reversed(self._opened):
             unit.pinned = pinned
             unit.groups[0].values.ledger.strike(GATHERED, nbytes)
@@ -171,7 +172,7 @@ class Gathering:
             whole.close()
 
     def agree(self) -> dict[str, list[str]]:
-        """What befell the copies that `keep` may not take over: what -> "name (on rank r)" (collective)."""
+        """Return problem -> ["name (on rank r)", ...] for the copies that `keep` must not take over (collective)."""
         named: dict[str, list[str]] = {}
         comms = {id(comm): comm for comm in (_everyone(whole.home) for whole in self._wholes)}
         for key, comm in comms.items():
@@ -192,7 +193,7 @@ class Gathering:
         return named
 
     def keep(self) -> None:
-        """Take over what was announced (collective)."""
+        """Write the announced values to the sharded parameters (collective)."""
         for wholes, told in self._told if self._writes else ():
             comm = _everyone(wholes[0].home)
             comm.fence_write()
@@ -205,18 +206,18 @@ class Gathering:
 
 
 def _everyone(home: Any) -> Comm:
-    """The ranks that have the parameter: those of its slices, and of groups that hold the same."""
+    """Return the communicator of all ranks that hold the parameter: its slices, and the same slices in other replicas."""
     return home.group.runtime.comm if isinstance(home, ParamHome) else home.comm
 
 
 def _order(param: nn.Parameter) -> tuple[int, int, int]:
-    """The same on every rank, whatever the order in which they were given."""
+    """Return a sort key that is the same on every rank, in whatever order parameters were given."""
     home: Any = home_of(param)
     return (1, home.group.values.number, home.index) if isinstance(home, ParamHome) else (0, home.number, 0)
 
 
 class _Whole:
-    """A parameter while it is whole. copy: the ordinary parameter, in `param` until `close`. problems: what befell it."""
+    """A parameter made whole. copy: the ordinary parameter, in `param` until `close`. problems: keys of _REMEDIES."""
 
     def __init__(self, param: nn.Parameter, value: Tensor, gathering: Gathering) -> None:
         self.param, self.gathering = param, gathering
@@ -235,7 +236,7 @@ class _Whole:
         whole_now[id(param)] = self
 
     def close(self) -> None:
-        """Exchange the objects back, and see what was done."""
+        """Exchange the objects back, and record in `problems` what was done to the copy."""
         if not self._open:
             return
         self._open.clear()
@@ -257,7 +258,9 @@ class _Whole:
             self.problems.append("given a gradient")
         if not self.problems:
             mine = copy.detach().reshape(-1)[home.start : home.stop]
-            rounded = not isinstance(home, BirthHome) and home.group.values.comm is not home.group.comm  # they travel packed
+            rounded = (
+                not isinstance(home, BirthHome) and home.group.values.comm is not home.group.comm
+            )  # gathered by a quantizing communicator
             same = copy.shape == self.param.shape and (rounded or _same(mine, local))
             if _version(copy) != self._version or not same:
                 self.problems.append("written")
@@ -267,7 +270,7 @@ class _Whole:
             self.param.requires_grad_(copy.requires_grad)
 
     def told(self, changed: bool) -> tuple[list[int], str, int] | None:
-        """Shape, dtype and checksum, for the other ranks. changed: None where nothing was written."""
+        """Return shape, dtype and checksum of the copy, for the other ranks; with `changed`, None if nothing was written."""
         found = zlib.crc32(_raw(self.copy))
         if changed and not self.problems and found == self._sum:
             return None
@@ -275,7 +278,7 @@ class _Whole:
 
     @torch.no_grad()
     def take(self, value: Tensor) -> None:
-        """The parameter becomes `value`, whole."""
+        """Write the whole `value` to the sharded parameter."""
         home = self.home
         if isinstance(home, ParamHome):
             write_value(home.group, home.index, value)
@@ -283,12 +286,12 @@ class _Whole:
                 home.group.put_whole(home.index)
         elif (value.shape, value.dtype) == (self.param.shape, self.param.dtype):
             self.param.copy_(value)
-        else:  # the size and dtype of one that is only born may change
+        else:  # the shape and dtype of a parameter may change until zs.shard
             self.param.data = value.to(self.param.device)
 
 
 def _late_gradient(name: str, opened: list[bool]) -> Callable[[Tensor], None]:
-    """Refuses a gradient that comes to a copy when that is gone. It must not refer to the copy: see zero/hooks.py."""
+    """Return a hook that raises if a gradient reaches a copy after `close`. It must not refer to the copy: see zero/hooks.py."""
 
     def refuse_late(_: Tensor) -> None:
         if not opened:
@@ -313,7 +316,7 @@ _REMEDIES = {
 
 
 def refuse(problems: dict[str, list[str]]) -> None:
-    """Raise for what `Gathering.agree` found."""
+    """Raise ShardedWriteError for the first problem that `Gathering.agree` found."""
     for what, names in problems.items():
         how = "without write=True" if what == "written" else ""
         raise ShardedWriteError(f"{what} inside zs.gathered() {how}: {', '.join(names[:6])}. Nothing was kept. {_REMEDIES[what]}")
@@ -330,7 +333,7 @@ def _check_equal(wholes: list[_Whole], told: list[list[Any]]) -> None:
 
 
 def _from_rank(comm: Comm, rank: int, whole: _Whole, told: tuple[list[int], str, int]) -> Tensor:
-    """What a rank has written into its copy, on the host of every rank (collective)."""
+    """Return, on the host of every rank, the value that a rank has written into its copy (collective)."""
     shape, dtype, _ = told
     value = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
     given = _raw(whole.copy) if comm.rank == rank else b""

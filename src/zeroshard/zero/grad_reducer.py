@@ -1,10 +1,10 @@
-"""The reductions of one backward: started as units complete, joined at its end by whoever had no part in them.
+"""The reductions of one backward: started as units complete; at its end ranks join those of units that only others used.
 
-    in backward    a unit has all its gradients: reduce (ordered comms: in one agreed order)
-    its end        ranks tell each other which units and parameters had gradients; what only others reduced is joined with
-                   zeros; units that got more gradients when they had been reduced are reduced once more
+    in backward    a unit has all its gradients: reduce it (ordered communicators: in an order that ranks agree on)
+    its end        ranks exchange which units and parameters have gradients; a rank joins with zeros the reductions of units
+                   that only others used; units that got gradients after their reduction are reduced once more
 
-What comes late are gradients of parameters that several reentrant checkpoints use: each of those runs a backward of its own.
+Such late gradients come where several reentrant checkpoints use one parameter: each of them runs a backward of its own.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .attendance import HEADER_NBYTES, Attendance
 from .freezing import Freezing
 from .unit import ParamGroup, Unit
 
-Agreed = tuple[set[int], ...]  # numbers of units, of parameters, of units
+Agreed = tuple[set[int], ...]  # numbers of units with gradients, of such parameters, of units with late gradients
 
 
 class Reductions:
-    """From local gradients of all units to reduced ones.
+    """Reduces the gradients of all units of a model.
 
     touched: numbers of the parameters that got a gradient since the last `finish`.
     """
@@ -36,28 +36,28 @@ class Reductions:
     def __init__(
         self, units: list[Unit], config: Config, comm: Comm, poll: Callable[[], None], attendance: Attendance, frozen: Freezing
     ) -> None:
-        """poll: called after a reduction has started, so that other work may go on."""
+        """poll: called after each start of a reduction, to let other work on the host progress."""
         self.units, self.config, self.comm, self.poll = units, config, comm, poll
         self.attendance, self.frozen = attendance, frozen
         self.groups = [group for unit in units for group in unit.groups]
         self.num_params = sum(len(group.specs) for group in self.groups)
         self.touched: set[int] = set()
         self.waits = True  # False: a backward ends without its reductions, which `Runtime.flush` waits for
-        self._started: set[int] = set()  # units
-        self._completed: list[int] = []  # units, in this rank's order
-        self._departing: list[int] = []  # units whose reduced gradients have not left for where they rest
-        self._late: dict[tuple[ParamGroup, int], Tensor] = {}  # gradients that came when their unit had been reduced
-        self._order = [unit.number for unit in reversed(units) if unit.expected]  # agreed, for ordered comms
-        self._agreed = False  # the order is that of a backward; until then it is that of the definition, reversed
-        self._idle: set[int] = set()  # units that were frozen altogether in the last backward: the order does not wait for them
-        self._frozen: dict[int, set[int]] = {}  # of each rank that has data, as it told at the end of this backward
+        self._started: set[int] = set()  # numbers of units whose reduction has started
+        self._completed: list[int] = []  # numbers of units with all gradients, in the order on this rank
+        self._departing: list[int] = []  # numbers of units whose reduced gradients are not on their way to their tier
+        self._late: dict[tuple[ParamGroup, int], Tensor] = {}  # gradients that came after the reduction of their unit
+        self._order = [unit.number for unit in reversed(units) if unit.expected]  # the agreed one (ordered communicators)
+        self._agreed = False  # True once `_order` is that of a backward; until then it is the definition's, reversed
+        self._idle: set[int] = set()  # units frozen as a whole in the last backward: `_order` does not wait for them
+        self._frozen: dict[int, set[int]] = {}  # rank -> its frozen parameters at the end of this backward, if it has data
 
     def clear(self) -> None:
-        """Forget this backward."""
+        """Clear the state of this backward."""
         self.touched, self._started, self._completed, self._departing, self._late = set(), set(), [], [], {}
 
     def take(self, unit: Unit, group: ParamGroup, index: int, grad: Tensor, sync: bool) -> None:
-        """A local gradient of the whole parameter `index`; not sync: it is held back."""
+        """Add a local gradient, of the shape of parameter `index` of the group. sync: to be reduced; else it is held back."""
         self.touched.add(group.specs[index].number)
         if unit.number not in self._started:
             group.gradients.add(index, grad, sync)
@@ -67,10 +67,10 @@ class Reductions:
             self._late[group, index] = grad.clone()
 
     def start(self, unit: Unit) -> None:
-        """The unit is complete: reduce it now, or (ordered comms) in its turn."""
+        """Start to reduce a complete unit, now or (ordered communicators) when its turn comes."""
         self._completed.append(unit.number)
         if self.comm.ordered:
-            if not self.attendance.ended:  # else at the end, when the ranks that are without data join in the same order
+            if not self.attendance.ended:  # else at the end, where ranks without data join in the same order
                 self._reduce_in_order()
         else:
             self._reduce(unit)
@@ -86,7 +86,7 @@ class Reductions:
         self._depart(unit)
 
     def _depart(self, latest: Unit) -> None:
-        """Gradients that rest elsewhere leave while backward goes on; the device's only stream does not wait for the latest."""
+        """Start to copy reduced gradients to their tier during backward; not the latest unit's: the stream would wait."""
         for number in self._departing:
             if number != latest.number:
                 for group in self.units[number].trainable:
@@ -99,7 +99,7 @@ class Reductions:
         self.poll()
 
     def _reduce_in_order(self) -> None:
-        """Start what may start: a reduction waits for those before it in the agreed order."""
+        """Start the reductions of complete units, up to the first incomplete unit in the agreed order."""
         done = set(self._completed)
         for number in self._order:
             if number in self._started or number in self._idle:
@@ -109,9 +109,9 @@ class Reductions:
             self._reduce(self.units[number])
 
     def finish(self, agreed: Agreed | None = None) -> None:
-        """All reductions, then once more those of units that got gradients after theirs, on any rank. agreed: by `agree`, just now.
+        """Run all reductions, then again those of units with late gradients (collective). agreed: result of `agree`, if called.
 
-        Raises ModelChanged, on all ranks, where they have frozen other parameters: when nothing is under way any more.
+        Raise ModelChanged, on all ranks and when no reduction runs any more, if ranks have frozen different parameters.
         """
         again = self._join(*(agreed or self.agree()))
         self._wait()
@@ -138,14 +138,14 @@ class Reductions:
         self._wait()
 
     def agree(self) -> Agreed:
-        """Units with gradients on any rank, such parameters, and units that got more after their reduction."""
+        """Return the units and parameters with gradients on any rank, and the units with late gradients (collective)."""
         begun = {u.number for u in self.units if any(g.gradients.pending or g.gradients.holds for g in u.trainable)}
         late = {group.unit.number for group, _ in self._late}
         self.frozen.follow()
         return self._exchange_masks(self._started | begun, self.touched, late)
 
     def _join(self, units: set[int], params: set[int], again: set[int]) -> set[int]:
-        """Reduce (with zeros) what only others completed. Units to reduce again."""
+        """Reduce, with zeros, units that only other ranks completed; mark active parameters. Return the units to reduce again."""
         missing = sorted(units - self._started, reverse=True)
         if self.comm.ordered:
             missing = [number for number in self._order if number in missing]
@@ -158,7 +158,7 @@ class Reductions:
         return again
 
     def _exchange_masks(self, *mine: set[int]) -> Agreed:
-        """The unions over ranks of numbers of units, parameters, and units. In the usual case all ranks send the same few bytes."""
+        """Return the unions over ranks of three sets of numbers (collective). Usually all ranks send the same few bytes."""
         order = list(self._completed) if not self._agreed and self.comm.ordered else []
         if self.comm.world_size == 1:
             if order:
@@ -183,12 +183,12 @@ class Reductions:
             columns.append([int.from_bytes(part[begin : begin + size], "little") for part in everyone])
             begin += size
         *joined, frozen = columns
-        ended = self.attendance.ended  # ranks without data are where their last batch left them
+        ended = self.attendance.ended  # ranks without data may still have the requires_grad of their last batch
         self._frozen = {rank: _bits(mask) for rank, mask in enumerate(frozen) if rank not in ended}
         return tuple(_bits(functools.reduce(operator.or_, masks)) for masks in joined)
 
     def _agree_on_order(self, first: list[int]) -> None:
-        """Reductions are matched by order: take that in which rank 0 completed its units."""
+        """Set the agreed order, by which reductions are matched, to that in which rank 0 completed its units."""
         self._order = first + [number for number in self._order if number not in first]
         self._agreed = True
 
@@ -200,7 +200,7 @@ class Reductions:
             grads.finish()
         if replicated:
             if carried:
-                self.comm.exchange(b"", "gradients in place")  # `finish` has put them where peers will read
+                self.comm.exchange(b"", "gradients in place")  # peers read what `finish` has copied into place
             for work in [grads.gather() for grads in replicated]:
                 work.wait()
             self.comm.exchange(b"", "gradients gathered")  # before any rank overwrites what peers copy

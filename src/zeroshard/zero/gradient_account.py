@@ -1,10 +1,10 @@
-"""The account of gradients: what has happened to them since the last zero_grad, on this rank.
+"""The account of gradients: record of what has happened to gradients since the last zero_grad, on this rank.
 
-    began   a backward adds to them           ending, ended   it is over here; on all ranks
-    failed  what it and earlier ones added is gone            clipped, undone   by zs.clip_grad_norm_ or a step
-    zeroed  nothing is left of them
+    began   a backward begins to add gradients        ending   it is over on this rank     ended   on all ranks
+    failed  its gradients and earlier ones are gone   clipped, undone   by zs.clip_grad_norm_ or a step
+    zeroed  all gradients are dropped
 
-It only keeps the books: who scales or reduces gradients is the runtime, who clips the optimizer.
+The account only records: the runtime scales and reduces gradients, the optimizer clips them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Clipped:
-    """What a clip has found and done: norm before it, factor, bound that was asked for; how often gradients had been written.
+    """Result of zs.clip_grad_norm_. norm: before it; coefficient: factor applied; max_norm: bound that the caller gave.
 
-    of_ally: another stage's optimizer was asked, not this one yet (OptimizerCore.allied). refused: that one has skipped its step.
+    writes: write counters of the gradients by then. of_ally: another pipeline stage's optimizer was asked to clip, and this one
+    was not yet (OptimizerCore.allied). refused: that optimizer has skipped its step.
     """
 
     norm: float
@@ -30,13 +31,13 @@ class Clipped:
 
 
 class GradientAccount:
-    """Fields may be read anywhere; events write them.
+    """Account of one model's gradients. Any code may read the fields; only the methods, one for each event, write them.
 
-    backwards: that are over; plain: of this rank's, those without a weight (zs.backward), the one that ends included.
-    weight: the sum of this rank's weights; unweighted: it had a plain one as well.
-    held: sums may be held back (zs.accumulate), the same on every rank. lost: gradients went with a backward that failed.
-    unscaled: reduced gradients are free of the loss scale. share: what they have been divided by, so that the mean over ranks
-    is one over those that had a batch (zs.join). clipped: the norm that was found, until another backward begins.
+    backwards: number that are over. plain: number of this rank's backwards without a weight (zs.backward), with the ending one.
+    weight: sum of this rank's weights. unweighted: gradients came without a weight, too.
+    held: sums may be held back (zs.accumulate); the same on every rank. lost: earlier gradients went with a failed backward.
+    unscaled: reduced gradients are free of the loss scale. share: number by which they were divided, so that their mean is one
+    over ranks that had a batch (zs.join). clipped: result of the last clip, until another backward begins.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,7 @@ class GradientAccount:
 
     @contextlib.contextmanager
     def weighted(self, weight: float) -> Iterator[None]:
-        """The backward inside counts `weight` in the mean."""
+        """Weight the backward inside by `weight` in the mean over ranks and micro-batches."""
         self._weighing = True
         try:
             yield
@@ -59,31 +60,31 @@ class GradientAccount:
         self.weight += weight
 
     def began(self) -> None:
-        """A backward begins: what a clip found is of other gradients."""
+        """Record that a backward begins; the result of an earlier clip no longer holds."""
         self.clipped = None
 
     def came(self) -> None:
-        """A gradient of this rank."""
+        """Record that a local gradient has come."""
         self.unweighted |= not self._weighing
 
     def ending(self) -> None:
-        """A backward is over on this rank; ranks are about to tell each other."""
+        """Record that a backward is over on this rank, before ranks exchange that."""
         self.plain += not self._weighing
 
     def ended(self) -> None:
-        """It is over on all ranks."""
+        """Record that the backward is over on all ranks."""
         self.backwards += 1
 
     def failed(self) -> None:
-        """A backward has failed: what earlier ones have added is gone, too."""
+        """Record that a backward has failed, and that gradients of earlier ones are gone with it."""
         self.lost = self.lost or self.backwards > 0
         self.weight, self.unweighted, self.plain, self.share = 0.0, False, 0, 1.0
 
     def undone(self, unscaled: bool) -> None:
-        """Gradients have been divided by the weights and, with fp16 (unscaled), by the loss scale."""
+        """Record that gradients were divided by the sum of weights and, if `unscaled` (fp16), by the loss scale."""
         self.unscaled, self.weight, self.unweighted = unscaled, 0.0, False
 
     def zeroed(self, holding: bool) -> None:
-        """zero_grad. holding: inside zs.accumulate."""
+        """Reset the account at zero_grad. holding: whether that is inside zs.accumulate."""
         self._reset()
         self.held = holding

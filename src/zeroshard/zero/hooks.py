@@ -1,12 +1,13 @@
-"""Attaches a runtime to its model: the only place where hooks are registered, and removed again.
+"""Attaches a runtime to its model: registers all module and gradient hooks, and removes them on close.
 
-Blocks that were compiled before sharding (`block.compile()`) are entered around the compiled call, so nothing of this
-library is traced; hooks that a later compilation meets are opaque to it.
+A block that was compiled before sharding (`block.compile()`) is entered around the compiled call, so that nothing of this
+library is traced; for a later compilation the hooks are opaque (`torch.compiler.disable`).
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from ..utils.dtypes import follows_precision
 from ..utils.tensor_tree import Exchanged, cast_floating, caster
 from .auto_wrap import Policy, casts
 from .ddp_interface import give_interface, take_interface
+from .out_of_memory import FAILURES, tell
 from .runtime import Runtime
 from .unit import ParamGroup, Unit
 
@@ -34,6 +36,7 @@ def attach(runtime: Runtime) -> None:
     """Register all hooks of a runtime; `detach` is the inverse."""
     runtime.comm.progress.models.add(runtime.model)
     _attached[id(runtime)] = runtime
+    torch_compat.watch_backwards(FAILURES, _backward_failed)
     for module, inside, around in casts(runtime.model, runtime.config):
         _attach_policy(runtime, module, inside, around)
     if runtime.config.cast_buffers:
@@ -42,7 +45,9 @@ def attach(runtime: Runtime) -> None:
         for module in unit.modules if unit.sharded or unit.distributed else ():
             _attach_unit(runtime, unit, module)
             if unit.sharded:
-                module.__dict__["__reduce_ex__"] = runtime.__reduce_ex__  # torch.save(module): not the hooks' own error
+                module.__dict__["__reduce_ex__"] = (
+                    runtime.__reduce_ex__
+                )  # torch.save(module) raises this, not an error about hooks
         for group in unit.trainable:
             for index, param in enumerate(group.compute):
                 runtime.handles.append(Tensor.register_post_accumulate_grad_hook(param, _gradient_hook(group, index)))
@@ -54,7 +59,7 @@ def attach(runtime: Runtime) -> None:
 
 
 def detach(runtime: Runtime) -> None:
-    """Remove every hook."""
+    """Remove every hook; the inverse of `attach`."""
     take_interface(runtime)
     runtime.comm.progress.models.discard(runtime.model)
     _attached.pop(id(runtime), None)
@@ -71,7 +76,7 @@ def detach(runtime: Runtime) -> None:
 
 
 def _gradient_hook(group: ParamGroup, index: int) -> Any:
-    # weakly: Python's collector does not see what these hooks refer to, and would keep for ever a model that is dropped
+    # a weak reference: the collector does not see references of autograd's hooks, so a strong one would keep the model for ever
     where = weakref.ref(group)
 
     def hook(param: Tensor) -> None:
@@ -94,7 +99,7 @@ def _attach_root(runtime: Runtime) -> None:
         return runtime.root_exit(output)
 
     def zero_grad(set_to_none: bool = True) -> None:
-        """As in torch, also of what is not to be seen in `p.grad`: sums held back, weights, norms."""
+        """Drop or zero gradients as torch does, and with them sums held back, weights and norms, which `p.grad` does not show."""
         runtime.drop_gradients() if set_to_none else runtime.zero_gradients()
         if type(model).zero_grad is not nn.Module.zero_grad:
             type(model).zero_grad(model, set_to_none)
@@ -105,18 +110,30 @@ def _attach_root(runtime: Runtime) -> None:
 
 
 def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-    """A parametrization that a forward registers (PEFT's LoRA on parameters) sets its parameter to itself: for torch a write."""
+    """Discount the write that torch counts where a forward registers a parametrization (PEFT's LoRA on parameters)."""
     if type(module) is ParametrizationList and param is not None:
         for runtime in filter(None, [where() for where in _attached.valuerefs()]):
             for unit in runtime.units:
                 unit.set_to_itself(param)
 
 
+def _backward_failed(error: BaseException) -> None:
+    """A backward of this process ended by an error: another one is raised where a sharded model ran out of memory in it."""
+    runtimes = [found for where in _attached.valuerefs() if (found := where()) is not None and not found.closed]
+    # on a GPU hooks run on threads of the device; on CPUs other ranks may be threads of this process
+    running = [(each, each.backward.thread) for each in runtimes if each.backward is not None]
+    mine = [each for each, thread in running if each.comm.device.type != "cpu" or thread == threading.get_ident()]
+    if not mine and len(runtimes) == 1:  # it did not come as far as the model's outputs
+        mine = runtimes
+    if mine:
+        tell(error, mine[-1], "the backward")
+
+
 register_module_parameter_registration_hook(_registered)  # once: torch calls them for every module of the process
 
 
 def _replaced(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Methods of Transformers' models that go by what a sharded model has: (module, name)."""
+    """Return (module, name) of the methods of Transformers' models that are replaced while the model is sharded."""
     models = [module for module in model.modules() if hasattr(type(module), "resize_token_embeddings")]
     return [(module, name) for module in models for name in _OF_TRANSFORMERS if hasattr(type(module), name)]
 
@@ -124,7 +141,7 @@ def _replaced(model: nn.Module) -> list[tuple[nn.Module, str]]:
 def _resize(
     module: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """In its place while it is sharded: asked for the size that it has, it does what it ever does."""
+    """Replace `resize_token_embeddings` while sharded: raise ModelChanged unless the asked size is the present one."""
     rows = module.get_input_embeddings().weight.shape[0]
     wanted = rows if new_num_tokens is None else new_num_tokens
     wanted = wanted if pad_to_multiple_of is None else -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
@@ -140,9 +157,9 @@ def _resize(
 def _save(
     module: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Who does not write needs no weights: only the main process has them, in a loop that collects them there.
+    """Replace `save_pretrained` while sharded: a process that does not write passes no weights, as the main one alone needs them.
 
-    Of what tensor parallelism has cut it would make whole tensors on the main process alone, for which it needs the others.
+    Raise ShardedAccessError if tensor parallelism has cut parameters: the main process would need the others to make them whole.
     """
     if state_dict is None and any(distribution_of(param) is not None for param in module.parameters()):
         raise ShardedAccessError(
@@ -178,13 +195,13 @@ def _attach_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> None:
 
 
 def _around(runtime: Runtime, unit: Unit, compiled: Any, *args: Any, **kwargs: Any) -> Any:
-    """A unit's forward around a compiled call."""
+    """Run a compiled call as a forward of the unit."""
     return runtime.run_inside(unit, compiled, args, kwargs)
 
 
 def _attach_policy(runtime: Runtime, module: nn.Module, inside: torch.dtype, around: torch.dtype) -> None:
-    """Run a module in its own dtype: inputs are cast to it, outputs back to the one around it."""
-    running: list[Exchanged] = []  # arguments of its forwards that run
+    """Run a module in the dtype `inside`: register hooks that cast its inputs to it, and its outputs to `around`."""
+    running: list[Exchanged] = []  # arguments of the module's running forwards (they nest)
 
     def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if torch.compiler.is_compiling():
@@ -202,7 +219,7 @@ def _attach_policy(runtime: Runtime, module: nn.Module, inside: torch.dtype, aro
 
 
 class _CastBuffers:
-    """Floating-point buffers (not fp64, fp8, fp4) in the dtype in which their module computes; `remove` gives them back their own."""
+    """Casts floating-point buffers (not fp64, fp8, fp4) to the dtype of their module; `remove` restores their dtypes."""
 
     def __init__(self, model: nn.Module, config: Config) -> None:
         default = None if config.precision == "fp32" else config.compute_dtype
@@ -218,13 +235,13 @@ class _CastBuffers:
         _cast_entries(wanted)
 
     def remove(self) -> None:
-        """The inverse, on close: dtypes as given; what was rounded stays so."""
+        """Restore the buffers' dtypes on close; values that were rounded stay rounded."""
         _cast_entries(self._given)
 
 
 def _cast_entries(entries: list[tuple[dict, str, torch.dtype]]) -> None:
-    """Cast tensors in dictionaries; one that several hold stays one."""
-    cast: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}  # with what was cast: its id stays its own
+    """Cast tensors in dictionaries; a tensor that several dictionaries hold is cast once and stays shared."""
+    cast: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}  # holds the original, so that its id is not reused
     for holder, name, dtype in entries:
         given = holder[name]
         holder[name] = cast.setdefault((id(given), dtype), (given, given.to(dtype)))[1]

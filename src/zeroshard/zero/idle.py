@@ -1,4 +1,4 @@
-"""The time between steps, in which alone states can be saved, loaded, streamed and moved away."""
+"""Check for verbs that save, load, stream or move states, which is possible only between steps."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from .runtime import Runtime
 
 
 def check_idle(runtime: Runtime, verb: str, also_moved: bool = False) -> None:
-    """Raise where a verb for the time between steps is called inside a forward, a backward, zs.gathered or zs.join.
+    """Raise ZeroshardError if `verb` is called inside a forward, a backward, zs.gathered or zs.join: it needs all states at rest.
 
-    also_moved: states that zs.offload_states has moved away are no obstacle.
+    also_moved: allow states that zs.offload_states has moved away.
     """
     runtime.attendance.refuse(verb)
     runtime.recover()

@@ -1,11 +1,12 @@
-"""Born sharded: parameters that never exist whole on any rank.
+"""Construction of models whose parameters are sharded from the start: a whole model exists on no rank.
 
-    with zs.init(stage=3): model = Net()      each parameter is cut the moment it is registered
+
+    with zs.init(stage=3): model = Net()      each parameter is cut as soon as it is registered
     zs.shard(meta_model, opt, weights=dir)    built on the meta device, slices streamed from safetensors
     zs.shard(meta_model, opt)                 built on the meta device, initialised module by module
 
-Random initialisation draws the whole of one parameter at a time and keeps a slice, so the generator advances as on
-one process and the values are the same bits. Peak: one parameter, not one model.
+Random initialisation draws one whole parameter at a time and keeps a slice of it, so that the generator advances as on
+one process and the values are equal bit for bit. Peak memory: one whole parameter.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ if TYPE_CHECKING:
 
     from ..options import ShardOptions
 
-_UNCUT = (ShardedTensor, torch_compat.UninitializedTensorMixin)  # what has no shape is whole when it gets one
-_numbers = itertools.count()  # of births: in the same order on every rank, ranks as threads included
+_UNCUT = (ShardedTensor, torch_compat.UninitializedTensorMixin)  # a lazy parameter stays uncut: it has no shape yet
+_numbers = itertools.count()  # number of births so far: in the same order on every rank, also if ranks are threads
 
 
 class BirthHome:
-    """Home of a parameter between its birth and zs.shard: an even cut of its flattened elements."""
+    """Home of a parameter from its birth to zs.shard: its flattened elements are cut evenly over ranks."""
 
     undivided = False
 
@@ -56,30 +57,30 @@ class BirthHome:
         self.start, self.stop = self.cut(comm.rank)
 
     def cut(self, rank: int) -> tuple[int, int]:
-        """[start, stop) of the elements of a rank; (0, 0) where it has none."""
+        """Return [start, stop) of a rank's elements of the flattened parameter; (0, 0) if it has none."""
         start = rank * self.part
         return (start, min(start + self.part, self.numel)) if start < self.numel else (0, 0)
 
     def before_write(self) -> None:
-        """The slice is this rank's own memory: nothing to wait for."""
+        """Do nothing: no other rank reads the slice."""
 
     def fetch(self, gradient: bool) -> Tensor:
         raise AssertionError("the slice is held")
 
     def after_write(self, local: Tensor, offset: int = 0) -> None:
-        """No masters yet."""
+        """Do nothing: there are no masters yet."""
 
     def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
         raise AssertionError("there is no gradient yet")
 
     def before_meeting(self, what: str) -> None:
-        """All ranks build the model."""
+        """Do nothing: all ranks take part, as they build the same model."""
 
     def gather_local(self, local: Tensor) -> Tensor:
         return gather_flat(self.comm, local, f"full tensor of {self.name}")
 
     def copy_of(self, param: ShardedParameter) -> ShardedParameter:
-        """Another parameter of the same value, cut alike."""
+        """Return another parameter of the same value, cut alike."""
         home = BirthHome(self.comm, self.name, param.numel())
         return ShardedParameter(param._local.clone(), tuple(param.shape), home, param.requires_grad)
 
@@ -91,7 +92,7 @@ class BirthHome:
             raise ShardedAccessError(f"{self.name} takes no gradient before zs.shard(model, optimizer).")
 
     def adopt(self, hook: Callable) -> Callable:
-        return hook  # zs.shard takes it along
+        return hook  # zs.shard moves it to the compute parameter
 
     def arrival(self, sliced: bool) -> Callable[[Tensor], Tensor]:
         def arrive(_: Tensor) -> Tensor:
@@ -100,11 +101,12 @@ class BirthHome:
         return arrive
 
     def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """While the model is made, on all ranks alike, what slices do not allow is computed of whole values (collective).
+        """Compute an operation on whole values where slices do not allow it, while all ranks build the model (collective).
 
-        An initialisation reads what a parametrization computes, outside of zs.gathered too. Not where autograd would go on from it.
+        Initialisations read the results of parametrizations, also outside of zs.gathered. Return NotImplemented outside of
+        `init`, and with gradients enabled, since no gradient could reach the slice.
         """
-        if func is torch.clone or not _here.inits or torch.is_grad_enabled():  # clone: what full_tensor() asks for first
+        if func is torch.clone or not _here.inits or torch.is_grad_enabled():  # full_tensor() itself calls clone
             return NotImplemented
         try:
             with torch_compat.DisableTorchFunctionSubclass():
@@ -116,7 +118,7 @@ class BirthHome:
             return func(*args, **kwargs)
 
     def assign(self, param: Tensor, value: Tensor) -> None:
-        """`param.data = value`, of any shape and dtype: a sharded value is taken as it is, a whole one is cut."""
+        """Carry out `param.data = value`, of any shape and dtype: a sharded value is used as it is, a whole one is cut."""
         if not isinstance(value, ShardedTensor):
             home = BirthHome(self.comm, self.name, value.numel())
             local = value.detach().reshape(-1)[home.start : home.stop].clone()
@@ -126,7 +128,7 @@ class BirthHome:
 
 
 def _born(comm: Comm, module: nn.Module, name: str, param: nn.Parameter | None, dtype: torch.dtype | None) -> nn.Parameter | None:
-    """The parameter cut: the same object where torch allows that. None for what is not to be cut."""
+    """Cut a parameter, and return it: the same object where torch allows that. Return None if it is not to be cut."""
     if param is None or param.is_meta or isinstance(param, _UNCUT) or id(param) in whole_now:
         return None
     home, given = BirthHome(comm, f"{type(module).__name__}.{name}", param.numel()), attributes_of(param)
@@ -134,14 +136,14 @@ def _born(comm: Comm, module: nn.Module, name: str, param: nn.Parameter | None, 
     local = local.to(casts_to(local.dtype, dtype))
     home.origin = Origin(param, local)
     born = ShardedParameter(local, tuple(param.shape), home, param.requires_grad)
-    if swap(param, born):  # the user's object: registered again, it is the same one
+    if swap(param, born):  # keeps the user's object, so that registering it again makes a tie
         born = param  # type: ignore[assignment]
     born.__dict__.update(given)
     return born  # type: ignore[return-value]
 
 
 def cut_module(module: nn.Module, comm: Comm) -> None:
-    """Cut the parameters of a module that there is, as if it had been made under `init`: rank 0's values (collective)."""
+    """Cut the parameters of an existing module as if it had been made under `init`, with rank 0's values (collective)."""
     params = [(n, p) for n, p in module.named_parameters() if id(p) not in whole_now]
     agree_on_values(comm, [(n, p) for n, p in params if not (p.is_meta or isinstance(p, _UNCUT))])
     cut: dict[int, nn.Parameter] = {}
@@ -156,15 +158,15 @@ def cut_module(module: nn.Module, comm: Comm) -> None:
 def init(
     config: Config | None = None, *, comm: object = None, dtype: torch.dtype | None = None, **options: Unpack[ShardOptions]
 ) -> Iterator[None]:
-    """Construct a model with its parameters sharded from the start (stages whose parameters are sharded).
+    """Inside this context each parameter is sharded as soon as it is made, so that no rank holds the whole model.
 
-    Give the same stage (and comm) to zs.shard afterwards. Values equal, bit for bit, those of one process with the
-    same seed: every rank must have the same seed here. ZeRO-Infinity, arXiv 2104.07857, section 7.2.
+    It is for stages that shard parameters. Give the same stage (and comm) to zs.shard afterwards. Every rank must have the same
+    seed here; values then equal, bit for bit, those of one process with that seed. Parameters are made on torch's default device
+    (`with torch.device("cuda"), zs.init(...)`); a model made on the host can be moved by `model.cuda()` before zs.shard. Source:
+    ZeRO-Infinity, arXiv 2104.07857, section 7.2.
 
-    dtype: of floating-point parameters, in which what follows initialises them; None: as they are made.
-
-    Parameters are born on torch's default device (`with torch.device("cuda"), zs.init(...)`); a model that is born on the
-    host can be moved before zs.shard, as ever: `model.cuda()`.
+    Args:
+        dtype: dtype of floating-point parameters, in which they are initialised; None: as the model makes them.
     """
     config = Config.build(config, **options)
     group = backend_select.current(comm, talking_device(torch.get_default_device()), config.stall_timeout_s)  # type: ignore[arg-type]
@@ -182,7 +184,7 @@ def init(
         yield
         return
     with _open:
-        if not _cuts:  # torch goes through its hooks while other threads register parameters: one for all of them
+        if not _cuts:  # one hook for all threads: torch iterates its hooks while other threads register parameters
             _handles.append(register_module_parameter_registration_hook(_cut))
         _cuts.append(cut)
     _here.inits += 1
@@ -197,9 +199,9 @@ def init(
 
 
 class _Here(threading.local):
-    """late: what this thread is to cut at the end of `whole_births`: (ranks, module, name, dtype); None outside of it.
+    """State of a thread. inits: number of `init` contexts that it is in.
 
-    inits: how many `init` contexts it is in.
+    late: parameters that it cuts at the end of `whole_births`, as (comm, module, name, dtype); None outside of it.
     """
 
     inits = 0
@@ -211,11 +213,11 @@ _here = _Here()
 
 @contextlib.contextmanager
 def whole_births() -> Iterator[None]:
-    """Parameters that are registered inside are cut at its end (collective, where there are any): rank 0's values.
+    """Delay the cut of parameters that are registered inside to its end (collective if there are any), with rank 0's values.
 
-    Inside of zs.gathered a program makes new parameters of gathered ones, and computes with both (torch.nn.utils.weight_norm).
+    Inside zs.gathered a program makes new parameters of gathered ones, and computes with both (torch.nn.utils.weight_norm).
     """
-    if _here.late is not None:  # the outermost one cuts them
+    if _here.late is not None:  # the outermost `whole_births` cuts them
         yield
         return
     _here.late = []
@@ -246,7 +248,7 @@ def _cut_late(comm: Comm, late: list[tuple[Comm, nn.Module, str, torch.dtype | N
 
 
 _open = threading.Lock()
-_cuts: list[Callable[[nn.Module, str, Any], Any]] = []  # of each `with` block there is, on any thread
+_cuts: list[Callable[[nn.Module, str, Any], Any]] = []  # one for each open `init` context, on any thread
 _handles: list[Any] = []
 
 
@@ -259,7 +261,7 @@ def _cut(module: nn.Module, name: str, param: Any) -> Any:
 
 
 def materialise_buffers(model: nn.Module, device: torch.device) -> list[str]:
-    """Give meta buffers memory; the names of those whose values are now undefined."""
+    """Allocate meta buffers on the device, and return their names: their values are undefined."""
     names = []
     for prefix, module in model.named_modules():
         for name, buffer in torch_compat.own_buffers(module).items():
@@ -270,7 +272,7 @@ def materialise_buffers(model: nn.Module, device: torch.device) -> list[str]:
 
 
 def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
-    """Every module once, each after its children."""
+    """Yield every module once, each after its children."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -282,9 +284,9 @@ def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
 def initialise(model: nn.Module, meta_names: set[str], undefined_buffers: list[str]) -> None:
     """Initialise a model that was built on the meta device, in the order in which its constructor would have.
 
-    Modules with `reset_parameters` that hold any of these are reset, children before parents, as constructors do it;
-    then a model with `_init_weights` has it applied to every module, as constructors commonly do last (where only buffers are
-    undefined, to the modules that have them). Raises ShardedAccessError for parameters and buffers that nothing initialises.
+    First, modules with `reset_parameters` that hold any of these tensors are reset, children before parents, as in constructors.
+    Then `_init_weights`, if the model has it, is applied to every module, as constructors commonly do last (if only buffers are
+    undefined, to the modules that hold them). Raise ShardedAccessError for parameters and buffers that nothing initialises.
     """
     covered: set[str] = set()
     wanted = meta_names | set(undefined_buffers)
@@ -308,7 +310,7 @@ def initialise(model: nn.Module, meta_names: set[str], undefined_buffers: list[s
 
 @torch.no_grad()
 def _init_weights(model: nn.Module, everywhere: bool, undefined: set[str]) -> set[str]:
-    """Let a model's own `_init_weights` initialise its modules, or those with undefined buffers; which of them it wrote."""
+    """Apply the model's `_init_weights` to its modules, or to those with undefined buffers; return which of these it wrote."""
     holders = {id(model.get_submodule(name.rpartition(".")[0])) for name in undefined}
     before = {name: (buffer, _writes(buffer)) for name, buffer in model.named_buffers() if name in undefined}
     for module in model.modules() if not everywhere else ():
@@ -321,12 +323,12 @@ def _init_weights(model: nn.Module, everywhere: bool, undefined: set[str]) -> se
 
 
 def _writes(buffer: Tensor) -> int:
-    """How often it has been written in place, where torch counts that."""
+    """Return the version counter of a buffer, 0 for an inference tensor, which has none."""
     return 0 if buffer.is_inference() else torch_compat.version(buffer)
 
 
 def _refusal(missing: list[str], parameters: bool) -> str:
-    """What to do about it. parameters: there are some among what is missing."""
+    """Return the error's text, with a remedy. parameters: some of the missing names are parameters."""
     what = f"nothing initialises {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''} of this meta-device model"
     if parameters:
         return f"{what}. Give the module a reset_parameters(), pass weights=<a checkpoint>, or build under zs.init()."

@@ -1,7 +1,7 @@
-"""Masters: what the optimizer steps in place of values of low precision (or out of its reach), and how they follow writes.
+"""Master weights: the optimizer steps them in place of values of low precision (or out of its reach).
 
 the user writes w1      values  w0 [w1] w2      `dirty`: w1
-follow                  masters w0 [w1] w2      before each step and wherever masters are looked at
+follow                  masters w0 [w1] w2      copied before each step and before any read of masters
 """
 
 from __future__ import annotations
@@ -16,32 +16,33 @@ from ..utils import torch_compat
 
 
 class Masters:
-    """Of one group. rest: the shard's or (whole) the whole buffer's masters; None where the values themselves are stepped.
+    """Master weights of one group, and which parameters were written since they were last updated.
 
-    dirty: parameters written since masters last followed. versions: of replicated parameters, as last seen.
+    rest: masters of the shard or, if `whole`, of the whole buffer; None if the optimizer steps the values themselves.
+    dirty: parameters written since the last `follow`. versions: last known version counters of replicated parameters.
     """
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self.rest: Rest | None = None
-        self.whole = False  # what is stepped is the whole buffer: the optimizer is replicated
+        self.whole = False  # the optimizer is replicated, and steps the whole buffer
         self.dirty: set[int] = set()
         self.versions: list[int] = []
 
     @property
     def stepped(self) -> Rest:
-        """Masters where there are any, else the values at rest."""
+        """Tensor at rest that the optimizer steps: masters if there are any, else the values."""
         return self.rest if self.rest is not None else self.group.values.rest
 
     def precise(self) -> Tensor | None:
-        """The shard (shard_numel,) as exactly as it is held, where that is more than its values, and on the device."""
+        """Return the shard's masters (shard_numel,); None if there are none, or they are whole, off the device or out of date."""
         rest, runtime = self.rest, self.group.runtime
         if rest is None or self.whole or not rest.resident or runtime is None or runtime.config.delayed_update is not None:
             return None
         return None if self.outdated() else rest.load(0, rest.numel)
 
     def range(self, index: int) -> tuple[int, int]:
-        """[start, stop) of a parameter in what is stepped, with the padding that follows it."""
+        """Return [start, stop) of a parameter in `stepped`, with the padding that follows it."""
         layout, slot = self.group.layout, self.group.layout.slots[index]
         stop = round_up(slot.stop, ALIGNMENT)
         if self.whole:
@@ -51,31 +52,31 @@ class Masters:
         return (start - begin, stop - begin) if start < stop else (0, 0)
 
     def slice(self, index: int) -> tuple[Rest, int]:
-        """Where this rank's slice of a parameter rests most exactly, and the first element there."""
+        """Return `stepped` and the position in it of this rank's slice of a parameter."""
         home = self.group.homes[index]
         at_offset = self.whole and self.rest is not None
         return self.stepped, self.group.layout.slots[index].offset + home.start if at_offset else home.begin
 
     def unseen(self) -> list[int]:
-        """Replicated parameters that were written past zeroshard and not `seen` yet."""
-        if self.group.unit.pinned:  # inside zs.gathered parameters count other writes
+        """Return the replicated parameters that the program has written directly and that were not `seen` yet."""
+        if self.group.unit.pinned:  # inside zs.gathered version counters are those of the copies
             return []
-        pairs = zip(self.group.params, self.versions, strict=False)  # of sharded ones no versions are kept
+        pairs = zip(self.group.params, self.versions, strict=False)  # `versions` is empty for a sharded group
         return [index for index, (param, version) in enumerate(pairs) if torch_compat.version(param) != version]
 
     def seen(self, index: int) -> None:
-        """A parameter was written: its master is to follow."""
+        """Mark a parameter as written, so that the next `follow` updates its master."""
         self.versions[index] = torch_compat.version(self.group.params[index])
         self.dirty.add(index)
 
     def outdated(self) -> bool:
-        """Whether anything was written since masters last followed."""
+        """Return whether any parameter was written since the last `follow`."""
         for index in self.unseen():
             self.seen(index)
         return bool(self.dirty)
 
     def follow(self) -> None:
-        """Take over what was written into values."""
+        """Copy written parameters from the values into the masters."""
         values, rest = self.group.values, self.rest
         for index in self.dirty:
             if rest is None:
@@ -85,7 +86,7 @@ class Masters:
         self.dirty.clear()
 
     def written(self, index: int) -> None:
-        """A parameter and its master have been written alike."""
+        """Record that a parameter and its master have been written with the same value."""
         if self.versions:
             self.versions[index] = torch_compat.version(self.group.params[index])
         self.dirty.discard(index)

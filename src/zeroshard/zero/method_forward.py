@@ -1,4 +1,4 @@
-"""Methods of a module, other than `forward`, that compute with its parameters (`zs.register_forward`)."""
+"""Registration of methods other than `forward` that compute with a module's parameters (`zs.register_forward`)."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ..utils.torch_compat import original
 
 
 def register_forward(module: nn.Module, name: str) -> None:
-    """Make a call of the method `module.<name>` a forward of the module: its parameters are gathered, its hooks run.
+    """Make a call of the method `module.<name>` a forward of the module: its parameters are gathered and its hooks run.
 
-    At stage 3 parameters are whole only inside of the forward of their module; a method of another name (`model.encode(x)`)
-    that a program calls by itself would find slices. At every stage it makes the method's inputs and outputs those of a forward:
-    they are cast, and in fp16 the loss scale enters by them. FSDP2 has `register_fsdp_forward_method` for this.
+    At stage 3 parameters are whole only inside of their module's forward. A method of another name that a program calls by itself
+    (`model.encode(x)`) would find slices. At every stage the method's inputs and outputs then count as those of a forward: they
+    are cast, and in fp16 the loss scale enters by them. FSDP2 has `register_fsdp_forward_method` for this.
 
-    Call it on every rank, before or after zs.shard. In a forward of the module, in methods that it calls, and while torch.compile
-    traces, the method runs as it ever did. In a model that is not sharded only the module's own forward hooks see the calls.
-    Registering a method again changes nothing. A deep copy of the module has its methods registered as well.
+    Call it on every rank, before or after zs.shard. Inside of a forward of the module, in methods that it calls, and while
+    torch.compile traces, the method runs as before. In a model that is not sharded only the module's own forward hooks see the
+    calls. Registering a method again changes nothing, and a deep copy of the module has its methods registered as well.
 
     Args:
-        module: the one whose parameters the method uses: its own and those of modules inside of it.
-        name: of the method; its arguments and what it returns are its own.
+        module: the module whose parameters the method uses, with those of the modules inside of it.
+        name: the name of the method.
 
     Raises:
-        ConfigError: the module has no such method; it is `forward`, which needs no registration; or it is a generator or a
+        ConfigError: the module has no such method; or it is `forward`, which needs no registration; or it is a generator or
             coroutine, most of which runs after its call is over: register what it calls at each turn.
 
     Example::
@@ -57,18 +57,18 @@ def register_forward(module: nn.Module, name: str) -> None:
 
 
 class MethodForward:
-    """Stands in a module for one of its methods; a call of it is a call of the module, in which the method is the forward.
+    """Replacement, in a module, of one of its methods: a call of it calls the module, with the method as the forward.
 
-    given: what stood in the instance under this name, where it is no method of the class.
+    given: the attribute of this name in the instance's `__dict__`, None if the method is one of the class.
     """
 
     def __init__(self, module: nn.Module, name: str, given: Any) -> None:
-        # a bound method of it would be pickled by its name: as this object
+        # no bound method is kept here: it would be pickled by its name, which is now that of this object
         self.module, self.name, self.given = module, name, given
 
     @property
     def __wrapped__(self) -> Any:
-        """The method itself, as `inspect` asks for it."""
+        """The replaced method, under the name by which `inspect` finds it."""
         if self.given is not None:
             return self.given
         return inspect.getattr_static(type(self.module), self.name).__get__(self.module, type(self.module))
@@ -81,7 +81,7 @@ class MethodForward:
         before = {"forward": instance["forward"]} if "forward" in instance else {}
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            put_back()  # the method may call the module's forward
+            put_back()  # first: the method may call the module's own forward
             return method(*args, **kwargs)
 
         def put_back() -> None:

@@ -1,7 +1,7 @@
-"""How far training has come, as a checkpoint keeps it: steps, and the loss scale of fp16.
+"""Progress of training, as a checkpoint keeps it: the number of steps, and the loss scale of fp16.
 
-The ordinary loop calls `loss.backward()` on an unscaled loss, so the scale is applied where the gradient enters the
-model: outputs leave in fp32, and the gradient that comes back for them is multiplied there, still in fp32.
+The ordinary loop calls `loss.backward()` on an unscaled loss, so the scale is applied where gradients enter the model:
+outputs leave it in fp32, and their gradients are multiplied by the scale, still in fp32.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from ..config import Config
 
 
 class LossScaler:
-    """The loss scale: fixed, or dynamic, halved by overflows and doubled after `loss_scale_window` good steps.
+    """The loss scale: fixed, or dynamic: halved by overflows and doubled after `loss_scale_window` good steps.
 
-    good_steps: since the last change or overflow; below 0 while they do not count yet (loss_scale_delay).
-    patience:   the scale is halved by the overflow that finds 1.
+    good_steps: number of good steps since the last change or overflow; starts at -loss_scale_delay.
+    patience:   number of overflows until the scale is halved (loss_scale_hysteresis).
     """
 
     def __init__(self, config: Config) -> None:
@@ -24,7 +24,7 @@ class LossScaler:
         self.good_steps, self.patience = -config.loss_scale_delay, config.loss_scale_hysteresis
 
     def update(self, overflow: bool) -> None:
-        """Note one step; every rank must pass the same value."""
+        """Update the scale after one step; every rank must pass the same value."""
         config = self.config
         if not self.dynamic:
             return
@@ -43,12 +43,12 @@ class LossScaler:
             self.patience = config.loss_scale_hysteresis
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint. Of patience only what is not that of the start."""
+        """Return the state for a checkpoint; `patience` is in it only if it differs from its initial value."""
         spent = {} if self.patience == self.config.loss_scale_hysteresis else {"patience": self.patience}
         return {"scale": self.scale, "good_steps": self.good_steps, **spent}
 
     def load(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`. A fixed scale stays that of the configuration."""
+        """Load a `state`. A fixed scale stays that of the configuration."""
         if self.dynamic:
             self.scale, self.good_steps = state["scale"], state["good_steps"]
             hysteresis = self.config.loss_scale_hysteresis
@@ -56,7 +56,7 @@ class LossScaler:
 
 
 class Progress:
-    """steps: that were taken, not skipped; scaler: None unless precision is fp16."""
+    """Progress of training. steps: number of steps taken, without skipped ones. scaler: None unless precision is fp16."""
 
     def __init__(self, config: Config) -> None:
         self.steps = 0
@@ -66,21 +66,21 @@ class Progress:
 
     @property
     def loss_scale(self) -> float:
-        """What gradients are multiplied by as they enter the model; 1 without a scaler."""
+        """Factor by which gradients are multiplied as they enter the model; 1 without a scaler."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def note_step(self, skipped: bool) -> None:
-        """After each step, the same on every rank. skipped: for gradients that were not finite."""
+        """Count a step; every rank must pass the same value. skipped: the gradients were not finite."""
         self.steps += not skipped
         if self.scaler is not None:
             self.scaler.update(overflow=skipped)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint (docs/checkpoint-format.md, zeroshard.state)."""
+        """Return the state for a checkpoint (docs/checkpoint-format.md, zeroshard.state)."""
         return {"steps": self.steps, "scaler": None if self.scaler is None else self.scaler.state()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`."""
+        """Load a `state`."""
         self.steps = state["steps"]
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load(state["scaler"])

@@ -1,6 +1,6 @@
-"""Notices what was done to a model behind the library's back.
+"""Detects changes that a program makes to a sharded model directly.
 
-Parameters that came, went or got another dtype, and replicated ones into which ranks have written different values.
+It finds parameters that were added, removed or converted, and different values that ranks wrote to a replicated parameter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .unit import ParamGroup
 
 
 class ModelWatch:
-    """Looks at a model before each forward; microseconds where nothing has changed."""
+    """Checks the parameters of a model before each forward, in microseconds if nothing has changed."""
 
     def __init__(self, model: nn.Module, groups: list[ParamGroup]) -> None:
         self.model = model
@@ -29,10 +29,10 @@ class ModelWatch:
         self._dtypes = [param.dtype for param, _ in self._params]
 
     def check(self, gathered: bool, thoroughly: bool = False) -> None:
-        """Raise ModelChanged where parameters are not those of zs.shard() (a submodule may be wrapped).
+        """Raise ModelChanged if parameters are not those that zs.shard() installed (a submodule may have been wrapped since).
 
-        gathered: inside `zs.gathered`, where other tensors stand in their places. thoroughly: see also one that stands in the place
-            of another, which units notice when they are used; milliseconds.
+        gathered: inside `zs.gathered`, where modules hold other tensors. thoroughly: also detect a parameter that replaced
+            another one, in milliseconds; units detect it only when they are used.
         """
         with torch_compat.DisableTorchFunctionSubclass():  # looking at a sharded parameter takes microseconds otherwise
             dtypes = [param.dtype for param, _ in self._params]
@@ -61,7 +61,7 @@ class ModelWatch:
 
 
 class _Tree:
-    """The modules of a model and which parameters they have: seen in microseconds whether any came or went."""
+    """Snapshot of a model's modules and their numbers of parameters, compared with the model in microseconds."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
@@ -73,7 +73,7 @@ class _Tree:
         self._absent = [params for params, _ in absent], [name for _, name in absent]
 
     def stands(self) -> bool:
-        """True if every module has the children and the number of parameters that it had."""
+        """Return whether every module still has the children and the number of parameters of the snapshot."""
         return (
             all(modules == known for modules, known in self._children)
             and [*map(len, self._params)] == self._counts
@@ -82,9 +82,9 @@ class _Tree:
 
 
 class ValueWatch:
-    """Notices where ranks have written different values into a replicated parameter at rest, when they next meet.
+    """Detects, at the next exchange of ranks, that they have written different values to a replicated parameter at rest.
 
-    A look at version counters, and a number in a message that is sent anyway. Values are read where something was written.
+    It compares version counters, and adds a number to a message that is sent in any case. Values are read only if written.
     """
 
     def __init__(self, comm: Comm, groups: list[ParamGroup]) -> None:
@@ -94,14 +94,14 @@ class ValueWatch:
         self._written: list[tuple[ParamGroup, int]] = []
 
     def fingerprint(self) -> int:
-        """Of what this rank has written since ranks last agreed; 0: nothing."""
+        """Return a checksum of the parameters that this rank has written since the last `agree`; 0 if it has written none."""
         self._written = [(group, index) for group in self._groups for index in group.masters.unseen()]
         return zlib.crc32(_packed(self._sums())) + 1 if self._written else 0
 
     def agree(self, fingerprints: list[int] | None = None) -> None:
-        """Raise ModelMismatch on every rank where values differ (collective).
+        """Raise ModelMismatch on every rank if written values differ between ranks (collective).
 
-        fingerprints: of all ranks, where they have been exchanged.
+        fingerprints: those of all ranks, if they were exchanged already.
         """
         if not self._groups:
             return
@@ -114,13 +114,13 @@ class ValueWatch:
             group.masters.seen(index)
 
     def _sums(self, numbers: set[int] = frozenset()) -> dict[int, int]:  # type: ignore[assignment]
-        """By the parameter's number: of what was written, or of `numbers`."""
+        """Return number -> checksum of the parameters in `numbers`, or else of those that this rank has written."""
         wanted = numbers or {group.specs[index].number for group, index in self._written}
         named = [(s.number, p) for g in self._groups for s, p in zip(g.specs, g.params, strict=True)]
         return {number: _checksum(param) for number, param in named if number in wanted}
 
     def _compare(self) -> None:
-        """What any rank has written, on all ranks: some may have written what the others had."""
+        """Compare, on all ranks, every parameter that any rank has written (collective); equal values are no error."""
         everyone = self.comm.exchange(_packed(self._sums()), "values written at rest: which")
         numbers = {number for part in everyone for number, _ in struct.iter_unpack("<II", part)}
         everyone = self.comm.exchange(_packed(self._sums(numbers)), "values written at rest: compare")
@@ -149,7 +149,7 @@ _ROW_NBYTES = 256
 
 
 def _checksum(tensor: Tensor) -> int:
-    """Of a tensor's bits: sums of short rows at the speed of memory, and a CRC of these."""
+    """Return a checksum of a tensor's bits: the CRC of int64 sums of rows of _ROW_NBYTES, which run at memory bandwidth."""
     data = tensor.detach().reshape(-1).view(torch.uint8)
     head = data.numel() // _ROW_NBYTES * _ROW_NBYTES
     rows = data[:head].view(torch.int64).view(-1, _ROW_NBYTES // 8).sum(1)

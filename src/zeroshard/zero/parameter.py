@@ -1,4 +1,4 @@
-"""One parameter: as the model had it (`ParamSpec`), and where its slices belong (`ParamHome`)."""
+"""One parameter: its description as the model had it (`ParamSpec`), and the owner of its slices (`ParamHome`)."""
 
 from __future__ import annotations
 
@@ -22,77 +22,77 @@ from .user_hooks import adopted
 
 @dataclass(eq=False)
 class ParamSpec:
-    """One parameter as the model had it: its names, and every (module, attribute) that holds it (ties)."""
+    """Description of one parameter as the model had it, with every (module, attribute) that holds it (ties)."""
 
     name: str
     original: nn.Parameter
     owners: list[tuple[nn.Module, str]]
-    dtype: torch.dtype  # in which it rests and computes
+    dtype: torch.dtype  # dtype in which it rests and computes
     shape: tuple[int, ...]
     requires_grad: bool
-    given_dtype: torch.dtype  # in which the user gave it
-    number: int = -1  # position in the model, the bit in participation masks
-    distribution: Distribution | None = None  # over axes of the mesh that are not data-parallel; shape is that of the local shard
-    whole: bool = False  # at rest, on every rank, though others are sharded (Config.param_persistence_threshold)
-    counts: bool = True  # this rank's is the one that counts, of those that hold the same along these axes
+    given_dtype: torch.dtype  # dtype in which the user gave it
+    number: int = -1  # position in the model, and bit in the masks that ranks exchange at the end of backward
+    distribution: Distribution | None = None  # of a former DTensor, over model axes; `shape` is that of the local shard
+    whole: bool = False  # stays whole at rest, though others are sharded (Config.param_persistence_threshold)
+    counts: bool = True  # True on the one of the ranks with equal values along model axes that enters sums over ranks
 
     @property
     def part(self) -> Part | None:
-        """Which part of a larger parameter it is: a tile, or a shard of tensor parallelism. None: it is whole."""
+        """Part of a larger parameter that this one is (a tile, a shard of tensor parallelism), or None if it is whole."""
         return self.distribution.part if self.distribution is not None else part_of(*self.owners[0])
 
     def complete(self, value: Tensor) -> Tensor:
-        """The whole of a tensor of the parameter's shape (collective among ranks of tensor parallelism, where it is distributed)."""
+        """Return the whole of a tensor of the parameter's shape (collective over model axes if the parameter is distributed)."""
         return value if self.distribution is None else self.distribution.whole(value)
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Of the parameter that it is, or is a part of."""
+        """Shape of the whole parameter that this one is, or is a part of."""
         return self.shape if self.part is None else self.part.whole_shape
 
     @property
     def whole_name(self) -> str:
-        """Of the parameter that it is, or is a part of."""
+        """Name of the whole parameter that this one is, or is a part of."""
         return self.name if part_of(*self.owners[0]) is None else whole_name(self.name)
 
 
 class ParamHome:
-    """The Home (see tensor/sharded_tensor.py) of parameter `index` of a group, of its gradient and of its optimizer states."""
+    """Home (see tensor/sharded_tensor.py) of parameter `index` of a group, of its gradient and of its optimizer states."""
 
     def __init__(self, group: Any, index: int) -> None:
         self.group, self.index, self.comm = group, index, group.comm
         piece = group.layout.piece(index, group.comm.rank)
         self.name, self.start, self.stop = group.specs[index].name, piece.start, piece.stop
         self.piece = piece
-        self.begin, self.end = piece.shard_offset, piece.shard_offset + piece.numel  # in this rank's shard
+        self.begin, self.end = piece.shard_offset, piece.shard_offset + piece.numel  # the slice within this rank's shard
 
     def __reduce__(self) -> Any:
-        """Of a frozen parameter that somebody pickles: what comes back belongs to no sharded model."""
+        """Pickle as None: an unpickled frozen parameter belongs to no sharded model."""
         return type(None), ()
 
     def cut(self, rank: int) -> tuple[int, int]:
-        """[start, stop) of the elements of a rank; (0, 0) where it has none."""
+        """Return [start, stop) of a rank's elements of the flattened parameter; (0, 0) if it has none."""
         piece = self.group.layout.piece(self.index, rank)
         return piece.start, piece.stop
 
     def wrap(self, local: Tensor | None, dtype: torch.dtype) -> ShardedTensor:
-        """A sharded tensor of the parameter's shape over a local piece (None: over what is at rest, see `fetch`)."""
+        """Return a sharded tensor of the parameter's shape over a local slice (None: over the slice at rest, see `fetch`)."""
         return ShardedTensor(local, self.group.specs[self.index].shape, self, dtype=dtype, device=self.group.comm.device)
 
     @property
     def meeting(self) -> Comm:
-        """Of the ranks that measure the parameter together."""
+        """Communicator of the ranks that compute norms of the parameter together."""
         runtime = self.group.runtime
         return self.comm if runtime is None or runtime.topology.peers is runtime.comm else runtime.topology.peers
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's slice is one to be measured there; else another rank has it, too."""
+        """True if this rank's slice enters those norms; False if it is a copy of another rank's."""
         return self.meeting is self.comm or self.group.counts
 
     @property
     def distributed(self) -> bool:
-        """Whether the parameter is a part of a larger one, along tensor or expert parallelism."""
+        """True if the parameter is a part of a larger one, along tensor or expert parallelism."""
         distribution = self.group.specs[self.index].distribution
         return distribution is not None and distribution.part is not None
 
@@ -102,7 +102,7 @@ class ParamHome:
         return self.group.runtime is not None and self.group.runtime.account.weight != 0
 
     def fetch(self, gradient: bool) -> Tensor:
-        """This rank's slice of the value, or of the gradient: a view, or a copy of what rests elsewhere."""
+        """Return this rank's slice of the value, or of the gradient: a view, or a copy if it is offloaded."""
         return self.group.grads.load(self.begin, self.end) if gradient else self.group.values.rest.load(self.begin, self.end)
 
     def before_write(self) -> None:
@@ -129,18 +129,18 @@ class ParamHome:
     def gradient(self) -> Tensor | None:
         gradient, distribution = self.group.gradient(self.index), self.group.specs[self.index].distribution
         whole = distribution is not None and gradient is not None and not isinstance(gradient, ShardedTensor)
-        return distribution.wrap(gradient) if whole else gradient  # stage 0: torch's own norms are then those of all shards
+        return distribution.wrap(gradient) if whole else gradient  # stage 0: torch's own norms then cover all shards
 
     def set_gradient(self, value: Tensor | None) -> None:
         self.group.set_gradient(self.index, local_of(value))
 
     def assign(self, param: Tensor, value: Tensor) -> None:
-        """`param.data = value`: a write, since the parameter's memory is a part of the flat buffer."""
+        """Carry out `param.data = value` as a write in place, since the parameter's memory is a part of the flat buffer."""
         aliases = isinstance(value, ShardedTensor) and value._home is self and (value is param or value._of_parameter)
         if aliases and (value.shape, value.dtype) == (param.shape, param.dtype):
-            return  # what it is; what was computed from it has the same home
+            return  # the parameter itself; the other checks tell it from results computed from it, which have the same home
         if not isinstance(param, ShardedTensor) and not isinstance(value, ShardedTensor) and _is_same_memory(param, value):
-            return  # as of model.to() where it is; a write to that memory has counted by itself, and masters keep their digits
+            return  # as by model.to() to the same place: no write, so masters keep their digits; a real write was counted already
         if value.shape != param.shape:
             raise ModelChanged(
                 f"parameter {self.name} was resized from {tuple(param.shape)} to {tuple(value.shape)} after zs.shard(). Resize before "
@@ -162,7 +162,7 @@ class ParamHome:
             self.group.unit.writes,
             self.group.specs[self.index].shape,
         )
-        enters = not runtime.in_forward  # what a forward computes is scaled with its outputs
+        enters = not runtime.in_forward  # inside a forward the model's outputs get the loss scale
 
         def arrive(grad: Tensor) -> Tensor:
             grad = runtime.scale_entering(grad) if enters else grad
@@ -174,7 +174,7 @@ class ParamHome:
                     "Call backward first, or to_local() again."
                 )
             around = (self.start, math.prod(shape) - self.stop)
-            return F.pad(grad * self.comm.world_size, around).view(shape)  # the reduction divides what one rank alone has
+            return F.pad(grad * self.comm.world_size, around).view(shape)  # the reduction divides by world_size
 
         return arrive
 
@@ -186,7 +186,7 @@ class ParamHome:
 
 
 def gather_flat(comm: Comm, local: Tensor, label: str) -> Tensor:
-    """Every rank's 1-D tensor of any length, one behind the other, through the host (collective; for inspection)."""
+    """Return the ranks' 1-D tensors, of any lengths, concatenated in the order of ranks (collective, through the host)."""
     mine = local.detach().to("cpu").contiguous()
     everyone = comm.exchange(bytes(bytes_of(mine)), label)
     whole = torch.empty(sum(map(len, everyone)) // mine.itemsize, dtype=mine.dtype, device="cpu")

@@ -1,4 +1,4 @@
-"""Prefetch: the recorded order of units turned into gathers and fetches ahead of use, within buffers and a byte budget.
+"""Prefetch: gathers and fetches units ahead of use, in the recorded order, within buffers and a byte budget.
 
 compute   | F1 | F2 | F3 | ...
 gather    |G1 G2|G3 |              at each visit: fetch from other tiers as far as buffers allow, gather the next unit(s)
@@ -17,19 +17,19 @@ LOOKAHEAD = 8  # visits: bounds the host work when units are tiny
 
 
 class Prefetcher:
-    """Follows a schedule. `training` says which of its two records a visit belongs to."""
+    """Prefetches units in the order of a schedule. `training` selects one of its two records."""
 
     def __init__(self, units: list[Unit], schedule: Schedule, config: Config, comm: Comm, gather: Callable[[Unit], None]) -> None:
-        """gather: starts to gather a unit, on all ranks."""
+        """gather: function that starts to gather a unit, on all ranks."""
         self.units, self.schedule, self.config, self.comm, self.gather = units, schedule, config, comm, gather
         self._alone = comm.world_size == 1 and not comm.ordered
 
     def ahead(self, training: bool) -> None:
-        """Fetch from other tiers as far as buffers allow, and gather: the next unit, more within the budget."""
+        """Fetch the next units from other tiers as far as buffers allow; gather the next unit, and more within the budget."""
         if not self.config.overlap:
             return
         upcoming = [self.units[visit.unit] for visit in self.schedule.upcoming(training)[:LOOKAHEAD]]
-        upcoming = [unit for unit in dict.fromkeys(upcoming) if unit.phase is not Phase.READY]  # those are still in use
+        upcoming = [unit for unit in dict.fromkeys(upcoming) if unit.phase is not Phase.READY]  # READY ones are still in use
         for unit in upcoming:
             if not unit.fetch():
                 break
@@ -42,18 +42,18 @@ class Prefetcher:
                 self.gather(unit)
 
     def _gains_by_gathering(self, unit: Unit) -> bool:
-        """Whether an early gather is possible here and saves time.
+        """True if an early gather of the unit is possible and saves time.
 
-        Over shared memory a gather is a copy by this rank: nothing is won. What comes from another tier is gathered ahead
-        only where there are no peers: whether it has arrived is a matter of each rank's disk, and a gather that only some
-        ranks have begun could not be dropped again. Ordered comms gather it in `staged`.
+        Over shared memory a gather is a copy by this rank, so nothing is won. A unit that comes from another tier is gathered
+        ahead only without peers: its arrival depends on each rank's disk, and a gather that only some ranks have started
+        could not be dropped again. Ordered communicators gather it in `staged`.
         """
         if unit.staged:
             return unit.fetched and self._alone
         return unit.meets
 
     def staged(self, training: bool) -> None:
-        """Ordered comms: gather the next unit that rests elsewhere, now that the device has been given its work."""
+        """Gather the next unit if it rests on another tier, once the device has its work queued (ordered communicators only)."""
         if not self.comm.ordered or not self.config.overlap:
             return
         for visit in self.schedule.upcoming(training)[:1]:
@@ -62,6 +62,6 @@ class Prefetcher:
                 self.gather(unit)
 
     def lives_on(self, unit: Unit, training: bool) -> bool:
-        """After its forward: True if the unit is needed again at once, or before `max_live_parameters` elements were gathered."""
+        """True if, after its forward, the unit is used again at once or before `max_live_parameters` elements are gathered."""
         left = self.config.max_live_parameters - unit.gathered_numel
         return self.schedule.returns(unit.number, left, lambda other: self.units[other].gathered_numel, training)

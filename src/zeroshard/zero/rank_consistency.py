@@ -1,6 +1,6 @@
-"""Ranks agree before anything is changed: the same model, optimizer and options, and the same values.
+"""Checks, before a model is changed, that ranks have the same model, optimizer, options and values.
 
-The flat layout follows from all of these. Where one of them differs, ranks would add up different parameters.
+The flat layout follows from all of these: if one of them differed, ranks would reduce different parameters together.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ..tensor.sharded_tensor import ShardedTensor
 from .auto_wrap import find_blocks
 from .parameter import ParamSpec
 
-_PER_RANK = {"path", "offload_path"}  # each rank may have a disk of its own
+_PER_RANK = {"path", "offload_path"}  # options that may differ: each rank may have a disk of its own
 
 
 def check_same_model(
     comm: Comm, model: nn.Module, specs: list[ParamSpec], config: Config, optimizer: torch.optim.Optimizer | None,
     parts: list[list[int]] | None = None,
 ) -> None:  # fmt: skip
-    """Raise ModelMismatch on every rank if ranks differ, naming how each has what differs first (B15).
+    """Raise ModelMismatch on every rank if ranks differ, with each rank's version of the first difference (collective; B15).
 
-    parts: groups of a mesh.
+    parts: groups of ranks of the mesh.
     """
     if comm.world_size == 1 or comm.imagined:
         return
@@ -73,7 +73,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _optimizer(optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
-    """Its class, and the options of each parameter group that can be compared."""
+    """Yield texts of the optimizer's class, and of the comparable options of each parameter group."""
     if optimizer is None:
         yield "no optimizer"
         return
@@ -86,8 +86,8 @@ def _optimizer(optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
 
 
 def _comparable(value: Any) -> str | None:
-    """A text that is the same for the same option on every rank; None for what has no such text."""
-    if isinstance(value, Tensor):  # a learning rate that lies on the device
+    """Return a text of an option's value that is equal on ranks with equal values; None for a value that has no such text."""
+    if isinstance(value, Tensor):  # a learning rate on the device
         return str(value.tolist()) if not value.is_meta and value.numel() == 1 else None
     if isinstance(value, (list, tuple)):
         parts = [_comparable(part) for part in value]
@@ -96,7 +96,7 @@ def _comparable(value: Any) -> str | None:
 
 
 def _placed(specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
-    """In which group each parameter is: groups lie together in the layout."""
+    """Yield the optimizer group of each parameter, since the parameters of a group lie together in the layout."""
     groups = optimizer_groups(optimizer)
     for spec in specs if optimizer is not None else ():
         number = groups.get(id(spec.original))
@@ -104,7 +104,7 @@ def _placed(specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None) -> 
 
 
 def _options(model: nn.Module, config: Config) -> Iterator[str]:
-    """Field by field; a function that chooses units by what it chooses, since it has another address on each rank."""
+    """Yield texts of all options; of a function that chooses units its result, since its address differs between ranks."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if isinstance(value, Offload):
@@ -117,13 +117,13 @@ def _options(model: nn.Module, config: Config) -> Iterator[str]:
 
 
 def optimizer_groups(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
-    """id of each parameter -> index of its group."""
+    """Return id of each parameter -> index of its optimizer group."""
     groups = optimizer.param_groups if optimizer is not None else ()
     return {id(param): number for number, group in enumerate(groups) for param in group["params"]}
 
 
 def agree_on_values(comm: Comm, tensors: list[tuple[str, Tensor]]) -> list[str]:
-    """Give every rank rank 0's values where ranks differ; the names that differed. tensors: whole ones only."""
+    """Copy rank 0's values to ranks whose values differ (collective); return the names that differed. tensors: whole ones."""
     if comm.world_size == 1 or comm.imagined:
         return []
     sums = [zlib.crc32(_bytes(tensor)) for _, tensor in tensors]
@@ -141,9 +141,9 @@ def agree_on_values(comm: Comm, tensors: list[tuple[str, Tensor]]) -> list[str]:
 
 
 def check_replicas(comm: Comm, first: bool, tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise ModelMismatch, on all ranks, where what is not cut along model axes differs there (collective).
+    """Raise ModelMismatch, on all ranks, if tensors that model axes do not cut differ along these axes (collective).
 
-    comm: of all ranks of these parameters; first: this one is the first of its data-parallel ranks, which all take its values.
+    comm: all ranks with these tensors. first: this rank is the first of its data-parallel ranks, whose values the others copy.
     """
     mine = {name: (tuple(tensor.shape), zlib.crc32(_bytes(tensor))) for name, tensor in tensors} if first else None
     everyone = [told for told in exchange_values(comm, mine, "zs.shard: compare values along model axes") if told is not None]
@@ -157,7 +157,7 @@ def check_replicas(comm: Comm, first: bool, tensors: Sequence[tuple[str, Tensor]
 
 
 def distinct(value: Tensor, like: Tensor) -> Tensor:
-    """Of the rows that share memory in `like`, an expanded tensor, the first one of `value`: what can be written."""
+    """Return the elements of `value` that have memory of their own in `like`, an expanded tensor: the first of shared rows."""
     for dim, stride in enumerate(like.stride()):
         value = value.narrow(dim, 0, 1) if stride == 0 and like.shape[dim] > 1 else value
     return value

@@ -1,12 +1,12 @@
-"""The runtime: connects what happens in an nn.Module and in autograd to units and schedule.
+"""The runtime of a sharded model: drives units and schedule from the hooks of nn.Module and of autograd.
 
-    forward    pre-hook: gather, put compute parameters in        hook: take them out, release, watch the outputs
-    backward   gradient of an output: gather again                last gradient of the unit: reduce, release
-    its end    one callback: units without (all) gradients join with zeros, reductions are waited for
+    forward           pre-hook: gather the unit, put compute parameters in      hook: take them out, release, watch the outputs
+    backward          first gradient of an output: gather the unit again        last gradient of the unit: reduce, release
+    end of backward   one callback: reduce units without (all) gradients with zeros, wait for all reductions
 
-No wrapper module and no full-backward hooks. A unit that took no part on this rank but did on another joins the
-reduction with zeros: at the end of backward ranks exchange which units and parameters they had gradients for. What
-depends on the stage is in the units' placements, never here.
+There is no wrapper module and no full-backward hook. At the end of a backward ranks exchange which units and parameters
+they have gradients for; a unit that only other ranks used joins their reduction with zeros. Nothing here depends on
+the ZeRO stage: the units' placements carry that.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from .write_gate import WriteGate
 
 
 class Runtime:
-    """Everything that zeroshard keeps about one sharded model. `runtime_of(model)` finds it."""
+    """All state that zeroshard keeps for one sharded model; `runtime_of(model)` returns it."""
 
     def __init__(
         self, model: nn.Module, config: Config, topology: Topology, units: list[Unit], ledger: Ledger, pool: StagingPool,
         tiers: Tiers,
     ) -> None:  # fmt: skip
-        """world: all ranks of the mesh; comm: the data-parallel ones among them; shards: those among which a shard is one."""
+        """Set `world` (all ranks of the mesh), `comm` (its data-parallel ranks) and `shards` (the ranks that share one copy)."""
         self.model, self.config, self.topology, self.units, self.ledger, self.pool, self.tiers = (
             model, config, topology, units, ledger, pool, tiers,
         )  # fmt: skip
@@ -66,8 +66,8 @@ class Runtime:
             group.runtime = self
         self.moved = MovedStates(tiers)
         self.optimizer: Any = None
-        self.saver: Any = None  # of checkpoints
-        self.unusable = ""  # why, where a load ended half-way
+        self.saver: Any = None  # the background saver of checkpoints
+        self.unusable = ""  # reason why the model can not be used: a load that failed half-way
         self.gate = WriteGate(self)
         self.account = GradientAccount()
         self.attendance, self.frozen = Attendance(comm, units, self.account), Freezing(self.groups)
@@ -76,18 +76,18 @@ class Runtime:
         self.saved = SavedParameters(units)
         self.sync = True  # False inside zs.accumulate
         self.closed = False
-        self.end_answering = self.world.answer_for(self)  # to peers who ask what this rank does
+        self.end_answering = self.world.answer_for(self)  # stops the answers to peers who ask what this rank does
         self.progress = Progress(config)
         self.messages: deque[str] = deque(topology.notes, maxlen=100)
         self._model_watch = ModelWatch(model, self.groups)
         self.values = ValueWatch(comm, self.groups)
-        self._training = False  # inside a forward that was entered with gradients
-        self._running: list[FrameType | None] = []  # forwards of the whole model
-        self.backward: Backward | None = None  # the one that runs, or has failed and is not forgotten yet
-        self._given: list[Exchanged | None] = []  # their arguments, where some were cast
-        self._viewed: list[Unit] = []  # units whose forward returned views of their memory: gathered until the model's is over
-        self.handles: list[Any] = []  # hooks, for close
-        self.lend = torch.compiler.disable(self._lend)  # what a compiled block computes with others' parameters is not traced
+        self._training = False  # True inside a forward of the model that was entered with gradients enabled
+        self._running: list[FrameType | None] = []  # frames of the model's forwards that run now (they nest)
+        self.backward: Backward | None = None  # the one that runs, or one that failed and was not cleared yet
+        self._given: list[Exchanged | None] = []  # for each of `_running`: its arguments, None where none is cast
+        self._viewed: list[Unit] = []  # units whose forward returned views of their memory: see `lend_out`
+        self.handles: list[Any] = []  # handles of registered hooks, removed by zs.close
+        self.lend = torch.compiler.disable(self._lend)  # compiled blocks don't trace it
         self.compiled: list[tuple[nn.Module, Any]] = []
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -97,12 +97,12 @@ class Runtime:
         )
 
     def tell(self, message: str) -> None:
-        """Note a message for the report, once."""
+        """Add a message to the report, unless it is there already."""
         if message not in self.messages:
             self.messages.append(message)
 
     def check_model(self) -> None:
-        """Raise ModelChanged where the model's parameters are not those of zs.shard()."""
+        """Raise ModelChanged if the model's parameters are no longer the ones that zs.shard() installed."""
         gathered = any(unit.pinned for unit in self.units)
         self._model_watch.check(gathered, thoroughly=True)
         for unit in () if gathered else self.units:
@@ -110,18 +110,18 @@ class Runtime:
 
     @property
     def in_backward(self) -> bool:
-        """Inside a backward, or after one that has failed."""
+        """True from the first gradient of a backward to its end, and after a backward that failed until `recover`."""
         return self.backward is not None and self.backward.begun
 
     @property
     def in_forward(self) -> bool:
-        """While a forward runs, or is run again in a backward: operations with parameters compute with the gathered ones."""
+        """True while a forward runs, recomputation in backward included: operations then use the gathered parameters."""
         return bool(self._running) or any(unit.depth for unit in self.units) or (self.in_backward and in_backward())
 
     # -- forward ---------------------------------------------------------------------------------------------
 
     def root_enter(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Before the model's own forward: state left by a failed backward goes, inputs are cast."""
+        """Begin a forward of the model: clear the state of a failed backward, check the model, return the inputs, cast."""
         if self.closed:
             raise ModelClosed("this model was closed with zs.close(); zs.shard() it again to train it sharded.")
         if self.unusable:
@@ -142,8 +142,8 @@ class Runtime:
         return (args, kwargs) if given is None else given.value
 
     def root_exit(self, output: Any) -> Any:
-        """After the model's own forward: fp16 outputs leave as fp32, and their gradients enter scaled (None: by an exception)."""
-        del self._running[-1:]  # it may have been refused before it began
+        """End a forward of the model (output None: it raised). With fp16 return fp32 outputs, whose gradients get the scale."""
+        del self._running[-1:]  # a slice: the list is empty where `root_enter` raised
         for given in self._given[-1:]:
             self._given.pop()
             if given is not None:
@@ -161,27 +161,27 @@ class Runtime:
             return output
         if not self._running:
             return map_tensors(self._scale_gradient, cast_floating(output, torch.float32))
-        # inside of another of the same model: a backward that begins before that one has ended enters here, a later one by its output
+        # a forward nested in another of this model: only a backward that begins before the outer one ends enters by this output
         outer = weakref.ref(self._given[0])
         begins = lambda: bool(self._given) and self._given[0] is outer()  # noqa: E731
         return map_tensors(lambda tensor: self._scale_gradient(tensor, begins), output)
 
     def _received(self, given: Tensor) -> Tensor:
-        """An input of the model as its forward gets it. The gradient that leaves by it is free of the loss scale: it may enter again."""
+        """Return an input of the model, cast; its gradient leaves without the loss scale, as it may enter the model again."""
         if self.progress.scaler is not None and given.requires_grad and torch.is_grad_enabled() and not self._running:
             given = given.view_as(given)
             given.register_hook(lambda grad: grad / self.progress.loss_scale)
         return caster(self.config.compute_dtype)(given)
 
     def _scale_gradient(self, output: Tensor, begins: Callable[[], bool] = lambda: True) -> Tensor:
-        """An output of the model whose gradient will enter it scaled, where `begins` says so then."""
+        """Return the output with a hook that multiplies its gradient by the loss scale if `begins()` is true by then."""
         if output.requires_grad and torch.is_grad_enabled():
             output = output.view_as(output) if output.is_leaf else output
             output.register_hook(lambda grad: self._scale(grad) if begins() else grad)
         return output
 
     def scale_entering(self, grad: Tensor) -> Tensor:
-        """A gradient that enters the model by none of its outputs, as that of p.full_tensor() does."""
+        """Return, times the loss scale, a gradient that does not enter by an output of the model: that of p.full_tensor()."""
         return grad if self.progress.scaler is None else self._scale(grad)
 
     def _scale(self, grad: Tensor) -> Tensor:
@@ -189,13 +189,13 @@ class Runtime:
         return grad * self.progress.loss_scale
 
     def _reached(self, _: Tensor) -> None:
-        """A gradient enters the model: the backward that ends the step, not one that reentrant checkpointing nests in it."""
+        """Order the callback at the end of this backward: the one of the model's output, not a nested one (checkpoints)."""
         if self.closed:
             raise ModelClosed("backward() through a model that was closed with zs.close().")
         self._await_end()
 
     def enter(self, unit: Unit) -> None:
-        """A forward inside the unit begins."""
+        """Begin a forward inside the unit; the outermost one gathers it and puts its compute parameters into the modules."""
         if unit.depth == 0:
             gathers = unit.sharded and not unit.pinned
             if gathers:
@@ -212,14 +212,14 @@ class Runtime:
                 f"{unit.name}: torch.func differentiates a model of which each rank holds slices. Gather it around that: "
                 "`with zs.gathered(model):`."
             )
-        if not (self._running or self.in_backward):  # a part of the model by itself
+        if not (self._running or self.in_backward):  # the program called a submodule, not the model
             self.frozen.follow()
         self._open(unit, backward=unit.in_backward)
 
     def exit(self, unit: Unit, output: Any) -> Any:
-        """A forward inside the unit has ended (output None: by an exception). What it returns."""
+        """End a forward inside the unit (output None: it raised), release the unit, return the output with `_watch`'s hooks."""
         if unit.depth == 0:
-            return output  # it was refused before it began
+            return output  # `enter` raised
         unit.depth -= 1
         if unit.depth > 0:
             return output
@@ -236,7 +236,7 @@ class Runtime:
             self.prefetcher.staged(self._in_training())
             output = self._watch(unit, output, forward.first_node)
             if self.in_backward and unit.sharded and torch.is_grad_enabled() and not isinstance(unit.modules[0], Tile):
-                unit.in_backward = True  # recomputation: the unit's backward follows at once; before a tile's, other tiles'
+                unit.in_backward = True  # recomputed: its backward follows at once (not a tile's: other tiles come first)
         if unit.in_backward or not unit.sharded:
             return output
         unit.swap_out()
@@ -245,13 +245,13 @@ class Runtime:
         return output
 
     def _lend(self, unit: Unit, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """An operation with a parameter of the unit, as a forward of it; NotImplemented where no forward runs (nor is run again)."""
+        """Compute an operation on the unit's parameters as a forward of the unit; NotImplemented outside of any forward."""
         if unit.pinned or not self.in_forward:
             return NotImplemented
         return self.run_inside(unit, lambda *a, **k: func(*unit.as_computed(a), **unit.as_computed(k)), args, kwargs)
 
     def run_inside(self, unit: Unit, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """A forward of the unit that is not that of one of its modules: a compiled call, an operation with its parameters."""
+        """Call a function as a forward of the unit: a compiled call, or an operation with the unit's parameters."""
         outermost = unit.depth == 0
         self.enter(unit)
         output = None
@@ -264,11 +264,11 @@ class Runtime:
         return output
 
     def _in_training(self) -> bool:
-        """Which record a visit belongs to: reentrant checkpointing runs parts of a training step without gradients."""
+        """True in a training step, also where reentrant checkpointing disables gradients: the schedule has a record of each."""
         return torch.is_grad_enabled() or self._training or self.in_backward
 
     def mark_inputs(self, unit: Unit, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Units with frozen parameters: find out when their backward is over by marking the inputs."""
+        """Return the arguments, marked: their gradients tell when the backward of a unit with frozen parameters is over."""
         tensors = [t for t in find_tensors((args, kwargs)) if t.requires_grad and not isinstance(t, ShardedTensor)]
         if not tensors or not torch.is_grad_enabled() or not unit.sharded:
             return args, kwargs
@@ -282,7 +282,7 @@ class Runtime:
         return unit.inside.given.value
 
     def _open(self, unit: Unit, backward: bool) -> None:
-        """Make the unit usable now, and start the gathers of what comes next."""
+        """Gather the unit, put its compute parameters into the modules, and start to gather the units that follow."""
         if self.closed:
             raise ModelClosed("this model was closed with zs.close().")
         training = backward or self._in_training()
@@ -298,10 +298,10 @@ class Runtime:
         self.prefetcher.ahead(training)
 
     def _watch(self, unit: Unit, output: Any, first_node: int) -> Any:
-        """Let the first gradient that reaches an output of the unit gather it again; find out who refers to its memory.
+        """Let the first gradient that reaches an output gather the unit again; note whether anyone refers to its memory.
 
-        first_node: the number of the first node of autograd's graph that the forward has made. Returns the output; in place of a
-        parameter itself, whose memory is released, it has a view of it.
+        first_node: number of the first autograd node that this forward made. Returns the output, in which a parameter itself is
+        replaced by a view of it: the parameter's memory is released.
         """
         training, memories = torch.is_grad_enabled(), unit.memories
         if not (unit.sharded or unit.distributed) or not (training or memories):
@@ -325,15 +325,15 @@ class Runtime:
                 tensor.register_hook(arrived)
                 base = torch_compat.base(tensor)
                 if base is not None and base.grad_fn is not None:
-                    base.grad_fn.register_prehook(arrived)  # a view's hook is lost if the view is modified in place
+                    base.grad_fn.register_prehook(arrived)  # autograd drops a view's hook when the view is modified in place
         if not views and unit.referred and not (training and leads_to_all(first_node, tensors)):
-            unit.lent = True  # backward, or the program, may come to its memory when the unit is released
+            unit.lent = True  # backward or the program may read its memory after the unit's release
         return output
 
     def lend_out(self, unit: Unit) -> None:
-        """A forward of the unit returns views of its memory: they are used soon, so it stays gathered until the model's forward is over.
+        """Keep a unit gathered until the model's forward ends, since its own forward has returned views of its parameters.
 
-        What is saved of them until then is saved as parameters are. Views that live longer keep the memory, and the unit gets other.
+        Autograd saves these views as it saves parameters. Views that outlive the forward keep the memory; the unit gets other.
         """
         unit.lent = unit.lends = True
         if unit not in self._viewed:
@@ -355,19 +355,19 @@ class Runtime:
     # -- backward --------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Called by every event of backward; the first one orders the callback at its end."""
+        """Begin a backward, if none has begun: order the callback at its end. Every event of a backward calls this."""
         if self.backward is not None and self.backward.begun and self.backward.alive:
             return
         if self.closed:
             raise ModelClosed("backward() through a model that was closed with zs.close().")
         self.moved.check("parameters", "gradients")
         backward = self._await_end()
-        self.frozen.follow()  # as of now: also what was switched since the forward
+        self.frozen.follow()  # requires_grad may have been switched since the forward
         backward.begun = True
         self.before_gradients()
 
     def before_gradients(self) -> None:
-        """Gradients of a backward are about to be added: what is there becomes a multiple of the mean, as they are."""
+        """Bring reduced gradients to the scale of what a backward adds: with the loss scale, as a mean over all ranks."""
         if self.account.unscaled:
             self._unscale(False)
         if self.account.share != 1.0:
@@ -376,7 +376,7 @@ class Runtime:
         self.account.began()
 
     def _await_end(self) -> Backward:
-        """The backward that runs now: `end_backward` is called when it is over. What an earlier one left that failed goes."""
+        """Return the backward that runs now, at whose end autograd calls `end_backward`; clear an earlier one that failed."""
         if self.backward is not None and self.backward.alive:
             return self.backward
         if self.in_backward:
@@ -385,19 +385,19 @@ class Runtime:
         return self.backward
 
     def begin_unit_backward(self, unit: Unit) -> None:
-        """A gradient has reached an output of the unit."""
+        """Begin the unit's backward, as a gradient has reached one of its outputs: gather it again."""
         self.begin_backward()
         if unit.in_backward or unit.pinned:
             return
         unit.in_backward = True
         if unit.sharded:
             self._open(unit, backward=True)
-            # create_graph=True: what this backward computes is saved without hooks
+            # create_graph=True: autograd saves tensors of this backward without our hooks
             unit.lent = unit.lent or torch.is_grad_enabled()
-        unit.expose()  # what is computed again finds what was there
+        unit.expose()  # recomputation finds the parameters that the forward found
 
     def need(self, unit: Unit, seen: int) -> None:
-        """Autograd needs parameters of the unit that a forward has saved when they had been written `seen` times: they are there now."""
+        """Gather the unit for autograd, which saved its parameters when `unit.writes` was `seen`; raise if written since."""
         self._check_unwritten(unit, seen)
         if unit.phase is Phase.READY and unit.in_use:
             return
@@ -406,18 +406,18 @@ class Runtime:
                 f"{unit.name}: what autograd has saved of its parameters was asked for outside of a backward, where they are released."
             )
         self.begin_unit_backward(unit)
-        if unit.pinned:  # by zs.gathered, whose copies are others
+        if unit.pinned:  # inside zs.gathered, whose whole copies are other tensors than the saved ones
             self._open(unit, backward=True)
 
     def gradient(self, unit: Unit, group: ParamGroup, index: int, param: Tensor) -> None:
-        """The local gradient of one parameter is complete: it moves to the buffer that will be sent."""
+        """Move the complete local gradient of a parameter into the send buffer; reduce the unit if that was its last."""
         self.begin_backward()
         grad = local_grad(param)
         if grad is None:
             return
         clear_local_grad(param)
         grad = grad if grad.layout is torch.strided else grad.to_dense()
-        if torch.is_grad_enabled():  # create_graph=True
+        if torch.is_grad_enabled():  # create_graph=True: the gradient's own graph must not grow into the buffer
             with torch.no_grad():
                 self.reductions.take(unit, group, index, grad.detach(), self.sync)
         else:
@@ -442,7 +442,7 @@ class Runtime:
             unit.release()
 
     def end_backward(self) -> None:
-        """The end of backward: join what others reduced, wait for all reductions, release all units."""
+        """End a backward (collective): reduce units that only others used, wait for all reductions, release all units."""
         if self.progress.scaler is not None and self.reductions.touched and not (self.backward and self.backward.scaled):
             raise ZeroshardError(
                 "fp16: gradients reached the model by a way other than the outputs of its forward (an attribute, a "
@@ -460,7 +460,7 @@ class Runtime:
         self.account.ended()
 
     def unscale(self) -> None:
-        """Gradients are looked at: from here on they are free of the loss scale. Each rank by itself: a power of two is exact."""
+        """Divide gradients by the loss scale before they are read. No collective: the scale is a power of two, thus exact."""
         if self.progress.scaler is not None and not self.account.unscaled and not self.in_backward:
             self._unscale(True)
 
@@ -476,7 +476,7 @@ class Runtime:
 
     @torch.no_grad()
     def hold(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Local gradients of whole parameters, (parameter, gradient), that no backward of autograd brings: held as in zs.accumulate."""
+        """Add local gradients of whole parameters, as pairs (parameter, gradient), without autograd; held as in zs.accumulate."""
         self.before_gradients()
         self.account.held = True
         given = {id(param): grad for param, grad in gradients}
@@ -489,14 +489,14 @@ class Runtime:
         self.account.ended()
 
     def begin_reductions(self) -> None:
-        """Start to reduce what is held; `flush` waits for it, on all ranks."""
+        """Start to reduce the held gradients; `flush`, called on all ranks, waits for the reductions."""
         for unit in reversed(self.units):
             if any(group.gradients.holds for group in unit.trainable):
                 self.reductions.start(unit)
 
     @torch.no_grad()
     def reduce_all(self, agreed: Agreed | None = None) -> None:
-        """Reduce what backwards have left (collective), to the mean over the ranks that had a batch."""
+        """Reduce the gradients that backwards have left (collective), to the mean over the ranks that had a batch."""
         self.attendance.tell("reduce")
         self.reductions.finish(agreed)
         self.account.held = not self.sync
@@ -511,14 +511,14 @@ class Runtime:
     # -- the rest --------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Before shards are written: no unit keeps what was gathered or fetched from them."""
+        """Invalidate what units have gathered or fetched from their shards, since these are about to be written."""
         for unit in self.units:
             unit.outdate()
 
     def recover(self) -> None:
-        """Forget a backward that ended by an exception, and forwards that were interrupted, on whichever rank.
+        """Clear the state of a backward that raised and of forwards that were interrupted, whichever rank was the cause.
 
-        Torch tells of neither: of a forward it reports what is an Exception, which KeyboardInterrupt is not.
+        Torch reports neither: its forward hooks run after an Exception, but not after a KeyboardInterrupt.
         """
         interrupted = [frame for frame in self._running if frame is not None and ended(frame)]
         kept = [(frame, given) for frame, given in zip(self._running, self._given, strict=True) if frame not in interrupted]
@@ -529,7 +529,7 @@ class Runtime:
             self._leave_all()
 
     def _abandon(self) -> None:
-        """A backward ended by an exception: drop what it left, so that the next step starts clean."""
+        """Drop all gradients and gathered units that a backward left when it raised, so that the next step starts clean."""
         self.backward = None
         self.account.failed()
         self.reductions.clear()
@@ -549,7 +549,7 @@ class Runtime:
             unit.forget()
 
     def flush(self) -> None:
-        """Before gradients are used: reduce what zs.accumulate held back if no reduced backward followed (collective)."""
+        """Reduce what zs.accumulate held back, before gradients are used (collective); raise if a failed backward lost some."""
         self.moved.check("gradients")
         self.recover()
         if self.account.lost:
@@ -557,11 +557,11 @@ class Runtime:
                 "a backward failed after others since the last zero_grad, and the gradients of those went with it: call "
                 "optimizer.zero_grad() and run their batches again."
             )
-        if self.account.held:  # the same on every rank; whether it left gradients is not
+        if self.account.held:  # the same on every rank, while only some ranks may hold gradients
             self.reduce_all()
 
     def drop_gradients(self) -> None:
-        """zero_grad: no gradient remains, on any rank."""
+        """Drop all gradients, reduced and held back: `zero_grad(set_to_none=True)`."""
         self.moved.check("gradients")
         self.recover()
         self.forget_backwards()
@@ -572,7 +572,7 @@ class Runtime:
 
     @torch.no_grad()
     def zero_gradients(self) -> None:
-        """zero_grad(set_to_none=False): gradients there are become zeros; local sums held back are dropped."""
+        """Set reduced gradients to zero and drop held local sums: `zero_grad(set_to_none=False)`."""
         self.moved.check("gradients")
         self.recover()
         for group in self.groups:
@@ -584,14 +584,14 @@ class Runtime:
         self.forget_backwards(to_zeros=True)
 
     def forget_backwards(self, to_zeros: bool = False) -> None:
-        """What is known of the backwards since the last zero_grad; their gradients are the caller's."""
+        """Reset the account of backwards since the last zero_grad; the gradients themselves are left to the caller."""
         self.account.zeroed(holding=not self.sync)
         self.attendance.zeroed[to_zeros] += 1
         self.reductions.touched = set()
 
 
 def runtime_of(model: nn.Module) -> Runtime:
-    """The runtime of a sharded model. Raises ZeroshardError for one that is not sharded, TypeError for what is no model."""
+    """Return the runtime of a sharded model. Raise ZeroshardError if it is not sharded, TypeError if it is no nn.Module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module that was given to zs.shard(), got {type(model).__name__}.")
     runtime = model.__dict__.get("_zeroshard")

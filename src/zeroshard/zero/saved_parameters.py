@@ -1,14 +1,14 @@
-"""What autograd saves of gathered parameters: no memory, but where in which unit it was. Backward gathers the unit on demand.
+"""Saved-tensor hooks: autograd saves a handle in place of a gathered parameter, and backward gathers the unit on demand.
 
     forward     pack      a parameter, or a view of one -> SavedParameter (unit, offset, shape, strides)
-    backward    restore   SavedParameter -> the same view of the unit's memory, which is gathered where it was released
+    backward    restore   SavedParameter -> the same view of the unit's memory, which is gathered if it was released
 
-So it does not matter by which path backward comes to an operation: through the unit's outputs, which gathers the unit ahead of
-the operation, or past them, through a loss that a module keeps as an attribute. Activations are saved as outside of the unit.
+So backward may reach an operation by any path: through the unit's outputs, whose hooks gather the unit ahead of the operation,
+or past them, through a loss that a module keeps as an attribute. Activations are saved as they are outside of the unit.
 
-What does not pass these hooks (a function that keeps a parameter in its `ctx` without `save_for_backward`, hooks of a user inside of
-the unit's forward) refers to the memory itself. Such references are counted (`ParamGroup.referred`), and memory that backward might
-reach unseen is left to those who refer to it.
+Some code bypasses these hooks (a function that keeps a parameter in its `ctx` without `save_for_backward`, a user's own hooks
+inside the unit's forward) and refers to the memory itself. Such references are counted (`ParamGroup.referred`), and memory that
+backward might reach without these hooks is left to those who refer to it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .unit import ParamGroup, Unit
 
 
 class SavedParameter:
-    """A view of a unit's gathered memory, to be made again. counted: what a checkpoint around it has for it (see `Outer.count`)."""
+    """Handle of a view of a unit's gathered memory. counted: the entry of a checkpoint around it (see `Outer.count`)."""
 
     __slots__ = ("counted", "dtype", "group", "offset", "shape", "stride", "writes")
 
@@ -38,25 +38,25 @@ class SavedParameter:
         self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def restore(self) -> Tensor:
-        """The view again (collective where a gather is). Raises ShardedWriteError where its parameters were written meanwhile."""
+        """Return the view, gathering the unit if need be. Raise ShardedWriteError if its parameters were written meanwhile."""
         self.group.runtime.need(self.group.unit, self.writes)
-        full = self.group.values.full.data  # with a count of writes of its own: later gathers are none
+        full = self.group.values.full.data  # a version counter of its own, which later gathers do not advance
         if full.dtype != self.dtype:
             full = full.view(self.dtype)
         return full.as_strided(self.shape, self.stride, self.offset)
 
 
 class SavedWrapper:
-    """A tensor of a subclass that wraps such views, as a DTensor does. counted: as above."""
+    """Handle of a tensor of a subclass that wraps such views, such as a DTensor. counted: as for SavedParameter."""
 
     __slots__ = ("context", "counted", "kind", "others", "parts", "shape", "stride")
 
     def __init__(self, tensor: Any, pack: Callable[[Tensor], Any], counted: object) -> None:
-        """pack: gives an object with a method `restore` for a tensor that it wraps."""
+        """pack: function that returns, for each wrapped tensor, an object with a method `restore`."""
         names, self.context = tensor.__tensor_flatten__()
         inside = {name: getattr(tensor, name) for name in names}
         self.parts = {name: pack(part) for name, part in inside.items() if isinstance(part, Tensor)}
-        self.others = {name: part for name, part in inside.items() if not isinstance(part, Tensor)}  # a mesh
+        self.others = {name: part for name, part in inside.items() if not isinstance(part, Tensor)}  # such as a mesh
         self.kind, self.shape, self.stride, self.counted = type(tensor), tensor.shape, tensor.stride(), counted
 
     def restore(self) -> Tensor:
@@ -65,22 +65,22 @@ class SavedWrapper:
 
 
 class SavedParameters:
-    """The hooks of one model's units. Each thread pushes and pops its own, as torch's default hooks are each thread's own."""
+    """Saved-tensor hooks of one model's units. Each thread pushes and pops its own: torch's default hooks are per thread."""
 
     def __init__(self, units: list[Unit]) -> None:
-        self._groups: dict[int, ParamGroup] = {}  # by identity of their memory
+        self._groups: dict[int, ParamGroup] = {}  # by identity of their storage
         for unit in units:
             self.follow(unit)
 
     def follow(self, unit: Unit) -> None:
-        """The unit's memory is known from now on, in place of what it had before."""
+        """Register the unit's gathered memory, in place of the memory that it had before."""
         self._groups = {memory: group for memory, group in self._groups.items() if group.unit is not unit}
         if unit.memories:
             memories = ((memory_of(group.values.full), group) for group in unit.gathered)
             self._groups |= {memory: group for memory, group in memories if memory is not None}
 
     def push(self, unit: Unit) -> None:
-        """A forward of the unit begins: what it saves of gathered parameters are handles."""
+        """Enable the hooks as a forward of the unit begins: autograd saves handles of gathered parameters until `pop`."""
         hooks = saved_tensors_hooks(_Hooks(self).pack, restore)
         try:
             hooks.__enter__()
@@ -94,25 +94,25 @@ class SavedParameters:
         unit.inside.hooks = hooks
 
     def pop(self, unit: Unit) -> None:
-        """It is over. On the thread of `push`."""
+        """Disable the hooks as the forward ends, on the thread that called `push`."""
         if unit.forward is not None and unit.forward.hooks is not None:
             unit.forward.hooks.__exit__()
 
     def group_of(self, tensor: Tensor) -> ParamGroup | None:
-        """Whose gathered memory a tensor has."""
+        """Return the group whose gathered memory a tensor views, or None."""
         try:
             return self._groups.get(torch_compat.storage_id(tensor.untyped_storage()))
-        except RuntimeError:  # of a layout, or a transform of torch.func, without memory of its own
+        except RuntimeError:  # sparse layouts and tensors under a torch.func transform have no storage
             return None
 
 
 class _Hooks:
-    """Those of one forward of a unit. outer: the hooks around it."""
+    """Saved-tensor hooks of one forward of a unit. outer: the hooks that were in force around it."""
 
     def __init__(self, saved: SavedParameters) -> None:
         self.saved, self.outer = saved, Outer()
         around = getattr(self.outer.hooks[0], "__self__", None) if self.outer.hooks is not None else None
-        if isinstance(around, _Hooks) and around.saved is saved:  # of a unit around this one: they know the same parameters
+        if isinstance(around, _Hooks) and around.saved is saved:  # an enclosing unit's hooks know the same parameters
             self.outer = around.outer
 
     def pack(self, tensor: Tensor) -> SavedParameter | SavedWrapper | Packed | Saved:
@@ -126,7 +126,7 @@ class _Hooks:
         return self.outer.pack(tensor)
 
     def _inner(self, part: Tensor) -> SavedParameter | SavedWrapper | Saved:
-        """What is kept of a tensor inside of a wrapper."""
+        """Return the handle of a tensor inside a wrapper."""
         group = self.saved.group_of(part)
         if group is not None:
             return SavedParameter(part, group, None)

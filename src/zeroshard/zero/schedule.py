@@ -1,10 +1,10 @@
-"""The order in which units are gathered, as data: recorded in the first step, followed and checked afterwards.
+"""The order in which units are gathered: recorded in the first step, followed and checked in later ones.
 
     step 1     record   root 0 1 2 | 2' 1' 0' root'        (' in backward)
     step 2..   follow   at each visit the units that come next are prefetched within a byte budget
 
-A visit that differs from the record is served on demand (the caller gathers what it needs in any case), reported
-once, and the step is recorded anew. Evaluation (no gradients) has a record of its own.
+A visit that differs from the record is reported once, and the step is recorded anew; its unit is gathered on demand, as
+the caller does in any case. Evaluation (no gradients) has a record of its own.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-_MOST_VISITS = 1 << 16  # of one step: more are forwards whose backward never comes
-_MOST_DEVIATIONS = 100  # kept, for reports
+_MOST_VISITS = 1 << 16  # in one step: a longer one consists of forwards whose backward never comes
+_MOST_DEVIATIONS = 100  # messages kept for reports
 
 
 class Visit(NamedTuple):
-    """One need for a unit."""
+    """One use of a unit, for which it has to be gathered: its number, in forward or in backward."""
 
     unit: int
     backward: bool
@@ -27,7 +27,7 @@ class Visit(NamedTuple):
 
 @dataclass
 class Track:
-    """One recorded order, and the visits of the step under way."""
+    """One recorded order of visits, and the visits of the present step."""
 
     order: list[Visit] = field(default_factory=list)
     current: list[Visit] = field(default_factory=list)
@@ -36,12 +36,12 @@ class Track:
 
     @property
     def following(self) -> bool:
-        """True while this step has kept to a complete record."""
+        """True while the visits of this step agree with a complete record."""
         return self.complete and not self.deviated
 
 
 class Schedule:
-    """Records visits, says what comes next, and names deviations."""
+    """Records visits, foretells the next ones, and reports deviations."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
@@ -49,7 +49,7 @@ class Schedule:
         self.deviations: deque[str] = deque(maxlen=_MOST_DEVIATIONS)
 
     def visit(self, visit: Visit, training: bool) -> str | None:
-        """Note that a unit is needed now. The message of a deviation, the first time a step has one."""
+        """Add a visit that happens now. Return a message if it is the first deviation of this step, else None."""
         track = self.tracks[training]
         cursor = len(track.current)
         expected = track.order[cursor] if track.following and cursor < len(track.order) else None
@@ -65,15 +65,15 @@ class Schedule:
         return message
 
     def upcoming(self, training: bool) -> list[Visit]:
-        """Visits that the record expects after the present one, in order; empty while recording."""
+        """Return the visits that the record expects after the present one, in order; empty while recording."""
         track = self.tracks[training]
         return track.order[len(track.current) :] if track.following else []
 
     def skipped(self, visit: Visit | None) -> list[Visit]:
-        """Of a training step: visits that the record expects before this one, if it expects this one at all (None: before the end).
+        """Return the visits that the record of training expects before `visit` (None: before the end of the step).
 
-        Not of a step that begins in backward, a second one over the same graph, nor of a backward that enters no unit (of a loss of
-        the parameters alone, `p.full_tensor()`): those are none in which a unit was not used.
+        Empty if the record does not expect `visit`, in a step that begins in backward (a second backward over one graph), and
+        for a backward that enters no unit (a loss of parameters alone, by `p.full_tensor()`): there no unit was skipped.
         """
         upcoming = self.upcoming(training=True)
         if (visit is None or visit.backward) and not self.tracks[True].current:
@@ -83,17 +83,17 @@ class Schedule:
         return upcoming[: upcoming.index(visit)] if visit in upcoming else []
 
     def restart(self) -> None:
-        """Record anew: ranks have done different things."""
+        """Drop both records and record anew, since ranks have done different things."""
         self.tracks = {True: Track(), False: Track()}
 
     def repeats(self, visit: Visit, training: bool) -> bool:
-        """True if the very next visit is expected to be this one again: no need to release the unit."""
+        """True if the record expects `visit` next: the unit need not be released."""
         track = self.tracks[training]
         cursor = len(track.current)
         return track.following and cursor < len(track.order) and track.order[cursor] == visit
 
     def returns(self, unit: int, budget: int, numel_of: Callable[[int], int], training: bool) -> bool:
-        """True after a forward of a unit if it is needed again before others of more than `budget` elements have been gathered."""
+        """True if, after its forward, a unit is used again before other units of more than `budget` elements are gathered."""
         if self.repeats(Visit(unit, False), training):
             return True
         seen = {unit}
@@ -108,7 +108,7 @@ class Schedule:
         return False
 
     def end(self, training: bool) -> None:
-        """The step (or evaluation) is over: keep its order if there was none or it deviated."""
+        """End a step (or evaluation); its order becomes the record if there was none or if it deviated."""
         track = self.tracks[training]
         if not track.current:
             return

@@ -1,7 +1,7 @@
-"""From a model to units: layouts, buffers, initial values, and the exchange of the parameter objects.
+"""Builds units from a model: lays out parameters, makes buffers, copies values, and exchanges the parameter objects.
 
-The user's own Parameter objects stay what optimizers, ties and closures refer to: in a sharded unit each becomes, in
-place, the sharded parameter, and its old tensor becomes the compute parameter over the flat buffer (hooks go with it).
+Optimizers, ties and closures keep the user's own Parameter objects: in a sharded unit each of them becomes, in place,
+the sharded parameter, and its old tensor becomes the compute parameter over the flat buffer (hooks go with it).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from .parameter import ParamHome, ParamSpec
 from .unit import ParamGroup, Unit
 from .user_hooks import adopt
 
-STAGING_BUFFERS = 2  # gradients of two units under way: one being filled, one being reduced
+STAGING_BUFFERS = 2  # of gradients: one is being filled while the other is being reduced
 LANDINGS = STAGING_BUFFERS + 1
 
-Pair = tuple[list[ParamSpec], FlatLayout]  # a bucket, and where its parameters lie
+Pair = tuple[list[ParamSpec], FlatLayout]  # a bucket (the parameters of one group) and its layout
 
 
-# states as large as the parameter, by class of optimizer (classes derived from it as well) and its options
+# number of states as large as the parameter, by class of optimizer (subclasses included) and its options
 _COLUMNS: dict[str, Callable[[dict], int]] = {
     "Adagrad": lambda options: 1,
     "ASGD": lambda options: 1,
@@ -56,7 +56,7 @@ _COLUMNS: dict[str, Callable[[dict], int]] = {
 
 
 def state_columns(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
-    """id of each parameter -> how many states as large as itself its first step makes (two where the class is not known)."""
+    """Return id of each parameter -> number of states of its size that the first step makes (2 if the class is unknown)."""
     if optimizer is None:
         return {}
     known = (_COLUMNS[cls.__name__] for cls in type(optimizer).__mro__ if cls.__name__ in _COLUMNS)
@@ -65,7 +65,7 @@ def state_columns(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
 
 
 def _held_nbytes(specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None) -> int:
-    """Host memory of the parameters and states as they were given: it is given back as they are placed."""
+    """Return the bytes of host memory of the given parameters and states, which are freed as these are placed in buffers."""
     values: list[Tensor] = [s.original._local if isinstance(s.original, ShardedTensor) else s.original for s in specs]
     states = optimizer.state.values() if optimizer is not None else ()
     values += [value for entries in states for value in entries.values() if type(value) is Tensor]
@@ -75,7 +75,7 @@ def _held_nbytes(specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None
 def open_tiers(
     config: Config, comm: Comm, ledger: Ledger, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None
 ) -> Tiers:
-    """The tiers of a model; folders on disk are checked on all ranks before anything is changed (B22; room: `_check_room`)."""
+    """Make the tiers of a model; raise on all ranks if a folder on disk can't be used (collective; B22; room: `_check_room`)."""
     tiers = Tiers(comm, ledger)
     tiers.state_columns = state_columns(optimizer)
     if not comm.imagined:
@@ -103,14 +103,14 @@ def _agree_on(problem: Exception | None, tiers: Tiers, label: str) -> None:
 
 @dataclass
 class _BufferSizes:
-    """Of buffers of constant size. sent, fetched: (bytes, count, most) of the staging pools; landed_nbytes: of each landing."""
+    """Sizes of fixed buffers. sent, fetched: (bytes, count, most) of the staging pools; landed_nbytes: of each landing."""
 
     sent: tuple[int, int, int] = (0, 0, 0)
     fetched: tuple[int, int, int] | None = None
     landed_nbytes: int = 0
 
     def by_tier(self, separate: bool) -> Iterator[tuple[Tier, int]]:
-        """What they take."""
+        """Yield (tier, bytes) of all these buffers."""
         yield Tier.DEVICE, self.sent[0] * self.sent[1] + LANDINGS * self.landed_nbytes
         if self.fetched is not None:
             yield Tier.DEVICE, self.fetched[0] * self.fetched[1]
@@ -120,22 +120,22 @@ class _BufferSizes:
 
 
 class Builder:
-    """Builds the units of one model; holds what all of them need."""
+    """Builds the units of one model."""
 
     def __init__(
         self, config: Config, topology: Topology, ledger: Ledger, tiers: Tiers, group_of: dict[int, int], serial: int
     ) -> None:
-        """group_of: id of a parameter -> its optimizer group, so that groups lie together. serial: of this model."""
+        """group_of: id of a parameter -> its optimizer group, so that groups lie together. serial: number of this model."""
         self.config, self.topology, self.ledger, self.tiers, self.group_of = config, topology, ledger, tiers, group_of
         self.comm = topology.shards
-        self.tag = serial << 20
+        self.tag = serial << 20  # the number of the newest buffer; buffers of two models never have the same
         self.pool: StagingPool | None = None
-        self._stepped_numel = self._offloaded_numel = 0  # elements whose states were placed, and placed off the device
-        self._states: dict[int, tuple[Offload, torch.dtype | None]] = {}  # id of a bucket's first spec -> its plan (_plan_states)
+        self._stepped_numel = self._offloaded_numel = 0  # elements of groups planned so far, and of those with offloaded states
+        self._states: dict[int, tuple[Offload, torch.dtype | None]] = {}  # id of a bucket's first spec -> result of _plan_states
         self.replaced: dict[int, nn.Parameter] = {}  # id of a given parameter -> the object that took its place
 
     def _lay_out(self, plans: list[UnitPlan]) -> tuple[list[list[Pair]], _BufferSizes]:
-        """The flat buffers of each unit, and the sizes of the others."""
+        """Return the buckets and layouts of each unit, and the sizes of the fixed buffers."""
         self._choose_whole([spec for plan in plans for spec in plan.specs])
         units = [[(bucket, self._layout(bucket)) for bucket in self._buckets(plan)] for plan in plans]
         pairs = [pair for unit in units for pair in unit]
@@ -144,7 +144,7 @@ class Builder:
         return units, self._buffer_sizes(pairs)
 
     def _choose_whole(self, specs: list[ParamSpec]) -> None:
-        """Which parameters stay whole where others are sharded: the small ones, in the order of the model while there is room."""
+        """Choose the parameters that stay whole where others are sharded: small ones, in the model's order within a threshold."""
         config, room = self.config, self.config.model_persistence_threshold
         for spec in sorted(specs, key=lambda spec: spec.number):
             numel = math.prod(spec.shape)
@@ -152,19 +152,19 @@ class Builder:
             room -= numel * spec.whole
 
     def needs(self, plans: list[UnitPlan]) -> dict[Place, int]:
-        """Bytes that this rank would hold, gathered units among them; nothing is made, and `build` may follow."""
+        """Return the bytes that this rank would hold, gathered units included. Nothing is allocated, and `build` may follow."""
         units, sizes = self._lay_out(plans)
         found = self._needs([pair for unit in units for pair in unit], sizes)
         if self._sharded and self.comm.world_size > 1:
             sharded = [[(bucket, layout) for bucket, layout in unit if not bucket[0].whole] for unit in units]
             nbytes = sorted(sum(layout.numel * bucket[0].dtype.itemsize for bucket, layout in unit) for unit in sharded)
-            gathered = sum(nbytes[-3:])  # the root, the unit in use, the next one
+            gathered = sum(nbytes[-3:])  # upper bound of the root, the unit in use and the next one
             found[GATHERED, Tier.DEVICE, None] = gathered
         self._stepped_numel = self._offloaded_numel = 0
         return found
 
     def build(self, plans: list[UnitPlan]) -> list[Unit]:
-        """All units, with the parameters' present values in their buffers."""
+        """Build all units, with the parameters' present values in their buffers (collective)."""
         laid_out, sizes = self._lay_out(plans)
         self._check_room([pair for unit in laid_out for pair in unit], sizes)
         self.pool = StagingPool(self.comm, self.ledger, *sizes.sent)
@@ -179,7 +179,7 @@ class Builder:
         return units
 
     def _tell_plain(self, units: list[Unit]) -> None:
-        """Note what is exempt from packing."""
+        """Note, for the report, the parameters and gradients that are exempt from quantization."""
         groups = [group for unit in units for group in unit.groups]
         for what, packed, kind in (
             ("values", self.topology.values, self.topology.weights),
@@ -194,7 +194,7 @@ class Builder:
                 self.topology.notes.append(f"{name} of {len(names)} parameters ({numel:,} elements) travel plain: {shown}")
 
     def _tell_whole(self, units: list[Unit]) -> None:
-        """Note which parameters are not sharded though others are."""
+        """Note, for the report, the parameters that stay whole though others are sharded."""
         specs = [spec for unit in units for group in unit.groups for spec in group.specs]
         whole = [math.prod(spec.shape) for spec in specs if spec.whole]
         if whole:
@@ -204,9 +204,9 @@ class Builder:
             )
 
     def _buckets(self, plan: UnitPlan) -> list[list[ParamSpec]]:
-        """The unit's parameters by dtype, requires_grad, whether they are whole at rest, travel packed, and are this rank's to count.
+        """Return the unit's parameters in buckets: by dtype, requires_grad, whole at rest, quantized, and cut along model axes.
 
-        Within, by optimizer group, matrices before vectors.
+        Within a bucket they are sorted by optimizer group, matrices before vectors.
         """
         buckets: dict[tuple, list[ParamSpec]] = {}
         for spec in plan.specs:
@@ -221,7 +221,7 @@ class Builder:
         return FlatLayout.build([spec.shape for spec in bucket], self.comm.world_size)
 
     def _buffer_sizes(self, pairs: list[Pair]) -> _BufferSizes:
-        """Of the buffers of constant size through which gradients leave, and shards pass between tiers."""
+        """Return the sizes of the buffers from which gradients are sent, and through which shards pass between tiers."""
         config, sizes = self.config, _BufferSizes()
         resting, sent = config.row.gradient is not Placement.SHARDED, []
         for bucket, layout in pairs:
@@ -241,7 +241,7 @@ class Builder:
         return sizes
 
     def _make_tier_pools(self, sizes: _BufferSizes) -> None:
-        """Buffers of constant size for shards that pass between tiers."""
+        """Make the pools of fixed buffers for shards that pass between tiers."""
         tiers = self.tiers
         if sizes.fetched is not None:
             nbytes, count, _ = sizes.fetched
@@ -254,7 +254,7 @@ class Builder:
             tiers.arrivals = BufferPool(self.ledger, LANDINGS, nbytes, tiers.host_buffer, Tier.HOST)
 
     def _check_room(self, pairs: list[Pair], sizes: _BufferSizes) -> None:
-        """Raise on every rank where host memory or a disk is too small for some host's ranks (collective; B22, B23)."""
+        """Raise on every rank if host memory or a disk is too small for the ranks of some host (collective; B22, B23)."""
         config, comm, tiers = self.config, self.comm, self.tiers
         offloads = (config.offload_param, config.offload_gradient, config.offload_optimizer)
         if comm.imagined or (comm.device.type != "cpu" and all(offload.tier is Tier.DEVICE for offload in offloads)):
@@ -285,7 +285,7 @@ class Builder:
         return found
 
     def _travelling_nbytes(self, pairs: list[Pair]) -> int:
-        """What second hops and packing take: secondary shards, sums on their way, packed buffers, what is lost in packing."""
+        """Return the bytes of secondary shards, partial sums between hops, quantized buffers, and quantization errors kept."""
         values: dict[Comm, list[Reserved]] = {}
         slices: dict[Comm, list[Reserved]] = {}
         for bucket, layout in pairs:
@@ -303,11 +303,11 @@ class Builder:
         return Group(layout.numel, layout.shard_numel, dtype, *states, bucket[0].whole)
 
     def send_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """In which dtype gradients of parameters of `dtype` travel."""
+        """Return the dtype in which gradients of parameters of `dtype` are sent."""
         return self.config.send_dtype or dtype
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """In which dtype gradients of parameters of `dtype` rest."""
+        """Return the dtype in which gradients of parameters of `dtype` are kept."""
         return dtype if dtype == torch.float64 else self.config.gradient_dtype
 
     def _group(self, plan: UnitPlan, bucket: list[ParamSpec], layout: FlatLayout) -> ParamGroup:
@@ -342,9 +342,9 @@ class Builder:
         return group
 
     def _plan_states(self, spec: ParamSpec, layout: FlatLayout) -> tuple[Offload, torch.dtype | None]:
-        """The tier of masters and optimizer states of the next trainable group, and the dtype of its masters, if it has some.
+        """Return the tier of masters and optimizer states of the next trainable group, and the dtype of its masters or None.
 
-        spec: its first parameter.
+        spec: the group's first parameter.
         """
         config, dtype = self.config, spec.dtype
         offload = config.offload_optimizer if self._offloads_next(layout.shard_numel) else Offload()
@@ -352,16 +352,16 @@ class Builder:
         values = config.offload_param if sharded else Offload()
         low = config.master_weights and dtype in (torch.bfloat16, torch.float16)
         steps_on_host = offload.tier is not Tier.DEVICE
-        # who steps needs the values within reach, and for itself while a delayed update runs beside forward and backward
+        # the step must reach the values, and own them while a delayed update runs beside forward and backward: else, masters
         away = (self.tiers.separate and values.tier is Tier.DEVICE) if steps_on_host else self.tiers.away(values)
-        # packed values replace this rank's own as well, so that all ranks have the same
+        # gathered quantized values replace this rank's own as well, so that all ranks have the same: exact ones need masters
         rounded = values.tier is Tier.DEVICE and not sharded and self._values_comm(spec, layout) is not self.comm
         if low or away or rounded or (steps_on_host and config.delayed_update is not None):
             return offload, torch.float32 if low else dtype
         return offload, None
 
     def _offloads_next(self, numel: int) -> bool:
-        """Spread the offloaded fraction of the states evenly over the units."""
+        """Return whether the next group's states are offloaded, which spreads the offloaded fraction evenly over the units."""
         ratio = self.config.offload_optimizer.ratio
         self._stepped_numel += numel
         if self.config.offload_optimizer.tier is Tier.DEVICE or self._offloaded_numel + numel / 2 > ratio * self._stepped_numel:
@@ -374,20 +374,20 @@ class Builder:
         return self.config.row.parameter is Placement.SHARDED
 
     def _values_comm(self, spec: ParamSpec, layout: FlatLayout) -> Comm:
-        """Through which the values of a group travel. spec: its first parameter."""
+        """Return the communicator for a group's values, plain or quantizing. spec: the group's first parameter."""
         return self.topology.values_of(self.topology.packs(spec.name, len(spec.shape))[0], layout.numel)
 
     def _grads_comm(self, spec: ParamSpec, layout: FlatLayout) -> Comm:
-        """As `_values_comm`, for their gradients."""
+        """Return the communicator for a group's gradients, plain or quantizing. spec: the group's first parameter."""
         return self.topology.gradients_of(self.topology.packs(spec.name, len(spec.shape))[1], layout.numel)
 
     def _place(self, group: ParamGroup, index: int, spec: ParamSpec) -> None:
-        """Copy the value into the buffers and exchange the parameter object."""
+        """Copy a parameter's value into the buffers, and exchange its object for the sharded (or replicated) parameter."""
         original = spec.original
         if not original.is_meta:
             write_value(group, index, original)
             given = original._local if isinstance(original, ShardedTensor) else original
-            if given.is_cuda:  # its memory is freed below, and may have been taken on another stream
+            if given.is_cuda:  # its memory is freed below, and may have been allocated on another stream
                 given.record_stream(torch.cuda.current_stream(given.device))
         view, attributes = group.values.views[index], attributes_of(original)
         fresh = nn.Parameter(view, requires_grad=original.requires_grad)
@@ -396,7 +396,7 @@ class Builder:
             if original.is_meta or isinstance(original, ShardedTensor):
                 self._replace(spec, fresh)
             else:
-                original.data = view  # hooks and identity stay
+                original.data = view  # the object stays, with its hooks
                 fresh = original
             fresh = self.replaced.get(id(original), original)
             if type(fresh) is nn.Parameter:
@@ -426,9 +426,9 @@ class Builder:
         group.compute.append(compute)
 
     def _replace(self, spec: ParamSpec, new: Any) -> nn.Parameter | None:
-        """Make the user's object be `new`. Returns the object that now has the old tensor, or None.
+        """Turn the user's object into `new`. Return the object that now has the old tensor, or None.
 
-        Where torch can not swap (weak references, a live graph), the modules get the new object, and the old one an
+        Where torch can not swap (weak references, a live graph), the modules get the new object, and the old one gets an
         empty tensor, so that a stale reference reads nothing instead of freed memory.
         """
         original = spec.original
@@ -444,7 +444,7 @@ class Builder:
 
 @torch.no_grad()
 def write_value(group: ParamGroup, index: int, value: Tensor) -> None:
-    """Put a whole (or alike sharded) value of parameter `index` into this rank's part of the buffers."""
+    """Write a value of parameter `index`, whole or sharded, to this rank's values and masters."""
     group.begin_write()
     home = group.homes[index]
     piece = _piece_of(value, home)
@@ -452,16 +452,18 @@ def write_value(group: ParamGroup, index: int, value: Tensor) -> None:
     if not group.values.sharded:
         group.values.views[index].copy_(_whole_of(value))
     masters = group.masters
-    masters.dirty.discard(index)  # values and masters are of one write
+    masters.dirty.discard(index)  # values and masters get the same write
     if masters.rest is not None:
         masters.rest.store(masters.range(index)[0], _whole_of(value).reshape(-1) if masters.whole else piece)
 
 
 def _piece_of(value: Tensor, home: ParamHome) -> Tensor:
-    """This rank's elements of the flattened value. A value that was born otherwise cut is gathered first (collective)."""
+    """Return this rank's elements of the flattened value; one that is sharded in another way is gathered first (collective)."""
     if not isinstance(value, ShardedTensor):
         return value.detach().reshape(-1)[home.start : home.stop]
-    born: Any = value._home  # ranks must decide alike: a small parameter may be cut alike for some of them alone
+    born: Any = (
+        value._home
+    )  # compare all ranks' cuts, so that ranks decide alike: those of a small parameter may agree on some ranks only
     if all(born.cut(rank) == home.cut(rank) for rank in range(home.comm.world_size)):
         return value._local
     return value.full_tensor().reshape(-1)[home.start : home.stop]

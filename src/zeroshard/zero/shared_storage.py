@@ -1,10 +1,10 @@
-"""Parameters whose elements lie in the same memory: on one process they are one value, in flat buffers they would part.
+"""Detects parameters that share memory: on one process they share a value, in flat buffers they would have separate ones.
 
     b.weight = a.weight                        a tie: one parameter, served
     b.weight = nn.Parameter(a.weight.data)     two parameters over one memory: refused, by both names
 
 Two such parameters have two gradients, and an optimizer steps the memory twice, each time with other states: one flat
-buffer can not do that. Views of one tensor that do not overlap share nothing and are served.
+buffer can not do that. Views of one tensor that do not overlap share no element and are served.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from .parameter import ParamSpec
 
 @dataclass(frozen=True)
 class Extent:
-    """Where a tensor's elements lie: in which memory, from which byte on, and of each dimension how many and how far apart."""
+    """Extent of a tensor's elements: identity of the memory, first byte, and for each dimension count and stride in bytes."""
 
     memory: Hashable
     start: int
-    dims: tuple[tuple[int, int], ...]  # (count, stride in bytes), the last one within an element
+    dims: tuple[tuple[int, int], ...]  # (count, stride in bytes); the last one is (itemsize, 1)
 
     @property
     def stop(self) -> int:
-        """One past the last byte."""
+        """Position after the last byte."""
         return self.start + 1 + sum((count - 1) * stride for count, stride in self.dims)
 
     @property
     def dense(self) -> bool:
-        """Whether it has every byte from the first to the last."""
+        """True if the elements fill every byte from the first to the last."""
         return math.prod(count for count, _ in self.dims) == self.stop - self.start
 
     def overlaps(self, other: Extent) -> bool:
-        """Whether an element of one is (a part of) one of the other; of the same memory."""
+        """Return whether any byte belongs to both extents, which must be of the same memory."""
         begin, end = max(self.start, other.start), min(self.stop, other.stop)
         if begin >= end:
             return False
@@ -65,29 +65,29 @@ def _extent(memory: Hashable, start: int, tensor: Tensor) -> Extent:
 
 
 class Origin:
-    """Of which memory a parameter was cut that is born sharded. While this lives, no other storage has the identity of that one."""
+    """Memory from which a parameter was cut under zs.init. Its weak reference keeps the storage's identity from being reused."""
 
     def __init__(self, whole: Tensor, local: Tensor) -> None:
-        """local: this rank's slice. While the parameter holds that, it is a copy of what lay there."""
+        """local: this rank's slice, copied from `whole`; the origin is valid while the parameter holds this slice."""
         self._storage = StorageWeakRef(whole.untyped_storage())
         self.extent = extent_in_storage(whole)
         self.slice = torch_compat.storage_id(local.untyped_storage())
 
 
 def extent_in_storage(tensor: Tensor) -> Extent:
-    """Of a whole tensor, on the meta device as well."""
+    """Return the extent of a whole tensor within its storage, also on the meta device."""
     return _extent(
         ("storage", torch_compat.storage_id(tensor.untyped_storage())), int(tensor.storage_offset()) * tensor.itemsize, tensor
     )
 
 
 def _extents(tensor: Tensor) -> Iterator[Extent]:
-    """Where a parameter or buffer lies, in every way in which that can be said of it."""
+    """Yield all known extents of a parameter or buffer: by storage, by address, by slice, by origin."""
     if tensor.numel() == 0 or tensor.layout is not torch.strided:
         return
     if not isinstance(tensor, ShardedTensor):
         yield extent_in_storage(tensor)
-        if tensor.untyped_storage().device.type != "meta":  # a fake tensor's is; one memory may have several storages
+        if tensor.untyped_storage().device.type != "meta":  # fake tensors have no address; several storages may share one memory
             yield _extent(tensor.device, tensor.data_ptr(), tensor)
         return
     home: Any = tensor._home
@@ -99,11 +99,11 @@ def _extents(tensor: Tensor) -> Iterator[Extent]:
         yield origin.extent
 
 
-_Lying = tuple[Extent, str, bool | None]  # name; whether it is trained, None of a buffer
+_Lying = tuple[Extent, str, bool | None]  # extent, name, and whether it is trained (None: a buffer)
 
 
 def check_sharing(model: nn.Module, specs: list[ParamSpec]) -> None:
-    """Raise ShardedAccessError, by both names, where two parameters share memory, or a buffer shares that of a trained one."""
+    """Raise ShardedAccessError, with both names, if two parameters share memory, or a buffer and a trained parameter do."""
     tensors: list[tuple[str, Tensor, bool | None]] = [(s.name, s.original, s.requires_grad) for s in specs]
     tensors += [(name, buffer, None) for name, buffer in model.named_buffers()]
     found: dict[Hashable, list[_Lying]] = {}

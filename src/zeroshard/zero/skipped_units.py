@@ -1,13 +1,13 @@
-"""Units that the batch of this rank does not use, where a gather needs every rank: it takes part in those gathers all the same.
+"""Units that the batch of this rank does not use: this rank takes part in their gathers all the same, if these need every rank.
 
     record     stem tower.0 tower.1 head | head' tower.1' tower.0' stem'
     rank 0     stem tower.0 tower.1 head | head' tower.1' tower.0' stem'      an image and a text
     rank 1     stem (     .      . ) head | head' (      .        . ) stem'   a text: it gathers where the record says, and goes on
 
-What the record (zero/schedule.py) knows of is served so: it is the same on all ranks, whoever skips. A unit that the record does not
-know, because no rank used it in the recorded step, can only be gathered if all ranks use it; otherwise they wait for one another
-until the stall is found and told by name. Where gathers and reductions are matched by one order (NCCL) neither is served: what is
-skipped has no reduction in its turn. Nor with `max_live_parameters`: how long a unit lives depends on what has come before it.
+This serves units in the record (zero/schedule.py), which is the same on all ranks, whichever rank skips. A unit that no rank used
+in the recorded step can only be gathered if all ranks use it; otherwise they wait for one another until the stall is detected and
+reported by name. It does not serve communicators that match gathers and reductions by one order (NCCL), where a skipped unit has
+no reduction in its turn, nor `max_live_parameters`, with which the life of a unit depends on what came before it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .schedule import Visit
 
 
 def take_part(runtime: Any, visit: Visit | None) -> None:
-    """Gather what other ranks may gather before a visit (None: the end) of a training step; what stays gathered there stays so here."""
+    """Gather the units that other ranks may gather before a visit (None: the end of the step), and keep those that they keep."""
     if not runtime.attendance.gathers_meet or runtime.comm.ordered or runtime.config.max_live_parameters:
         return
     visits = runtime.schedule.skipped(visit)
@@ -31,7 +31,7 @@ def take_part(runtime: Any, visit: Visit | None) -> None:
         unit.ready()
         if unit.in_use:
             continue
-        if unit.lends and not visit.backward:  # where it is used it stays gathered until the forward is over
+        if unit.lends and not visit.backward:  # ranks that use it keep it until the forward is over
             runtime.lend_out(unit)
         elif visit.backward or not runtime.prefetcher.lives_on(unit, True):
             unit.release()

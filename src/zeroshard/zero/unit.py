@@ -1,12 +1,12 @@
 """Units: the parameters that are gathered and reduced together.
 
 A unit is usually one block of the model. Its parameters of one (dtype, requires_grad) form a `ParamGroup` with one
-flat parameter buffer and one flat gradient buffer. Memory of a sharded unit goes through phases:
+flat parameter buffer and one flat gradient buffer. The memory of a sharded unit goes through phases:
 
     SHARDED -> [FETCHING ->] GATHERING -> READY -> SHARDED     an illegal step raises with both phases and the unit's name
-    SHARDED, of replicated units READY -> AWAY -> the same     zs.offload_states
+    SHARDED (replicated units: READY) -> AWAY -> back          while zs.offload_states has moved the parameters
 
-FETCHING is for shards that rest on the host or on disk and are on their way to the device, ahead of the gather.
+FETCHING: shards that rest on the host or on disk are being copied to the device, ahead of the gather.
 
 While READY and in use, the modules hold the *compute* parameters (views of the flat buffer); at rest they hold the
 sharded parameters. A unit is in use while a forward runs inside it (`depth`), and from its first gradient to its last
@@ -41,7 +41,7 @@ from .parameter import ParamHome, ParamSpec
 
 
 class Phase(Enum):
-    """Where a sharded unit's memory stands."""
+    """Phase of a unit's memory; the module's docstring shows the transitions, `_ALLOWED` lists them."""
 
     SHARDED = "sharded"
     FETCHING = "fetching"
@@ -63,8 +63,8 @@ _ALLOWED = {
 class ParamGroup:
     """The parameters of a unit that share dtype and requires_grad: one flat buffer each for values and gradients.
 
-    params: [sharded or ordinary] parameters as the user sees them; compute: what autograd sees.
-    active: parameters that some rank had a gradient for since the last zero_grad (the same on every rank).
+    params: parameters that the user sees, sharded or ordinary. compute: the compute parameters, which autograd sees.
+    active: for each parameter, whether any rank had a gradient for it since the last zero_grad (the same on every rank).
     """
 
     specs: list[ParamSpec]
@@ -72,17 +72,17 @@ class ParamGroup:
     comm: Comm
     values: ParameterBuffer
     grads: GradientBuffer | None
-    offload: Offload = Offload()  # of masters and optimizer states
-    columns: dict[str, Rest] = field(default_factory=dict)  # optimizer states of the shard, where they are offloaded
-    averages: list[Rest] = field(default_factory=list)  # of the shard over time: see zs.ema
+    offload: Offload = Offload()  # tier of masters and optimizer states
+    columns: dict[str, Rest] = field(default_factory=dict)  # offloaded optimizer states of the shard, by name
+    averages: list[Rest] = field(default_factory=list)  # moving averages of the shard, one for each zs.ema
     params: list[nn.Parameter] = field(default_factory=list)
     compute: list[nn.Parameter] = field(default_factory=list)
     homes: list[ParamHome] = field(default_factory=list)
     active: list[bool] = field(default_factory=list)
     masters: Masters = field(init=False)
-    runtime: Any = None  # whose group this is
-    unit: Any = None  # of which it is a part
-    _own_references: int = 0  # to the gathered memory: those of this library
+    runtime: Any = None  # the Runtime that owns the group
+    unit: Any = None  # the Unit that the group is a part of
+    _own_references: int = 0  # number of references to the gathered memory that this library holds
 
     def __post_init__(self) -> None:
         self.homes = [ParamHome(self, index) for index in range(len(self.specs))]
@@ -91,7 +91,7 @@ class ParamGroup:
 
     @property
     def master(self) -> Rest | None:
-        """The masters at rest, if there are any."""
+        """Masters at rest, or None where the optimizer steps the values themselves."""
         return self.masters.rest
 
     @property
@@ -100,31 +100,31 @@ class ParamGroup:
 
     @property
     def gradients(self) -> GradientBuffer:
-        """`grads` of a group that is trained."""
+        """Gradient buffer of a trainable group."""
         assert self.grads is not None, "a frozen group has no gradients"
         return self.grads
 
     @property
     def counts(self) -> bool:
-        """Whether, of the ranks that hold the same shard, this is the one whose shard counts."""
+        """True on one of the ranks that hold the same shard: the one whose shard enters sums over all ranks."""
         return self.comm.replica == 0 and self.specs[0].counts
 
     def begin_write(self) -> None:
-        """The user is about to write values, masters or states: nobody may go on with earlier ones."""
+        """Prepare a user's write to values, masters or states: wait for readers, invalidate copies (see WriteGate)."""
         if self.runtime is not None:
             self.runtime.attendance.refuse("a write to a parameter or an optimizer state")
             self.runtime.gate.before(self.unit)
 
     def leave(self) -> None:
-        """Parameters refuse to be used: their memory is given up, for a while."""
+        """Make the parameters raise when used, while zs.offload_states has moved their memory away."""
         for param in self.params:
             if self.values.sharded:
-                param._held = None  # type: ignore[attr-defined]  # read where it rests, which refuses
+                param._held = None  # type: ignore[attr-defined]  # reads then go to the resting place, which raises
             else:
                 param.__class__ = AwayParameter
 
     def come_back(self) -> None:
-        """The inverse of `leave`. Memory may have another address."""
+        """Make the parameters usable again, with views of their memory (it may have another address); the inverse of `leave`."""
         for index, param in enumerate(self.params):
             if self.values.sharded:
                 param._held = None if self.values.staged else self.local(index)  # type: ignore[attr-defined]
@@ -135,32 +135,32 @@ class ParamGroup:
                 set_data(param, view)
 
     def count_references(self) -> None:
-        """All references to the gathered memory that there are now are this library's."""
+        """Record the number of references to the gathered memory, while all of them are this library's."""
         self._own_references = references(self.values.full)
 
     @property
     def referred(self) -> bool:
-        """Whether a tensor of the program, or one that autograd has saved, refers to the gathered memory."""
+        """True if a tensor of the program, or one that autograd has saved, refers to the gathered memory."""
         return references(self.values.full) > self._own_references
 
     def part(self) -> None:
-        """Leave the gathered memory to those who refer to it; this group goes on with other memory."""
+        """Leave the gathered memory to the tensors that refer to it; later gathers of this group use other memory."""
         self.values.part()
         for compute, view in zip(self.compute, self.values.views, strict=True):
             set_data(compute, view)
         self.count_references()
 
     def local(self, index: int) -> Tensor:
-        """This rank's slice of parameter `index`, 1-D; sharing memory where it rests on the device."""
+        """Return this rank's slice of parameter `index`, 1-D: a view where the shard rests on the device, else a copy."""
         return self.homes[index].fetch(gradient=False)
 
     def set_local(self, index: int, value: Tensor) -> None:
-        """Write this rank's slice of parameter `index`."""
+        """Write `value` to this rank's slice of parameter `index`."""
         self._begin_set()
         self.values.rest.store(self.homes[index].begin, value)
 
     def place(self, index: int) -> Tensor | None:
-        """This rank's slice of parameter `index` to be written now, 1-D; None where the host can not write in place."""
+        """Return a 1-D view of this rank's slice of parameter `index`, to be written now; None if the host can't write there."""
         home = self.homes[index]
         view = self.values.rest.view(home.begin, home.begin + home.stop - home.start)
         if view is not None:
@@ -174,23 +174,23 @@ class ParamGroup:
         self.values.outdate()
 
     def mark_written(self) -> None:
-        """A step has written values, past autograd: a backward of a forward before it must notice, as in torch."""
+        """Count a step's write, which autograd did not see, so that the backward of an earlier forward raises, as in torch."""
         if self.values.sharded:
             self.unit.writes += 1
         else:
             before = [torch_compat.version(param) for param in self.params]
             torch.autograd.graph.increment_version(self.params)
-            # fakes share a count
+            # fake tensors share one version counter, so a step adds more than 1
             steps = [torch_compat.version(param) - seen for param, seen in zip(self.params, before, strict=True)]
             self.masters.versions = [version + step for version, step in zip(self.masters.versions, steps, strict=False)]
 
     def put_whole(self, index: int) -> None:
-        """The value of replicated parameter `index`, and its master, have been written whole, past autograd: as `mark_written`."""
+        """Count a write to the whole of replicated parameter `index` and of its master, which autograd did not see."""
         torch.autograd.graph.increment_version(self.params[index])
         self.masters.written(index)
 
     def gradient(self, index: int) -> Tensor | None:
-        """The reduced gradient of parameter `index` as a sharded (stage 0: plain) tensor, or None."""
+        """Return the reduced gradient of parameter `index` as a sharded (stage 0: plain) tensor, or None if it has none."""
         if self.grads is None:
             return None
         if self.runtime is not None:
@@ -212,7 +212,7 @@ class ParamGroup:
         return gradient
 
     def set_gradient(self, index: int, value: Tensor | None) -> None:
-        """Assign a gradient (sharded alike, or whole) or drop it (None). Raises ModelChanged while sums are held back."""
+        """Assign gradient `index`: sharded like its parameter, whole, or None. Raise ModelChanged while sums are held back."""
         if self.grads is None:
             if value is not None:
                 raise ModelChanged(f"{self.specs[index].name} is frozen (requires_grad=False) and takes no gradient.")
@@ -228,7 +228,7 @@ class ParamGroup:
         if self.runtime is not None:
             self.runtime.unscale()
         if value is not None and not grads.reduced:
-            grads.zero()  # left by an earlier step: the other parameters have no gradient
+            grads.zero()  # the buffer has values of an earlier step, while the other parameters have no gradient
         place = grads.full[slot.offset : slot.stop] if grads.replicated else grads.load(home.begin, home.end)
         if value is None:
             place.zero_()
@@ -242,16 +242,16 @@ class ParamGroup:
         self.active[index] = value is not None
         groups = self.runtime.groups if self.runtime is not None else []
         if value is None and not any(any(g.active) or (g.grads is not None and g.grads.holds) for g in groups):
-            self.runtime.forget_backwards()  # zero_grad by hand
+            self.runtime.forget_backwards()  # the program has set every p.grad = None: the same as zero_grad
 
     def refuse_gradient_write(self) -> None:
-        """Raise where other ranks could not do the same with their slices."""
+        """Raise ZeroshardError where ranks whose data has ended could not write their slices of the gradient."""
         if self.runtime is not None:
             self.runtime.attendance.refuse(f"a write to the gradient of {self.specs[0].name} or others")
 
 
 def _gather_for_backward(unit: weakref.ref[Unit]) -> None:
-    """A parameter that somebody has kept beyond a forward is used in a backward."""
+    """Gather the unit when a backward uses a compute parameter that was kept beyond its forward."""
     found = unit()
     if found is not None:
         found.groups[0].runtime.need(found, found.writes)
@@ -259,10 +259,10 @@ def _gather_for_backward(unit: weakref.ref[Unit]) -> None:
 
 @dataclass
 class UnitForward:
-    """What is true while a forward runs inside of a unit.
+    """State of the outermost forward that runs inside a unit.
 
-    first_node: the number of the first node of autograd's graph that it makes. hooks: of saved tensors. given: its arguments, where
-    some were marked.
+    first_node: number of the first autograd node that the forward makes. hooks: the saved-tensor hooks that it runs under.
+    given: the exchange of its arguments, if some were marked.
     """
 
     first_node: int
@@ -275,21 +275,21 @@ class Unit:
 
     def __init__(self, name: str, modules: list[nn.Module], groups: list[ParamGroup], number: int) -> None:
         self.name, self.modules, self.groups, self.number = name, modules, groups, number
-        self.gathered = [group for group in groups if group.values.sharded]  # others are whole at rest
+        self.gathered = [group for group in groups if group.values.sharded]  # the other groups are whole at rest
         self.sharded = bool(self.gathered)
         self.phase = Phase.SHARDED if self.sharded else Phase.READY
-        self.depth = 0  # forwards running inside
+        self.depth = 0  # number of forwards that run inside (they nest)
         self.in_backward = False
         self.pinned = False  # inside zs.gathered: the modules hold whole copies
-        self.lent = False  # at its release memory is left to those who refer to it
+        self.lent = False  # the release leaves the memory to tensors that refer to it, if any does
         self.lends = False  # a forward of it has returned views of its memory
-        self.forward: UnitForward | None = None  # that runs inside
-        self.writes = 0  # how often they were
+        self.forward: UnitForward | None = None  # the outermost forward that runs inside
+        self.writes = 0  # number of times that this unit's shards have been written
         self.swapped = False  # modules hold compute parameters
-        self._seen_versions: list[int] = []  # of compute parameters when that began
+        self._seen_versions: list[int] = []  # version counters of the compute parameters at `swap_in`
         self.gathered_nbytes = sum(g.layout.numel * g.values.full.itemsize for g in self.gathered)
         self.gathered_numel = sum(g.layout.numel for g in self.gathered)
-        self._released = self.sharded and not any(g.values.mapped for g in self.gathered)  # mapped memory never is
+        self._released = self.sharded and not any(g.values.mapped for g in self.gathered)  # mapped memory is never released
         for group in self.gathered:
             group.count_references()
         self.staged = any(g.values.staged for g in self.gathered)
@@ -309,7 +309,9 @@ class Unit:
             for owner, attribute in spec.owners
             if spec.distribution is not None
         ]
-        self._shown: list[tuple[dict, str, Tensor, Tensor]] = []  # what stands in modules for local shards: a DTensor
+        self._shown: list[
+            tuple[dict, str, Tensor, Tensor]
+        ] = []  # DTensors shown in modules: (own parameters, attribute, local, DTensor)
         for group in groups:
             group.unit = self
         self._guarded = [
@@ -320,30 +322,30 @@ class Unit:
 
     @property
     def inside(self) -> UnitForward:
-        """The forward that runs inside."""
+        """State of the forward that runs inside; there must be one."""
         assert self.forward is not None
         return self.forward
 
     @property
     def memories(self) -> set[int | None]:
-        """The memories that hold its parameters while it is gathered, and that it gives up."""
+        """Identities of the storages of gathered parameters that a release gives up; empty where nothing is ever released."""
         return {memory_of(group.values.full) for group in self.gathered} if self._released else set()
 
     @property
     def referred(self) -> bool:
-        """Whether anything but this library refers to them."""
+        """True if anything but this library refers to the gathered memory."""
         return self._released and any(group.referred for group in self.gathered)
 
     def expect(self) -> None:
-        """Count the parameters that require a gradient."""
+        """Count the parameters that require a gradient; to be called again when requires_grad was switched."""
         params = [param for group in self.groups for param in group.params]
         self.expected = sum(param.requires_grad for param in params)  # gradients per backward
         self.has_frozen = self.expected < len(params)
-        self.marked = self.has_frozen or isinstance(self.modules[0], Tile)  # backward may be over before all gradients are there
+        self.marked = self.has_frozen or isinstance(self.modules[0], Tile)  # its backward may end before all gradients have come
 
     @property
     def in_use(self) -> bool:
-        """True in the middle of a forward, of a backward, of zs.gathered: its modules hold what is no resting parameter."""
+        """True inside the unit's forward or backward and inside zs.gathered: modules do not hold the resting parameters."""
         return self.depth > 0 or self.in_backward or self.pinned
 
     def _move(self, phase: Phase) -> None:
@@ -352,33 +354,33 @@ class Unit:
         self.phase = phase
 
     def fetch(self) -> bool:
-        """Start to bring offloaded shards to the device (SHARDED -> FETCHING); False where no buffer is free for them."""
+        """Start to copy offloaded shards to the device (SHARDED -> FETCHING). Return False if no staging buffer is free."""
         if self.phase is not Phase.SHARDED or not self.staged:
             return True
         if not all(group.values.fetch() for group in self.gathered):
-            return False  # a part may be under way: it is used when the rest follows
+            return False  # shards of some groups may be under way: a later call keeps them
         self._move(Phase.FETCHING)
         return True
 
     @property
     def meets(self) -> bool:
-        """True where a gather needs other ranks: it is more than a copy by this one."""
+        """True if a gather needs other ranks to take part; False if this rank copies from shared memory by itself."""
         return any(not group.values.comm.copies for group in self.gathered)
 
     @property
     def fetched(self) -> bool:
-        """True where what was fetched has arrived."""
+        """True if the shards being fetched have all arrived in their staging buffers."""
         return self.phase is Phase.FETCHING and all(group.values.fetched for group in self.gathered)
 
     def forget(self) -> None:
-        """Drop what was fetched and not gathered (FETCHING -> SHARDED): the shards at rest are about to change."""
+        """Drop shards that were fetched and not gathered (FETCHING -> SHARDED), since the shards at rest are about to change."""
         for group in self.groups:
             group.values.forget()
         if self.phase is Phase.FETCHING:
             self._move(Phase.SHARDED)
 
     def gather(self) -> None:
-        """Start to gather (-> GATHERING); does nothing if that has happened. What fails (no memory) leaves the unit SHARDED."""
+        """Start the all-gather (-> GATHERING); no-op if started or READY. If it raises (no memory), the unit is SHARDED again."""
         if self.phase is Phase.AWAY:
             self.groups[0].runtime.moved.check("parameters")
         if self.phase not in (Phase.SHARDED, Phase.FETCHING):
@@ -392,7 +394,7 @@ class Unit:
             raise
 
     def _abandon_gather(self) -> None:
-        """Give back what a gather that failed has taken: whoever catches the error may go on with a smaller batch."""
+        """Release what a failed gather has allocated: the program may catch the error and go on with a smaller batch."""
         for work in self._works:
             work.wait()
         self._works = []
@@ -402,7 +404,7 @@ class Unit:
         self._move(Phase.SHARDED)
 
     def ready(self) -> None:
-        """Gather if need be and wait (-> READY)."""
+        """Wait for the unit's all-gather, starting it if need be (-> READY)."""
         if self.phase is Phase.READY:
             return
         self.gather()
@@ -413,7 +415,7 @@ class Unit:
         self.guard(False)
 
     def release(self) -> None:
-        """READY -> SHARDED; the inverse of `ready`. Does nothing for replicated units."""
+        """Release the gathered memory (READY -> SHARDED); the inverse of `ready`. No-op for replicated units."""
         if not self.sharded or self.phase in (Phase.SHARDED, Phase.FETCHING, Phase.AWAY):
             return
         self.ready()
@@ -428,24 +430,24 @@ class Unit:
         self.guard(True)
 
     def leave(self) -> None:
-        """The parameters leave for another tier (SHARDED, of a replicated unit READY -> AWAY); what the user sees of them refuses."""
+        """Mark the parameters as moved to another tier (SHARDED, or READY if replicated, -> AWAY); used, they raise."""
         self._move(Phase.AWAY)
         for group in self.groups:
             group.leave()
 
     def come_back(self) -> None:
-        """The inverse of `leave`."""
+        """Mark the parameters as moved back to their own tier; the inverse of `leave`."""
         self._move(Phase.SHARDED if self.sharded else Phase.READY)
         for group in self.groups:
             group.come_back()
 
     def land(self) -> None:
-        """Drop what is being gathered ahead (GATHERING -> SHARDED): its buffers are about to be gathered for something else."""
+        """Drop an all-gather under way (GATHERING -> SHARDED): its buffers are about to be gathered for another purpose."""
         if self.phase is Phase.GATHERING:
             self.release()
 
     def outdate(self) -> None:
-        """Shards at rest are about to be written: drop what was fetched or gathered ahead of use; no copy reads them any more."""
+        """Drop copies made ahead of use and wait until no copy reads the shards: the shards are about to be written."""
         if not self.in_use:
             self.release()
             self.forget()
@@ -453,19 +455,19 @@ class Unit:
             group.values.outdate()
 
     def guard(self, released: bool) -> None:
-        """Let compute parameters that someone kept raise, instead of reading released memory."""
+        """Make compute parameters that the program kept raise if `released`, instead of reading released memory."""
         cls = self._released_class if released else nn.Parameter
         for param in self._guarded:
             param.__class__ = cls
 
     def swap_in(self) -> None:
-        """Put the compute parameters into the modules. Raises ModelChanged where the user replaced one."""
+        """Put the compute parameters into the modules. Raise ModelChanged if the user has replaced a parameter."""
         if self.swapped or not self.sharded:
             return
         with torch_compat.DisableTorchFunctionSubclass():  # looking at a sharded parameter takes microseconds otherwise
             for parameters, attribute, params, compute, i in self._places:
                 if parameters.get(attribute) is not params[i]:
-                    self.swapped = True  # those before it are
+                    self.swapped = True  # so that `swap_out` undoes the places before this one
                     self.swap_out()
                     self._complain(params[i])
                 parameters[attribute] = compute[i]
@@ -483,24 +485,24 @@ class Unit:
 
     @property
     def distributed(self) -> bool:
-        """Whether some of its parameters are DTensors for the modules."""
+        """True if modules see some of the unit's parameters as DTensors."""
         return bool(self._distributed)
 
     def expose(self) -> None:
-        """A forward or backward begins: where the model came with DTensors, what stands in the modules is seen as such."""
+        """Put DTensors over the local shards into modules whose parameters were DTensors, as a forward or backward begins."""
         if self._shown:
             return
         made: dict[int, Tensor] = {}
         for parameters, attribute, distribution in self._distributed:
             local = parameters[attribute]
             if id(local) not in made:
-                with torch.enable_grad():  # a forward without gradients may have parts with them
+                with torch.enable_grad():  # a forward under no_grad may enable gradients inside
                     made[id(local)] = distribution.wrap(local)
             self._shown.append((parameters, attribute, local, made[id(local)]))
             parameters[attribute] = made[id(local)]
 
     def hide(self) -> None:
-        """The inverse of `expose`."""
+        """Put the local shards back in place of the DTensors; the inverse of `expose`."""
         for parameters, attribute, local, shown in self._shown:
             if parameters.get(attribute) is shown:
                 parameters[attribute] = local
@@ -510,13 +512,13 @@ class Unit:
         return [torch_compat.version(param) for group in self.gathered for param in group.compute]
 
     def check_unwritten(self) -> None:
-        """At the end of a forward: raise ShardedWriteError where it has written one of its parameters in place."""
+        """Raise ShardedWriteError if the forward that ends now has written one of the unit's parameters in place."""
         if not self.swapped or self._versions() == self._seen_versions:
             return
         specs = [spec for group in self.gathered for spec in group.specs]
         written = [s.name for s, a, b in zip(specs, self._versions(), self._seen_versions, strict=True) if a != b]
         self._seen_versions = self._versions()
-        if not self.in_backward:  # else what ends that does it
+        if not self.in_backward:  # else the end of the unit's backward releases it
             self.swap_out()
             self.release()
         raise ShardedWriteError(
@@ -526,30 +528,30 @@ class Unit:
         )
 
     def set_to_itself(self, param: nn.Parameter) -> None:
-        """`param`, if it is of this unit, was just given the memory that it has (`p.set_(p)`): torch counts that as a write."""
+        """Discount the write that torch counts when a parameter of this unit is given its own memory (`p.set_(p)`)."""
         begin = 0
         for group in self.groups:
             seen, first = (self._seen_versions, begin) if group.values.sharded else (group.masters.versions, 0)
             begin += len(group.compute) if group.values.sharded else 0
             for place, (compute, view) in enumerate(zip(group.compute, group.values.views, strict=True), first):
                 if compute is param and seen[place:] and param.data_ptr() == view.data_ptr():
-                    seen[place] += seen[place] + 1 == torch_compat.version(param)  # and nothing else has written
+                    seen[place] += seen[place] + 1 == torch_compat.version(param)  # only if nothing else has written
 
     def as_computed(self, tree: Any) -> Any:
-        """Nested arguments of an operation, with this unit's compute parameters in place of its sharded ones."""
+        """Return the nested arguments of an operation, with this unit's compute parameters in place of its sharded ones."""
         shown = {id(local): each for _, _, local, each in self._shown}
         pairs = [(param, compute) for g in self.groups for param, compute in zip(g.params, g.compute, strict=True)]
         mine = {id(param): shown.get(id(compute), compute) for param, compute in pairs}
         return tree_map_only(ShardedParameter, lambda param: mine.get(id(param), param), tree)
 
     def check_placed(self) -> None:
-        """Raise ModelChanged where something else stands in the place of a parameter."""
+        """Raise ModelChanged if a module holds neither the unit's parameter nor its compute parameter."""
         for parameters, attribute, params, compute, i in self._places:
             if parameters.get(attribute) is not params[i] and parameters.get(attribute) is not compute[i]:
                 self._complain(params[i])
 
     def check_unchanged(self) -> None:
-        """Replicated units: raise ModelChanged where a parameter was replaced."""
+        """Raise ModelChanged if a parameter of a replicated unit was replaced; sharded units check in `swap_in`."""
         if self.sharded or self.pinned:
             return
         for parameters, attribute, params, _, i in self._places:

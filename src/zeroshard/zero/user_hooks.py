@@ -1,9 +1,9 @@
-"""Hooks of the program on parameters, which run in backward when a local gradient is complete (post-accumulate hooks).
+"""The program's post-accumulate hooks on parameters, which run in backward when a local gradient is complete.
 
-    registered before zs.shard    the parameter is whole; p.grad is this rank's gradient, to be changed, replaced or dropped: then it is sent
-    registered after it           the gradient has been sent: the parameter is as it is at rest
+    registered before zs.shard    runs before the gradient is sent: the parameter is whole; the hook may change or drop p.grad
+    registered after zs.shard     runs after the gradient was sent: the parameter is as at rest
 
-Both get the program's own parameter object. Who steps an optimizer there is refused: ranks would part.
+Both get the program's own parameter object. A hook that steps an optimizer raises, since ranks would get different values.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from ..errors import ConfigError, ShardedWriteError
 from ..utils.torch_compat import exchange, post_accumulate_hooks, version
 
-_DEPTH = 5  # of what a hook refers to: function, object, dictionary, optimizer
-_MOST = 100_000  # things that are looked at
+_DEPTH = 5  # levels of references that are searched: function, object, dictionary, optimizer
+_MOST = 100_000  # number of objects that are searched
 ONE_OPTIMIZER = (
     "Leave the hook out, and give zs.shard one optimizer of all these parameters (with groups where options differ); call its step after "
     "backward. Memory: from stage 2 on gradients rest as slices, and offload_gradient takes these off the device."
@@ -29,13 +29,14 @@ ONE_OPTIMIZER = (
 
 
 def other_optimizers(roots: Iterable[Any], optimizer: Any) -> dict[int, torch.optim.Optimizer]:
-    """id of each parameter -> the optimizer that holds it, of those that `roots` refer to: but `optimizer`, and who wraps it.
+    """Return id of each parameter -> the optimizer that holds it, for optimizers that `roots` refer to.
 
-    Looks into closures, defaults and globals of functions, bound objects, partial functions and containers.
+    Leave out `optimizer` and optimizers that wrap it. Search closures, defaults and globals of functions, bound objects, partial
+    functions and containers.
     """
     found: dict[int, torch.optim.Optimizer] = {}
     own = {id(group) for group in optimizer.param_groups} if optimizer is not None else set()
-    seen: dict[int, Any] = {}  # holds what it has seen: an id is that of one object while this lives
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
     stack = [(root, 0) for root in roots]
     while stack and len(seen) < _MOST:
         item, depth = stack.pop()
@@ -51,7 +52,7 @@ def other_optimizers(roots: Iterable[Any], optimizer: Any) -> dict[int, torch.op
 
 
 def _referred(item: Any) -> Iterable[Any]:
-    """What a function, an object or a container refers to, one step further."""
+    """Return the objects that a function, an object or a container refers to directly."""
     if isinstance(item, dict):
         return item.values()
     if isinstance(item, (list, tuple, set, frozenset)):
@@ -66,7 +67,7 @@ def _referred(item: Any) -> Iterable[Any]:
         return [item.func, *item.args, *item.keywords.values()]
     if isinstance(item, UserHook):
         return [item.hook]
-    if isinstance(item, nn.Module):  # what a program keeps in it; not its parameters and parts
+    if isinstance(item, nn.Module):  # the program's own attributes, without parameters and submodules
         return [value for name, value in vars(item).items() if not name.startswith("_")]
     if isinstance(item, type) or not hasattr(item, "__dict__"):
         return ()
@@ -74,11 +75,11 @@ def _referred(item: Any) -> Iterable[Any]:
 
 
 class UserHook:
-    """Calls a hook with the program's parameter object, and refuses what it has written into the value."""
+    """Wrapper that calls a hook with the program's parameter object, and raises if the hook has written to the value."""
 
     def __init__(self, hook: Callable[[Tensor], Any], group: Any, index: int, whole: bool) -> None:
-        """whole: it runs before the gradient is sent, while the unit is gathered."""
-        self.hook, self._group, self._index, self._whole = hook, weakref.ref(group), index, whole  # weakly: see hooks.py
+        """whole: the hook runs before the gradient is sent, with the unit gathered."""
+        self.hook, self._group, self._index, self._whole = hook, weakref.ref(group), index, whole  # weak: see hooks.py
 
     def __call__(self, given: Tensor) -> None:
         group = self._group()
@@ -88,7 +89,7 @@ class UserHook:
         param, compute, before = group.params[self._index], given, version(given)
         if param is not compute:
             group.runtime.need(group.unit, group.unit.writes)
-            exchange(param, compute)  # the program's object is the whole meanwhile
+            exchange(param, compute)  # the program's object is whole until the hook returns
         try:
             self.hook(param)
         finally:
@@ -102,21 +103,21 @@ class UserHook:
 
 
 def adopt(group: Any, index: int, compute: Tensor) -> None:
-    """The hooks that parameter `index` came with, now on what autograd sees of it, are called by way of `UserHook`."""
+    """Wrap, by `UserHook`, the hooks of parameter `index` from before zs.shard, which moved to its compute parameter."""
     hooks = post_accumulate_hooks(compute)
     for key, hook in hooks.items():
         hooks[key] = UserHook(hook, group, index, whole=True)
 
 
 def give_back(param: Tensor) -> None:
-    """The inverse of `adopt`, on close."""
+    """Unwrap the hooks of a parameter on close; the inverse of `adopt`."""
     hooks = post_accumulate_hooks(param)
     for key, hook in hooks.items():
         hooks[key] = hook.hook if isinstance(hook, UserHook) else hook
 
 
 def adopted(hook: Callable[[Tensor], Any], group: Any, index: int) -> UserHook:
-    """Of a hook that is registered after zs.shard. Raises ConfigError where it steps an optimizer."""
+    """Return the wrapper of a hook that is registered after zs.shard. Raise ConfigError if the hook steps an optimizer."""
     runtime = group.runtime
     found = other_optimizers([hook], runtime.optimizer if runtime is not None else None)
     if id(group.params[index]) in found:

@@ -1,10 +1,10 @@
-"""Before a write to values, masters or optimizer states: who reads them, or has read them ahead, in one order.
+"""The gate before a write to values, masters or optimizer states: waits for all readers and drops copies, in one order.
 
-moved      states that are away for a while (zs.offload_states) are refused
-recover    a backward that failed is forgotten, with what it had gathered
-outdate    units drop what was fetched or gathered ahead of use; no copy to the device reads their shards
-delayed    the host's step of a delayed update is over
-saver      a save in the background has copied
+moved      raise if states are away (zs.offload_states)
+recover    clear the state of a backward that failed, with what it had gathered
+outdate    units drop what they fetched or gathered ahead of use, and wait for copies to the device that read their shards
+delayed    wait for the host's step of a delayed update
+saver      wait until a save in the background has copied
 stepper    the host's step drops the states that it has read ahead
 """
 
@@ -16,7 +16,7 @@ from .unit import Unit
 
 
 class WriteGate:
-    """What all writers pass. delayed, stepper: of the optimizer's core (optim/), where it has them."""
+    """Gate that every writer passes. delayed, stepper: set by the optimizer's core (optim/) where it has them."""
 
     def __init__(self, runtime: Any) -> None:
         self.runtime = runtime
@@ -24,7 +24,7 @@ class WriteGate:
         self.stepper: Any = None
 
     def wait(self, *units: Unit) -> None:
-        """Return when masters and states (and the shards of `units`) are at rest and nobody's but ours."""
+        """Wait until masters and states (and the shards of `units`) are at rest and nobody reads or writes them."""
         self.runtime.moved.check()
         self.runtime.recover()
         for unit in units:
@@ -35,7 +35,7 @@ class WriteGate:
             self.runtime.saver.await_copy()
 
     def before(self, *units: Unit) -> None:
-        """Values of `units`, masters or states are about to be written other than by a step."""
+        """Prepare for a write, other than by a step, to values of `units`, to masters or to states."""
         self.wait(*units)
         if self.stepper is not None:
             self.stepper.forget()

@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries: told apart by what lies there, opened without reading tensors.
+"""Checkpoints of other libraries: recognise the format by the files of a path, and open them without reading tensors.
 
 *.safetensors, their index, folders         Hugging Face
 *.pt, *.bin, ...; pytorch_model*.bin        torch.save
@@ -25,7 +25,7 @@ RECOGNISED = "safetensors files, files of torch.save, folders of pytorch_model.b
 
 
 def recognise(path: Path) -> Callable[[Path, bool], Opened] | None:
-    """What opens it (path, trusted), or None where it is nothing that is known."""
+    """Return the function that opens a path's format, called with (path, trusted); None if no format is recognised."""
     if path.is_file():
         if path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json"):
             return _open_safetensors
@@ -42,7 +42,7 @@ def recognise(path: Path) -> Callable[[Path, bool], Opened] | None:
         return _open_safetensors
     if bin_index(path) is not None or (path / WHOLE).is_file():
         return _open_torch
-    return _open_safetensors if any(path.glob("*.safetensors.index.json")) else None  # its files are missing
+    return _open_safetensors if any(path.glob("*.safetensors.index.json")) else None  # an index without its files
 
 
 def _open_safetensors(path: Path, trusted: bool) -> Opened:
@@ -54,7 +54,7 @@ def _open_torch(path: Path, trusted: bool) -> Opened:
 
 
 def open_foreign(path: Path, trusted: bool = False) -> Opened:
-    """Open what `recognise` knows. Raises CheckpointError where it is not as its format demands."""
+    """Open a checkpoint of a format that `recognise` knows. Raises CheckpointError if it does not follow its format."""
     opener = recognise(path)
     if opener is None:
         raise CheckpointNotFound(f"{path}: expected a checkpoint of zs.save, or {RECOGNISED}.")

@@ -1,11 +1,11 @@
-"""Folders of torch.distributed.checkpoint, as FSDP2 and others write them: `.metadata` and *.distcp.
+"""Folders of torch.distributed.checkpoint (DCP), as FSDP2 and others write them: `.metadata` and *.distcp.
 
     {"model": ..., "optim": ...} of torch.distributed.checkpoint.state_dict.get_state_dict   states by parameter name
     {"model": model.state_dict(), "optim": optimizer.state_dict()}                             states by number
     model.state_dict()                                                                       the model alone
 
-and any of them one level deeper, as in {"app": {"model": ...}}. `.metadata` is a pickle: only torch's own descriptions are
-unpickled.
+and any of them one level deeper, as in {"app": {"model": ...}}. `.metadata` is a pickle, of which only torch's own classes for
+such descriptions are unpickled.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _ALLOWED = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Descriptions of torch.distributed.checkpoint and nothing else."""
+        """Return an allowed class of torch.distributed.checkpoint. Raises CheckpointError for any other."""
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise CheckpointError(f".metadata names {module}.{name}, which no description of a checkpoint needs: it was not read.")
 
 
 def open_distributed(path: Path, trusted: bool = False) -> Opened:
-    """Raises CheckpointError, CheckpointCorrupt (a file is missing). trusted: unpickle whatever the options of groups are."""
+    """Open a folder of DCP. Raises CheckpointError, CheckpointCorrupt (a missing file). trusted: unpickle any class."""
     try:
         metadata = _Unpickler(io.BytesIO((path / ".metadata").read_bytes())).load()
     except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, ValueError) as error:
@@ -88,7 +88,7 @@ def open_distributed(path: Path, trusted: bool = False) -> Opened:
 
 
 def _split(name: str, described: Any) -> tuple[str, ...]:
-    """The path of a name where the checkpoint has no record of it."""
+    """Return a name's path in nested state dicts, for checkpoints that do not record it (planner_data)."""
     head, _, rest = name.partition(".")
     with_states = any(other.startswith(f"{key}.state.") for other in described for key in OPTIMIZER_KEYS)
     if not with_states or head not in (*MODEL_KEYS, *OPTIMIZER_KEYS):
@@ -100,7 +100,7 @@ def _split(name: str, described: Any) -> tuple[str, ...]:
 
 
 def _section(keys: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
-    """('model' or 'optim' or '', what follows). A name alone is the model's."""
+    """Return ('model', 'optim' or '', the rest of the path). A path of one name is the model's."""
     for depth, key in enumerate(keys[:-1][:2]):
         if key in MODEL_KEYS:
             return "model", keys[depth + 1 :]
@@ -138,7 +138,7 @@ def _object(path: Path, info: Any, trusted: bool) -> Any:
 
 
 def _add_option(groups: dict[int, dict[str, Any]], keys: tuple[Any, ...], value: Any) -> None:
-    """A whole list of groups, or (number, option[, number in a list])."""
+    """Add an entry of param_groups: keys are () for the list of groups, else (number, option[, number in a list])."""
     if isinstance(value, StoredBoxes):
         tensor = torch.empty(value.shape, dtype=value.dtype, device="cpu")
         value.read(0, tensor.view(-1))

@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed, ZeRO stages 0 to 3, any number of data-parallel ranks.
+"""Checkpoints of DeepSpeed, of ZeRO stages 0 to 3 and any number of data-parallel ranks.
 
     latest                                         the name of the newest: global_step100
     global_step100/
@@ -6,17 +6,17 @@
       zero_pp_rank_R_mp_rank_00_model_states.pt    the same at stage 3, frozen parameters cut over the ranks
       [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt    rank R's slices of flat fp32 values and optimizer states
 
-Stages 1 and 2: the parameters of an optimizer group one after another, the whole cut over the ranks. `param_slice_mappings`
-tells which stretches of a rank's slice belong to whom.
+Stages 1 and 2: the parameters of an optimizer group are concatenated, and the result is divided among ranks.
+`param_slice_mappings` has the stretch of a rank's slice that belongs to each parameter.
 
     group 0   | embedding . . . . . . | hidden . . . . | out . . |
     ranks     rank 0                         | rank 1
 
-Stage 3: each parameter is cut over the ranks by itself, ceil(numel / ranks) elements each; a rank's pieces lie one after another.
+Stage 3: each parameter is divided among ranks, ceil(numel / ranks) elements each; a rank's pieces are concatenated.
 
     rank 0    | embedding . . . | hidden . . | out . |          rank 1    | embedding . . . | hidden . . | out . |
 
-What rank 0's model file has besides the model (counters, scheduler, client state, configuration) are extras of the checkpoint.
+Other entries of rank 0's model file (counters, scheduler, client state, configuration) become extras of the checkpoint.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Stretches = dict[str, list[tuple[int, int, int, int, int]]]  # name -> (first, c
 
 
 def tag_folder(path: Path) -> Path | None:
-    """The folder with the files, where `path` is one of DeepSpeed's or the folder of a run; else None."""
+    """Return the folder with the files, if `path` is a checkpoint of DeepSpeed or a folder of them with `latest`; else None."""
     if any(path.glob("*mp_rank_*_model_states.pt")):
         return path
     try:
@@ -52,7 +52,7 @@ def tag_folder(path: Path) -> Path | None:
 
 
 def open_deepspeed(path: Path) -> Opened:
-    """Raises CheckpointError: of a model that is cut in other ways as well, or with files missing."""
+    """Open a checkpoint of DeepSpeed. Raises CheckpointError (also tensor- or pipeline-parallel ones), CheckpointCorrupt."""
     folder = checked_folder(path)
     files = _optimizer_files(folder)
     optimizers = [open_torch_file(file)["optimizer_state_dict"] for file in files]
@@ -77,7 +77,7 @@ def open_deepspeed(path: Path) -> Opened:
 
 
 def _add_numbered(opened: Opened, optimizer: Any) -> None:
-    """States of stage 0, by the parameters' numbers. Masters of 16-bit values have no names there, and are left."""
+    """Add the optimizer states of stage 0, by the parameters' numbers. Masters, which have no names there, are not read."""
     optimizer = optimizer.get("optimizer_state_dict", optimizer)
     if isinstance(optimizer.get("state"), Mapping):
         opened.states = {number: dict(state) for number, state in optimizer["state"].items()}
@@ -85,7 +85,7 @@ def _add_numbered(opened: Opened, optimizer: Any) -> None:
 
 
 def checked_folder(path: Path) -> Path:
-    """The folder with the files. Raises CheckpointError where they are of a kind that is not read."""
+    """Return the folder with the files. Raises CheckpointError for tensor-parallel, pipeline and expert checkpoints."""
     folder = tag_folder(path)
     if folder is None:
         raise CheckpointNotFound(f"{path}: expected a checkpoint of DeepSpeed.")
@@ -98,7 +98,7 @@ def checked_folder(path: Path) -> Path:
 
 
 def describe(opened: Opened, first: Any, folder: Path) -> None:
-    """What a rank's model file tells besides tensors: facts, and extras, as far as they are plain values."""
+    """Add facts from a rank's model file and its other entries as extras; those that are not plain values stay unread."""
     opened.step = int(first.get("global_steps") or 0)
     opened.module_readers = objects_of(first["module"], folder)
     opened.facts = {"step": opened.step, "deepspeed": first.get("ds_version"), "world_size": first.get("dp_world_size")}
@@ -109,14 +109,14 @@ def describe(opened: Opened, first: Any, folder: Path) -> None:
             opened.extras[name] = plain(value, f"{folder}: {name}")
         except Untrusted as error:
             opened.unread[name] = error
-    if first.get("param_shapes"):  # else it does not tell them apart
+    if first.get("param_shapes"):  # without it, frozen parameters cannot be told from trained ones
         told = {name for group in first["param_shapes"] for name in group} | set(first["buffer_names"])
         others = first["module"].keys() - told - (first.get("shared_params") or {}).keys()
         opened.facts["frozen"] = sorted(others)
 
 
 def scaler_of(saved: Any) -> dict[str, Any] | None:
-    """The state of a dynamic loss scale, as zeroshard keeps it; None where there was none."""
+    """Convert the state of DeepSpeed's dynamic loss scale to zeroshard's. Return None if there is none."""
     known = vars(saved) if isinstance(saved, StandIn) else {}
     if not {"cur_scale", "cur_iter", "last_overflow_iter", "scale_window"} <= known.keys():
         return None
@@ -126,7 +126,7 @@ def scaler_of(saved: Any) -> dict[str, Any] | None:
 
 
 def _optimizer_files(folder: Path) -> list[Path]:
-    """By rank."""
+    """Return the files of optimizer states, in rank order. Raises CheckpointCorrupt if one is missing."""
     found = {int(match[1]): file for file in folder.glob("*_optim_states.pt") if (match := _RANK.fullmatch(file.name))}
     for rank in range(max(found, default=-1) + 1):
         if rank not in found:
@@ -142,7 +142,7 @@ def _check_count(folder: Path, optimizers: list[Any]) -> None:
 
 
 def unsharded(first: Any, models: list[Any], stage3: bool) -> dict[str, Any]:
-    """What is stored by name: all at stages 0 to 2; buffers, and frozen parameters in pieces, at stage 3."""
+    """Return tensors stored by name: all at stages 0 to 2; at stage 3 buffers, and frozen parameters joined from pieces."""
     if not stage3:
         return {name: value for name, value in first["module"].items() if is_tensor(value)}
     found = {name: first["module"][name] for name in first["buffer_names"] if is_tensor(first["module"].get(name))}
@@ -158,7 +158,7 @@ def unsharded(first: Any, models: list[Any], stage3: bool) -> dict[str, Any]:
 
 
 def _add_flat(opened: Opened, first: Any, optimizers: list[Any], stage3: bool) -> None:
-    """Trained parameters, their states and groups, from the ranks' flat slices."""
+    """Add trained parameters, their optimizer states and groups, from the ranks' flat slices."""
     key = "fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"
     flats = [optimizer[key] for optimizer in optimizers]
     shapes = [{name: tuple(shape) for name, shape in group.items()} for group in first["param_shapes"]]
@@ -167,12 +167,12 @@ def _add_flat(opened: Opened, first: Any, optimizers: list[Any], stage3: bool) -
     for name, shape in by_name.items():
         opened.model[name] = _assemble(opened.path, name, shape, stretches[name], flats)
     inner = [optimizer.get("optimizer_state_dict" if stage3 else "base_optimizer_state") for optimizer in optimizers]
-    if all(isinstance(state, list) for state in inner):  # "elastic" checkpoints: states by group, and no options of groups
+    if all(isinstance(state, list) for state in inner):  # "elastic" checkpoints have states by group, and no group options
         listed: list[Any] = inner
         groups = [{"params": [number]} for number in range(len(shapes))]
         inner = [{"state": dict(enumerate(states)), "param_groups": groups} for states in listed]
     if not all(isinstance(state, Mapping) and "state" in state for state in inner):
-        return  # optimizers that keep their states elsewhere: the values alone
+        return  # the optimizer keeps its states elsewhere: only the values are read
     opened.groups = []
     for group in inner[0]["param_groups"]:
         members = [name for number in group["params"] for name in shapes[number]]
@@ -206,7 +206,7 @@ def _stretches_of_stage3(shapes: list[dict[str, tuple[int, ...]]], world_size: i
 
 
 def _stretches(shapes: list[dict[str, tuple[int, ...]]], flats: list[Any], optimizers: list[Any]) -> Stretches:
-    """By the mapping that was saved; in files that have none, parameters follow each other."""
+    """Return the stretches of stages 1 and 2: from the saved mapping, or if there is none, from the order of parameters."""
     found: Stretches = {name: [] for group in shapes for name in group}
     if all("param_slice_mappings" in optimizer for optimizer in optimizers):
         done = dict.fromkeys(found, 0)
@@ -234,7 +234,7 @@ def _stretches(shapes: list[dict[str, tuple[int, ...]]], flats: list[Any], optim
 
 
 def _assemble(path: Path, name: str, shape: tuple[int, ...], stretches: list[Any], flats: list[Any]) -> StoredBoxes:
-    """One tensor of all its stretches. flats: rank -> flat number -> flat tensor."""
+    """Return one tensor joined from its stretches. flats: rank -> flat number -> flat tensor. Raises CheckpointError."""
     pieces: list[tuple[int, int, int, Stored]] = []
     for start, count, rank, number, offset in stretches:
         flat = flats[rank][number]

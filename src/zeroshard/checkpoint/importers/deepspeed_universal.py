@@ -1,4 +1,4 @@
-"""Universal checkpoints of DeepSpeed: what its ds_to_universal makes of one, a folder for each parameter.
+"""Universal checkpoints of DeepSpeed, made by its ds_to_universal: a folder for each parameter.
 
 global_step100_universal/
   mp_rank_00_model_states.pt, or zero_pp_rank_R_...    as in the checkpoint that it was made of
@@ -26,13 +26,13 @@ _VALUE = "fp32"
 
 
 def is_universal(path: Path) -> bool:
-    """Whether it is one, among DeepSpeed's checkpoints."""
+    """Return whether a checkpoint of DeepSpeed is a universal one."""
     folder = tag_folder(path)
     return folder is not None and (folder / "zero").is_dir()
 
 
 def open_universal(path: Path) -> Opened:
-    """Raises CheckpointError where it is not as this format demands."""
+    """Open a universal checkpoint. Raises CheckpointError if a file is missing or has a wrong number of elements."""
     folder = checked_folder(path)
     models = [open_torch_file(file) for file in sorted(folder.glob("*mp_rank_00_model_states.pt"), key=_rank_of)]
     first, zero = models[0], folder / "zero"
@@ -62,7 +62,7 @@ def _rank_of(file: Path) -> int:
 
 
 def _in_file(file: Path, shape: tuple[int, ...]) -> Any:
-    """A tensor of a parameter's shape where it has as many elements; else what is there."""
+    """Return a file's tensor in the parameter's shape, or its scalar or plain value. Raises CheckpointError for other sizes."""
     found = open_torch_file(file)
     found = found["param"] if isinstance(found, Mapping) else found
     if isinstance(found, StoredTensor) and found.shape != () and math.prod(found.shape) == math.prod(shape):
@@ -73,7 +73,7 @@ def _in_file(file: Path, shape: tuple[int, ...]) -> Any:
 
 
 def _add_groups(opened: Opened, saved: Any, shapes: list[dict[str, tuple[int, ...]]]) -> None:
-    """Options of groups; step counts, where the parameters' folders have none."""
+    """Add the options of groups, and step counts where the parameters' folders have none."""
     inner = saved.get("optimizer_state_dict") or saved
     opened.scaler = scaler_of(saved.get("loss_scaler"))
     opened.groups = []

@@ -1,11 +1,11 @@
-"""Safetensors files and their indices, as Hugging Face writes them: which file counts for which name.
+"""Safetensors files and their indices, as Hugging Face writes them: find the file that has each tensor.
 
     model.safetensors                                       one file, or
     model-00001-of-00002.safetensors, ...                   several, and
     model.safetensors.index.json                            {weight_map: {name: file}}
 
-The index decides, since files of an earlier save, or variants, may lie beside those that it names. pytorch_model.bin has such an
-index as well.
+Only files that the index names count, since files of an earlier save, or variants, may lie beside them. pytorch_model.bin has
+such an index as well.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ..safetensors import FOREIGN_DTYPES, SAFETENSORS_DTYPES, elements_of
 
 
 def index_folder(path: str | os.PathLike) -> dict[str, StoredTensor]:
-    """Every tensor of a safetensors file, of an index's files, or of a folder, by each of its names.
+    """Return the tensors of a safetensors file, of an index's files, or of a folder, by each of their names.
 
-    A folder's index says which files count and which of them has a name. Without one all safetensors files count.
+    In a folder with an index, only the files that the index names count; without one, all safetensors files do.
     """
     root = Path(path)
     index = root if is_index(root) else None if root.is_file() else _index_in(root)
@@ -38,12 +38,12 @@ def index_folder(path: str | os.PathLike) -> dict[str, StoredTensor]:
 
 
 def is_index(path: Path) -> bool:
-    """Whether a file is one of {weight_map: {name: file}}, as Hugging Face writes it."""
+    """Return whether a path is a Hugging Face index {weight_map: {name: file}}, by its name."""
     return path.name.endswith(".index.json") and path.is_file()
 
 
 def _index_in(folder: Path) -> Path | None:
-    """Raises CheckpointError where it is not clear which files of a folder are meant."""
+    """Return the index of a folder, or None. Raises CheckpointError if the folder has several models."""
     found, whole = sorted(folder.glob("*.safetensors.index.json")), folder / "model.safetensors"
     if len(found) > 1:
         found = [index for index in found if index.name == "model.safetensors.index.json"] or found
@@ -55,7 +55,7 @@ def _index_in(folder: Path) -> Path | None:
 
 
 def read_index(index: Path) -> dict[str, Path]:
-    """The file of each name. Raises CheckpointCorrupt where one is missing."""
+    """Return tensor name -> file of an index. Raises CheckpointCorrupt if a file is missing."""
     wanted = {name: index.parent / file for name, file in json.loads(index.read_text())["weight_map"].items()}
     for file in sorted(set(wanted.values())):
         if not file.is_file():
@@ -64,7 +64,7 @@ def read_index(index: Path) -> dict[str, Path]:
 
 
 def merged(parts: dict[Path, dict[str, Any]], wanted: dict[str, Path]) -> dict[str, Any]:
-    """What several files hold as one; of a name that is in several, what the file that an index `wanted` names holds.
+    """Merge the entries of several files. Of a name in several files, the file counts that the index `wanted` has for it.
 
     Raises CheckpointError where nothing says which one counts.
     """
@@ -85,7 +85,7 @@ def merged(parts: dict[Path, dict[str, Any]], wanted: dict[str, Path]) -> dict[s
 
 
 def _tensors_of(file: Path) -> dict[str, StoredTensor]:
-    """Of one safetensors file."""
+    """Return the tensors of one safetensors file, by each of their names. Raises OSError (truncated), CheckpointError."""
     with open(file, "rb") as handle:
         (length,) = struct.unpack("<Q", handle.read(8))
         header = json.loads(handle.read(length))

@@ -1,8 +1,8 @@
-"""Files of torch.save: where each tensor lies, without reading any of them and without running what the file asks for.
+"""Files of torch.save: find where each tensor lies, without reading tensors and without running code from the file.
 
-Such a file is a zip archive of a pickle and of one entry without compression for each storage. The pickle is read by torch's
-own restricted unpickler with fake tensors; every class that it names besides is replaced by an inert stand-in, so that files
-of other libraries can be read where those are not installed, and nothing in them can do anything.
+Such a file is a zip archive of a pickle and one uncompressed entry for each storage. The pickle is read by torch's restricted
+unpickler with fake tensors. Every class that the unpickler does not allow is replaced by an inert stand-in, so that files of
+other libraries can be read where these are not installed, and no code of theirs runs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _LOCK = threading.Lock()  # torch's list of allowed classes is one for all threa
 
 
 class StandIn:
-    """Takes the place of an object of another library: what it was made of, and its attributes."""
+    """Inert replacement for an object of another library, with its constructor's `arguments` and its attributes."""
 
     def __new__(cls, *arguments: Any, **options: Any) -> StandIn:
-        """Whatever the class takes."""
+        """Make a stand-in; any arguments are accepted and kept."""
         made = super().__new__(cls)
         made.__dict__["arguments"] = arguments
         return made
@@ -48,9 +48,9 @@ class StandIn:
 
 @dataclass(frozen=True)
 class StridedTensor(Stored):
-    """A tensor whose elements are not stored in their order: a transpose, a column. Reading holds its whole storage range."""
+    """A stored tensor that is not contiguous: a transpose, a column. A read holds the whole range of its elements in memory."""
 
-    extent: StoredTensor  # (n,): from its first to its last element
+    extent: StoredTensor  # (n,): the storage from the first to the last element
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
@@ -59,7 +59,7 @@ class StridedTensor(Stored):
         return self.extent.dtype
 
     def fill(self, start: int, out: Tensor) -> None:
-        """`out` (n,) with elements [start, start + n) of the flattened tensor, converted to its dtype."""
+        """Fill `out` (n,) with elements [start, start + n) of the flattened tensor, converted to the dtype of `out`."""
         values = torch.empty(self.extent.shape, dtype=self.dtype, device="cpu")
         self.extent.read(0, values)
         out.copy_(values.as_strided(self.shape, self.strides).reshape(-1)[start : start + out.numel()])
@@ -67,7 +67,7 @@ class StridedTensor(Stored):
 
 @dataclass(frozen=True)
 class TensorBlob(Stored):
-    """A contiguous part of a file that is itself a file of torch.save, of one tensor. It is looked at when it is first read."""
+    """A range of bytes in a file that is itself a file of torch.save with one tensor. It is opened at the first read."""
 
     path: Path
     offset: int
@@ -84,14 +84,14 @@ class TensorBlob(Stored):
         return found
 
     def parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
-        """As of the tensor that is there."""
+        """Yield the stretches of the tensor in the blob."""
         return self._at.parts(start, out)
 
 
 def open_torch_file(path: Path, offset: int = 0, nbytes: int | None = None) -> Any:
-    """What was saved, with where it is stored (StoredTensor, StridedTensor) in the place of each tensor.
+    """Return the saved value, with a StoredTensor or StridedTensor (location in the file) in the place of each tensor.
 
-    Raises CheckpointError where the file is none of torch.save, or can not be read without running code.
+    Raises CheckpointError if the file is not of torch.save, or cannot be read without running code.
     """
     nbytes = path.stat().st_size - offset if nbytes is None else nbytes
     with open(path, "rb") as file, _LOCK:
@@ -131,12 +131,12 @@ def _locate(tensor: Tensor, path: Path, base: int) -> StoredTensor | StridedTens
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether an entry of what `open_torch_file` returns is a tensor."""
+    """Return whether a value that `open_torch_file` returns stands for a tensor."""
     return isinstance(value, (StoredTensor, StridedTensor))
 
 
 def value_of(stored: Any) -> Any:
-    """A small stored tensor as a tensor; anything else as it is."""
+    """Read a (small) stored tensor; return any other value as it is."""
     if not is_tensor(stored):
         return stored
     value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
@@ -145,7 +145,7 @@ def value_of(stored: Any) -> Any:
 
 
 def plain(value: Any, where: str) -> Any:
-    """With its tensors read. Raises Untrusted where it has an object of another class."""
+    """Return a value with all its tensors read. Raises Untrusted if it has a stand-in for an object of another library."""
     if isinstance(value, Mapping):
         return {key: plain(entry, where) for key, entry in value.items()}
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):

@@ -1,4 +1,4 @@
-"""Files of torch.save(model.state_dict()), alone or in the dictionary of a training script; Hugging Face's pytorch_model.bin.
+"""Files of torch.save with a model's state dict, alone or in a training script's dictionary; Hugging Face's pytorch_model.bin.
 
 {name: tensor}
 {"model" | "state_dict" | "model_state_dict" | "module": {name: tensor}, "optimizer": optimizer.state_dict(), "step": 100}
@@ -24,7 +24,7 @@ _STEP_KEYS = ("global_steps", "global_step", "step", "steps", "iteration")
 
 
 def open_state_dict(path: Path) -> Opened:
-    """A file, an index of files, or a folder of pytorch_model*.bin."""
+    """Open a file, an index of files, or a folder of pytorch_model*.bin."""
     if path.is_dir() or is_index(path):
         index = path if is_index(path) else bin_index(path)
         wanted = {} if index is None else read_index(index)
@@ -45,13 +45,13 @@ def open_state_dict(path: Path) -> Opened:
 
 
 def bin_index(folder: Path) -> Path | None:
-    """The index of the files of pytorch_model.bin, where a folder has one."""
+    """Return a folder's index of pytorch_model.bin files, or None."""
     index = folder / f"{WHOLE}.index.json"
     return index if index.is_file() else None
 
 
 def state_in(whole: Any) -> Any:
-    """The state dict in whatever a training script put around it."""
+    """Return the model's state dict out of the dictionaries that a training script put around it."""
     while isinstance(whole, Mapping):
         inner = next((whole[key] for key in MODEL_KEYS if isinstance(whole.get(key), Mapping)), None)
         if inner is None:
@@ -71,7 +71,7 @@ def _tensors_of(state: Any, path: Path) -> dict[str, Any]:
 
 
 def objects_of(state: Mapping[str, Any], path: Path) -> dict[str, Callable[[], Any]]:
-    """Readers of what modules keep in a state dict that is no tensor (get_extra_state), by name."""
+    """Return functions that read modules' extra states that are no tensors (get_extra_state), by name."""
     return {
         name: partial(plain, value, f"{path}: {name}")
         for name, value in state.items()

@@ -1,12 +1,12 @@
-"""Values of a flat tensor as fewer bytes: what a rank sends in place of its shard, its gradients, or their errors.
+"""Codecs: the values of a flat tensor packed into fewer bytes, which a rank sends in place of its shard or its gradients.
 
-    base.py                 Codec: pack, unpack, and the sum of several packed parts; feedback of errors
+    base.py                 Codec: pack, unpack, and the sum of several packed parts; error feedback
     block_quantization.py   int8, int4 and fp8 with a scale for each block: the format and its kernels in torch
     triton_kernels.py       the same kernels for a GPU
-    top_k.py                the largest values of a gradient and where they lie
+    top_k.py                the largest values of a gradient and their indices
     low_rank.py             PowerSGD: gradients of matrices as products of two thin ones
 
-Nothing here communicates or knows a rank: a Comm that wraps a Comm packs, sends and unpacks.
+No codec communicates or knows a rank: `mesh/compressed.py` and `mesh/low_rank.py` wrap a Comm, and pack, send and unpack.
 """
 
 from .base import Codec, ErrorFeedback

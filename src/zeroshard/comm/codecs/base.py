@@ -3,9 +3,9 @@
     values (numel,) --pack--> packed (packed_nbytes,) uint8 --unpack--> out (numel,)
     parts of several ranks --unpack_sum--> out (numel,) = [out +] scale * their sum, in fp32, in the order of parts
 
-How many bytes there are follows from numel alone, so peers need not tell each other. Equal values give equal bytes on
-every rank, whatever its device. All of it runs under the caller's `torch.no_grad()`, on the current stream; on a GPU nothing
-waits for the device.
+The number of bytes follows from numel alone, so peers need not tell each other. Equal values give equal bytes on
+every rank, whatever its device. Everything runs under the caller's `torch.no_grad()`, on the current stream; on a GPU
+the host never waits for the device.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from ..base import CHUNK_NUMEL
 
 
 class Codec(ABC):
-    """Values of a flat tensor as fewer bytes. Stateless: who keeps errors for feedback is the caller (`ErrorFeedback`).
+    """Packs the values of a flat tensor into fewer bytes. Stateless: `ErrorFeedback` keeps the errors of packing.
 
-    Values that are not finite must not be seen as finite after `unpack`: overflow of gradients is found there.
+    Values that are not finite must stay non-finite after `unpack`, since overflow of gradients is detected there.
     """
 
     name: str
 
     @abstractmethod
     def packed_nbytes(self, numel: int) -> int:
-        """Bytes of `numel` packed values: a multiple of 4, 0 of none."""
+        """Return the number of bytes of `numel` packed values: a multiple of 4; 0 for no values."""
 
     def pack(self, values: Tensor, out: Tensor) -> None:
         """Fill `out` (packed_nbytes(numel),) uint8 from `values` (numel,) fp32, fp64, bf16 or fp16, both contiguous.
 
-        fp64 is taken as fp32. Raises ValueError for other shapes, dtypes or devices.
+        fp64 is rounded to fp32. Raises ValueError for other shapes, dtypes or devices.
         """
         self._check(values, out, "values")
         if values.numel():
@@ -48,10 +48,10 @@ class Codec(ABC):
             self._unpack(packed, out)
 
     def unpack_sum(self, parts: Sequence[Tensor], out: Tensor, *, scale: float, accumulate: bool) -> float | None:
-        """out = [out +] scale * (unpacked parts[0] + parts[1] + ...), fp32, in the order of parts.
+        """Compute out = [out +] scale * (unpacked parts[0] + parts[1] + ...), in fp32, in the order of parts.
 
         The bits are those of `unpack` into fp32 tensors and `comm.base.sum_in_rank_order` of these. Returns the sum of
-        out's squares where that is free (CPU, out fp32), else None.
+        out's squares where it costs nothing extra (CPU, out fp32), else None.
         """
         for part in parts:
             self._check(out, part, "out")
@@ -71,21 +71,21 @@ class Codec(ABC):
                 total.mul_(scale)
             if scratch is not None:
                 target.add_(total) if accumulate else target.copy_(total)
-            if square_sum is not None:  # dot products of the chunks of `square_sum` in comm.base
+            if square_sum is not None:  # in the chunks of comm.base.square_sum, for the same bits
                 square_sum += sum(torch.dot(piece, piece).item() for piece in target.split(CHUNK_NUMEL))
         return square_sum
 
     def error(self, values: Tensor, packed: Tensor) -> float:
-        """|values - unpacked| / |values|, for reports. 0 where values are all zero."""
+        """Return |values - unpacked| / |values|, for reports; 0 where all values are zero."""
         exact = values.double()
         found = torch.empty_like(values, dtype=torch.float32)
         self.unpack(packed, found)
         norm = exact.norm().item()
         return 0.0 if norm == 0 else (exact - found).norm().item() / norm
 
-    # -- what a codec brings -----------------------------------------------------------------------------------------
+    # -- what a subclass implements ----------------------------------------------------------------------------------
 
-    chunked = True  # `_unpack_stretch` costs what the stretch costs, wherever it begins
+    chunked = True  # the cost of `_unpack_stretch` is proportional to the stretch, wherever it begins
 
     @abstractmethod
     def _pack(self, values: Tensor, out: Tensor) -> None: ...
@@ -95,10 +95,10 @@ class Codec(ABC):
 
     @abstractmethod
     def _unpack_stretch(self, packed: Tensor, numel: int, begin: int, out: Tensor) -> None:
-        """out (n,), fp32 = values begin to begin + n of the `numel` that are packed; `begin` is a multiple of CHUNK_NUMEL."""
+        """Fill out (n,) fp32 with packed values `begin` to `begin` + n of `numel`; `begin` is a multiple of CHUNK_NUMEL."""
 
     def _add_stretch(self, packed: Tensor, numel: int, begin: int, total: Tensor, term: Tensor) -> None:
-        """total (n,), fp32 = total + what `_unpack_stretch` gives; term (n,), fp32: scratch."""
+        """Add to total (n,) fp32 what `_unpack_stretch` would fill it with. term (n,) fp32: scratch."""
         self._unpack_stretch(packed, numel, begin, term)
         total.add_(term)
 
@@ -120,7 +120,8 @@ def _what(tensor: Tensor) -> str:
 
 
 class ErrorFeedback:
-    """What packing lost is added to the next values of the same buffer (Seide et al. 2014; Karimireddy et al., arXiv 1901.09847).
+    """Error feedback: what packing lost is added to the next values of the same buffer (Seide et al. 2014; Karimireddy et al.,
+    arXiv 1901.09847).
 
         values + residual --pack--> out;   residual = values + residual - unpack(out)
 
@@ -132,7 +133,7 @@ class ErrorFeedback:
         self.residuals: dict[Hashable, Tensor] = {}
 
     def pack(self, buffer: Hashable, values: Tensor, out: Tensor) -> None:
-        """`Codec.pack` of the values and what is left of those before. What was not finite leaves nothing behind."""
+        """Pack the sum of `values` and the buffer's residual, and keep the new residual. Non-finite residuals become zero."""
         residual = self.residuals.get(buffer)
         if residual is None or residual.shape != values.shape:
             residual = self.residuals[buffer] = torch.zeros_like(values, dtype=torch.float32)
@@ -143,5 +144,5 @@ class ErrorFeedback:
             residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def clear(self) -> None:
-        """Forget all residuals, as after a load of other values."""
+        """Drop all residuals, as after a load of other values."""
         self.residuals.clear()

@@ -1,11 +1,11 @@
 """Symmetric quantization in blocks: int8, int4 and fp8 (e4m3) with one fp32 step for each block of values.
 
     packed = steps | codes | zeros            numel values in nblocks = ceil(numel / block) blocks, the last one shorter
-             steps: nblocks x fp32, in the order of bytes of the host
+             steps: nblocks x fp32, in the host's byte order
              codes: int8, fp8: one byte a value, in the order of values
                     int4: ceil(n / 2) bytes for a block of n: byte i = code of value i in the low nibble, of value
                     ceil(n / 2) + i (0 if there is none) in the high one, both in two's complement
-             zeros: until the number of bytes is a multiple of 4
+             zeros: padding to a multiple of 4 bytes
 
     step  = max(amax * fp32(1 / most), 2^-100)      amax: the largest magnitude in the block; most: 127, 7 or 448
     code  = round(value / step), to nearest even    (fp8: to the nearest e4m3 number, ties to even)
@@ -13,10 +13,10 @@
 
 Invariants: the error is at most half a step (and a rounding of fp32), for fp8 2^-4 of the value or 2^-10 of the step;
 zeros are exact; magnitudes below 2^-101 become zero. A block with an infinity or a NaN has the step infinity and codes 0: all
-of it is NaN after unpacking, no other block is touched. The bytes are equal on CPU, GPU with torch and GPU with Triton: all
-operations are rounded as IEEE 754 says, and none depends on denormals or on fused multiply-add.
+of it is NaN after unpacking, and other blocks are unaffected. The bytes are equal on CPU, GPU with torch and GPU with Triton: all
+operations round as IEEE 754 says, and none depends on denormals or on fused multiply-add.
 
-Steps are fp32: fp16 has neither the range of gradients nor of their smallest blocks, bf16 would make steps up to 0.8% longer
+Steps are fp32: fp16 lacks the range of gradients and of their smallest blocks, bf16 would make steps up to 0.8% longer
 and save 0.8% of the bytes (int8, blocks of 256). The least step keeps quotients finite, so that no block is a special case.
 """
 
@@ -39,21 +39,21 @@ DEFAULT_BLOCK = 256  # values with one step: 1.6% more bytes for int8, 3.1% for 
 LEAST_BLOCK, LARGEST_BLOCK = 32, 1 << 14
 LEAST_STEP = 2.0**-100
 STEP_NBYTES = 4
-# Added to a quotient below 2^22 it leaves the nearest integer, ties to even, in the low bits of the sum. One pass less than to
-# round and to convert.
+# Added to a quotient below 2^22, this leaves the nearest integer (ties to even) in the low bits of the sum: one pass fewer than
+# rounding and converting.
 ROUNDING = 1.5 * 2.0**23
-# Values of a pass on the CPU: values and quotients, 1 MB each, stay in the cache between six calls of 1 to 2 us each. On a core
-# with 1 MB of second-level cache 2^16 takes 1.4 times as long, 2^17 1.1 times, 2^19 5% less.
+# Number of values in one pass on the CPU: values and quotients, 1 MB each, stay in the cache over six calls of 1 to 2 us each.
+# On a core with 1 MB of second-level cache 2^16 takes 1.4 times as long, 2^17 1.1 times, 2^19 5% less.
 CPU_CHUNK_NUMEL = 1 << 18
 
 
 class BlockCodec(Codec):
-    """What the three have in common: blocks, steps, passes over chunks."""
+    """Base class of the three codecs: blocks, steps, and passes over chunks."""
 
     most: float  # code of the largest magnitude in a block
-    unit = 1.0  # `_decode` gives values in steps of `unit * step`: a power of two, so nothing is rounded twice
-    rounding = ROUNDING  # what `_quotients` adds
-    decodes_in_passes = False  # `_decode` has use for memory of its own
+    unit = 1.0  # `_decode` gives values in multiples of `unit * step`: a power of two, so that nothing is rounded twice
+    rounding = ROUNDING  # the constant that `_quotients` adds
+    decodes_in_passes = False  # `_decode` needs scratch memory
 
     def __init__(self, block: int = DEFAULT_BLOCK) -> None:
         if type(block) is not int or not LEAST_BLOCK <= block <= LARGEST_BLOCK or block & (block - 1):
@@ -73,11 +73,11 @@ class BlockCodec(Codec):
         return numel
 
     def _chunk_blocks(self, numel: int, device: torch.device) -> int:
-        """Blocks of one pass: what stays in the cache, or all of them on a GPU."""
+        """Return the number of blocks in one pass: as many as stay in the cache, or all of them on a GPU."""
         return self.nblocks(min(CPU_CHUNK_NUMEL, numel) if device.type == "cpu" else numel)
 
     def _chunks(self, values: Tensor, steps: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """values (n, width), steps (n, 1) and codes (bytes,) of some whole blocks; at the end of the block that is not whole."""
+        """Yield values (n, width), steps (n, 1) and codes (bytes,) of some whole blocks at a time; last of the shorter block."""
         nblocks, rows = values.numel() // self.block, self._chunk_blocks(values.numel(), values.device)
         whole = nblocks * self.block
         if nblocks:
@@ -104,11 +104,11 @@ class BlockCodec(Codec):
 
     @abstractmethod
     def _quotients(self, values: Tensor, steps: Tensor, out: Tensor, row: Tensor) -> None:
-        """out (n, width) = values (n, width) / steps (n, 1), so that `_encode` finds codes in it. All fp32."""
+        """Fill out (n, width) with values (n, width) / steps (n, 1), in the form that `_encode` reads. All fp32."""
 
     @abstractmethod
     def _encode(self, quotients: Tensor, codes: Tensor) -> None:
-        """codes (bytes,) uint8 from what `_quotients` made; it may be overwritten."""
+        """Fill codes (bytes,) uint8 from the result of `_quotients`, which may be overwritten."""
 
     # -- unpacking ---------------------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class BlockCodec(Codec):
         if (kernels := _triton_for(out, packed)) is not None:
             return kernels.unpack(self.name, self.block, step_bytes.view(torch.float32), codes, out, add=False)
         steps = torch.empty(step_bytes.numel() // STEP_NBYTES, 1, dtype=torch.float32, device=out.device)
-        steps.view(torch.uint8).view(-1).copy_(step_bytes)  # which may lie at any address
+        steps.view(torch.uint8).view(-1).copy_(step_bytes)  # a copy, since `step_bytes` need not be aligned
         if self.unit != 1.0:
             steps.mul_(self.unit)
         room = self._chunk_blocks(out.numel(), out.device) * self.block if self.decodes_in_passes else 0
@@ -138,15 +138,17 @@ class BlockCodec(Codec):
             target.mul_(factors)
 
     def _parts(self, packed: Tensor, numel: int, begin: int, count: int) -> tuple[Tensor, Tensor]:
-        """The bytes of the steps of `count` values from `begin` on, and the codes from there on."""
+        """Return the bytes of the steps of `count` values from `begin` on, and the codes from there on."""
         first, end = begin // self.block, self.nblocks(begin + count)
         codes = packed[self.nblocks(numel) * STEP_NBYTES + self._codes_nbytes(begin) :]
         return packed[first * STEP_NBYTES : end * STEP_NBYTES], codes
 
     @abstractmethod
     def _decode(self, codes: Tensor, out: Tensor, scratch: Tensor) -> None:
-        """out (n, width), fp32 = codes (bytes,) uint8 as numbers, in units of `unit`; scratch: int16, as large as a chunk
-        where it `decodes_in_passes`."""
+        """Fill out (n, width) fp32 with codes (bytes,) uint8 as numbers, in multiples of `unit`.
+
+        scratch: int16, as large as a chunk where `decodes_in_passes`, else empty.
+        """
 
     def _add_stretch(self, packed: Tensor, numel: int, begin: int, total: Tensor, term: Tensor) -> None:
         if (kernels := _triton_for(total, packed)) is None:
@@ -156,26 +158,26 @@ class BlockCodec(Codec):
 
 
 class _Passes:
-    """The memory between the passes over one chunk on the way to its codes."""
+    """Scratch memory of the passes that turn one chunk of values into codes."""
 
     def __init__(self, codec: BlockCodec, nblocks: int, device: torch.device) -> None:
         self.codec, self.on_host = codec, device.type == "cpu"
         self.quotients = torch.empty(nblocks, codec.block, dtype=torch.float32, device=device)
-        # a row, not a number: with two operands that are the same along a row torch's loop is not vectorised
+        # a row, not a scalar: torch's loop is not vectorised where two operands are constant along a row
         self.row = torch.full((1, codec.block), codec.rounding, dtype=torch.float32, device=device)
         self.factors = torch.full((2, 1, 1), 1 / codec.most, dtype=torch.float32, device=device)
-        self.factors[1].neg_()  # of the smallest value: -min is a magnitude
+        self.factors[1].neg_()  # for the smallest value: -min is a magnitude
         self._allot(nblocks)
 
     def _allot(self, nblocks: int) -> None:
         device = self.quotients.device
         self.extremes = torch.empty(2, nblocks, 1, dtype=torch.float32, device=device)
         self.largest, self.smallest = self.extremes.unbind(0)
-        self.candidates = torch.full((3, nblocks, 1), LEAST_STEP, dtype=torch.float32, device=device)  # of each block's step
+        self.candidates = torch.full((3, nblocks, 1), LEAST_STEP, dtype=torch.float32, device=device)  # max: the block's step
         self.of_extremes = self.candidates[:2]
 
     def pack(self, values: Tensor, steps: Tensor, codes: Tensor) -> None:
-        """steps (n, 1) and codes (bytes,) of values (n, width)."""
+        """Compute steps (n, 1) and codes (bytes,) of values (n, width)."""
         codec, quotients, row = self.codec, self.quotients, self.row
         if values.shape != quotients.shape:  # the last chunk
             n, width = values.shape
@@ -183,11 +185,11 @@ class _Passes:
             self._allot(n)
         if values.dtype != torch.float32:
             values = quotients.copy_(values)
-        torch.amax(values, 1, keepdim=True, out=self.largest)  # and amin: abs needs a pass that writes
+        torch.amax(values, 1, keepdim=True, out=self.largest)  # amax and amin, since abs would need a further pass that writes
         torch.amin(values, 1, keepdim=True, out=self.smallest)
         torch.mul(self.extremes, self.factors, out=self.of_extremes)
         torch.amax(self.candidates, 0, out=steps)
-        # NaN comes through amax and amin. A GPU is not waited for: there all steps are looked at in any case
+        # NaN passes through amax and amin. On a GPU, where reading the maximum would make the host wait, all steps are checked
         finite = self.on_host and math.isfinite(steps.max().item())
         if not finite:
             bad = ~torch.isfinite(steps)
@@ -199,7 +201,7 @@ class _Passes:
 
 
 class Int8(BlockCodec):
-    """One byte a value: -127 to 127 steps."""
+    """int8: one byte a value, from -127 to 127 steps."""
 
     name, most = "int8", 127.0
 
@@ -214,11 +216,11 @@ class Int8(BlockCodec):
 
 
 class Int4(Int8):
-    """Half a byte a value: -7 to 7 steps."""
+    """int4: half a byte a value, from -7 to 7 steps."""
 
     name, most = "int4", 7.0
     decodes_in_passes = True
-    unit = 1 / 16  # nibbles stay in the upper half of their byte: one operation each
+    unit = 1 / 16  # `_decode` leaves each nibble in the upper half of a byte, which takes one operation
     rounding = ROUNDING + 8  # codes from 1 to 15, so that nothing is borrowed from the other nibble
 
     def _codes_nbytes(self, numel: int) -> int:
@@ -231,7 +233,7 @@ class Int4(Int8):
         if quotients.shape[1] % 2:
             bits[:, half - 1] += 8 * 16
         codes.view(-1, half).copy_(bits[:, :half])
-        codes.bitwise_xor_(0x88)  # from "8 more" to two's complement
+        codes.bitwise_xor_(0x88)  # from code + 8 to two's complement
 
     def _decode(self, codes: Tensor, out: Tensor, scratch: Tensor) -> None:
         (n, width), half = out.shape, -(-out.shape[1] // 2)
@@ -242,11 +244,11 @@ class Int4(Int8):
 
 
 class Fp8(BlockCodec):
-    """One byte a value in float8_e4m3fn: precise to 2^-4 of each value, not of the block's largest."""
+    """fp8: one byte a value in float8_e4m3fn, precise to 2^-4 of each value, not of the block's largest."""
 
     name, most = "fp8", 448.0
     decodes_in_passes = True
-    unit = 2.0**8  # between the exponents of e4m3 and of fp16
+    unit = 2.0**8  # from the exponent bias of e4m3 to that of fp16
     rounding = 0.0
 
     def _quotients(self, values: Tensor, steps: Tensor, out: Tensor, row: Tensor) -> None:
@@ -256,8 +258,8 @@ class Fp8(BlockCodec):
         codes.view(torch.float8_e4m3fn).copy_(quotients.view(-1))
 
     def _decode(self, codes: Tensor, out: Tensor, scratch: Tensor) -> None:
-        """By way of fp16, the same bits with one more in the exponent: torch's own conversion takes ten times as long."""
-        bits = scratch[: codes.numel()].copy_(codes.view(torch.int8))  # the sign in all upper bits
+        """Decode by way of fp16, which is e4m3 with one exponent bit more: torch's own conversion takes ten times as long."""
+        bits = scratch[: codes.numel()].copy_(codes.view(torch.int8))  # sign extension: the sign is in all upper bits
         bits.bitwise_left_shift_(7).bitwise_and_(~0x4000)
         out.view(-1).copy_(bits.view(torch.float16))
 
@@ -266,7 +268,7 @@ CODECS: dict[str, type[BlockCodec]] = {codec.name: codec for codec in (Int8, Int
 
 
 def codec_of(name: str, block: int = DEFAULT_BLOCK) -> Codec:
-    """The codec of a name: "int8", "int4" or "fp8"; block: values that share one step, a power of two from 32 to 16384.
+    """Return the codec of a name: "int8", "int4" or "fp8". block: values that share one step, a power of two from 32 to 16384.
 
     Raises ConfigError for another name or block, and for fp8 where torch has no float8_e4m3fn.
     """
@@ -278,7 +280,7 @@ def codec_of(name: str, block: int = DEFAULT_BLOCK) -> Codec:
 
 
 def _triton_for(values: Tensor, packed: Tensor) -> ModuleType | None:
-    """The module of Triton's kernels where they can be used on these tensors, else None: torch's kernels do the same."""
+    """Return the module of Triton's kernels where these tensors allow them, else None: torch's kernels give the same bytes."""
     if values.device.type != "cuda" or packed.data_ptr() % STEP_NBYTES or not _has_triton(values.device):
         return None
     from . import triton_kernels
@@ -288,5 +290,5 @@ def _triton_for(values: Tensor, packed: Tensor) -> ModuleType | None:
 
 @functools.cache
 def _has_triton(device: torch.device) -> bool:
-    """Triton is installed and compiles for this GPU."""
+    """Return True where Triton is installed and compiles for this GPU."""
     return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)

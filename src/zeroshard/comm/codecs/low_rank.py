@@ -1,13 +1,13 @@
 """PowerSGD (Vogels et al., arXiv 1905.13727, algorithms 1 and 2): gradients of matrices as products of two thin ones.
 
-    M (n, m)  the gradient of a matrix on this rank, and the error that was left of the last one
+    M (n, m)  the gradient of a matrix on this rank, plus the error that remained of the last one
     P (n, r) = mean over ranks of M Q, orthogonalized         one all-reduce of all P, and of what is not compressed
     Q (m, r) = mean over ranks of M^T P                       one all-reduce of all Q
     M is sent as P Q^T: r (n + m) values, not n m;  error = M - P (M^T P)^T, of this rank's own M
 
-Q is that of the last step: one step of subspace iteration each time, so P and Q follow the largest singular vectors. Vectors,
-and matrices that would not become smaller, travel as they are. All ranks start from the same Q and orthogonalize the same P: on
-machines of one kind, so that they get the same.
+Each step begins with the Q of the last one: one step of subspace iteration, so that P and Q follow the largest singular
+vectors. Vectors, and matrices that would not become smaller, are sent as they are. All ranks start from the same Q and
+orthogonalize the same P; the results are equal on machines of one kind.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from ...errors import ConfigError
 
 @dataclass
 class _Matrix:
-    """One compressed slot; its state lives as long as the LowRank that it belongs to."""
+    """One compressed slot and its state, which lives as long as its LowRank."""
 
     offset: int
     shape: tuple[int, int]  # (n, m): the first dimension, and all others together
     q: Tensor  # (m, r) fp32: the mean Q of the last step
-    error: Tensor  # (n, m) fp32: what was left of this rank's last gradient
+    error: Tensor  # (n, m) fp32: what was not sent of this rank's last gradient
 
 
 class LowRank:
-    """The mean over ranks of a flat gradient, of which matrices are sent in rank `rank`.
+    """Mean over ranks of a flat gradient whose matrices are sent in rank `rank`.
 
     Args:
-        slots: (offset, shape) of each parameter in the flat buffer, in elements; what lies between them travels plain.
+        slots: (offset, shape) of each parameter in the flat buffer, in elements; elements between slots are sent uncompressed.
         numel: elements of the flat buffer.
-        rank: r; higher sends more and loses less.
-        seed: of the first Q: the same on every rank.
+        rank: r; a higher rank sends more and loses less.
+        seed: seed of the first Q, the same on every rank.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class LowRank:
             raise ConfigError(f"low_rank: rank: expected a whole number of at least 1, got {rank!r}")
         self.rank, self.numel, self._seed = rank, numel, seed
         self._matrices: list[_Matrix] = []
-        self._ps: list[Tensor] = []  # between `second` and `finish`: P of each, and this rank's own Q
+        self._ps: list[Tensor] = []  # from `second` to `finish`: P of each matrix, and (`_own`) this rank's own Q
         self._own: list[Tensor] = []
-        self._plain: list[slice] = []  # stretches that travel as they are
+        self._plain: list[slice] = []  # stretches of the buffer that are sent uncompressed
         end = plain_begin = 0
         for offset, shape in sorted((offset, tuple(shape)) for offset, shape in slots):
             begin, end = end, offset + math.prod(shape)
@@ -68,7 +68,7 @@ class LowRank:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew: no errors, and the first Q."""
+        """Start anew: errors of zero, and the first Q."""
         generator = torch.Generator("cpu").manual_seed(self._seed)
         for each in self._matrices:
             each.q = torch.randn(each.q.shape, generator=generator, device="cpu").to(each.q.device)
@@ -76,19 +76,20 @@ class LowRank:
 
     @property
     def sent_numels(self) -> tuple[int, int]:
-        """Values that one `reduce` gives to each of its two all-reduces, of `numel`."""
+        """Number of values in each of the two all-reduces of one `reduce`."""
         plain = sum(part.stop - part.start for part in self._plain)
         rows, columns = (self.rank * sum(each.shape[axis] for each in self._matrices) for axis in (0, 1))
         return plain + rows, columns
 
     @property
     def state_numel(self) -> int:
-        """fp32 values kept between steps: errors and Qs."""
+        """Number of fp32 values kept between steps: errors and Qs."""
         return sum(each.error.numel() + each.q.numel() for each in self._matrices)
 
     @torch.no_grad()
     def reduce(self, flat: Tensor, all_reduce_mean: Callable[[Tensor], Tensor]) -> None:
-        """flat (numel,) of any floating dtype, this rank's gradient, becomes the mean over ranks as far as it was sent.
+        """Replace this rank's gradient, flat (numel,) of any floating dtype, by the mean over ranks of what was sent
+        (collective).
 
         all_reduce_mean: (n,) fp32 -> the mean of all ranks' (n,), the same on every rank; called twice by every rank. A gradient
         that is not finite on any rank comes out not finite on all, and leaves no error behind.
@@ -97,26 +98,26 @@ class LowRank:
 
     @torch.no_grad()
     def first(self, flat: Tensor) -> Tensor:
-        """What the first all-reduce of `reduce` takes the mean of, (n,) fp32."""
+        """Return the values of the first all-reduce, (n,) fp32: M Q of each matrix, then the uncompressed stretches."""
         for each in self._matrices:
-            each.error.add_(self._of(flat, each))  # from here on the M of this step
+            each.error.add_(self._of(flat, each))  # `error` is from here on the M of this step
         return _joined([each.error @ each.q for each in self._matrices] + [flat[part].float() for part in self._plain], flat)
 
     @torch.no_grad()
     def second(self, flat: Tensor, mean: Tensor) -> Tensor:
-        """Given the mean of the first, what the second takes the mean of, (m,) fp32. What travels plain is in `flat` then."""
+        """Return the values of the second all-reduce, (m,) fp32, from the mean of the first. Fills `flat` where uncompressed."""
         thin = [each.error.new_empty(each.shape[0], self.rank) for each in self._matrices]
         means = _split(mean, thin + [flat[part] for part in self._plain])
         for part, values in zip(self._plain, means[len(thin) :], strict=True):
             flat[part].copy_(values)
-        # QR, not Gram-Schmidt: columns are orthonormal even of a gradient of zeros or of less than full rank
+        # QR, not Gram-Schmidt: its columns are orthonormal also for a gradient of zeros or of less than full rank
         self._ps = [torch.linalg.qr(values).Q for values in means[: len(thin)]]
         self._own = [each.error.T @ p for each, p in zip(self._matrices, self._ps, strict=True)]
         return _joined(self._own, flat)
 
     @torch.no_grad()
     def finish(self, flat: Tensor, mean: Tensor) -> None:
-        """Given the mean of the second: `flat` is the mean gradient."""
+        """Write the mean gradient to `flat`, from the mean of the second all-reduce, and keep errors and Qs for the next step."""
         for each, p, q, values in zip(self._matrices, self._ps, self._own, _split(mean, self._own), strict=True):
             self._of(flat, each).copy_(p @ values.T)
             each.error.addmm_(p, q.T, alpha=-1).nan_to_num_(0.0, 0.0, 0.0)

@@ -1,12 +1,12 @@
-"""Top-k: the largest values of a slice with their places, nothing of the others (Lin et al., arXiv 1712.01887, section 3).
+"""Top-k: sends the largest values of a slice with their indices, and drops the others (Lin et al., arXiv 1712.01887, section 3).
 
     packed = values | places | zeros          k = max(1, ceil(ratio * numel)), at most numel
              values: k x fp32
-             places: k x index of the value, rising: 2 bytes each (unsigned) for up to 2^16 values, else 4
-             zeros:  until the number of bytes is a multiple of 4
+             places: k x index of the value, ascending: 2 bytes each (unsigned) for up to 2^16 values, else 4
+             zeros:  padding to a multiple of 4 bytes
 
-Of equal magnitudes those that come first are taken, so equal values give equal bytes. Infinities and NaN count as largest: one
-of a slice stays visible. Alone it stalls, since small values never arrive: use it with `ErrorFeedback`.
+Of equal magnitudes those with the lowest indices are sent, so equal values give equal bytes. Infinities and NaN count as
+largest, so that at least one of a slice is sent. Without `ErrorFeedback` training stalls, since small values never arrive.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .base import Codec
 
 
 class TopK(Codec):
-    """The `ratio` of a slice's values that are largest in magnitude, exact in fp32."""
+    """Codec that sends the fraction `ratio` of a slice's values that are largest in magnitude, exact in fp32."""
 
     name = "top_k"
-    chunked = False  # any place may be in any stretch
+    chunked = False  # a stretch's values may be anywhere among the k
 
     def __init__(self, ratio: float = 0.01) -> None:
         if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
@@ -35,7 +35,7 @@ class TopK(Codec):
         return f"top_k of {self.ratio:g}"
 
     def kept(self, numel: int) -> int:
-        """k: how many of `numel` values are sent."""
+        """Return k: how many of `numel` values are sent."""
         return min(max(math.ceil(self.ratio * numel), 1), numel)
 
     def packed_nbytes(self, numel: int) -> int:
@@ -61,10 +61,10 @@ class TopK(Codec):
 
     def _add_stretch(self, packed: Tensor, numel: int, begin: int, total: Tensor, term: Tensor) -> None:
         values, places = self._taken(packed, numel)
-        total.index_add_(0, places, values)  # places differ: the order of additions is that of parts
+        total.index_add_(0, places, values)  # indices are distinct: each element adds its terms in the order of parts
 
     def _taken(self, packed: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """(k,) fp32 and (k,) int64: clones, since the bytes may begin at any address."""
+        """Return values (k,) fp32 and indices (k,) int64, as copies, since the bytes need not be aligned."""
         k, dtype = self.kept(numel), _place_dtype(numel)
         values = packed[: 4 * k].clone().view(torch.float32)
         places = packed[4 * k : 4 * k + k * dtype.itemsize].clone().view(dtype).long()
@@ -76,8 +76,8 @@ def _place_dtype(numel: int) -> torch.dtype:
 
 
 def _largest(values: Tensor, k: int) -> Tensor:
-    """(k,) int64, rising: the places of the largest magnitudes of (numel,) fp32, the first of equal ones."""
-    magnitudes = values.view(torch.int32) & 0x7FFFFFFF  # in the order of magnitudes, NaN above infinity
+    """Return (k,) int64, ascending: the indices of the largest magnitudes of (numel,) fp32, the first of equal ones."""
+    magnitudes = values.view(torch.int32) & 0x7FFFFFFF  # these integers order as magnitudes do, with NaN above infinity
     least = magnitudes.topk(k, sorted=False).values.amin()
     above, equal = magnitudes > least, magnitudes == least
     room = k - above.sum()

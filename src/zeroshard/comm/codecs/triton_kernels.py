@@ -1,9 +1,9 @@
-"""Block quantization on a GPU, in one pass each way: what block_quantization.py describes, with equal bytes.
+"""Block quantization on a GPU, in one pass each way: the format of block_quantization.py, with equal bytes.
 
-A program takes some blocks, reads their values once and writes codes and steps: five bytes a value for int8, where torch's
-operations one after the other move some fifty. Division is rounded to nearest (`div_rn`) and fused multiply-add is off, so the
-bits are those of torch's kernels; e4m3 is made by integer arithmetic, which every GPU has. Imported only where
-`block_quantization` has found Triton and a GPU for it.
+A program reads the values of some blocks once and writes codes and steps: five bytes a value for int8, where torch's
+operations one after the other move some fifty. Division rounds to nearest (`div_rn`) and fused multiply-add is off, so the
+bits are those of torch's kernels; e4m3 is computed in integer arithmetic, which every GPU has. `block_quantization` imports
+this file only where it has found Triton and a GPU for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAM_NUMEL = 2048  # values of one program: some blocks, or one that is longer
+PROGRAM_NUMEL = 2048  # values per program: several blocks, or one longer block
 INT8, INT4, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _KINDS = {"int8": 0, "int4": 1, "fp8": 2}
 _ROUNDING = tl.constexpr(1.5 * 2.0**23)  # see block_quantization.ROUNDING
@@ -22,7 +22,7 @@ _LEAST_STEP = tl.constexpr(2.0**-100)
 
 
 def pack(name: str, most: float, block: int, values: Tensor, steps: Tensor, codes: Tensor) -> None:
-    """values (numel,) of any floating dtype -> steps (nblocks,) fp32 and codes (bytes,) uint8 of the codec `name`."""
+    """Quantize values (numel,) of any floating dtype to steps (nblocks,) fp32 and codes (bytes,) uint8 of the codec `name`."""
     if values.dtype == torch.float64:
         values = values.float()
     rows = max(PROGRAM_NUMEL // block, 1)
@@ -32,7 +32,7 @@ def pack(name: str, most: float, block: int, values: Tensor, steps: Tensor, code
 
 
 def unpack(name: str, block: int, steps: Tensor, codes: Tensor, out: Tensor, *, add: bool) -> None:
-    """out (n,) fp32 = [out +] the values of steps (nblocks or more,) fp32 and codes (bytes or more,) uint8."""
+    """Compute out (n,) fp32 = [out +] the values of steps (nblocks or more,) fp32 and codes (bytes or more,) uint8."""
     rows = max(PROGRAM_NUMEL // block, 1)
     _unpack[(-(-out.numel() // (block * rows)),)](
         steps, codes, out, out.numel(), BLOCK=block, ROWS=rows, KIND=_KINDS[name], ADD=add, enable_fp_fusion=False
@@ -41,20 +41,23 @@ def unpack(name: str, block: int, steps: Tensor, codes: Tensor, out: Tensor, *, 
 
 @triton.jit
 def _quotient(x, step, bad):
-    """x / step, rounded to nearest; 0 in blocks that are not finite."""
+    """Return x / step, rounded to nearest; 0 in blocks that are not finite."""
     x, step = tl.broadcast(x, step)
     return tl.where(bad, 0.0, tl.math.div_rn(x, step))
 
 
 @triton.jit
 def _integer(quotient):
-    """The nearest integer, ties to even, in the low bits of an int32."""
+    """Return the nearest integer, ties to even, in the low bits of an int32."""
     return (quotient + _ROUNDING).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _e4m3(quotient):
-    """The code nearest to a quotient of at most 448, ties to even: 20 bits less of an fp32, or multiples of 2^-9 below 2^-6."""
+    """Return the code nearest to a quotient of at most 448, ties to even.
+
+    Normal numbers are an fp32 with 20 bits fewer; below 2^-6, numbers are multiples of 2^-9.
+    """
     bits = quotient.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
@@ -67,7 +70,7 @@ def _pack(values, steps, codes, numel, BLOCK: tl.constexpr, ROWS: tl.constexpr, 
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     at = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(values + at, mask=at < numel, other=0.0).to(tl.float32)
-    magnitude = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)[:, None]  # as integers: NaN above infinity
+    magnitude = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)[:, None]  # ordered as integers: NaN above infinity
     bad = magnitude >= 0x7F800000
     step = tl.maximum(magnitude.to(tl.float32, bitcast=True) * FACTOR, _LEAST_STEP)
     step = tl.where(bad, float("inf"), step)
@@ -76,7 +79,7 @@ def _pack(values, steps, codes, numel, BLOCK: tl.constexpr, ROWS: tl.constexpr, 
         tl.store(codes + at, _integer(_quotient(x, step, bad)).to(tl.uint8), mask=at < numel)
     elif KIND == FP8:
         tl.store(codes + at, _e4m3(_quotient(x, step, bad)).to(tl.uint8), mask=at < numel)
-    else:  # values again, out of the cache: the halves of a block lie beside each other
+    else:  # INT4: load the values again, from the cache, as the two halves of each block
         n = tl.minimum(numel - block * BLOCK, BLOCK)
         half = (n + 1) // 2
         i = tl.arange(0, BLOCK // 2)[None, :]
@@ -100,7 +103,7 @@ def _unpack(steps, codes, out, numel, BLOCK: tl.constexpr, ROWS: tl.constexpr, K
         code = ((nibble ^ 8) - 8).to(tl.float32)
     else:
         code = tl.load(codes + at, mask=at < numel, other=0).to(tl.int8, bitcast=True)
-        if KIND == FP8:  # as fp16 of 2^8 less: the same bits with one more in the exponent
+        if KIND == FP8:  # the same bits as an fp16, with one more in the exponent, are the value times 2^-8
             code = ((code.to(tl.int16) << 7) & -0x4001).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
         code = code.to(tl.float32)
     value = code * step

@@ -1,4 +1,4 @@
-"""The engine's questions about its configuration: `engine.train_batch_size()`, `engine.zero_optimization_stage()`, ..."""
+"""Methods of the engine that return its configuration: `engine.train_batch_size()`, `engine.zero_optimization_stage()`, ..."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_QUESTIONS = {  # method -> where the answer is in the configuration
+_QUESTIONS = {  # method of the engine -> attribute path in the configuration
     **{name: name for name in (
         "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "managed_gradient_accumulation",
         "optimizer_params", "scheduler_name", "scheduler_params", "gradient_clipping", "steps_per_print",
@@ -32,9 +32,17 @@ _QUESTIONS = {  # method -> where the answer is in the configuration
 
 
 class Settings:
-    """Mixed into the engine, which has `_config`."""
+    """What the engine is made of: its configuration, under the names of its methods."""
 
     _config: Any
+    optimizer: Any
+    client_optimizer: Any
+    _client_name: str | None
+    dp_world_size: int
+    train_batch_size: Callable[[], int]
+    train_micro_batch_size_per_gpu: Callable[[], int]
+    gradient_accumulation_steps: Callable[[], int]
+    zero_gather_16bit_weights_on_model_save: Callable[[], bool]
 
     def zero_optimization(self) -> bool:
         return self._config.zero_enabled
@@ -65,7 +73,7 @@ class Settings:
         return self._config.float16_config.loss_scale
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """(dtype of parameters, dtype in which gradients accumulate)."""
+        """Return (dtype of parameters, dtype in which gradients accumulate)."""
         return self._config.model_dtype, self._config.gradient_dtype
 
     @property
@@ -75,11 +83,11 @@ class Settings:
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """(global batch, micro-batch of a rank, micro-batches of a step)."""
-        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()  # type: ignore[attr-defined]
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change how many micro-batches make a step. Raises ValueError where it is not a whole number."""
-        micro = self._config.train_micro_batch_size_per_gpu * self.dp_world_size  # type: ignore[attr-defined]
+        micro = self._config.train_micro_batch_size_per_gpu * self.dp_world_size
         if train_batch_size % micro:
             raise ValueError(
                 f"Train batch size must be divisible by micro-batch data parallelism ({micro}), got {train_batch_size}"
@@ -88,9 +96,9 @@ class Settings:
         self._config.gradient_accumulation_steps = train_batch_size // micro
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch of a rank, with as many of them in a step."""
+        """Set the micro-batch size of a rank, and keep the number of micro-batches per step."""
         self._config.train_micro_batch_size_per_gpu = micro_batch_size
-        steps, world = self._config.gradient_accumulation_steps, self.dp_world_size  # type: ignore[attr-defined]
+        steps, world = self._config.gradient_accumulation_steps, self.dp_world_size
         self._config.train_batch_size = micro_batch_size * steps * world
 
     def get_lr(self) -> list[float]:
@@ -98,12 +106,12 @@ class Settings:
 
     def get_mom(self) -> list[Any]:
         """Of each group its momentum, or its betas."""
-        optimizer = self.optimizer  # type: ignore[attr-defined]
+        optimizer = self.optimizer
         return [] if optimizer is None else [group.get("momentum", group.get("betas", 0.0)) for group in optimizer.param_groups]
 
     def optimizer_name(self) -> str | None:
         """Of the class that was given; else the configuration's."""
-        return self._config.optimizer_name if self.client_optimizer is None else self._client_name  # type: ignore[attr-defined]
+        return self._config.optimizer_name if self.client_optimizer is None else self._client_name
 
     def postscale_gradients(self) -> bool:
         return not self._config.prescale_gradients
@@ -115,11 +123,11 @@ class Settings:
         return self._of_groups("type")
 
     def _of_groups(self, key: str) -> list[Any]:
-        optimizer = self.optimizer  # type: ignore[attr-defined]
+        optimizer = self.optimizer
         return [] if optimizer is None else [group.get(key, 0.0) for group in optimizer.param_groups]
 
 
-_ABSENT = (  # what is never on here: the configuration's keys of it are refused
+_ABSENT = (  # features that are never on: their keys in a configuration are refused
     "autotuning_enabled", "elasticity_enabled", "curriculum_learning_enabled", "curriculum_enabled_legacy", "data_efficiency_enabled",
     "random_ltd_enabled", "pld_enabled", "eigenvalue_enabled", "sparse_gradients_enabled", "amp_enabled", "flops_profiler_enabled",
     "is_deepcompile_enabled", "is_deepcompile_active",

@@ -1,0 +1,94 @@
+"""`zeroshard inspect` of a run: how far it came and what its checkpoints hold, finished or not."""
+
+import json
+import shutil
+
+import pytest
+
+from zeroshard.cli import main
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run of four steps with two checkpoints."""
+    folder = tmp_path_factory.mktemp("inspect")
+    (folder / "a.txt").write_text("the cat sat on the mat, and the dog ate the hat. " * 200)
+    small = (
+        "--ranks 1 --threads 1 --steps 4 --layers 1 --dim 16 --heads 1 --seq 16 --ngram-rows 8 --eval-bytes 200 --save-every 2"
+    )
+    where = [
+        "--data",
+        str(folder),
+        "--out",
+        str(folder / "run"),
+        "--sample-bytes",
+        "0",
+        "--stage",
+        "1",
+        "--precision",
+        "bf16",
+        "-q",
+    ]
+    assert main(["train", *small.split(), *where]) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    return shutil.copytree(run, tmp_path / "copy")
+
+
+def told(folder, capsys, *options, code=0):
+    assert main(["inspect", str(folder), "--json", *options]) == code
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 100
+    return json.loads(text)
+
+
+def test_a_run_is_told_with_its_checkpoints(run, capsys):
+    facts = told(run, capsys)
+    about = {
+        name: facts["run"][name] for name in ("finished", "steps", "steps asked for", "ranks", "stage", "precision", "model")
+    }
+    assert about == {
+        "finished": True, "steps": 4, "steps asked for": 4, "ranks": 1, "stage": 1, "precision": "bf16",
+        "model": "GPT: 1 layers, dim 16, 1 heads",
+    }  # fmt: skip
+    report = json.loads((run / "report.json").read_text())
+    assert facts["run"]["model states of a rank, bytes"] == sum(report["at_rest"].values())
+    assert [(each["step"], each["stage"], each["checksums"]) for each in facts["checkpoints"]] == [(2, 1, "hold"), (4, 1, "hold")]
+    assert main(["inspect", str(run)]) == 0
+    printed = capsys.readouterr().out
+    for words in ("the run", "held-out bits per byte before and after", "step-00000002", "2 checkpoints, the newest of step 4"):
+        assert words in printed
+    assert "optimizer states" not in printed
+    assert main(["inspect", str(run), "-v"]) == 0
+    assert "optimizer states" in capsys.readouterr().out
+
+
+def test_one_checkpoint_of_a_run_can_be_named(run, capsys):
+    (one,) = told(run / "checkpoints", capsys, "--name", "step-00000002")
+    assert one["step"] == 2 and one["files"]
+    several = told(run / "checkpoints", capsys)
+    assert [each["step"] for each in several] == [2, 4] and "files" not in several[0]
+
+
+def test_a_run_that_was_not_finished_tells_what_it_has(copy, capsys):
+    for name in ("report.json", "config.json", "model.safetensors"):
+        (copy / name).unlink()
+    facts = told(copy, capsys)
+    assert (facts["run"]["finished"], facts["run"]["steps"], len(facts["checkpoints"])) == (False, 4, 2)
+    shutil.rmtree(copy / "checkpoints")
+    assert told(copy, capsys)["checkpoints"] == []
+    assert main(["inspect", str(copy)]) == 0
+    assert "no checkpoint: train with --save-every" in capsys.readouterr().out
+
+
+def test_damage_in_a_run_is_code_1_with_its_place(copy, capsys):
+    path = next((copy / "checkpoints" / "step-00000002").glob("*.distcp"))
+    data = bytearray(path.read_bytes())
+    data[700] ^= 255
+    path.write_bytes(bytes(data))
+    assert main(["inspect", str(copy), "-q"]) == 1
+    assert f"{path.name} is damaged" in capsys.readouterr().err
+    assert main(["inspect", str(copy), "--no-verify"]) == 0
