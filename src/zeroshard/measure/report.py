@@ -96,7 +96,7 @@ class Report:
             f"stage {self.stage}, rank {self.rank} of {self.world_size}, {self.numbers}, "
             f"{self.num_parameters:,} parameters in {self.units} units, {self.steps} steps"
         )
-        lines = [head, f"{'bytes per rank':<20}{'measured':>16}{'formula':>16}{'plain DP':>16}"]
+        lines = [head, f"{'bytes per rank':<20}{'measured':>16}{'formula':>16}{'plain DDP':>16}"]
         lines += [f"{name:<20}{self.at_rest[name]:>16,}{self.formula[name]:>16,}{self.ddp[name]:>16,}" for name in STATES]
         totals = [sum(part.values()) for part in (self.at_rest, self.formula, self.ddp)]
         lines.append(f"{'total':<20}{totals[0]:>16,}{totals[1]:>16,}{totals[2]:>16,}")
