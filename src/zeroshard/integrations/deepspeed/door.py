@@ -111,8 +111,8 @@ class _Finder(MetaPathFinder):
         if found in (None, "__main__"):
             return None
         if sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":  # raise for imports; importlib.util.find_spec gets None
-            error = _missing(found, ModuleNotFoundError)
-            error.name = fullname  # type: ignore[attr-defined]  # lets `from package import name` try the attribute
+            error = ModuleNotFoundError(_text(found))
+            error.name = fullname  # lets `from package import name` try the attribute
             raise error
         return None
 
