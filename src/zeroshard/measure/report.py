@@ -270,7 +270,7 @@ def step_itemsizes(runtime: Runtime, group: ParamGroup) -> dict[Link, int]:
     values, gradient = group.values.rest, group.grads.rest
     stepped = group.masters.stepped
     here = Tier.DEVICE if group.offload.tier is Tier.DEVICE else Tier.HOST  # the tier that steps it
-    states = sum(column.dtype.itemsize for column in group.columns.values()) or 2 * 4  # before the first step: Adam's
+    states = sum(column.dtype.itemsize for column in group.columns.values()) or 2 * 4  # before the first step: as Adam
     if group.offload.tier is Tier.DISK:
         _move(moved, runtime, Tier.DISK, here, states)
         _move(moved, runtime, here, Tier.DISK, states)
