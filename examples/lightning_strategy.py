@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import zeroshard.integrations.lightning  # noqa: F401  # registers the strategies
-from zeroshard.models import GPT, GPTConfig
+from zeroshard.planner.models import GPT, GPTConfig
 
 
 class Bytes(torch.utils.data.Dataset):

@@ -12,7 +12,7 @@ import tempfile
 import torch
 
 import zeroshard as zs
-from zeroshard.models import GPT, GPTConfig
+from zeroshard.planner.models import GPT, GPTConfig
 
 
 def main() -> None:

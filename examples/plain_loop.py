@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import zeroshard as zs
-from zeroshard.models import GPT, GPTConfig
+from zeroshard.planner.models import GPT, GPTConfig
 
 
 def main():

@@ -6,7 +6,7 @@ stage 1: its ranks exchange sums of gradients, which are in fp32, and those of s
 """
 
 import zeroshard as zs
-from zeroshard.models import GPT, GPTConfig
+from zeroshard.planner.models import GPT, GPTConfig
 
 RANKS, BATCH, ROOM = 8, (4, 1024), 20 << 30  # BATCH: sequences of one forward, tokens of each; ROOM: bytes of a device
 

@@ -11,7 +11,7 @@ import tempfile
 import torch
 
 import zeroshard as zs
-from zeroshard.models import GPT, GPTConfig
+from zeroshard.planner.models import GPT, GPTConfig
 from zeroshard.testing import run_threads
 
 ROWS = 16  # of the global batch, whatever the number of ranks

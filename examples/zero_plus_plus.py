@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import zeroshard as zs
-from zeroshard.models import GPT, GPTConfig
+from zeroshard.planner.models import GPT, GPTConfig
 
 # Stage 3 alone sends parameters twice and gradients once, between nodes only to the rank of the same place.
 PLAIN = {"stage": 3, "precision": "bf16"}

@@ -26,7 +26,7 @@ import torch
 from offloading import emptied, strict_devices
 
 from zeroshard.comm import backend_select
-from zeroshard.launch import share_imports
+from zeroshard.comm.launch import share_imports
 
 
 class TestExpired(BaseException):

@@ -8,9 +8,10 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from . import io
-from .activation_checkpointing.checkpoint import checkpoint_activations
-from .activation_checkpointing.report import ActivationReport, activation_report
+from .activations.checkpoint import checkpoint_activations
+from .activations.cross_entropy import tiled_cross_entropy
+from .activations.report import ActivationReport, activation_report
+from .activations.tile import tile
 from .api import (
     accumulate,
     backward,
@@ -22,11 +23,8 @@ from .api import (
     full_state_dict,
     shard,
 )
-from .averaged_model import AveragedModel, ema
 from .checkpoint import Exported, Inspection, Loaded, Save, export, inspect_checkpoint, load, save
 from .checkpoint.safetensors import save_safetensors
-from .checkpoint.tensor_stream import stream_full_tensors
-from .compression import Compression
 from .config import Config, Offload, Tier
 from .data.sampler import ShardedSampler
 from .data.uneven import join, stop_together
@@ -58,23 +56,23 @@ from .errors import (
     ZeroshardError,
     missing_name,
 )
+from .memory import io
+from .optim.averaged_model import AveragedModel, ema
 from .optim.lion import Lion
 from .optim.muon import Muon
 from .optim.offload_states import offload_states, reload_states
 from .optim.parameter_access import gradient_of, state_of, value_of
 from .optim.step_record import StepRecord
 from .optim.whole_matrix import whole_matrix
-from .tiling.cross_entropy import tiled_cross_entropy
-from .tiling.tile import tile
-from .version import __version__
+from .utils.compression import Compression
+from .utils.version import __version__
 from .zero import out_of_memory
 from .zero.gathered_parameters import gathered
 from .zero.init_context import init
 from .zero.method_forward import register_forward
+from .zero.tensor_stream import stream_full_tensors
 
 if TYPE_CHECKING:
-    from .measure.forecast import Forecast, forecast
-    from .measure.report import Report, report
     from .parallel import tensor_parallel as tensor_parallel
     from .parallel.parallelize import Parallel as Parallel
     from .parallel.parallelize import parallelize as parallelize
@@ -83,6 +81,8 @@ if TYPE_CHECKING:
     from .parallel.stages import cut_stages as cut_stages
     from .parallel.styles import styles_for as styles_for
     from .planner.dry_run import plan as plan
+    from .planner.measure.forecast import Forecast, forecast
+    from .planner.measure.report import Report, report
     from .planner.plan import Plan as Plan
 
 _LATER = {  # what takes a second to import, by name: where it is

@@ -2,7 +2,7 @@
 
 import sys
 
-from .launch import end_with_parent
+from .comm.launch import end_with_parent
 
 if __name__ == "__main__":
     end_with_parent()

@@ -21,13 +21,13 @@ from .checkpoint import safetensors as streaming
 from .checkpoint.resolver import open_weights
 from .comm import backend_select
 from .comm.base import Comm
+from .comm.mesh import topology
+from .comm.mesh.axes import Axes, axes_of, model_axes
+from .comm.mesh.topology import Topology
 from .config import Config, Tier, cuts_model, other_model_axes, planned_otherwise, read_layout
 from .errors import ConfigError, OffloadIOError, StatesAway, ZeroshardError
 from .memory.host_memory import keep_freed_memory, return_freed_memory
 from .memory.ledger import Ledger
-from .mesh import topology
-from .mesh.axes import Axes, axes_of, model_axes
-from .mesh.topology import Topology
 from .optim.parameter_access import whole_states
 from .optim.sharded_optimizer import OptimizerCore, ShardedOptimizer, shard_optimizer
 from .optim.validation import check_elementwise, check_hooks, check_parameters, check_steps_itself

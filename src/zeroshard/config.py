@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import nn
 
-from .compression import CODECS, GRADIENT_CODECS, Compression
 from .errors import ConfigError, did_you_mean
+from .utils.compression import CODECS, GRADIENT_CODECS, Compression
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -11,8 +11,8 @@ from typing import Literal, TypedDict
 
 import torch
 
-from .compression import Compression
 from .config import Offload, Units
+from .utils.compression import Compression
 
 
 class ConfigFields(TypedDict, total=False):

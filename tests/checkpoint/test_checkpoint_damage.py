@@ -32,8 +32,8 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.checkpoint import safetensors as weights
 from zeroshard.comm.base import misuse
-from zeroshard.io.async_file import Syscalls
-from zeroshard.io.tensor_reader import StoredTensor
+from zeroshard.memory.io.async_file import Syscalls
+from zeroshard.memory.io.tensor_reader import StoredTensor
 from zeroshard.memory.ledger import GATHERED
 from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of

@@ -29,7 +29,7 @@ from zeroshard.checkpoint.heartbeat import together
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.comm import hub, shared_memory
 from zeroshard.comm.backend_select import current
-from zeroshard.io import async_file
+from zeroshard.memory.io import async_file
 from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of
 

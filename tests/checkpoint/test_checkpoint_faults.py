@@ -21,7 +21,7 @@ from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint import manifest as listing
 from zeroshard.checkpoint import rank_file, saving, writing
 from zeroshard.checkpoint.saving import saver_of
-from zeroshard.io import async_file
+from zeroshard.memory.io import async_file
 from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from checkpoint_kit import build
 
 import zeroshard as zs
-from zeroshard.launch import run_processes
+from zeroshard.comm.launch import run_processes
 from zeroshard.testing import run_threads
 
 pytestmark = pytest.mark.limit(30)

@@ -20,7 +20,7 @@ from zeroshard.checkpoint import read_buffers as room_module
 from zeroshard.checkpoint.rank_file import BUFFER_NBYTES, FileWriter, Ring
 from zeroshard.checkpoint.read_buffers import SLOTS, WINDOW_NBYTES, Room
 from zeroshard.errors import CheckpointCorrupt
-from zeroshard.io.aligned import ALIGN
+from zeroshard.memory.io.aligned import ALIGN
 from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of
 

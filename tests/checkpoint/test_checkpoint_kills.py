@@ -28,8 +28,8 @@ from residence import Peak
 import zeroshard as zs
 from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint.rank_file import BUFFER_NBYTES, ROTATING
-from zeroshard.io.async_file import Syscalls
-from zeroshard.launch import run_processes
+from zeroshard.comm.launch import run_processes
+from zeroshard.memory.io.async_file import Syscalls
 
 SLOW = os.environ.get("ZEROSHARD_SLOW") == "1"
 KILLS = 200 if SLOW else 20

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.checkpoint.importers.safetensors import index_folder
-from zeroshard.io.tensor_reader import StoredPart
+from zeroshard.memory.io.tensor_reader import StoredPart
 from zeroshard.tensor.tiled_parameter import Part
 
 

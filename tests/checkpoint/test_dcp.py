@@ -9,8 +9,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import zeroshard as zs
+from zeroshard.comm.launch import run_processes
 from zeroshard.config import Offload
-from zeroshard.launch import run_processes
 from zeroshard.testing import run_threads
 
 DATA = token_batches(4, 1, 3)

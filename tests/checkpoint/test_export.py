@@ -20,7 +20,7 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.checkpoint.export import _Exporting
 from zeroshard.cli import main
-from zeroshard.launch import run_processes
+from zeroshard.comm.launch import run_processes
 from zeroshard.testing import run_threads
 
 transformers = pytest.importorskip("transformers")

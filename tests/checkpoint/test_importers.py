@@ -23,7 +23,7 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.checkpoint.importers.torch_file import StandIn, StridedTensor, open_torch_file
-from zeroshard.launch import run_processes
+from zeroshard.comm.launch import run_processes
 from zeroshard.testing import run_threads
 
 DATA = Path(__file__).parent / "data" / "deepspeed"

@@ -19,7 +19,7 @@ from torch import nn
 from zoo import Block
 
 import zeroshard as zs
-from zeroshard.launch import run_processes
+from zeroshard.comm.launch import run_processes
 
 pytestmark = pytest.mark.processes
 RANKS = 4

@@ -18,7 +18,7 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.checkpoint import safetensors
-from zeroshard.launch import run_processes
+from zeroshard.comm.launch import run_processes
 from zeroshard.testing import run_threads
 
 BATCHES = [step[0] for step in token_batches(2, 1, 3)]

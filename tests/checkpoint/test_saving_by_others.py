@@ -18,7 +18,7 @@ from torch import nn
 from zoo import adamw, run_threads, same, seeded
 
 import zeroshard as zs
-from zeroshard.launch import run_processes
+from zeroshard.comm.launch import run_processes
 
 transformers = pytest.importorskip("transformers")
 

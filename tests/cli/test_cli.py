@@ -15,8 +15,8 @@ from zeroshard.cli.ranks import Ranks
 from zeroshard.cli.trainer import Trainer
 from zeroshard.config import PRESETS
 from zeroshard.data.text import read_corpus
-from zeroshard.measure import probe
-from zeroshard.models import GPT, GPTConfig
+from zeroshard.planner.measure import probe
+from zeroshard.planner.models import GPT, GPTConfig
 
 
 @pytest.fixture(scope="module")

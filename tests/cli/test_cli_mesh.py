@@ -17,7 +17,7 @@ from zeroshard.cli.options import TrainOptions, parse_train
 from zeroshard.cli.ranks import Ranks
 from zeroshard.cli.trainer import Trainer
 from zeroshard.data.text import read_corpus
-from zeroshard.models import CASE_STUDIES, GPT, GPTConfig
+from zeroshard.planner.models import CASE_STUDIES, GPT, GPTConfig
 
 
 @pytest.fixture(scope="module")

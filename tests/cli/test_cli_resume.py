@@ -16,7 +16,7 @@ from zeroshard.checkpoint import directory as folder
 from zeroshard.cli import main
 from zeroshard.cli.artefacts import RunFolder
 from zeroshard.cli.trainer import Trainer
-from zeroshard.launch import free_port, run_processes
+from zeroshard.comm.launch import free_port, run_processes
 
 CLOCKS = ("seconds", "step_seconds", "memory_nbytes")
 

@@ -13,7 +13,7 @@ import pytest
 from zeroshard.cli import COMMANDS, main
 from zeroshard.cli.arguments import parser_of
 from zeroshard.cli.exit_codes import MEANINGS, ExitCode
-from zeroshard.version import __version__
+from zeroshard.utils.version import __version__
 
 PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
 DS_CONFIG = {

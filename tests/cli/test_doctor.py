@@ -18,7 +18,7 @@ from zeroshard.cli.doctor import NOTE, PROBLEM, WARNING, facts_of, findings
 from zeroshard.cli.environment import DeepSpeed, Disk, Environment, Gpu, Host
 from zeroshard.cli.sheets import Sheet, show
 from zeroshard.testing import run_threads
-from zeroshard.version import TESTED_TORCH
+from zeroshard.utils.version import TESTED_TORCH
 
 try:
     import tomllib
@@ -168,17 +168,17 @@ def bare(monkeypatch):
     """The command, imported anew after `pip install -e .` alone: no optional library is there."""
     absent, before = ("rich", "rich_argparse", "matplotlib", "shtab"), dict(sys.modules)
     for name in list(sys.modules):
-        if name.split(".")[0] in absent or name.startswith(("zeroshard.cli", "zeroshard.bench")):
+        if name.split(".")[0] in absent or name.startswith(("zeroshard.cli", "benchmarks")):
             del sys.modules[name]
     monkeypatch.setitem(sys.modules, "transformers", None)  # its modules, once imported, do not bear to be imported again
     monkeypatch.setattr(sys, "meta_path", [_Absent(absent), *sys.meta_path])
     import zeroshard.cli
 
     yield zeroshard.cli.main
-    for name in [name for name in sys.modules if name.startswith(("zeroshard.cli", "zeroshard.bench"))]:
+    for name in [name for name in sys.modules if name.startswith(("zeroshard.cli", "benchmarks"))]:
         del sys.modules[name]
     sys.modules.update(before)
-    zs.cli, zs.bench = before.get("zeroshard.cli"), before.get("zeroshard.bench")
+    zs.cli, zs.bench = before.get("zeroshard.cli"), before.get("benchmarks")
 
 
 def _save(rank, root):

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from zeroshard import launch
-from zeroshard.launch import ProcessesFailed, describe_exit, free_port, rank_environment, run_processes, spawn
+from zeroshard.comm import launch
+from zeroshard.comm.launch import ProcessesFailed, describe_exit, free_port, rank_environment, run_processes, spawn
 from zeroshard.utils.host import ranks_here
 
 pytestmark = pytest.mark.processes
@@ -122,9 +122,9 @@ def test_spawn_ends_at_the_limit_with_what_the_ranks_started(monkeypatch, capfd,
 
 
 # elsewhere the launcher promises less: ranks of one that is killed end when they next find their peers gone
-@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is of Linux")  # elsewhere launch.py sets none
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is of Linux")  # elsewhere comm/launch.py sets none
 def test_ranks_die_with_a_killed_launcher(tmp_path):
-    for name in ("launch.py", "memory/host_memory.py"):  # without the package's torch these processes start at once
+    for name in ("comm/launch.py", "memory/host_memory.py"):  # without the package's torch these processes start at once
         target = tmp_path / "alone" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(Path(launch.__file__).parent / name, target)

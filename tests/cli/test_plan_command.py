@@ -8,8 +8,8 @@ import pytest
 import zeroshard as zs
 from zeroshard.cli import main
 from zeroshard.config import Tier
-from zeroshard.simulator.hardware import Hardware
-from zeroshard.simulator.simulate import Simulation
+from zeroshard.planner.simulator.hardware import Hardware
+from zeroshard.planner.simulator.simulate import Simulation
 
 SMALL = ["quickstart", "--ranks", "2", "--seq", "64"]
 

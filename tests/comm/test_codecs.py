@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.bench import codecs as benchmark
+from benchmarks import codecs as benchmark
 from zeroshard.comm.base import CHUNK_NUMEL, sum_in_rank_order
 from zeroshard.comm.codecs import CODECS, ErrorFeedback, LowRank, TopK, block_quantization, codec_of
 from zeroshard.errors import ConfigError

@@ -15,10 +15,10 @@ from met_ranks import world as connected_world
 
 import zeroshard as zs
 from zeroshard.comm import transport
+from zeroshard.comm.launch import run_processes
 from zeroshard.comm.rendezvous import Door
 from zeroshard.comm.shared_memory import SharedComm
 from zeroshard.errors import MalformedMessage
-from zeroshard.launch import run_processes
 
 WIDTH = 1024  # each rank sends 2 MB of the weight: ten times what a socket holds
 

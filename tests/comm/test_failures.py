@@ -25,7 +25,7 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.comm import backend_select, failure
 from zeroshard.comm.base import Region
-from zeroshard.launch import free_port, rank_environment, run_processes
+from zeroshard.comm.launch import free_port, rank_environment, run_processes
 from zeroshard.testing import run_threads
 
 COMMS = ("shared", "dist")

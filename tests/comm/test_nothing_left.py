@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.launch import run_processes
+from zeroshard.comm.launch import run_processes
 
 
 def _threads() -> list[str]:

@@ -15,9 +15,9 @@ from helpers import seeded
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.comm.launch import run_processes
 from zeroshard.comm.process_group import DistComm
 from zeroshard.comm.streams import RecordingStreams
-from zeroshard.launch import run_processes
 
 pytestmark = pytest.mark.processes
 STAGES = (1, 2)

@@ -16,10 +16,10 @@ from met_ranks import SECRET, world
 
 import zeroshard as zs
 from zeroshard.comm import rendezvous
+from zeroshard.comm.launch import run_processes
 from zeroshard.comm.rendezvous import Door
 from zeroshard.comm.shared_memory import SharedComm
 from zeroshard.comm.transport import ProcessTransport
-from zeroshard.launch import run_processes
 
 # elsewhere ranks never meet so: they take torch.distributed, which test_failures and test_collective_ends try as comm="dist"
 pytestmark = pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED") or not hasattr(os, "memfd_create"), reason="Linux")

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 import zeroshard as zs
 from zeroshard.comm import backend_select
 from zeroshard.comm.backend_select import _close_all
+from zeroshard.comm.launch import run_processes
 from zeroshard.comm.process_group import DistComm
 from zeroshard.comm.streams import RecordingStreams
 from zeroshard.config import Offload
-from zeroshard.launch import run_processes
 from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of
 

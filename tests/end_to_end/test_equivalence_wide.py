@@ -10,7 +10,7 @@ from equivalence_kit import PRECISIONS, assert_every_cell_equals_one_process
 
 
 @pytest.mark.limit(150)  # whole: 45 s on a machine with as many processes as cores
-@pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.slow)])  # four ranks: tests/mesh, too
+@pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.slow)])  # four ranks: tests/comm/mesh, too
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_many_ranks_equal_one_process(precision: str, world_size: int) -> None:
     assert_every_cell_equals_one_process(precision, world_size)

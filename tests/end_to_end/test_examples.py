@@ -152,7 +152,7 @@ def test_example_of_another_tool(program, tmp_path):
     assert says in text.strip().split("\n")[-1], text
 
 
-@pytest.mark.slow  # four processes; what crosses between nodes is counted in tests/mesh
+@pytest.mark.slow  # four processes; what crosses between nodes is counted in tests/comm/mesh
 @pytest.mark.limit(120)
 def test_zero_plus_plus_sends_a_quarter_between_its_two_nodes(tmp_path):
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]

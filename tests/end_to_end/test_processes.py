@@ -34,7 +34,7 @@ from zoo import (
 )
 
 import zeroshard as zs
-from zeroshard.launch import free_port, run_processes
+from zeroshard.comm.launch import free_port, run_processes
 
 # ranks that were spawned would import torch anew for each of the scenarios; Linux, where shared memory is used, has fork
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")]

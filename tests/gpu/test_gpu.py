@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import zeroshard as zs
-from zeroshard.models.gpt import GPT, GPTConfig
+from zeroshard.planner.models.gpt import GPT, GPTConfig
 from zeroshard.zero.runtime import runtime_of
 
 pytestmark = pytest.mark.gpu

@@ -26,7 +26,7 @@ from zoo import Block, Case, Stack, compare, normal_batches, reference, seeded, 
 
 import zeroshard as zs
 from zeroshard.comm.process_group import DistComm
-from zeroshard.measure import probe
+from zeroshard.planner.measure import probe
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,4 @@
-"""A dry run beside one CUDA device: the peak of allocated memory, within 5%, of the configurations of bench/predictions.py.
+"""A dry run beside one CUDA device: the peak of allocated memory, within 5%, of the configurations of benchmarks/predictions.py.
 
 World 1 over NCCL. Skipped where there is no GPU (conftest.py does that for the marker).
 """
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import zeroshard as zs
-from zeroshard.bench import predictions
+from benchmarks import predictions
 from zeroshard.config import Tier
 
 pytestmark = pytest.mark.gpu

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as torch_dist
 
 import zeroshard as zs
+from zeroshard.comm.launch import free_port, run_processes
 from zeroshard.integrations.deepspeed import communication as dist
-from zeroshard.launch import free_port, run_processes
 
 
 def _operations(rank, world_size):

@@ -15,10 +15,10 @@ from zoo import Stack, adamw, run_threads, same, seeded, square
 
 import zeroshard as zs
 import zeroshard.deepspeed as deepspeed
+from zeroshard.comm.launch import run_processes
 from zeroshard.integrations.deepspeed import partition
 from zeroshard.integrations.deepspeed.accelerator import get_accelerator
 from zeroshard.integrations.deepspeed.partition import GatheredParameters, Init, ZeroParamStatus, ZeroParamType
-from zeroshard.launch import run_processes
 
 BASE = seeded(Stack)
 ONES = (torch.ones(2, 7),)

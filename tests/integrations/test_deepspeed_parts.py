@@ -10,15 +10,7 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.integrations.deepspeed import accelerator as acc
-from zeroshard.integrations.deepspeed import (
-    communication,
-    leaf_modules,
-    logs,
-    monitor,
-    op_builders,
-    stand_ins,
-    utilities,
-)
+from zeroshard.integrations.deepspeed import communication, leaf_modules, logs, monitor, op_builders, stand_ins, utilities
 from zeroshard.testing import run_threads
 
 # -- leaf modules ------------------------------------------------------------------------------------------------

@@ -12,12 +12,7 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.integrations.deepspeed.cpu_optimizers import FusedAdam
-from zeroshard.integrations.deepspeed.ds_config import (
-    DeepSpeedConfig,
-    dtype_of,
-    get_bfloat16_config,
-    get_gradient_clipping,
-)
+from zeroshard.integrations.deepspeed.ds_config import DeepSpeedConfig, dtype_of, get_bfloat16_config, get_gradient_clipping
 from zeroshard.integrations.deepspeed.sections import (
     DeepSpeedConfigError,
     DeepSpeedZeroConfig,

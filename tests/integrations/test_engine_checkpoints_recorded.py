@@ -18,10 +18,10 @@ import zeroshard as zs
 import zeroshard.deepspeed as deepspeed
 from zeroshard.checkpoint.importers import deepspeed as importer
 from zeroshard.checkpoint.importers.torch_file import StandIn
+from zeroshard.comm.launch import free_port
 from zeroshard.errors import CheckpointMismatch
 from zeroshard.integrations.deepspeed import zero_to_fp32
 from zeroshard.integrations.deepspeed.checkpoint_tools import convert_to_universal
-from zeroshard.launch import free_port
 from zeroshard.testing import run_threads
 
 RECORDED = Path(__file__).parent / "recorded"

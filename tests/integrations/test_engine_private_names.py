@@ -210,9 +210,7 @@ def test_names_of_checkpoint_files(stage, model, tmp_path):
     [(1, None, "8", True), (8, None, "8", False), (1, None, "1", False), (1, None, None, False), (1, None, "some", False), (1, "mine", "8", False)],
 )  # fmt: skip
 def test_a_group_of_one_rank_that_nobody_chose(ranks, group, said, refused):
-    from zeroshard.deepspeed.runtime.zero.partition_parameters import (
-        _contradicting_single_rank_pg_error as contradiction,
-    )
+    from zeroshard.deepspeed.runtime.zero.partition_parameters import _contradicting_single_rank_pg_error as contradiction
 
     told = contradiction(ranks, group, {} if said is None else {"WORLD_SIZE": said})
     assert (told is not None) == refused and (told is None or ("WORLD_SIZE=8" in told and "init_distributed" in told))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.launch import free_port, rank_environment
+from zeroshard.comm.launch import free_port, rank_environment
 
 PROGRAMS = Path(__file__).parents[1] / "support" / "resume_programs"
 SLOW, DEEPSPEED_PYTHON = os.environ.get("ZEROSHARD_SLOW") == "1", os.environ.get("DEEPSPEED_PYTHON")

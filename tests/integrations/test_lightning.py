@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 import zeroshard as zs
 from zeroshard.checkpoint.inspect import inspect_checkpoint
+from zeroshard.comm.launch import run_processes
 from zeroshard.errors import CheckpointError, ConfigError
-from zeroshard.launch import run_processes
 
 # ./test installs it (requirements/test.txt); absent where the suite runs in an environment of other tools, as on a GPU machine
 pytest.importorskip("lightning", reason="needs lightning")

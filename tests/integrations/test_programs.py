@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import zeroshard.deepspeed as deepspeed
-from zeroshard.launch import run_processes
+from zeroshard.comm.launch import run_processes
 from zeroshard.testing import run_threads
 
 WORDS, WIDTH, STEPS, WORLD = 23, 16, 6, 2

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from zeroshard.launch import run_processes
+from zeroshard.comm.launch import run_processes
 
 missing = [name for name in ("trl", "datasets", "peft", "transformers") if importlib.util.find_spec(name) is None]
 # no requirement: its programs take minutes; the calls that they make of the engine are in test_programs, test_peft, test_saving_whole

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from zoo import run_threads, same
 
 import zeroshard as zs
+from zeroshard.comm.launch import run_processes
 from zeroshard.integrations.deepspeed import install, partition
 from zeroshard.integrations.deepspeed.partition import GatheredParameters, Init, register_external_parameter
-from zeroshard.launch import run_processes
 
 Norm = Callable[..., nn.Module]
 NORMS: dict[str, Norm] = {

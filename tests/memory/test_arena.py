@@ -4,9 +4,9 @@ import random
 
 import torch
 
+from zeroshard.comm.pool import Arena
 from zeroshard.config import Tier
 from zeroshard.memory.ledger import STAGING, Ledger
-from zeroshard.memory.pool import Arena
 
 
 class Transfer:

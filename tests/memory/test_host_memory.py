@@ -16,19 +16,18 @@ from helpers import adamw, seeded
 from torch import nn
 
 import zeroshard as zs
-from zeroshard import launch
-from zeroshard.comm import backend_select
+from zeroshard.comm import backend_select, launch
+from zeroshard.comm.launch import run_processes
+from zeroshard.comm.pool import BufferPool
 from zeroshard.config import Config, Tier
 from zeroshard.errors import HostMemoryError
-from zeroshard.io import aligned
-from zeroshard.io.aligned import empty_aligned
-from zeroshard.io.swap_folder import SwapFolder
-from zeroshard.launch import run_processes
 from zeroshard.memory import host_memory
 from zeroshard.memory.estimate import BUFFERS, Need, shortage
 from zeroshard.memory.host_memory import Limit
+from zeroshard.memory.io import aligned
+from zeroshard.memory.io.aligned import empty_aligned
+from zeroshard.memory.io.swap_folder import SwapFolder
 from zeroshard.memory.ledger import Ledger
-from zeroshard.memory.pool import BufferPool
 from zeroshard.offload.gradient_offload import NarrowRest
 from zeroshard.offload.storage import Tiers
 from zeroshard.testing import run_threads

@@ -22,7 +22,7 @@ from zoo import Stack, square
 import zeroshard as zs
 from zeroshard.comm import backend_select
 from zeroshard.comm.streams import Streams
-from zeroshard.io import aligned
+from zeroshard.memory.io import aligned
 from zeroshard.testing import run_threads
 
 MODEL = seeded(lambda: OddGPT(dim=24, layers=2))
@@ -123,8 +123,8 @@ class Behind(Streams):
 def test_activation_memory_is_given_back_after_its_copies(tmp_path, monkeypatch):
     """What lies beyond the arena, the arena when it grows, and at the end; used once and never used."""
     streams = Behind()
-    monkeypatch.setattr("zeroshard.activation_checkpointing.checkpoint.streams_for", lambda device: streams)
-    monkeypatch.setattr("zeroshard.activation_checkpointing.storage.empty_aligned", streams.allocate)
+    monkeypatch.setattr("zeroshard.activations.checkpoint.streams_for", lambda device: streams)
+    monkeypatch.setattr("zeroshard.activations.storage.empty_aligned", streams.allocate)
     gc.collect()
     model = activator(tmp_path)(seeded(lambda: Stack(8)), "cpu")
     for rows in (2, 4, 8):

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from zeroshard.comm.base import Work
 from zeroshard.comm.fake import FakeComm
+from zeroshard.comm.pool import StagingPool
 from zeroshard.comm.shared_memory import SharedComm
 from zeroshard.comm.transport import ThreadTransport, ThreadWorld
 from zeroshard.memory.ledger import STAGING, Ledger
-from zeroshard.memory.pool import StagingPool
 from zeroshard.testing import run_threads
 
 NBYTES, COUNT, LIMIT = 256, 2, 5
@@ -20,7 +20,7 @@ NBYTES, COUNT, LIMIT = 256, 2, 5
 def impatient():
     """Readers end only when a test says so: do not wait seconds for them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zeroshard.memory.pool._LONGEST_S", 0.005)
+        patch.setattr("zeroshard.comm.pool._LONGEST_S", 0.005)
         yield
 
 
@@ -95,7 +95,7 @@ def test_what_one_step_needed_beyond_the_usual_number_the_next_takes_without_a_w
     """Ranks with other experts in each step: nobody joins a reduction before the end of backward."""
     pool, ledger = make("private")
     announced = []
-    monkeypatch.setattr("zeroshard.memory.pool._PATIENCE_S", 0.0)
+    monkeypatch.setattr("zeroshard.comm.pool._PATIENCE_S", 0.0)
     monkeypatch.setattr(pool.comm, "announce", announced.append)
     for step in range(3):
         readings = [Reading() for _ in range(COUNT + 2)]

@@ -216,7 +216,7 @@ def test_the_bytes_of_model_states_are_foreseen(monkeypatch):
         out_of_memory, "advise", lambda shortage, plain=out_of_memory.advise: seen.append(shortage) or plain(shortage)
     )
     run_threads(WORLD, failing, "step", 0)
-    from zeroshard.remedies import running
+    from zeroshard.planner.remedies import running
 
     asked = running._request(seen[0])
     profile = running._profile(seen[0])

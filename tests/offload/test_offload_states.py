@@ -10,10 +10,10 @@ from private_ranks import PostOffice, PrivateComm
 from residence import in_own_process
 
 import zeroshard as zs
-from zeroshard.bench.memory import rss_nbytes
+from benchmarks.memory import rss_nbytes
+from zeroshard.comm import pool
+from zeroshard.comm.launch import run_processes
 from zeroshard.config import Offload, Tier
-from zeroshard.launch import run_processes
-from zeroshard.memory import pool
 from zeroshard.offload import moved_states
 from zeroshard.testing import run_threads
 

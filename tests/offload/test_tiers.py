@@ -44,7 +44,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.memory.pool import BufferPool
+from zeroshard.comm.pool import BufferPool
 from zeroshard.offload.gradient_offload import Departure
 from zeroshard.offload.storage import Tiers
 from zeroshard.optim import offloaded_step

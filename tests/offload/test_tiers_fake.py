@@ -35,8 +35,8 @@ from zeroshard.comm.fake import FakeComm
 from zeroshard.comm.streams import Streams
 from zeroshard.config import Offload, Tier
 from zeroshard.memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, STAGING
-from zeroshard.models.gpt import GPT, GPTConfig
 from zeroshard.optim import cpu_kernels, offloaded_step
+from zeroshard.planner.models.gpt import GPT, GPTConfig
 from zeroshard.zero.runtime import Runtime, runtime_of
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK

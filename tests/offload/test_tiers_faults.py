@@ -26,12 +26,12 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.comm import hub
+from zeroshard.comm.launch import free_port, run_processes
 from zeroshard.comm.rendezvous import Door
 from zeroshard.comm.shared_memory import SharedComm
 from zeroshard.comm.transport import ProcessTransport, ThreadTransport, ThreadWorld
 from zeroshard.config import Offload, Tier
-from zeroshard.io import async_file, swap_folder
-from zeroshard.launch import free_port, run_processes
+from zeroshard.memory.io import async_file, swap_folder
 from zeroshard.memory.ledger import STAGING, Ledger
 from zeroshard.offload import storage
 from zeroshard.offload.storage import Rest, Tiers

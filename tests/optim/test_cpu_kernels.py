@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.bench import cpu_adam
+from benchmarks import cpu_adam
 from zeroshard.optim import cpu_kernels
 from zeroshard.optim.cpu_kernels import Team, kernel_for, matches, step_chunk, step_stretch, stepping_threads
 from zeroshard.utils.host import cache_nbytes

@@ -9,7 +9,7 @@ from offloading import tiers
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.io.async_file import Engine
+from zeroshard.memory.io.async_file import Engine
 from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
-from zeroshard.launch import run_processes
+from zeroshard.comm.launch import run_processes
 from zeroshard.parallel.parallelize import _optimizer
 
 STEPS, ROWS, MICRO = 3, 8, 4

@@ -9,10 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import zeroshard as zs
-from zeroshard.bench import parallel
-from zeroshard.bench.plan import ModelShape, Workload
-from zeroshard.bench.workload import batch
-from zeroshard.launch import run_processes
+from benchmarks import parallel
+from benchmarks.plan import ModelShape, Workload
+from benchmarks.workload import batch
+from zeroshard.comm.launch import run_processes
 
 STEPS, MICRO, WORLD = 6, 2, 4
 SHAPE = ModelShape(vocab_size=64, seq_len=8, dim=16, layers=4, heads=4)

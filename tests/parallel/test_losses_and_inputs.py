@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
-from zeroshard.launch import run_processes
-from zeroshard.models import GPT, GPTConfig
+from zeroshard.comm.launch import run_processes
+from zeroshard.planner.models import GPT, GPTConfig
 
 STEPS, ROWS, MICRO = 3, 8, 2
 adam = functools.partial(torch.optim.Adam, lr=1e-2, eps=1e-3)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
-from zeroshard.launch import run_processes
+from zeroshard.comm.launch import run_processes
 from zeroshard.zero.runtime import runtime_of
 
 pytestmark = pytest.mark.processes

@@ -20,8 +20,8 @@ from helpers import seeding
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.launch import run_processes
-from zeroshard.models import GPT, GPTConfig
+from zeroshard.comm.launch import run_processes
+from zeroshard.planner.models import GPT, GPTConfig
 
 SLOW = os.environ.get("ZEROSHARD_SLOW") == "1"
 STEPS, TOKENS, ROWS, SEQ = 6 if SLOW else 3, 64, 4, 8

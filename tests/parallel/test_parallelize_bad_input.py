@@ -9,7 +9,7 @@ from helpers import seeding
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
-from zeroshard.models import GPT, GPTConfig
+from zeroshard.planner.models import GPT, GPTConfig
 
 adam = functools.partial(torch.optim.Adam, lr=1e-2)
 

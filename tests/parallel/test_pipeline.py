@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
-from zeroshard.launch import run_processes
+from zeroshard.comm.launch import run_processes
 from zeroshard.parallel.pipeline import Pipeline, stages_of
 from zeroshard.parallel.stages import cut_stages
 from zeroshard.zero.runtime import runtime_of

@@ -10,10 +10,10 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard import ConfigError, ZeroshardError
-from zeroshard.launch import run_processes
-from zeroshard.models.gpt import GPT, GPTConfig
+from zeroshard.comm.launch import run_processes
 from zeroshard.parallel.styles import ParallelStyles, divides, styles_for
 from zeroshard.parallel.tensor_parallel import apply
+from zeroshard.planner.models.gpt import GPT, GPTConfig
 from zeroshard.testing import run_threads
 
 TOLERANCE = 1e-5

@@ -20,7 +20,7 @@ from helpers import seeding
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.launch import run_processes
+from zeroshard.comm.launch import run_processes
 
 WORLD, STEPS, TOKENS, DIM = 4, 3, 12, 8
 TOLERANCE = 5e-6  # tp adds in another order

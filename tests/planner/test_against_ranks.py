@@ -9,9 +9,9 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.memory.ledger import STAGING
-from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner.dry_run import observe
-from zeroshard.simulator.trace import Resource
+from zeroshard.planner.models import GPT, GPTConfig
+from zeroshard.planner.simulator.trace import Resource
 from zeroshard.testing import run_threads
 
 SHAPE = GPTConfig(vocab_size=96, seq_len=16, dim=32, layers=2, heads=2)

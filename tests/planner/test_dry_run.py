@@ -8,10 +8,10 @@ import zeroshard as zs
 from zeroshard.config import Tier
 from zeroshard.errors import ConfigError
 from zeroshard.memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
-from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner.dry_run import stages
+from zeroshard.planner.models import GPT, GPTConfig
 from zeroshard.planner.plan import ACTIVATIONS, Plan
-from zeroshard.simulator.trace import Resource
+from zeroshard.planner.simulator.trace import Resource
 
 SHAPE = GPTConfig(vocab_size=512, seq_len=128, dim=128, layers=4, heads=4)
 ROWS, SEQ = 2, 128

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zeroshard as zs
 from zeroshard.cli import main
 from zeroshard.errors import ConfigError
-from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner.faults import check_dtypes
+from zeroshard.planner.models import GPT, GPTConfig
 
 FP32, BF16, FP16, INT = torch.float32, torch.bfloat16, torch.float16, torch.int64
 

@@ -11,11 +11,11 @@ from torch import nn
 from zeroshard import ConfigError
 from zeroshard.cli.options import parse_train
 from zeroshard.config import Tier
-from zeroshard.models import GPT
 from zeroshard.planner import model_source
 from zeroshard.planner.dry_run import plan
 from zeroshard.planner.experts import group_experts
 from zeroshard.planner.model_source import QUICKSTART, names, source_of
+from zeroshard.planner.models import GPT
 
 TINY_MIXTRAL = {
     "model_type": "mixtral", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,

@@ -12,7 +12,7 @@ from zeroshard.config import Tier
 from zeroshard.planner import pictures, tables
 from zeroshard.planner.model_source import source_of
 from zeroshard.planner.request import Request, judge
-from zeroshard.simulator.hardware import Hardware
+from zeroshard.planner.simulator.hardware import Hardware
 
 
 @pytest.fixture(scope="module")

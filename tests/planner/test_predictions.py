@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import zeroshard as zs
-from zeroshard.activation_checkpointing.storage import CHECKPOINTS
+from zeroshard.activations.storage import CHECKPOINTS
 from zeroshard.cli.options import parse_train
 from zeroshard.comm.base import CHUNK_NUMEL
+from zeroshard.comm.launch import spawn
 from zeroshard.config import Tier
-from zeroshard.launch import spawn
 from zeroshard.memory.ledger import MASTERS, OPTIMIZER
-from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner.dry_run import observe
+from zeroshard.planner.models import GPT, GPTConfig
 from zeroshard.planner.plan import ACTIVATIONS, KEPT, Plan
 from zeroshard.testing import run_threads
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import Stack
 
 import zeroshard as zs
-from zeroshard.activation_checkpointing.checkpoint import attached_to
+from zeroshard.activations.checkpoint import attached_to
 
 DIM, LAYERS = 8, 3
 PLACES = ["none", "cpu", "nvme"]

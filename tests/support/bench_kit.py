@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from zeroshard.bench import plan
-from zeroshard.bench.plan import ModelShape
-from zeroshard.bench.race import Outcome
+from benchmarks import plan
+from benchmarks.plan import ModelShape
+from benchmarks.race import Outcome
 
 TINY = ModelShape(vocab_size=64, seq_len=8, dim=16, layers=2, heads=2)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from deepspeed_programs.cells import CELLS, REFERENCE
 
-from zeroshard.launch import free_port, rank_environment
+from zeroshard.comm.launch import free_port, rank_environment
 
 PROGRAMS = Path(__file__).parent / "deepspeed_programs"
 RECORDED = Path(__file__).parents[1] / "data" / "deepspeed_numbers.json"

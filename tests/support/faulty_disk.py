@@ -4,7 +4,7 @@ import itertools
 import os
 from collections.abc import Callable
 
-from zeroshard.io import async_file
+from zeroshard.memory.io import async_file
 from zeroshard.zero.runtime import Runtime
 
 

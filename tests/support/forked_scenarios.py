@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zeroshard.launch import rank_environment
+from zeroshard.comm.launch import rank_environment
 
 Scenario = Callable[[int, int], Any]  # (rank, world) -> what the child answers
 LIMIT_S = 40.0  # for one scenario

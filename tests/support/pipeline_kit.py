@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from helpers import seeding
 from torch import Tensor
 
-from zeroshard.models.gpt import GPT, GPTConfig
+from zeroshard.planner.models.gpt import GPT, GPTConfig
 
 STEPS, MICRO, ROWS, SEQ, VOCAB = 3, 4, 8, 6, 32
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from zeroshard.planner.model_source import source_of
 from zeroshard.planner.request import Request
-from zeroshard.simulator.hardware import Hardware
+from zeroshard.planner.simulator.hardware import Hardware
 
 MIB = 1 << 20
 

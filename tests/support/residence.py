@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import torch
 
-from zeroshard.bench.memory import peak_rss_nbytes, reset_peak_rss, rss_nbytes
-from zeroshard.launch import run_processes
+from benchmarks.memory import peak_rss_nbytes, reset_peak_rss, rss_nbytes
+from zeroshard.comm.launch import run_processes
 
 
 def in_own_process(test: Callable[..., None]) -> Callable[..., None]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroshard.models.gpt import GPT, GPTConfig
+from zeroshard.planner.models.gpt import GPT, GPTConfig
 
 VOCAB, SEQ, BATCH = 48, 12, 3
 SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}

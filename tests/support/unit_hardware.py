@@ -1,7 +1,7 @@
 """Hardware of one byte, operation and parameter a second, and short ways to write traces for it."""
 
-from zeroshard.simulator.hardware import Curve, Device, Hardware, Link
-from zeroshard.simulator.trace import Resource, Task, Trace
+from zeroshard.planner.simulator.hardware import Curve, Device, Hardware, Link
+from zeroshard.planner.simulator.trace import Resource, Task, Trace
 
 DEVICE, INSIDE, BETWEEN, READ = Resource.DEVICE, Resource.INSIDE, Resource.BETWEEN, Resource.READ
 LINKS = {r: Link(1.0, 0.0) for r in Resource if r not in (Resource.DEVICE, Resource.HOST)}

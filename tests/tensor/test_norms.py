@@ -14,9 +14,9 @@ from helpers import MLP, Branches, OddGPT, seeded, token_batches, vector_batches
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.comm.launch import run_processes
 from zeroshard.comm.shared_memory import SharedComm
 from zeroshard.errors import CollectiveMismatch, PeerFailed, StallError
-from zeroshard.launch import run_processes
 from zeroshard.testing import run_threads
 
 WORLD = 2

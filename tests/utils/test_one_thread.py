@@ -14,10 +14,10 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.comm.base import Work
 from zeroshard.comm.fake import FakeComm
+from zeroshard.comm.pool import Arena, BufferPool, StagingPool
 from zeroshard.config import Offload, Tier
 from zeroshard.errors import OffloadIOError
 from zeroshard.memory.ledger import Ledger
-from zeroshard.memory.pool import Arena, BufferPool, StagingPool
 from zeroshard.optim.offloaded_step import HostStepper
 from zeroshard.testing import run_threads
 from zeroshard.utils.one_thread import Turn, one_thread

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from zoo import Stack, adamw, normal_batches, run_threads, same, seeded, sgd
 
 import zeroshard as zs
+from zeroshard.comm.launch import run_processes
 from zeroshard.comm.process_group import DistComm
 from zeroshard.comm.streams import RecordingStreams
-from zeroshard.launch import run_processes
 
 MODES = [
     {"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 2, "units": "model"}, {"stage": 3, "map_shared": True},

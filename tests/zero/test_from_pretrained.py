@@ -15,7 +15,7 @@ from zoo import every_mode, run_threads, same, seeded
 
 import zeroshard as zs
 from zeroshard.comm.fake import FakeComm
-from zeroshard.launch import run_processes
+from zeroshard.comm.launch import run_processes
 
 transformers = pytest.importorskip("transformers")
 

@@ -16,7 +16,7 @@ from zoo import Block, Language, Stack, adamw, normal_batches, run_threads, same
 
 import zeroshard as zs
 from zeroshard.comm.fake import FakeComm
-from zeroshard.models.gpt import GPT, GPTConfig
+from zeroshard.planner.models.gpt import GPT, GPTConfig
 
 
 def gpt():

@@ -11,7 +11,7 @@ from helpers import MLP, seeded, vector_batches
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.bench.command import main as bench
+from benchmarks.command import main as bench
 from zeroshard.cli.arguments import UsageError
 from zeroshard.cli.export import main as export
 from zeroshard.cli.options import TrainOptions, parse_train

@@ -13,7 +13,7 @@ from helpers import Branches, flat, seeded
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.launch import run_processes
+from zeroshard.comm.launch import run_processes
 from zeroshard.zero.runtime import runtime_of
 
 STEPS = 6

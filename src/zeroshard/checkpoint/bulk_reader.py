@@ -25,9 +25,9 @@ import xxhash
 from torch import Tensor
 
 from ..errors import CheckpointCorrupt, CheckpointError, OffloadIOError
-from ..io.aligned import bytes_of
-from ..io.async_file import Engine, File, Handle, open_file
-from ..io.tensor_reader import Stored, StoredTensor
+from ..memory.io.aligned import bytes_of
+from ..memory.io.async_file import Engine, File, Handle, open_file
+from ..memory.io.tensor_reader import Stored, StoredTensor
 from .manifest import Manifest
 from .rank_file import DIGEST_NBYTES
 from .read_buffers import SLOTS, WINDOW_NBYTES, Room

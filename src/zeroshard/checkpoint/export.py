@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, ConfigError, did_you_mean
-from ..io.tensor_reader import Stored, StoredTensor
+from ..memory.io.tensor_reader import Stored, StoredTensor
 from ..utils.dtypes import casts_to
 from . import dcp
 from .directory import absolute, sync

@@ -23,8 +23,8 @@ from torch import nn
 from ..comm.codec import exchange_values
 from ..config import Tier
 from ..errors import BaseModelMismatch, CheckpointError, CheckpointMismatch, ConfigError, ZeroshardError, did_you_mean
-from ..io.tensor_reader import Stored, differ
 from ..memory.host_memory import available_nbytes
+from ..memory.io.tensor_reader import Stored, differ
 from ..offload.storage import Rest
 from ..optim import state_loading
 from ..optim.sharded_optimizer import OptimizerCore

@@ -2,7 +2,7 @@
 
     contents --fill--> buffers --digest, write--> file          buffers of BUFFER_NBYTES go round
 
-The caller fills buffers, and a thread digests and writes them (direct I/O, io/async_file.py). With few buffers a save overlaps
+The caller fills buffers, and a thread digests and writes them (direct I/O, memory/io/async_file.py). With few buffers a save overlaps
 copying and writing; with enough for everything in memory, the filled buffers are a snapshot. Tensors on disk are filled first,
 so that they never take more than the few buffers; then tensors that users may write at any time; last the guarded ones (see
 Contents), which can be filled while training goes on.
@@ -31,8 +31,8 @@ from torch import Tensor
 
 from ..config import Tier
 from ..errors import CheckpointError, ConfigError, OffloadIOError
-from ..io.aligned import bytes_of
-from ..io.async_file import Engine, open_file
+from ..memory.io.aligned import bytes_of
+from ..memory.io.async_file import Engine, open_file
 from ..memory.ledger import STAGING, Ledger
 from ..tensor.chunks import Box
 from .dcp import ALIGN, frame

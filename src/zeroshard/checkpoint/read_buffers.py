@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
-from ..io.aligned import ALIGN, round_up
+from ..memory.io.aligned import ALIGN, round_up
 from .rank_file import BUFFER_NBYTES, DIGEST_NBYTES, Ring
 
 WINDOW_NBYTES, SLOTS = 4 * DIGEST_NBYTES, 8  # size of one read; number of slots for passing memory

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointCorrupt, OffloadIOError
-from ..io.tensor_reader import Stored, StoredChunks, StoredTensor, Stretch
+from ..memory.io.tensor_reader import Stored, StoredChunks, StoredTensor, Stretch
 from ..tensor.chunks import overlap
 from .bulk_reader import Kept
 from .directory import MANIFEST

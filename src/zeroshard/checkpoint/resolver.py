@@ -19,15 +19,8 @@ from torch import nn
 
 from ..comm.base import Comm
 from ..comm.codec import exchange_values
-from ..errors import (
-    CheckpointCorrupt,
-    CheckpointError,
-    CheckpointNotFound,
-    CheckpointReadError,
-    ModelMismatch,
-    ZeroshardError,
-)
-from ..io.tensor_reader import Stored, differ
+from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, CheckpointReadError, ModelMismatch, ZeroshardError
+from ..memory.io.tensor_reader import Stored, differ
 from ..zero.parameter import ParamSpec
 from . import directory as places
 from . import safetensors

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from ..comm.base import Comm
 from ..comm.codec import exchange_values
 from ..errors import ConfigError, ModelMismatch, OffloadIOError, did_you_mean
-from ..io.aligned import bytes_of, empty
-from ..io.tensor_reader import CHUNK_NBYTES, Bulk, Stored, StoredTensor
+from ..memory.io.aligned import bytes_of, empty
+from ..memory.io.tensor_reader import CHUNK_NBYTES, Bulk, Stored, StoredTensor
 from ..tensor.tiled_parameter import Part, part_of, whole_name
 from ..utils.dtypes import casts_to
 from ..zero.parameter import ParamSpec

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from ..io.tensor_reader import Stored, StoredTensor
+from ..memory.io.tensor_reader import Stored, StoredTensor
 from .bulk_reader import Bulk
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # stripped anywhere in a name

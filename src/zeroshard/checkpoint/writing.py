@@ -32,16 +32,9 @@ import xxhash
 
 from ..comm.codec import decode, encode
 from ..config import Tier
-from ..errors import (
-    CheckpointError,
-    CheckpointWriteError,
-    ConfigError,
-    MalformedMessage,
-    OffloadIOError,
-    ZeroshardError,
-)
-from ..io.async_file import Engine
-from ..version import __version__
+from ..errors import CheckpointError, CheckpointWriteError, ConfigError, MalformedMessage, OffloadIOError, ZeroshardError
+from ..memory.io.async_file import Engine
+from ..utils.version import __version__
 from ..zero.runtime import Runtime
 from . import directory as places
 from . import manifest as listing

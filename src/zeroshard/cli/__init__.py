@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
 
-from ..version import __version__
+from ..utils.version import __version__
 from .arguments import EXTRAS, UsageError, closest, how_to_install, verbose
 from .exit_codes import ExitCode
 
@@ -20,8 +20,8 @@ COMMANDS = {  # name -> (module with main(argv) -> int, what it does)
     "inspect": ("zeroshard.cli.inspect", "show what is in a run or a checkpoint, and verify its checksums"),
     "export": ("zeroshard.cli.export", "write a checkpoint's model as safetensors or as a file of torch.save"),
     "doctor": ("zeroshard.cli.doctor", "show what this machine and environment offer, and what would go wrong"),
-    "papers": ("zeroshard.cli.papers", "compute the published tables and figures, beside what was printed"),
-    "bench": ("zeroshard.bench", "measure zeroshard beside its peers"),
+    "papers": ("benchmarks.papers.command", "compute the published tables and figures, beside what was printed"),
+    "bench": ("benchmarks", "measure zeroshard beside its peers"),
     "completion": ("zeroshard.cli.completion", "print what bash or zsh needs to complete these commands"),
 }
 _FLAGS = ("-q", "--quiet", "-v", "--verbose")  # of every command: they may stand before its name, too

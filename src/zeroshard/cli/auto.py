@@ -10,13 +10,13 @@ from typing import Any
 
 from ..planner.plan import Plan
 from ..planner.request import Request, gib
+from ..planner.search.layout_file import write_config
+from ..planner.search.requested import of_layout, profile_of
+from ..planner.search.schedule import Layout
+from ..planner.search.search import Candidate, Found, search
+from ..planner.simulator.simulate import Simulation
+from ..planner.simulator.spread import rate_with_spread, seconds_with_spread, two_digits
 from ..planner.tables import Table
-from ..search.layout_file import write_config
-from ..search.requested import of_layout, profile_of
-from ..search.schedule import Layout
-from ..search.search import Candidate, Found, search
-from ..simulator.simulate import Simulation
-from ..simulator.spread import rate_with_spread, seconds_with_spread, two_digits
 
 
 def choose(request: Request, global_batch: int, fixed: dict[str, Any], lossy: bool) -> tuple[Request, list[Plan], Found]:

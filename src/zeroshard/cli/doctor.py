@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..io.filesystems import MEMORY_FILESYSTEMS
-from ..io.swap_folder import NETWORK_FILESYSTEMS
-from ..version import TESTED_TORCH
+from ..memory.io.filesystems import MEMORY_FILESYSTEMS
+from ..memory.io.swap_folder import NETWORK_FILESYSTEMS
+from ..utils.version import TESTED_TORCH
 from .arguments import Parser, how_to_install, quiet
 from .environment import EXTRAS, PEERS, Disk, Environment, look
 from .exit_codes import ExitCode

@@ -25,9 +25,9 @@ from torch import nn
 
 import zeroshard as zs
 
-from ..io.async_file import open_file
-from ..io.filesystems import filesystem_of
 from ..memory.host_memory import limits
+from ..memory.io.async_file import open_file
+from ..memory.io.filesystems import filesystem_of
 from ..testing import run_threads
 from .ranks import VARIABLES, available_cores
 

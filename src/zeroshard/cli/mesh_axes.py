@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..models import GPTConfig
+from ..planner.models import GPTConfig
 from .arguments import UsageError, closest
 
 AXES = ("pp", "dp", "tp")  # outermost first

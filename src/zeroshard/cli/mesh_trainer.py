@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
 
-from ..models import GPT
+from ..planner.models import GPT
 from .mesh_axes import AXES
 from .options import TrainOptions
 from .ranks import Ranks

@@ -16,10 +16,10 @@ import torch
 
 import zeroshard as zs
 
-from ..compression import CODECS, GRADIENT_CODECS
 from ..config import PRESETS, Tier, cuts_model, planned_otherwise, read_layout
-from ..models import CASE_STUDIES, CaseStudy, GPTConfig
-from ..models.presets import SCALES
+from ..planner.models import CASE_STUDIES, CaseStudy, GPTConfig
+from ..planner.models.presets import SCALES
+from ..utils.compression import CODECS, GRADIENT_CODECS
 from .arguments import Parser, UsageError, add_options
 from .mesh_axes import MeshAxes
 

@@ -22,10 +22,10 @@ import zeroshard as zs
 from ..config import Tier
 from ..planner import tables
 from ..planner.plan import Plan
+from ..planner.remedies.remedy import Remedy, remedies
 from ..planner.request import Request, Verdict, gib, judge
-from ..remedies.remedy import Remedy, remedies
-from ..search.search import Found
-from ..simulator.spread import rate_with_spread, said_of, seconds_with_spread
+from ..planner.search.search import Found
+from ..planner.simulator.spread import rate_with_spread, said_of, seconds_with_spread
 from . import auto, report_error
 from .arguments import UsageError, quiet
 from .exit_codes import ExitCode
@@ -163,7 +163,7 @@ def _write(
 ) -> None:
     """The pictures, the page and report.json. Raises UsageError."""
     from ..planner.pictures import draw_memory, write_page
-    from ..simulator.timeline import draw_timeline
+    from ..planner.simulator.timeline import draw_timeline
 
     # of a pipeline the other stages would have to be planned too: `zeroshard simulate` does
     done = request.simulated(plans) if request.axes["pp"] == 1 else None

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..compression import CODECS, GRADIENT_CODECS
 from ..planner.model_source import example_of, source_of
 from ..planner.request import FLAGS, Request
-from ..simulator.hardware import Hardware
+from ..planner.simulator.hardware import Hardware
+from ..utils.compression import CODECS, GRADIENT_CODECS
 from .arguments import Parser, UsageError, add_options
 from .mesh_axes import MeshAxes
 from .options import OFFLOADS, PRECISIONS, SCHEDULES, _option

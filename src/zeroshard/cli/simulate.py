@@ -16,9 +16,9 @@ import zeroshard as zs
 
 from ..planner import tables
 from ..planner.request import Request, judge
-from ..simulator.simulate import SAYS, Simulation
-from ..simulator.spread import rate_with_spread, said_of, seconds_with_spread, two_digits
-from ..simulator.sweep import Sweep, sweep
+from ..planner.simulator.simulate import SAYS, Simulation
+from ..planner.simulator.spread import rate_with_spread, said_of, seconds_with_spread, two_digits
+from ..planner.simulator.sweep import Sweep, sweep
 from . import report_error
 from .arguments import UsageError, closest
 from .plan import make_folder
@@ -117,7 +117,7 @@ def _maker(request: Request) -> Any:
 
 def _told(request: Request, utilisation: float, latency_s: float | None, options: Options) -> int:
     from ..planner.pictures import draw_memory, write_page
-    from ..simulator.timeline import draw_timeline, write_chrome_trace
+    from ..planner.simulator.timeline import draw_timeline, write_chrome_trace
 
     with working("dry run"):
         plans = request.plans()

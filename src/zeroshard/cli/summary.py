@@ -9,9 +9,9 @@ import torch
 import zeroshard as zs
 
 from ..data.text import Corpus
-from ..measure.forecast import Forecast
 from ..memory.ledger import MASTERS, OPTIMIZER, STAGING
-from ..models import GPT
+from ..planner.measure.forecast import Forecast
+from ..planner.models import GPT
 from .artefacts import RunFolder
 from .options import TrainOptions
 from .ranks import Ranks

@@ -1,6 +1,6 @@
 """`zeroshard train`: train a byte-level GPT on a folder of text, on local ranks or under torchrun.
 
-    zeroshard train --ranks 2                 starts two ranks of itself (see launch.py), each of which joins
+    zeroshard train --ranks 2                 starts two ranks of itself (see comm/launch.py), each of which joins
     torchrun --nproc-per-node 2 -m zeroshard train
     zeroshard train --ranks 1                 one process, no process group
     zeroshard train --preset bloom --mesh dp=2,pp=2,tp=2      a published architecture in small, on a mesh of eight ranks
@@ -22,8 +22,8 @@ import torch
 import zeroshard as zs
 
 from ..comm import backend_select
+from ..comm.launch import spawn
 from ..data.text import Corpus, compressed_bits_per_byte, read_corpus
-from ..launch import spawn
 from . import report_error, summary
 from .arguments import UsageError
 from .artefacts import BITS_PER_NAT, CHECKPOINTS, CONFIG, MODEL, REPORT, RunFolder

@@ -24,9 +24,9 @@ import zeroshard as zs
 
 from ..config import Tier
 from ..data.text import Batches, Corpus, held_out_windows
-from ..measure.forecast import Forecast, forecast
 from ..memory.host_memory import resident_nbytes
-from ..models import GPT
+from ..planner.measure.forecast import Forecast, forecast
+from ..planner.models import GPT
 from .arguments import UsageError
 from .options import OFFLOAD_PATH, TrainOptions
 from .ranks import Ranks

@@ -14,12 +14,8 @@ from ..integrations.deepspeed.door import open_door
 if TYPE_CHECKING:
     from ..integrations.deepspeed import activation, communication, partition
     from ..integrations.deepspeed.accelerator import get_accelerator as get_accelerator
-    from ..integrations.deepspeed.communication import (
-        TORCH_DISTRIBUTED_DEFAULT_PORT as TORCH_DISTRIBUTED_DEFAULT_PORT,
-    )
-    from ..integrations.deepspeed.communication import (
-        init_distributed as init_distributed,
-    )
+    from ..integrations.deepspeed.communication import TORCH_DISTRIBUTED_DEFAULT_PORT as TORCH_DISTRIBUTED_DEFAULT_PORT
+    from ..integrations.deepspeed.communication import init_distributed as init_distributed
     from ..integrations.deepspeed.ds_config import DeepSpeedConfig as DeepSpeedConfig
     from ..integrations.deepspeed.engine import DeepSpeedEngine as DeepSpeedEngine
     from ..integrations.deepspeed.install import install as install
@@ -28,51 +24,21 @@ if TYPE_CHECKING:
     from ..integrations.deepspeed.sections import DeepSpeedConfigError as DeepSpeedConfigError
     from ..integrations.deepspeed.setup import add_config_arguments as add_config_arguments
     from ..integrations.deepspeed.setup import initialize as initialize
-    from ..integrations.deepspeed.stand_ins import (
-        DeepSpeedHybridEngine as DeepSpeedHybridEngine,
-    )
-    from ..integrations.deepspeed.stand_ins import (
-        DeepSpeedInferenceConfig as DeepSpeedInferenceConfig,
-    )
-    from ..integrations.deepspeed.stand_ins import (
-        DeepSpeedOptimizer as DeepSpeedOptimizer,
-    )
-    from ..integrations.deepspeed.stand_ins import (
-        DeepSpeedTransformerConfig as DeepSpeedTransformerConfig,
-    )
-    from ..integrations.deepspeed.stand_ins import (
-        DeepSpeedTransformerLayer as DeepSpeedTransformerLayer,
-    )
-    from ..integrations.deepspeed.stand_ins import (
-        DualPipeVEngine as DualPipeVEngine,
-    )
-    from ..integrations.deepspeed.stand_ins import (
-        DualPipeVModule as DualPipeVModule,
-    )
-    from ..integrations.deepspeed.stand_ins import (
-        InferenceEngine as InferenceEngine,
-    )
-    from ..integrations.deepspeed.stand_ins import (
-        PipelineEngine as PipelineEngine,
-    )
-    from ..integrations.deepspeed.stand_ins import (
-        PipelineModule as PipelineModule,
-    )
-    from ..integrations.deepspeed.stand_ins import (
-        default_inference_config as default_inference_config,
-    )
-    from ..integrations.deepspeed.stand_ins import (
-        init_inference as init_inference,
-    )
-    from ..integrations.deepspeed.stand_ins import (
-        replace_transformer_layer as replace_transformer_layer,
-    )
-    from ..integrations.deepspeed.stand_ins import (
-        set_autotp_mode as set_autotp_mode,
-    )
-    from ..integrations.deepspeed.stand_ins import (
-        tp_model_init as tp_model_init,
-    )
+    from ..integrations.deepspeed.stand_ins import DeepSpeedHybridEngine as DeepSpeedHybridEngine
+    from ..integrations.deepspeed.stand_ins import DeepSpeedInferenceConfig as DeepSpeedInferenceConfig
+    from ..integrations.deepspeed.stand_ins import DeepSpeedOptimizer as DeepSpeedOptimizer
+    from ..integrations.deepspeed.stand_ins import DeepSpeedTransformerConfig as DeepSpeedTransformerConfig
+    from ..integrations.deepspeed.stand_ins import DeepSpeedTransformerLayer as DeepSpeedTransformerLayer
+    from ..integrations.deepspeed.stand_ins import DualPipeVEngine as DualPipeVEngine
+    from ..integrations.deepspeed.stand_ins import DualPipeVModule as DualPipeVModule
+    from ..integrations.deepspeed.stand_ins import InferenceEngine as InferenceEngine
+    from ..integrations.deepspeed.stand_ins import PipelineEngine as PipelineEngine
+    from ..integrations.deepspeed.stand_ins import PipelineModule as PipelineModule
+    from ..integrations.deepspeed.stand_ins import default_inference_config as default_inference_config
+    from ..integrations.deepspeed.stand_ins import init_inference as init_inference
+    from ..integrations.deepspeed.stand_ins import replace_transformer_layer as replace_transformer_layer
+    from ..integrations.deepspeed.stand_ins import set_autotp_mode as set_autotp_mode
+    from ..integrations.deepspeed.stand_ins import tp_model_init as tp_model_init
     from ..integrations.deepspeed.utilities import OnDevice as OnDevice
 
     checkpointing, comm, zero = activation, communication, partition

@@ -26,15 +26,15 @@ from torch import Tensor
 
 from ..comm.base import Comm
 from ..comm.fake import ImaginedStreams
+from ..comm.pool import BufferPool, StagingPool
 from ..comm.streams import Streams
 from ..config import Offload, Tier
 from ..errors import OffloadIOError
-from ..io.aligned import zeros
-from ..io.async_file import Engine, File, empty_aligned
-from ..io.swap_folder import SwapFolder
 from ..memory.estimate import PAGE_NBYTES
+from ..memory.io.aligned import zeros
+from ..memory.io.async_file import Engine, File, empty_aligned
+from ..memory.io.swap_folder import SwapFolder
 from ..memory.ledger import STAGING, Ledger, making
-from ..memory.pool import BufferPool, StagingPool
 from ..utils import torch_compat
 from ..utils.one_thread import Turn, one_thread
 

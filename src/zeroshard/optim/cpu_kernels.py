@@ -17,7 +17,7 @@ differently, process the same elements. `matches` returns whether an optimizer's
 fused=True, or zs.Lion; torch's default (foreach) is the same mathematics with other roundings.
 
 Everything here runs under the caller's `torch.no_grad()`, on the calling thread unless a `Team` of threads is given.
-`python -m zeroshard.bench.cpu_adam` measures it.
+`python -m benchmarks.cpu_adam` measures it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..activation_checkpointing.checkpoint import give_back_memory
+from ..activations.checkpoint import give_back_memory
 from ..comm.codec import exchange_values
 from ..config import Offload, Tier
 from ..errors import ConfigError, OffloadIOError, did_you_mean

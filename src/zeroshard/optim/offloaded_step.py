@@ -21,23 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..comm.pool import Arena
 from ..config import Offload, Tier
 from ..errors import ZeroshardError
-from ..memory.pool import Arena
 from ..offload.storage import PAGE_NBYTES, MemoryRest, Pending, Rest, Tiers
 from ..tensor.flat_layout import round_up
 from ..utils import torch_compat
 from ..utils.one_thread import Turn, one_thread
-from .cpu_kernels import (
-    CHUNK_NUMEL,
-    Kernel,
-    Team,
-    chunk_numel,
-    host_threads,
-    kernel_for,
-    step_stretch,
-    stepping_threads,
-)
+from .cpu_kernels import CHUNK_NUMEL, Kernel, Team, chunk_numel, host_threads, kernel_for, step_stretch, stepping_threads
 from .segments import Run
 from .state_storage import ColumnStates
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..comm.codec import exchange_values, sendable
 from ..errors import ConfigError, ZeroshardError
-from ..io.aligned import bytes_of
+from ..memory.io.aligned import bytes_of
 from ..tensor.attributes import whole_now
 from ..tensor.sharded_tensor import ShardedTensor
 from ..zero.gathered_parameters import home_of, is_gathered

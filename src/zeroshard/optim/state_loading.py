@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..comm.base import Comm
-from ..io.aligned import empty
-from ..io.tensor_reader import Bulk
+from ..memory.io.aligned import empty
+from ..memory.io.tensor_reader import Bulk
 from ..offload.storage import Rest
 from ..utils.torch_compat import alone
 from ..zero.runtime import Runtime

@@ -273,7 +273,7 @@ def _own_plan(model: nn.Module, names: list[str]) -> dict[str, str]:
 
 
 def _family(model: nn.Module) -> str:
-    if any(f"{base.__module__}.{base.__qualname__}" == "zeroshard.models.gpt.GPT" for base in type(model).__mro__):
+    if any(f"{base.__module__}.{base.__qualname__}" == "zeroshard.planner.models.gpt.GPT" for base in type(model).__mro__):
         return "zeroshard.GPT"
     return getattr(getattr(model, "config", None), "model_type", "")
 

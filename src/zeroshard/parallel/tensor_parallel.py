@@ -160,7 +160,7 @@ class _Cut:
             module = self.model.get_submodule(name)
             for attribute in attributes:
                 setattr(module, attribute, getattr(module, attribute) // self.mesh.size())
-            if hasattr(module, "first_head"):  # zeroshard.models.gpt: ALiBi's slope depends on the head's number
+            if hasattr(module, "first_head"):  # zeroshard.planner.models.gpt: ALiBi's slope depends on the head's number
                 module.__dict__["first_head"] = self.mesh.get_local_rank() * module.__dict__["heads"]
 
     def _module(self, name: str, module: nn.Module, style: Any) -> None:

@@ -22,17 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import api
-from ..activation_checkpointing.checkpoint import checkpoint_activations
-from ..activation_checkpointing.storage import CHECKPOINTS
+from ..activations.checkpoint import checkpoint_activations
+from ..activations.storage import CHECKPOINTS
 from ..checkpoint.rank_file import ROTATING, Ring
 from ..checkpoint.saving import save
 from ..comm.fake import FakeComm, Imagination, imagination
 from ..config import Config, Tier
 from ..errors import ConfigError, ZeroshardError, did_you_mean
-from ..measure.report import report
 from ..parallel.parallelize import next_token_loss, parallelize
-from ..simulator.hardware import Hardware
-from ..simulator.trace import Resource, Trace
 from ..tensor.flat_layout import ALIGNMENT, round_up
 from ..testing import imagined_mesh
 from ..utils import torch_compat
@@ -40,9 +37,12 @@ from ..utils.torch_compat import FakeTensor, FakeTensorMode
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.unit import Unit
 from .faults import NO_NUMBERS, first_line, told, where
+from .measure.report import report
 from .operators import Groups, Operators
 from .plan import ACTIVATIONS, KEPT, PHASES, Phase, Plan
 from .recorder import Recorder
+from .simulator.hardware import Hardware
+from .simulator.trace import Resource, Trace
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

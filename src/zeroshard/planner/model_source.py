@@ -1,6 +1,6 @@
 """What `zeroshard plan` and `zeroshard simulate` take as MODEL, as something that can be built without memory and fed a batch.
 
-    gpt-60b, llama-3-70b, bloom, quickstart     a preset: shapes.csv, models/presets.py, the model of ./quickstart
+    gpt-60b, llama-3-70b, bloom, quickstart     a preset: shapes.csv, planner/models/presets.py, the model of ./quickstart
     config.json, a folder with one              a Hugging Face configuration, built by Transformers
     meta-llama/Llama-3.1-8B                     a Hugging Face model id, whose config.json lies in the local cache
     package.module:function                     the user's own: a function without arguments that returns a module
@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ConfigError, did_you_mean
-from ..models import CASE_STUDIES, GPT, GPTConfig
 from .experts import group_experts
 from .faults import first_line, where
+from .models import CASE_STUDIES, GPT, GPTConfig
 
 SHAPES = Path(__file__).with_name("shapes.csv")
 # `zeroshard train` without options
@@ -49,7 +49,7 @@ class Shape:
 @dataclass(frozen=True)
 class ModelSource:
     """A model that can be built. default_seq, max_seq: tokens of a sequence; vocab: tokens there are. notes: what a plan of it takes for
-    granted. source: of its numbers. config: where it is a GPT of models/gpt.py."""
+    granted. source: of its numbers. config: where it is a GPT of planner/models/gpt.py."""
 
     name: str
     make: Callable[[], nn.Module]

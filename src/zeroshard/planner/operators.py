@@ -19,12 +19,12 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from ..config import PRECISIONS
 from ..parallel.traffic import ring_nbytes
-from ..simulator.trace import AttentionWork, Resource, Trace
 from ..tensor.sharded_tensor import ShardedTensor
 from ..utils import torch_compat
 from ..utils.torch_compat import TorchDispatchMode
 from .faults import check_dtypes
 from .recorder import Recorder
+from .simulator.trace import AttentionWork, Resource, Trace
 
 _FLOPS = {  # of operators that torch's table lacks
     "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),

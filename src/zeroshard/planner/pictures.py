@@ -14,20 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..activation_checkpointing.storage import CHECKPOINTS
+from ..activations.storage import CHECKPOINTS
 from ..config import Tier
-from ..memory.ledger import (
-    AVERAGES,
-    GATHERED,
-    GRADIENTS,
-    MASTERS,
-    OPTIMIZER,
-    PARAMETERS,
-    PARTIAL,
-    RESIDUALS,
-    SECONDARY,
-    STAGING,
-)
+from ..memory.ledger import AVERAGES, GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, RESIDUALS, SECONDARY, STAGING
 from .plan import ACTIVATIONS, Held, Moment, Phase, Plan
 from .request import Request, Verdict
 from .tables import Table, scale_of

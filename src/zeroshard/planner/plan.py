@@ -12,9 +12,9 @@ from importlib import import_module
 
 from ..config import Config, Tier
 from ..errors import ConfigError, did_you_mean
-from ..measure.report import Report
-from ..simulator.hardware import Hardware
-from ..simulator.trace import Trace
+from .measure.report import Report
+from .simulator.hardware import Hardware
+from .simulator.trace import Trace
 
 PHASES = ("load", "first step", "forward", "backward", "step", "save")
 ACTIVATIONS = "activations"  # and all else that computation holds: inputs, logits, temporaries

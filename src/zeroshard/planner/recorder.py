@@ -20,10 +20,10 @@ from typing import Any
 from ..comm.base import Sent
 from ..comm.fake import Ticket, Watcher
 from ..config import Tier
-from ..simulator.trace import AttentionWork, Resource, Task, Trace
 from .faults import OutOfTime
 from .meter import Meter
 from .plan import Moment
+from .simulator.trace import AttentionWork, Resource, Task, Trace
 
 _LINKS = {
     (Tier.DEVICE, Tier.HOST): Resource.DOWN, (Tier.HOST, Tier.DEVICE): Resource.UP,

@@ -12,11 +12,11 @@ from typing import Any
 
 from ..config import Config, Tier
 from ..errors import ConfigError
-from ..simulator.hardware import Hardware
-from ..simulator.simulate import Simulation, simulate
-from ..simulator.trace import Trace
 from .model_source import ModelSource, example_loss
 from .plan import Held, Plan
+from .simulator.hardware import Hardware
+from .simulator.simulate import Simulation, simulate
+from .simulator.trace import Trace
 
 GIB = 1 << 30
 FLAGS = {  # options of zs.shard that the command calls otherwise

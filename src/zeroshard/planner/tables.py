@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass
 
 from ..config import Tier
-from ..simulator.hardware import NAMES, Hardware
-from ..simulator.trace import Resource, Task
 from .plan import PHASES, Plan
 from .request import Request, Verdict, gb, gib, judge_alone
+from .simulator.hardware import NAMES, Hardware
+from .simulator.trace import Resource, Task
 
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 LINKS = {

@@ -7,7 +7,7 @@
 
 Parts of a parameter are in order, do not overlap and cover it. `state_dict` and `load_state_dict` of a tiled model use the
 name and shape of the whole; `named_parameters` has the tiles' own names (head.tiles.0.weight). The operators are in
-`tiling/layers.py`; partition, weights and state dicts use this file.
+`activations/layers.py`; partition, weights and state dicts use this file.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from ..comm.base import Comm
 from ..comm.codec import exchange_values
+from ..comm.mesh.topology import Topology
 from ..config import Config, Tier
 from ..errors import ConfigError, ZeroshardError
 from ..memory.host_memory import limits
 from ..memory.ledger import Ledger
-from ..mesh.topology import Topology
 from ..offload.storage import Tiers
 from ..utils import torch_compat
 from ..utils.host import host_identity

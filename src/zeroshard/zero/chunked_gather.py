@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..comm.base import Comm
+from ..comm.pool import StagingPool
 from ..memory.ledger import Ledger
-from ..memory.pool import StagingPool
 
 
 class ChunkedGather:

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from ..comm.base import Comm, Region, Work
+from ..comm.pool import StagingPool
 from ..config import Config, Placement, Tier
 from ..memory.ledger import GATHERED, GRADIENTS, PARAMETERS, PARTIAL, Ledger, claimed
-from ..memory.pool import StagingPool
 from ..memory.release import take_again
 from ..offload.gradient_offload import Departure, narrowed
 from ..offload.storage import Pending, Rest, Tiers

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..comm.base import Comm
 from ..errors import ModelChanged, ShardedWriteError
-from ..io.aligned import bytes_of
+from ..memory.io.aligned import bytes_of
 from ..tensor.distributed import Distribution, local_of
 from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.tiled_parameter import Part, part_of, whole_name

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..comm.mesh.topology import Topology
+from ..comm.pool import StagingPool
 from ..config import Config
 from ..errors import CheckpointError, ModelClosed, ShardedAccessError, ShardedWriteError, ZeroshardError
 from ..memory.ledger import Ledger
-from ..memory.pool import StagingPool
-from ..mesh.topology import Topology
 from ..offload.moved_states import MovedStates
 from ..offload.storage import Tiers
 from ..tensor.sharded_tensor import ShardedTensor, clear_local_grad, local_grad

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from ..comm.base import Comm, Reserved
 from ..comm.codec import exchange_values
+from ..comm.mesh.compressed import CompressedGathers
+from ..comm.mesh.topology import Topology
+from ..comm.pool import BufferPool, StagingPool
 from ..config import Config, Offload, Placement, Tier
 from ..errors import ConfigError, HostMemoryError
 from ..memory.estimate import BUFFERS, Group, Need, Place, needs, shortage
 from ..memory.host_memory import limits
 from ..memory.ledger import GATHERED, GRADIENTS, MASTERS, Ledger
-from ..memory.pool import BufferPool, StagingPool
-from ..mesh.compressed import CompressedGathers
-from ..mesh.topology import Topology
 from ..offload.storage import Tiers
 from ..tensor.attributes import attributes_of
 from ..tensor.flat_layout import FlatLayout

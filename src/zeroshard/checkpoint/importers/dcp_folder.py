@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete
-from ...io.tensor_reader import StoredBoxes
+from ...memory.io.tensor_reader import StoredBoxes
 from ...tensor.chunks import Box
 from ..safetensors import is_extra_state
 from ..source import Opened, Untrusted

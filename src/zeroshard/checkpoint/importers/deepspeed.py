@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
-from ...io.tensor_reader import Stored, StoredBoxes, StoredTensor
+from ...memory.io.tensor_reader import Stored, StoredBoxes, StoredTensor
 from ..source import Opened, Untrusted
 from .torch_file import StandIn, is_tensor, open_torch_file, plain, value_of
 from .torch_state_dict import objects_of

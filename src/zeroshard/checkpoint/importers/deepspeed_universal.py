@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from ...io.tensor_reader import StoredTensor
+from ...memory.io.tensor_reader import StoredTensor
 from ..source import Opened
 from .deepspeed import checked_folder, describe, scaler_of, tag_folder, unsharded
 from .torch_file import is_tensor, open_torch_file, value_of

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointCorrupt, CheckpointError
-from ...io.tensor_reader import StoredTensor
+from ...memory.io.tensor_reader import StoredTensor
 from ..safetensors import FOREIGN_DTYPES, SAFETENSORS_DTYPES, elements_of
 
 

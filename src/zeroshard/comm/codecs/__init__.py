@@ -6,7 +6,7 @@
     top_k.py                the largest values of a gradient and their indices
     low_rank.py             PowerSGD: gradients of matrices as products of two thin ones
 
-No codec communicates or knows a rank: `mesh/compressed.py` and `mesh/low_rank.py` wrap a Comm, and pack, send and unpack.
+No codec communicates or knows a rank: `comm/mesh/compressed.py` and `comm/mesh/low_rank.py` wrap a Comm, and pack, send and unpack.
 """
 
 from .base import Codec, ErrorFeedback

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ...activation_checkpointing.checkpoint import checkpoint_activations
+from ...activations.checkpoint import checkpoint_activations
 from .ds_config import read_config
 from .logs import logger
 

@@ -22,8 +22,8 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from ...comm import backend_select
+from ...comm.launch import free_port, rank_environment
 from ...errors import ConfigError, ZeroshardError
-from ...launch import free_port, rank_environment
 from .accelerator import get_accelerator
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500

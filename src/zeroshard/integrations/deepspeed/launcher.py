@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...comm.launch import free_port
 from ...errors import ConfigError
-from ...launch import free_port
 from .accelerator import get_accelerator
 from .communication import TORCH_DISTRIBUTED_DEFAULT_PORT
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ... import api
 from ...checkpoint.resolver import agreed
 from ...checkpoint.source import Opened
-from ...checkpoint.tensor_stream import stream_full_tensors
 from ...utils.dtypes import casts_to
 from ...zero.runtime import runtime_of
+from ...zero.tensor_stream import stream_full_tensors
 from .engine_settings import Settings
 from .logs import logger
 

@@ -23,7 +23,7 @@ from ...checkpoint.export import export
 from ...checkpoint.resolver import Alone, open_any
 from ...checkpoint.source import Opened
 from ...errors import CheckpointError
-from ...io.tensor_reader import Stored
+from ...memory.io.tensor_reader import Stored
 from ...utils.dtypes import casts_to
 from .checkpoints import MODEL_FILE, latest_tag
 from .whole_weights import read_whole

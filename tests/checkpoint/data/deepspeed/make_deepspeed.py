@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zeroshard.launch import run_processes
+from zeroshard.comm.launch import run_processes
 
 CASES = {
     "stage1": (1, "fp32"), "stage2": (2, "fp32"), "stage2-bf16": (2, "bf16"), "stage3": (3, "fp32"), "stage3-bf16": (3, "bf16"),

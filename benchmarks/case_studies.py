@@ -1,0 +1,160 @@
+"""The published runs at full size on imagined ranks: memory of a rank by category, and bytes by axis, counted beside formulas.
+
+    python -m benchmarks.case_studies                       Turing-NLG, BLOOM, MT-NLG: the table of docs/learn/axes.md
+    python -m benchmarks.case_studies bloom --micro-batches 128 --stages 0,6      a whole step, some minutes
+
+`zs.parallelize` itself runs two steps of one rank (place 0 along dp and tp) of each stage on fake tensors, with activations
+checkpointed. Bytes along tp and pp are linear in the micro-batches of a step, of which two are enough to see it.
+
+The formulas use numbers of the publications alone. h: width, V: tokens, s: sequence, b: sequences of a micro-batch, m: number of
+micro-batches, L: blocks of the stage, t, d: ranks along tp, dp; x = 2 b s h: bytes of an activation; n: parameters of the rank,
+padding counted.
+
+    parameters 2 n     gradients 4 n, in fp32     masters 4 n / d     states 8 n / d
+    tp   2 (t-1)/t m [5 L x                two all-reduces in forward, two in backward, one in the forward that is repeated
+                      + x                  first stage: what the embedding puts out
+                      + x + 10 b s]        last stage: the gradient of what the head reads; three numbers of each token's loss,
+                                           (in fp16 12 b s) one of them in bf16
+         A repeated forward ends where backward has all that it needs: before the last all-reduce of the block. Megatron-LM makes
+         that too: 6 L x.
+    pp   m x (but the last) + m x (but the first) + 4 V h / (t d) between first and last, whose embedding is one
+    dp   (d-1)/d (2 n to reduce + 2 n to gather)
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+
+import torch
+
+import zeroshard as zs
+from zeroshard.memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
+from zeroshard.planner.models import CASE_STUDIES, GPT
+from zeroshard.planner.models.presets import CaseStudy
+from zeroshard.testing import imagined_mesh
+from zeroshard.zero.runtime import runtime_of
+
+MEMORY, AXES = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER), ("tp", "pp", "dp")
+_ALIGNMENT = 32  # elements: where parameters begin in a flat buffer, and shards
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Of one rank: memory by category of model state, and what it sends in a step by axis."""
+
+    memory: dict[str, int]
+    sent: dict[str, int]
+
+
+def micro_batch_of(study: CaseStudy) -> int:
+    """Sequences of a micro-batch; where they were not published, one, or with no pipeline all of them."""
+    layout = study.layout
+    return layout.micro_batch or (1 if layout.pp > 1 else layout.global_batch // layout.dp)
+
+
+def blocks_of(study: CaseStudy) -> list[int]:
+    """Blocks of each stage. BLOOM's embedding and head count as one block each, MT-NLG's as none."""
+    layers, stages = study.full.layers, study.layout.pp
+    if layers % stages == 0:
+        return [layers // stages] * stages
+    each = (layers + 2) // stages
+    return [each - 1] + [each] * (stages - 2) + [each - 1]
+
+
+def count(study: CaseStudy, stage: int, micro_batches: int = 2, recompute: bool = True) -> Bytes:
+    """Run two steps of a rank of one stage of the pipeline, and read what it holds and what the second has sent."""
+    layout, shape = study.layout, study.full
+    with torch.device("meta"):
+        model = GPT(shape)
+    with imagined_mesh({"pp": layout.pp, "dp": layout.dp, "tp": layout.tp}, rank=stage * layout.dp * layout.tp) as mesh:
+        run = zs.parallelize(
+            model, mesh, optimizer=torch.optim.AdamW, micro_batches=micro_batches, schedule="GPipe", stage=layout.stage,
+            precision=layout.precision, loss_parallel=True,
+        )  # fmt: skip
+        if recompute:
+            zs.checkpoint_activations(run.model, blocks="Block")  # also where a stage has one
+        tokens = torch.zeros(micro_batches * micro_batch_of(study), shape.seq_len, dtype=torch.long)
+        for _ in range(2):
+            run.step(tokens, tokens)
+        now = runtime_of(run.model).ledger.now
+        return Bytes({name: now[name] for name in MEMORY}, {axis: round(run.traffic.counted.get(axis, 0)) for axis in AXES})
+
+
+def formula(study: CaseStudy, stage: int, micro_batches: int = 2, recompute: bool = True) -> Bytes:
+    """What `count` should find."""
+    layout, shape, t, d = study.layout, study.full, study.layout.tp, study.layout.dp
+    first, last = stage == 0, stage == layout.pp - 1
+    buffers = _buffers(study, blocks_of(study)[stage], first, last)
+    shards = [_up(-(-sum(map(_up, numels)) // d)) for numels in buffers]
+    n = d * sum(shards)
+    tokens = micro_batch_of(study) * shape.seq_len  # b s
+    x, ring = 2 * tokens * shape.dim, 2 * (t - 1) / t
+    passes = (
+        (5 if recompute else 4) * blocks_of(study)[stage] * x
+        + first * x
+        + last * (x + (12 if layout.precision == "fp16" else 10) * tokens)
+    )
+    tied = 4 * min(_up(-(-shape.vocab_size // t * shape.dim // d)), shape.vocab_size // t * shape.dim)
+    between = micro_batches * x * ((not last) + (not first)) + tied * (first != last)
+    return Bytes(
+        {PARAMETERS: 2 * n, GRADIENTS: 4 * n, MASTERS: 4 * n // d, OPTIMIZER: 8 * n // d},
+        {"tp": round(ring * micro_batches * passes), "pp": between, "dp": (2 + 2) * n * (d - 1) // d},
+    )
+
+
+def _up(numel: int) -> int:
+    return -(-numel // _ALIGNMENT) * _ALIGNMENT
+
+
+def _buffers(study: CaseStudy, blocks: int, first: bool, last: bool) -> list[list[int]]:
+    """Numbers of elements of this rank's parameters, by flat buffer: what is cut over tp, and what is whole, of each unit."""
+    shape, t, h = study.full, study.layout.tp, study.full.dim
+    cut = [3 * h * h // t, 3 * h // t, h * h // t, 4 * h * h // t, 4 * h // t, 4 * h * h // t]  # qkv, out, up, down
+    whole = [h] * 6  # of two norms, and the biases of what is cut by columns
+    embedding = [[shape.vocab_size * h // t]] * (first or last)  # also the head
+    rest = (
+        [shape.seq_len * h] * (first and shape.positions == "learned") + [h, h] * (first and shape.embedding_norm) + [h, h] * last
+    )
+    return [cut, whole] * blocks + embedding + [rest] * bool(rest)
+
+
+def table(name: str, stages: list[int], micro_batches: int = 2) -> tuple[str, bool]:
+    """Counts beside formulas in bytes, as markdown; whether all are equal."""
+    study = CASE_STUDIES[name]
+    pairs = [(count(study, stage, micro_batches), formula(study, stage, micro_batches)) for stage in stages]
+    lines = [f"| {name}, bytes | " + " | ".join(f"stage {stage} | formula" for stage in stages) + " |"]
+    lines.append("|---" * (1 + 2 * len(stages)) + "|")
+    for key in MEMORY:
+        cells = [f"{each.memory[key]:,}" for pair in pairs for each in pair]
+        lines.append(f"| {key} | " + " | ".join(cells) + " |")
+    for axis in AXES:
+        cells = [f"{each.sent[axis]:,}" for pair in pairs for each in pair]
+        lines.append(f"| sent along {axis} | " + " | ".join(cells) + " |")
+    return "\n".join(lines), all(found == theory for found, theory in pairs)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the tables; 1 where a count is not its formula."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.case_studies", description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASE_STUDIES)}; none: all")
+    parser.add_argument("--micro-batches", type=int, default=2, help="of the step that is counted")
+    parser.add_argument(
+        "--stages", type=lambda text: [int(number) for number in text.split(",")], help="default: first, middle, last"
+    )
+    given = parser.parse_args(argv)
+    unknown = set(given.names) - set(CASE_STUDIES)
+    if unknown:
+        parser.error(f"expected names of {', '.join(CASE_STUDIES)}, got {', '.join(sorted(unknown))}")
+    agreed = True
+    for name in given.names or CASE_STUDIES:
+        last = CASE_STUDIES[name].layout.pp - 1
+        text, equal = table(name, given.stages or sorted({0, last // 2, last}), given.micro_batches)
+        print(f"{text}\n", flush=True)
+        agreed = agreed and equal
+    return 0 if agreed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

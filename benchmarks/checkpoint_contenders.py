@@ -1,0 +1,111 @@
+"""Saving and loading of each library, as its own documentation tells a user to.
+
+    zeroshard   zs.save, zs.load
+    FSDP2       torch.distributed.checkpoint with get_state_dict and set_state_dict
+    DeepSpeed   engine.save_checkpoint, engine.load_checkpoint
+
+DeepSpeed does not sync its files to the disk; whoever times it must (checkpoints.py does, for all alike).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zeroshard as zs
+from zeroshard.checkpoint.stages import Stages
+from zeroshard.checkpoint.state_map import collect
+from zeroshard.zero.runtime import runtime_of
+
+Background = tuple[Callable[[], float], Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """save, load: path -> None. in_background: path -> functions that tell for how many seconds training has been held up
+    so far, and that wait for the end."""
+
+    save: Callable[[str], object]
+    load: Callable[[str], object]
+    in_background: Callable[[str], Background] | None = None
+    states: Callable[[], list[Tensor]] | None = None  # this rank's, as they rest in memory
+
+
+def zeroshard_keeper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Keeper:
+    """Of a sharded model."""
+
+    def in_background(path: str) -> Background:
+        saving = zs.save(path, model, optimizer, asynchronous=True, overwrite=True)
+        return lambda: saving.stall_seconds, saving.wait
+
+    def states() -> list[Tensor]:
+        runtime, core = runtime_of(model), optimizer.core  # type: ignore[attr-defined]
+        contents = collect(runtime, core, frozen=True, names=Stages(runtime, core, [None] * runtime.world.world_size))
+        ends = [begin + place.stop - place.start for begin, place in zip(contents.begins, contents.places, strict=True)]
+        return [s.host(b, e) for s, b, e in zip(contents.sources, contents.begins, ends, strict=True)]
+
+    return Keeper(
+        save=lambda path: zs.save(path, model, optimizer, overwrite=True),
+        load=lambda path: zs.load(path, model, optimizer),
+        in_background=in_background,
+        states=states,
+    )
+
+
+def fsdp2_keeper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Keeper:
+    """Of a model under fully_shard."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    beside = torch.distributed.new_group(backend="gloo")  # its thread must not mix with the training's collectives
+
+    def save(path: str) -> None:
+        values, states = get_state_dict(model, optimizer)
+        dcp.save({"model": values, "optim": states}, checkpoint_id=path)
+
+    def load(path: str) -> None:
+        values, states = get_state_dict(model, optimizer)
+        dcp.load({"model": values, "optim": states}, checkpoint_id=path)
+        set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=states)
+
+    def in_background(path: str) -> Background:
+        begin = time.monotonic()
+        values, states = get_state_dict(model, optimizer)
+        future: Any = dcp.async_save({"model": values, "optim": states}, checkpoint_id=path, process_group=beside)
+        stall_s = time.monotonic() - begin
+        return lambda: stall_s, getattr(future, "upload_completion", future).result
+
+    return Keeper(save, load, in_background)
+
+
+def deepspeed_keeper(engine: Any) -> Keeper:
+    """Of a DeepSpeed engine."""
+
+    def save(path: str) -> None:
+        engine.save_checkpoint(path, tag="bench")
+
+    def load(path: str) -> None:
+        found, _ = engine.load_checkpoint(path, tag="bench")
+        assert found is not None, f"DeepSpeed found no checkpoint in {path}"
+
+    return Keeper(save, load)
+
+
+def copy_seconds(states: list[Tensor]) -> float:
+    """One memory copy of this rank's states to memory that has been touched. One, as a save makes one: repeated it is faster."""
+    copies = [torch.empty_like(state).zero_() for state in states]
+    begin = time.monotonic()
+    for copy, state in zip(copies, states, strict=True):
+        copy.copy_(state)
+    return time.monotonic() - begin
+
+
+def written_nbytes(path: str) -> int:
+    """Bytes of all files below a folder."""
+    return sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())

@@ -1,0 +1,257 @@
+"""Checkpoints: saving and loading beside torch.distributed.checkpoint with FSDP2 and DeepSpeed, to the same disk in one run.
+
+    python -m benchmarks.checkpoints --path /folder/on/a/local/disk [--sizes 34M,500M] [--rounds N]
+
+A *save* is timed until the bytes are on the disk: the library's call, from the first rank's begin to the last one's end (as the
+engine is timed), and then the file system is synced. Before a load the page cache is dropped, as after a restart (where the
+kernel lets us: else `cold` is false). Small models: all contenders are alive and take turns; large ones, of which two would not
+fit side by side: one contender after the other. Before each save its ranks write about as many bytes with the file engine, in
+bulk; ours do it again after the save. The disk has half a second before each of these, so that none waits for what it still has
+to do for the one before (as after a file has been removed). In each round all ranks also save in the background, and copy their
+states once in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from statistics import median
+
+from zeroshard.planner.simulator.disk_bandwidth import bandwidth
+from zeroshard.planner.simulator.micro_benchmark import median_ratio
+
+from .checkpoint_contenders import written_nbytes
+from .plan import Contender, ModelShape, Workload
+from .race import missing_reason
+from .tables import GB, MIB, PLAIN, WARNING, Column, Goal, Sheet, goals_sheet, show
+from .worker import parameter_count
+from .worker_group import Team, Teams, turned
+
+CONTENDERS = (Contender("zs", 3), Contender("fsdp2"), Contender("ds", 3))
+SIZES = {  # name -> shape, whether contenders take turns, rounds: the less there is to do the more a moment's trouble weighs
+    "34M": (ModelShape(), True, 9),
+    "500M": (ModelShape(dim=1536, layers=17, heads=12), False, 3),
+}
+_SETTLE_S = 0.5
+
+
+@dataclass
+class Kept:
+    """What was measured of one contender: lists by round, seconds of the slowest rank."""
+
+    contender: Contender
+    skipped: str | None = None
+    save_s: list[float] = field(default_factory=list)
+    load_s: list[float] = field(default_factory=list)
+    stall_s: list[float] = field(default_factory=list)  # of saves in the background, but for the first of a round
+    lost_s: list[float] = field(default_factory=list)  # by which such a save and the step after it are longer than a step
+    first_stall_s: float = 0.0  # of the very first, whose buffers nobody has touched
+    copy_s: list[float] = field(default_factory=list)  # one memory copy of a rank's states
+    engine_nbytes_per_s: list[float] = field(default_factory=list)  # of all ranks, mean of before and after the save
+    nbytes: int = 0
+    extra_nbytes: int = 0  # resident memory beyond that before the save, of the largest rank
+
+    @property
+    def ran(self) -> bool:
+        return bool(self.load_s)
+
+    def fail(self, why: str) -> None:
+        self.skipped = f"failed: {why}"
+
+    @property
+    def total_s(self) -> float:
+        """Save and load, median of rounds."""
+        return median(a + b for a, b in zip(self.save_s, self.load_s, strict=True))
+
+    @property
+    def nbytes_per_s(self) -> float:
+        """Of saves."""
+        return self.nbytes / median(self.save_s)
+
+
+@dataclass(frozen=True)
+class Kepts:
+    """One size. cold: loads came from the disk."""
+
+    size: str
+    shape: ModelShape
+    kept: list[Kept]
+    cold: bool
+
+    def of(self, kind: str) -> Kept | None:
+        return next((k for k in self.kept if k.contender.kind == kind and k.ran), None)
+
+    @property
+    def goals(self) -> list[Goal]:
+        """Ratios of medians."""
+        ours = self.of("zs")
+        if ours is None:
+            return []
+        speeds = [ours.nbytes / seconds for seconds in ours.save_s]
+        rows = (
+            ("save throughput / file engine", median_ratio(speeds, ours.engine_nbytes_per_s), 0.9, True),
+            ("save and load / DCP with FSDP2, time", self.to_peer(ours, "fsdp2"), 0.8, False),
+            ("save and load / DeepSpeed 3, time", self.to_peer(ours, "ds"), 0.5, False),
+            ("stall of a save in the background / one memory copy", median_ratio(ours.stall_s, ours.copy_s), 1.2, False),
+        )
+        return [Goal(f"{self.size}: {text}", value, limit, "checkpoints", at_least) for text, value, limit, at_least in rows]
+
+    def to_peer(self, kept: Kept, kind: str) -> float | None:
+        """Time of a save and a load over that of a peer."""
+        peer = self.of(kind)
+        return None if peer is None else kept.total_s / peer.total_s
+
+
+def run(
+    path: str, sizes: tuple[str, ...] = tuple(SIZES), rounds: int | None = None, log_dir: Path | None = None,
+    say: Callable[[str], None] = print, only: tuple[str, ...] = (),
+) -> list[Kepts]:  # fmt: skip
+    """Measure in a folder of `path`, which is removed afterwards. rounds: None: as many as each size wants."""
+    results = []
+    log_dir = log_dir or Path(tempfile.mkdtemp(prefix="zeroshard-bench-"))
+    for size in sizes:
+        shape, turns, usual = SIZES[size]
+        workload = Workload(shape=shape, sequences=1, swap_path=path)
+        kept = [Kept(c, missing_reason(c, workload)) for c in CONTENDERS if not only or c.name in only]
+        say(f"checkpoints of {size}: {', '.join(k.contender.name for k in kept)}, {rounds or usual} rounds")
+        with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=path, ignore_cleanup_errors=True) as folder:
+            groups = [kept] if turns else [[k] for k in kept]
+            for group in groups:
+                _measure([k for k in group if k.skipped is None], workload, rounds or usual, Path(folder), log_dir / size, say)
+        results.append(Kepts(size, shape, kept, drop_page_cache()))
+    return results
+
+
+def _measure(group: list[Kept], workload: Workload, rounds: int, folder: Path, log_dir: Path, say: Callable[[str], None]) -> None:
+    nbytes = 12 * parameter_count(workload)  # parameters and two states of Adam, in fp32
+    with Teams() as teams:
+        for kept in group:
+            teams[kept.contender.name] = Team(kept.contender, workload, log_dir)
+            teams.attempt(kept, Team.wait_ready)
+            teams.attempt(kept, lambda team: team.ask("turn", 0, 2))
+        for index in range(rounds):
+            for kept in turned(group, index):
+                teams.attempt(kept, partial(_take_turn, kept, folder=folder / kept.contender.name, nbytes=nbytes))
+            say(f"  round {index + 1} of {rounds} done")
+
+
+def _take_turn(kept: Kept, team: Team, folder: Path, nbytes: int) -> None:
+    """Save, load, save in the background, and (zeroshard) what memory and disk give by themselves. nbytes: about those saved."""
+    path = str(folder)
+    _settle()
+    before = bandwidth(team.ask("write_bulk", nbytes // len(team.pids)))
+    _settle()
+    saved = team.ask("save", path)
+    begin = time.monotonic()
+    os.sync()
+    kept.save_s.append(max(s.end for s in saved) - min(s.begin for s in saved) + time.monotonic() - begin)
+    kept.nbytes, kept.extra_nbytes = written_nbytes(path), max(kept.extra_nbytes, *(s.extra_nbytes for s in saved))
+    if kept.contender.kind == "zs":
+        _settle()
+        after = bandwidth(team.ask("write_bulk", nbytes // len(team.pids)))
+        kept.engine_nbytes_per_s.append((before + after) / 2)
+    _settle()
+    drop_page_cache()
+    begin = time.monotonic()
+    team.ask("load", path)
+    kept.load_s.append(time.monotonic() - begin)
+    shutil.rmtree(path)
+    if kept.contender.kind != "ds":  # whose keeper has no such save
+        os.sync()
+        first, _ = max(team.ask("save_in_background", path))  # makes the buffers, which a load takes back where memory is short
+        if not kept.stall_s:
+            kept.first_stall_s = first
+        stall_s, lost_s = zip(*team.ask("save_in_background", path), strict=True)
+        kept.stall_s.append(max(stall_s))
+        kept.lost_s.append(max(lost_s))
+        shutil.rmtree(path)
+        os.sync()
+    if kept.contender.kind == "zs":
+        kept.copy_s.append(max(team.ask("copy_states")))
+
+
+def _settle() -> None:
+    """What was written is on the disk, and what was removed is forgotten."""
+    os.sync()
+    time.sleep(_SETTLE_S)
+
+
+def drop_page_cache() -> bool:
+    """Forget what the kernel keeps of files; whether it let us."""
+    try:
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+    except OSError:
+        return False
+    return True
+
+
+def sheet(result: Kepts) -> Sheet:
+    """One size as a table."""
+
+    def middle(name: str, scale: float = 1.0, form: str = ".2f") -> tuple[Callable[[Kept], float | None], str, float]:
+        return lambda kept: median(getattr(kept, name)) if getattr(kept, name) else None, form, scale
+
+    columns = (
+        Column("", lambda kept: kept.contender.label),
+        Column("save s", *middle("save_s")),
+        Column("load s", *middle("load_s")),
+        Column("first s", lambda kept: kept.load_s[0], ".2f"),
+        Column("/DCP", lambda kept: result.to_peer(kept, "fsdp2"), ".2f"),
+        Column("/DS3", lambda kept: result.to_peer(kept, "ds"), ".2f"),
+        Column("GB", attrgetter("nbytes"), ".2f", 1 / GB),
+        Column("GB/s", attrgetter("nbytes_per_s"), ".2f", 1 / GB),
+        Column("engine GB/s", *middle("engine_nbytes_per_s", 1 / GB)),
+        Column("stall ms", *middle("stall_s", 1e3, ".0f")),
+        Column("lost ms", *middle("lost_s", 1e3, ".0f")),
+        Column("copy ms", *middle("copy_s", 1e3, ".0f")),
+        Column("extra MiB", attrgetter("extra_nbytes"), ".0f", 1 / MIB),
+    )
+    notes = [
+        ("save: until the bytes are on the disk; load: " + ("from the disk." if result.cold else "from the page cache."), PLAIN),
+        ("first: the first load, for which there are no buffers yet that saves in the background have touched.", PLAIN),
+        ("/DCP, /DS3: save and load together. extra: resident memory of the largest rank beyond that before the save.", PLAIN),
+        ("stall: training held up by a save in the background; lost: by which it and the next step exceed a step.", PLAIN),
+    ]
+    notes += [(f"{k.contender.label}: {k.skipped}", WARNING) for k in result.kept if k.skipped]
+    ran = [kept for kept in result.kept if kept.ran]
+    return Sheet.of(f"Checkpoints, {result.size} parameters with Adam states", columns, ran, notes)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoints", description=__doc__.splitlines()[0])
+    parser.add_argument("--path", required=True, help="folder on a local disk")
+    parser.add_argument("--sizes", default=",".join(SIZES), help=f"of {', '.join(SIZES)}")
+    usual = ", ".join(f"{size}: {rounds}" for size, (*_, rounds) in SIZES.items())
+    parser.add_argument("--rounds", type=int, help=f"default: {usual}")
+    parser.add_argument("--only", default="", help="contenders, separated by commas")
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    given = parser.parse_args(argv)
+    only = tuple(name for name in given.only.split(",") if name)
+    sizes = tuple(given.sizes.split(","))
+    for option, wanted, known in (("--sizes", sizes, list(SIZES)), ("--only", only, [c.name for c in CONTENDERS])):
+        if unknown := [name for name in wanted if name not in known]:
+            parser.error(f"{option}: expected some of {', '.join(known)}, got {', '.join(unknown)}")
+    Path(given.path).mkdir(parents=True, exist_ok=True)
+    results = run(given.path, sizes, given.rounds, only=only)
+    for result in results:
+        show(sheet(result), goals_sheet(result.goals))
+    if given.json:
+        given.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

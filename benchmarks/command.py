@@ -1,0 +1,296 @@
+"""The command line of `zeroshard bench`.
+
+    zeroshard bench                              everything, some 10 minutes on 2 cores
+    zeroshard bench --quick                      zeroshard 2, 3, DDP and FSDP2, below 90 seconds
+    zeroshard bench --only zs3,ddp --rounds 10   two contenders, more rounds
+    zeroshard bench --sections tiers,hostadam,disk --path /mnt/nvme     offload to the host and to that disk
+    zeroshard bench --sections checkpoints --path /mnt/nvme             saving and loading
+    zeroshard bench --sections network --bandwidths 100M,1G             a slow link between nodes
+    zeroshard bench --sections parallel          8 ranks: pipeline, data and tensor parallelism
+    zeroshard bench --sections host              the micro-benchmarks only
+    zeroshard bench --calibrate                  nothing of these: a hardware file of this machine for zeroshard plan
+
+Writes results.json, results.md (the tables in Markdown), plots and one log per rank below --out. Fails (exit code 1) if losses
+disagree or a contender that was started failed; a missed goal is reported, not an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeroshard.cli.arguments import Parser, UsageError, quiet
+from zeroshard.cli.sheets import drawn
+from zeroshard.errors import SwapError
+from zeroshard.memory.io.swap_folder import SwapFolder
+from zeroshard.planner.simulator import calibrate
+from zeroshard.planner.simulator.micro_benchmark import Unmeasured, apart
+
+from . import checkpoints, codecs, cpu_adam, disk, gpu, host_overhead, network, parallel, plot, report, statistics
+from .plan import CONTENDERS, MESH_CONTENDERS, PRECISIONS, TIER_CONTENDERS, Contender, ModelShape, Rounds, Workload, select
+from .race import race
+from .report import NOT_ASKED, Results
+from .tables import make_console
+
+ROUNDS, QUICK_ROUNDS, TIERS_ROUNDS = 6, 3, 4
+HARDWARE_FILE = Path("hardware.toml")
+NO_DISK = "no folder on a local disk; name one with --path"
+SECTIONS = {  # in the order in which they are run
+    "cpu": "step time and memory on CPU ranks",
+    "tiers": "the same with states on the host and on disk",
+    "host": "micro-benchmarks of the host's work",
+    "hostadam": "the host's Adam beside memory copies and peers",
+    "codecs": "quantization on the host beside memory copies",
+    "disk": "the file engine beside dd and fio",
+    "checkpoints": "saving and loading beside DCP with FSDP2 and DeepSpeed",
+    "network": "two nodes of two ranks with a slow link between them",
+    "parallel": "8 ranks over a mesh (pp 2, dp 2, tp 2) beside FSDP2 with the same stages and styles",
+    "gpu": "one GPU: each tier, and the largest models",
+}
+QUICK_SECTIONS = ("cpu", "host", "gpu")
+
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run: what is measured, how often, and by whom."""
+
+    workload: Workload
+    rounds: Rounds
+    tiers_rounds: Rounds
+    contenders: list[Contender]
+    tier_contenders: list[Contender]
+    mesh_contenders: list[Contender]
+    sections: tuple[str, ...]
+    quick: bool
+    largest_s: float
+    bandwidths: tuple[float, ...]
+    out: Path
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, run, print, write; returns the exit code. Raises UsageError for a mistake in the call."""
+    given = _parser().parse(sys.argv[1:] if argv is None else argv)
+    console = make_console()
+
+    def say(text: str) -> None:
+        if not quiet():
+            console.print(text, style="dim", markup=False, highlight=False)
+
+    try:
+        if given.calibrate:
+            return calibrate.command(given.ranks, given.path, given.out or HARDWARE_FILE, say)
+        plan = _plan(given)
+    except ValueError as error:
+        raise UsageError(f"{error}; see zeroshard bench --help") from None
+    plan.out.mkdir(parents=True, exist_ok=True)
+    with swap_folder(given.path, plan.out) as path:
+        results = _measure(dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, swap_path=path)), say)
+    return _finish(results, plan.out, console)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="zeroshard bench",
+        renamed={"--precision": "--precisions", "--sequences": "--micro-batch"},
+        description="Measure zeroshard beside its peers, interleaved in one run.",
+        epilog=f"contenders: {', '.join(c.name for c in CONTENDERS)}; with offload: "
+        + ", ".join(c.name for c in TIER_CONTENDERS if c.offload),
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a short list of contenders and few rounds, below 90 s")
+    add("--calibrate", action="store_true", help=f"measure this machine for zeroshard plan and simulate; --out: {HARDWARE_FILE}")
+    add("--only", type=_names, default=(), metavar="NAMES", help="contenders, separated by commas; none: all")
+    add("--precisions", type=_names, default=",".join(PRECISIONS), metavar="LIST", help="of the contenders")
+    sections = "; ".join(f"{name}: {what}" for name, what in SECTIONS.items())
+    add("--sections", type=_names, metavar="LIST", help=f"what to measure (default: all). {sections}")
+    rounds = f"rounds (default: {ROUNDS}, {QUICK_ROUNDS} with --quick; {TIERS_ROUNDS} of the tiers)"
+    add("--rounds", type=int, help=rounds)
+    add("--steps", type=int, default=2, help="steps of a turn")
+    add("--warmup", type=int, default=3, help="steps before measuring")
+    add("--ranks", type=int, default=2, help="processes of each contender")
+    add("--micro-batch", type=int, default=2, help="sequences of one forward pass of a rank, one in a step")
+    for field in dataclasses.fields(ModelShape):
+        add("--" + field.name.replace("_", "-"), type=int, default=field.default, help="of the model")
+    add("--seed", type=int, default=1234, help="of weights and batches")
+    add("--pin-cores", action="store_true", help="bind rank r to core r")
+    add("--path", metavar="DIR", help="on a local disk, for what is offloaded to it (default: --out)")
+    add("--largest-seconds", type=float, default=120.0, metavar="S", help="GPU: of the search for each largest model; 0: none")
+    usual = network.Plan.bandwidths
+    add("--bandwidths", type=network.bandwidths_of, default=usual, metavar="LIST", help="network: bits a second (default: 200M)")
+    add("--out", type=Path, help="folder of the results (default: runs/bench-<time>); the file with --calibrate")
+    return parser
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    shape = ModelShape(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(ModelShape)})
+    same = {name: getattr(arguments, name) for name in ("ranks", "seed", "pin_cores")} | {"sequences": arguments.micro_batch}
+    usual_sections, usual_rounds = (QUICK_SECTIONS, QUICK_ROUNDS) if arguments.quick else (tuple(SECTIONS), ROUNDS)
+    sections = usual_sections if arguments.sections is None else arguments.sections
+    lists = ((arguments.precisions, PRECISIONS, "--precisions"), (sections, SECTIONS, "--sections"))
+    for given, known, flag in lists:
+        if unknown := set(given) - set(known):
+            raise ValueError(f"expected {flag} among {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    if not 0 <= arguments.largest_seconds < math.inf:
+        raise ValueError(f"expected --largest-seconds of at least 0, got {arguments.largest_seconds}")
+    counts = [usual if arguments.rounds is None else arguments.rounds for usual in (usual_rounds, TIERS_ROUNDS)]
+    rounds = Rounds(warmup=arguments.warmup, rounds=counts[0], steps=arguments.steps)
+    tiers = select(arguments.only, arguments.precisions, among=TIER_CONTENDERS)
+    return Plan(
+        workload=Workload(shape=shape, **same),
+        rounds=rounds,
+        tiers_rounds=dataclasses.replace(rounds, rounds=counts[1], memory_steps=1, lead_in=1),
+        contenders=select(arguments.only, arguments.precisions, arguments.quick),
+        tier_contenders=tiers if any(c.offload for c in tiers) else [],
+        mesh_contenders=select(arguments.only, arguments.precisions, among=MESH_CONTENDERS),
+        sections=sections,
+        quick=arguments.quick,
+        largest_s=arguments.largest_seconds,
+        bandwidths=arguments.bandwidths,
+        out=arguments.out or Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S"),
+    )
+
+
+@contextmanager
+def swap_folder(given: str | None, out: Path) -> Iterator[str | None]:
+    """A new folder for everything that this run offloads to disk, removed at the end; None where that is no disk.
+
+    Raises UsageError if a folder was named and cannot be used.
+    """
+    try:
+        SwapFolder(given or out, rank=0, needed_nbytes=0).close()
+    except SwapError as error:
+        if given:
+            raise UsageError(f"--path: {str(error).removeprefix('rank 0: ')}") from None
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="zeroshard-bench-", dir=given or out, ignore_cleanup_errors=True) as folder:
+        yield folder
+
+
+def _measure(plan: Plan, say: Say) -> Results:
+    fields: dict[str, Any] = {"gpu_skipped": NOT_ASKED, "skipped": {}}
+    runs = (_cpu, _tiers, _host, _hostadam, _codecs, _disk, _checkpoints, _network, _parallel, _gpu)
+    for section, run in zip(SECTIONS, runs, strict=True):
+        if section in plan.sections:
+            try:
+                fields |= run(plan, say)
+            except Unmeasured as error:
+                fields["skipped"][section] = str(error)
+    return Results(plan.workload, plan.rounds, tiers_rounds=plan.tiers_rounds, **fields)
+
+
+# Each section gives fields of Results; Unmeasured: it cannot be measured here.
+
+
+def _cpu(plan: Plan, say: Say) -> dict[str, Any]:
+    outcomes = []
+    for precision in PRECISIONS:  # one heat each: the sleeping teams of both would need twice the memory
+        heat = [c for c in plan.contenders if c.precision == precision]
+        if heat:
+            say(f"{precision}: {len(heat)} contenders, {plan.rounds.rounds} rounds of {plan.rounds.steps} steps")
+            outcomes += race(heat, plan.workload, plan.rounds, plan.out / "logs", say)
+    return {"outcomes": outcomes}
+
+
+def _tiers(plan: Plan, say: Say) -> dict[str, Any]:
+    if not plan.tier_contenders:
+        say("tiers: none of the chosen contenders offloads anything")
+        return {}
+    say(f"tiers: {len(plan.tier_contenders)} contenders, {plan.tiers_rounds.rounds} rounds of {plan.rounds.steps} steps")
+    return {"tiers": race(plan.tier_contenders, plan.workload, plan.tiers_rounds, plan.out / "logs-tiers", say)}
+
+
+def _host(plan: Plan, say: Say) -> dict[str, Any]:
+    say("micro-benchmarks without communication")
+    return {"host": host_overhead.measure(20 if plan.quick else 60, plan.out / "logs" / "host.log")}
+
+
+def _hostadam(plan: Plan, say: Say) -> dict[str, Any]:
+    say("host Adam beside memory copies, DeepSpeed's CPUAdam and torch's AdamW")
+    return {"hostadam": apart(cpu_adam.measure_section, log_file=plan.out / "logs" / "hostadam.log")}
+
+
+def _codecs(plan: Plan, say: Say) -> dict[str, Any]:
+    say("quantization beside memory copies and whole-tensor arithmetic")
+    return {"codecs": apart(codecs.measure_section, log_file=plan.out / "logs" / "codecs.log")}
+
+
+def _disk(plan: Plan, say: Say) -> dict[str, Any]:
+    if plan.workload.swap_path is None:
+        raise Unmeasured(NO_DISK)
+    say("file engine beside dd and fio")
+    what = plan.workload.swap_path, disk.SECTION_NBYTES, disk.SECTION_ROUNDS
+    return {"disk": apart(disk.run, *what, log_file=plan.out / "logs" / "disk.log")}
+
+
+def _checkpoints(plan: Plan, say: Say) -> dict[str, Any]:
+    if plan.workload.swap_path is None:
+        raise Unmeasured(NO_DISK)
+    return {"checkpoints": checkpoints.run(plan.workload.swap_path, log_dir=plan.out / "logs-checkpoints", say=say)}
+
+
+def _network(plan: Plan, say: Say) -> dict[str, Any]:
+    say(f"two nodes and a link of {', '.join(f'{bandwidth / 1e6:.0f}' for bandwidth in plan.bandwidths)} Mbit/s")
+    return {"network": network.run(network.Plan(plan.bandwidths))}
+
+
+def _parallel(plan: Plan, say: Say) -> dict[str, Any]:
+    rounds = dataclasses.replace(plan.rounds, rounds=plan.tiers_rounds.rounds)
+    what = f"{len(plan.mesh_contenders)} contenders, {rounds.rounds} rounds of {rounds.steps} steps"
+    say(f"a mesh of {parallel.WORKLOAD.ranks} ranks: {what}")
+    return {"parallel": race(plan.mesh_contenders, parallel.WORKLOAD, rounds, plan.out / "logs-parallel", say)}
+
+
+def _gpu(plan: Plan, say: Say) -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        return {"gpu_skipped": "no CUDA device"}
+    seed, path = plan.workload.seed, plan.workload.swap_path
+    workload, outcomes = gpu.measure_speed(plan.rounds, seed, path, plan.out / "logs-gpu", say)
+    found = {"gpu_workload": workload, "gpu_outcomes": outcomes, "gpu_skipped": None}
+    if plan.largest_s and not plan.quick:
+        say("GPU: the largest model of each")
+        found["gpu_largest"] = gpu.measure_largest(seed, path, plan.out / "logs-largest", say, plan.largest_s)
+    return found
+
+
+def _finish(results: Results, out: Path, console: Any) -> int:
+    """Print, write, draw; returns the exit code."""
+    if not quiet():
+        report.print_results(results, console)
+    report.write_json(results, out / "results.json")
+    report.write_markdown(results, out / "results.md")
+    ranks = f"{results.workload.ranks} ranks on CPU, same model, seeds and batches"
+    pictures = (
+        (results.outcomes, ranks, out / "plot.png"),
+        (results.tiers, f"{ranks}: states on the host and on disk", out / "plot_tiers.png"),
+        (results.parallel, "8 ranks on CPU over a mesh: pipeline 2, data 2, tensor 2", out / "plot_parallel.png"),
+        (results.gpu_outcomes, "One GPU, bf16", out / "plot_gpu.png"),
+    )
+    for outcomes, title, path in pictures:
+        drawn(path, plot.draw, outcomes, title, path)
+    written = [out / "results.json", out / "results.md", *(path for *_, path in pictures if path.exists())]
+    console.print("written: " + ", ".join(map(str, written)), markup=False)
+    return _exit_code(results)
+
+
+def _exit_code(results: Results) -> int:
+    """1 where the numbers cannot be trusted: a contender failed, or computed something else."""
+    return int(any(statistics.losses_agree(race) is False or any(o.failed for o in race) for race in results.races))

@@ -1,0 +1,273 @@
+"""The host's Adam step beside memory copies, DeepSpeed's compiled CPUAdam and torch's own AdamW.
+
+    python -m benchmarks.cpu_adam                       64M parameters, 1 thread and as many as there are cores
+    python -m benchmarks.cpu_adam --chunks              zeroshard over chunk lengths as well
+    python -m benchmarks.cpu_adam --huge-pages          all tensors in 2 MiB pages
+
+The *job* is that of ZeRO-Offload: bf16 gradients to bf16 parameters, with fp32 masters and two fp32 states. Bytes that
+it has to move per parameter: read gradient 2 + master 4 + states 8, write master 4 + states 8 + parameter 2 = 28.
+A memory copy of a working set as large (16 bytes a parameter: 8 to 8) moves 16: its speed is bytes read + bytes
+written per second, as STREAM counts them. Contenders take turns in each round; times are medians over rounds, ratios
+medians of the ratios within a round. Values are not compared here (tests/optim/test_cpu_kernels.py does that).
+
+Each library has the memory that it works on when it offloads: zeroshard and the memory copy that of its host tier (mapped
+in huge pages), the peers torch's.
+
+DeepSpeed's kernel takes parameters and gradients of one type: for the job it needs an fp32 copy of the gradients (made
+while they arrive from the device) and a cast of the masters (deepspeed/runtime/zero/stage_1_and_2.py does both, over
+whole tensors). Beside that are its kernel alone, fed fp32 gradients that somebody else has cast, zeroshard's kernel
+in the same place, and its bf16 mode, which has no masters: 22 bytes, other results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.memory.io.aligned import empty_aligned
+from zeroshard.optim import cpu_kernels
+from zeroshard.planner.simulator.micro_benchmark import median_ratio, one_line, take_turns
+
+from .statistics import BUSY_CORE_SHARE
+from .tables import WARNING, Column, Goal, Sheet, goals_sheet, show
+
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+OURS, COPY, DEEPSPEED, FOREACH, FUSED = "zeroshard", "memory copy", "deepspeed", "torch foreach", "torch fused"
+CHUNK_EXPONENTS = range(14, 21)
+SECTION_NUMEL, SECTION_ROUNDS = 1 << 25, 5  # of `zeroshard bench`; 512 MB a memory copy moves: far beyond any cache
+COLUMNS = (
+    Column("", itemgetter("name")),
+    Column("ms", itemgetter("ms"), ".1f"),
+    Column("bytes/param", itemgetter("bytes_per_parameter"), "d"),
+    Column("GB/s", itemgetter("gb_s"), ".1f"),
+    Column("Gparam/s", itemgetter("g_parameters_s"), ".3f"),
+    Column("x time of ours", itemgetter("ratio"), ".2f"),
+    Column("does", itemgetter("what")),
+)
+GOALS = (  # name of the peer, what is compared, at least
+    (COPY, "bytes/s of the update over bytes/s of a memory copy", 0.9),
+    (DEEPSPEED, "speed over DeepSpeed's CPUAdam, same job", 1.0),
+    (FOREACH, "speed over torch's AdamW(foreach=True), same job", 4.0),
+)
+
+
+class Memory:
+    """The tensors that contenders share, touched before anything is timed; 36 bytes a parameter."""
+
+    def __init__(self, numel: int, huge_pages: bool) -> None:
+        self.numel, self._huge_pages = numel, huge_pages
+        self.grad = self._new(numel, torch.bfloat16).normal_(std=1e-3)
+        self.out = self._new(numel, torch.bfloat16).zero_()
+        self.master = self._new(numel).normal_()
+        self.exp_avg, self.exp_avg_sq = self._new(numel).zero_(), self._new(numel).zero_()
+        self.grad32 = self._new(numel).copy_(self.grad)  # for contenders that step whole tensors
+        self.source, self.target = self._new(2 * numel).zero_(), self._new(2 * numel).zero_()
+
+    def _new(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        if not self._huge_pages:
+            return torch.empty(numel, dtype=dtype)
+        return empty_aligned(numel * dtype.itemsize).view(dtype)
+
+    def state(self, step: Any) -> dict[str, Any]:
+        return {"step": step, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """bytes_per_parameter: what its passes read and write in memory; None where intermediate passes are not known."""
+
+    name: str
+    bytes_per_parameter: int | None
+    what: str
+    step: Callable[[], object]
+
+
+def _zeroshard(memory: Memory, threads: int, team: cpu_kernels.Team, chunks: bool) -> list[Contender]:
+    """Torch has `threads` threads when a contender steps; a team's use one each."""
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], **OPTIONS)
+    options = optimizer.param_groups[0]
+    kernel = cpu_kernels.kernel_for(optimizer, options)
+    assert kernel is not None
+    state = memory.state(torch.zeros(()))
+
+    def job(chunk: int | None = None, team: cpu_kernels.Team | None = team) -> None:
+        cpu_kernels.step_stretch(kernel, memory.master, memory.grad, state, options, out=memory.out, team=team, chunk=chunk)
+
+    def alone() -> None:
+        cpu_kernels.step_stretch(kernel, memory.master, memory.grad32, state, options, team=team)
+
+    found = [
+        Contender(OURS, 28, "the job, in chunks", job),
+        Contender(f"{OURS} kernel", 28, "fp32 gradients given, no bf16 parameters", alone),
+    ]
+    if threads > 1:
+        found.append(Contender(f"{OURS} joint", 28, "torch's threads on one chunk at a time", partial(job, None, None)))
+    lengths = CHUNK_EXPONENTS if chunks else ()
+    return found + [Contender(f"{OURS} 2^{e}", 28, "chunks of so many parameters", partial(job, 1 << e)) for e in lengths]
+
+
+def _whole(memory: Memory, name: str, bytes_per_parameter: int | None, optimizer: Any) -> list[Contender]:
+    """An optimizer that steps the whole fp32 master: the job with casts around it."""
+
+    def job() -> None:
+        memory.grad32.copy_(memory.grad)
+        optimizer.step()
+        memory.out.copy_(memory.master)
+
+    return [Contender(name, bytes_per_parameter, "the job: cast, step, cast over whole tensors", job)]
+
+
+def _torch(memory: Memory, name: str, **variant: Any) -> list[Contender]:
+    param = nn.Parameter(memory.master)
+    param.grad = memory.grad32
+    optimizer = torch.optim.AdamW([param], **OPTIONS, **variant)
+    optimizer.state[param] = memory.state(torch.zeros(()))
+    return _whole(memory, name, 40 if "fused" in variant else None, optimizer)
+
+
+def _deepspeed(memory: Memory) -> list[Contender]:
+    """Raises where the package is missing or its extension does not build."""
+    with contextlib.redirect_stdout(sys.stderr):  # it greets, and its compiler reports
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        param, small = nn.Parameter(memory.master), nn.Parameter(memory.out)
+        optimizer, light = (DeepSpeedCPUAdam([p], **OPTIONS) for p in (param, small))
+    param.grad, small.grad = memory.grad32, memory.grad
+    optimizer.state[param], light.state[small] = memory.state(0), memory.state(0)
+    return [
+        *_whole(memory, DEEPSPEED, 40, optimizer),
+        Contender(f"{DEEPSPEED} kernel", 28, "fp32 gradients given, no bf16 parameters", optimizer.step),
+        Contender(f"{DEEPSPEED} bf16", 22, "bf16 parameters without masters: not the job", light.step),
+    ]
+
+
+def _peers(memory: Memory, deepspeed: bool) -> tuple[list[Contender], list[dict]]:
+    """Those that can run, and rows that say why the others cannot."""
+    found, skipped = [], []
+    if deepspeed:
+        try:
+            found += _deepspeed(memory)
+        except Exception as error:  # no package, no compiler, no ninja: each with an error of its own
+            skipped = [{"name": DEEPSPEED, "skipped": one_line(error)}]
+    found += _torch(memory, FUSED, fused=True) + _torch(memory, FOREACH, foreach=True)
+    return found, skipped
+
+
+@torch.no_grad()
+def measure(
+    numel: int = 1 << 26, rounds: int = 7, *, threads: int = 1,
+    deepspeed: bool = True, chunks: bool = False, huge_pages: bool = False,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """One row per contender.
+
+    Keys: name, what, threads, core_share (of its threads' cores, while it stepped), ms, bytes_per_parameter, gb_s (1e9
+    bytes a second), g_parameters_s, and ratio: its time over zeroshard's for the job. The memory copy updates no
+    parameters: g_parameters_s and ratio are None. A contender that cannot run has name and skipped.
+    """
+    with closing(cpu_kernels.Team(threads)) as team, cpu_kernels.stepping_threads(threads):
+        memory = Memory(numel, huge_pages=True)
+        peers, skipped = _peers(Memory(numel, huge_pages=False) if not huge_pages else memory, deepspeed)
+        copy = Contender(COPY, 16, "copy_ within a working set as large", lambda: memory.target.copy_(memory.source))
+        contenders = [*_zeroshard(memory, threads, team, chunks), copy, *peers]
+        samples = take_turns({c.name: partial(_sample, c.step) for c in contenders}, rounds, warmup=1)
+    return [_row(c, samples[c.name], samples[OURS], numel, threads) for c in contenders] + skipped
+
+
+def measure_section() -> dict[int, list[dict[str, Any]]]:
+    """Rows by number of threads, of one thread and of all cores."""
+    return {threads: measure(SECTION_NUMEL, SECTION_ROUNDS, threads=threads) for threads in thread_counts()}
+
+
+def thread_counts() -> list[int]:
+    return sorted({1, cpu_kernels.host_threads(1)})
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One step: wall time, and processor time of all threads."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def _sample(step: Callable[[], object]) -> Sample:
+    wall, cpu = time.perf_counter(), time.process_time()
+    step()
+    return Sample(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def _row(contender: Contender, samples: list[Sample], ours: list[Sample], numel: int, threads: int) -> dict[str, Any]:
+    median_s, nbytes = median(s.wall_s for s in samples), contender.bytes_per_parameter
+    updates = contender.name != COPY
+    return {
+        "name": contender.name,
+        "what": contender.what,
+        "threads": threads,
+        "core_share": median(s.cpu_s / (threads * s.wall_s) for s in samples),
+        "ms": 1e3 * median_s,
+        "bytes_per_parameter": nbytes,
+        "gb_s": None if nbytes is None else nbytes * numel / median_s / 1e9,
+        "g_parameters_s": numel / median_s / 1e9 if updates else None,
+        "ratio": median_ratio([s.wall_s for s in samples], [s.wall_s for s in ours]) if updates else None,
+    }
+
+
+def goals(rows: list[dict[str, Any]]) -> list[Goal]:
+    """From the rows of one `measure`."""
+    by_name = {row["name"]: row for row in rows if "ms" in row}
+    ours, found = by_name[OURS], []
+    for peer, text, limit in GOALS:
+        row = by_name.get(peer)
+        value = None if row is None else ours["gb_s"] / row["gb_s"] if peer == COPY else row["ratio"]
+        found.append(Goal(f"host Adam, {_threads(ours)}: {text}", value, limit, "hostadam", at_least=True))
+    return found
+
+
+def sheet(rows: list[dict[str, Any]]) -> Sheet:
+    """The rows of one `measure` as a table."""
+    measured = [row for row in rows if "ms" in row]
+    notes = [(f"{row['name']}: skipped: {row['skipped']}", WARNING) for row in rows if "skipped" in row]
+    share = max(row["core_share"] for row in measured)
+    if share < BUSY_CORE_SHARE:
+        notes.append((f"The machine was busy: this process got {share:.0%} of its cores. Run again.", WARNING))
+    return Sheet.of(f"Host Adam, bf16 gradients to bf16 parameters, {_threads(rows[0])}", COLUMNS, measured, notes)
+
+
+def _threads(row: dict[str, Any]) -> str:
+    return f"{row['threads']} thread{'s' * (row['threads'] > 1)}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; see the head of this file."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_adam", description="Measure the host's Adam step.")
+    add = parser.add_argument
+    add("--millions", type=int, default=64, help="parameters, in units of 2^20 (default: 64)")
+    add("--rounds", type=int, default=7, help="timed steps of each contender (default: 7)")
+    add("--threads", type=int, nargs="+", default=thread_counts(), help="thread counts; default: 1 and the number of cores")
+    add("--chunks", action="store_true", help="zeroshard over chunk lengths as well")
+    add("--huge-pages", action="store_true", help="the peers' tensors in 2 MiB pages, too")
+    add("--no-deepspeed", action="store_true", help="leave DeepSpeed out (its extension takes a minute to build once)")
+    given = parser.parse_args(argv)
+    if min(given.millions, given.rounds, *given.threads) < 1:
+        parser.error("expected --millions, --rounds and --threads of at least 1")
+    how = {"deepspeed": not given.no_deepspeed, "chunks": given.chunks, "huge_pages": given.huge_pages}
+    for threads in given.threads:
+        rows = measure(given.millions << 20, given.rounds, threads=threads, **how)
+        show(sheet(rows), goals_sheet(goals(rows)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

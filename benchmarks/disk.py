@@ -1,0 +1,183 @@
+"""The file engine beside dd and fio: sequential direct writes and reads of one file, interleaved in one run.
+
+    python -m benchmarks.disk [--path FOLDER] [--nbytes N] [--rounds R]
+
+Each round runs every program once, in another order: it overwrites the same, fully written file, then reads it.
+Reported are medians in GB/s (1e9 bytes), and the ratio of the engine to the best of the others; the goal is GOAL. dd and
+fio run with several block sizes and queue depths, of which the best counts; fio is left out where it is not installed.
+The engine moves as much memory as the file has bytes, from `empty_aligned`, with huge pages; dd and fio use one small
+buffer again and again, which stays in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+from torch import Tensor
+
+from zeroshard.memory.io.aligned import empty_aligned
+from zeroshard.memory.io.async_file import Engine, File
+from zeroshard.memory.io.swap_folder import SwapFolder
+from zeroshard.planner.simulator.micro_benchmark import seconds, take_turns
+
+from .tables import PLAIN, WARNING, Column, Goal, Sheet, goals_sheet, show
+
+GOAL = 0.95  # of the best other program
+ENGINE = "engine"
+MIB = 1 << 20
+ROUNDS, NBYTES = 5, 2 << 30
+SECTION_ROUNDS, SECTION_NBYTES = 4, 1 << 29  # of `zeroshard bench`
+MODES = ("write", "read")
+DD_BLOCKS_MIB = (1, 4, 16)
+FIO_RUNS = (("libaio", 1, 8), ("libaio", 4, 4), ("psync", 4, 1))  # I/O engine, block in MiB, queue depth
+
+Program = Callable[[bool], float]  # True: write, False: read; returns seconds
+
+
+def run(path: str | os.PathLike = ".", nbytes: int = NBYTES, rounds: int = ROUNDS) -> dict:
+    """Measure, and remove the file again.
+
+    Args:
+        path: a folder on the disk to measure.
+        nbytes: size of the file; a multiple of 16 MiB.
+        rounds: how often each program writes and reads all of it.
+
+    Returns:
+        {"path", "nbytes", "rounds", "direct", "write": result, "read": result} with result = {"gb_per_s": {program:
+        [one number per round]}, "median": {program: number}, "best_other": program or None, "ratio": number or None}
+
+    Raises:
+        SwapError: the folder cannot be used; see `SwapFolder`.
+    """
+    largest = max(DD_BLOCKS_MIB) * MIB
+    if nbytes < largest or nbytes % largest or rounds < 1:
+        raise ValueError(f"expected nbytes as a multiple of {largest} and at least one round, got {nbytes}, {rounds}")
+    with SwapFolder(path, rank=0, needed_nbytes=nbytes) as folder, Engine() as engine:
+        file = folder.file("bench", nbytes)
+        memory = empty_aligned(nbytes).random_(0, 256)  # no disk shall find zeros to leave out
+        programs: dict[str, Program] = {ENGINE: functools.partial(_engine_s, engine, file, memory)}
+        programs |= _others(Path(file.path), nbytes)
+        engine.write(file, 0, memory).wait()  # what follows overwrites, as steps do
+        turns: dict[str, Callable[[], tuple[float, ...]]] = {
+            name: functools.partial(_turn, program, nbytes) for name, program in programs.items()
+        }
+        speeds = take_turns(turns, rounds)
+        result = {"path": str(path), "nbytes": nbytes, "rounds": rounds, "direct": file.direct}
+    for index, mode in enumerate(MODES):
+        result[mode] = _result({name: [turn[index] for turn in of] for name, of in speeds.items()})
+    return result
+
+
+def _turn(program: Program, nbytes: int) -> tuple[float, ...]:
+    """GB/s of writing, then of reading."""
+    return tuple(nbytes / program(writes) / 1e9 for writes in (True, False))
+
+
+def _result(speeds: dict[str, list[float]]) -> dict:
+    medians = {name: median(values) for name, values in speeds.items()}
+    best = max(medians.keys() - {ENGINE}, key=medians.__getitem__, default=None)
+    ratio = medians[ENGINE] / medians[best] if best else None
+    return {"gb_per_s": speeds, "median": medians, "best_other": best, "ratio": ratio}
+
+
+def _engine_s(engine: Engine, file: File, memory: Tensor, writes: bool) -> float:
+    return seconds(lambda: (engine.write if writes else engine.read)(file, 0, memory).wait())
+
+
+def _others(path: Path, nbytes: int) -> dict[str, Program]:
+    """dd and fio, where they are installed."""
+    programs: dict[str, Program] = {}
+    if shutil.which("dd"):
+        for block_mib in DD_BLOCKS_MIB:
+            programs[f"dd bs={block_mib}M"] = functools.partial(_dd_s, path, nbytes, block_mib)
+    if shutil.which("fio"):
+        for ioengine, block_mib, depth in FIO_RUNS:
+            name = f"fio {ioengine} bs={block_mib}M depth={depth}"
+            programs[name] = functools.partial(_fio_s, path, nbytes, ioengine, block_mib, depth)
+    return programs
+
+
+def _dd_s(path: Path, nbytes: int, block_mib: int, writes: bool) -> float:
+    """Seconds by dd's own clock."""
+    command = ["dd", f"bs={block_mib}M", f"count={nbytes // (block_mib * MIB)}"]
+    if writes:
+        command += ["if=/dev/zero", f"of={path}", "oflag=direct", "conv=notrunc"]
+    else:
+        command += [f"if={path}", "of=/dev/null", "iflag=direct"]
+    told = _output(command).stderr
+    seconds = re.search(r"([0-9.e-]+) s,", told)
+    if seconds is None:
+        raise RuntimeError(f"expected seconds in the output of dd, got {told!r}")
+    return float(seconds[1])
+
+
+def _fio_s(path: Path, nbytes: int, ioengine: str, block_mib: int, depth: int, writes: bool) -> float:
+    """Seconds by fio's own clock, without its start."""
+    mode = "write" if writes else "read"
+    command = ["fio", "--name=bench", f"--filename={path}", f"--rw={mode}", f"--bs={block_mib}M", f"--size={nbytes}"]
+    command += [f"--ioengine={ioengine}", f"--iodepth={depth}", "--direct=1", "--thread", "--overwrite=1"]
+    command += ["--scramble_buffers=0", "--output-format=json"]  # no time for making up data
+    job = json.loads(_output(command).stdout)["jobs"][0][mode]
+    return job["runtime"] / 1e3 * nbytes / job["io_bytes"]
+
+
+def _output(command: Sequence[str]) -> subprocess.CompletedProcess:
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()}")
+    return done
+
+
+def goals(result: dict) -> list[Goal]:
+    """Of writing and reading."""
+    what = "file engine / best of dd and fio"
+    return [Goal(f"{what}, {mode}", result[mode]["ratio"], GOAL, "disk", at_least=True) for mode in MODES]
+
+
+def sheet(result: dict) -> Sheet:
+    """The result as a table."""
+
+    def speed(mode: str, name: str) -> str:
+        speeds = result[mode]["gb_per_s"][name]
+        return f"{result[mode]['median'][name]:.2f} ({min(speeds):.2f}-{max(speeds):.2f})"
+
+    how = "direct I/O" if result["direct"] else "BUFFERED: this filesystem has no direct I/O"
+    notes = [(f"median (range) of {result['rounds']} rounds, GB/s; one file of {result['nbytes'] / 2**30:g} GiB, {how}", PLAIN)]
+    if len(result["write"]["median"]) == 1:
+        notes.append(("nothing to compare with; install dd or fio", WARNING))
+    columns = [Column("", str), *(Column(mode, functools.partial(speed, mode)) for mode in MODES)]
+    return Sheet.of("File engine, dd and fio", columns, result["write"]["median"], notes)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; a missed goal is reported, not an error."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.disk", description=__doc__.splitlines()[0])
+    parser.add_argument("--path", default=".", help="a folder on the disk to measure (default: here)")
+    parser.add_argument("--nbytes", type=int, default=NBYTES, help=f"size of the file (default: {NBYTES})")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"(default: {ROUNDS})")
+    parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
+    arguments = parser.parse_args(argv)
+    try:
+        result = run(arguments.path, arguments.nbytes, arguments.rounds)
+    except ValueError as error:  # SwapError is one
+        print(error, file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        show(sheet(result), goals_sheet(goals(result)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""One GPU, bf16: speed with each model state on each tier, and the largest model that each of these trains.
+
+Two parts. The first is a race like that on the CPU (race.py), on a model that fits everywhere: step time, TFLOPS, peak
+device memory, overlap of copies and computation. The second looks for the number of layers at which a contender stops
+fitting: each trial is a process of its own that builds the model on the meta device, makes two steps and ends.
+
+Arithmetic of a step, in floating-point operations (PaLM, arXiv 2204.02311, appendix B, of causal attention the half that
+is computed): 6 for each weight of a matrix and token, and 6 x layers x dim x seq for each token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeroshard.memory.host_memory import available_nbytes
+
+from .plan import Contender, ModelShape, Rounds, Workload
+from .race import Outcome, Say, missing_reason, race
+from .worker_group import Team, TeamFailed
+
+# Some 320M parameters, so that model states (18 bytes a parameter) outweigh activations.
+SHAPE = ModelShape(vocab_size=32768, seq_len=1024, dim=1024, layers=20, heads=16)
+# Of the largest model: 50M parameters a layer.
+WIDE_SHAPE = ModelShape(vocab_size=32768, seq_len=1024, dim=2048, layers=1, heads=16)
+
+TIERS = tuple(Contender("zs", 3, "bf16", offload) for offload in ("", "opthost", "host", "disk", "infinity"))
+PEERS = (Contender("fsdp2", None, "bf16", "offload"), Contender("ds", 3, "bf16", "offload"))
+CONTENDERS = (Contender("local", None, "bf16"), Contender("fsdp2", None, "bf16"), *TIERS, *PEERS)
+
+# Bytes a parameter on device, host and disk, rounded up: where a search begins, and what the host is not asked for.
+STATE_NBYTES = {
+    "": (18, 0, 0),  # bf16 parameter; fp32 gradient, master, two moments
+    "opthost": (2, 16, 0),
+    "host": (0, 18, 0),
+    "disk": (2, 4, 12),
+    "infinity": (0, 0, 18),
+    "offload": (0, 20, 0),
+}
+USABLE = 0.8  # of a memory, for model states
+SEARCH_S = 120.0  # for each row; a trial that has begun is finished
+
+
+@dataclass(frozen=True)
+class Largest:
+    """What a search found. fits: layers of the largest model that was trained; fails: of the smallest that was not.
+
+    complete: these two are as close as was asked for; else the time was over. why: what the last failure said.
+    """
+
+    fits: int | None = None
+    fails: int | None = None
+    complete: bool = False
+    why: str = ""
+    trials: int = 0
+
+    @property
+    def numel(self) -> int | None:
+        return None if self.fits is None else parameters(dataclasses.replace(WIDE_SHAPE, layers=self.fits))
+
+
+def search(
+    attempt: Callable[[int], str | None], first: int, time_s: float, clock: Callable[[], float] = time.monotonic
+) -> Largest:
+    """The largest number that fits, to an eighth: doubled or halved from `first`, then bisected.
+
+    Args:
+        attempt: layers -> None where they fit, else why not.
+        first: where to begin, at least 1.
+        time_s: no trial is begun after so long.
+    """
+    end, found = clock() + time_s, Largest()
+    while clock() < end:
+        layers = _next(found, first)
+        if layers is None:
+            return dataclasses.replace(found, complete=True)
+        why = attempt(layers)
+        news = {"fits": layers} if why is None else {"fails": layers, "why": why}
+        found = dataclasses.replace(found, **news, trials=found.trials + 1)
+    return found
+
+
+def _next(found: Largest, first: int) -> int | None:
+    """What to try, None where it is known well enough."""
+    if found.fits is None:
+        return first if found.fails is None else found.fails // 2 or None
+    if found.fails is None:
+        return 2 * found.fits
+    known = found.fails - found.fits <= max(1, found.fits // 8)
+    return None if known else (found.fits + found.fails) // 2
+
+
+def parameters(shape: ModelShape) -> int:
+    """Of the GPT: two embeddings, the head, blocks of two norms and 12 dim^2, the last norm."""
+    per_layer = 12 * shape.dim**2 + 2 * shape.dim
+    return (2 * shape.vocab_size + shape.seq_len + 1) * shape.dim + shape.layers * per_layer
+
+
+def step_flops(workload: Workload) -> float:
+    """Of one rank's step; see the head of this file."""
+    s = workload.shape
+    weights = 12 * s.layers * s.dim**2 + s.vocab_size * s.dim
+    return workload.sequences * s.seq_len * (6.0 * weights + 6.0 * s.layers * s.dim * s.seq_len)
+
+
+def first_layers(contender: Contender, room: tuple[int, int, int]) -> int:
+    """About as many layers as the tiers of a contender hold. room: bytes on device, host, disk."""
+    per_layer = 12 * WIDE_SHAPE.dim**2
+    limits = [
+        USABLE * have / (need * per_layer) for have, need in zip(room, STATE_NBYTES[contender.offload], strict=True) if need
+    ]
+    return max(1, int(min(limits)))
+
+
+def measure_speed(rounds: Rounds, seed: int, swap_path: str | None, log_dir: Path, say: Say) -> tuple[Workload, list[Outcome]]:
+    """The race on one GPU."""
+    layers = min(SHAPE.layers, max(1, torch.cuda.mem_get_info()[1] >> 31))  # the sleepers' states stay on the device
+    shape = dataclasses.replace(SHAPE, layers=layers)
+    workload = Workload(shape=shape, sequences=4, ranks=1, seed=seed, device="cuda", swap_path=swap_path)
+    rounds = dataclasses.replace(rounds, steps=max(rounds.steps, 10), lead_in=1)
+    say(f"GPU, bf16: {len(CONTENDERS)} contenders on one rank")
+    return workload, race(list(CONTENDERS), workload, rounds, log_dir, say)
+
+
+def measure_largest(seed: int, swap_path: str | None, log_dir: Path, say: Say, time_s: float = SEARCH_S) -> dict[str, Largest]:
+    """By contender name. One that cannot run has no number, and says why."""
+    device_nbytes = torch.cuda.mem_get_info()[1]
+    how: dict[str, Any] = {"seed": seed, "device": "cuda", "swap_path": swap_path, "meta": True, "checkpoint": True}
+    workload = Workload(WIDE_SHAPE, sequences=1, ranks=1, **how)
+    found = {}
+    for contender in (*TIERS, *PEERS):
+        if missing := missing_reason(contender, workload):
+            found[contender.name] = Largest(why=missing)
+            continue
+        disk_nbytes = shutil.disk_usage(swap_path).free if swap_path else 0
+        room = (device_nbytes, available_nbytes() or 0, disk_nbytes)
+        trial = Trial(contender, workload, room[1], log_dir)
+        found[contender.name] = search(trial, first_layers(contender, room), time_s)
+        say(f"  {contender.name:18s} {describe(found[contender.name])}")
+    return found
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Whether so many layers train: called with layers, gives None or why they do not."""
+
+    contender: Contender
+    workload: Workload
+    host_nbytes: int
+    log_dir: Path
+
+    def __call__(self, layers: int) -> str | None:
+        shape = dataclasses.replace(self.workload.shape, layers=layers)
+        needed = STATE_NBYTES[self.contender.offload][1] * parameters(shape)
+        if needed > 0.9 * self.host_nbytes:  # the kernel would end some process of this machine, and not ours first
+            return f"{needed / 2**30:.0f} GiB of host memory needed, {self.host_nbytes / 2**30:.0f} available"
+        team = Team(self.contender, dataclasses.replace(self.workload, shape=shape), self.log_dir)
+        try:
+            team.wait_ready()
+            team.ask("turn", 0, 2)
+        except TeamFailed as error:
+            return str(error)
+        finally:
+            team.close()
+        return None
+
+
+def describe(largest: Largest) -> str:
+    """One line."""
+    if largest.fits is None or largest.numel is None:
+        return f"none trained: {largest.why or 'no time'}"
+    size = f"{largest.numel / 1e9:.2f}G parameters ({largest.fits} layers)"
+    if largest.fails is None:
+        return f"at least {size}: the time was over"
+    return f"{size}; not {largest.fails} layers: {largest.why}" + ("" if largest.complete else " (the time was over)")

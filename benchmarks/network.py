@@ -1,0 +1,339 @@
+"""Training over a slow link between two nodes of two ranks: what goes over it, and what a step takes.
+
+    python -m benchmarks.network                                    200 Mbit/s, some 3 minutes on 2 cores
+    python -m benchmarks.network --bandwidths 100M,200M,1G --json numbers.json
+    python -m benchmarks.network --proxied                          as where namespaces are refused
+
+Nodes are network namespaces (nodes.py); where the machine refuses them, there is a proxy of that bandwidth between ranks
+(proxied_nodes.py). Ranks of one node share memory, as on one host, and FSDP2's use gloo there. All contenders are alive in
+the same four processes and take turns in each round; times are of the slowest rank, medians over rounds, ratios medians of
+the ratios within a round. Bytes are what the link's counters at node 0 saw (Ethernet, IP and TCP included, but for a proxy,
+and what ranks tell each other besides) beside the formulas of `zs.report`, summed over the ranks of that node. The *bound*
+of a step is those bytes over the bandwidth: the rest is computation, which four ranks do on whatever cores there are, and
+waiting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeroshard as zs
+from zeroshard.comm.launch import ProcessesFailed, run_processes
+from zeroshard.planner.simulator.micro_benchmark import LIMIT_S, Unmeasured, median_ratio
+
+from .nodes import Nodes, in_user_namespace, user_namespace_refused, why_not
+from .plan import ModelShape, Workload
+from .proxied_nodes import ProxiedNodes
+from .tables import GB, PLAIN, WARNING, Column, Goal, Sheet, goals_sheet, show
+from .worker_group import turned
+from .workload import batch, blocks, build_model, build_optimizer
+
+RANKS, RANKS_HERE = 4, 2
+SHAPE = ModelShape(vocab_size=256, seq_len=32, dim=512, layers=3)  # little to compute for what it sends
+UNITS = {"M": 1e6, "G": 1e9}
+GOAL_BANDWIDTH, SPEED_GOAL, BYTES_GOAL = 200e6, 2.5, 0.05
+LOSS_TOLERANCE = 2e-5  # of what sends everything plain; see statistics.py
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train at stage 3. options: of zs.shard; None: FSDP2, over axes of `mesh` ranks. plain: nothing is packed."""
+
+    name: str
+    label: str
+    options: dict[str, Any] | None = None
+    mesh: tuple[int, ...] = ()
+    plain: bool = True
+
+
+def _packed(name: str, label: str, **options: Any) -> Way:
+    return Way(name, label, options, plain=False)
+
+
+_HPZ, _QWZ, _QGZ = {"zero_hpz_partition_size": RANKS_HERE}, {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
+WAYS = (
+    Way("flat", "one hop", {"hierarchical": False}),
+    Way("two-hops", "two hops", {}),
+    Way("hsdp", "HSDP", {"shard_size": RANKS_HERE}),
+    Way("hpz", "hpZ", _HPZ),
+    _packed("qwz", "qwZ", **_QWZ),
+    _packed("qgz", "qgZ", **_QGZ),
+    _packed("all", "hpZ + qwZ + qgZ", **_HPZ, **_QWZ, **_QGZ),
+    _packed("all-int4", "the same, gradients int4", **_HPZ, **_QWZ, zero_quantized_gradients="int4"),
+    _packed("low-rank", "gradients of low rank", zero_quantized_gradients="low_rank"),
+    _packed("top-k", "gradients' top 1%", zero_quantized_gradients="top_k"),
+    Way("fsdp2", "FSDP2", mesh=(RANKS,)),
+    Way("fsdp2-hsdp", "FSDP2, 2-D mesh", mesh=(RANKS // RANKS_HERE, RANKS_HERE)),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """bandwidths: of the link, in bits a second. only: names of ways; none: all. proxied: nodes without namespaces."""
+
+    bandwidths: tuple[float, ...] = (GOAL_BANDWIDTH,)
+    rounds: int = 3
+    steps: int = 1
+    only: tuple[str, ...] = ()
+    proxied: bool = False
+    workload: Workload = Workload(shape=SHAPE, sequences=1, ranks=RANKS)  # noqa: RUF009  # it is frozen
+
+    @property
+    def ways(self) -> list[Way]:
+        return [way for way in WAYS if not self.only or way.name in self.only]
+
+
+@dataclass
+class Crossed:
+    """What was measured of one way. step_s: by round, of the slowest rank; sent, theory: bytes that leave node 0 in a step."""
+
+    name: str
+    label: str
+    plain: bool
+    step_s: list[float] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)
+    theory: float | None = None  # of FSDP2: not known
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def of_theory(self) -> float | None:
+        return median(self.sent) / self.theory if self.theory else None
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """One bandwidth, in bits a second."""
+
+    bandwidth: float
+    numel: int
+    ways: list[Crossed]
+    proxied: bool = False
+
+    def of(self, name: str) -> Crossed | None:
+        return next((way for way in self.ways if way.name == name), None)
+
+    def times_faster(self, ours: Crossed | None, theirs: str) -> float | None:
+        """Than another way: median of the ratios within a round."""
+        other = self.of(theirs)
+        return None if ours is None or other is None else median_ratio(other.step_s, ours.step_s)
+
+    def bound_s(self, way: Crossed) -> float:
+        """Of a step: what node 0 sends, over the bandwidth."""
+        return 8 * median(way.sent) / self.bandwidth
+
+    @property
+    def goals(self) -> list[Goal]:
+        at, ours, found = f"{self.bandwidth / 1e6:.0f} Mbit/s", self.of("all"), []
+        for name, what in (("flat", "stage 3 in one hop"), ("two-hops", "stage 3 in two hops")):
+            if self.bandwidth == GOAL_BANDWIDTH:
+                text = f"{at}: hpZ + qwZ + qgZ, times faster than {what}"
+                found.append(Goal(text, self.times_faster(ours, name), SPEED_GOAL, "network", at_least=True))
+        differences = [abs(way.of_theory - 1) for way in self.ways if way.of_theory is not None]
+        text = f"{at}: counters, largest distance from the formulas"
+        return [*found, Goal(text, max(differences, default=None), BYTES_GOAL, "network")]
+
+    @property
+    def losses_agree(self) -> bool:
+        """Whether all that send everything plain computed the same."""
+        first, *others = [way.losses for way in self.ways if way.plain] or [[]]
+        return all(abs(a - b) <= LOSS_TOLERANCE * abs(a) for other in others for a, b in zip(first, other, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------- measuring
+
+
+def run(plan: Plan) -> list[Crossing]:
+    """Measure at each bandwidth, between such nodes as this machine lets us make. Raises Unmeasured where a rank failed."""
+    try:
+        if plan.proxied or why_not() is None:
+            return measure(plan)
+        if user_namespace_refused() is None:
+            return _in_user_namespace(plan)
+        return measure(dataclasses.replace(plan, proxied=True))
+    except ProcessesFailed as error:
+        raise Unmeasured(str(error).strip().splitlines()[-1]) from error
+
+
+def measure(plan: Plan) -> list[Crossing]:
+    """As `run`, in namespaces of this process's own, or without any."""
+    with (ProxiedNodes if plan.proxied else Nodes)(max(plan.bandwidths)) as nodes:
+        ranks = run_processes(_rank, RANKS, plan, nodes, timeout_s=LIMIT_S)
+    numel, here = ranks[0][0], [ways for _, ways in ranks]
+    for bandwidth, ways in here[0].items():
+        for place, way in enumerate(ways):
+            alike = [each[bandwidth][place] for each in here]
+            way.step_s = [max(seconds) for seconds in zip(*(each.step_s for each in alike), strict=True)]
+            way.theory = sum(each.theory for each in alike[:RANKS_HERE]) if way.theory is not None else None
+            way.losses = [sum(losses) / RANKS for losses in zip(*(each.losses for each in alike), strict=True)]
+    return [Crossing(bandwidth, numel, ways, plan.proxied) for bandwidth, ways in here[0].items()]
+
+
+def _in_user_namespace(plan: Plan) -> list[Crossing]:
+    with tempfile.TemporaryDirectory(prefix="zeroshard-bench-") as folder:
+        (Path(folder) / "plan").write_bytes(pickle.dumps(plan))
+        program = "import sys; from benchmarks import network; network.serve(sys.argv[1])"
+        command = in_user_namespace([sys.executable, "-c", program, folder])
+        ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+        if not (Path(folder) / "results").exists():
+            raise Unmeasured(f"in a user namespace: {' '.join(ended.stderr.split()[-40:])}")
+        return pickle.loads((Path(folder) / "results").read_bytes())
+
+
+def serve(folder: str) -> None:
+    """Measure what the file `plan` says, into the file `results`."""
+    found = measure(pickle.loads((Path(folder) / "plan").read_bytes()))
+    (Path(folder) / "results").write_bytes(pickle.dumps(found))
+
+
+def _rank(rank: int, world_size: int, plan: Plan, nodes: Nodes | ProxiedNodes) -> tuple[int, dict[float, list[Crossed]]]:
+    """The model's size, and by bandwidth what this rank saw of each way."""
+    nodes.enter(rank // RANKS_HERE, RANKS_HERE)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=nodes.init_method)
+    trained = {way.name: _build(way, plan.workload) for way in plan.ways}
+    done = dict.fromkeys(trained, 0)
+    found = {}
+    for bandwidth in plan.bandwidths:
+        if rank == 0:
+            nodes.shape(bandwidth)
+        seen = {way.name: Crossed(way.name, way.label, way.plain) for way in plan.ways}
+        for index in range(-1, plan.rounds):  # the first warms up: memory, and the sockets' windows
+            for way in turned(plan.ways, max(index, 0)):
+                model, optimizer = trained[way.name]
+                steps = range(done[way.name], done[way.name] + plan.steps)
+                done[way.name] = steps.stop
+                step_s, sent, losses = _turn(model, optimizer, plan.workload, steps, rank, nodes)
+                if index >= 0:
+                    seen[way.name].step_s.append(step_s)
+                    seen[way.name].sent.append(sent)
+                    seen[way.name].losses += losses
+                if way.options is not None:
+                    report = zs.report(model)  # the size of low-rank factors follows from each matrix: ranks count them
+                    counted = way.options.get("zero_quantized_gradients") == "low_rank"
+                    seen[way.name].theory = (
+                        report.measured_between_nbytes_per_step if counted else report.theory_between_nbytes_per_step
+                    )
+        found[bandwidth] = list(seen.values())
+    numel = sum(p.numel() for p in build_model(dataclasses.replace(plan.workload, meta=True)).parameters())
+    return numel, found
+
+
+def _turn(
+    model: nn.Module, optimizer: torch.optim.Optimizer, workload: Workload, steps: range, rank: int, nodes: Nodes | ProxiedNodes
+) -> tuple[float, float, list[float]]:
+    """Seconds a step, bytes a step that left this node, losses."""
+    losses: list[Tensor] = []
+    batches = [batch(workload, step, rank) for step in steps]
+    dist.barrier()
+    sent, begin = nodes.sent_nbytes(), time.perf_counter()
+    for tokens, targets in batches:
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    seconds = time.perf_counter() - begin
+    dist.barrier()  # all that this node has sent for these steps has been received
+    return seconds / len(steps), (nodes.sent_nbytes() - sent) / len(steps), [loss.item() for loss in losses]
+
+
+def _build(way: Way, workload: Workload) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = build_model(workload)
+    if way.options is not None:
+        return zs.shard(model, build_optimizer(model.parameters(), workload), stage=3, **way.options)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    names = ("replicate", "shard")[-len(way.mesh) :]
+    mesh = init_device_mesh("cpu", way.mesh, mesh_dim_names=names)
+    for module in (*blocks(model), model):
+        fully_shard(module, mesh=mesh)
+    return model, build_optimizer(model.parameters(), workload)
+
+
+# ---------------------------------------------------------------------------------------------------------- tables
+
+
+def sheet(result: Crossing) -> Sheet:
+    """One bandwidth as a table."""
+    columns = (
+        Column("", lambda way: way.label),
+        Column("ms", lambda way: median(way.step_s), ".0f", 1e3),
+        Column("bound", result.bound_s, ".0f", 1e3),
+        Column("x one hop", lambda way: result.times_faster(way, "flat"), ".2f"),
+        Column("x two hops", lambda way: result.times_faster(way, "two-hops"), ".2f"),
+        Column("MB", lambda way: median(way.sent), ".2f", 1e3 / GB),
+        Column("formula", lambda way: way.theory, ".2f", 1e3 / GB),
+        Column("/formula", lambda way: way.of_theory, ".3f"),
+        Column("of M", lambda way: median(way.sent) / (4 * result.numel), ".2f"),
+        Column("loss", lambda way: way.losses[-1], ".5f"),
+    )
+    notes = [
+        ("ms: median step. x one hop, x two hops: times faster than these. bound: MB over the bandwidth, in ms.", PLAIN),
+        ("MB: what left a node in a step, by its device's counter; of M: over the bytes of all parameters in fp32.", PLAIN),
+    ]
+    if result.proxied:
+        notes.append(("a proxy joins the nodes: no headers in MB, and steps are up to a tenth shorter than over `tc`", PLAIN))
+    if not result.losses_agree:
+        notes.append(("losses of what sends everything plain differ", WARNING))
+    title = f"Two nodes of two ranks, {result.bandwidth / 1e6:.0f} Mbit/s between them, {result.numel / 1e6:.1f}M parameters"
+    return Sheet.of(f"{title}, stage 3, fp32", columns, result.ways, notes)
+
+
+def bandwidth_of(text: str) -> float:
+    """Bits a second, from "200M" or "1G"."""
+    number, unit = text[:-1], text[-1:].upper()
+    if unit not in UNITS or not number.replace(".", "", 1).isdigit() or not float(number):
+        raise argparse.ArgumentTypeError(f"expected a bandwidth such as 200M or 1G, in bits a second, got {text!r}")
+    return float(number) * UNITS[unit]
+
+
+def bandwidths_of(text: str) -> tuple[float, ...]:
+    return tuple(bandwidth_of(each.strip()) for each in text.split(","))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit code: 2 where nothing could be measured."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.network", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    usual = Plan.bandwidths
+    add("--bandwidths", type=bandwidths_of, default=usual, metavar="LIST", help="bits a second, such as 100M,1G (default: 200M)")
+    add("--rounds", type=int, default=Plan.rounds, help=f"default: {Plan.rounds}")
+    add("--steps", type=int, default=Plan.steps, help=f"of a turn (default: {Plan.steps})")
+    add("--only", default="", metavar="NAMES", help=f"of {', '.join(way.name for way in WAYS)}")
+    add("--proxied", action="store_true", help="a proxy between the nodes, as where namespaces are refused")
+    add("--json", type=Path, help="also write the numbers here")
+    given = parser.parse_args(argv)
+    only = tuple(name for name in given.only.split(",") if name)
+    if unknown := sorted(set(only) - {way.name for way in WAYS}):
+        parser.error(f"--only: expected some of {', '.join(way.name for way in WAYS)}, got {', '.join(unknown)}")
+    if min(given.rounds, given.steps) < 1:
+        parser.error("expected --rounds and --steps of at least 1")
+    try:
+        results = run(Plan(given.bandwidths, given.rounds, given.steps, only, given.proxied))
+    except Unmeasured as error:
+        print(f"zeroshard: nothing was measured: {error}", file=sys.stderr)
+        return 2
+    show(*map(sheet, results), goals_sheet(goal for result in results for goal in result.goals))
+    if given.json:
+        given.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""What the runtime itself counts on imagined ranks: bytes that a rank holds, and sends, at any number of parameters.
+
+The model is four matrices with `numel` elements in all, on fake tensors: sizes are true and there is no memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.comm.fake import FakeComm
+from zeroshard.memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, STAGING
+from zeroshard.planner.models import GPT
+from zeroshard.planner.models.gpt import GPTConfig
+from zeroshard.testing import imagined_mesh
+from zeroshard.utils.torch_compat import FakeTensorMode
+from zeroshard.zero.runtime import runtime_of
+
+STATES = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER)
+PAPERS: dict[str, Any] = {
+    "precision": "fp16",
+    "gradient_dtype": torch.float16,
+}  # 2 + 2 + 12 bytes a parameter, as in the papers; by default
+# reduced gradients rest in fp32, and it would be 2 + 4 + 12
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Bytes of one rank after a step: model states (elsewhere: of them, off the device), secondary shards, the most that gathered
+    parameters and buffers of gradients took; what it has sent, and of that to other nodes by collective."""
+
+    numel: int
+    states: dict[str, int]
+    elsewhere: int
+    secondary: int
+    gathered: int
+    buffers: int
+    sent_nbytes: int
+    between: dict[str, int]
+
+    @property
+    def states_nbytes(self) -> int:
+        return sum(self.states.values())
+
+
+def count(numel: int, ranks: int, *, matrices: int = 4, node_size: int | None = None, **options: Any) -> Counted:
+    """One step of rank 0 of `ranks`."""
+    rows = next(n for n in range(math.isqrt(numel // matrices), 0, -1) if numel // matrices % n == 0)
+    columns = numel // matrices // rows
+    with FakeTensorMode():
+        shapes = [(rows, columns) if number % 2 else (columns, rows) for number in range(matrices)]
+        model: nn.Module = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes))
+        optimizer = torch.optim.Adam(model.parameters())
+        comm = FakeComm(0, ranks, node_size=node_size)
+        model, sharded = zs.shard(model, optimizer, comm=comm, units="leaf", **PAPERS | options)
+        assert sharded is not None
+        ledger = runtime_of(model).ledger
+        output = model(torch.zeros(1, columns, dtype=torch.float16))
+        forward = sum(each.between for each in ledger.traffic.values())
+        output.sum().backward()
+        gathers = sum(each.between for kind, each in ledger.traffic.items() if kind.startswith("gather"))
+        sharded.step()
+        report, everything = zs.report(model), ledger.traffic.values()
+        elsewhere = sum(sum(report.elsewhere.get(tier, {}).get(name, 0) for name in STATES) for tier in ("host", "disk"))
+        return Counted(
+            report.num_parameters, report.at_rest, elsewhere, report.secondary, ledger.peak[GATHERED],
+            ledger.peak[STAGING] + ledger.peak[PARTIAL], sum(each.nbytes for each in everything),
+            {"forward": forward, "backward": gathers - forward, "reduce": sum(each.between for each in everything) - gathers},
+        )  # fmt: skip
+
+
+def tensor_parallel_elements(hidden: int, heads: int, batch: int, seq: int, tp: int) -> float:
+    """Elements that a block's all-reduces send over a ring of `tp` ranks with its forward repeated, without the factor (tp-1)/tp.
+
+    The real collectives of models of two and of three blocks, of which the difference is one block's.
+    """
+
+    def sent(layers: int) -> float:
+        with torch.device("meta"):
+            model = GPT(GPTConfig(vocab_size=64 * tp, seq_len=seq, dim=hidden, layers=layers, heads=heads, bias=True))
+        with imagined_mesh({"dp": 1, "tp": tp}) as mesh:
+            run = zs.parallelize(model, mesh, optimizer=torch.optim.Adam, precision="fp16", stage=0)
+            zs.checkpoint_activations(run.model, blocks="Block")
+            tokens = torch.zeros(batch, seq, dtype=torch.long)
+            for _ in range(2):  # the second is counted
+                run.step(tokens, tokens)
+            return run.traffic.counted["tp"]
+
+    return (sent(3) - sent(2)) / 2 * tp / (tp - 1)

@@ -1,0 +1,117 @@
+"""A mesh of 8 ranks on one host, pipeline 2 x data 2 x tensor 2: zeroshard beside PyTorch's FSDP2 over mesh["dp"].
+
+    model --cut_stages--> 2 stages --tensor_parallel.apply--> local shards --+-- zs.shard, ZeRO-1, 2, 3   (zs.parallelize)
+                                                                             +-- fully_shard              (FSDP2)
+                                                                             +-- replicate                (in place of DDP)
+
+Weights, cuts, styles of tensor parallelism, the schedule (1F1B of torch.distributed.pipelining), micro-batches, AdamW and
+batches are the same for all: what differs is who shards, gathers and reduces over mesh["dp"]. The peers are set up as one does
+with a pipeline: FSDP2 by block and for the stage, gathered between micro-batches (reshard_after_forward=False); `replicate`,
+which is FSDP2's way without shards: DistributedDataParallel fails in such modules (mixed tensors and DTensors). They are spared
+the division of gradients by the number of micro-batches: losses are divided.
+
+Turns, ratios and memory are those of race.py. Ranks are forked with their imports done (see worker_group.py). There are more
+ranks than cores, so a step takes as long as all ranks together need, and processor time says what that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeroshard as zs
+
+from .contenders import Bytes, Trainer
+from .plan import Contender, ModelShape, Workload
+from .workload import blocks, build_model, build_optimizer
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from zeroshard.parallel.parallelize import Parallel
+
+AXES, MESH, MICRO_BATCHES = ("pp", "dp", "tp"), (2, 2, 2), 4
+SHAPE = ModelShape(seq_len=32, dim=1024, layers=4, heads=16)  # wide: of narrow layers a step is mostly DTensor's own host work
+WORKLOAD = Workload(shape=SHAPE, sequences=MICRO_BATCHES, ranks=8, mesh=MESH, micro_batches=MICRO_BATCHES)
+TIME_GOAL, MEMORY_GOAL = 0.8, 0.9
+Step = Callable[[Tensor, Tensor], Tensor]  # (tokens, targets) of a place of data parallelism -> mean loss
+
+
+def build(contender: Contender, workload: Workload) -> Trainer:
+    """One contender over the mesh of the workload; the process group exists already."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(workload.device, workload.mesh, mesh_dim_names=AXES)
+    place = mesh["dp"].get_local_rank()
+    if contender.kind != "zs":
+        _, step, settings = peer(contender.kind, workload, mesh)
+        return Trainer(step, settings=settings, place=place)
+    run = zeroshard(contender.stage, workload, mesh)
+
+    def at_rest() -> dict[str, Bytes]:
+        report = zs.report(run.model)
+        return {"measured": dict(report.at_rest), "formula": dict(report.formula)}
+
+    return Trainer(run.step, at_rest=at_rest, place=place)
+
+
+def zeroshard(stage: int | None, workload: Workload, mesh: DeviceMesh) -> Parallel:
+    """As a user has it: one call."""
+    optimizer = partial(build_optimizer, workload=workload)
+    return zs.parallelize(build_model(workload), mesh, optimizer=optimizer, stage=stage, micro_batches=workload.micro_batches)
+
+
+def peer(kind: str, workload: Workload, mesh: DeviceMesh) -> tuple[nn.Module, Step, dict[str, object]]:
+    """Of PyTorch's own: this rank's stage, its step, and the settings that were chosen."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    from zeroshard.parallel.parallelize import next_token_loss
+    from zeroshard.parallel.stages import cut_stages
+    from zeroshard.parallel.tensor_parallel import apply
+
+    pp, count = mesh["pp"], workload.micro_batches
+    index, stages = pp.get_local_rank(), pp.size()
+    model = build_model(workload)
+    module = cut_stages(model, stages, [index])[0] if stages > 1 else model
+    module, settings = WRAPPERS[kind](apply(module, mesh["tp"]), mesh["dp"])
+    optimizer = build_optimizer(module.parameters(), workload)
+    stage = PipelineStage(module, index, stages, torch.device(workload.device), group=pp.get_group())
+    mean = lambda logits, targets: next_token_loss(logits, targets) / count  # noqa: E731
+    schedule = Schedule1F1B(stage, count, loss_fn=mean, scale_grads=False)
+    last, is_last = dist.get_global_rank(pp.get_group(), stages - 1), index == stages - 1
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        schedule.step(*([] if index else [tokens]), target=targets if is_last else None, losses=losses, return_outputs=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = torch.stack([each.detach() for each in losses]).sum() if is_last else torch.zeros(())
+        dist.broadcast(loss, last, group=pp.get_group())
+        return loss
+
+    return module, step, settings
+
+
+def _fsdp2(stage: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, dict[str, object]]:
+    from torch.distributed.fsdp import fully_shard
+
+    settings: dict[str, Any] = {"reshard_after_forward": False}
+    for module in (*blocks(stage), stage):
+        fully_shard(module, mesh=mesh, **settings)
+    return stage, settings
+
+
+def _replicate(stage: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, dict[str, object]]:
+    from zeroshard.utils.torch_compat import replicate_with_fsdp
+
+    for module in (*blocks(stage), stage):
+        replicate_with_fsdp(module, mesh=mesh)
+    return stage, {}
+
+
+WRAPPERS = {"fsdp2": _fsdp2, "replicate": _replicate}

@@ -1,0 +1,273 @@
+"""Prediction against reality: what a dry run says of memory and time, beside what two ranks of this machine take.
+
+    python -m benchmarks.predictions                              ten configurations, some three minutes
+    python -m benchmarks.predictions --only gpt-3 --details       those whose names contain it, and each category of bytes
+    python -m benchmarks.predictions --time hardware.toml         seconds too, on what `zeroshard bench --calibrate` has written
+    python -m benchmarks.predictions --time now                   the same, calibrated before and after each; six minutes
+
+Each is run three times: imagined; by two processes that train (resident memory, seconds); and by these once more, looked at
+operator by operator. *Entered*: bytes in ledgers, which the runtime allocates; *live*: and all other tensors. *Resident*: how much
+the kernel counts beyond what a process had before the model, memory that both ranks see in equal parts. *Processor*: seconds of a
+rank's own cores, in which other programs of the machine do not count. On a CPU device and host are one memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.activations.checkpoint import checkpoint_activations
+from zeroshard.comm.launch import run_processes, share_imports
+from zeroshard.config import Tier
+from zeroshard.parallel.parallelize import next_token_loss
+from zeroshard.planner.dry_run import observe
+from zeroshard.planner.models import GPT, GPTConfig
+from zeroshard.planner.plan import ACTIVATIONS, KEPT, Plan
+from zeroshard.planner.simulator.calibrate import calibrate
+from zeroshard.planner.simulator.hardware import Hardware
+from zeroshard.planner.simulator.simulate import simulate
+from zeroshard.planner.simulator.trace import Resource
+
+from . import memory
+from .tables import make_console
+
+RANKS = 2
+FOLDER, NOW = "FOLDER", "now"
+STEPS = 7  # timed, after the first
+LIMIT_S = 300.0
+
+
+def gpt() -> nn.Module:
+    """59M parameters."""
+    return GPT(GPTConfig(vocab_size=4096, seq_len=256, dim=1024, layers=4, heads=16))
+
+
+def llama() -> nn.Module:
+    """56M parameters; grouped queries, a gated MLP."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=4096, hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=8,
+        max_position_embeddings=256, use_cache=False,
+    ))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration. FOLDER in an option is a folder of this run."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    batch: tuple[int, int]
+    options: Mapping[str, Any]
+    micro_batches: int = 1
+    checkpointing: bool = False
+    whole: bool = False  # each rank makes the model with its values
+
+    def shard_options(self, folder: str) -> dict[str, Any]:
+        """Of zs.shard."""
+        return {key: folder if value == FOLDER else value for key, value in self.options.items()}
+
+    def settings(self, folder: str) -> dict[str, Any]:
+        """Arguments of `plan` and `observe`."""
+        return {
+            "batch": self.batch, "micro_batches": self.micro_batches, "hold": True, "checkpointing": self.checkpointing, "name": self.name,
+            "whole": self.whole, **self.shard_options(folder),
+        }  # fmt: skip
+
+
+_DISK = {"offload_path": FOLDER}
+CASES = (
+    Case("gpt-0", gpt, (1, 128), {"stage": 0}),
+    Case("gpt-1-accumulate", gpt, (1, 64), {"stage": 1}, micro_batches=3),
+    Case("gpt-2-bf16", gpt, (1, 128), {"stage": 2, "precision": "bf16"}),
+    Case("gpt-3", gpt, (1, 128), {"stage": 3}),
+    Case("gpt-3-checkpoints-accumulate", gpt, (1, 128), {"stage": 3}, micro_batches=3, checkpointing=True),
+    Case("gpt-3-host", gpt, (1, 128), {"stage": 3, "precision": "bf16", "offload_optimizer": "cpu", "offload_param": "cpu"}),
+    Case("gpt-3-disk", gpt, (1, 128), {"stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme", **_DISK}),
+    Case("llama-1", llama, (1, 128), {"stage": 1}, whole=True),
+    Case("llama-2-disk", llama, (1, 128), {"stage": 2, "precision": "bf16", "offload_optimizer": "nvme", **_DISK}),
+    Case("llama-3-checkpoints", llama, (4, 128), {"stage": 3}, checkpointing=True),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Of one rank of a real run.
+
+    grown_nbytes: resident memory at its highest, by phase. steps: of each but the first (seconds, seconds of its cores). load:
+    processes that want to run, on average of a minute.
+    """
+
+    grown_nbytes: dict[str, int]
+    steps: list[tuple[float, float]]
+    load: float
+
+
+def measure(rank: int, world_size: int, case: Case, folder: str, steps: int) -> tuple[Run, Plan]:
+    """A process that trains as a user would, and then once more, looked at operator by operator."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    train(replace(case, micro_batches=1, batch=(1, 8)), folder, 1)  # torch and its libraries load, and keep, what they do once
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory goes back to the system
+    dist.barrier()
+    resident = Resident()
+    taken = train(case, folder, 1 + steps, resident)
+    load = os.getloadavg()[0]
+    return Run(resident.grown, taken[1:], load), observe(case.model, ranks=world_size, rank=rank, **case.settings(folder))
+
+
+def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def train(case: Case, folder: str, steps: int, resident: Resident | None = None) -> list[tuple[float, float]]:
+    """Some steps, and a save where memory is looked at. Of each step: seconds, and seconds of this process's cores."""
+    model = case.model() if case.whole else _on_meta(case.model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = zs.shard(model, optimizer, **case.shard_options(folder))
+    if case.checkpointing:
+        checkpoint_activations(model)
+    note = resident.note if resident is not None else lambda phase: None
+    note("load")
+    taken = []
+    for step in range(steps):
+        dist.barrier()
+        begin, cores = time.perf_counter(), time.process_time()
+        for number in range(case.micro_batches):
+            with zs.accumulate(model) if number + 1 < case.micro_batches else contextlib.nullcontext():
+                _backward(model, torch.randint(0, 64, case.batch), case.micro_batches)
+        optimizer.step()
+        optimizer.zero_grad()
+        taken.append((time.perf_counter() - begin, time.process_time() - cores))
+        note("step" if step else "first step")
+    if resident is not None:
+        zs.save(f"{folder}/saved", model, optimizer)
+        note("save")
+    zs.close(model, restore=False)
+    return taken
+
+
+def _backward(model: nn.Module, tokens: torch.Tensor, micro_batches: int) -> None:
+    output = model(tokens)
+    (next_token_loss(getattr(output, "logits", output), tokens) / micro_batches).backward()
+
+
+class Resident:
+    """This process's resident memory since now."""
+
+    def __init__(self) -> None:
+        self.before, self.grown = _own_nbytes(_field("VmRSS")), dict[str, int]()
+        memory.reset_peak_rss()
+
+    def note(self, phase: str) -> None:
+        """The highest since the last note."""
+        self.grown[phase] = max(self.grown.get(phase, 0), _own_nbytes(_field("VmHWM")) - self.before)
+        memory.reset_peak_rss()
+
+
+def _field(name: str, path: str = "/proc/self/status") -> int:
+    return int(re.search(rf"^{name}:\s+(\d+) kB", Path(path).read_text(), re.MULTILINE)[1]) << 10  # type: ignore[index]
+
+
+def _own_nbytes(resident: int) -> int:
+    """Without the peer's part of what both see."""
+    return resident - _field("RssShmem") + _field("Pss_Shmem", "/proc/self/smaps_rollup")
+
+
+def main() -> int:
+    """The tables."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.predictions", description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="configurations whose names contain this")
+    parser.add_argument("--details", action="store_true", help="each category of bytes in each phase")
+    parser.add_argument("--time", metavar="HARDWARE", help=f"seconds a step, too: a name or a file of hardware, or {NOW!r}")
+    given = parser.parse_args()
+    share_imports(["torch.distributed", "transformers", "benchmarks.worker", "zeroshard.planner.dry_run"])
+    console, sheet = make_console(), Table("configuration", "of", "predicted", "measured", "", title="prediction and reality")
+    before = _hardware(given.time)
+    for case in CASES:
+        if given.only not in case.name:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            plan = zs.plan(case.model, ranks=RANKS, separate=False, **case.settings(folder))
+            found = run_processes(measure, RANKS, case, folder, STEPS if before else 1, timeout_s=LIMIT_S)
+        runs, seen = [run for run, _ in found], found[0][1]
+        if given.details:
+            console.print(_details(case.name, plan, seen, runs))
+        _summarise(sheet, case.name, plan, seen, runs)
+        if before is not None:
+            after = (_hardware(NOW) if given.time == NOW else None) or before
+            simulated = [simulate(plan.trace, each) for each in (before, after)]
+            cores = before.lane(Resource.DEVICE)
+            predicted = fmean(each.step_s for each in simulated), fmean(each.busy[cores] for each in simulated)
+            before = after
+            for which, name in enumerate(("wall", "processor")):
+                seconds = median(step[which] for run in runs for step in run.steps)
+                sheet.add_row("", f"seconds, {name} (load {runs[0].load:.1f})", *_compared(predicted[which], seconds, ".2f"))
+    console.print(sheet)
+    return 0
+
+
+def _hardware(name: str | None) -> Hardware | None:
+    if name != NOW:
+        return Hardware.named(name) if name else None
+    with tempfile.TemporaryDirectory() as folder:
+        return calibrate(RANKS, folder)
+
+
+def _nbytes(plan: Plan, without: tuple[str, ...] = ()) -> int:
+    """At the fullest moment of device and host before a save."""
+    phases = [phase.held for phase in plan.phases if phase.name != "save"]
+    return max(
+        sum(nbytes for tier in (Tier.DEVICE, Tier.HOST) for name, nbytes in held.get(tier, {}).items() if name not in without)
+        for held in phases
+    )
+
+
+def _summarise(sheet: Table, name: str, plan: Plan, seen: Plan, runs: list[Run]) -> None:
+    sheet.add_row(name, "entered", *_compared(_nbytes(plan, (ACTIVATIONS, KEPT)), _nbytes(seen, (ACTIVATIONS, KEPT))))
+    sheet.add_row("", "live", *_compared(_nbytes(plan, (KEPT,)), _nbytes(seen, (KEPT,))))
+    grown = fmean(max(nbytes for phase, nbytes in run.grown_nbytes.items() if phase != "save") for run in runs)
+    sheet.add_row("", "resident", *_compared(_nbytes(plan), grown))
+    saving = sum(plan.peak(tier, ("save",)) for tier in (Tier.DEVICE, Tier.HOST))
+    sheet.add_row("", "resident, saving", *_compared(saving, fmean(run.grown_nbytes["save"] for run in runs)))
+
+
+def _details(name: str, plan: Plan, seen: Plan, runs: list[Run]) -> Table:
+    table = Table("phase", "of", "predicted", "measured", "", title=name)
+    for mine, real in zip(plan.phases, seen.phases, strict=True):
+        for tier in Tier:
+            held, truly = (each.held.get(tier, {}) for each in (mine, real))
+            for key in sorted({*held, *truly}):
+                if held.get(key) or truly.get(key):
+                    table.add_row(mine.name, f"{tier.value} {key}", *_compared(held.get(key, 0), truly.get(key, 0)))
+        if grown := [run.grown_nbytes[mine.name] for run in runs if mine.name in run.grown_nbytes]:
+            table.add_row(mine.name, "[b]resident", *_compared(mine.nbytes(Tier.DEVICE) + mine.nbytes(Tier.HOST), fmean(grown)))
+    return table
+
+
+def _compared(planned: float, seen: float, form: str = ",.0f") -> tuple[str, str, str]:
+    return f"{planned:{form}}", f"{seen:{form}}", f"{planned / seen - 1:+.1%}" if seen else ""
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,120 @@
+"""Bytes that a rank sends in a step, by option: the closed formulas beside what imagined ranks count, and the memory it costs.
+
+    python -m benchmarks.volumes            8 nodes of 8 ranks, and 128 of 8: the tables of docs/learn/network.md
+
+The runtime itself runs a step of stage 3 in bf16 on fake tensors, whose sizes are true. The model has matrices alone, without
+padding. In units of M, the bytes of its parameters in 16 bits; R nodes of S ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.comm.fake import FakeComm
+from zeroshard.utils.torch_compat import FakeTensorMode
+from zeroshard.zero.runtime import runtime_of
+
+_DIM, _BLOCK, _RANK = 8192, 256, 4
+_INT8, _INT4 = 1 / 2 + 2 / _BLOCK, 1 / 4 + 2 / _BLOCK  # of what is sent in 16 bits: codes, and a step of 4 bytes a block
+_TOP_K = 0.01 * 8 / 2  # a value and its place, 4 bytes each
+_LOW_RANK = 4 * _RANK * 2 / _DIM  # of a square matrix: two factors, each reduced and gathered in fp32
+
+Share = Callable[[int, int], float]  # of R nodes of S ranks
+
+
+def _flat(volume: float) -> tuple[Share, Share]:
+    return lambda r, s: volume * (r - 1) / r, lambda r, s: volume * (s - 1) / (r * s)
+
+
+def _hops(between: float, inside: float) -> tuple[Share, Share]:
+    return lambda r, s: between * (r - 1) / (r * s), lambda r, s: inside * (s - 1) / s
+
+
+@dataclass(frozen=True)
+class Row:
+    """Options, and of R and S the bytes that a rank sends between nodes and inside of its node, in units of M."""
+
+    name: str
+    options: Mapping[str, Any]
+    volumes: tuple[Share, Share]
+
+
+def rows(place: int) -> list[Row]:
+    """All rows, for nodes of `place` ranks."""
+    weights = {"zero_quantized_weights": "int8"}
+    int8, int4 = {"zero_quantized_gradients": "int8"}, {"zero_quantized_gradients": "int4"}
+    flat, hpz, mics = {"hierarchical": False}, {"zero_hpz_partition_size": place}, {"shard_size": place}
+    return [
+        Row("plain, one hop", flat, _flat(3)),
+        Row("two hops", {}, _hops(3, 3)),
+        Row("hpZ", hpz, _hops(2, 3)),
+        Row("groups (HSDP, MiCS)", mics, _hops(2, 3)),
+        Row("groups, replicate_optimizer=False", {**mics, "replicate_optimizer": False}, _hops(2, 3)),
+        Row("qwZ", weights, _hops(2 * _INT8 + 1, 2 * _INT8 + 1)),
+        Row("qgZ int8", int8, _hops(2 + _INT8, 2 + _INT8)),
+        Row("qgZ int4", int4, _hops(2 + _INT4, 2 + _INT4)),
+        Row("hpZ, qwZ, qgZ int8", {**hpz, **weights, **int8}, _hops(2 * _INT8, 3 * _INT8)),
+        Row("hpZ, qwZ, qgZ int4", {**hpz, **weights, **int4}, _hops(_INT8 + _INT4, 2 * _INT8 + _INT4)),
+        Row("groups, qwZ, qgZ int8", {**mics, **weights, **int8}, _hops(_INT8 + 1, 3 * _INT8)),
+        Row("top_k, 1%", {"zero_quantized_gradients": "top_k"}, _hops(2 + _TOP_K, 2 + _TOP_K)),
+        Row("low_rank, 4", {"zero_quantized_gradients": "low_rank"}, _hops(2 + _LOW_RANK, 2 + _LOW_RANK)),
+    ]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """In units of M: what one rank has sent in a step, and holds."""
+
+    between: float
+    inside: float
+    at_rest: float
+    secondary: float
+    lost: float
+
+
+def measure(row: Row, nodes: int, place: int) -> Measured:
+    """One step of the runtime on imagined ranks."""
+    with FakeTensorMode():
+        matrices = [nn.Linear(_DIM, _DIM, bias=False) for _ in range(4)]
+        model: nn.Module = nn.Sequential(nn.Sequential(*matrices[:2]), nn.Sequential(*matrices[2:]))
+        optimizer = torch.optim.AdamW(model.parameters())
+        comm = FakeComm(0, nodes * place, node_size=place)
+        units = lambda name, module: isinstance(module, nn.Sequential) and name != ""  # noqa: E731
+        model, sharded = zs.shard(model, optimizer, stage=3, precision="bf16", units=units, comm=comm, **row.options)
+        model(torch.zeros(1, _DIM, dtype=torch.bfloat16)).sum().backward()
+        assert sharded is not None
+        sharded.step()
+        traffic, report = runtime_of(model).ledger.traffic.values(), zs.report(model)
+    unit = report.num_parameters * 2
+    between = sum(each.between for each in traffic)
+    found = (between, sum(each.nbytes for each in traffic) - between, sum(report.at_rest.values()), report.secondary, report.lost)
+    return Measured(*(nbytes / unit for nbytes in found))
+
+
+def table(nodes: int, place: int) -> str:
+    """Formulas beside measurements, as markdown."""
+    columns = ("", "between: formula", "measured", "inside: formula", "measured", "states", "secondary shards", "lost, kept")
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    for row in rows(place):
+        found, theory = measure(row, nodes, place), [share(nodes, place) for share in row.volumes]
+        cells = (theory[0], found.between, theory[1], found.inside, found.at_rest, found.secondary, found.lost)
+        lines.append(f"| {row.name} | " + " | ".join(f"{cell:.3f}" if cell else "" for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Print both tables."""
+    for nodes, place in ((8, 8), (128, 8)):
+        print(f"{nodes} nodes of {place} ranks\n\n{table(nodes, place)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

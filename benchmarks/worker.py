@@ -1,0 +1,267 @@
+"""One rank of one contender: a process that sleeps on a pipe until it is told to step.
+
+Messages from the controller and their answers (an exception is answered by `Failure`, then the process ends):
+
+    ("turn", first_step, steps, lead_in)  -> Turn     timed steps, after `lead_in` others
+    ("memory", first_step, steps)         -> Memory   untimed steps, with the high-water mark started anew
+    ("overlap", first_step, steps)        -> Overlap  untimed steps with an event around each copy (CUDA)
+    ("disk", phase)                       -> Burst    reads, writes, or both, as fast as they go
+    ("save" | "load" | ..., path)         -> checkpoints, see checkpoints.py
+    ("quit",)                             -> (none)
+    at the start                          -> Ready
+
+Output of the libraries goes to a log file of the rank, so that tables stay readable and nothing is lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from functools import cached_property
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.planner.simulator.disk_bandwidth import Burst, DiskProbe, write_bulk
+from zeroshard.planner.simulator.micro_benchmark import divert_output, one_line
+
+from . import contenders, memory, parallel
+from .checkpoint_contenders import Keeper, copy_seconds
+from .overlap import Overlap
+from .plan import Contender, Workload
+from .workload import batch, build_model
+
+
+@dataclass(frozen=True)
+class Post:
+    """Where one rank stands: who it is, where it meets the others, where it writes."""
+
+    contender: Contender
+    workload: Workload
+    rank: int
+    meeting_file: str
+    log_file: str
+
+
+@dataclass(frozen=True)
+class Ready:
+    setup_s: float
+    settings: dict[str, object]
+    numel: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Timed steps of one rank; times are CLOCK_MONOTONIC, so they compare across the ranks of a host."""
+
+    start: float
+    ends: tuple[float, ...]  # one per step; on CUDA one for the turn, since a sync per step would slow it
+    losses: tuple[float, ...]
+    cpu_s: float  # of all threads of this rank, user and system
+    system_s: float
+    minor_faults: int
+    moved: dict[str, float] = field(default_factory=dict)  # bytes a step between tiers, by link
+
+
+@dataclass(frozen=True)
+class Memory:
+    peak_rss: int | None  # while stepping
+    life_peak_rss: int | None  # since the process began: includes building the whole model
+    baseline_rss: int | None  # after the imports, before the model
+    cuda_peak: int | None  # peak of allocated CUDA memory while stepping
+    at_rest: dict[str, dict[str, int]] | None
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One rank's save; times are CLOCK_MONOTONIC. extra_nbytes: resident memory beyond that before, at peak."""
+
+    begin: float
+    end: float
+    extra_nbytes: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Of which the log has more."""
+
+    summary: str
+
+
+def serve(pipe: Connection, post: Post) -> None:
+    """Entry point of the process."""
+    divert_output(post.log_file)
+    rank = None
+    try:
+        rank = _Rank(pipe, post)
+        while (message := pipe.recv())[0] != "quit":
+            pipe.send(getattr(rank, message[0])(*message[1:]))
+    except EOFError:
+        pass  # the controller is gone
+    except BaseException as error:
+        traceback.print_exc()
+        pipe.send(Failure(one_line(error)))
+    finally:
+        if rank is not None:
+            try:
+                rank.close()
+            except Exception:
+                traceback.print_exc()
+        # Destructors of process groups whose peer already left can wait for it: nothing is left to lose.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+class _Rank:
+    """State of the worker between messages."""
+
+    def __init__(self, pipe: Connection, post: Post) -> None:
+        begun = time.monotonic()
+        self.post, self.workload = post, post.workload
+        self._on_cuda = post.workload.device == "cuda"
+        _set_environment(post)
+        torch.set_num_threads(1)
+        _join_group(post)
+        self.baseline_rss = memory.peak_rss_nbytes()
+        build = parallel.build if self.workload.mesh else contenders.BUILDERS[post.contender.kind]
+        self.trainer = build(post.contender, self.workload)
+        pipe.send(Ready(time.monotonic() - begun, self.trainer.settings, parameter_count(self.workload)))
+
+    def turn(self, first_step: int, steps: int, lead_in: int = 0) -> Turn:
+        batches = self._batches(first_step, lead_in + steps)
+        moved_before, ends = self.trainer.moved(), []
+        losses = [self.trainer.step(*pair) for pair in batches[:lead_in]]
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        start = time.monotonic()
+        for tokens, targets in batches[lead_in:]:
+            losses.append(self.trainer.step(tokens, targets))
+            if not self._on_cuda:
+                ends.append(time.monotonic())
+        if self._on_cuda:
+            torch.cuda.synchronize()
+            ends.append(time.monotonic())
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        user, system = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
+        faults = after.ru_minflt - before.ru_minflt
+        self.trainer.quiet()
+        if self._on_cuda:
+            torch.cuda.empty_cache()  # the others use the same device
+        moved = {link: (now - moved_before.get(link, 0)) / len(batches) for link, now in self.trainer.moved().items()}
+        return Turn(start, tuple(ends), tuple(float(x) for x in losses), user + system, system, faults, moved)
+
+    def memory(self, first_step: int, steps: int) -> Memory:
+        life_peak = memory.peak_rss_nbytes()
+        memory.reset_peak_rss()
+        if self._on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        losses = tuple(float(self.trainer.step(*b)) for b in self._batches(first_step, steps))
+        cuda_peak = torch.cuda.max_memory_allocated() if self._on_cuda else None
+        peak = memory.peak_rss_nbytes()
+        life_peak = max(life_peak, peak) if life_peak is not None and peak is not None else None
+        return Memory(peak, life_peak, self.baseline_rss, cuda_peak, self.trainer.at_rest(), losses)
+
+    def overlap(self, first_step: int, steps: int) -> Overlap | None:
+        """None where nothing can be seen from here: a peer, or a CPU."""
+        batches = self._batches(first_step, steps)
+        if self.trainer.recorder is None or not self._on_cuda:
+            return None
+        torch.cuda.synchronize()
+        with self.trainer.recorder() as recorder:
+            for pair in batches:
+                self.trainer.step(*pair)
+        torch.cuda.synchronize()
+        return recorder.overlap()
+
+    def disk(self, phase: str) -> Burst:
+        return self._probe.burst(phase)
+
+    def save(self, path: str) -> Saved:
+        """Save a checkpoint."""
+        keeper = self._keeper
+        memory.reset_peak_rss()
+        before = memory.peak_rss_nbytes() or 0
+        begin = time.monotonic()
+        keeper.save(path)
+        end = time.monotonic()
+        return Saved(begin, end, (memory.peak_rss_nbytes() or 0) - before)
+
+    def load(self, path: str) -> None:
+        self._keeper.load(path)
+
+    def save_in_background(self, path: str) -> tuple[float, float]:
+        """Seconds that a save holds training up, and by which it and the step after it take longer than a step.
+
+        Returns when the checkpoint is complete.
+        """
+        first, second = self._batches(0, 2)
+        begin = time.monotonic()
+        self.trainer.step(*first)
+        step_s, begin = time.monotonic() - begin, time.monotonic()
+        held, wait = self._keeper.in_background(path)  # type: ignore[misc]
+        self.trainer.step(*second)
+        lost_s = time.monotonic() - begin - step_s
+        wait()
+        return held(), lost_s
+
+    def copy_states(self) -> float:
+        """Seconds of one memory copy of this rank's states."""
+        return copy_seconds(self._keeper.states())  # type: ignore[misc]
+
+    def write_bulk(self, nbytes: int) -> Burst:
+        """So many bytes by the file engine."""
+        assert self.workload.swap_path is not None
+        return write_bulk(self.workload.swap_path, nbytes)
+
+    @cached_property
+    def _keeper(self) -> Keeper:
+        assert self.trainer.keeper is not None
+        return self.trainer.keeper()
+
+    @cached_property
+    def _probe(self) -> DiskProbe:
+        assert self.workload.swap_path is not None
+        return DiskProbe(self.workload.swap_path)
+
+    def close(self) -> None:
+        """Remove files."""
+        self.trainer.close()
+
+    def _batches(self, first_step: int, steps: int) -> list:
+        place = self.post.rank if self.trainer.place is None else self.trainer.place
+        return [batch(self.workload, first_step + i, place) for i in range(steps)]
+
+
+def _set_environment(post: Post) -> None:
+    """What a launcher such as torchrun sets; one computing thread per rank."""
+    if post.workload.pin_cores:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[post.rank % len(cores)]})
+    if post.contender.kind == "ds":
+        os.environ["DS_ACCELERATOR"] = post.workload.device
+    os.environ |= {
+        "RANK": str(post.rank),
+        "LOCAL_RANK": str(post.rank),
+        "WORLD_SIZE": str(post.workload.ranks),
+        "LOCAL_WORLD_SIZE": str(post.workload.ranks),
+    }
+
+
+def _join_group(post: Post) -> None:
+    on_cuda, method = post.workload.device == "cuda", f"file://{post.meeting_file}"
+    if on_cuda:
+        torch.cuda.set_device(post.rank)
+    dist.init_process_group("nccl" if on_cuda else "gloo", init_method=method, rank=post.rank, world_size=post.workload.ranks)
+
+
+def parameter_count(workload: Workload) -> int:
+    """Elements of the whole model, counted on the meta device: a contender may have sharded its own."""
+    model = build_model(dataclasses.replace(workload, meta=True))
+    return sum(p.numel() for p in model.parameters())

@@ -1,0 +1,256 @@
+"""DiskPlace: slices of activation checkpoints in files (ZeRO-Infinity, arXiv 2104.07857, 5.1.2 and 5.2.3).
+
+    forward    device -> host buffer -> file        writes overlap with the next blocks' computation
+    backward   file -> host buffer -> device        reads run ahead, in the reverse of the order of packing
+
+The host buffers are few and of constant size; a forward that is faster than the disk waits for one. A file is an arena, whose
+slots every step uses again. Files are added when a step needs more, and never grow. They are sparse, so free space is checked
+whenever more is kept than ever before; at the first slice, for those known to follow as well.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.fake import ImaginedStreams
+from ..comm.streams import Streams
+from ..config import Offload, Tier
+from ..errors import SwapError
+from ..memory.io.async_file import ALIGN, Engine, File, empty_aligned
+from ..memory.io.swap_folder import SwapFolder
+from ..memory.ledger import Ledger, making
+from ..utils.host import ranks_here
+from .free_list import Space
+from .storage import CHECKPOINTS, HostBuffers, Kept, Landed, Place
+
+_NAME = "checkpoints"  # prefix of the files' names
+_WRITING = 2  # host buffers for writes, in addition to those of prefetched reads
+
+
+@dataclass(eq=False)
+class FileKept(Kept):
+    """Handle of one slice in a file, at `offset`."""
+
+    file: File = field(init=False)
+    space: Space = field(init=False)  # the file's free list
+    reading: Any = None  # the request that must finish before the slot is free (`drop`)
+
+
+class DiskPlace(Place[FileKept]):
+    """Place for slices in files, in a swap folder of this rank that is removed at the end."""
+
+    imagines = False
+
+    def __init__(
+        self, offload: Offload, device: torch.device, streams: Streams, ledger: Ledger, arena_nbytes: int,
+        prefetch: int, rank: int,
+    ) -> None:  # fmt: skip
+        super().__init__(Tier.DISK, device, streams, ledger)
+        self.away = streams.separate_host
+        pin = offload.pin_memory and device.type == "cuda"
+        assert offload.path is not None
+        self.ranks = ranks_here(1)  # ranks that use this disk, as far as is known
+        self.folder = SwapFolder(
+            offload.path, rank=rank, needed_nbytes=arena_nbytes, host_needed_nbytes=arena_nbytes * self.ranks,
+            any_filesystem=offload.any_filesystem,
+        )  # fmt: skip
+        self._checked_nbytes = arena_nbytes
+        self.engine = Engine(checksum=offload.checksum)
+        self.buffers = HostBuffers(prefetch + 1 + _WRITING, lambda nbytes: self._buffer(nbytes, pin), ledger)
+        self._files: list[tuple[File, Space]] = []
+        self._leaving: deque[tuple[FileKept, Tensor, Any]] = deque()  # slices being copied to a host buffer, to be written
+        self._dying: list[FileKept] = []  # dropped slices that are perhaps still being written or read
+        if arena_nbytes:
+            self._add_file(arena_nbytes)
+
+    def _buffer(self, nbytes: int, pin: bool) -> Tensor:
+        self.allocations += 1
+        return empty_aligned(nbytes, pin=pin)
+
+    def put(self, part: Tensor, numel: int) -> FileKept:
+        self._bury()
+        kept = FileKept(numel, part.dtype)
+        self._check_space(kept.nbytes)
+        buffer = self.buffers.take(kept.nbytes)
+        self._find_room(kept)
+        target = _as(buffer, kept)[: part.numel()]
+        self.ledger.enter(CHECKPOINTS, kept.nbytes, Tier.DISK)
+        if self.away:
+            self.ledger.move(Tier.DEVICE, Tier.HOST, part.nbytes)
+            self._leaving.append((kept, buffer, self.streams.copy(target, part, up=False)))
+            self._write(all_but=1)  # the copy of the previous slice has had a block's time to finish
+        else:
+            target.copy_(part)
+            self._leaving.append((kept, buffer, None))
+            self._write()
+        return kept
+
+    def _check_space(self, nbytes: int) -> None:
+        """Raise SwapError if the disk has no space for one more slice and, if it is the first, for those expected to follow."""
+        needed = sum(space.used_nbytes for _, space in self._files) + -(-nbytes // ALIGN) * ALIGN
+        if needed <= self._checked_nbytes:
+            return
+        foreseen = needed if self._files else needed * (1 + self.foreseen)
+        mine = sum(map(_taken_nbytes, self.folder.path.glob(f"{_NAME}-*")))
+        everyone = sum(map(_taken_nbytes, self.folder.path.parent.glob(f"zeroshard-swap-*/{_NAME}-*")))
+        try:
+            self.folder.check_space(foreseen - mine, max(foreseen * self.ranks - everyone, foreseen - mine))
+        except SwapError as error:
+            raise SwapError(
+                f"{error}. It is for activation checkpoints, {1 + self.foreseen} in a forward as far as is known, all like the "
+                "first: if that one is larger than the others, say with arena_nbytes= what all of them take"
+            ) from None
+        self._checked_nbytes = needed  # not `foreseen`, which is a guess
+
+    def _find_room(self, kept: FileKept) -> None:
+        for file, space in self._files:
+            offset = space.take(kept.nbytes)
+            if offset is not None:
+                kept.offset, kept.file, kept.space = offset, file, space
+                return
+        self._add_file(max(kept.nbytes, self.arena_nbytes))  # doubling keeps files few; being sparse, they cost no space
+        self._find_room(kept)
+
+    def _add_file(self, nbytes: int) -> None:
+        space = Space(nbytes, ALIGN)
+        self._files.append((self.folder.file(f"{_NAME}-{len(self._files)}", space.nbytes), space))
+        self.arena_nbytes += space.nbytes
+        self.allocations += 1
+
+    def _write(self, all_but: int = 0) -> None:
+        """Start the writes of slices in host buffers, oldest first, except the newest `all_but`."""
+        while len(self._leaving) > all_but:
+            kept, buffer, ticket = self._leaving.popleft()
+            if ticket is not None:
+                self.streams.finish(ticket)
+            kept.writing = self.engine.write(kept.file, kept.offset, _as(buffer, kept))
+            self.ledger.move(Tier.HOST, Tier.DISK, kept.nbytes)
+            self.buffers.give(buffer, kept.writing)
+
+    def fetch(self, kept: FileKept, wait: bool) -> None:
+        if kept.ahead is not None:
+            return
+        if kept.writing is None:
+            self._write()
+        if not wait and not kept.writing.done():
+            return
+        kept.writing.wait()
+        buffer = self.buffers.take(kept.nbytes)
+        kept.ahead = (buffer, self.engine.read(kept.file, kept.offset, _as(buffer, kept)))
+        self.ledger.move(Tier.DISK, Tier.HOST, kept.nbytes)
+
+    def get(self, kept: FileKept) -> Tensor:
+        self.fetch(kept, wait=True)
+        buffer, read = kept.ahead
+        read.wait()
+        if not self.away:
+            return _as(buffer, kept)
+        target = torch.empty(kept.numel, dtype=kept.dtype, device=self.device)
+        ticket = self.streams.copy(target, _as(buffer, kept), up=True)
+        self.ledger.move(Tier.HOST, Tier.DEVICE, kept.nbytes)
+        self.streams.join(ticket)
+        kept.ahead = (buffer, Landed(self.streams, ticket))
+        return target
+
+    def done(self, kept: FileKept) -> None:
+        if kept.ahead is not None:
+            self.buffers.give(*kept.ahead)
+            kept.ahead = None
+
+    def drop(self, kept: FileKept) -> None:
+        kept.reading = kept.ahead[1] if kept.ahead is not None else None
+        self.done(kept)
+        self.ledger.strike(CHECKPOINTS, kept.nbytes, Tier.DISK)
+        self._dying.append(kept)
+
+    def _bury(self) -> None:
+        """Free the slots of dropped slices once no request uses them: requests to a file are not ordered."""
+        dying, self._dying = self._dying, []
+        for kept in dying:
+            if kept.writing is not None and kept.writing.done() and (kept.reading is None or kept.reading.done()):
+                kept.space.give(kept.offset, kept.nbytes)
+            else:
+                self._dying.append(kept)
+
+    def close(self) -> None:
+        self._write()
+        self.buffers.close()
+        self.engine.close()
+        self.folder.close()
+        self._files, self.arena_nbytes = [], 0
+
+
+class ImaginedDiskPlace(Place[Kept]):
+    """Stand-in for a disk in a dry run: host buffers are taken and transfers are counted, but nothing is written."""
+
+    def __init__(self, device: torch.device, streams: ImaginedStreams, ledger: Ledger, prefetch: int) -> None:
+        super().__init__(Tier.DISK, device, streams, ledger)
+        self.path = [Tier.DEVICE, Tier.HOST, Tier.DISK] if streams.separate_host else [Tier.HOST, Tier.DISK]
+        self.moved = streams.watcher.moved
+        self.buffers = HostBuffers(prefetch + 1 + _WRITING, self._buffer, ledger)
+
+    @staticmethod
+    def _buffer(nbytes: int) -> Tensor:
+        with making():
+            return empty_aligned(nbytes)
+
+    def _move(self, path: list[Tier], nbytes: int) -> Any:
+        for source, target in pairwise(path):
+            self.ledger.move(source, target, nbytes)
+            ticket = self.moved(source, target, nbytes)
+        return ticket
+
+    def put(self, part: Tensor, numel: int) -> Kept:
+        kept = Kept(numel, part.dtype)
+        buffer = self.buffers.take(kept.nbytes)
+        self._move(self.path, kept.nbytes)
+        self.buffers.give(buffer)
+        self.ledger.enter(CHECKPOINTS, kept.nbytes, Tier.DISK)
+        return kept
+
+    def fetch(self, kept: Kept, wait: bool) -> None:
+        if kept.ahead is None:
+            kept.memory = self.buffers.take(kept.nbytes)
+            kept.ahead = self._move(self.path[::-1], kept.nbytes)
+
+    def get(self, kept: Kept) -> Tensor:
+        self.fetch(kept, wait=True)
+        assert kept.memory is not None
+        self.streams.join(kept.ahead)
+        return (
+            torch.empty(kept.numel, dtype=kept.dtype, device=self.device)
+            if self.path[0] is Tier.DEVICE
+            else _as(kept.memory, kept)
+        )
+
+    def done(self, kept: Kept) -> None:
+        if kept.ahead is not None and kept.memory is not None:
+            self.buffers.give(kept.memory)
+            kept.ahead = None
+
+    def drop(self, kept: Kept) -> None:
+        self.done(kept)
+        self.ledger.strike(CHECKPOINTS, kept.nbytes, Tier.DISK)
+
+    def close(self) -> None:
+        self.buffers.close()
+
+
+def _taken_nbytes(path: Path) -> int:
+    """Return the bytes that a file takes on the disk; 0 if it is gone, since other ranks' files are counted too."""
+    try:
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0
+
+
+def _as(buffer: Tensor, kept: Kept) -> Tensor:
+    """Return the part of a host buffer (bytes) that a slice fills, viewed in its dtype."""
+    return buffer[: kept.nbytes].view(kept.dtype)

@@ -1,0 +1,146 @@
+"""Slices: partition activations over ranks that all have the same ones, and gather them (Pa; ZeRO, arXiv 1910.02054, 6.1).
+
+    batch x seq x hidden = numel      | rank 0 | rank 1 | rank 2 |pad|      each (shard_numel,)
+    backward: one all-gather of a block's input before it is recomputed
+
+Ranks of a model-parallel group compute with the same activations, so each keeps 1/N. They pack and unpack in the same
+order. Once for each forward, when its first checkpoint is unpacked, they exchange a short message with the shapes of all its
+checkpoints, so that differing ranks raise before one waits for data that another does not have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from ..comm.base import Comm, Work
+from ..comm.pool import StagingPool
+from ..errors import CollectiveMismatch
+from ..memory.io.async_file import bytes_of
+from ..memory.ledger import Ledger
+
+GATHERS = "gather activations"  # kind of traffic in the ledger
+_ALIGN_NUMEL = 32  # slices start at multiples of this, as shards of parameters do
+_STAGING, _STAGING_LIMIT, _STAGING_ALIGN = 2, 3, 64  # staging buffers: number, most, alignment of a rank's part in bytes
+
+
+class Slices:
+    """Partitioning of activations over the ranks of `comm`. comm None: this rank keeps everything."""
+
+    def __init__(self, comm: Comm | None, ledger: Ledger, check_equal: bool) -> None:
+        self.comm = comm if comm is not None and comm.world_size > 1 else None
+        self.ledger, self.check_equal = ledger, check_equal
+        self.world_size = 1 if self.comm is None else self.comm.world_size
+        self.rank = 0 if self.comm is None else self.comm.rank
+        self.gathers = 0
+        self._tag = 0 if self.comm is None else self.comm.new_serial() << 20
+        self._staging: StagingPool | None = None
+        self._works: list[Work] = []
+        self._forwards: dict[int, list[str]] = {}  # forward -> its packed tensors, until ranks have compared them
+
+    def shard_numel(self, numel: int) -> int:
+        """Return the number of elements in each rank's slice of `numel` elements."""
+        if self.comm is None:
+            return numel
+        return -(-numel // (self.world_size * _ALIGN_NUMEL)) * _ALIGN_NUMEL
+
+    def cut(self, flat: Tensor) -> Tensor:
+        """Return this rank's slice of a flat activation (numel,): shard_numel elements, fewer on the last ranks."""
+        if self.comm is None:
+            return flat
+        shard_numel = self.shard_numel(flat.numel())
+        return flat[self.rank * shard_numel : (self.rank + 1) * shard_numel]
+
+    def gather(self, mine: Tensor, name: str) -> Tensor:
+        """All-gather slices (shard_numel,) into new memory (world * shard_numel,) (collective). `mine` may be reused then."""
+        if self.comm is None:
+            return mine.clone()
+        whole = torch.empty(self.world_size * mine.numel(), dtype=mine.dtype, device=mine.device)
+        self.gathers += 1
+        label = f"activation checkpoint {name}"
+        if self.comm.shares_memory:
+            pool = self._pool(mine.nbytes)
+            number, region = pool.take(mine.numel(), mine.dtype, whole=False)
+            region.tensor.copy_(mine)
+            work = self.comm.gather(whole, region, label, tag=self._tag)
+            pool.give(number, work)
+            self._works = [*(w for w in self._works if not w.drained()), work]
+            work.wait()
+        else:
+            work = self.comm.gather(whole, self.comm.private(mine, whole=False), label, tag=self._tag)
+            work.wait()
+            work.drain()
+        self.ledger.sent(GATHERS, work.sent, name)
+        return whole
+
+    def _pool(self, nbytes: int) -> StagingPool:
+        """Return staging regions that peers read, of at least `nbytes` (collective if they are made anew, alike on all ranks)."""
+        assert self.comm is not None
+        if self._staging is None or self._staging.nbytes < nbytes:
+            self._drop_staging()
+            nbytes = -(-nbytes // (self.world_size * _STAGING_ALIGN)) * self.world_size * _STAGING_ALIGN
+            self._staging = StagingPool(self.comm, self.ledger, nbytes, _STAGING, _STAGING_LIMIT)
+        return self._staging
+
+    def _drop_staging(self, drain: bool = True) -> None:
+        for work in self._works if drain else ():
+            work.drain()
+        self._works = []
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
+
+    # -- agreement -------------------------------------------------------------------------------------------
+
+    def record(self, forward: int, name: str, tensor: Tensor) -> None:
+        """Note a packed tensor of a forward, for `agree`."""
+        if self.comm is None:
+            return
+        text = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        if self.check_equal:
+            content = bytes_of(tensor.detach().cpu().contiguous())
+            text += f" with the content {hashlib.blake2b(content, digest_size=8).hexdigest()}"
+        self._forwards.setdefault(forward, []).append(f"{name}: {text}")
+
+    def forget(self) -> None:
+        """Drop the notes of all forwards, since no checkpoint is left."""
+        self._forwards.clear()
+
+    def agree(self, forward: int) -> bool:
+        """Check once for each forward that all ranks packed the same (collective). Return whether they were compared now.
+
+        Raises CollectiveMismatch on every rank, naming the first difference.
+        """
+        mine = self._forwards.pop(forward, None)
+        if self.comm is None or mine is None:
+            return False
+        payload = "\n".join([str(self.gathers), *mine])
+        everyone = self.comm.exchange(payload.encode(), "activation checkpoints of a forward")
+        parts = [part.decode().split("\n") for part in everyone]
+        counts = [int(part[0]) for part in parts]
+        if len(set(counts)) > 1:
+            # an exception ended an earlier backward at different points: a new tag keeps its messages from being received
+            self.gathers = max(counts)
+            self._tag += 1
+            self._drop_staging(drain=False)
+        _compare([part[1:] for part in parts])
+        return True
+
+    def close(self) -> None:
+        """Free the staging buffers."""
+        self._drop_staging(drain=False)
+
+
+def _compare(packed: list[list[str]]) -> None:
+    """Raise CollectiveMismatch if ranks packed different tensors: packed[rank][index]."""
+    for index in range(max(map(len, packed))):
+        found = [part[index] if index < len(part) else "none" for part in packed]
+        if len(set(found)) > 1:
+            places = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found))
+            raise CollectiveMismatch(
+                f"activation checkpoint {index + 1} of a forward differs between the ranks of its partition group "
+                f"({places}). These ranks must compute with the same activations: give them the same batch, or leave "
+                "out partition= if this is a data-parallel group."
+            )

@@ -1,0 +1,250 @@
+"""Comms whose gathers, or reductions, send fewer bytes: qwZ and qgZ (ZeRO++, arXiv 2306.10209, sections 4.1 and 4.3).
+
+    gather   shard -> pack --comm--> unpack all           all ranks compute with the same values; the shard is unchanged
+    reduce   whole -> pack each slice --comm--> unpack, sum in fp32 in rank order
+
+Packed values are bytes, which any Comm gathers: in one hop, in two (a value is packed once for both), and as a secondary
+shard. A reduction in two hops is made of two compressed Comms: a value is packed, and loses precision, twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ...memory.ledger import RESIDUALS, STAGING, Ledger, claimed
+from ..base import Comm, Outcome, Region, Reserved, Sent, Work
+from ..codecs.base import Codec, ErrorFeedback
+from ..pool import StagingPool
+from .hierarchical import buffers
+from .wrapper import Wrapper
+
+_ERROR_EVERY = 64  # steps between two measurements of a unit's packing error
+
+Active = Callable[[], bool]
+
+
+class Errors:
+    """The relative error of the last packing, by unit, measured every `_ERROR_EVERY` steps."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, float] = {}
+        self._step: dict[str, int] = {}
+
+    def look(self, codec: Codec, values: Tensor, packed: Tensor, label: str, step: int) -> None:
+        """Measure the error of `packed`, if it is time to."""
+        if self._is_time(label, step):
+            self.found[label] = codec.error(values, packed)
+
+    def note(self, label: str, lost: Tensor, values: Tensor, step: int) -> None:
+        """Record the error from the difference `lost` between values and packed values, if it is time to."""
+        if self._is_time(label, step):
+            norm = values.float().norm().item()
+            self.found[label] = lost.norm().item() / norm if norm else 0.0
+
+    def _is_time(self, label: str, step: int) -> bool:
+        due = label not in self._step or step >= self._step[label] + _ERROR_EVERY
+        if due:
+            self._step[label] = step
+        return due
+
+
+class _Compressed(Wrapper):
+    """Base class of both directions: a codec, and a pool of buffers for packed bytes."""
+
+    def __init__(self, comm: Comm, codec: Codec, ledger: Ledger, active: Active, errors: Errors) -> None:
+        """active: returns False during warm-up, when nothing is compressed. errors: receives the measured errors."""
+        super().__init__(comm)
+        self.codec, self.ledger, self.active, self.errors = codec, ledger, active, errors
+        self._nbytes = self._most = 0
+        self._pool: StagingPool | None = None
+
+    def _packed_nbytes(self, numel: int) -> int:
+        """Return the bytes of one packed shard: a multiple of 64, so that regions keep their alignment."""
+        return -(-self.codec.packed_nbytes(numel) // 64) * 64
+
+    def _pack(self, values: Tensor, packed: Tensor, label: str) -> None:
+        if self.imagined:
+            self.streams.packed(values.nbytes + packed.nbytes)
+            return
+        self.codec.pack(values, packed)
+        self.errors.look(self.codec, values, packed, label, self.progress.step)
+
+    def open(self) -> None:
+        self.comm.open()
+        if self._pool is None:
+            self._pool = StagingPool(self.comm, self.ledger, self._nbytes, *buffers(self._most))
+
+    def release(self) -> None:
+        self._pool.close() if self._pool is not None else None
+        self.comm.release()
+
+    def _take(self, numel: int, whole: bool) -> tuple[int, Region]:
+        assert self._pool is not None
+        return self._pool.take(numel, torch.uint8, whole=whole)
+
+    def _give(self, slot: int, work: Work) -> None:
+        assert self._pool is not None
+        self._pool.give(slot, work)
+
+
+class CompressedGathers(_Compressed):
+    """Comm whose gathers are compressed.
+
+    precise: region number -> function that returns the shard in the precision of its master weights, or None where it has none.
+    """
+
+    def __init__(self, comm: Comm, codec: Codec, ledger: Ledger, active: Active, errors: Errors) -> None:
+        super().__init__(comm, codec, ledger, active, errors)
+        self.copies = False
+        self.precise: dict[int, Callable[[], Tensor | None]] = {}
+
+    def reserve(self, number: int, numel: int, dtype: torch.dtype) -> None:
+        plain = 0 if self.active() else numel * dtype.itemsize  # during warm-up shards are sent uncompressed
+        self.comm.reserve(number, max(plain, self._packed_nbytes(numel)), torch.uint8)
+        self._nbytes, self._most = max(self._nbytes, self._packed_nbytes(numel)), self._most + 1
+
+    def needed(self, values: Sequence[Reserved], slices: Sequence[Reserved]) -> int:
+        packed = [self._packed_nbytes(numel) for numel, _ in values]
+        plain = [0 if self.active() else numel * dtype.itemsize for numel, dtype in values]
+        usual = buffers(0)[0]  # for the unit in use and the one ahead: packed shards sent, and those received
+        beneath = [(max(each), torch.uint8) for each in zip(packed, plain, strict=True)]
+        return usual * (1 + self.world_size) * max(packed, default=0) + self.comm.needed(beneath, slices)
+
+    def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
+        if kind == "reduce" or not self.active():
+            return self.comm.volume(kind, numel, dtype)
+        return self.comm.volume(kind, self._packed_nbytes(numel), torch.uint8)
+
+    def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
+        if not self.active():
+            return self.comm.gather(full, source, label, tag)
+        number = source.number if tag is None else tag
+        numel = full.numel() // self.world_size
+        nbytes = self._packed_nbytes(numel)
+        packed = torch.empty(self.world_size * nbytes, dtype=torch.uint8, device=full.device)
+        self.ledger.enter(STAGING, packed.nbytes)
+        if self.comm.holds(number):
+            work = self.comm.gather(packed, Region(packed, [], number=number), label)
+        else:
+            slot, region = self._take(nbytes, whole=False)
+            precise = self.precise.get(number, lambda: None)()
+            values = source.shards[self.rank] if precise is None else precise
+            assert values is not None
+            self._pack(values, region.tensor[: self.codec.packed_nbytes(numel)], label)
+            work = self.comm.gather(packed, region, label, tag=number)
+            self._give(slot, work)
+        return _Unpacked(work, lambda: self._unpack(packed, full))
+
+    def _unpack(self, packed: Tensor, full: Tensor) -> None:
+        rows = full.view(self.world_size, -1)
+        if self.imagined:
+            self.streams.packed(packed.nbytes + full.nbytes)
+        for row, part in zip(() if self.imagined else rows, packed.view(self.world_size, -1), strict=not self.imagined):
+            self.codec.unpack(part[: self.codec.packed_nbytes(row.numel())], row)
+        self.ledger.strike(STAGING, packed.nbytes)
+
+
+class _Unpacked(Work):
+    """Gather of packed shards, which are unpacked when it is waited for."""
+
+    def __init__(self, work: Work, unpack: Callable[[], None]) -> None:
+        self.work, self.sent = work, work.sent
+        self._unpack: Callable[[], None] | None = unpack
+
+    def wait(self) -> None:
+        self.work.wait()
+        unpack, self._unpack = self._unpack, None
+        if unpack is not None:
+            unpack()
+
+    def ready(self) -> bool:
+        return self._unpack is None or self.work.ready()
+
+    def drain(self) -> None:
+        self.wait()
+        self.work.drain()
+
+    def drained(self) -> bool:
+        return self._unpack is None and self.work.drained()
+
+
+class CompressedReductions(_Compressed):
+    """Comm whose reductions are compressed. feedback: add to each gradient what packing lost of the last one (error feedback)."""
+
+    def __init__(
+        self, comm: Comm, codec: Codec, ledger: Ledger, active: Active, errors: Errors, *, feedback: bool = False
+    ) -> None:
+        super().__init__(comm, codec, ledger, active, errors)
+        self.feedback = ErrorFeedback(codec) if feedback else None
+
+    @property
+    def packs(self) -> bool:  # type: ignore[override]
+        return self.active()
+
+    def reserve_slices(self, numel: int, dtype: torch.dtype) -> None:
+        self.comm.reserve_slices(numel, dtype)
+        self._nbytes, self._most = max(self._nbytes, self.world_size * self._packed_nbytes(numel)), self._most + 1
+
+    def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
+        if kind != "reduce" or not self.active():
+            return self.comm.volume(kind, numel, dtype)
+        return self.comm.volume(kind, self._packed_nbytes(numel), torch.uint8)
+
+    def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Work:
+        if not self.active():
+            return self.comm.reduce(source, out, scale=scale, accumulate=accumulate, tag=tag, label=label)
+        numel = source.tensor.numel() // self.world_size
+        size, nbytes = self.codec.packed_nbytes(numel), self._packed_nbytes(numel)
+        slot, region = self._take(self.world_size * nbytes, whole=True)
+        self._pack_slices(source.tensor, region.tensor.view(self.world_size, -1)[:, :size], tag, label)
+
+        def combine(parts: list[Tensor]) -> Outcome:
+            packed = [part[:size] for part in parts]
+            total = self.codec.unpack_sum(packed, out, scale=scale, accumulate=accumulate)
+            if total is None or math.isfinite(total):
+                return total, ()
+            return total, tuple(self.ranks[rank] for rank, part in enumerate(packed) if not self._finite(part, numel))
+
+        work = self.comm.collect(region, combine, tag=tag, label=label)
+        if self.imagined:  # the sum of what comes, which no peer has sent
+            self.streams.packed(region.tensor.nbytes + out.nbytes)
+        self._give(slot, work)
+        return work
+
+    def needed(self, values: Sequence[Reserved], slices: Sequence[Reserved]) -> int:
+        packed = max((self.world_size * self._packed_nbytes(numel) for numel, _ in slices), default=0)
+        lost = 4 * self.world_size * sum(numel for numel, _ in slices) if self.feedback is not None else 0
+        return buffers(0)[0] * packed + lost + self.comm.needed(values, slices)
+
+    def forget(self) -> None:
+        if self.feedback is not None:
+            self.ledger.strike(RESIDUALS, sum(residual.nbytes for residual in self.feedback.residuals.values()))
+            self.feedback.clear()
+
+    def release(self) -> None:
+        self.forget()
+        super().release()
+
+    def _finite(self, part: Tensor, numel: int) -> bool:
+        values = torch.empty(numel, device=part.device)
+        self.codec.unpack(part, values)
+        return bool(torch.isfinite(values).all())
+
+    def _pack_slices(self, whole: Tensor, packed: Tensor, tag: int, label: str) -> None:
+        for rank, (row, part) in enumerate(zip(whole.view(self.world_size, -1), packed, strict=True)):
+            if self.feedback is None:
+                self._pack(row, part, label)
+            else:
+                residuals = self.feedback.residuals
+                if (tag, rank) not in residuals:
+                    residuals[tag, rank] = claimed(torch.zeros_like(row, dtype=torch.float32))
+                    self.ledger.enter(RESIDUALS, residuals[tag, rank].nbytes)
+                if self.imagined:
+                    self.streams.packed(row.nbytes + part.nbytes + 2 * residuals[tag, rank].nbytes)
+                else:
+                    self.feedback.pack((tag, rank), row, part)
+                    self.errors.note(label, residuals[tag, rank], row, self.progress.step)

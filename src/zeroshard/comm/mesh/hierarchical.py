@@ -1,0 +1,253 @@
+"""Collectives in two hops: one between nodes, among the ranks with the same place (index in their node), one inside each node.
+
+    world of R nodes x S places          ranks are numbered place by place:   rank = place * R + node
+
+    gather   shard --between--> R adjacent shards --inside--> all                    each byte enters a node once
+    reduce   whole --inside, sum--> R shards --between, sum--> my shard              each sum leaves a node once
+
+Because of that numbering the shards of one place are neighbours in the flat buffer, and slices need not be reordered,
+as ZeRO++'s qgZ has to (arXiv 2306.10209, section 4.3).
+
+The result of a gather's first hop may be kept until the shards are written: a *secondary shard* (hpZ, ibid. section 4.2),
+from which all further gathers are served inside the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...memory.ledger import SECONDARY, Ledger
+from ..base import Combine, Comm, Hops, Region, Reserved, Sent, Work
+from ..failure import Failure
+from ..pool import StagingPool
+from .wrapper import Wrapper
+
+_BUFFERS = 2  # number of buffers of each kind: one is filled while the other is read
+_MOST_BUFFERS = 64
+
+
+def buffers(most: int) -> tuple[int, int]:
+    """Return the usual and the largest number of buffers for `most` collectives, which ranks may begin in different orders."""
+    return _BUFFERS, min(max(most, _BUFFERS), _MOST_BUFFERS)
+
+
+def exact_share(num_ranks: int) -> float:
+    """Return a power of two that scales the terms of a sum over `num_ranks`, so that the sum does not overflow fp16."""
+    return 2.0 ** -(num_ranks - 1).bit_length()
+
+
+class HierarchicalComm(Wrapper):
+    """Comm of all ranks of `world`, whose gathers and reductions take two hops."""
+
+    def __init__(
+        self, world: Comm, inner: Comm, outer: Comm, parts: Sequence[Sequence[int]], ledger: Ledger, *, keep: bool = False,
+        sums: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        """inner: this rank's node; outer: the ranks with its place. parts: the ranks of each node, by place. keep: keep secondary
+        shards. sums: dtype of sums between the hops of a reduction where hops are compressed; otherwise that of its source.
+        """
+        super().__init__(world)
+        self.inner, self.outer, self.ledger, self.keep, self.sums = inner, outer, ledger, keep, sums
+        self._order = [node[place] for place in range(inner.world_size) for node in parts]
+        self.rank = self._order.index(world.rank)
+        self.copies = self.drains_all = False
+        self.shares_memory = inner.shares_memory or outer.shares_memory
+        self._near = [rank for rank in range(self.world_size) if self._order[rank] in self._node(parts)]
+        self._alike = [rank for rank in range(self.world_size) if rank // outer.world_size == self.rank // outer.world_size]
+        self._secondary: dict[int, StagingPool] = {}  # region number -> memory of its secondary shard
+        self._held: set[int] = set()  # regions whose secondary shard has the present values
+        self._rows_nbytes = self._num_rows = self._num_sums = 0
+        self._rows: StagingPool | None = None
+        self._sums: StagingPool | None = None
+        self._sums_nbytes = 0
+
+    def _node(self, parts: Sequence[Sequence[int]]) -> Sequence[int]:
+        return next(node for node in parts if self.comm.rank in node)
+
+    @property
+    def ranks(self) -> list[int]:
+        return [self.comm.ranks[rank] for rank in self._order]
+
+    @property
+    def nodes(self) -> list[int]:
+        return [rank % self.outer.world_size for rank in range(self.world_size)]
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    def allocate(self, numel: int, dtype: torch.dtype, *, whole: bool) -> Region:
+        if self.comm.shares_memory:
+            region = self.comm.allocate(numel, dtype, whole=whole)
+            # imagined ranks have no wholes
+            wholes = [region.wholes[r] for r in self._order] if whole and region.wholes else []
+            return self._region(region, [region.shards[r] for r in self._order], wholes, whole)
+        region = self.inner.allocate(numel, dtype, whole=whole)
+        mine: dict[int, Tensor | None] = dict(zip(self._near, region.wholes if whole else region.shards, strict=False))
+        everyone = [mine.get(rank) for rank in range(self.world_size)]
+        return self._region(region, everyone, everyone if whole and region.wholes else [], whole)
+
+    def _region(self, region: Region, shards: list[Tensor | None], wholes: list[Tensor | None], whole: bool) -> Region:
+        if whole:
+            known = wholes or [region.tensor if rank == self.rank else None for rank in range(self.world_size)]
+            shards = [None if each is None else each.view(self.world_size, -1)[rank] for rank, each in enumerate(known)]
+        shards[self.rank] = region.tensor.view(self.world_size, -1)[self.rank] if whole else region.tensor
+        return Region(region.tensor, shards, wholes)
+
+    def allocate_common(self, numel: int, dtype: torch.dtype) -> Region | None:
+        return None
+
+    def _part(self, region: Region, members: list[int]) -> Region:
+        """Return a region with the shards and wholes of `members` only."""
+        part = Region(region.tensor, [region.shards[rank] for rank in members], number=region.number)
+        part.wholes = [region.wholes[rank] for rank in members] if region.wholes else []
+        if region.siblings is not None:
+            others = region.siblings
+            part.siblings = lambda number: self._part(others(number), members)
+        return part
+
+    def reserve(self, number: int, numel: int, dtype: torch.dtype) -> None:
+        nbytes = numel * dtype.itemsize * self.outer.world_size
+        if self.keep and number:
+            if number not in self._secondary:
+                self._secondary[number] = StagingPool(self.inner, self.ledger, nbytes, 1, 1, SECONDARY)
+            return
+        self._rows_nbytes, self._num_rows = max(self._rows_nbytes, nbytes), self._num_rows + 1
+        if self._rows is not None and self._rows.nbytes < nbytes:
+            self._open_rows()
+
+    def reserve_slices(self, numel: int, dtype: torch.dtype) -> None:
+        widest = torch.promote_types(self.sums or dtype, dtype)
+        self.outer.reserve_slices(numel, widest)
+        self.inner.reserve_slices(numel * self.outer.world_size, dtype)
+        self._num_sums += 1
+        self._sums_nbytes = max(self._sums_nbytes, numel * self.outer.world_size * widest.itemsize)
+
+    def needed(self, values: Sequence[Reserved], slices: Sequence[Reserved]) -> int:
+        places = self.outer.world_size
+        rows = [numel * places * dtype.itemsize for numel, dtype in values]
+        summed = [(numel, self.sums or dtype) for numel, dtype in slices]
+        sums = max((numel * places * dtype.itemsize for numel, dtype in summed), default=0)
+        held = sum(rows) if self.keep else _BUFFERS * max(rows, default=0)
+        hops = self.inner.needed([], [(numel * places, dtype) for numel, dtype in slices]) + self.outer.needed([], summed)
+        return held + _BUFFERS * sums + hops
+
+    def open(self) -> None:
+        self.inner.open()
+        self.outer.open()
+        self._open_rows()
+        if self._sums is None:
+            self._sums = StagingPool(self.outer, self.ledger, self._sums_nbytes, *buffers(self._num_sums), passing=True)
+
+    def release(self) -> None:
+        for pool in (self._rows, self._sums, *self._secondary.values()):
+            pool.close() if pool is not None else None
+        for comm in (self.inner, self.outer):
+            comm.release()
+
+    def _open_rows(self) -> None:
+        self._rows.close() if self._rows is not None else None  # collectives under way keep references to their memory
+        self._rows = StagingPool(self.inner, self.ledger, self._rows_nbytes, *buffers(self._num_rows), passing=True)
+
+    def _sums_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        packed = self.inner.packs or self.outer.packs
+        return torch.promote_types(self.sums, dtype) if packed and self.sums is not None else dtype
+
+    def forget(self) -> None:
+        self.inner.forget()
+        self.outer.forget()
+
+    def outdate(self, number: int) -> None:
+        self._held.discard(number)
+
+    def holds(self, number: int) -> bool:
+        return number in self._held
+
+    # -- collectives -----------------------------------------------------------------------------------------
+
+    def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
+        again = kind == "gather again" and self.keep
+        first = Sent() if again else self.outer.volume(kind, numel, self._sums_dtype(dtype) if kind == "reduce" else dtype)
+        second = self.inner.volume(kind, numel * self.outer.world_size, dtype)
+        return Sent(first.inside + second.inside, first.between + second.between)
+
+    def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
+        number = source.number if tag is None else tag
+        numel = full.numel() // self.inner.world_size
+        if number in self._held:
+            rows = self._secondary[number].view(0, numel, full.dtype, whole=False)
+            rows = Region(rows.tensor, rows.shards, number=number)  # no siblings: not a staging buffer
+            return self.inner.gather(full, rows, f"{label} [secondary shard]")
+        pool, slot, rows = self._take_rows(number, numel, full.dtype)
+        first = self.outer.gather(rows.tensor, self._part(source, self._alike), label, tag)
+
+        def inside() -> Work:
+            work = self.inner.gather(full, rows, label, tag=number)
+            if number in self._secondary:
+                self._held.add(number)
+            else:
+                pool.give(slot, work)
+            return work
+
+        return Hops(self.comm, first, inside, self.volume("gather", numel // self.outer.world_size, full.dtype), label)
+
+    def _take_rows(self, number: int, numel: int, dtype: torch.dtype) -> tuple[StagingPool, int, Region]:
+        """Return pool, number and region (numel,) of a buffer for the result of the first hop."""
+        if number in self._secondary:
+            pool = self._secondary[number]
+            rows = pool.take(numel, dtype, whole=False)[1]
+            pool.give(0, None)
+            return pool, 0, rows
+        assert self._rows is not None
+        return self._rows, *self._rows.take(numel, dtype, whole=False)
+
+    def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Work:
+        numel, dtype = out.numel() * self.outer.world_size, self._sums_dtype(source.tensor.dtype)
+        pool = self._sums
+        assert pool is not None
+        slot, sums = pool.take(numel, dtype)
+        share = exact_share(self.inner.world_size)
+        first = self.inner.reduce(
+            self._part(source, self._near), sums.tensor, scale=share, accumulate=False, tag=tag, label=label
+        )
+
+        def between() -> Work:
+            work = self.outer.reduce(sums, out, scale=scale / share, accumulate=accumulate, tag=tag, label=label)
+            pool.give(slot, work)
+            return work
+
+        return Hops(self.comm, first, between, self.volume("reduce", out.numel(), source.tensor.dtype), label)
+
+    def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Work:
+        raise NotImplementedError("two hops sum twice: reduce")
+
+    # -- control ---------------------------------------------------------------------------------------------
+
+    def exchange(self, payload: bytes, label: str) -> list[bytes]:
+        parts = self.comm.exchange(payload, label)
+        return [parts[rank] for rank in self._order]
+
+    def poll(self) -> None:
+        for comm in (self.comm, self.inner, self.outer):
+            comm.poll()
+
+    def announce(self, waiting_for: str | None) -> None:
+        for comm in (self.comm, self.inner):
+            comm.announce(waiting_for)
+
+    @property
+    def failure(self) -> Exception | None:
+        return self.comm.failure or self.inner.failure
+
+    def fail(self, failure: Failure) -> None:
+        for comm in (self.inner, self.comm):
+            comm.fail(failure)
+
+    def leave(self) -> None:
+        for comm in (self.inner, self.comm):
+            comm.leave()
+
+    def close(self) -> None:
+        for comm in (self.inner, self.comm):
+            comm.close()

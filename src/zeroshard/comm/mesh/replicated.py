@@ -1,0 +1,102 @@
+"""Sharding inside groups of ranks that are replicas of each other: HSDP, and MiCS (arXiv 2205.00119, section 3).
+
+    gather   inside the group
+    reduce   whole --inside, sum--> my shard --across, sum of a part--> my part of it --across, gather--> my shard
+
+All groups get the same bits: one rank sums each element over the groups, and its result is copied to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ...memory.ledger import Ledger
+from ...tensor.flat_layout import round_up
+from ..base import Comm, Hops, Region, Reserved, Sent, Work
+from ..pool import StagingPool
+from .hierarchical import buffers, exact_share
+from .wrapper import Wrapper
+
+
+class ReplicatedComm(Wrapper):
+    """Comm of the ranks of one group (`inner`); reductions also sum over `outer`, the ranks of the same index in all groups."""
+
+    def __init__(self, inner: Comm, outer: Comm, ledger: Ledger) -> None:
+        super().__init__(inner)
+        self.outer, self.ledger = outer, ledger
+        self.drains_all = False
+        self.replicas, self.replica = outer.world_size, outer.rank
+        self._sums_nbytes = self._num_sums = 0
+        self._sums: StagingPool | None = None
+
+    def reserve_slices(self, numel: int, dtype: torch.dtype) -> None:
+        part = round_up(numel, self.replicas) // self.replicas
+        self.comm.reserve_slices(numel, dtype)
+        self.outer.reserve_slices(part, dtype)
+        self._num_sums += 1
+        self._sums_nbytes = max(self._sums_nbytes, part * self.replicas * dtype.itemsize)
+
+    def needed(self, values: Sequence[Reserved], slices: Sequence[Reserved]) -> int:
+        parts = [(round_up(numel, self.replicas) // self.replicas, dtype) for numel, dtype in slices]
+        sums = max((numel * self.replicas * dtype.itemsize for numel, dtype in parts), default=0)
+        return buffers(0)[0] * sums + self.comm.needed(values, slices) + self.outer.needed([], parts)
+
+    def open(self) -> None:
+        self.comm.open()
+        self.outer.open()
+        if self._sums is None:
+            self._sums = StagingPool(self.outer, self.ledger, self._sums_nbytes, *buffers(self._num_sums), passing=True)
+
+    def release(self) -> None:
+        self._sums.close() if self._sums is not None else None
+        self.comm.release()
+        self.outer.release()
+
+    def forget(self) -> None:
+        self.comm.forget()
+        self.outer.forget()
+
+    def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
+        inside = self.comm.volume(kind, numel, dtype)
+        if kind != "reduce":
+            return inside
+        part = round_up(numel, self.replicas) // self.replicas
+        across = self.outer.volume("reduce", part, dtype), self.outer.volume("gather", part, dtype)
+        return Sent(*(sum(each) for each in zip(inside, *across, strict=True)))
+
+    def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Work:
+        numel, sent = out.numel(), source.tensor.dtype
+        pool = self._sums
+        assert pool is not None
+        slot, sums = pool.take(round_up(numel, self.replicas), sent)
+        share = exact_share(self.world_size)
+        first = self.comm.reduce(source, sums.tensor[:numel], scale=share, accumulate=False, tag=tag, label=label)
+
+        def across() -> Work:
+            sums.tensor[numel:].zero_()
+            part = sums.shards[self.outer.rank]
+            assert part is not None
+            work = self.outer.reduce(sums, part, scale=scale / share, accumulate=False, tag=tag, label=label)
+            return Hops(self, work, copy, Sent(), label)
+
+        def copy() -> Work:
+            work = self.outer.gather(sums.tensor, sums, label, tag=tag)
+            return Hops(self, work, lambda: fill(work), Sent(), label)
+
+        def fill(work: Work) -> Work:
+            total = sums.tensor[:numel]
+            out.add_(total) if accumulate else out.copy_(total)
+            pool.give(slot, work)
+            return Work()
+
+        return Hops(self, first, across, self.volume("reduce", numel, sent), label)
+
+    def wait_until(self, done: Callable[[], bool], label: str) -> None:
+        self.outer.wait_until(done, label)  # it continues the work of both, and learns of failures on other nodes
+
+    def poll(self) -> None:
+        self.comm.poll()
+        self.outer.poll()

@@ -1,0 +1,231 @@
+"""Tensors in files, of which any flat range can be read, however the elements are spread over files.
+
+    parts(start, out)   yields the ranges of contiguous stored tensors, and the part of `out` that each fills
+    read(start, out)    reads those ranges from the files, at once
+
+checkpoint/bulk_reader.py, which reads many tensors together and keeps some, uses `parts`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...tensor.chunks import Box
+from ...tensor.tiled_parameter import Part
+from .aligned import bytes_of
+
+CHUNK_NBYTES = 16 << 20  # number of bytes read or written, and converted, at a time
+_COMPARED_NUMEL = 1 << 20  # number of elements compared at a time
+Stretch = tuple[Any, int, Tensor]  # (object with `fill`, first of its elements, the part of `out` that they fill)
+
+
+class Bulk(Protocol):
+    """Collects reads, to carry them out together (checkpoint/bulk_reader.py)."""
+
+    def add(self, stored: Any, start: int, out: Tensor) -> None:
+        """Register a read of elements [start, start + n) of a stored tensor into `out` (n,)."""
+
+
+class Stored:
+    """A tensor that is stored in files, in one piece or several."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+        """Yield the stretches where elements [start, start + n) of the flattened tensor are stored, for `out` (n,).
+
+        Raises OSError where the tensor has no such elements: the bytes behind it in a file are another tensor's.
+        """
+        stop = start + out.numel()
+        if not 0 <= start <= stop <= self.numel:
+            where = f"{path}: " if (path := getattr(self, "path", None)) else ""
+            raise OSError(f"{where}expected elements {start} to {stop} of a tensor, it has {self.numel}")
+        yield from self._parts(start, out)
+
+    def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+        """Yield the stretches for `parts`, which has checked the range."""
+        yield self, start, out
+
+    def fill(self, start: int, out: Tensor) -> None:
+        """Fill `out` (n,) with elements from `start` on, converted to its dtype. For stretches of `parts` only."""
+        raise NotImplementedError
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Fill `out` (n,) with elements [start, start + n) of the flattened tensor, converted to its dtype. Raises OSError."""
+        for at, first, place in self.parts(start, out):
+            at.fill(first, place)
+
+    def cut(self, part: Part | None) -> Stored:
+        """Return a part of the tensor (rows, or columns of a matrix) as a stored tensor; None: all of it."""
+        return self if part is None else StoredPart(self, part)
+
+
+@dataclass(frozen=True)
+class StoredTensor(Stored):
+    """A contiguous tensor in a file: bytes [offset, offset + nbytes)."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements in the file, whatever the shape."""
+        return self.nbytes // self.dtype.itemsize
+
+    def fill(self, start: int, out: Tensor) -> None:
+        """Fill `out` (n,) with the elements from number `start` on, converted to its dtype. Raises OSError."""
+        step = max(CHUNK_NBYTES // self.dtype.itemsize, 1)
+        with open(self.path, "rb", buffering=0) as file:
+            for begin in range(0, out.numel(), step):
+                part = out[begin : begin + step]
+                direct = part.dtype == self.dtype and part.device.type == "cpu" and part.is_contiguous()
+                values = part if direct else torch.empty(part.numel(), dtype=self.dtype, device="cpu")
+                self._read(file, start + begin, bytes_of(values))
+                if not direct:
+                    part.copy_(values)
+
+    def _read(self, file: Any, start: int, raw: memoryview) -> None:
+        at = self.offset + start * self.dtype.itemsize
+        while raw:
+            got = os.preadv(file.fileno(), [raw], at)
+            if got == 0:
+                raise OSError(f"{self.path}: expected {len(raw)} more bytes at {at}, got none: truncated file")
+            raw, at = raw[got:], at + got
+
+    def write(self, start: int, source: Tensor) -> None:
+        """Set elements [start, start + n) of the flattened tensor to `source` (n,), on the host, converted to its dtype."""
+        values = source.to(self.dtype).contiguous()
+        raw, offset = bytes_of(values), self.offset + start * self.dtype.itemsize
+        with open(self.path, "r+b", buffering=0) as file:
+            while raw:
+                count = os.pwrite(file.fileno(), raw, offset)
+                raw, offset = raw[count:], offset + count
+
+    def cut(self, part: Part | None) -> StoredTensor | StoredPart:
+        """Return a part of this tensor (rows, or columns of a matrix) as a stored tensor; None: all of it."""
+        if part is None:
+            return self
+        if part.dim != 0 or part.around is not None or part.maps > 1:
+            return StoredPart(self, part)
+        row_nbytes = self.nbytes // max(self.shape[0], 1)
+        nbytes = math.prod(part.extents) * self.dtype.itemsize
+        return StoredTensor(self.path, self.offset + part.start * row_nbytes, nbytes, self.dtype, part.extents)
+
+
+@dataclass(frozen=True)
+class StoredBoxes(Stored):
+    """A tensor stored in boxes.
+
+    stretches: (first element in the flattened tensor, first in the box, count, the stored box), in order.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stretches: list[tuple[int, int, int, Stored]]
+    starts: list[int] = field(repr=False)
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, shape: Sequence[int], boxes: Sequence[tuple[Box, Stored]]) -> StoredBoxes:
+        """Return the tensor that consists of these boxes, each with the place where it is stored."""
+        stretches = [(at, within, count, at_rest) for box, at_rest in boxes for at, within, count in box.rows(shape) if count]
+        stretches.sort(key=lambda stretch: stretch[0])
+        return cls(dtype, tuple(shape), stretches, [stretch[0] for stretch in stretches])
+
+    def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+        """Yield the stretches of each box that has some of the elements. Raises OSError where an element is in no box."""
+        done, number = 0, max(bisect_right(self.starts, start) - 1, 0)
+        while done < out.numel():
+            if number == len(self.stretches):
+                raise OSError(f"elements from {start + done} on are missing")
+            at, within, count, stored = self.stretches[number]
+            skip = start + done - at
+            part = min(count - skip, out.numel() - done)
+            if skip < 0 or part <= 0:
+                raise OSError(f"elements from {start + done} on are missing")
+            yield from stored.parts(within + skip, out[done : done + part])
+            done, number = done + part, number + 1
+
+
+@dataclass(frozen=True)
+class StoredChunks(Stored):
+    """A tensor stored in boxes, whose stretches are computed on first use: columns of a matrix have one for each of its rows."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: list[tuple[Box, StoredTensor]]
+
+    @cached_property
+    def rows(self) -> StoredBoxes:
+        return StoredBoxes.of(self.dtype, self.shape, self.boxes)
+
+    def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+        return self.rows._parts(start, out)
+
+
+@dataclass(frozen=True)
+class StoredPart(Stored):
+    """Rows, or columns of a matrix, or a box, of a stored tensor."""
+
+    whole: Stored
+    part: Part
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.whole.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.part.extents
+
+    def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+        """Yield the stretches of the whole tensor that hold the elements of this part."""
+        for at, first, last in self._stretches(start, start + out.numel()):
+            yield from self.whole.parts(at, out[first - start : last - start])
+
+    def write(self, start: int, source: Tensor) -> None:
+        """Set elements [start, start + n) of this part to `source` (n,)."""
+        assert isinstance(self.whole, StoredTensor)
+        for at, first, last in self._stretches(start, start + source.numel()):
+            self.whole.write(at, source[first - start : last - start])
+
+    def _stretches(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (first element in the whole, [first, last) in this part) of each contiguous stretch of [start, stop)."""
+        flat = self.part.unpacked
+        for at, within, count in flat.box.rows(flat.whole_shape, start, stop):
+            first, last = max(within, start), min(within + count, stop)
+            if first < last:
+                yield at + first - within, first, last
+
+
+def differ(one: Stored, other: Stored, rank: int = 0, ranks: int = 1) -> bool:
+    """Return whether two stored tensors differ in value, within the share of one rank. False for tensors of different shapes."""
+    if one is other or one == other or one.shape != other.shape:
+        return False
+    numel = math.prod(one.shape)
+    for start in range(numel * rank // ranks, numel * (rank + 1) // ranks, _COMPARED_NUMEL):
+        count = min(_COMPARED_NUMEL, numel * (rank + 1) // ranks - start)
+        values = [torch.empty(count, dtype=one.dtype, device="cpu") for _ in range(2)]
+        one.read(start, values[0])
+        other.read(start, values[1])
+        if not torch.equal(*values) and bytes_of(values[0]) != bytes_of(values[1]):  # compare bytes, too: NaN != NaN
+            return True
+    return False

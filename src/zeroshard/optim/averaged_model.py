@@ -1,0 +1,210 @@
+"""`zs.ema`: an exponential moving average of a model's parameters, sharded as the masters are.
+
+    step 1       average = parameters
+    later        average = decay average + (1 - decay) parameters        after each step that was not skipped
+
+Each rank keeps one fp32 value for each element of its shard (at every stage), on the tier of the optimizer's states. Masters
+are averaged where there are any, else the parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import Tier
+from ..errors import ConfigError, ModelClosed, ZeroshardError
+from ..memory.ledger import AVERAGES
+from ..offload.storage import Rest
+from ..zero.idle import check_idle
+from ..zero.runtime import Runtime, runtime_of
+from ..zero.tensor_stream import full_tensors
+from ..zero.unit import ParamGroup
+
+_CHUNK_NUMEL = 4 << 20  # elements copied at a time if source or target is offloaded
+
+
+def ema(model: nn.Module, decay: float = 0.999) -> AveragedModel:
+    """Average a sharded model's trained parameters after each optimizer step (not collective).
+
+    Args:
+        decay: 0 to 1, the weight of the average so far. `AveragedModel.decay` may be changed between steps.
+
+    The numbers are those of torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn(decay) in one process. The average
+    takes 4 bytes for each element of the shard. `extra={"ema": average}` saves and loads it in slices, at any stage and number of
+    ranks.
+
+    Raises:
+        ConfigError: decay is no such number.
+        ZeroshardError: the model is not sharded, or has no optimizer.
+    """
+    runtime = runtime_of(model)
+    if isinstance(decay, bool) or not isinstance(decay, Real) or not 0.0 <= decay <= 1.0:
+        raise ConfigError(f"zs.ema: decay: expected a number between 0 and 1, got {decay!r}.")
+    if runtime.optimizer is None:
+        raise ZeroshardError("zs.ema: this model was sharded without an optimizer, so that no step would be averaged.")
+    return AveragedModel(model, runtime, float(decay))
+
+
+class AveragedModel:
+    """The average of one model's parameters, as `zs.ema` makes it; `updates` counts the steps that are in it."""
+
+    def __init__(self, model: nn.Module, runtime: Runtime, decay: float) -> None:
+        """Called by `ema`, which documents and checks the arguments."""
+        runtime.attendance.refuse("zs.ema")
+        runtime.moved.check()
+        self.model, self.runtime, self.decay, self.updates = model, runtime, decay, 0
+        self._shards: list[tuple[ParamGroup, Rest]] = []
+        for group in (group for group in runtime.groups if group.trainable):
+            dtype = torch.promote_types(_source(group)[0].dtype, torch.float32)
+            rest = runtime.tiers.rest(AVERAGES, group.offload, group.layout.shard_numel, dtype)
+            group.averages.append(rest)
+            self._shards.append((group, rest))
+        self._aside: dict[int, Rest] = {}  # id of a group -> copy of its values, inside `swapped`
+        self._take(None)
+        runtime.optimizer.core.after_step.append(self._follow)
+
+    def _follow(self) -> None:
+        self._take(self.decay if self.updates else None)
+        self.updates += 1
+
+    @torch.no_grad()
+    def _take(self, decay: float | None) -> None:
+        """Add the present parameters to the average with weight 1 - decay; set the average to them if decay is None."""
+        core = self.runtime.optimizer.core
+        self.runtime.gate.wait()
+        for group, average in self._shards:
+            core.refresh_masters(group)
+            source, first = _source(group)
+            for start, stop in _chunks(average, source):
+                if average.resident:
+                    mine, given = average.load(start, stop), source.load(first + start, first + stop)
+                else:
+                    mine, given = average.host(start, stop), source.host(first + start, first + stop)
+                mine.copy_(given) if decay is None else mine.lerp_(given.to(mine.dtype), 1 - decay)
+                if not average.resident and average.view(start, stop) is None:
+                    average.write(start, mine).wait()
+
+    # -- use ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def swapped(self, model: nn.Module | None = None) -> Iterator[nn.Module]:
+        """Inside the context the model computes with the average, rounded to the parameters' dtype, on all ranks (collective).
+
+        It serves evaluation, `zs.full_state_dict` and `zs.stream_full_tensors`; everything else raises. Afterwards the parameters
+        are the same bits as before. Meanwhile a copy of the shard of parameters is kept where the average rests.
+        """
+        if model is not None and model is not self.model:
+            raise ConfigError("AveragedModel.swapped: expected the model of which this is the average.")
+        self._check("AveragedModel.swapped")
+        self.runtime.gate.wait()
+        self._exchange(self._lend)
+        self.runtime.moved.lent = "AveragedModel.swapped()"
+        try:
+            yield self.model
+        finally:
+            self.runtime.moved.lent = ""
+            self._exchange(self._give_back)
+
+    @torch.no_grad()
+    def _exchange(self, write: Any) -> None:
+        """Write this rank's shards of all groups by `write(group, average)`; gather replicated parameters again (collective)."""
+        runtime, groups = self.runtime, [group for group, _ in self._shards]
+        runtime.recover()
+        runtime.settle()
+        runtime.comm.exchange(b"", "AveragedModel.swapped")  # no rank reads shards any more
+        runtime.comm.fence_write(synchronised=True)
+        for group, average in self._shards:
+            write(group, average)
+            group.mark_written()
+        works = [group.values.gather() for group in groups if not group.values.sharded]
+        for work in works:
+            work.wait()
+        if works:
+            runtime.comm.exchange(b"", "averaged parameters gathered")
+        runtime.comm.fence_read()
+
+    def _lend(self, group: ParamGroup, average: Rest) -> None:
+        """Copy the values of a group to its place in `_aside`, and then the average into the values."""
+        values, tiers = group.values.rest, self.runtime.tiers
+        if id(group) not in self._aside:
+            self._aside[id(group)] = tiers.place(group.offload, values.numel, values.dtype)
+            tiers.ledger.enter(AVERAGES, values.nbytes, group.offload.tier)
+        _copy(values, self._aside[id(group)])
+        _copy(average, values)
+
+    def _give_back(self, group: ParamGroup, average: Rest) -> None:
+        """Copy the values of a group back from `_aside`. Free memory there; keep a place on disk for the next time."""
+        aside = self._aside[id(group)]
+        _copy(aside, group.values.rest)
+        if group.offload.tier is not Tier.DISK:
+            self.runtime.tiers.ledger.strike(AVERAGES, aside.nbytes, group.offload.tier)
+            del self._aside[id(group)]
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the model's state dict with whole averages, in the dtype in which they are kept, on every rank (collective).
+
+        Frozen parameters and buffers have the model's values.
+        """
+        self._check("AveragedModel.full_state_dict")
+        kept = {id(group): rest for group, rest in self._shards}
+        return full_tensors(self.model, lambda group: kept.get(id(group), group.values.rest))
+
+    def close(self) -> None:
+        """Stop following steps. The memory is freed with the model's, by zs.close."""
+        follow = self.runtime.optimizer.core.after_step
+        if self._follow in follow:
+            follow.remove(self._follow)
+
+    def _check(self, verb: str) -> None:
+        if self.runtime.closed:
+            raise ModelClosed(f"{verb}: the model was closed with zs.close(), and its averages with it.")
+        check_idle(self.runtime, verb)
+
+    # -- in checkpoints: see checkpoint/user_state.py ----------------------------------------------------------
+
+    def slices(self, model: nn.Module) -> list[tuple[ParamGroup, Rest]]:
+        """Return the average of each group's shard. Raise ConfigError if this is the average of another model."""
+        if model is not self.model:
+            raise ConfigError("extra: an average of another model: expected that of the model that is saved or loaded.")
+        return self._shards
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return decay and updates; checkpoints hold the averages themselves by slices."""
+        return {"decay": self.decay, "updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the number of updates; the decay stays that of this object."""
+        self.updates = int(state["updates"])
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise ZeroshardError(
+            "an average of a sharded model can not be pickled: zs.save(..., extra={'ema': average}), or full_state_dict()."
+        )
+
+
+def _source(group: ParamGroup) -> tuple[Rest, int]:
+    """Return the resting place of a group's masters, else values, and the first element of this rank's shard in it."""
+    if group.master is None:
+        return group.values.rest, 0
+    shard_numel = group.layout.shard_numel
+    return group.master, group.comm.rank * shard_numel if group.master.numel != shard_numel else 0
+
+
+def _copy(source: Rest, target: Rest) -> None:
+    """Copy `source` to `target`, rounded to its dtype."""
+    for start, stop in _chunks(target, source):
+        values = source.load(start, stop)
+        target.store(start, values if target.resident else values.to(target.dtype))
+
+
+def _chunks(target: Rest, source: Rest) -> Iterator[tuple[int, int]]:
+    """Yield ranges [start, stop) of `target`: one if both rest on the device, else chunks of _CHUNK_NUMEL elements."""
+    step = max(target.numel, 1) if target.resident and source.resident else _CHUNK_NUMEL
+    for start in range(0, target.numel, step):
+        yield start, min(start + step, target.numel)

@@ -1,0 +1,192 @@
+"""Probes: measure this machine's rates of stepping, disk reads and writes, and copies, under the conditions of a step.
+
+All ranks measure at the same time, since they share cores, memory and disks. The disk gets reads and writes in the step's
+proportion, over blocks that have been written before, first alone and then while the host steps. The host steps tensors of its
+own, with the arithmetic of the model's optimizer.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ...config import Tier
+from ...memory.io.aligned import empty_aligned
+from ...memory.io.async_file import Engine, File, Handle, open_file
+from ...offload.gradient_offload import NarrowRest
+from ...offload.storage import Tiers
+from ...optim.cpu_kernels import TEAM_CHUNK_NUMEL, Kernel, step_stretch, stepping_threads
+from ...optim.inner_optimizer import inner_copy
+from ...optim.offloaded_step import HostStepper, Job
+from ...optim.segments import Run
+from ...optim.sharded_optimizer import OptimizerCore
+
+_PROBE_S = 0.4
+_NUMEL = 1 << 22  # parameters that are stepped: with their states, more than caches hold
+_CHUNK_NUMEL = 1 << 18  # stretch that the optimizer's own class steps, as in optim/offloaded_step.py
+_STRETCH_NUMEL = 1 << 20  # stretch that a kernel steps between two polls of the disk (or two chunks for each thread)
+_BLOCK_NBYTES, _BLOCKS = 8 << 20, 4  # size of a block; blocks in each half of the file
+_DEPTH = 12  # requests in flight: about as many bytes as a step's buffers hold
+
+
+class Rehearsal:
+    """Rehearsal of one run's step on zeros, with its group's options and the threads that will do it; `advance` does a stretch.
+
+    host: the stepper, if the run's states are offloaded. threads: number of threads of each step.
+    """
+
+    def __init__(self, core: OptimizerCore, run: Run, options: dict, accumulate: int = 1) -> None:
+        """options: those of the run's optimizer group. accumulate: number of backwards in a step."""
+        self.inner, self.options = inner_copy(core.inner), dict(options)
+        stepped, values, grads = run.group.masters.stepped, run.group.values, run.group.gradients
+        numel = min(_NUMEL, max(run.numel, 1 << 16))
+        self.param = torch.zeros(numel, dtype=stepped.dtype, device="cpu")
+        # a gradient of a single backward is not added to anything, and keeps the dtype in which it was sent
+        narrow = grads.rest.narrow.dtype if isinstance(grads.rest, NarrowRest) and accumulate == 1 else grads.dtype
+        self.grad = torch.full((numel,), 1e-3, dtype=narrow, device="cpu")
+        clips = core.runtime.config.max_grad_norm is not None or core.runtime.progress.scaler is not None
+        self.factor = 0.5 if clips and grads.departure is not None else 1.0
+        self.out = torch.zeros(numel, dtype=values.dtype, device="cpu") if stepped is not values.rest else None
+        self.host: HostStepper | None = core.host if run.tensor is None else None
+        self.threads = torch.get_num_threads() if self.host is None else self.host.threads
+        self.kernel: Kernel | None = None
+        self.chunk = _CHUNK_NUMEL
+        if self.host is not None:
+            job = Job(run, self.options, {}, grads.rest)
+            self.kernel = self.host.kernel(job)
+            if self.kernel is not None:
+                self.chunk = min(self.host.slab_numel(job), max(_STRETCH_NUMEL, 2 * self.threads * TEAM_CHUNK_NUMEL))
+        self.columns: dict[str, Tensor] = {}
+        self.scalars: dict = {}
+        self._parts = self._cycle(numel)
+        for _ in range(0, numel, self.chunk):
+            self.advance()  # makes the states and touches their pages
+
+    def _cycle(self, numel: int) -> Iterator[slice]:
+        while True:
+            for start in range(0, numel, self.chunk):
+                yield slice(start, min(start + self.chunk, numel))
+
+    @torch.no_grad()
+    def advance(self) -> int:
+        """Step the next stretch. Return its number of parameters."""
+        # it uses the scratch memory and threads of the host's step, and so must not run at the same time
+        with stepping_threads(self.threads), nullcontext() if self.host is None else self.host.turn:
+            return self._advance()
+
+    def _advance(self) -> int:
+        part = next(self._parts)
+        param, grad = self.param[part], self.grad[part]
+        out = None if self.out is None else self.out[part]
+        state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.scalars.items()}
+        state |= {name: column[part] for name, column in self.columns.items()}
+        if self.kernel is not None:
+            assert self.host is not None
+            step_stretch(
+                self.kernel, param, grad, state, self.options,
+                scale=self.factor, out=out, scratch=self.host.scratch, team=self.host.team,
+            )  # fmt: skip
+        else:
+            state = self._step_class(param, grad, state)
+            if out is not None:
+                out.copy_(param)
+        if not self.scalars and not self.columns:
+            self._keep(state, param)
+        return param.numel()
+
+    def _step_class(self, param: Tensor, grad: Tensor, state: dict) -> dict:
+        leaf = nn.Parameter(param)
+        leaf.grad = grad.to(param.dtype) if self.factor == 1.0 else grad.to(param.dtype) * self.factor
+        self.inner.param_groups = [{**self.options, "params": [leaf]}]
+        self.inner.state = defaultdict(dict, {leaf: state} if state else {})
+        self.inner.step()
+        return self.inner.state[leaf]
+
+    def _keep(self, state: dict, param: Tensor) -> None:
+        """Make columns with the names and dtypes of the states that the first step made, and keep its scalars."""
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == param.shape and value.dim():
+                self.columns[name] = torch.zeros(self.param.numel(), dtype=value.dtype, device="cpu")
+            else:
+                self.scalars[name] = value
+
+
+def step_rate(rehearsal: Rehearsal) -> float:
+    """Measure the parameters per second of the host's step."""
+    begin, numel = time.perf_counter(), 0
+    while numel == 0 or time.perf_counter() - begin < _PROBE_S:
+        numel += rehearsal.advance()
+    return numel / (time.perf_counter() - begin)
+
+
+class DiskProbe:
+    """A file that is read in one half and written in the other; `read_share` of the bytes are reads."""
+
+    def __init__(self, folder: str | os.PathLike, read_share: float) -> None:
+        self.read_share = read_share
+        name = Path(folder) / f".zeroshard-probe-{os.getpid()}-{secrets.token_hex(4)}"
+        self.engine = Engine()
+        self.file: File = open_file(name, 2 * _BLOCKS * _BLOCK_NBYTES, create=True)
+        os.unlink(name)
+        self.target = empty_aligned(_BLOCK_NBYTES)  # all reads go here; the data is not used
+        self.source = empty_aligned(_BLOCK_NBYTES).random_(0, 256, generator=torch.Generator())  # disks may skip zeros
+        self._count = self._reads = 0
+        first = [self.engine.write(self.file, block * _BLOCK_NBYTES, self.source) for block in range(2 * _BLOCKS)]
+        for handle in first:  # so that the measured writes overwrite blocks, as those of steps do
+            handle.wait()
+
+    def _request(self) -> Handle:
+        """Start the next read or write, of blocks in turn."""
+        self._count += 1
+        if self._reads < self._count * self.read_share:
+            self._reads += 1
+            return self.engine.read(self.file, self._reads % _BLOCKS * _BLOCK_NBYTES, self.target)
+        block = _BLOCKS + (self._count - self._reads) % _BLOCKS
+        return self.engine.write(self.file, block * _BLOCK_NBYTES, self.source)
+
+    def rates(self, beside: Callable[[], int] | None) -> tuple[float, float]:
+        """Measure the bytes per second, and the sum per second of what `beside` returns when called repeatedly meanwhile."""
+        flight = deque(self._request() for _ in range(_DEPTH))
+        moved = counted = 0
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < _PROBE_S or not moved:
+            if beside is not None:
+                counted += beside()
+            else:
+                flight[0].wait()
+            while flight[0].done():
+                flight.popleft().wait()  # raises if the request failed
+                moved += _BLOCK_NBYTES
+                flight.append(self._request())
+        elapsed = time.perf_counter() - begin
+        for handle in flight:
+            handle.wait()
+        return moved / elapsed, counted / elapsed
+
+    def close(self) -> None:
+        """Close the file, which has no name any more."""
+        self.engine.close()
+        self.file.close()
+
+
+def copy_rates(tiers: Tiers, nbytes: int = 64 << 20) -> tuple[float, float]:
+    """Measure the bytes per second from the device to pinned host memory and back."""
+    host, device = tiers.host_buffer(nbytes), tiers.device_buffer(nbytes)
+    rates = []
+    for target, source in ((host, device), (device, host)):
+        ends = (Tier.DEVICE, Tier.HOST) if source is device else (Tier.HOST, Tier.DEVICE)
+        for _ in range(2):  # the first one warms up
+            begin = time.perf_counter()
+            tiers.copy(target, source, *ends).wait()
+            seconds = time.perf_counter() - begin
+        rates.append(nbytes / max(seconds, 1e-9))
+        tiers.ledger.move(*ends, -2 * nbytes)  # a probe is no traffic of the model
+    return rates[0], rates[1]

@@ -1,0 +1,282 @@
+"""The report: measured bytes per rank by category and bytes sent, and the closed formulas of the stage.
+
+Formulas (ZeRO, arXiv 1910.02054, sections 5 and 7; N ranks, Psi parameters, p bytes per parameter, g bytes per gradient):
+
+    parameters        p Psi, sharded p Psi / N
+    gradients         g Psi, sharded g Psi / N
+    optimizer states  K Psi, sharded K Psi / N        K: bytes of fp32 masters (4), if there are any, and of moments
+    sent per step     stages 0, 1, 2: 2 Psi (N-1)/N elements; stage 3: 3 Psi (N-1)/N
+                      with two hops, groups or quantization: docs/learn/network.md
+    moved per step    between tiers, of every state that rests on another tier, for Psi / N elements: parameters 2 p for
+                      gathers, and p when the step writes them; gradients g out and in; states and masters K in and out
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import nn
+
+from ...comm.base import Comm, Sent
+from ...config import PRECISIONS, Placement, Tier
+from ...memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, RESIDUALS, SECONDARY, STAGING, Traffic
+from ...zero.runtime import Runtime, runtime_of
+from ...zero.unit import ParamGroup
+
+STATES = (PARAMETERS, GRADIENTS, OPTIMIZER)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What this rank holds and has sent. All sizes are bytes; `print` shows them as a table (docs/start/report.md explains it).
+
+    Attributes:
+        at_rest: held now, by model state.
+        formula: what the stage should leave on a rank, by model state.
+        ddp: what plain data parallelism keeps on a rank, by model state.
+        peak: the most that the device has held so far, by category.
+        elsewhere: what of `at_rest`, and of staging, is on the host or on disk.
+        moved: copied between tiers so far, by link, without what was read ahead for the next step.
+        theory_moved_per_step: what one backward and step move, by link and by formula.
+        communication: number and bytes of the collectives so far, by kind.
+        theory_nbytes_per_step: what this rank sends in a step, by formula.
+        measured_nbytes_per_step: what this rank has sent in a step.
+        theory_between_nbytes_per_step: the part of it that goes to other nodes, by formula.
+        measured_between_nbytes_per_step: the part of it that went to other nodes.
+        secondary: secondary shards (hpZ).
+        lost: what packing gradients has lost and error feedback keeps.
+        compression_errors: relative error of what was packed, by unit, when it was last looked at.
+        numbers: the dtypes of the parameters.
+        deviations: sentences on options that have no effect in this run.
+    """
+
+    stage: int
+    world_size: int
+    rank: int
+    num_parameters: int
+    precision: str
+    at_rest: dict[str, int]
+    formula: dict[str, int]
+    ddp: dict[str, int]
+    peak: dict[str, int]
+    elsewhere: dict[str, dict[str, int]]
+    moved: dict[str, int]
+    theory_moved_per_step: dict[str, int]
+    communication: dict[str, Traffic]
+    steps: int
+    theory_nbytes_per_step: int
+    measured_nbytes_per_step: int
+    theory_between_nbytes_per_step: int
+    measured_between_nbytes_per_step: int
+    secondary: int
+    lost: int
+    compression_errors: dict[str, float]
+    units: int
+    numbers: str
+    deviations: tuple[str, ...]
+
+    def to_dict(self) -> dict:
+        """Return the fields in types that JSON has."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        head = (
+            f"stage {self.stage}, rank {self.rank} of {self.world_size}, {self.numbers}, "
+            f"{self.num_parameters:,} parameters in {self.units} units, {self.steps} steps"
+        )
+        lines = [head, f"{'bytes per rank':<20}{'measured':>16}{'formula':>16}{'plain DDP':>16}"]
+        lines += [f"{name:<20}{self.at_rest[name]:>16,}{self.formula[name]:>16,}{self.ddp[name]:>16,}" for name in STATES]
+        totals = [sum(part.values()) for part in (self.at_rest, self.formula, self.ddp)]
+        lines.append(f"{'total':<20}{totals[0]:>16,}{totals[1]:>16,}{totals[2]:>16,}")
+        lines += [f"peak {name}: {nbytes:,}" for name, nbytes in self.peak.items() if nbytes]
+        for tier, held in self.elsewhere.items():
+            lines.append(f"on {tier}: " + ", ".join(f"{name} {nbytes:,}" for name, nbytes in held.items()))
+        for link, nbytes in self.moved.items():
+            theory = self.theory_moved_per_step.get(link, 0)
+            lines.append(f"moved {link} per step: {nbytes // max(self.steps, 1):,} bytes (theory {theory:,})")
+        for kind, t in self.communication.items():
+            lines.append(f"{kind}: {t.count} times in {len(t.units)} units, {t.nbytes:,} bytes sent")
+        lines.append(f"sent per step: {self.measured_nbytes_per_step:,} bytes (theory {self.theory_nbytes_per_step:,})")
+        if self.theory_between_nbytes_per_step:
+            measured, theory = self.measured_between_nbytes_per_step, self.theory_between_nbytes_per_step
+            lines.append(f"of them between nodes: {measured:,} bytes (theory {theory:,})")
+        held = {"secondary shards": self.secondary, "kept for error feedback": self.lost}
+        lines += [f"{name}: {nbytes:,} bytes" for name, nbytes in held.items() if nbytes]
+        worst = sorted(self.compression_errors.items(), key=lambda item: -item[1])[:3]
+        lines += [f"changed by packing: {error:.2%} of {unit}" for unit, error in worst]
+        lines += [f"note: {message}" for message in self.deviations]
+        return "\n".join(lines)
+
+
+def report(model: nn.Module) -> Report:
+    """Return the report of a sharded model on this rank (not collective)."""
+    runtime = runtime_of(model)
+    ledger, world = runtime.ledger, runtime.comm.world_size
+    elsewhere = {tier.value: {name: nbytes for name, nbytes in held.items() if nbytes} for tier, held in ledger.elsewhere.items()}
+    states = {name: ledger.now[name] + sum(held.get(name, 0) for held in elsewhere.values())
+              for name in (PARAMETERS, GRADIENTS, OPTIMIZER, MASTERS)}  # fmt: skip
+    states[OPTIMIZER] += states.pop(MASTERS)
+    sent, between = (sum(getattr(t, name) for t in ledger.traffic.values()) for name in ("nbytes", "between"))
+    theory, steps = theory_sent_per_step(runtime), max(runtime.progress.steps, 1)
+    return Report(
+        stage=runtime.config.stage,
+        world_size=world,
+        rank=runtime.comm.rank,
+        num_parameters=sum(group.layout.true_numel for group in runtime.groups),
+        precision=runtime.config.precision,
+        at_rest=states,
+        formula=_formula(runtime, sharded=True),
+        ddp=_formula(runtime, sharded=False),
+        peak={name: ledger.peak[name] for name in (GATHERED, STAGING, PARTIAL)},
+        elsewhere={tier: held for tier, held in elsewhere.items() if held},
+        moved={f"{source.value} -> {target.value}": nbytes for (source, target), nbytes in ledger.used().items()},
+        theory_moved_per_step=theory_moved_per_step(runtime),
+        communication={kind: replace(t, units=dict(t.units)) for kind, t in ledger.traffic.items()},
+        steps=runtime.progress.steps,
+        theory_nbytes_per_step=sum(theory),
+        measured_nbytes_per_step=sent // steps,
+        theory_between_nbytes_per_step=theory.between,
+        measured_between_nbytes_per_step=between // steps,
+        secondary=ledger.now[SECONDARY],
+        lost=ledger.now[RESIDUALS],
+        compression_errors=dict(runtime.topology.errors.found),
+        units=len(runtime.units),
+        numbers=_numbers(runtime),
+        deviations=tuple(runtime.messages),
+    )
+
+
+def _numbers(runtime: Runtime) -> str:
+    """Describe the parameters' dtypes, as "bf16 and fp32", the most frequent first (precision="fp32" keeps a model's own)."""
+    numels: dict[str, int] = {}
+    known = {dtype: name for name, dtype in PRECISIONS.items()}
+    for group in runtime.groups:
+        name = known.get(group.values.dtype, str(group.values.dtype).removeprefix("torch."))
+        numels[name] = numels.get(name, 0) + group.layout.true_numel
+    names = " and ".join(sorted(numels, key=lambda name: -numels[name]))
+    given = " as the model was given" if runtime.config.precision == "fp32" and names != "fp32" else ""
+    low = any(g.trainable and g.master is None and g.values.dtype.itemsize < 4 for g in runtime.groups)
+    return f"{names}{given}{', without fp32 masters' if low and runtime.optimizer is not None else ''}"
+
+
+def _formula(runtime: Runtime, sharded: bool) -> dict[str, int]:
+    """Return bytes by model state, by the stage's formula (sharded=False: with everything replicated)."""
+    row, world = runtime.config.row, runtime.shards.world_size
+
+    def held(placement: Placement, nbytes: int) -> int:
+        return -(-nbytes // world) if sharded and placement is Placement.SHARDED else nbytes
+
+    moments = _moments_per_element(runtime)
+    totals = dict.fromkeys(STATES, 0)
+    for group in runtime.groups:
+        numel = group.layout.true_numel
+        totals[PARAMETERS] += held(
+            row.parameter if group.values.sharded else Placement.REPLICATED, numel * group.values.full.itemsize
+        )
+        if group.grads is not None:
+            totals[GRADIENTS] += held(row.gradient, numel * group.grads.dtype.itemsize)
+            master = 4 if group.master is not None else 0
+            totals[OPTIMIZER] += held(row.optimizer, int(numel * (master + moments)))
+    return totals
+
+
+def _moments_per_element(runtime: Runtime) -> float:
+    """Return the bytes of optimizer moments per stepped element, from the states that exist (0 before the first step)."""
+    if runtime.optimizer is None:
+        return 0.0
+    for tensor, state in runtime.optimizer.core.inner.state.items():
+        like = [v for v in state.values() if getattr(v, "shape", None) == tensor.shape]
+        return float(sum(v.element_size() for v in like))
+    for group in runtime.groups:
+        if group.columns:
+            return float(sum(column.dtype.itemsize for column in group.columns.values()))
+    return 0.0
+
+
+def theory_sent_per_step(runtime: Runtime) -> Sent:
+    """Return the bytes that one rank sends in a step of one backward, by formula (frozen parameters: gathers only)."""
+    row, total = runtime.config.row, Sent()
+
+    def add(comm: Comm, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> None:
+        nonlocal total
+        shard_numel = -(-numel // comm.world_size)
+        volume = comm.reduction_volume(tag, shard_numel, dtype) if kind == "reduce" else comm.volume(kind, shard_numel, dtype)
+        total = Sent(total.inside + volume.inside, total.between + volume.between)
+
+    for group in runtime.groups:
+        numel, values, grads = group.layout.true_numel, group.values, group.grads
+        if values.sharded:
+            add(values.comm, "gather", numel, values.dtype)
+            add(values.comm, "gather again", numel, values.dtype)
+        elif row.optimizer is Placement.SHARDED and grads is not None:
+            add(values.comm, "gather", numel, values.dtype)
+        if grads is not None:
+            add(grads.comm, "reduce", numel, grads.send_dtype, grads.tag)
+            if row.gradient is Placement.REPLICATED:
+                add(grads.comm, "gather", numel, grads.dtype)
+    return total
+
+
+def theory_nbytes_per_step(runtime: Runtime) -> int:
+    """Return the total of `theory_sent_per_step`, inside and between nodes."""
+    return sum(theory_sent_per_step(runtime))
+
+
+Link = tuple[Tier, Tier]  # from, to
+
+
+def theory_moved_per_step(runtime: Runtime) -> dict[str, int]:
+    """Return the bytes that one rank moves between tiers in a step of one backward, by link, by formula."""
+    totals: dict[str, int] = {}
+    for group in runtime.groups:
+        numel = -(-group.layout.true_numel // runtime.shards.world_size)
+        for moved in (pass_itemsizes(runtime, group), step_itemsizes(runtime, group)):
+            for (source, target), itemsize in moved.items():
+                link = f"{source.value} -> {target.value}"
+                totals[link] = totals.get(link, 0) + numel * itemsize
+    return totals
+
+
+def pass_itemsizes(runtime: Runtime, group: ParamGroup) -> dict[Link, int]:
+    """Return the bytes per element of the shard that one forward and backward move, by link."""
+    moved: dict[Link, int] = {}
+    if group.values.staged:
+        _move(moved, runtime, group.values.tier, Tier.DEVICE, 2 * group.values.dtype.itemsize)
+    if group.grads is not None and group.grads.departure is not None:
+        tier, departure = group.grads.rest.tier, group.grads.departure
+        if runtime.tiers.separate:
+            _move(moved, runtime, Tier.DEVICE, Tier.HOST, departure.dtype.itemsize)
+        _move(moved, runtime, Tier.HOST, tier, group.grads.dtype.itemsize)
+    return moved
+
+
+def step_itemsizes(runtime: Runtime, group: ParamGroup) -> dict[Link, int]:
+    """Return the bytes per element of the shard that optimizer.step() moves, by link."""
+    moved: dict[Link, int] = {}
+    if group.grads is None or runtime.optimizer is None:
+        return moved
+    values, gradient = group.values.rest, group.grads.rest
+    stepped = group.masters.stepped
+    here = Tier.DEVICE if group.offload.tier is Tier.DEVICE else Tier.HOST  # the tier that steps it
+    states = sum(column.dtype.itemsize for column in group.columns.values()) or 2 * 4  # before the first step: as Adam
+    if group.offload.tier is Tier.DISK:
+        _move(moved, runtime, Tier.DISK, here, states)
+        _move(moved, runtime, here, Tier.DISK, states)
+    _move(moved, runtime, gradient.tier, here, gradient.dtype.itemsize)
+    _move(moved, runtime, stepped.tier, here, stepped.dtype.itemsize)
+    _move(moved, runtime, here, stepped.tier, stepped.dtype.itemsize)
+    if stepped is not values:
+        _move(moved, runtime, here, values.tier, values.dtype.itemsize)
+    return moved
+
+
+def _move(moved: dict[Link, int], runtime: Runtime, source: Tier, target: Tier, itemsize: int) -> None:
+    """Count a transfer on each link between two tiers. On a CPU, where device and host are one memory, they have no link."""
+    path = [Tier.DEVICE, Tier.HOST, Tier.DISK]
+    begin, end = path.index(source), path.index(target)
+    step = 1 if begin < end else -1
+    for hop in range(begin, end, step):
+        link = (path[hop], path[hop + step])
+        if runtime.tiers.separate or Tier.DISK in link:
+            moved[link] = moved.get(link, 0) + itemsize

@@ -1,0 +1,135 @@
+"""Changes of a run that may make it fit, by kind, and the options of the command that say them.
+
+    mesh, ranks -> stage, tiers -> sequences at a time -> activation checkpointing -> units -> what nodes keep
+
+A change of several kinds is made in this order: what is there to choose from depends on those before. Only what applies is offered.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...config import Tier
+from ..request import FLAGS, Request
+from ..search.requested import CHECKPOINTING, layout_of
+from ..search.search import TIERS
+
+_TIMES = (2, 4, 8, 16)
+_FIELDS = ("axes", "rows", "checkpointing")  # of a request, beside its options
+_DEVICES = {Tier.HOST: "cpu", Tier.DISK: "nvme"}
+
+
+def _meshes(request: Request) -> Iterator[Request]:
+    """The same ranks over tp and pp, which leaves the sequences of a step; then more ranks of dp, which add some."""
+    axes, source = request.axes, request.source
+    for tp, pp in itertools.product((1, *_TIMES), repeat=2):
+        whole = axes["tp"] * tp, axes["pp"] * pp
+        # two blocks a stage, or more
+        if tp * pp == 1 or axes["dp"] % (tp * pp) or (pp > 1 and 2 * whole[1] > (source.shape.layers or 0)):
+            continue
+        heads = source.shape.heads if source.config is not None else None  # of others formulas know nothing
+        if tp > 1 and (not heads or heads % whole[0] or source.vocab % whole[0] or whole[0] > request.ranks_of_node):
+            continue
+        mesh = {"pp": whole[1], "dp": axes["dp"] // tp // pp, "tp": whole[0]}
+        yield replace(request, axes=mesh, micro_batches=request.micro_batches * tp * pp)
+    for times in _TIMES:
+        yield replace(request, axes={**axes, "dp": times * axes["dp"]})
+
+
+def _states(request: Request) -> Iterator[Request]:
+    """Higher stages of ZeRO, and states further away. Stages 1 and 2 send what plain data parallelism sends, stage 3 half as much again."""
+    given = layout_of(request)
+    order, now = list(Tier), (given.optimizer, given.gradient, given.parameter)
+    for stage, choices in TIERS.items():
+        for tiers in choices:
+            nearer = any(order.index(new) < order.index(old) for new, old in zip(tiers, now, strict=True))
+            useless = not given.separate and Tier.HOST in tiers[::2]
+            if (
+                stage < given.stage
+                or nearer
+                or useless
+                or (given.dp == 1 and tiers == now)
+                or (stage, *tiers) == (given.stage, *now)
+            ):
+                continue
+            names = ("offload_optimizer", "offload_gradient", "offload_param")
+            moved = {name: tier for name, tier, old in zip(names, tiers, now, strict=True) if tier is not old}
+            if tiers[1] is Tier.HOST and stage > 1:  # as is usual with an optimizer that is not on the device
+                moved.pop("offload_gradient", None)
+            path = {"offload_path": request.options.get("offload_path") or "."} if Tier.DISK in moved.values() else {}
+            yield _with(request, stage=stage, **{name: _DEVICES[tier] for name, tier in moved.items()}, **path)
+
+
+def _rows(request: Request) -> Iterator[Request]:
+    """Fewer sequences at a time, more often: the same step."""
+    halves = (request.rows >> times for times in range(1, request.rows.bit_length()))
+    for rows in (each for each in halves if request.rows % each == 0):
+        yield replace(request, rows=rows, micro_batches=request.rows // rows * request.micro_batches)
+
+
+def _checkpoints(request: Request) -> Iterator[Request]:
+    """Blocks again; a part of each checkpoint on each rank of tp (Pa: ZeRO, arXiv 1910.02054, section 6.1); checkpoints on the host."""
+    kept = layout_of(request).checkpointing
+    if kept == "none":
+        yield replace(request, checkpointing=True)
+    if kept in ("none", "blocks") and request.axes["tp"] > 1:
+        yield replace(request, checkpointing=CHECKPOINTING["partitioned"])
+    if kept != "host" and request.hardware.separate:
+        given = dict(request.checkpointing) if isinstance(request.checkpointing, Mapping) else {}
+        yield replace(request, checkpointing=given | CHECKPOINTING["host"])
+
+
+def _units(request: Request) -> Iterator[Request]:
+    """Blocks gathered in parts: attention, and each map of the MLP, of 4 dim^2 elements and biases."""
+    hidden = request.source.shape.hidden
+    largest = 4 * hidden * (hidden + 2) if hidden else 0
+    fine = request.config.max_unit_numel is not None and request.config.max_unit_numel <= largest
+    if largest and not fine and request.config.stage == 3:
+        yield _with(request, max_unit_numel=largest)
+
+
+def _kept_in_nodes(request: Request) -> Iterator[Request]:
+    """Secondary shards packed (ZeRO++), or none; states shared by larger groups."""
+    config = request.config
+    if config.zero_hpz_partition_size > 1:
+        if config.zero_quantized_weights is None:
+            yield _with(request, zero_quantized_weights="int8")
+        yield _with(request, zero_hpz_partition_size=1)
+    elif config.shard_size is not None:
+        for size in dict.fromkeys((2 * config.shard_size, request.axes["dp"])):
+            if size > config.shard_size and request.axes["dp"] % size == 0:
+                yield _with(request, shard_size=size)
+
+
+def _with(request: Request, **options: Any) -> Request:
+    return replace(request, options={**request.options, **options})
+
+
+KINDS = (_meshes, _states, _rows, _checkpoints, _units, _kept_in_nodes)
+
+
+def changes(before: Request, after: Request) -> dict[str, Any]:
+    """What the other request has in place of this one's, by name."""
+    names = {*before.options, *after.options} - {"offload_path"}
+    found = {name: after.options.get(name) for name in sorted(names) if after.options.get(name) != before.options.get(name)}
+    return found | {name: getattr(after, name) for name in _FIELDS if getattr(after, name) != getattr(before, name)}
+
+
+def flags(before: Request, after: Request) -> str:
+    """The options of the command that make one request of the other."""
+    found = changes(before, after)
+    kept = after.checkpointing if isinstance(after.checkpointing, Mapping) else {}
+    before_kept = before.checkpointing if isinstance(before.checkpointing, Mapping) else {}
+    words = [f"--{FLAGS.get(name, name).replace('_', '-')} {found[name]}" for name in found if name not in _FIELDS]
+    if "checkpointing" in found:
+        named = {"partition": "--partition-activations", "offload": "--offload-activations cpu"}
+        words += [named[name] for name in kept if name not in before_kept] or ["--checkpoint-activations"]
+    words += [f"--micro-batch {after.rows}"] * (after.rows != before.rows)
+    words += [f"--accumulate {after.micro_batches}"] * (after.micro_batches != before.micro_batches)
+    words += [f"--ranks {after.ranks}"] * (after.ranks != before.ranks)
+    if "axes" in found and after.ranks > after.axes["dp"]:
+        words.append(f"--mesh {','.join(f'{axis}={size}' for axis, size in after.axes.items() if size > 1)}")
+    return " ".join(words)

@@ -1,0 +1,306 @@
+"""What would make a plan fit: the cheapest changes of the run, each with what it frees and what it costs.
+
+    a choice a kind, and choices of several kinds -> those that fit by formula, none with a change that it fits without
+                                                  -> the cheapest by formula, simulated -> a dry run each, while there is time
+
+Kinds of changes: mesh and ranks, stage and tiers, sequences at a time, activation checkpointing, units, what nodes keep. Cheap is
+what takes few seconds a step, all steps of the same sequences; more ranks come last. What fits by formula and was not tried is said so.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...config import Tier
+from ...errors import ConfigError
+from ..faults import OutOfTime
+from ..plan import Plan
+from ..recorder import deadline, telling
+from ..request import Request, Verdict, gb, gib, judge
+from ..search.layout import Layout
+from ..search.memory import activations, in_flight, memory_of
+from ..search.requested import layout_of, profile_of
+from ..search.schedule import trace_of
+from ..search.search import bound, plainness, timed
+from ..simulator.simulate import simulate
+from ..simulator.spread import two_digits
+from ..simulator.trace import Resource, Trace
+from .changes import KINDS, changes, flags
+
+ENOUGH = 3  # remedies that are shown
+_MOST_CHANGES = 4  # of one remedy
+_SIMULATED = 8  # of those that fit, the cheapest by their bounds
+_SURE = 0.95  # of the memory: formulas alone are believed up to here
+EQUAL = 1.02  # times within this factor are taken to be the same: the plainest comes first
+_LINKS = (Resource.INSIDE, Resource.BETWEEN)
+_COPIES = {"host": (Resource.DOWN, Resource.UP), "disk": (Resource.READ, Resource.WRITE)}
+_LOADED = 1.02  # times: less is not worth a word
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """flags: what to add to the command. then: what it is with them, a sentence; verdict: of its dry run, None: by formula.
+
+    frees: bytes, of the memory that was short. seconds: of a step. cost: in words.
+    """
+
+    flags: str
+    request: Request
+    then: str
+    verdict: Verdict | None
+    frees: int
+    seconds: float
+    cost: str
+
+
+def remedies(request: Request, plans: Sequence[Plan], seconds: float = 60.0) -> list[Remedy]:
+    """The cheapest changes after which it fits, at most ENOUGH: those that a dry run has confirmed, then those by formula.
+
+    seconds: of looking; formulas take a third of them at the most, and a dry run that is not over by then is given up. 0: no look.
+    """
+    if seconds <= 0:
+        return []
+    until = time.monotonic() + seconds
+    confirmed: list[Remedy] = []
+    left: list[_Choice] = []
+    token = deadline.set(until)
+    try:
+        formulas = _Formulas(request, plans)
+        soon = time.monotonic() + (until - time.monotonic()) / 3
+        left = _ranked(formulas, _fitting(formulas, soon), soon)
+        while left and len(confirmed) < ENOUGH:
+            confirmed += _tried(formulas, plans, left[0])
+            left = left[1:]
+    except OutOfTime:  # of left[0] formulas are all that is known
+        pass
+    except ConfigError:  # a model of which there is no profile
+        return []
+    finally:
+        deadline.reset(token)
+    sure = [choice for choice in left if choice.share <= _SURE]
+    return _cheapest_first(confirmed) + [_by_formula(formulas, choice) for choice in sure[: ENOUGH - len(confirmed)]]
+
+
+# -- formulas ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A changed request that fits by formula. share: what it takes of the memory that it fills most; seconds: of a step."""
+
+    request: Request
+    changes: frozenset
+    share: float
+    then: str
+    seconds: float
+
+
+class _Formulas:
+    """What requests hold and take by formulas. Their errors at the given run, which a dry run tells, are taken to be theirs at others.
+
+    error, pace: of the device's memory and of a step's seconds, what the dry run says by what formulas say.
+    """
+
+    def __init__(self, request: Request, plans: Sequence[Plan]) -> None:
+        self.request, self.verdict = request, judge(plans, request)
+        self.profile = profile_of(request, plans)
+        self.layout, self._states = layout_of(request), functools.cache(self._states_of)
+        self.error = self.pace = 1.0
+        if self.verdict.tier is Tier.DEVICE:
+            stage = self.verdict.plan.rank // (request.axes["dp"] * request.axes["tp"])
+            self.error = (self.verdict.used - self.verdict.overhead) / self._held(self.layout, stage)[Tier.DEVICE]
+        if request.axes["pp"] == 1:  # else the first and the last stage do not make a step
+            self.pace = simulate(plans[0].trace, request.hardware).step_s / self.seconds(request)
+
+    def _states_of(self, layout: Layout, stage: int) -> dict[Tier, int]:
+        """Of a layout of micro-batches of one sequence: all but activations."""
+        held = memory_of(self.profile, layout, stage)
+        kept, working = activations(self.profile, layout.pp, stage, layout.itemsize, layout.tp, layout.checkpointing)
+        own = {Tier.DEVICE: kept[0] * in_flight(layout, stage) + working, Tier.HOST: kept[1] * in_flight(layout, stage)}
+        return {tier: round(sum(found.values()) - self.profile.seq * own.get(tier, 0.0)) for tier, found in held.items()}
+
+    def _held(self, layout: Layout, stage: int) -> dict[Tier, float]:
+        """Bytes of a rank by tier."""
+        few = replace(layout, micro_batch=1, micro_batches=min(layout.micro_batches, 2), checkpointing="none")
+        held: dict[Tier, float] = dict(self._states(few, stage))
+        (device, host), working = activations(self.profile, layout.pp, stage, layout.itemsize, layout.tp, layout.checkpointing)
+        tokens, waiting = layout.micro_batch * self.profile.seq, in_flight(layout, stage)
+        held[Tier.DEVICE] += tokens * (device * waiting + working)
+        held[Tier.HOST] += tokens * host * waiting
+        if not layout.separate:
+            held[Tier.DEVICE] += held.pop(Tier.HOST)
+        return held
+
+    def fullest(self, request: Request) -> tuple[float, Tier, float, float]:
+        """(used / capacity, tier, used, capacity) of the memory that is fullest, as `judge` counts them."""
+        hardware, layout, ranks, found = request.hardware, layout_of(request), request.ranks_of_node, []
+        capacities = {
+            Tier.DEVICE: hardware.device.memory_nbytes,
+            Tier.HOST: hardware.host_memory_nbytes,
+            Tier.DISK: hardware.disk_nbytes,
+        }
+        for stage in {0, layout.pp - 1}:
+            for tier, nbytes in self._held(layout, stage).items():
+                used = self.error * nbytes + hardware.overhead_nbytes if tier is Tier.DEVICE else nbytes * ranks
+                found.append((used / max(capacities[tier], 1), tier, used, float(capacities[tier])))
+        return max(found, key=lambda each: each[0])
+
+    def frees(self, request: Request) -> int:
+        """Bytes of the memory that was short."""
+        tier, times = self.verdict.tier, self.error if self.verdict.tier is Tier.DEVICE else request.ranks_of_node
+        before, after = (
+            max(self._held(lay, stage)[tier] for stage in {0, lay.pp - 1}) for lay in (self.layout, layout_of(request))
+        )
+        return round(times * (before - after))
+
+    def seconds(self, request: Request) -> float:
+        return self.pace * timed(self.profile, layout_of(request), request.hardware)[0]
+
+    def bound(self, request: Request) -> float:
+        return bound(self.profile, layout_of(request), request.hardware)
+
+
+def _fitting(formulas: _Formulas, until: float) -> list[_Choice]:
+    """Choices that fit, of few changes before those of more: without such that fit with a part of theirs.
+
+    One or two changes are looked at, more where that finds nothing on the ranks there are.
+    """
+    found: list[_Choice] = []
+    for count in range(1, _MOST_CHANGES + 1):
+        for chosen in itertools.combinations(KINDS, count):
+            for request in _changed(formulas.request, chosen):
+                if time.monotonic() > until:
+                    return found
+                if (tell := telling.get()) is not None:
+                    tell(f"looking for changes that make it fit: {len(found)} by formula so far")
+                named = changes(formulas.request, request)
+                # most rows come first
+                made = frozenset((name, "fewer" if name == "rows" else str(value)) for name, value in named.items())
+                if any(each.changes <= made for each in found):
+                    continue
+                try:
+                    share, tier, used, capacity = formulas.fullest(request)
+                except ConfigError:  # not for this model or mesh
+                    continue
+                if share <= 1:
+                    where = "" if tier is Tier.DEVICE else f" of a node's {tier.value}"
+                    found.append(
+                        _Choice(request, made, share, f"fits by formula: {gib(used)} of {gib(capacity)} GiB{where}", 0.0)
+                    )
+        if count > 1 and any(each.request.ranks == formulas.request.ranks for each in found):
+            break
+    return found
+
+
+def _changed(request: Request, chosen: Sequence[Any]) -> Iterator[Request]:
+    """One change of each kind."""
+    if not chosen:
+        yield request
+        return
+    for each in chosen[0](request):
+        yield from _changed(each, chosen[1:])
+
+
+def _ranked(formulas: _Formulas, fitting: list[_Choice], until: float) -> list[_Choice]:
+    """The cheapest first. The simulator is asked about those with the lowest bounds; more ranks only where there are too few else."""
+    found: list[_Choice] = []
+    for ranks in sorted({each.request.ranks for each in fitting}):
+        if len(found) >= ENOUGH:
+            break
+        same = [each for each in fitting if each.request.ranks == ranks]
+        for choice in sorted(same, key=lambda each: formulas.bound(each.request))[:_SIMULATED]:
+            slow = time.monotonic() > until
+            found.append(replace(choice, seconds=(formulas.bound if slow else formulas.seconds)(choice.request)))
+    return _cheapest_first(found)
+
+
+def _cheapest_first(found: Sequence[Any]) -> list[Any]:
+    """Fewer ranks first, then fewer seconds; of what takes the same within EQUAL, the plainest."""
+    left, ordered = sorted(found, key=lambda each: (each.request.ranks, each.seconds)), []
+    while left:
+        same = [each for each in left if each.request.ranks == left[0].request.ranks and each.seconds <= EQUAL * left[0].seconds]
+        ordered.append(min(same, key=lambda each: plainness(layout_of(each.request))))
+        left.remove(ordered[-1])
+    return ordered
+
+
+# -- what is said --------------------------------------------------------------------------------------------------
+
+
+def _tried(formulas: _Formulas, plans: Sequence[Plan], choice: _Choice) -> list[Remedy]:
+    """The remedy, if it is one by its dry run."""
+    before, after = formulas.request, choice.request
+    try:
+        changed = after.plans()
+    except ConfigError:  # not for this model or mesh
+        return []
+    verdict = judge(changed, after)
+    if not verdict.fits:
+        return []
+    frees = formulas.verdict.used - sum(_at(changed, formulas.verdict).values()) - formulas.verdict.overhead
+
+    def step(made: Sequence[Plan], request: Request) -> Step:
+        seconds = simulate(made[0].trace, request.hardware).step_s if request.axes["pp"] == 1 else formulas.seconds(request)
+        return Step(made[0].trace, made[0].peak(Tier.HOST), seconds, request.ranks)
+
+    old, new = step(plans, before), step(changed, after)
+    return [Remedy(flags(before, after), after, str(verdict), verdict, frees, new.seconds, _cost(old, new))]
+
+
+def _at(plans: Sequence[Plan], verdict: Verdict) -> dict[str, int]:
+    """What the changed run holds where the given one is fullest: the same rank, tier and phase."""
+    plan = next((each for each in plans if each.rank == verdict.plan.rank), plans[0])
+    phase = next((each for each in plan.phases if each.name == verdict.phase), None)
+    return phase.held.get(verdict.tier, {}) if phase is not None else {}
+
+
+def _by_formula(formulas: _Formulas, choice: _Choice) -> Remedy:
+    def step(request: Request) -> Step:
+        layout = layout_of(request)
+        host = round(sum(memory_of(formulas.profile, layout)[Tier.HOST].values()))
+        return Step(trace_of(formulas.profile, layout)[0], host, formulas.seconds(request), request.ranks)
+
+    before, after = formulas.request, choice.request
+    said = _cost(step(before), step(after))
+    return Remedy(flags(before, after), after, choice.then, None, formulas.frees(after), choice.seconds, said)
+
+
+@dataclass(frozen=True)
+class Step:
+    """trace: of the first rank. host: bytes that it holds there at its fullest. seconds: of a step. ranks: of all."""
+
+    trace: Trace
+    host: int
+    seconds: float
+    ranks: int
+
+
+def _cost(old: Step, new: Step) -> str:
+    """What a step takes, and does more, in words."""
+    return "; ".join([f"{two_digits(new.seconds)} s a step, not {two_digits(old.seconds)}", *burdens(old, new)])
+
+
+def burdens(old: Step, new: Step) -> list[str]:
+    """What a step does more, in words."""
+    said = []
+    sent = [sum(step.trace.total(link) for link in _LINKS) for step in (old, new)]
+    if sent[1] > _LOADED * sent[0]:
+        said.append(f"sends {gb(sent[1])} GB a step, not {gb(sent[0])}")
+    computed = [sum(task.flops for task in step.trace.tasks) for step in (old, new)]
+    if computed[1] > _LOADED * computed[0]:
+        said.append(f"computes {computed[1] / computed[0] - 1:.0%} more")
+    for where, ways in _COPIES.items():
+        moved = [sum(step.trace.total(way) for way in ways) for step in (old, new)]
+        if moved[1] > _LOADED * moved[0]:
+            instead = f", not {gb(moved[0])}" if moved[0] else ""
+            said.append(f"moves {gb(moved[1])} GB to and from the {where}{instead}")
+    if new.host > old.host:
+        said.append(f"takes {gib(new.host)} GiB of host memory a rank")
+    if new.ranks > old.ranks:
+        said.append(f"{new.ranks / old.ranks:g} times the devices")
+    return said

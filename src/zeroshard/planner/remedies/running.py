@@ -1,0 +1,173 @@
+"""What would make a model fit that is running and has met the end of a memory: the planner's changes, by formula alone.
+
+    Shortage (units of the live model, what it holds)  -->  a request and a profile  -->  the cheapest change of each kind  -->  lines
+
+No dry run: the error is to be raised within seconds, and the model is there without the function that has made it. Bytes of model
+states are those of the runtime. What activations take is measured, and given to the blocks alike; that a block keeps 16 times its
+input is a GPT's ratio (planner/search/profile.py). Seconds are computed on hardware like this one, serve to compare, and are not told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ...config import Placement, Tier
+from ...errors import ConfigError
+from ...memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARTIAL
+from ...zero.out_of_memory import Shortage, size
+from ..model_source import ModelSource, Shape
+from ..plan import ACTIVATIONS
+from ..request import Request
+from ..search.layout import Layout
+from ..search.memory import memory_of
+from ..search.profile import ROOT, Profile, UnitProfile
+from ..search.requested import layout_of
+from ..search.schedule import trace_of
+from ..search.search import plainness, timed
+from ..simulator.hardware import Hardware
+from .changes import KINDS, changes
+from .remedy import ENOUGH, EQUAL, Step, burdens
+
+# Of a micro-batch: how many there are is not known. What half of them would free does not depend on it, seconds do.
+_SEQUENCES, _TOKENS = 16, 1024
+_BLOCK_KEEPS = 16  # times its input
+_OPTIONS = (
+    "stage", "precision", "offload_optimizer", "offload_gradient", "offload_param", "offload_path", "shard_size",
+    "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "prefetch_nbytes", "max_unit_numel",
+)  # fmt: skip
+_SMALL = 0.01  # of what the device holds: to free less is no remedy
+
+
+@dataclass(frozen=True)
+class _Change:
+    """enough: it frees as many bytes as were asked for. frees: bytes of the device. seconds: of a step. plain: how little is changed."""
+
+    text: str
+    enough: bool
+    frees: int
+    seconds: float
+    ranks: int
+    plain: tuple
+
+
+def advise(shortage: Shortage) -> list[str]:
+    """The cheapest changes, at most ENOUGH, a line for each: what to write, what it frees, what it costs. At most one of a kind."""
+    request, profile = _request(shortage), _profile(shortage)
+    found = [_best([*_of_kind(kind, request, profile, shortage)]) for kind in KINDS]
+    ordered = sorted(filter(None, found), key=lambda each: (not each.enough, each.ranks, each.seconds))
+    return [each.text for each in ordered[:ENOUGH]]
+
+
+def _request(shortage: Shortage) -> Request:
+    hardware = _hardware(shortage)
+    layers = sum(name != ROOT for name in shortage.units)
+    source = ModelSource(shortage.model, torch.nn.Identity, _TOKENS, 0, Shape(layers=layers))
+    given = {name: getattr(shortage.config, name) for name in _OPTIONS}
+    comm = shortage.comm
+    return Request(
+        source, hardware, {"pp": 1, "dp": comm.world_size, "tp": 1}, _SEQUENCES, _TOKENS, options=given,
+        node_size=comm.nodes.count(comm.nodes[comm.rank]), checkpointing=shortage.checkpointed,
+    )  # fmt: skip
+
+
+def _hardware(shortage: Shortage) -> Hardware:
+    """What is known that is most like this device."""
+    if shortage.comm.device.type != "cuda":
+        return replace(Hardware.named("cpu"), separate=shortage.separate)
+    name = torch.cuda.get_device_name(shortage.comm.device).lower()
+    known = ("v100-32gb", "h100-80gb", "h200-141gb", "gh200-96gb", "a100-80gb")
+    return Hardware.named(next((each for each in known if each.partition("-")[0] in name), "a100-80gb"))
+
+
+def _profile(shortage: Shortage) -> Profile:
+    """Its units, with the activations that were measured given to the blocks alike, for each of the sequences."""
+    sizes = {name: sum(numels) for name, numels in shortage.units.items()}
+    blocks = [name for name in sizes if name != ROOT] or [*sizes]
+    itemsize = shortage.config.compute_dtype.itemsize
+    kept = shortage.beyond / itemsize / (_SEQUENCES * _TOKENS) / len(blocks)  # elements a token and block
+    units = [
+        UnitProfile(
+            name, whole=numels, flops=2 * sizes[name], block=name in blocks and name != ROOT, packs=name != ROOT,
+            saved_whole=kept * (_BLOCK_KEEPS if shortage.checkpointed else 1) * (name in blocks),
+            boundary=round(kept if shortage.checkpointed else kept / _BLOCK_KEEPS),
+        )
+        for name, numels in shortage.units.items()
+    ]  # fmt: skip
+    return Profile(shortage.model, tuple(units), _TOKENS)
+
+
+def _of_kind(kind: Any, request: Request, profile: Profile, shortage: Shortage) -> Iterator[_Change]:
+    before = _layout(request)
+    held, old = _held(profile, before, shortage), _step(profile, before, request)
+    least = max(_SMALL * sum(held.values()), 1.0)
+    for changed in kind(request):
+        if changed.axes["pp"] * changed.axes["tp"] > 1:  # another program: zs.parallelize
+            continue
+        try:
+            after = _layout(changed)
+            frees = round(sum(held.values()) - sum(_held(profile, after, shortage).values()))
+        except ConfigError:  # not for this model or these ranks
+            continue
+        if frees >= least:
+            new = _step(profile, after, changed)
+            costs = "; ".join(burdens(old, new)) or "nothing more is sent or computed"
+            of_activations = changed.rows != request.rows or changed.checkpointing != request.checkpointing
+            text = f"{_words(request, changed)}: {'up to' if of_activations else 'about'} {size(frees)} less; {costs}"
+            text += "; not enough alone" * (frees < shortage.asked)
+            yield _Change(text, frees >= shortage.asked, frees, new.seconds, changed.ranks, plainness(after))
+
+
+def _best(found: list[_Change]) -> _Change | None:
+    """The cheapest that frees enough; if none does, the one that frees most."""
+    enough = [each for each in found if each.enough]
+    if enough:
+        fastest = min(each.seconds for each in enough)
+        return min((each for each in enough if each.seconds <= EQUAL * fastest), key=lambda each: (each.ranks, each.plain))
+    return max(found, key=lambda each: each.frees, default=None)
+
+
+def _held(profile: Profile, layout: Layout, shortage: Shortage) -> dict[str, float]:
+    """Bytes of the device by category. Frozen parameters have no gradients and no states."""
+    by_tier = memory_of(profile, layout)
+    held: dict[str, float] = dict(by_tier[Tier.DEVICE])
+    if not layout.separate:
+        for name, nbytes in by_tier[Tier.HOST].items():
+            held[name] = held.get(name, 0.0) + nbytes
+    for name in (GRADIENTS, MASTERS, OPTIMIZER, PARTIAL):
+        held[name] = held.get(name, 0.0) * shortage.trained
+    held[ACTIVATIONS] = held.get(ACTIVATIONS, 0.0)
+    return held
+
+
+def _step(profile: Profile, layout: Layout, request: Request) -> Step:
+    host = round(sum(memory_of(profile, layout)[Tier.HOST].values()))
+    return Step(trace_of(profile, layout)[0], host, timed(profile, layout, request.hardware)[0], request.ranks)
+
+
+def _summed(request: Request) -> bool:
+    """Micro-batches are added up on the rank, at stages whose gradients are whole there in any case."""
+    return request.micro_batches > 1 and request.config.row.gradient is not Placement.SHARDED
+
+
+def _layout(request: Request) -> Layout:
+    return replace(layout_of(request), hold=_summed(request))
+
+
+def _words(before: Request, after: Request) -> str:
+    """What to write in the program."""
+    found = changes(before, after)
+    if after.rows != before.rows:
+        times = before.rows // after.rows
+        summed = ", and zs.accumulate around all but the last" if _summed(after) else ""
+        return f"1/{times} of the sequences at a time in {times} times as many micro-batches{summed}"
+    if after.ranks != before.ranks:
+        return f"{after.ranks // before.ranks} times as many ranks, each with the sequences that it has"
+    if "checkpointing" in found:
+        given = after.checkpointing if isinstance(after.checkpointing, Mapping) else {}
+        return f"zs.checkpoint_activations({', '.join(['model', *(f'{name}={value!r}' for name, value in given.items())])})"
+    path = {"offload_path": "FOLDER"} if "nvme" in found.values() else {}
+    return f"zs.shard(..., {', '.join(f'{name}={value!r}' for name, value in (found | path).items())})"

@@ -1,0 +1,247 @@
+"""A layout: how a step of a model is spread over ranks and tiers, as options of zs.shard, and what its collectives send.
+
+Ranks are numbered pp outermost, tp innermost, as `zeroshard train --mesh` numbers them: tp stays inside of a node where it can.
+Volumes are those of docs/learn/network.md, of R nodes, and S ranks of each, of those along dp; benchmarks/volumes.py counts them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...config import PRECISIONS, STAGES, Config, Placement, Tier
+from ...errors import ConfigError, did_you_mean
+from ..simulator.trace import Resource
+from .profile import Home
+
+CHECKPOINTS = ("none", "blocks", "partitioned", "host")
+_CHECKPOINT_WORDS = {
+    "none": (), "blocks": ("activations checkpointed",), "partitioned": ("activations checkpointed, in parts over tp",),
+    "host": ("activations checkpointed on the host",),
+}  # fmt: skip
+HOPS = ("one", "two")
+_PACKED = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}  # bytes a value, to which comes a step of 4 bytes a block of 256
+_STEP_NBYTES = 4 / 256
+_DEVICE_NAMES = {Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.DISK: "nvme"}
+
+Bytes = dict[Resource, float]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """dp, pp, tp: ranks along each axis. stage: of ZeRO, over dp. optimizer, gradient, parameter: where these states rest.
+
+    micro_batch: sequences of one forward of one rank. micro_batches: of a step. hold: zs.accumulate around all but the last, as in
+        zs.parallelize; else each is reduced.
+    checkpointing: of activations: "none"; "blocks" keep their inputs; "partitioned": a part of them on each rank of tp; "host": there.
+    shard_size (HSDP, MiCS), hpz, quantized_weights, quantized_gradients, prefetch_nbytes, max_unit_numel: see Config.
+    node_size: ranks of a node.
+    hops: of what crosses nodes: "two", as by default, or "one" (hierarchical=False; NCCL's rings of a gather are the simulator's).
+    gradient_itemsize: bytes in which gradients rest. state_itemsize: bytes an element of optimizer states, masters apart.
+    separate: the device has a memory of its own. rings: reductions go around rings of ranks, as in published runs; this library's go
+        from each rank straight to each (comm/base.py:collect), so that nothing is passed on inside of nodes. stops_early: a repeated forward ends where backward has all that it needs, as torch's
+        checkpoints do; those of Megatron-LM and DeepSpeed repeat all of it.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    stage: int = 3
+    optimizer: Tier = Tier.DEVICE
+    gradient: Tier = Tier.DEVICE
+    parameter: Tier = Tier.DEVICE
+    micro_batch: int = 1
+    micro_batches: int = 1
+    hold: bool = False
+    checkpointing: str = "none"
+    precision: str = "bf16"
+    shard_size: int | None = None
+    hpz: int = 1
+    quantized_weights: str | None = None
+    quantized_gradients: str | None = None
+    node_size: int = 8
+    hops: str = "two"
+    prefetch_nbytes: int = 64 << 20
+    max_unit_numel: int | None = None
+    gradient_itemsize: int = 4
+    state_itemsize: int = 8
+    separate: bool = True
+    stops_early: bool = True
+    rings: bool = False
+
+    def __post_init__(self) -> None:
+        choices = {"checkpointing": CHECKPOINTS, "hops": HOPS, "stage": tuple(STAGES), "precision": tuple(PRECISIONS)}
+        for name, known in choices.items():
+            value, words = getattr(self, name), list(map(str, known))
+            if value not in known:
+                raise ConfigError(f"{name}: expected one of {', '.join(words)}, got {value!r}.{did_you_mean(str(value), words)}")
+        for name in ("dp", "pp", "tp", "micro_batch", "micro_batches", "node_size", "hpz"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}: expected a whole number of at least 1, got {value!r}.")
+        for size, name in ((self.shard_size, "shard_size"), (self.hpz, "hpz")):
+            if size is not None and self.dp % size:
+                raise ConfigError(f"{name}: expected a divisor of the {self.dp} ranks of dp, got {size}.")
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.pp * self.tp
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a parameter, and of an element of activations."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share a parameter's elements."""
+        return self.shard_size or self.dp
+
+    @property
+    def has_masters(self) -> bool:
+        """fp32 copies are stepped: of lower precisions, and where who steps has no values within reach (zero/shard_model.py)."""
+        steps_on_host, away = self.optimizer is not Tier.DEVICE, rests_away(self.parameter, self.separate)
+        return self.precision != "fp32" or ((self.separate and self.parameter is Tier.DEVICE) if steps_on_host else away)
+
+    @property
+    def steps_on(self) -> Resource:
+        """What computes the optimizer's step. On ranks that are cores of a host it is these, wherever states rest."""
+        return Resource.DEVICE if self.optimizer is Tier.DEVICE or not self.separate else Resource.HOST
+
+    @property
+    def held(self) -> bool:
+        """Gradients of all micro-batches but the last are added up on the rank, in fp32: over pp, and over tp where they rest there."""
+        over_tp = self.tp > 1 and not rests_away(self.gradient, self.separate)
+        return self.micro_batches > 1 and (self.hold or self.pp > 1 or over_tp)
+
+    @property
+    def sequences(self) -> int:
+        """Of a step, over all ranks."""
+        return self.dp * self.micro_batch * self.micro_batches
+
+    def place(self, ranks: int | None = None) -> tuple[int, int]:
+        """(R, S): nodes, and ranks of each, of `ranks` neighbours along dp (all of them)."""
+        ranks = self.dp if ranks is None else ranks
+        inside = min(ranks, max(self.node_size // self.tp, 1))
+        return (ranks // inside, inside) if ranks % inside == 0 else (ranks, 1)
+
+    def options(self, path: str | None = None) -> dict[str, Any]:
+        """Of zs.shard. path: the folder of what rests on disk."""
+        found: dict[str, Any] = {"stage": self.stage, "precision": self.precision}
+        for name in ("optimizer", "gradient", "parameter"):
+            if getattr(self, name) is not Tier.DEVICE:
+                found["offload_param" if name == "parameter" else f"offload_{name}"] = _DEVICE_NAMES[getattr(self, name)]
+        if Tier.DISK in (self.optimizer, self.gradient, self.parameter) and path is not None:
+            found["offload_path"] = path
+        named: dict[str, Any] = {"shard_size": self.shard_size, "zero_hpz_partition_size": self.hpz if self.hpz > 1 else None}
+        named |= {"max_unit_numel": self.max_unit_numel}
+        named |= {"zero_quantized_weights": self.quantized_weights, "zero_quantized_gradients": self.quantized_gradients}
+        if self.prefetch_nbytes != Config.prefetch_nbytes:
+            named["prefetch_nbytes"] = self.prefetch_nbytes
+        if self.hops == "one" and min(self.place()) > 1:
+            named["hierarchical"] = False
+        return found | {name: value for name, value in named.items() if value is not None}
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
+
+    def __str__(self) -> str:
+        words = [f"ZeRO-{self.stage}" if self.stage else "plain data parallelism"]
+        if self.pp * self.tp > 1:
+            words.append(f"dp={self.dp},pp={self.pp},tp={self.tp}")
+        words += [f"{name} on {getattr(self, name).value}" for name in ("optimizer", "gradient", "parameter")
+                  if getattr(self, name) is not Tier.DEVICE]  # fmt: skip
+        words += [f"groups of {self.shard_size}"] * (self.shard_size is not None) + [f"hpZ {self.hpz}"] * (self.hpz > 1)
+        packed = {"weights": self.quantized_weights, "gradients": self.quantized_gradients}
+        words += [f"{what} in {codec}" for what, codec in packed.items() if codec]
+        words.append(f"{self.micro_batches} x {self.micro_batch} sequences a rank")
+        return ", ".join([*words, *_CHECKPOINT_WORDS[self.checkpointing]])
+
+
+# -- volumes -------------------------------------------------------------------------------------------------------
+
+
+def exchange(layout: Layout, nbytes: float, ranks: int, reduce: bool = False, inside_only: bool = False) -> list[Bytes]:
+    """What one rank sends, hop after hop, to gather (or reduce-scatter) `nbytes` among `ranks` neighbours along dp."""
+    nodes, inside = layout.place(ranks)
+    if inside_only:
+        nodes, ranks = 1, inside
+    if ranks == 1:
+        return []
+    if nodes == 1:
+        return [{_near(layout): nbytes * (ranks - 1) / ranks}]
+    if inside == 1:
+        return [{Resource.BETWEEN: nbytes * (nodes - 1) / nodes}]
+    if layout.hops == "two":
+        hops: list[Bytes] = [{Resource.BETWEEN: nbytes * (nodes - 1) / ranks}, {Resource.INSIDE: nbytes * (inside - 1) / inside}]
+        return hops[::-1] if reduce else hops
+    return [{Resource.BETWEEN: nbytes * (nodes - 1) / nodes, Resource.INSIDE: nbytes * (inside - 1) / ranks}]
+
+
+def _near(layout: Layout) -> Resource:
+    """The link between neighbours along dp that are one node."""
+    return Resource.INSIDE if layout.tp < layout.node_size else Resource.BETWEEN
+
+
+def packed_nbytes(codec: str | None, itemsize: int) -> float:
+    """Bytes an element that travels."""
+    return itemsize if codec is None else _PACKED[codec] + _STEP_NBYTES
+
+
+class Volumes:
+    """What a home's collectives send, hop by hop, on one rank of a layout."""
+
+    def __init__(self, layout: Layout, home: Home) -> None:
+        self.layout, self.row = layout, STAGES[layout.stage]
+        self.shards = home.shards(layout.tp, layout.shards)
+        self.numel = sum(self.shards) * layout.shards  # of the buffers, padding counted
+        self._weight, self._grad = self.weight_nbytes(layout, home.packs), self.gradient_nbytes(layout, home.packs)
+
+    @property
+    def packed_weight_nbytes(self) -> float:
+        """Bytes an element of parameters that travel packed; 0: as they are."""
+        return self._weight if self._weight != self.layout.itemsize else 0.0
+
+    @property
+    def packed_gradient_nbytes(self) -> float:
+        """Bytes an element of gradients that travel packed; 0: as they are."""
+        return self._grad if self._grad != self.layout.itemsize else 0.0
+
+    @staticmethod
+    def weight_nbytes(layout: Layout, packs: bool = True) -> float:
+        """Bytes an element of parameters on their way."""
+        return packed_nbytes(layout.quantized_weights if packs else None, layout.itemsize)
+
+    @staticmethod
+    def gradient_nbytes(layout: Layout, packs: bool = True) -> float:
+        """Bytes an element of gradients on their way."""
+        return packed_nbytes(layout.quantized_gradients if packs else None, layout.itemsize)
+
+    def gather(self, first: bool) -> list[Bytes]:
+        """Before a pass (stage 3). first: of the step; later ones are served by secondary shards where there are any."""
+        lay = self.layout
+        return exchange(lay, self.numel * self._weight, lay.shards, inside_only=lay.hpz > 1 and not first)
+
+    def reduce(self) -> list[Bytes]:
+        """Of one backward: between groups the shards are added up; at stage 0 sums are gathered."""
+        lay, groups = self.layout, self.layout.dp // self.layout.shards
+        hops = exchange(lay, self.numel * self._grad, lay.shards, reduce=True)
+        if groups > 1:
+            sent = self.numel / lay.shards * (self._grad + lay.itemsize)  # a sum, and plain what it comes to
+            link = Resource.BETWEEN if lay.dp > lay.place()[1] else _near(lay)
+            hops = [*hops, {link: sent * (groups - 1) / groups}]
+        if self.row.gradient is Placement.REPLICATED:
+            hops = hops + exchange(lay, self.numel * lay.gradient_itemsize, lay.shards)
+        return hops
+
+    def publish(self) -> list[Bytes]:
+        """After the step (stages 1 and 2)."""
+        lay = self.layout
+        if self.row.parameter is Placement.SHARDED or self.row.optimizer is not Placement.SHARDED:
+            return []
+        return exchange(lay, self.numel * self._weight, lay.shards)
+
+
+def rests_away(tier: Tier, separate: bool) -> bool:
+    return tier is Tier.DISK or (tier is Tier.HOST and separate)

@@ -1,0 +1,85 @@
+"""The file of a layout: one JSON that `zeroshard train --config`, `zs.shard(config=...)`, `zs.parallelize(config=...)` and
+`zeroshard.deepspeed.initialize(config=...)` read.
+
+    {"train_batch_size": ..., "bf16": ..., "zero_optimization": ...,        a DeepSpeed configuration, in its own words
+     "zeroshard": {"shard": ..., "mesh": ..., "micro_batches": ..., ...}}   what the others read (config.py:read_layout)
+
+DeepSpeed itself passes over the section that it does not know.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...config import SECTION, Tier
+from ...errors import ConfigError
+from .layout import Layout
+from .search import Candidate, Found
+
+_GRADIENTS = {2: "fp16", 4: "fp32"}
+
+
+def write_config(found: Found, path: str | Path, *, offload_path: str | None = None) -> dict[str, Any]:
+    """Write the best layout to a file; what was written.
+
+    offload_path: a folder on a local disk, where the layout rests states there. Raises ConfigError where it is missing.
+    """
+    best = found.best
+    config = deepspeed_config(best.layout, offload_path)
+    config[SECTION] = section(best.layout, offload_path) | {"seq": found.profile.seq, "prediction": _prediction(found, best)}
+    Path(path).write_text(json.dumps(config, indent=2) + "\n")
+    return config
+
+
+def section(layout: Layout, offload_path: str | None = None) -> dict[str, Any]:
+    """What is zeroshard's own in the file."""
+    _check(layout, offload_path)
+    kept = {"blocks": {"offload": "none"}, "partitioned": {"offload": "none", "partition": True}, "host": {"offload": "cpu"}}
+    return {
+        "shard": layout.options(offload_path), "mesh": layout.mesh, "node_size": min(layout.node_size, math.prod(layout.mesh.values())),
+        "micro_batch": layout.micro_batch,
+        "micro_batches": layout.micro_batches, "global_batch": layout.sequences,
+        "checkpoint_activations": kept.get(layout.checkpointing),
+    }  # fmt: skip
+
+
+def deepspeed_config(layout: Layout, offload_path: str | None = None) -> dict[str, Any]:
+    """The layout in DeepSpeed's words, as far as it has some: it knows neither the mesh nor where gradients rest."""
+    _check(layout, offload_path)
+    zero: dict[str, Any] = {"stage": layout.stage}
+    for name, tier in (("offload_optimizer", layout.optimizer), ("offload_param", layout.parameter)):
+        if tier is not Tier.DEVICE:
+            zero[name] = {"device": "cpu"} if tier is Tier.HOST else {"device": "nvme", "nvme_path": offload_path}
+    if layout.hpz > 1:
+        zero["zero_hpz_partition_size"] = layout.hpz
+    if layout.shard_size is not None and layout.stage == 3:
+        zero["mics_shard_size"] = layout.shard_size
+    for name in ("weights", "gradients"):
+        if getattr(layout, f"quantized_{name}") is not None and layout.stage == 3:
+            zero[f"zero_quantized_{name}"] = True
+    config: dict[str, Any] = {
+        "train_batch_size": layout.sequences, "train_micro_batch_size_per_gpu": layout.micro_batch,
+        "gradient_accumulation_steps": layout.micro_batches, "zero_optimization": zero,
+    }  # fmt: skip
+    if layout.precision != "fp32":
+        config[layout.precision] = {"enabled": True}
+        config["data_types"] = {"grad_accum_dtype": _GRADIENTS[layout.gradient_itemsize]}
+    return config
+
+
+def _check(layout: Layout, offload_path: str | None) -> None:
+    if offload_path is None and Tier.DISK in (layout.optimizer, layout.gradient, layout.parameter):
+        raise ConfigError(f"offload_path: this layout rests states on disk ({layout}): name a folder on a local disk.")
+
+
+def _prediction(found: Found, best: Candidate) -> Mapping[str, Any]:
+    return {
+        "model": found.profile.name, "hardware": found.hardware.name, "step_s": best.step_s, "tflops_per_device": best.tflops,
+        "tokens_per_s": best.tokens_per_s, "reason": found.reason,
+        "nbytes": {tier.value: best.nbytes(tier) for tier in Tier if best.nbytes(tier)},
+        "runner_up": None if found.runner_up is None else str(found.runner_up.layout),
+    }  # fmt: skip

@@ -1,0 +1,162 @@
+"""What a rank of a layout holds, by formulas: bytes by tier and category at the fullest moment of the device.
+
+Model states, gathered units and buffers are those of the runtime to the byte; activations are estimates from the profile.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...config import STAGES, Config, Offload, Placement, Row, Tier
+from ...memory.estimate import Group, arena_nbytes
+from ...memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, SECONDARY, STAGING
+from ...zero.prefetch import LOOKAHEAD
+from ...zero.shard_model import LANDINGS, STAGING_BUFFERS
+from ..plan import ACTIVATIONS
+from .layout import Layout, packed_nbytes, rests_away
+from .profile import Home, Profile, UnitProfile, homes_of
+
+
+def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, dict[str, int]]:
+    """Bytes that a rank of a pipeline's stage holds, by tier and category of memory/ledger.py, at the fullest moment of the device.
+
+    Model states are those of the runtime to the byte (on disk: to the page). Activations are estimates: without the allocator's
+    holes, and with what the model's formulas leave out (buffers, masks). The context of the device is `Hardware.overhead_nbytes`.
+    """
+    row, sizes = STAGES[layout.stage], Sizes.of(profile, layout.pp, stage, layout.tp, layout.shards, layout.max_unit_numel)
+    own, whole = sizes.own, sizes.own * layout.shards
+    held: dict[Tier, dict[str, int]] = {tier: defaultdict(int) for tier in Tier}
+
+    def add(category: str, tier: Tier, nbytes: float) -> None:
+        if nbytes:
+            held[tier][category] += round(nbytes)
+
+    sharded, away = row.parameter is Placement.SHARDED, rests_away(layout.parameter, layout.separate)
+    replicated = row.optimizer is not Placement.SHARDED
+    states = whole if replicated else own
+    add(PARAMETERS, layout.parameter if sharded else Tier.DEVICE, (own if sharded else whole) * layout.itemsize)
+    spread = row.gradient is Placement.SHARDED
+    add(GRADIENTS, layout.gradient if spread else Tier.DEVICE, (own if spread else whole) * layout.gradient_itemsize)
+    add(MASTERS, layout.optimizer, states * 4 * layout.has_masters)
+    moments = sizes.stepped if replicated else own  # the end of a whole buffer is not stepped
+    add(OPTIMIZER, layout.optimizer, moments * layout.state_itemsize)
+    if sharded and layout.shards > 1:
+        add(GATHERED, Tier.DEVICE, sizes.gathered(0 if away else layout.prefetch_nbytes, layout.itemsize))
+    if sharded and layout.hpz > 1:
+        add(SECONDARY, Tier.DEVICE, whole / layout.hpz * packed_nbytes(layout.quantized_weights, layout.itemsize))
+    if spread and layout.held:
+        add(PARTIAL, Tier.DEVICE, whole * layout.gradient_itemsize)
+    _add_buffers(layout, row, sizes.shards, add)
+    tokens = layout.micro_batch * profile.seq
+    kept, working = activations(profile, layout.pp, stage, layout.itemsize, layout.tp, layout.checkpointing)
+    add(ACTIVATIONS, Tier.DEVICE, tokens * (kept[0] * in_flight(layout, stage) + working))
+    add(ACTIVATIONS, Tier.HOST, tokens * kept[1] * in_flight(layout, stage))
+    return {tier: dict(found) for tier, found in held.items()}
+
+
+def in_flight(layout: Layout, stage: int) -> int:
+    """Micro-batches of which a stage keeps activations at once, by the schedule 1F1B (Megatron-LM, arXiv 2104.04473, section 2.2)."""
+    return min(layout.micro_batches, layout.pp - stage) if layout.pp > 1 else 1
+
+
+@functools.lru_cache(maxsize=4096)
+def activations(
+    profile: Profile, pp: int, stage: int, itemsize: int, tp: int, checkpointing: str
+) -> tuple[tuple[float, float], float]:  # fmt: skip
+    """Bytes a token of a stage: ((kept on the device, on the host) of a micro-batch, what comes and goes in backward at its fullest)."""
+    device = host = working = 0.0
+    boundary = 0
+    for unit in profile.stages(pp)[stage]:
+        saved = unit.saved_nbytes(itemsize, tp)
+        if unit.block and checkpointing != "none":
+            kept = (boundary or unit.boundary) * itemsize / (tp if checkpointing == "partitioned" else 1)
+            host, device = (host + kept, device) if checkpointing == "host" else (host, device + kept)
+            working = max(working, saved + unit.working_nbytes(itemsize, tp))
+        else:
+            device += saved
+            working = max(working, unit.working_nbytes(itemsize, tp))
+        boundary = unit.boundary or boundary
+    return (device, host), working
+
+
+@dataclass(frozen=True, eq=False)
+class Sizes:
+    """Of the flat buffers of one stage on one rank, in elements. shards: of each buffer. stepped: of whole buffers without their ends.
+
+    whole: of the gathered homes by name; visits: their order in forward.
+    """
+
+    shards: tuple[int, ...]
+    stepped: int
+    whole: Mapping[str, int]
+    visits: tuple[str, ...]
+
+    @property
+    def own(self) -> int:
+        return sum(self.shards)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4096)
+    def of(profile: Profile, pp: int, stage: int, tp: int, shards: int, max_unit_numel: int | None = None) -> Sizes:
+        """shards: ranks over which a buffer is cut."""
+        units = profile.stages(pp)[stage]
+        homes = homes_of(units, max_unit_numel)
+        each = [home.shards(tp, shards) for home in homes]
+        return Sizes(
+            tuple(size for sizes in each for size in sizes), sum(sum(home.shards(tp, 1)) for home in homes),
+            {home.name: sum(sizes) * shards for home, sizes in zip(homes, each, strict=True)}, tuple(_visits(units, homes)),
+        )  # fmt: skip
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019
+    def gathered(self, prefetch_nbytes: int, itemsize: int) -> int:
+        """Bytes at the fullest moment of stage 3: of the root, the unit in use, and those gathered ahead of it."""
+        nbytes = {name: numel * itemsize for name, numel in self.whole.items()}
+        held, most = sum(nbytes[name] for name in nbytes.keys() - set(self.visits)), 0
+        for order in (self.visits, self.visits[::-1]):
+            for at, name in enumerate(order):
+                ahead = 0
+                for other in dict.fromkeys(each for each in order[at + 1 : at + 1 + LOOKAHEAD] if each != name):
+                    if ahead and ahead + nbytes[other] > prefetch_nbytes:
+                        break
+                    ahead += nbytes[other]
+                most = max(most, nbytes[name] + ahead)
+        return held + most
+
+
+def _visits(units: Sequence[UnitProfile], homes: list[Home]) -> list[str]:
+    """Names of the homes that forward gathers, in its order; of one that is split, its parts."""
+    apart: dict[str, list[str]] = defaultdict(list)
+    for home in (home for home in homes if not home.held):
+        apart[home.origin or home.name].append(home.name)
+    return [part for unit in units for part in apart.get(unit.home or unit.name, ())]
+
+
+def _add_buffers(layout: Layout, row: Row, sizes: tuple[int, ...], add: Callable[[str, Tier, float], None]) -> None:
+    """Of constant size: gradients that leave, shards that come to be gathered, what the host's step brings (zero/shard_model.py)."""
+    resting = row.gradient is not Placement.SHARDED and layout.itemsize == layout.gradient_itemsize
+    sent = [] if resting else [size * layout.shards * layout.itemsize for size in sizes]
+    add(STAGING, Tier.DEVICE, max(sent, default=0) * min(STAGING_BUFFERS, len(sent)))
+    largest, offload = max(sizes), Offload()
+    if rests_away(layout.parameter, layout.separate):
+        count = min(max(offload.buffer_count // 2, 2), len(sizes))
+        add(STAGING, Tier.DEVICE, largest * layout.itemsize * count)
+        add(STAGING, Tier.HOST, largest * layout.itemsize * count * (layout.separate and layout.parameter is Tier.DISK))
+    if rests_away(layout.gradient, layout.separate):
+        repeated = layout.micro_batches > 1 and not layout.held
+        add(STAGING, Tier.DEVICE, largest * 4 * LANDINGS)
+        add(STAGING, Tier.HOST, largest * 4 * LANDINGS * repeated)
+    if layout.optimizer is not Tier.DEVICE:
+        add(STAGING, Tier.HOST, _arena_nbytes(layout, sizes))
+
+
+def _arena_nbytes(layout: Layout, sizes: tuple[int, ...]) -> int:
+    """Memory through which the host's step brings what is out of its reach (memory/estimate.py)."""
+    config = Config(**layout.options(path="/"))
+    columns, master = layout.state_itemsize // 4, torch.float32 if layout.has_masters else None
+    groups = [Group(0, size, config.compute_dtype, torch.float32, config.offload_optimizer, master, columns) for size in sizes]
+    return arena_nbytes(config, layout.separate, groups)

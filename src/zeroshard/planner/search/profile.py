@@ -1,0 +1,317 @@
+"""A model as numbers: an ordered list of units, with what each holds, computes and keeps. `schedule.py` makes a step of it.
+
+    tokens -> embedding -> position -> block 1 -> ... -> block L -> norm -> head -> loss       forward; backward is the reverse
+
+A unit's parameters are two lists of numbers of elements: those that tensor parallelism divides (*cut*), and those that all of its
+ranks hold (*whole*). All else is of one token, and of the whole model: what a rank of `tp` has of it is the part that is cut divided
+by tp, and the part that is whole. A unit's *home* is the one whose flat buffers its parameters lie in: a norm's is the root, a tied
+head's the embedding.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ...config import Tier
+from ...errors import ConfigError
+from ...tensor.flat_layout import ALIGNMENT, round_up
+from ...zero.auto_wrap import LARGE_FRACTION
+from ..models.gpt import NGRAM_LENGTHS, GPTConfig
+from ..plan import ACTIVATIONS, Plan
+from ..simulator.trace import AttentionWork, Resource
+
+_PASSES, BACKWARD_PASSES = 2.4, 2.5  # over what a forward keeps: what its kernels move; and of that, a backward's (dry runs)
+_FLASH, _FUSED, _EAGER = "flash", "fused", "eager"
+KERNELS = {
+    # What kernels beside products read and write, in elements a token: hidden, divided by tp and whole, and scores (a head and a
+    # token of the sequence); of a forward, and of a backward. Counted kernel by kernel, each input and output once: products of
+    # scores too, whose arithmetic is the smaller part; masks of dropout are half an element.
+    _FUSED: ((10, 11, 6.5), (25, 23, 9.5)),  # Megatron-LM since 1.0: scale, mask, softmax; bias, GELU; bias, dropout, residual
+    _EAGER: ((30, 19, 12.5), (31, 23, 13.5)),  # Megatron-LM of 2019: each of these by itself, and copies for heads
+}
+_PARALLEL_LOSS = 1.75  # torch's loss over parts of the vocabulary makes so many times as much meanwhile (counted by dry runs)
+ROOT = "(root)"  # what is gathered from the beginning of a pass to its end
+
+
+@dataclass(frozen=True)
+class UnitProfile:
+    """One place of the forward, with parameters or with another's.
+
+    cut, whole: elements of its parameters, see the head of this file. home: "": they are a unit of their own.
+    flops: of a forward, a token (a multiplication and an addition are two); backward takes twice as many.
+    last_flops: of them, of the last map: a repeated forward ends where backward has all that it needs, before it.
+    attention: of flops, those of fused attention, over the whole square of scores; causal: whose half is skipped.
+    kernels: launches of a forward. products: those of them that are matrix products; 0: not told apart.
+    moved: elements a token that the others read and write, in the dtype that computes: divided by tp and whole, of a forward and
+        of a backward; (): as many passes over what is kept as dry runs count.
+    saved_cut, saved_whole: elements a token, in the dtype that computes, that autograd keeps for backward; its input is among
+        them (`boundary` of the one before). saved_fp32: those that are fp32 in any case, divided by tp.
+    working_cut, working_whole, working_fp32: further elements a token at the fullest moment of its backward.
+    boundary: elements a token that it hands on.
+    tp_reduces: all-reduces of its output over tp in a forward; as many in a backward.
+    block: one of those that repeat: recomputed under activation checkpointing, and between which stages of pp are cut.
+    packs: parameters and gradients travel packed where that is asked for (zs.Compression.exempt says which do not).
+    """
+
+    name: str
+    cut: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
+    home: str = ""
+    flops: float = 0.0
+    last_flops: float = 0.0
+    attention: float = 0.0
+    causal: bool = True
+    kernels: int = 1
+    products: int = 0
+    moved: tuple[tuple[float, float], ...] = ()
+    saved_cut: float = 0.0
+    saved_whole: float = 0.0
+    saved_fp32: float = 0.0
+    working_cut: float = 0.0
+    working_whole: float = 0.0
+    working_fp32: float = 0.0
+    boundary: int = 0
+    tp_reduces: int = 0
+    block: bool = False
+    packs: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements of its parameters, of all ranks of tp together."""
+        return sum(self.cut) + sum(self.whole)
+
+    def saved_nbytes(self, itemsize: int, tp: int = 1) -> float:
+        """Bytes a token that a forward keeps for backward."""
+        return itemsize * (self.saved_cut / tp + self.saved_whole) + 4 * self.saved_fp32 / tp
+
+    def moved_nbytes(self, itemsize: int, tp: int, backward: bool) -> float:
+        """Bytes a token that kernels move between the device's memory and its cores in a forward, or a backward."""
+        if self.moved:
+            cut, whole = self.moved[backward]
+            return itemsize * (cut / tp + whole)
+        forward = _PASSES * self.saved_nbytes(itemsize, tp) + 4 * self.working_fp32 / tp
+        return forward * (BACKWARD_PASSES if backward else 1)
+
+    def working_nbytes(self, itemsize: int, tp: int = 1) -> float:
+        """Bytes a token that come and go in its backward, at the fullest moment."""
+        parts = _PARALLEL_LOSS if tp > 1 else 1.0
+        return itemsize * (self.working_cut / tp + self.working_whole) + 4 * self.working_fp32 / tp * parts
+
+
+@dataclass(frozen=True)
+class Home:
+    """A unit of zs.shard: parameters that are gathered and reduced together. origin: of a part, the one that was split."""
+
+    name: str
+    cut: tuple[int, ...]
+    whole: tuple[int, ...]
+    packs: bool
+    origin: str = ""
+
+    @property
+    def held(self) -> bool:
+        """Gathered for a whole pass."""
+        return self.name == ROOT
+
+    def shards(self, tp: int, dp: int) -> tuple[int, ...]:
+        """Elements of one rank's shard of each flat buffer; times dp: of the buffer (tensor/flat_layout.py)."""
+        groups = [[n // tp for n in self.cut], self.whole] if tp > 1 else [[*self.cut, *self.whole]]
+        totals = [sum(round_up(n, ALIGNMENT) for n in group) for group in groups if group]
+        return tuple(round_up(-(-total // dp), ALIGNMENT) for total in totals)
+
+
+def homes_of(units: Sequence[UnitProfile], max_unit_numel: int | None = None) -> list[Home]:
+    """What zs.shard makes units of, in the order in which forward comes to them, the root first.
+
+    max_unit_numel: larger ones are split, each matrix by itself; the runtime puts its bias with it, which is a matter of padding.
+    """
+    found: dict[str, list[UnitProfile]] = {}
+    for unit in units:
+        if unit.cut or unit.whole:
+            found.setdefault(unit.home or unit.name, []).append(unit)
+    homes = [
+        Home(name, sum((u.cut for u in members), ()), sum((u.whole for u in members), ()), all(u.packs for u in members))
+        for name, members in found.items()
+    ]
+    homes = [part for home in homes for part in _split(home, max_unit_numel)]
+    return sorted(homes, key=lambda home: not home.held)
+
+
+def _split(home: Home, max_unit_numel: int | None) -> list[Home]:
+    numel = sum(home.cut) + sum(home.whole)
+    if max_unit_numel is None or numel <= max_unit_numel or home.held:
+        return [home]
+    small = numel // 100
+    rest = tuple(n for n in home.cut if n <= small), tuple(n for n in home.whole if n <= small)
+    parts = [((n,), ()) for n in home.cut if n > small] + [((), (n,)) for n in home.whole if n > small]
+    return [
+        Home(f"{home.name}.{at}", *part, home.packs, home.name)
+        for at, part in enumerate([*parts, *([rest] if any(rest) else [])])
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """units: in the order of forward. seq: tokens of a sequence. heads: tp divides them; 1: nothing is known of tp.
+
+    tied: the unit whose parameters the first and the last stage of a pipeline both hold.
+    """
+
+    name: str
+    units: tuple[UnitProfile, ...]
+    seq: int
+    heads: int = 1
+    tied: str = ""
+
+    @functools.cached_property
+    def numel(self) -> int:
+        """Parameters of the model."""
+        return sum(unit.numel for unit in self.units)
+
+    @functools.cached_property
+    def flops(self) -> float:
+        """Of a forward, a token."""
+        return sum(unit.flops for unit in self.units)
+
+    @functools.cached_property
+    def blocks(self) -> tuple[UnitProfile, ...]:
+        return tuple(unit for unit in self.units if unit.block)
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019  # a profile lives as long as a search
+    def stages(self, pp: int) -> tuple[tuple[UnitProfile, ...], ...]:
+        """Units of each of `pp` stages of a pipeline, cut as `zs.parallelize` cuts: by numbers of parameters.
+
+        Raises ConfigError for more stages than blocks.
+        """
+        from ...parallel.stages import cut_by_cost
+
+        if pp == 1:
+            return (self.units,)
+        blocks = self.blocks
+        if not 1 <= pp <= len(blocks):
+            raise ConfigError(f"pp={pp}: expected 1 to {len(blocks)} stages, as many as {self.name} has blocks.")
+        begin, end = self.units.index(blocks[0]), self.units.index(blocks[-1]) + 1
+        before, after = list(self.units[:begin]), list(self.units[end:])
+        for at, unit in enumerate(before):
+            if unit.name == self.tied:  # both stages hold it, as a unit of its own
+                before[at] = replace(unit, home="")
+                after[-1] = replace(after[-1], cut=unit.cut, whole=unit.whole, home=self.tied)
+        costs = [float(block.numel) for block in blocks]
+        costs[0] += sum(unit.numel for unit in before)
+        costs[-1] += sum(unit.numel for unit in after)
+        parts = [[blocks[number] for number in part] for part in cut_by_cost(costs, pp)]
+        parts[0], parts[-1] = [*before, *parts[0]], [*parts[-1], *after]
+        return tuple(map(tuple, parts))
+
+    # -- where profiles come from --------------------------------------------------------------------------------
+
+    @classmethod
+    def of_shape(cls, shape: GPTConfig, name: str = "GPT", *, kernels: str = _FLASH) -> Profile:
+        """Of a GPT (planner/models/gpt.py) by formulas, which tests/planner/search/test_profile.py holds against the model itself.
+
+        kernels: "flash" (torch's): scores of attention are not kept; of KERNELS: two matrices (seq, seq) a head are. Attention
+        counts 4 seq dim flops a token, the whole square, as publications count (Megatron-LM, arXiv 2104.04473, appendix).
+        """
+        h, ratio, bias, vocab = shape.dim, shape.mlp_ratio, shape.bias, shape.vocab_size
+        square = 0 if kernels == _FLASH else shape.heads * shape.seq_len
+        moved = tuple((cut * h + each * square, whole * h) for cut, whole, each in KERNELS.get(kernels, ()))
+        linear = (4 + 2 * ratio) * h * h  # elements of qkv, out, up, out
+        block = UnitProfile(
+            "",
+            cut=(3 * h * h, *[3 * h] * bias, h * h, ratio * h * h, *[ratio * h] * bias, ratio * h * h),
+            whole=(*[h] * (2 + 2 * bias), *[h] * (2 * bias)),  # two norms, and biases of what is cut by columns
+            flops=2 * linear + 4 * shape.seq_len * h, last_flops=2 * ratio * h * h, kernels=10,
+            products=4 if kernels == _FLASH else 6, attention=4 * shape.seq_len * h * (kernels == _FLASH), moved=moved, saved_cut=(4 + 2 * ratio) * h + 2 * square, saved_whole=4 * h, saved_fp32=shape.heads,
+            working_cut=2 * ratio * h + square, working_whole=2 * h,
+            boundary=h, tp_reduces=2, block=True, packs=True,
+        )  # fmt: skip
+
+        def home(numel: int) -> str:
+            return "" if numel >= LARGE_FRACTION * block.numel else ROOT  # as zero/auto_wrap.py decides
+
+        units = [UnitProfile("embedding", cut=(vocab * h,), home=home(vocab * h), boundary=h, tp_reduces=1)]
+        if shape.positions == "learned":
+            units.append(UnitProfile("position", whole=(shape.seq_len * h,), home=home(shape.seq_len * h), kernels=2, boundary=h))
+        for number in range(len(NGRAM_LENGTHS) if shape.ngram_rows else 0):
+            rows = shape.ngram_rows * h
+            units.append(UnitProfile(f"ngrams.{number}", whole=(rows,), home=home(rows), kernels=12, boundary=h))
+        if shape.embedding_norm:
+            units.append(UnitProfile("embedding_norm", whole=(h,) * (1 + bias), home=ROOT, saved_whole=h, boundary=h))
+        units += [replace(block, name=f"blocks.{number}") for number in range(shape.layers)]
+        units.append(UnitProfile("norm", whole=(h,) * (1 + bias), home=ROOT, saved_whole=h, boundary=h))
+        owner = units[0].home or "embedding"
+        units.append(UnitProfile(
+            "head", cut=() if shape.tied else (vocab * h,), home=owner if shape.tied else home(vocab * h),
+            flops=2 * h * vocab, kernels=6, products=1, saved_whole=h, saved_fp32=vocab, working_fp32=2 * vocab,
+        ))  # fmt: skip
+        return cls(name, tuple(units), shape.seq_len, shape.heads, "embedding" if shape.tied else "")
+
+    @classmethod
+    def of_plan(
+        cls, plan: Plan, seq: int, checkpointed: Plan | None = None, halved: Plan | None = None, heads: int = 1
+    ) -> Profile:
+        """Of any model, from a dry run on ranks of data parallelism alone: its units, with what they computed, kept and reduced.
+
+        seq: tokens of a sequence of the dry run. checkpointed: the same with activation checkpointing, which tells what blocks then
+        keep; without it they can not be checkpointed. halved: the same with tp = 2: what is less there is what tensor parallelism
+        divides, which heads ranks can do; without it layouts have tp = 1.
+        """
+        if plan.axes.get("tp", 1) * plan.axes.get("pp", 1) > 1 or plan.axes.get("dp", 1) == 1:
+            raise ConfigError(
+                f"a profile is of a whole model: expected a plan over two or more ranks of dp alone, got {plan.axes}."
+            )
+        itemsize, micro = plan.config.compute_dtype.itemsize, max(plan.tokens // plan.micro_batches, 1)
+        flops: dict[str, float] = {}
+        kernels: dict[str, int] = {}
+        attention: dict[str, AttentionWork] = {}
+        for task in plan.trace.tasks:
+            if task.unit and task.phase == "forward" and Resource.DEVICE in task.nbytes:
+                flops[task.unit] = flops.get(task.unit, 0.0) + task.flops / plan.micro_batches
+                kernels[task.unit] = kernels.get(task.unit, 0) + task.kernels
+                if task.attention is not None:
+                    found = attention.get(task.unit)
+                    attention[task.unit] = task.attention if found is None else found + task.attention
+        unused = [name for name in plan.units if name not in flops]
+        sizes = {name: plan.units[name] for name in (*unused, *flops)}  # in the order of forward
+        common = max(set(sizes.values()), key=list(sizes.values()).count)
+        kept = (checkpointed or plan).activations
+        blocks = {name for name, numel in sizes.items() if numel == common and name != ROOT}
+        again = (
+            0 if checkpointed is None else _working_nbytes(checkpointed) - max(plan.activations.get(name, 0) for name in blocks)
+        )
+        # the loss is computed after the last
+        working = dict.fromkeys(blocks, max(again, 0)) | {list(sizes)[-1]: _working_nbytes(plan)}
+        sums = _sums_over_tp(halved) if halved is not None else {}
+        units = []
+        for name, numel in sizes.items():
+            saved, cut, saved_cut = plan.activations.get(name, 0), 0, 0
+            if halved is not None:  # what two ranks divide: twice what one of them has less
+                cut = min(max(2 * (numel - halved.units.get(name, numel)), 0), numel)
+                saved_cut = min(max(2 * (saved - halved.activations.get(name, saved)), 0), max(saved, 0))
+            units.append(UnitProfile(
+                name, cut=(cut,) * bool(cut), whole=(numel - cut,) * bool(numel - cut), flops=flops.get(name, 0.0) / micro,
+                kernels=max(kernels.get(name, 0) // plan.micro_batches, 1), saved_cut=saved_cut / micro / itemsize,
+                saved_whole=(saved - saved_cut) / micro / itemsize,
+                boundary=round(kept.get(name, 0) / micro / itemsize) if checkpointed else 0,
+                working_whole=working.get(name, 0) / micro / itemsize, block=name in blocks, packs=name != ROOT,
+                tp_reduces=sums.get(name, 0), causal=name in attention and attention[name].causal,
+                attention=attention[name].flops / plan.micro_batches / micro if name in attention else 0.0,
+            ))  # fmt: skip
+        return cls(plan.model, tuple(units), seq, heads if halved is not None else 1)
+
+
+def _sums_over_tp(plan: Plan) -> dict[str, int]:
+    """All-reduces over tp in a forward, by unit."""
+    found: dict[str, int] = {}
+    for task in plan.trace.tasks:
+        if task.axis == "tp" and task.phase == "forward" and task.name.endswith("all_reduce"):
+            found[task.unit] = found.get(task.unit, 0) + 1
+    return {name: count // plan.micro_batches for name, count in found.items()}
+
+
+def _working_nbytes(plan: Plan) -> int:
+    """What computation holds at its fullest moment beside what is kept for backward."""
+    held = (phase.held.get(Tier.DEVICE, {}).get(ACTIVATIONS, 0) for phase in plan.phases if phase.name in ("forward", "backward"))
+    return max(max(held, default=0) - sum(plan.activations.values()), 0)

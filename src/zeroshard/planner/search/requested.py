@@ -1,0 +1,81 @@
+"""A request of the planner in the words of the search, and the other way round: its profile, its layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError
+from ...parallel.styles import most_ranks
+from ..plan import Plan
+from ..request import Request
+from .layout import Layout
+from .profile import Profile
+
+CHECKPOINTING: dict[str, Any] = {"none": False, "blocks": True, "partitioned": {"partition": True}, "host": {"offload": "cpu"}}
+_PACKED = {"shard_size", "mics_shard_size", "zero_quantized_gradients", "hierarchical"}  # what is reduced is not what is sent
+
+
+def of_layout(request: Request, layout: Layout) -> Request:
+    """The same run in another layout."""
+    return replace(
+        request, axes=layout.mesh, rows=layout.micro_batch, micro_batches=layout.micro_batches, options=layout.options("."),
+        checkpointing=CHECKPOINTING[layout.checkpointing],
+    )  # fmt: skip
+
+
+def layout_of(request: Request) -> Layout:
+    """What formulas see of it; options that they do not know are as if they were not given."""
+    config, kept = request.config, request.checkpointing
+    named = kept if isinstance(kept, Mapping) else {}
+    checkpointing = "host" if "offload" in named else "partitioned" if "partition" in named else "blocks" if kept else "none"
+    packed: dict[str, Any] = {
+        name: getattr(getattr(config, f"zero_{name}"), "codec", None) for name in ("quantized_weights", "quantized_gradients")
+    }
+    packed = {name: codec if codec in ("int8", "int4", "fp8") else None for name, codec in packed.items()}
+    axes: dict[str, Any] = dict(request.axes)
+    return Layout(
+        **axes, stage=config.stage, optimizer=config.offload_optimizer.tier, gradient=config.offload_gradient.tier,
+        parameter=config.offload_param.tier, micro_batch=request.rows, micro_batches=request.micro_batches, checkpointing=checkpointing,
+        precision=config.precision, shard_size=config.shard_size, hpz=config.zero_hpz_partition_size, node_size=request.ranks_of_node,
+        hops="two" if config.hierarchical else "one", prefetch_nbytes=config.prefetch_nbytes, max_unit_numel=config.max_unit_numel,
+        gradient_itemsize=config.gradient_dtype.itemsize, separate=request.hardware.separate, **packed,
+    )  # fmt: skip
+
+
+def profile_of(request: Request, plans: Sequence[Plan] = ()) -> Profile:
+    """By formulas where the model is a GPT of ours, else by dry runs: over data parallelism alone, with checkpoints, and with tp = 2.
+
+    plans: those that were made of the request: where its ranks are of data parallelism alone, one dry run less is needed.
+    """
+    source = request.source
+    if source.config is not None:
+        return Profile.of_shape(replace(source.config, seq_len=request.seq), source.name)
+    alone = request.axes["dp"] == request.ranks > 1
+    if plans and alone and request.config.stage and not request.checkpointing and not _PACKED & set(request.options):
+        whole, known = request, plans[0]
+    else:
+        ranks = max(request.ranks_of_node, 2)  # one node: all of a unit travels at once
+        whole = replace(
+            request, axes={"pp": 1, "dp": ranks, "tp": 1}, node_size=ranks, rows=1, micro_batches=1, checkpointing=False, parallel={},
+            options={"stage": 3, "precision": request.config.precision},
+        )  # fmt: skip
+        known = whole.plan()
+    try:
+        checkpointed = replace(whole, checkpointing=True).plan()
+    except ConfigError:  # nothing repeats
+        checkpointed = None
+    halved, ranks = None, 1
+    if source.example is None:
+        with torch.device("meta"):
+            ranks = most_ranks(source.build())
+    if ranks % 2 == 0:
+        whole = replace(whole, axes={**whole.axes, "tp": 2}, node_size=2 * whole.axes["dp"])
+        try:
+            halved = whole.plan()
+        except ConfigError:  # its ranks can not share it
+            halved = None
+    return Profile.of_plan(known, request.seq, checkpointed, halved, ranks)

@@ -1,0 +1,508 @@
+"""The search for the layout that trains fastest within memory: `zeroshard plan --auto`.
+
+    all layouts --memory_of--> those that fit --a closed bound of their time--> in its order: schedules by formula, simulated
+                --> the fastest few kinds: dry runs, simulated again --> the fastest
+
+The bound of a layout is what its computation, or its busiest link, takes at the least; the simulator is asked in the order of the
+bounds until no other can be faster, or `_MOST_SIMULATED` have been. Schedules by formula rank layouts. The seconds that are reported
+are those of dry runs, as `zeroshard simulate` reports them for the same layout. Among layouts within 2% of the fastest the plainest
+is taken: what rests on the device before what is offloaded, data parallelism before other axes, lower stages before higher ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ...config import STAGES, Placement, Tier
+from ...errors import ConfigError, did_you_mean
+from ...memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
+from ..plan import Plan
+from ..recorder import telling
+from ..request import gb
+from ..simulator.hardware import Hardware, resource_seconds
+from ..simulator.simulate import Simulation, simulate
+from ..simulator.spread import seconds_with_spread
+from ..simulator.trace import Resource, Task, Trace
+from .layout import Layout, Volumes, exchange
+from .memory import Sizes, memory_of
+from .profile import Profile
+from .schedule import attention_of, trace_of
+
+MARGIN = 0.1  # of the device's memory, for what the formulas leave out: holes between blocks, temporaries
+_MOST_SIMULATED, _MOST_TASKS = 96, 3000
+_CONFIRMED = 3  # kinds of layouts whose dry runs are simulated
+_LARGE_UNIT = 0.05  # of the device's memory: blocks that take more when they are gathered may be split
+_EQUAL = 1.02  # times within this factor are taken to be the same
+
+_D, _H, _S = Tier.DEVICE, Tier.HOST, Tier.DISK
+TIERS: dict[int, tuple[tuple[Tier, Tier, Tier], ...]] = {  # stage -> where optimizer, gradients, parameters may rest
+    0: ((_D, _D, _D),),
+    1: ((_D, _D, _D), (_H, _D, _D), (_S, _D, _D)),
+    2: ((_D, _D, _D), (_H, _H, _D), (_S, _H, _D), (_S, _S, _D)),
+    3: ((_D, _D, _D), (_H, _H, _D), (_S, _H, _D), (_H, _H, _H), (_S, _H, _H), (_S, _S, _H), (_S, _S, _S)),
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits. step_s: of a step of the whole batch. memory: of its fullest rank, by tier and category.
+
+    by_formula: seconds and memory are those of formulas; else those of a dry run.
+    """
+
+    layout: Layout
+    step_s: float
+    tflops: float  # of a device
+    tokens_per_s: float  # of all
+    bound: str  # what bounds the step, a sentence
+    memory: Mapping[Tier, Mapping[str, int]]
+    by_formula: bool = True
+
+    def nbytes(self, tier: Tier = Tier.DEVICE) -> int:
+        return sum(self.memory.get(tier, {}).values())
+
+
+@dataclass(frozen=True)
+class Found:
+    """What `search` found. considered: how many layouts there were ("layouts"), fitted ("fit"), were simulated, verified, refused.
+
+    runner_up: the fastest of another kind than `best`: another stage, mesh, tier or way to keep activations.
+    """
+
+    best: Candidate
+    runner_up: Candidate | None
+    reason: str
+    considered: Mapping[str, int]
+    profile: Profile
+    hardware: Hardware
+    global_batch: int
+
+
+def search(
+    profile: Profile,
+    hardware: Hardware,
+    devices: int,
+    global_batch: int,
+    *,
+    precision: str = "bf16",
+    fixed: Mapping[str, Any] | None = None,
+    lossy: bool = False,
+    margin: float = MARGIN,
+    verify: Callable[[Layout], Plan] | None = None,
+    simulated: Callable[[Layout], Simulation] | None = None,
+) -> Found:
+    """The fastest layout that fits, and the runner-up.
+
+    Args:
+        devices: ranks. global_batch: sequences of a step, over all of them.
+        fixed: fields of Layout that are given, and not searched ({"tp": 1, "pp": 1}).
+        lossy: also what changes results: parameters and gradients that travel packed.
+        margin: this share of the device's memory stays free of what the formulas count.
+        verify: makes a dry run of a layout (`zs.plan`), of the fullest rank; what does not fit by it is left out.
+        simulated: simulates the dry run of a layout that was verified; without it seconds are those of formulas.
+
+    Raises ConfigError where the numbers divide in no way, or nothing fits, which says by how much.
+    """
+    _check(profile, devices, global_batch, fixed or {}, margin)
+    limits = _limits(hardware, devices, margin)
+    counts: Counter[str] = Counter()
+    fitting: list[tuple[float, Layout]] = []
+    shortest: tuple[float, Layout | None] = (math.inf, None)
+    stages_that_fit: set[int] = set()
+    for layout in _layouts(profile, hardware, devices, global_batch, precision, fixed or {}, lossy):
+        counts["layouts"] += 1
+        if counts["layouts"] % 1000 == 0:
+            _tell(f"{counts['layouts']:,} layouts looked at, {counts['fit']:,} fit by formula")
+        excess = _excess(profile, layout, limits)
+        if excess > 1:
+            shortest = min(shortest, (excess, layout), key=lambda pair: pair[0])
+            continue
+        counts["fit"] += 1
+        stages_that_fit.add(layout.stage)
+        fitting.append((bound(profile, layout, hardware), layout))
+    if not counts["layouts"]:
+        raise ConfigError(_no_layout(devices, global_batch, fixed or {}))
+    if not fitting:
+        raise ConfigError(_too_large(profile, hardware, shortest, limits))
+    ranked = _simulated(profile, hardware, sorted(fitting, key=lambda pair: pair[0]), counts)
+    if verify is not None:
+        ranked = _confirmed(ranked, verify, simulated, limits, counts)
+    best = ranked[0]
+    runner_up = next((each for each in ranked[1:] if _kind(each.layout) != _kind(best.layout)), None)
+    reason = _reason(profile, hardware, best, runner_up, limits)
+    return Found(best, runner_up, reason, dict(counts), profile, hardware, global_batch)
+
+
+def _tell(text: str) -> None:
+    if (tell := telling.get()) is not None:
+        tell(text)
+
+
+def _check(profile: Profile, devices: int, global_batch: int, fixed: Mapping[str, Any], margin: float) -> None:
+    for name, value in (("devices", devices), ("global_batch", global_batch)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}: expected a whole number of at least 1, got {value!r}.")
+    if not 0 <= margin < 1:
+        raise ConfigError(f"margin: expected a share of the memory from 0 up to 1, got {margin!r}.")
+    known = [field.name for field in fields(Layout)]
+    for name in fixed:
+        if name not in known:
+            raise ConfigError(f"fixed: expected fields of Layout, got {name!r}.{did_you_mean(name, known)}")
+    if fixed.get("tp", 1) > 1 and profile.heads % fixed["tp"]:
+        near = min(_divisors(profile.heads), key=lambda each: abs(each - fixed["tp"]))
+        raise ConfigError(
+            f"tp={fixed['tp']} does not divide the {profile.heads} heads of {profile.name}; the nearest: tp={near}."
+        )
+
+
+# -- what there is to choose from --------------------------------------------------------------------------------------
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _layouts(
+    profile: Profile, hardware: Hardware, devices: int, global_batch: int, precision: str, fixed: Mapping[str, Any], lossy: bool
+) -> Iterator[Layout]:  # fmt: skip
+    """All that divide heads, blocks, ranks and batch evenly."""
+    node_size = min(fixed.get("node_size", hardware.devices_per_node), devices)
+    checkpoints = ("none", "blocks", "host", "partitioned") if any(unit.boundary for unit in profile.blocks) else ("none",)
+    for tp in _divisors(math.gcd(profile.heads, devices)):
+        if tp > node_size:  # its sums, for which computation waits, would pass between nodes
+            continue
+        for pp in _divisors(devices // tp):
+            dp = devices // tp // pp
+            if pp > len(profile.blocks) or global_batch % dp or (pp > 1 and checkpoints == ("none",)):
+                continue
+            rows = global_batch // dp
+            for micro_batch in _divisors(rows):
+                if pp > 1 and rows // micro_batch < pp:  # most of the pipeline would stand still
+                    continue
+                common = {"dp": dp, "pp": pp, "tp": tp, "micro_batch": micro_batch, "micro_batches": rows // micro_batch,
+                          "precision": precision, "node_size": node_size, "separate": hardware.separate}  # fmt: skip
+                for checkpointing in checkpoints:
+                    large = 2 * max(unit.numel for unit in profile.blocks) // tp > hardware.device.memory_nbytes * _LARGE_UNIT
+                    if (checkpointing == "partitioned" and tp == 1) or (checkpointing == "host" and not hardware.separate):
+                        continue
+                    split = max(unit.numel for unit in profile.blocks) // tp // 8 if large else None
+                    yield from _variants(hardware, common | {"checkpointing": checkpointing}, fixed, lossy, split)
+
+
+def _variants(
+    hardware: Hardware, common: dict[str, Any], fixed: Mapping[str, Any], lossy: bool, split: int | None
+) -> Iterator[Layout]:  # fmt: skip
+    """Stages, tiers, what is done between nodes, and units (split: elements from which they are, stage 3)."""
+    if any(name in common and common[name] != value for name, value in fixed.items()):
+        return
+    dp, inside = common["dp"], max(common["node_size"] // common["tp"], 1)
+    several = dp > inside and dp % inside == 0 and inside > 1
+    for stage, choices in TIERS.items():
+        for tiers in choices:
+            plain = all(tier is Tier.DEVICE for tier in tiers)
+            if (dp == 1 and stage and plain and "stage" not in fixed) or (Tier.HOST in tiers[::2] and not hardware.separate):
+                continue
+            states = dict(zip(("stage", "optimizer", "gradient", "parameter"), (stage, *tiers), strict=True))
+            extras = _between_nodes(stage, several, inside, lossy)
+            for extra in extras + [{**extra, "max_unit_numel": split} for extra in extras if split and stage == 3]:
+                given = {**common, **states, **extra, **fixed}
+                # what a fixed field brings and zs.shard refuses: secondary shards need two hops and no groups, both divide dp
+                refused = given.get("hpz", 1) > 1 and (given.get("shard_size") is not None or given.get("hops") == "one")
+                refused = refused or bool(dp % given.get("hpz", 1) or dp % (given.get("shard_size") or 1))
+                if not refused and all(given[name] == value for name, value in (common | states).items()):
+                    yield Layout(**given)
+
+
+def _between_nodes(stage: int, several: bool, inside: int, lossy: bool) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [{}]
+    if not several:
+        return found
+    found.append({"hops": "one"})
+    if stage == 3:
+        found += [{"hpz": inside}, {"shard_size": inside}]
+    if lossy and stage:
+        packed = {"quantized_weights": "int8", "quantized_gradients": "int4"}
+        found += [packed, {**packed, "hpz": inside}] if stage == 3 else [packed]
+    return found
+
+
+# -- what fits ---------------------------------------------------------------------------------------------------------
+
+
+def _limits(hardware: Hardware, devices: int, margin: float) -> dict[Tier, float]:
+    """Bytes of each tier that one rank may take."""
+    ranks = min(hardware.devices_per_node, devices)
+    own = (hardware.device.memory_nbytes - hardware.overhead_nbytes) * (1 - margin)
+    shared = {Tier.HOST: hardware.host_memory_nbytes, Tier.DISK: hardware.disk_nbytes}
+    return {Tier.DEVICE: own} | {tier: nbytes * (1 - margin) / ranks for tier, nbytes in shared.items()}
+
+
+def _excess(profile: Profile, layout: Layout, limits: Mapping[Tier, float]) -> float:
+    """What the fullest rank takes of the tier that it fills most, as a share of that."""
+    worst = 0.0
+    for stage in {0, layout.pp - 1}:
+        held = {tier: float(sum(found.values())) for tier, found in memory_of(profile, layout, stage).items()}
+        if not layout.separate:
+            held[Tier.DEVICE] += held.pop(Tier.HOST, 0.0)
+        worst = max(worst, *(nbytes / limits[tier] if limits[tier] else math.inf for tier, nbytes in held.items() if nbytes))
+    return worst
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def _work(profile: Profile, pp: int, stage: int) -> tuple[float, int, int, float]:
+    """Of a forward of a stage: flops a token, matrix products, elements a token summed over tp, the flops a token in blocks."""
+    units = profile.stages(pp)[stage]
+    summed = sum(unit.tp_reduces * unit.boundary for unit in units)
+    products = sum(unit.products or unit.kernels for unit in units)
+    return sum(u.flops for u in units), products, summed, sum(u.flops for u in units if u.block)
+
+
+def bound(profile: Profile, layout: Layout, hardware: Hardware) -> float:
+    """Seconds that a step takes at the least: what it computes, or the busiest link, and the step of the optimizer after it."""
+    return max(_stage_bound(profile, layout, hardware, stage) for stage in {0, layout.pp // 2, layout.pp - 1})
+
+
+def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: int) -> float:
+    lay, count, tokens = layout, layout.micro_batches, layout.micro_batch * profile.seq
+    flops, products, summed, in_blocks = _work(profile, lay.pp, stage)
+    sizes = Sizes.of(profile, lay.pp, stage, lay.tp, lay.shards)
+    again = in_blocks / flops if flops and lay.checkpointing != "none" else 0.0
+    trace = Trace(node_size=lay.node_size)
+
+    def seconds(nbytes: Mapping[Resource, float], peers: int = 1, **more: Any) -> dict[Resource, float]:
+        return resource_seconds(Task("", "", nbytes, peers=peers, **more), hardware, trace)
+
+    units = profile.stages(lay.pp)[stage]
+    work: dict[str, Any] = {"flops": flops * tokens / lay.tp, "kernels": products, "products": products, "dtype": lay.precision}
+    work["attention"] = attention_of(units, profile.seq, tokens / lay.tp, backward=False)
+    forward = seconds({Resource.DEVICE: 0.0}, **work)[Resource.DEVICE]
+    computing = (3 + again) * forward * (count + lay.pp - 1)
+    if lay.tp > 1:
+        sent = 2 * (lay.tp - 1) / lay.tp * summed * tokens * lay.itemsize * (2 + again / 2)
+        computing += count * seconds({Resource.INSIDE: sent}, lay.tp)[Resource.INSIDE]
+    links: dict[Resource, float] = defaultdict(float)
+    row, whole = STAGES[lay.stage], sizes.own * lay.shards
+    weight = Volumes.weight_nbytes(lay) * whole
+
+    def add(hops: list[dict[Resource, float]], times: float) -> None:
+        for hop in hops:
+            for resource, time in seconds(hop, lay.shards).items():
+                links[resource] += time * times
+
+    sharded, spread = row.parameter is Placement.SHARDED, row.gradient is Placement.SHARDED
+    reduces = 1 if lay.held else count
+    if sharded:
+        add(exchange(lay, weight, lay.shards), 1)
+        add(exchange(lay, weight, lay.shards, inside_only=lay.hpz > 1), 2 * count - 1)
+    add(exchange(lay, Volumes.gradient_nbytes(lay) * whole, lay.shards, reduce=True), reduces)
+    own = sizes.own
+    if sharded and (lay.parameter is Tier.DISK or (lay.parameter is Tier.HOST and lay.separate)):
+        for resource in [Resource.READ] * (lay.parameter is Tier.DISK) + [Resource.UP] * lay.separate:
+            links[resource] += 2 * count * seconds({resource: own * lay.itemsize})[resource]
+    if spread and lay.gradient is not Tier.DEVICE and lay.separate:
+        links[Resource.DOWN] += reduces * seconds({Resource.DOWN: own * lay.itemsize})[Resource.DOWN]
+    states = own if row.optimizer is Placement.SHARDED else whole
+    itemsize = lay.state_itemsize + 4 * lay.has_masters
+    moved = states * (2 * itemsize + lay.gradient_itemsize + lay.itemsize)
+    tail = max(seconds({lay.steps_on: moved}, numel=states).values())
+    if lay.optimizer is Tier.DISK:
+        tail = max(tail, *seconds({Resource.READ: states * itemsize, Resource.WRITE: states * itemsize}).values())
+    if not sharded and row.optimizer is Placement.SHARDED:
+        tail += max(
+            (time for hop in exchange(lay, weight, lay.shards) for time in seconds(hop, lay.shards).values()), default=0.0
+        )
+    return max(computing, *links.values(), 0.0) + tail
+
+
+def timed(profile: Profile, layout: Layout, hardware: Hardware) -> tuple[float, Simulation]:
+    """Seconds of a step, and the simulation that they are from.
+
+    Where there are many micro-batches two shorter steps are simulated, and each further micro-batch takes what their difference says;
+    where a stage has many blocks they are simulated in stretches. Both are exact once the pipeline is full and blocks are alike.
+    """
+    short = layout.pp + 2
+    counts = (layout.micro_batches,) if layout.micro_batches <= short + 2 else (short, short + 2)
+    groups = max(_MOST_TASKS // (6 * layout.pp * counts[-1]), 1)
+    blocks = len(profile.blocks) // layout.pp
+    found = [simulate(trace_of(profile, replace(layout, micro_batches=count), groups=groups if groups < blocks else None), hardware)
+             for count in counts]  # fmt: skip
+    if len(found) == 1:
+        return found[0].step_s, found[0]
+    each = (found[1].step_s - found[0].step_s) / 2
+    return found[1].step_s + (layout.micro_batches - counts[-1]) * each, found[1]
+
+
+def _candidate(profile: Profile, layout: Layout, hardware: Hardware) -> Candidate:
+    step_s, simulation = timed(profile, layout, hardware)
+    memory = max(
+        (memory_of(profile, layout, stage) for stage in {0, layout.pp - 1}), key=lambda held: sum(held[Tier.DEVICE].values())
+    )
+    tokens = layout.sequences * profile.seq
+    tflops = 3 * profile.flops * tokens / layout.ranks / step_s / 1e12
+    return Candidate(layout, step_s, tflops, tokens / step_s, simulation.bound, memory)
+
+
+def _simulated(
+    profile: Profile, hardware: Hardware, fitting: list[tuple[float, Layout]], counts: Counter[str]
+) -> list[Candidate]:
+    """The fastest first, plainer ones before those that are hardly faster. fitting: in the order of their bounds."""
+    found: list[Candidate] = []
+    best = second = math.inf  # second: of another kind than the best
+    for least, layout in fitting:
+        if counts["simulated"] == _MOST_SIMULATED or (least > best * _EQUAL and second < math.inf and least > second):
+            break
+        counts["simulated"] += 1
+        _tell(
+            f"{counts['fit']:,} of {counts['layouts']:,} layouts fit by formula; simulated {counts['simulated']}, the best {best:.2g} s a step"
+        )
+        found.append(_candidate(profile, layout, hardware))
+        fastest = min(found, key=lambda each: each.step_s)
+        best = fastest.step_s
+        second = min((each.step_s for each in found if _kind(each.layout) != _kind(fastest.layout)), default=math.inf)
+    return _in_order(found)
+
+
+def _in_order(found: list[Candidate]) -> list[Candidate]:
+    best = min(each.step_s for each in found)
+
+    def order(each: Candidate) -> tuple:
+        equal = each.step_s <= best * _EQUAL
+        return not equal, plainness(each.layout) if equal else (), each.step_s
+
+    return sorted(found, key=order)
+
+
+def _kind(layout: Layout) -> tuple:
+    """What makes two layouts different ways, and not the same way with another micro-batch."""
+    return (*_states(layout), layout.pp, layout.tp, layout.checkpointing, layout.hpz, layout.shard_size, layout.quantized_weights)
+
+
+def _states(layout: Layout) -> tuple:
+    return layout.stage, layout.optimizer, layout.gradient, layout.parameter
+
+
+def plainness(layout: Layout) -> tuple:
+    away = sum(tier is not Tier.DEVICE for tier in _states(layout)[1:])
+    packed = sum(each is not None for each in (layout.quantized_weights, layout.quantized_gradients))
+    special = (layout.max_unit_numel is not None) + (layout.hpz > 1) + (layout.shard_size is not None) + (layout.hops != "two")
+    return (
+        away,
+        packed,
+        (layout.pp > 1) + (layout.tp > 1),
+        layout.checkpointing != "none",
+        special,
+        layout.stage,
+        layout.micro_batches,
+    )
+
+
+def _confirmed(
+    ranked: list[Candidate],
+    verify: Callable[[Layout], Plan],
+    simulated: Callable[[Layout], Simulation] | None,
+    limits: Mapping[Tier, float],
+    counts: Counter[str],
+) -> list[Candidate]:
+    """The fastest kinds that fit by dry runs, with the seconds and the memory of these, in order. Raises ConfigError where none fits."""
+    found: list[Candidate] = []
+    kinds: set[tuple] = set()
+    for each in ranked:
+        if len(found) == _CONFIRMED:
+            break
+        if _kind(each.layout) in kinds:  # the same way with another micro-batch: slower by formula
+            continue
+        counts["verified"] += 1
+        _tell(f"dry run of {each.layout}")
+        plan = verify(each.layout)
+        if any(plan.peak(tier) > limit for tier, limit in limits.items()):
+            counts["refused"] += 1
+            continue
+        kinds.add(_kind(each.layout))
+        found.append(each if simulated is None else _by_dry_run(each, plan, simulated(each.layout)))
+    if not found:
+        raise ConfigError(
+            f"none of the {counts['verified']} fastest layouts fits by its dry run: use more devices, or a smaller batch."
+        )
+    return _in_order(found)
+
+
+def _by_dry_run(each: Candidate, plan: Plan, done: Simulation) -> Candidate:
+    fullest = max(plan.phases, key=lambda phase: phase.nbytes(Tier.DEVICE))
+    return replace(
+        each, step_s=done.step_s, tflops=done.tflops, tokens_per_s=done.tokens_per_s, bound=done.bound, memory=fullest.held,
+        by_formula=False,
+    )  # fmt: skip
+
+
+# -- what is said ------------------------------------------------------------------------------------------------------
+
+
+def _gb(nbytes: float) -> str:
+    return f"{gb(nbytes)} GB"
+
+
+def _reason(
+    profile: Profile, hardware: Hardware, best: Candidate, runner_up: Candidate | None, limits: Mapping[Tier, float]
+) -> str:
+    """Why it is this one: what plainer ones lack, and what the runner-up costs."""
+    layout = best.layout
+    room = _gb(limits[Tier.DEVICE])
+    seconds = seconds_with_spread(best.step_s, hardware.spread)
+    sentences = [f"{layout} takes {_gb(best.nbytes())} of the {room} that a device has for it, {seconds} s a step."]
+    lower = _without(layout)
+    if lower is not None:
+        needed = max(sum(memory_of(profile, lower, stage)[Tier.DEVICE].values()) for stage in {0, layout.pp - 1})
+        what = f"ZeRO-{lower.stage}" if lower.stage != layout.stage else "Without offloading it"
+        if needed > limits[Tier.DEVICE]:
+            sentences.append(f"{what} would need {_gb(needed)}.")
+        else:
+            slower = timed(profile, lower, hardware)[0] / timed(profile, layout, hardware)[0] - 1
+            sentences.append(
+                f"{what} would fit too, " + (f"and take {slower:.0%} longer." if slower > 0.005 else "and send the same.")
+            )
+    sentences.append(f"It is {best.bound.partition(';')[0]}.")
+    if runner_up is not None:
+        slower = runner_up.step_s / best.step_s - 1
+        cost = f"takes {slower:.0%} longer" if slower >= 0.005 else "is as fast, and less plain"
+        sentences.append(f"The runner-up, {runner_up.layout}, {cost}.")
+    return " ".join(sentences)
+
+
+def _without(layout: Layout) -> Layout | None:
+    """The next plainer one: nothing offloaded, else one stage less."""
+    if any(tier is not Tier.DEVICE for tier in _states(layout)[1:]):
+        return replace(layout, optimizer=Tier.DEVICE, gradient=Tier.DEVICE, parameter=Tier.DEVICE)
+    if layout.stage == 0:
+        return None
+    return replace(layout, stage=layout.stage - 1, hpz=1, shard_size=None, quantized_weights=None, quantized_gradients=None)
+
+
+def _no_layout(devices: int, global_batch: int, fixed: Mapping[str, Any]) -> str:
+    near = [each for each in (global_batch // devices * devices, -(-global_batch // devices) * devices) if each]
+    given = f" with {', '.join(f'{name}={value}' for name, value in fixed.items())}" if fixed else ""
+    return (
+        f"no layout of {devices} devices divides a batch of {global_batch} sequences{given}: expected a multiple of the ranks that share it; "
+        f"the nearest: {' or '.join(map(str, dict.fromkeys(near)))}."
+    )
+
+
+def _too_large(profile: Profile, hardware: Hardware, shortest: tuple[float, Layout | None], limits: Mapping[Tier, float]) -> str:
+    excess, layout = shortest
+    assert layout is not None
+    held = memory_of(profile, layout)
+    states = sum(held[tier].get(name, 0) for tier in Tier for name in (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER))
+    sizes = ", ".join(
+        f"{_gb(sum(held[tier].values()))} on {tier.value} ({_gb(limits[tier])} to be had)" for tier in Tier if held[tier]
+    )
+    return (
+        f"{profile.name} of {profile.numel / 1e9:.3g}B parameters does not fit {layout.ranks} x {hardware.name} in any layout. The nearest, "
+        f"{layout}, takes {sizes}, model states {_gb(states)} of it: {excess:.3g} times what there is. Use more devices, or a smaller batch."
+    )

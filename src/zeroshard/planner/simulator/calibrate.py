@@ -1,0 +1,300 @@
+"""Calibration: a hardware file of this machine, for `zeroshard plan` and `zeroshard simulate`.
+
+    zeroshard bench --calibrate                                     2 ranks, a thread each; writes hardware.toml
+    zeroshard bench --calibrate --ranks 4 --path /mnt/nvme --out my.toml
+
+Local ranks measure at the same time, as they share cores, memory and disks: products of matrices of several sizes (the efficiency
+curve), the kernels between them (norms, activation functions, softmax: bytes a second, and what a launch costs), gathers and
+reductions, memory copies, the host's optimizer step, and files where a folder is named. A rank's thread does all of these by
+itself, so that none is hidden behind another: the file says so (`shared_cores`). What a rank computes is timed by its processor
+time, times the ranks that share a core, as other programs should not count; what it does with others by the clock. A disk's
+files are written and read again and again, as states are: a first read is slower. Where both at once are hardly faster than one
+after the other, the file says that they take turns (`shared_disk`).
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...comm import backend_select
+from ...comm.base import Comm
+from ...comm.launch import run_processes
+from ...errors import ConfigError, SwapError
+from ...memory.host_memory import available_nbytes, keep_freed_memory
+from ...memory.io.swap_folder import SwapFolder
+from ...optim.cpu_kernels import visible_cores
+from ...utils import torch_compat
+from ...utils.torch_compat import TorchDispatchMode
+from ...zero.runtime import runtime_of
+from ..measure.probe import Rehearsal, step_rate
+from .disk_bandwidth import PHASES, REQUEST_NBYTES, Burst, DiskProbe, DiskSpeed, bandwidth
+from .hardware import Curve, Device, Hardware, Link
+from .micro_benchmark import seconds
+from .trace import Resource
+
+SIDES = (32, 64, 128, 256, 512, 1024)  # of square matrices
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+STEPPED_NUMEL, EXCHANGED_NUMEL, COPIED_NUMEL = 4 << 20, 2 << 20, 16 << 20  # of a rank: more than caches hold
+SMALL_NBYTES = 4 << 20  # of a request, as those of an optimizer's slabs; the large ones are REQUEST_NBYTES
+BLOCK_ROWS, BLOCK_DIM = 512, 1024  # tokens and hidden size of what is between products
+LIMIT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How much a rank measures. turn_s: of one measurement; numel: at most of any of its tensors; rounds: of files, and one before."""
+
+    sides: tuple[int, ...] = SIDES
+    turn_s: float = 0.3
+    numel: int = COPIED_NUMEL
+    rounds: int = 5
+
+
+@dataclass(frozen=True)
+class Found:
+    """By one rank. flops: flops/s by dtype, in the order of sides; bandwidths in bytes/s; stepped: parameters/s."""
+
+    flops: dict[str, list[float]]
+    launch_s: float
+    between: float  # what kernels between products read and write
+    copied: float  # what a copy reads and writes
+    hop_s: float
+    exchanged: float
+    stepped: float
+    bursts: dict[str, list[Burst]]  # by phase, of each round
+
+
+def calibrate(ranks: int = 2, path: str | None = None, amount: Amount = Amount(), name: str = "") -> Hardware:
+    """Measure this machine with so many processes of one thread; a minute at most.
+
+    path: a folder on the disk that offloaded states go to; None: none is measured, and what is offloaded there has no link.
+    Raises ConfigError for a number of ranks below 1, SwapError for a folder that can not be used.
+    """
+    if ranks < 1:
+        raise ConfigError(f"--ranks: expected at least 1, got {ranks}")
+    if path is not None:
+        SwapFolder(path, rank=0, needed_nbytes=0).close()
+    found = run_processes(_measure, ranks, path, amount, timeout_s=LIMIT_S)
+    return _hardware(found, ranks, path, amount, name or f"cpu of {platform.node()}")
+
+
+def command(ranks: int, path: str | None, out: Path, say: Callable[[str], None]) -> int:
+    """Of `zeroshard bench --calibrate`: measure, say what was found, write."""
+    say(f"calibration: {ranks} ranks of one thread each, at the same time")
+    if not out.absolute().parent.is_dir() or out.is_dir():
+        raise ConfigError(f"--out: expected the path of a file in a folder that exists, got {out}")
+    try:
+        hardware = calibrate(ranks, path)
+    except SwapError as error:
+        raise ConfigError(f"--path: {str(error).removeprefix('rank 0: ')}") from None
+    hardware.save(out)
+    for line in report(hardware):
+        say(line)
+    say(f"written: {out}; use it with --hardware {out}")
+    return 0
+
+
+def report(hardware: Hardware) -> list[str]:
+    """What was measured, of each rank while all work."""
+    device, curve = hardware.device, hardware.device.efficiency
+    peaks = ", ".join(f"{name} {flops / 1e9:,.1f}" for name, flops in device.peak_flops.items())
+    shares = ", ".join(f"{share:.0%} at {flops:.0e}" for flops, share in zip(curve.flops, curve.fraction, strict=True))
+    links = ", ".join(f"{r.value} {link.bandwidth / 1e9:.2f}" for r, link in hardware.links.items())
+    return [
+        f"matrix products, GFLOPS: {peaks}; of that by flops of a product: {shares}",
+        f"other kernels: {device.memory_bandwidth / 1e9:.2f} GB/s, {1e6 * device.kernel_latency_s:.1f} us a launch",
+        f"links, GB/s: {links}" if links else "links: none with one rank",
+        f"optimizer step, all ranks: {hardware.host_step_rate / 1e6:,.0f} million parameters a second",
+    ]
+
+
+def _hardware(found: Sequence[Found], ranks: int, path: str | None, amount: Amount, name: str) -> Hardware:
+    flops = {dtype: [fmean(each.flops[dtype][n] for each in found) for n in range(len(amount.sides))] for dtype in DTYPES}
+    peaks = {dtype: max(values) for dtype, values in flops.items()}
+    mean = {f.name: fmean(getattr(each, f.name) for each in found) for f in fields(Found) if f.name not in ("flops", "bursts")}
+    links = dict.fromkeys((Resource.DOWN, Resource.UP), Link(mean["copied"] / 2, mean["launch_s"]))
+    if ranks > 1:
+        links[Resource.INSIDE] = Link(mean["exchanged"], mean["hop_s"])
+    disk = DiskSpeed(**{phase: _speed(found, phase) for phase in PHASES}) if path is not None else None
+    if disk is not None:
+        links |= {Resource.READ: _requests(found, "read"), Resource.WRITE: _requests(found, "write")}
+    memory = available_nbytes() or 0
+    shape = "fp32, square matrices, forward and both gradients"
+    measured = f"zeroshard bench --calibrate, {ranks} ranks of one thread at the same time, {time.strftime('%Y-%m-%d')}"
+    device = Device(
+        name=platform.processor() or platform.machine(), memory_nbytes=max(1, memory // ranks), memory_bandwidth=mean["between"],
+        kernel_latency_s=mean["launch_s"], peak_flops=peaks,
+        efficiency=Curve(tuple(2.0 * n**3 for n in amount.sides), tuple(value / peaks["fp32"] for value in flops["fp32"])),
+    )  # fmt: skip
+    return Hardware(
+        name=name, device=device, devices_per_node=ranks, links=links, host_memory_nbytes=max(1, memory),
+        disk_nbytes=shutil.disk_usage(path).free if path is not None else 0, host_step_rate=sum(each.stepped for each in found),
+        host_memory_bandwidth=mean["copied"] * ranks, separate=False, shared_cores=True,
+        shared_disk=disk is not None and _take_turns(disk),
+        source={"all": measured, "memory": "what was free at that time", "efficiency": shape},
+    )  # fmt: skip
+
+
+def _speed(found: Sequence[Found], phase: str) -> float:
+    """Bytes a second of all ranks together, the median of the rounds."""
+    return median(bandwidth(list(bursts)) for bursts in zip(*(each.bursts[phase] for each in found), strict=True))
+
+
+def _requests(found: Sequence[Found], phase: str) -> Link:
+    """Of a rank, by requests of two sizes: what a byte takes, and what a request takes besides."""
+    large, small = (
+        size / (_speed(found, which) / len(found)) for size, which in ((REQUEST_NBYTES, phase), (SMALL_NBYTES, f"small {phase}"))
+    )
+    per_byte = (large - small) / (REQUEST_NBYTES - SMALL_NBYTES)
+    if not 0 < per_byte < small / SMALL_NBYTES:  # small ones are as fast, or it was a matter of luck
+        return Link(REQUEST_NBYTES / large, 0.0)
+    return Link(1 / per_byte, small - SMALL_NBYTES * per_byte)
+
+
+def _take_turns(disk: DiskSpeed) -> bool:
+    """Both at once are nearer to one after the other than to both at full speed."""
+    in_turn, at_full_speed = 2 / (1 / disk.read + 1 / disk.write), 2 * min(disk.read, disk.write)
+    return disk.both < (in_turn + at_full_speed) / 2
+
+
+# ------------------------------------------------------------------------------------------------------ a rank
+
+
+def _measure(rank: int, world_size: int, path: str | None, amount: Amount) -> Found:
+    dist.init_process_group("gloo")
+    comm = backend_select.current("auto", torch.device("cpu"), LIMIT_S)
+    keep_freed_memory()  # as zs.shard does: else the system clears the pages of every large result
+    torch.manual_seed(0)
+    launch_s, _ = _between(comm, 4, 8, amount.turn_s)
+    rows = min(BLOCK_ROWS, max(1, amount.numel // BLOCK_DIM))
+    kernel_s, kernel_nbytes = _between(comm, rows, BLOCK_DIM, amount.turn_s)
+    hop_s, _ = _exchanged(comm, 16, amount.turn_s)
+    exchange_s, sent = _exchanged(comm, min(EXCHANGED_NUMEL, amount.numel), amount.turn_s)
+    source = torch.ones(amount.numel)
+    copy_s = _turn(comm, functools.partial(torch.empty_like(source).copy_, source), amount.turn_s)
+    found = Found(
+        flops={name: [_product(comm, n, dtype, amount.turn_s) for n in amount.sides] for name, dtype in DTYPES.items()},
+        launch_s=launch_s,
+        between=kernel_nbytes / max(kernel_s - launch_s, 0.1 * kernel_s),
+        copied=2 * source.nbytes / copy_s,
+        hop_s=hop_s,
+        exchanged=sent / max(exchange_s - hop_s, 0.1 * exchange_s),
+        stepped=_step_rate(comm, min(STEPPED_NUMEL, amount.numel)),
+        bursts=_bursts(comm, path, amount) if path is not None else {},
+    )
+    comm.exchange(b"", "calibrate: end")
+    return found
+
+
+def _bursts(comm: Comm, path: str, amount: Amount) -> dict[str, list[Burst]]:
+    probe, bursts = DiskProbe(path, 16 * amount.numel), dict[str, list[Burst]]()
+    kinds = {phase: (phase, REQUEST_NBYTES) for phase in PHASES} | {
+        f"small {phase}": (phase, SMALL_NBYTES) for phase in ("write", "read")
+    }
+    for _ in range(1 + amount.rounds):
+        for name, kind in kinds.items():
+            comm.exchange(b"", f"calibrate: {name}")
+            bursts.setdefault(name, []).append(probe.burst(*kind))
+    probe.file.close()
+    return {phase: each[1:] for phase, each in bursts.items()}
+
+
+def _turn(comm: Comm, action: Callable[[], object], turn_s: float) -> float:
+    """Seconds of one call: the median of those within a turn that all ranks begin together, after one that does not count."""
+    action()
+    comm.exchange(b"", "calibrate: turn")
+    samples, begin = list[float](), time.perf_counter()
+    while not samples or time.perf_counter() - begin < turn_s:
+        started = time.process_time()
+        action()
+        samples.append(time.process_time() - started)
+    return median(samples) * max(1.0, comm.world_size / visible_cores())
+
+
+def _product(comm: Comm, side: int, dtype: torch.dtype, turn_s: float) -> float:
+    """Flops/s of a linear layer's three products (forward, gradients of input and weight), without their launches."""
+
+    def three(side: int) -> float:
+        given, weight = torch.randn(side, side, dtype=dtype), torch.randn(side, side, dtype=dtype)
+        return _turn(comm, lambda: (given @ weight.t(), given @ weight, given.t() @ given), turn_s)
+
+    all_s, launches_s = three(side), three(2)
+    return 3 * 2.0 * side**3 / max(all_s - launches_s, 0.1 * all_s)
+
+
+def _between(comm: Comm, rows: int, dim: int, turn_s: float) -> tuple[float, float]:
+    """(seconds, bytes) of a kernel between a block's products, the mean over forward and backward."""
+    norm, given = nn.LayerNorm(dim), torch.randn(rows, dim, requires_grad=True)
+
+    def block() -> None:
+        hidden = nn.functional.gelu(norm(given)) + given
+        torch.softmax(hidden, -1).backward(torch.ones_like(hidden))
+        given.grad = norm.weight.grad = norm.bias.grad = None
+
+    block()
+    with _Counter() as counted:
+        block()
+    return _turn(comm, block, turn_s) / counted.kernels, counted.nbytes / counted.kernels
+
+
+class _Counter(TorchDispatchMode):
+    """Kernels, and the bytes of tensors that they read and make."""
+
+    kernels = nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor)]
+        known = {torch_compat.storage_id(each.untyped_storage()) for each in given}
+        results = [each for each in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(each, Tensor)]
+        fresh = [each for each in results if torch_compat.storage_id(each.untyped_storage()) not in known]
+        if fresh and given:
+            self.kernels += 1
+            self.nbytes += sum(each.nbytes for each in (*given, *fresh))
+        return result
+
+
+def _exchanged(comm: Comm, numel: int, turn_s: float) -> tuple[float, float]:
+    """(seconds, bytes sent) of a gather or reduction of `numel` elements, the mean of both."""
+    shard = max(1, numel // comm.world_size)
+    full = torch.empty(shard * comm.world_size)
+    mine, whole = comm.allocate(shard, torch.float32, whole=False), comm.allocate(full.numel(), torch.float32, whole=True)
+    mine.tensor.fill_(1.0)
+    whole.tensor.fill_(1.0)
+    samples = []
+    for number in range(max(3, round(turn_s / 0.01))):  # as often on every rank: peers take part
+
+        def both(number: int = number) -> None:
+            comm.fence_write()
+            comm.gather(full, mine, "calibrate: gather").wait()
+            work = comm.reduce(whole, mine.tensor, scale=0.5, accumulate=False, tag=number, label="calibrate: reduce")
+            work.wait()
+            work.drain()
+
+        samples.append(seconds(both))
+    return median(samples[1:]) / 2, comm.volume("gather", shard, torch.float32).inside
+
+
+def _step_rate(comm: Comm, numel: int) -> float:
+    """Parameters a second of the host's AdamW over states that are offloaded to it."""
+    from ... import api
+
+    model = nn.Linear(1024, max(1, numel * comm.world_size // 1024), bias=False)
+    model, optimizer = api.shard(model, torch.optim.AdamW(model.parameters()), stage=1, offload_optimizer="cpu", comm=comm)
+    core = runtime_of(model).optimizer.core
+    comm.exchange(b"", "calibrate: host step")
+    rate = step_rate(Rehearsal(core, core.runs[0][0], core.outer.param_groups[0]))
+    api.close(model)
+    return rate

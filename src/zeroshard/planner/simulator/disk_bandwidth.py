@@ -1,0 +1,107 @@
+"""What a disk can do for several processes at once: the bandwidth in the bound of a step that uses it.
+
+All ranks of a contender get one message at the same time, and each moves NBYTES in requests of REQUEST_NBYTES, all
+handed to the engine at once: writes, reads, or both side by side. Bandwidth is the bytes of all ranks over the time from
+the first one's begin to the last one's end.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from ...memory.io.aligned import empty_aligned
+from ...memory.io.async_file import Engine, File, open_file
+
+PHASES = ("write", "read", "both")
+NBYTES, REQUEST_NBYTES = 192 << 20, 16 << 20
+
+
+@dataclass(frozen=True)
+class Burst:
+    """One rank's transfers; times are CLOCK_MONOTONIC."""
+
+    begin: float
+    end: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class DiskSpeed:
+    """Bytes per second of all ranks together: writing alone, reading alone, half of each at the same time."""
+
+    write: float
+    read: float
+    both: float
+
+    def seconds(self, read_nbytes: float, write_nbytes: float) -> float:
+        """The least time for so many bytes: one after the other, or side by side, whichever this disk does faster."""
+        return min(read_nbytes / self.read + write_nbytes / self.write, (read_nbytes + write_nbytes) / self.both)
+
+
+def bandwidth(bursts: list[Burst]) -> float:
+    """Bytes per second of all ranks together."""
+    return sum(b.nbytes for b in bursts) / (max(b.end for b in bursts) - min(b.begin for b in bursts))
+
+
+class DiskProbe:
+    """A file of this process, which nobody else sees, and the memory for one request of each kind."""
+
+    def __init__(self, folder: str, nbytes: int = NBYTES) -> None:
+        self.file = _hidden_file(folder, 2 * nbytes)  # the first half is written, the second read
+        self.nbytes = nbytes
+        self._move(writes=True, reads=False, at=nbytes)  # what was never written is read without the disk
+
+    def burst(self, phase: str, request_nbytes: int = REQUEST_NBYTES) -> Burst:
+        """One of PHASES."""
+        return self._move(writes=phase != "read", reads=phase != "write", at=0, request_nbytes=request_nbytes)
+
+    def _move(self, *, writes: bool, reads: bool, at: int, request_nbytes: int = REQUEST_NBYTES) -> Burst:
+        """The memory is given back at once: it is no part of what the contender uses."""
+        size = min(request_nbytes, self.nbytes)
+        source, target, handles = _noise(size), empty_aligned(size).zero_(), []
+        with Engine() as engine:
+            begin = time.monotonic()
+            for offset in range(0, self.nbytes - size + 1, size):
+                if writes:
+                    handles.append(engine.write(self.file, at + offset, source))
+                if reads:
+                    handles.append(engine.read(self.file, self.nbytes + offset, target))
+            for handle in handles:
+                handle.wait()
+            return Burst(begin, time.monotonic(), len(handles) * size)
+
+
+def write_bulk(folder: str, nbytes: int) -> Burst:
+    """Write a new file of so many bytes, with its space taken beforehand, and sync it: the engine alone."""
+    source, begin = _noise(REQUEST_NBYTES), time.monotonic()
+    file = _hidden_file(folder, nbytes, reserve=True)
+    with Engine() as engine:
+        for handle in [engine.write(file, at, source[: nbytes - at]) for at in range(0, nbytes, REQUEST_NBYTES)]:
+            handle.wait()
+    file.sync()
+    end = time.monotonic()
+    file.close()
+    return Burst(begin, end, nbytes)
+
+
+def _hidden_file(folder: str, nbytes: int, reserve: bool = False) -> File:
+    """It has no name any more, and goes with the process."""
+    name = Path(folder) / f".zeroshard-probe-{os.getpid()}-{secrets.token_hex(4)}"
+    file = open_file(name, nbytes, create=True, reserve=reserve)
+    os.unlink(name)
+    return file
+
+
+def _noise(nbytes: int) -> Tensor:
+    """Bytes that no disk can leave out or compress; a MiB of them, again and again."""
+    memory, begin = empty_aligned(nbytes), min(nbytes, 1 << 20)
+    memory[:begin].random_(0, 256)
+    for part in memory[begin:].split(begin):
+        part.copy_(memory[: part.numel()])
+    return memory

@@ -1,0 +1,83 @@
+"""What the micro-benchmarks share: rounds in which all take turns, medians, and a process of their own.
+
+warm up   copy   ours   peer          not counted
+round 1   peer   copy   ours          who follows whom changes: a large cache holds what the last one left
+round 2   ours   peer   copy          ratios are taken within a round: a slow moment of the machine hits all
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+from ...comm.launch import describe_exit, run_processes
+
+Sample = TypeVar("Sample")
+LIMIT_S = 3600.0
+
+
+def take_turns(contenders: dict[str, Callable[[], Sample]], rounds: int, warmup: int = 0) -> dict[str, list[Sample]]:
+    """What each gave in each round, after `warmup` rounds that do not count."""
+    samples: dict[str, list[Sample]] = {name: [] for name in contenders}
+    for number in range(warmup + rounds):
+        for name in random.Random(number).sample(list(contenders), len(contenders)):
+            sample = contenders[name]()
+            if number >= warmup:
+                samples[name].append(sample)
+    return samples
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """How long it takes."""
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+def median_ratio(over: list[float], under: list[float]) -> float:
+    """Median of the ratios within a round."""
+    return median(a / b for a, b in zip(over, under, strict=True))
+
+
+class Unmeasured(RuntimeError):
+    """There is no result here; the message says why, in one line."""
+
+
+def apart(function: Callable[..., Any], *args: object, log_file: object, timeout_s: float = LIMIT_S) -> Any:
+    """The function's result from a fresh process, whose output goes to a file. Unmeasured: it raised, died or hung there."""
+    (ended,) = run_processes(_call, 1, function, args, str(log_file), timeout_s=timeout_s, check=False)
+    if not ended.ok:
+        raise Unmeasured(f"the process ended by {describe_exit(ended.exitcode)}, at most {timeout_s:.0f} s")
+    value, why = ended.value
+    if why:
+        raise Unmeasured(why)
+    return value
+
+
+def _call(rank: int, world_size: int, function: Callable[..., Any], args: tuple[object, ...], log_file: str) -> tuple[Any, str]:
+    divert_output(log_file)  # of DeepSpeed and the compiler of its extension
+    try:
+        return function(*args), ""
+    except Exception as error:
+        traceback.print_exc()
+        return None, one_line(error)
+
+
+def one_line(error: BaseException) -> str:
+    """What went wrong, for a table."""
+    text = str(error).strip() or repr(error)
+    return f"{type(error).__name__}: {text.splitlines()[0]}"
+
+
+def divert_output(log_file: str) -> None:
+    """This process prints to a file from now on."""
+    Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)

@@ -1,0 +1,90 @@
+"""What travels as fewer bytes than it has: an option of `zs.shard`, as `Offload` is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from ..errors import ConfigError, did_you_mean
+
+CODECS = ("int8", "int4", "fp8")
+GRADIENT_CODECS = (*CODECS, "top_k", "low_rank")
+_EXEMPT = ("*norm*", "*router*", "*embed*")
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How one kind of collective is packed. A text in its place is its `codec`, and True is "int8".
+
+    codec: "int8", "int4" (symmetric, by blocks), "fp8" (e4m3, by blocks); for gradients also "top_k" and "low_rank". "none".
+    block: elements that share a scale: a power of two from 32 to 16384.
+    warmup_steps: so many steps at the beginning are not packed.
+    exempt: name patterns of parameters that are not packed, beside all that are no matrices (norms, biases).
+    min_numel: a parameter with fewer elements in one unit is not packed.
+    error_feedback: gradients: what packing loses is kept and added to the next gradient. Takes 4 bytes an element on each rank.
+    ratio: "top_k": the part of the elements that is sent, above 0, at most 0.5.
+    rank: "low_rank": columns of the two factors.
+    force: pack also between ranks that read each other's memory, which gains nothing.
+    """
+
+    codec: str = "int8"
+    block: int = 256
+    warmup_steps: int = 0
+    exempt: tuple[str, ...] = _EXEMPT
+    min_numel: int = 4096
+    error_feedback: bool = False
+    ratio: float = 0.01
+    rank: int = 4
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.exempt, (list, set)):
+            object.__setattr__(self, "exempt", tuple(self.exempt))
+        if (
+            isinstance(self.block, bool)
+            or not isinstance(self.block, int)
+            or not 32 <= self.block <= 1 << 14
+            or self.block & (self.block - 1)
+        ):
+            raise ConfigError(f"compression block: expected a power of two from 32 to 16384, got {self.block!r}.")
+        for name, least in (("warmup_steps", 0), ("min_numel", 0), ("rank", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"compression {name}: expected a whole number of at least {least}, got {value!r}.")
+        if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not 0 < self.ratio <= 0.5:
+            raise ConfigError(f"compression ratio: expected a number above 0, at most 0.5, got {self.ratio!r}.")
+        for name in ("error_feedback", "force"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"compression {name}: expected True or False, got {getattr(self, name)!r}.")
+        if not (isinstance(self.exempt, tuple) and all(isinstance(pattern, str) for pattern in self.exempt)):
+            raise ConfigError(f"compression exempt: expected a tuple of name patterns, got {self.exempt!r}.")
+
+    def spares(self, name: str, dim: int) -> bool:
+        """Whether a parameter of this name and number of dimensions travels plain."""
+        return dim < 2 or any(fnmatchcase(name, pattern) for pattern in self.exempt)
+
+    @classmethod
+    def of(cls, given: object, option: str, codecs: tuple[str, ...]) -> Compression | None:
+        """From a Compression, a codec's name, True or False, a mapping of fields, or None."""
+        if given is None or given is False:
+            return None
+        if isinstance(given, Mapping):
+            known = {field.name for field in dataclasses.fields(cls)}
+            for key in given:
+                if key not in known:
+                    raise ConfigError(
+                        f"{option}: unknown field {key!r}.{did_you_mean(key, known)} Known: {', '.join(sorted(known))}."
+                    )
+            given = cls(**given)
+        found = (
+            given if isinstance(given, cls) else cls() if given is True else cls(codec=given) if isinstance(given, str) else None
+        )
+        if found is None or found.codec not in (*codecs, "none"):
+            shown = given if found is None else found.codec
+            hint = did_you_mean(shown, codecs) if isinstance(shown, str) else ""
+            raise ConfigError(
+                f"{option}: expected True, one of {', '.join(codecs)}, none, or a zs.Compression, got {shown!r}.{hint}"
+            )
+        return None if found.codec == "none" else found

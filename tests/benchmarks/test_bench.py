@@ -1,0 +1,167 @@
+"""The benchmark's arithmetic on made-up samples, and one tiny race with real processes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+
+import pytest
+from bench_kit import TINY, outcome
+
+from benchmarks import host_overhead, plan, plot, race, report, statistics
+from benchmarks.command import main
+from benchmarks.plan import Contender, Rounds, Workload
+from benchmarks.race import Outcome
+from benchmarks.worker import Turn
+from zeroshard.cli.arguments import UsageError
+from zeroshard.planner.simulator.micro_benchmark import Unmeasured, apart, take_turns
+
+
+def test_every_kind_has_a_colour():
+    assert plot.COLOURS.keys() == plan.LABELS.keys()
+
+
+def test_selection_knows_names_kinds_and_precisions():
+    assert [c.name for c in plan.select(("zs3", "ddp"), ("fp32",))] == ["zs3", "ddp"]
+    assert [c.name for c in plan.select(("zs3",), ("fp32", "bf16"))] == ["zs3", "zs3-bf16"]
+    assert [c.name for c in plan.select(("fsdp2-bf16",), ("fp32", "bf16"))] == ["fsdp2-bf16"]
+    assert [c.name for c in plan.select(("ds",), ("fp32",))] == ["ds3", "ds2", "ds1"]
+    assert [c.name for c in plan.select((), ("fp32", "bf16"), quick=True)] == list(plan.QUICK)
+    assert "local-bf16" not in [c.name for c in plan.select((), ("fp32", "bf16"))]
+    with pytest.raises(ValueError, match="expected contenders among .*got 'fsdp3'"):
+        plan.select(("fsdp3",), ("fp32",))
+
+
+def test_step_time_runs_from_last_end_to_last_end():
+    # Rank 1 is late in step 0 and early in step 1: the turn takes 4 s, and its steps must add up to that.
+    turns = [Turn(10.0, (11.0, 14.0), (0.0, 0.0), 0, 0, 0), Turn(10.5, (13.0, 13.5), (0.0, 0.0), 0, 0, 0)]
+    assert race.step_times(turns, 2) == [3.0, 1.0]
+    one_end = [Turn(10.0, (14.0,), (0.0, 0.0), 0, 0, 0)]
+    assert race.step_times(one_end, 2) == [2.0, 2.0]
+
+
+def test_ratio_is_taken_per_round():
+    # The machine is three times slower in the second round, and in the third one contender alone stumbles.
+    ours = outcome("zs3", [[0.5, 0.5], [1.5, 1.5], [9.0, 9.0]])
+    theirs = outcome("ddp", [[1.0, 1.0], [3.0, 3.0], [1.0, 1.0]])
+    assert statistics.time_ratio([ours, theirs], "zs3", "ddp") == 0.5
+    assert statistics.time_ratio([ours, theirs], "zs3", "fsdp2") is None
+
+
+def test_goals_say_met_missed_and_not_measured():
+    outcomes = [
+        outcome("zs3", [[0.5]], at_rest={"measured": {"all": 102}, "formula": {"all": 100}}),
+        outcome("ddp", [[1.0]]),
+        outcome("fsdp2", [[0.6]], peak_rss=50 << 20),
+    ]
+    steps, optimizers = {"plain": 1.0, "fsdp2": 33.0, "zeroshard": 5.0}, {"fsdp2 fused": 8.0, "fsdp2 foreach": 9.0}
+    host = host_overhead.HostWork(steps, optimizers)
+    verdicts = {goal.text: goal.verdict for goal in report.goals_of("race", outcomes) + report.goals_of("host", host)}
+    assert verdicts["stage 3 / DDP, step time"] == "met"
+    assert verdicts["stage 3 / FSDP2, step time"] == "missed"
+    assert verdicts["stage 3 / FSDP2, peak resident memory"] == "missed"
+    assert verdicts["model states at rest, difference from the formula"] == "missed"
+    assert verdicts["host work per unit and step / FSDP2"] == "met"  # 4 / 32 against 32 / 32
+    assert verdicts["optimizer step and clipping / FSDP2"] == "not measured"
+
+
+def test_a_busy_machine_is_noticed():
+    # 2 ranks used 1 s of processor time each in a step of 2 s: each had half a core.
+    assert statistics.core_share([outcome("ddp", [[2.0]], cpu_s=[2.0])], ranks=2) == 0.5
+
+
+def test_losses_that_differ_are_found():
+    same, other = outcome("ddp", [[1.0]]), outcome("zs3", [[1.0]], losses=[2.0, 1.1])
+    assert statistics.losses_agree([same, outcome("fsdp2", [[1.0]])])
+    assert not statistics.losses_agree([same, other])
+    assert not statistics.losses_agree([same, outcome("zs3", [[1.0]], losses=[float("nan"), 1.0])])
+    assert statistics.losses_agree([same]) is None
+
+
+def test_results_are_written_and_missing_numbers_stay_missing(tmp_path):
+    from rich.console import Console
+
+    outcomes = [outcome("ddp", [[1.0, 1.2]]), Outcome(Contender("ds", 3), skipped="deepspeed is not installed")]
+    results = report.Results(Workload(TINY), Rounds(), outcomes, None, None, [], "no CUDA device")
+    console = Console(file=io.StringIO(), width=110)
+    report.print_results(results, console)
+    text = console.file.getvalue()
+    assert "DeepSpeed 3 skipped: deepspeed is not installed" in text and "no CUDA device" in text
+    report.write_json(results, tmp_path / "results.json")
+    document = json.loads((tmp_path / "results.json").read_text())
+    assert document["contenders"]["ddp"]["step_s"]["median"] == pytest.approx(1.1)
+    assert document["contenders"]["ds3"]["status"].startswith("skipped") and document["host_work"] is None
+    assert all(goal["verdict"] == "not measured" for goal in document["goals"])
+    assert plot.draw(outcomes, "title", tmp_path / "plot.png") and (tmp_path / "plot.png").stat().st_size > 0
+
+
+def test_deepspeed_is_skipped_where_it_is_not_installed(monkeypatch, tmp_path):
+    monkeypatch.setattr(race.importlib.util, "find_spec", lambda name: None)
+    lines: list[str] = []
+    (result,) = race.race([Contender("ds", 3)], Workload(TINY), Rounds(rounds=1), tmp_path, lines.append)
+    assert "not installed" in result.skipped and any("not installed" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (["--only", "fsdp3"], "got 'fsdp3'"),
+        (
+            ["--sections", "tpu"],
+            "expected --sections among cpu, tiers, host, hostadam, codecs, disk, checkpoints, network, parallel, gpu, got tpu",
+        ),
+        (["--path", "/nowhere"], "--path: .*/nowhere does not exist"),
+        (["--rounds", "0"], "expected --rounds"),
+        (["--dim", "10"], "expected --dim divisible by --heads, got 10 and 8"),
+        (["--round", "3"], "unknown option --round; did you mean --rounds"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, text):
+    with pytest.raises(UsageError, match=text):
+        main(arguments)
+
+
+def test_turns_change_their_order_and_the_first_rounds_do_not_count():
+    seen: list[str] = []
+    samples = take_turns({name: lambda name=name: seen.append(name) or len(seen) for name in "abc"}, rounds=4, warmup=2)
+    rounds = [seen[at : at + 3] for at in range(0, 18, 3)]
+    assert all(sorted(names) == ["a", "b", "c"] for names in rounds) and len(set(map(tuple, rounds))) > 1
+    assert sorted(sum(samples.values(), [])) == list(range(7, 19)) and {len(of) for of in samples.values()} == {4}
+
+
+@pytest.mark.processes
+def test_what_runs_apart_gives_its_result_or_says_in_one_line_why_not(tmp_path):
+    log = tmp_path / "logs" / "log"
+    assert apart(int, "7", log_file=log) == 7
+    with pytest.raises(Unmeasured, match="^ValueError: invalid literal .*'x'$"):
+        apart(int, "x", log_file=log)
+    assert "Traceback" in log.read_text()
+    with pytest.raises(Unmeasured, match="exit code 3"):
+        apart(os._exit, 3, log_file=log)
+    with pytest.raises(Unmeasured, match="SIGKILL, at most 1 s"):
+        apart(time.sleep, 60, log_file=log, timeout_s=1.0)
+
+
+@pytest.mark.processes
+def test_a_tiny_race_with_a_contender_that_fails(tmp_path, forked_teams):
+    contenders = [Contender("ddp"), Contender("zs", 9)]  # there is no stage 9: it must not stop the race
+    rounds = Rounds(warmup=1, rounds=2, steps=2, memory_steps=1)
+    ddp, broken = race.race(contenders, Workload(TINY), rounds, tmp_path, lambda line: None)
+    assert broken.failed and not broken.rounds_step_s
+    assert ddp.ran and [len(turn) for turn in ddp.rounds_step_s] == [2, 2]
+    assert len(ddp.losses) == 1 + 4 + 1 and ddp.peak_rss > 0
+    assert (tmp_path / "ddp.0.log").exists()
+
+
+@pytest.mark.processes
+def test_a_tiny_race_over_a_mesh(tmp_path, forked_teams):
+    workload = Workload(TINY, sequences=2, ranks=2, mesh=(2, 1, 1), micro_batches=2)
+    contenders = plan.select(("zs1", "fsdp2"), ("fp32",), among=plan.MESH_CONTENDERS)
+    outcomes = race.race(contenders, workload, Rounds(warmup=1, rounds=1, steps=1, memory_steps=1), tmp_path, lambda line: None)
+    assert all(o.ran and o.peak_pss_sum > 0 for o in outcomes) and statistics.losses_agree(outcomes), [o.status for o in outcomes]
+    results = report.Results(workload, Rounds(), parallel=outcomes, gpu_skipped=report.NOT_ASKED)
+    race_sheet, goals = results.sheets()
+    assert [row[0] for row in race_sheet.rows] == ["zeroshard 1", "FSDP2"] and "PSS, all" in race_sheet.headings
+    assert [goal.verdict == "not measured" for goal in results.goals] == [False, False, True, True]  # stage 2 took no part

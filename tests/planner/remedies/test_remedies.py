@@ -1,0 +1,176 @@
+"""Remedies: the changes that are named make it fit by their own dry run, the cheapest first; what was not tried is said to be by formula."""
+
+import itertools
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from planned import MIB, hardware, request
+
+from zeroshard.memory.ledger import GATHERED
+from zeroshard.planner.faults import OutOfTime
+from zeroshard.planner.models import GPT, GPTConfig
+from zeroshard.planner.plan import ACTIVATIONS
+from zeroshard.planner.recorder import deadline
+from zeroshard.planner.remedies import remedy as module
+from zeroshard.planner.remedies.changes import KINDS, changes, flags
+from zeroshard.planner.remedies.remedy import ENOUGH, remedies
+from zeroshard.planner.request import Request, judge
+
+FINE = {"stage": 3, "precision": "bf16", "max_unit_numel": 1 << 14}  # nothing left to split
+
+
+@pytest.fixture(scope="module")
+def stage_0():
+    return request().plans()
+
+
+def gpt(known=True, **fields):
+    """A request for a GPT without tables of n-grams. known: formulas have its shape; else it is a user's own model."""
+    shape = GPTConfig(vocab_size=256, seq_len=128, dim=128, layers=4, heads=4)
+    asked = request(**fields)
+    return replace(asked, source=replace(asked.source, config=shape if known else None, make=partial(GPT, shape)))
+
+
+def short(asked, plans, nbytes):
+    """The same on devices that lack so many bytes."""
+    return replace(asked, hardware=hardware(judge(plans, asked).used - nbytes))
+
+
+def said(found):
+    return [each.flags for each in found]
+
+
+def check(asked, found):
+    """The first fits by its own dry run, and costs are ordered."""
+    first = found[0]
+    assert first.verdict.fits and judge(first.request.plans(), first.request).used == first.verdict.used
+    tried = [each.seconds for each in found if each.verdict is not None]
+    assert all(later * 1.02 >= sooner for sooner, later in itertools.pairwise(tried))
+    assert all(each.flags == flags(asked, each.request) for each in found)
+
+
+def test_the_cheapest_changes_come_first_and_fit_by_their_own_dry_run(stage_0):
+    asked = short(request(), stage_0, 20 * MIB)  # states of 3.8M parameters, in fp32: 44 MiB
+    found = remedies(asked, stage_0)
+    check(asked, found)
+    assert sorted(said(found)) == ["--stage 1", "--stage 2", "--stage 3"]
+    for each in found:
+        assert each.verdict.fits and each.frees >= 20 * MIB and "s a step, not" in each.cost
+        ratio = sum(each.verdict.plan.sent.values()) / sum(stage_0[0].sent.values())
+        assert ("sends" in each.cost) == (ratio > 1.02)  # gradients of stage 0 travel in fp32
+
+
+@pytest.mark.parametrize(("asked", "category", "part", "expected"), [
+    (gpt(options=FINE, rows=8, seq=128), ACTIVATIONS, 0.3, {"--checkpoint-activations"}),
+    (gpt(options={"stage": 3, "precision": "bf16", "prefetch_nbytes": 0}, rows=1, seq=16), GATHERED, 0.02, {"--max-unit-numel 66560"}),
+    (gpt(known=False, options={"stage": 1, "precision": "bf16"}, rows=4), ACTIVATIONS, 0.3, {"--stage 2", "--stage 3"}),
+    (gpt(axes={"dp": 2, "tp": 2}, options={"stage": 1, "precision": "bf16"}, rows=2), ACTIVATIONS, 0.05, {"--stage 2"}),
+], ids=["activations", "units", "a user's own model", "tensor parallel"])  # fmt: skip
+def test_what_does_not_fit_has_a_remedy_that_does(asked, category, part, expected):
+    plans = asked.plans()
+    asked = short(asked, plans, int(judge(plans, asked).held[category] * part))
+    found = remedies(asked, plans)
+    check(asked, found)
+    assert expected & set(said(found)), said(found)
+
+
+@pytest.mark.slow  # 5 s; each change by itself: above
+def test_where_no_change_suffices_alone_several_do_and_none_is_idle():
+    asked = request(options=FINE | {"stage": 0}, rows=2, seq=256)
+    plans = asked.plans()
+    least = replace(asked, options=FINE, rows=1, micro_batches=2)
+    asked = replace(asked, hardware=hardware(int(judge(least.plans(), least).used * 1.02)))
+    found = remedies(asked, plans)
+    check(asked, found)
+    for name, value in changes(asked, found[0].request).items():
+        assert value != asked.options.get(name)
+        without = replace(found[0].request, options={**found[0].request.options, name: asked.options.get(name)})
+        if name != "stage":  # offloading needs one
+            assert not judge(without.plans(), without).fits, name
+
+
+def test_where_there_is_no_time_for_a_dry_run_formulas_say_what_fits(stage_0, monkeypatch):
+    def late(self):
+        raise OutOfTime
+
+    monkeypatch.setattr(Request, "plans", late)
+    asked = short(request(), stage_0, 20 * MIB)
+    found = remedies(asked, stage_0)
+    assert len(found) == ENOUGH and all(each.verdict is None and "fits by formula: " in each.then for each in found)
+    monkeypatch.undo()
+    for each in found:
+        assert judge(each.request.plans(), each.request).fits and "s a step, not" in each.cost
+    assert remedies(asked, stage_0, seconds=0) == []
+
+
+def test_a_dry_run_that_takes_too_long_is_given_up():
+    token = deadline.set(0.0)
+    try:
+        with pytest.raises(OutOfTime):
+            request().plans()
+    finally:
+        deadline.reset(token)
+    assert request().plans()
+
+
+def test_what_does_not_fit_by_formula_is_not_tried(stage_0, monkeypatch):
+    tried = []
+    monkeypatch.setattr(
+        module, "_tried", lambda formulas, plans, choice: tried.append(flags(formulas.request, choice.request)) or []
+    )
+    assert remedies(short(request(), stage_0, 14 * MIB), stage_0) == []
+    assert {"--stage 1", "--stage 2", "--stage 3"} <= set(tried)
+    # activations alone are a few MiB
+    assert not {"--micro-batch 1 --accumulate 2", "--checkpoint-activations", "--ranks 8"} & set(tried)
+
+
+def offered(asked):
+    return [flags(asked, changed) for kind in KINDS for changed in kind(asked)]
+
+
+def test_every_change_has_its_option_and_applies():
+    asked = request(axes={"tp": 2, "dp": 4}, options={"stage": 1, "precision": "bf16"}, rows=4)
+    found = offered(asked)
+    assert all(found) and len(set(found)) == len(found)
+    for words in (
+        "--stage 2",
+        "--micro-batch 2 --accumulate 2",
+        "--partition-activations",
+        "--offload-activations cpu",
+        "--offload-optimizer nvme",
+        "--offload-optimizer cpu --stage 2",
+        "--accumulate 2 --mesh dp=2,tp=4",
+        "--ranks 16 --mesh dp=8,tp=2",
+    ):
+        assert words in found, words
+    assert not any(words in " ".join(found) for words in ("tp=8", "pp=2", "--stage 1", "max-unit", "hpz"))  # 4 heads, 3 layers
+
+
+def test_nothing_is_offered_that_has_no_effect():
+    full = request(options=FINE | dict.fromkeys(("offload_optimizer", "offload_gradient", "offload_param"), "nvme") | {"offload_path": "."},
+                   rows=1, checkpointing={"offload": "cpu"})  # fmt: skip
+    assert offered(full) == [
+        "--accumulate 2 --mesh dp=2,tp=2",
+        "--accumulate 4 --mesh tp=4",
+        "--ranks 8",
+        "--ranks 16",
+        "--ranks 32",
+        "--ranks 64",
+    ]
+    alone = offered(request(axes={"dp": 1}))
+    assert not any(words.startswith(("--stage 1", "--stage 2", "--stage 3", "--mesh")) for words in alone)
+    together = replace(hardware(1 << 30), device=hardware(1 << 30).device, separate=False)
+    assert not any("cpu" in words for words in offered(replace(request(), hardware=together)))
+
+
+def test_what_nodes_keep_can_be_less():
+    options = {"stage": 3, "precision": "bf16", "max_unit_numel": 1 << 14}
+    shared = request(axes={"dp": 8}, options=options | {"zero_hpz_partition_size": 2}, node_size=2)
+    assert {"--quantized-weights int8", "--hpz 1"} <= set(offered(shared))
+    packed, plain = (next(each for each in KINDS[-1](shared) if name in flags(shared, each)) for name in ("int8", "hpz"))
+    formulas = module._Formulas(shared, shared.plans())
+    assert formulas.fullest(plain)[2] < formulas.fullest(packed)[2] < formulas.fullest(shared)[2]
+    assert {"--shard-size 4", "--shard-size 8"} <= set(
+        offered(request(axes={"dp": 8}, options=options | {"shard_size": 2}, node_size=2))
+    )

@@ -1,0 +1,194 @@
+"""Layouts: what ranks hold and send by the formulas is what the runtime holds and sends on imagined ranks; traces are of the same bytes."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import zeroshard as zs
+from benchmarks.case_studies import formula, micro_batch_of
+from benchmarks.volumes import rows
+from zeroshard.comm.fake import FakeComm
+from zeroshard.config import Tier
+from zeroshard.errors import ConfigError
+from zeroshard.memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, STAGING
+from zeroshard.planner.dry_run import plan
+from zeroshard.planner.models import CASE_STUDIES, GPT, GPTConfig
+from zeroshard.planner.search.profile import Profile, UnitProfile
+from zeroshard.planner.search.schedule import Layout, memory_of, trace_of
+from zeroshard.planner.simulator.trace import Resource
+from zeroshard.zero.runtime import runtime_of
+
+SHAPE = GPTConfig(vocab_size=1000, seq_len=32, dim=96, layers=3, heads=4, bias=True)
+STATES = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER)
+
+
+def ledger_after_a_step(shape, layout, **options):
+    """The runtime's own account of one rank."""
+    with FakeTensorMode():
+        model = GPT(shape)
+        optimizer = torch.optim.AdamW(model.parameters())
+        comm = FakeComm(0, layout.dp, node_size=layout.node_size)
+        model, optimizer = zs.shard(model, optimizer, comm=comm, **layout.options("/tmp"), **options)
+        tokens = torch.zeros(layout.micro_batch, shape.seq_len, dtype=torch.long)
+        for _ in range(2):
+            optimizer.zero_grad()
+            for number in range(layout.micro_batches):
+                if layout.hold and number + 1 < layout.micro_batches:
+                    with zs.accumulate(model):
+                        model(tokens, tokens).backward()
+                else:
+                    model(tokens, tokens).backward()
+            optimizer.step()
+    return runtime_of(model).ledger
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("precision", "tied"), [("bf16", True), ("fp32", False)])
+def test_model_states_and_buffers_are_the_runtimes_to_the_byte(stage, tied, precision):
+    shape = dataclasses.replace(SHAPE, tied=tied)
+    layout = Layout(dp=6, stage=stage, precision=precision, node_size=6)
+    ledger, held = ledger_after_a_step(shape, layout), memory_of(Profile.of_shape(shape), layout)[Tier.DEVICE]
+    assert {name: held.get(name, 0) for name in STATES} == {name: ledger.now[name] for name in STATES}
+    assert (held.get(STAGING, 0), held.get(GATHERED, 0)) == (ledger.peak[STAGING], ledger.peak[GATHERED])
+
+
+def test_what_is_accumulated_on_the_rank_is_counted():
+    layout = Layout(dp=4, stage=2, micro_batches=2, hold=True, node_size=4)
+    ledger, held = ledger_after_a_step(SHAPE, layout), memory_of(Profile.of_shape(SHAPE), layout)[Tier.DEVICE]
+    assert held[PARTIAL] == ledger.peak[PARTIAL] > 0
+
+
+def sent(layout, profile):
+    trace = trace_of(profile, layout)[0]
+    return trace.total(Resource.BETWEEN), trace.total(Resource.INSIDE)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_trace_sends_what_the_runtime_sends(stage):
+    layout = Layout(dp=6, stage=stage, node_size=6, micro_batches=2)
+    ledger = ledger_after_a_step(SHAPE, layout)
+    runtime = sum(each.nbytes for each in ledger.traffic.values()) / 2
+    between, inside = sent(layout, Profile.of_shape(SHAPE))
+    assert (between, inside) == (0, pytest.approx(runtime, rel=2e-3))  # and some bytes that ranks tell each other
+
+
+OPTIONS = {
+    "plain, one hop": {"hops": "one"}, "two hops": {}, "hpZ": {"hpz": 8}, "groups (HSDP, MiCS)": {"shard_size": 8},
+    "qwZ": {"quantized_weights": "int8"}, "qgZ int8": {"quantized_gradients": "int8"}, "qgZ int4": {"quantized_gradients": "int4"},
+    "hpZ, qwZ, qgZ int4": {"hpz": 8, "quantized_weights": "int8", "quantized_gradients": "int4"},
+    "groups, qwZ, qgZ int8": {"shard_size": 8, "quantized_weights": "int8", "quantized_gradients": "int8"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_volumes_are_those_of_docs_communication(name):
+    """Which benchmarks/volumes.py counts on imagined ranks, in units of the parameters' bytes."""
+    row = next(row for row in rows(8) if row.name == name)
+    matrices = Profile("matrices", tuple(UnitProfile(f"{i}", whole=(1 << 20,), packs=True, flops=1.0) for i in range(4)), seq=1)
+    layout = Layout(dp=64, node_size=8, **{"hops": "two", **OPTIONS[name]})
+    between, inside = sent(layout, matrices)
+    unit = 2 * matrices.numel
+    assert inside / unit == pytest.approx(row.volumes[1](8, 8), rel=0.01)
+    assert between / unit == pytest.approx(row.volumes[0](8, 8), rel=0.01)
+
+
+@pytest.mark.parametrize("study", sorted(CASE_STUDIES))
+def test_meshes_hold_and_send_what_the_case_studies_do(study):
+    """benchmarks/case_studies.py, which equals the runtime to the byte at full size."""
+    case = CASE_STUDIES[study]
+    layout = Layout(
+        dp=case.layout.dp, pp=case.layout.pp, tp=case.layout.tp, stage=case.layout.stage, precision=case.layout.precision,
+        micro_batch=micro_batch_of(case), micro_batches=2, checkpointing="blocks", hops="one", node_size=1,
+    )  # fmt: skip
+    profile = Profile.of_shape(case.full)
+    traces = trace_of(profile, layout)
+    for stage in sorted({0, layout.pp // 2, layout.pp - 1}):
+        theory, held = formula(case, stage), memory_of(profile, layout, stage)[Tier.DEVICE]
+        assert {name: held[name] for name in STATES} == theory.memory
+        found = {
+            axis: sum(
+                sum(t.nbytes.values())
+                for t in traces[stage].tasks
+                if t.axis == axis and len(t.nbytes) and not set(t.nbytes) & {Resource.DEVICE, Resource.HOST}
+            )
+            for axis in theory.sent
+        }
+        assert found == {axis: pytest.approx(nbytes, rel=1e-6) for axis, nbytes in theory.sent.items()}
+
+
+@pytest.mark.parametrize("layout", [
+    Layout(dp=8, stage=1, micro_batch=4),
+    Layout(dp=8, stage=3, micro_batch=4, checkpointing="blocks"),
+    Layout(dp=8, stage=2, micro_batch=4, optimizer=Tier.HOST, gradient=Tier.HOST, precision="fp32"),
+    Layout(dp=8, stage=3, micro_batch=4, optimizer=Tier.DISK, gradient=Tier.DISK, parameter=Tier.DISK),
+    Layout(dp=2, pp=2, tp=2, stage=1, micro_batch=2, micro_batches=4, checkpointing="blocks"),
+], ids=str)  # fmt: skip
+def test_a_dry_run_comes_to_the_same(layout, tmp_path):
+    """Peaks with activations, bytes of each link and flops of a step; formulas take each category at its own fullest moment."""
+    shape = dataclasses.replace(SHAPE, vocab_size=2048, seq_len=128, dim=256, layers=4)
+    axes = {"axes": layout.mesh, "parallel": {"loss_parallel": True}} if layout.tp > 1 else {"ranks": layout.dp}
+    found = plan(
+        lambda: GPT(shape), batch=(layout.micro_batch, shape.seq_len), micro_batches=layout.micro_batches, node_size=8,
+        checkpointing=layout.checkpointing == "blocks", **axes, **layout.options(str(tmp_path)),
+    )  # fmt: skip
+    profile = Profile.of_shape(shape)
+    held, trace = memory_of(profile, layout), trace_of(profile, layout)[0]
+    for tier in Tier:
+        peak = found.peak(tier, ("forward", "backward", "step"))
+        assert sum(held[tier].values()) == pytest.approx(peak, rel=0.1), tier
+    for resource in set(Resource) - {Resource.DEVICE, Resource.HOST}:
+        assert trace.total(resource) == pytest.approx(found.trace.total(resource), rel=0.01), resource
+    assert sum(t.flops for t in trace.tasks) == pytest.approx(sum(t.flops for t in found.trace.tasks), rel=0.03)
+    assert trace.model_flops == pytest.approx(found.trace.model_flops, rel=1e-3)
+
+
+def test_a_profile_of_a_dry_run_is_that_of_the_formulas():
+    options = {"ranks": 4, "stage": 3, "precision": "bf16", "batch": (2, 32), "node_size": 4}
+    dry, again = plan(lambda: GPT(SHAPE), **options), plan(lambda: GPT(SHAPE), **options, checkpointing=True)
+    found, known = Profile.of_plan(dry, 32, again), Profile.of_shape(SHAPE)
+    assert [unit.name for unit in found.blocks] == [unit.name for unit in known.blocks]
+    assert found.numel == pytest.approx(known.numel, rel=0.01) and found.flops == pytest.approx(known.flops, rel=0.01)
+    for checkpointing in ("none", "blocks"):
+        layout = Layout(dp=4, stage=3, micro_batch=2, checkpointing=checkpointing)
+        ours, theirs = (sum(memory_of(each, layout)[Tier.DEVICE].values()) for each in (found, known))
+        assert ours == pytest.approx(theirs, rel=0.1)
+    for stage in (0, 3):  # how gradients travel is nothing to the model
+        for more in (
+            {"node_size": 2},
+            {"node_size": 2, "hierarchical": True},
+            {"node_size": 2, "zero_quantized_gradients": "int8", "micro_batches": 3},
+        ):
+            other = Profile.of_plan(plan(lambda: GPT(SHAPE), **(options | more | {"stage": stage})), 32)
+            assert [(unit.name, unit.numel, unit.flops) for unit in other.units] == [
+                (unit.name, unit.numel, unit.flops) for unit in found.units
+            ]
+    with pytest.raises(ConfigError, match="expected a plan over two or more ranks of dp alone"):
+        Profile.of_plan(dataclasses.replace(dry, axes={"dp": 2, "tp": 2}), 32)
+
+
+def test_gradients_on_the_host_leave_no_whole_sums_on_the_device_with_tensor_parallelism():
+    """ZeRO-Offload with model parallelism and micro-batches (arXiv 2101.06840, table 3): each micro-batch reduces, and the host adds up."""
+    shape = dataclasses.replace(SHAPE, vocab_size=1024)
+    given = {"axes": {"dp": 2, "tp": 2}, "batch": (1, 32), "micro_batches": 3, "stage": 2, "precision": "fp16"}
+    here, away = plan(lambda: GPT(shape), **given), plan(lambda: GPT(shape), offload_optimizer="cpu", **given)
+    held = [max(phase.held.get(Tier.DEVICE, {}).get(PARTIAL, 0) for phase in each.phases) for each in (here, away)]
+    assert held[0] > 0 and held[1] == 0
+    layouts = [Layout(dp=2, tp=2, stage=2, micro_batches=3, precision="fp16", gradient=tier) for tier in (Tier.DEVICE, Tier.HOST)]
+    assert [PARTIAL in memory_of(Profile.of_shape(shape), each)[Tier.DEVICE] for each in layouts] == [True, False]
+
+
+@pytest.mark.parametrize("layout", [OPTIONS["hpZ, qwZ, qgZ int4"], OPTIONS["qwZ"], OPTIONS["qgZ int8"]], ids=str)
+def test_packing_takes_time_on_the_device(layout):
+    """Kernels that pack and unpack read and write what travels (ZeRO++, arXiv 2306.10209, section 4): by dry run and by formula."""
+    shape = dataclasses.replace(SHAPE, dim=256)
+    moved = {}
+    for name, options in (("plain", {}), ("packed", layout)):
+        planned = plan(
+            lambda: GPT(shape), ranks=16, node_size=8, batch=(1, 32), **Layout(dp=16, node_size=8, **options).options()
+        )
+        trace = trace_of(Profile.of_shape(shape), Layout(dp=16, node_size=8, **options))[0]
+        moved[name] = [each.total(Resource.DEVICE, ("forward", "backward")) for each in (planned.trace, trace)]
+    by_dry_run, by_formula = (packed - plain for packed, plain in zip(moved["packed"], moved["plain"], strict=True))
+    assert by_dry_run > 0 and by_formula == pytest.approx(by_dry_run, rel=0.35)
