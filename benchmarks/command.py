@@ -8,7 +8,6 @@
     zeroshard bench --sections network --bandwidths 100M,1G             a slow link between nodes
     zeroshard bench --sections parallel          8 ranks: pipeline, data and tensor parallelism
     zeroshard bench --sections host              the micro-benchmarks only
-    zeroshard bench --calibrate                  nothing of these: a hardware file of this machine for zeroshard plan
 
 Writes results.json, results.md (the tables in Markdown), plots and one log per rank below --out. Fails (exit code 1) if losses
 disagree or a contender that was started failed; a missed goal is reported, not an error.
@@ -34,7 +33,6 @@ from zeroshard.cli.arguments import Parser, UsageError, quiet
 from zeroshard.cli.sheets import drawn
 from zeroshard.errors import SwapError
 from zeroshard.memory.io.swap_folder import SwapFolder
-from zeroshard.planner.simulator import calibrate
 from zeroshard.planner.simulator.micro_benchmark import Unmeasured, apart
 
 from . import checkpoints, codecs, cpu_adam, disk, gpu, host_overhead, network, parallel, plot, report, statistics
@@ -44,7 +42,6 @@ from .report import NOT_ASKED, Results
 from .tables import make_console
 
 ROUNDS, QUICK_ROUNDS, TIERS_ROUNDS = 6, 3, 4
-HARDWARE_FILE = Path("hardware.toml")
 NO_DISK = "no folder on a local disk; name one with --path"
 SECTIONS = {  # in the order in which they are run
     "cpu": "step time and memory on CPU ranks",
@@ -91,8 +88,6 @@ def main(argv: list[str] | None = None) -> int:
             console.print(text, style="dim", markup=False, highlight=False)
 
     try:
-        if given.calibrate:
-            return calibrate.command(given.ranks, given.path, given.out or HARDWARE_FILE, say)
         plan = _plan(given)
     except ValueError as error:
         raise UsageError(f"{error}; see zeroshard bench --help") from None
@@ -105,14 +100,13 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="zeroshard bench",
-        renamed={"--precision": "--precisions", "--sequences": "--micro-batch"},
+        renamed={"--precision": "--precisions", "--sequences": "--micro-batch", "--calibrate": "the command zeroshard calibrate"},
         description="Measure zeroshard beside its peers, interleaved in one run.",
         epilog=f"contenders: {', '.join(c.name for c in CONTENDERS)}; with offload: "
         + ", ".join(c.name for c in TIER_CONTENDERS if c.offload),
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="a short list of contenders and few rounds, below 90 s")
-    add("--calibrate", action="store_true", help=f"measure this machine for zeroshard plan and simulate; --out: {HARDWARE_FILE}")
     add("--only", type=_names, default=(), metavar="NAMES", help="contenders, separated by commas; none: all")
     add("--precisions", type=_names, default=",".join(PRECISIONS), metavar="LIST", help="of the contenders")
     sections = "; ".join(f"{name}: {what}" for name, what in SECTIONS.items())
@@ -131,7 +125,7 @@ def _parser() -> Parser:
     add("--largest-seconds", type=float, default=120.0, metavar="S", help="GPU: of the search for each largest model; 0: none")
     usual = network.Plan.bandwidths
     add("--bandwidths", type=network.bandwidths_of, default=usual, metavar="LIST", help="network: bits a second (default: 200M)")
-    add("--out", type=Path, help="folder of the results (default: runs/bench-<time>); the file with --calibrate")
+    add("--out", type=Path, help="folder of the results (default: runs/bench-<time>)")
     return parser
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.predictions                              ten configurations, some three minutes
     python -m benchmarks.predictions --only gpt-3 --details       those whose names contain it, and each category of bytes
-    python -m benchmarks.predictions --time hardware.toml         seconds too, on what `zeroshard bench --calibrate` has written
+    python -m benchmarks.predictions --time hardware.toml         seconds too, on what `zeroshard calibrate` has written
     python -m benchmarks.predictions --time now                   the same, calibrated before and after each; six minutes
 
 Each is run three times: imagined; by two processes that train (resident memory, seconds); and by these once more, looked at

@@ -19,29 +19,24 @@ TESTS = sorted(Path(__file__).parent.rglob("*.py"))
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 70
 
 LAYERS = (
-    ("errors", "version", "utils"),
-    ("config", "compression", "options"),
+    ("errors", "utils"),
+    ("config",),
     ("tensor",),  # the flat layout, the sharded tensor, tiles, chunks
-    ("comm", "memory.ledger"),  # the interface and its backends
-    ("io",),  # the asynchronous file engine
-    ("memory", "testing"),
-    ("mesh",),  # Comms made of Comms: groups, nodes, what travels packed
+    ("memory",),  # the ledger, what a host must hold, the asynchronous file engine
+    ("comm",),  # the interface, its backends, meshes, codecs
+    ("testing",),  # ranks as threads
     ("offload",),  # where states rest: device, host, disk
     ("zero",),  # units, gather and reduce, hooks, runtime
-    ("optim", "activation_checkpointing"),
-    ("tiling", "checkpoint", "measure", "data"),
-    ("api", "averaged_model"),
+    ("activations",),  # checkpointing, partitioning, offload, tiling
+    ("optim",),
+    ("checkpoint", "data"),
+    ("api",),
     ("parallel",),
     ("__init__",),
-    ("models", "launch"),
-    ("simulator",),  # hardware, and a step's tasks in time
-    ("planner",),  # the runtime on imagined ranks: what it holds and does
-    ("search",),  # for the layout that trains fastest
-    ("remedies",),  # what would make a plan fit
-    ("papers",),  # published tables, reproduced
+    ("planner",),  # the runtime on imagined ranks, the simulator, the search, remedies
     ("integrations",),
     ("deepspeed",),  # zeroshard.deepspeed, which shows integrations/deepspeed
-    ("integrations.deepspeed.site", "cli", "bench", "__main__"),
+    ("integrations.deepspeed.site", "cli", "__main__"),
 )
 
 

@@ -12,9 +12,8 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard import deepspeed
-from zeroshard.config import Config
+from zeroshard.config import Config, ConfigFields, ShardOptions
 from zeroshard.integrations.deepspeed.surface import SURFACE
-from zeroshard.options import ConfigFields, ShardOptions
 
 SOURCE = Path(zs.__file__).parent
 IMPORTS = ("activation", "communication", "partition")  # modules behind deepspeed.checkpointing, .comm and .zero

@@ -72,6 +72,8 @@ from .zero.init_context import init
 from .zero.method_forward import register_forward
 from .zero.tensor_stream import stream_full_tensors
 
+sys.modules[f"{__name__}.io"] = io  # zeroshard.io is public, wherever its folder is
+
 if TYPE_CHECKING:
     from .parallel import tensor_parallel as tensor_parallel
     from .parallel.parallelize import Parallel as Parallel
@@ -89,7 +91,7 @@ _LATER = {  # what takes a second to import, by name: where it is
     "parallelize": ".parallel.parallelize", "Parallel": ".parallel.parallelize", "Pipeline": ".parallel.pipeline",
     "cut_stages": ".parallel.stages", "stages_of": ".parallel.pipeline", "styles_for": ".parallel.styles",
     "tensor_parallel": ".parallel.tensor_parallel", "plan": ".planner.dry_run", "Plan": ".planner.plan",
-    "Forecast": ".measure.forecast", "forecast": ".measure.forecast", "Report": ".measure.report", "report": ".measure.report",
+    "Forecast": ".planner.measure.forecast", "forecast": ".planner.measure.forecast", "Report": ".planner.measure.report", "report": ".planner.measure.report",
 }  # fmt: skip
 
 _INSTEAD = {  # names of PyTorch, FairScale and DeepSpeed: the line to write

@@ -24,7 +24,7 @@ from .comm.base import Comm
 from .comm.mesh import topology
 from .comm.mesh.axes import Axes, axes_of, model_axes
 from .comm.mesh.topology import Topology
-from .config import Config, Tier, cuts_model, other_model_axes, planned_otherwise, read_layout
+from .config import Config, Tier, read_layout
 from .errors import ConfigError, OffloadIOError, StatesAway, ZeroshardError
 from .memory.host_memory import keep_freed_memory, return_freed_memory
 from .memory.ledger import Ledger
@@ -37,6 +37,7 @@ from .tensor.attributes import attributes_of
 from .tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data
 from .tensor.tiled_parameter import join, parts_in
 from .utils import torch_compat
+from .utils.planned_mesh import cuts_model, other_model_axes, planned_otherwise
 from .utils.torch_compat import FakeTensor, carry_hooks, swap
 from .zero import ddp_interface, hooks, init_context
 from .zero.auto_stage import choose, is_auto
@@ -53,7 +54,7 @@ from .zero.user_hooks import give_back
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .options import ShardOptions
+    from .config import ShardOptions
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)

@@ -13,19 +13,31 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 from torch import nn
 
 from .errors import ConfigError, did_you_mean
 from .utils.compression import CODECS, GRADIENT_CODECS, Compression
+from .utils.option_kinds import (
+    BOOL,
+    BOUND,
+    COUNT,
+    FOLDER,
+    LENGTH,
+    POSITIVE,
+    SECONDS,
+    SKIPS,
+    WHOLE,
+    Kind,
+    check_fields,
+    is_number,
+    is_scale,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from .options import ConfigFields
 
 
 class Tier(Enum):
@@ -62,63 +74,13 @@ STAGES: dict[int, Row] = {
 }
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Kind of an option's values, as a text and as a test. None is accepted if it is the default."""
-
-    expected: str
-    accepts: Callable[[Any], bool]
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is a real number and no bool."""
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _is_count(value: object) -> bool:
-    """Return whether a value is a whole number of at least 0; floats too, since 5e8 is one."""
-    return _is_number(value) and 0 <= value < math.inf and value == int(value)
-
-
-def _is_scale(value: object) -> bool:
-    return _is_number(value) and 0 < value < math.inf
-
-
-_BOOL = _Kind("True or False", lambda value: isinstance(value, bool))
-_WHOLE = _Kind("a whole number", _is_whole)
-_POSITIVE = _Kind("a whole number of at least 1", lambda value: _is_whole(value) and value >= 1)
-_LENGTH = _Kind("a number of at least 0", lambda value: _is_number(value) and value >= 0)
-_SKIPS = _Kind("a whole number of at least 1, or inf", lambda value: value == math.inf or (_is_whole(value) and value >= 1))
-_COUNT = _Kind("a whole number of at least 0", _is_count)
-_BOUND = _Kind("a whole number of at least 0, or inf for no bound", lambda value: _is_count(value) or value == math.inf)
-_MAX_SECONDS = 2_000_000  # 23 days: sockets count milliseconds in 31 bits
-_SECONDS = _Kind(
-    f"a number of seconds above 0, at most {_MAX_SECONDS:,}",
-    lambda value: _is_number(value) and 0 < value <= _MAX_SECONDS,
-)
-_FOLDER = _Kind("the path of a folder", lambda value: isinstance(value, (str, os.PathLike)))
-
-
-def _check_fields(given: object, kinds: Mapping[str, _Kind], prefix: str = "") -> None:
-    """Raise ConfigError for the first field whose value is not of its kind."""
-    defaults = {f.name: f.default for f in dataclasses.fields(given)}  # type: ignore[arg-type]
-    for name, kind in kinds.items():
-        value = getattr(given, name)
-        if not (value is None and defaults[name] is None) and not kind.accepts(value):
-            raise ConfigError(f"{prefix}{name}: expected {kind.expected}, got {value!r}.")
-
-
 _TIERS = {"none": Tier.DEVICE, "device": Tier.DEVICE, "cpu": Tier.HOST, "host": Tier.HOST, "nvme": Tier.DISK, "disk": Tier.DISK}
 _OFFLOAD_KINDS = {
-    "device": _Kind("'none', 'cpu' or 'nvme'", lambda value: isinstance(value, str)),
-    "path": _FOLDER,
-    **dict.fromkeys(("pin_memory", "fused", "checksum", "any_filesystem"), _BOOL),
-    "ratio": _Kind("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1),
-    **dict.fromkeys(("buffer_count", "buffer_nbytes"), _WHOLE),
+    "device": Kind("'none', 'cpu' or 'nvme'", lambda value: isinstance(value, str)),
+    "path": FOLDER,
+    **dict.fromkeys(("pin_memory", "fused", "checksum", "any_filesystem"), BOOL),
+    "ratio": Kind("a number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1),
+    **dict.fromkeys(("buffer_count", "buffer_nbytes"), WHOLE),
 }
 _OPTIMIZER_ONLY = ("ratio", "fused")
 
@@ -151,7 +113,7 @@ class Offload:
     any_filesystem: bool = False
 
     def __post_init__(self) -> None:
-        _check_fields(self, _OFFLOAD_KINDS, "offload ")
+        check_fields(self, _OFFLOAD_KINDS, "offload ")
         if self.device not in _TIERS:
             raise ConfigError(
                 f"offload device: expected 'none', 'cpu' or 'nvme', got {self.device!r}.{did_you_mean(self.device, _TIERS)}"
@@ -231,26 +193,26 @@ def _are_dtypes(value: object) -> bool:
     )
 
 
-_DTYPE = _Kind("torch.float32, bfloat16 or float16", lambda value: value in PRECISIONS.values())
+_DTYPE = Kind("torch.float32, bfloat16 or float16", lambda value: value in PRECISIONS.values())
 _CONFIG_KINDS = {
-    "units": _Kind("'auto', 'model', 'leaf', a tuple of classes or names, or a function (name, module) -> bool", _are_units),
-    "max_grad_norm": _LENGTH,
-    "stall_timeout_s": _SECONDS,
-    **dict.fromkeys(("min_unit_numel", "delayed_update", "loss_scale_delay"), _COUNT),
-    **dict.fromkeys(("max_unit_numel", "prefetch_nbytes", "max_live_parameters", "prefetch_bucket_size"), _BOUND),
-    **dict.fromkeys(("param_persistence_threshold", "model_persistence_threshold"), _BOUND),
-    **dict.fromkeys(("overlap", "master_weights", "cast_buffers", "agree_buffers", "map_shared", "keep_host_memory"), _BOOL),
-    "consecutive_hysteresis": _BOOL,
+    "units": Kind("'auto', 'model', 'leaf', a tuple of classes or names, or a function (name, module) -> bool", _are_units),
+    "max_grad_norm": LENGTH,
+    "stall_timeout_s": SECONDS,
+    **dict.fromkeys(("min_unit_numel", "delayed_update", "loss_scale_delay"), COUNT),
+    **dict.fromkeys(("max_unit_numel", "prefetch_nbytes", "max_live_parameters", "prefetch_bucket_size"), BOUND),
+    **dict.fromkeys(("param_persistence_threshold", "model_persistence_threshold"), BOUND),
+    **dict.fromkeys(("overlap", "master_weights", "cast_buffers", "agree_buffers", "map_shared", "keep_host_memory"), BOOL),
+    "consecutive_hysteresis": BOOL,
     **dict.fromkeys(("gradient_dtype", "reduce_dtype"), _DTYPE),
-    "dtypes": _Kind("{class name or name pattern: floating-point dtype}", _are_dtypes),
-    "loss_scale": _Kind("'dynamic' or a number above 0", lambda value: value == "dynamic" or _is_scale(value)),
-    **dict.fromkeys(("initial_loss_scale", "min_loss_scale"), _Kind("a number above 0", _is_scale)),
-    **dict.fromkeys(("loss_scale_window", "loss_scale_hysteresis"), _POSITIVE),
-    "max_skipped_steps": _SKIPS,
-    **dict.fromkeys(("skip_nonfinite", "hold_schedulers"), _BOOL),
-    **dict.fromkeys(("shard_size", "mics_shard_size", "zero_hpz_partition_size"), _POSITIVE),
-    **dict.fromkeys(("hierarchical", "replicate_optimizer"), _BOOL),
-    "offload_path": _FOLDER,
+    "dtypes": Kind("{class name or name pattern: floating-point dtype}", _are_dtypes),
+    "loss_scale": Kind("'dynamic' or a number above 0", lambda value: value == "dynamic" or is_scale(value)),
+    **dict.fromkeys(("initial_loss_scale", "min_loss_scale"), Kind("a number above 0", is_scale)),
+    **dict.fromkeys(("loss_scale_window", "loss_scale_hysteresis"), POSITIVE),
+    "max_skipped_steps": SKIPS,
+    **dict.fromkeys(("skip_nonfinite", "hold_schedulers"), BOOL),
+    **dict.fromkeys(("shard_size", "mics_shard_size", "zero_hpz_partition_size"), POSITIVE),
+    **dict.fromkeys(("hierarchical", "replicate_optimizer"), BOOL),
+    "offload_path": FOLDER,
 }  # fmt: skip
 
 PRESETS: dict[str, dict[str, object]] = {
@@ -310,39 +272,6 @@ def read_layout(path: str | os.PathLike) -> dict[str, Any]:
     except ConfigError as error:
         raise ConfigError(f"config: {path}: shard: {error}") from None
     return section
-
-
-def planned_otherwise(path: object, plan: Mapping[str, Any], axes: Mapping[str, int], node_size: int | None = None) -> str:
-    """Return a sentence, with a remedy, if a layout's file was made for another number or mesh of ranks than this run's; else "".
-
-    axes: number of ranks along "pp", "dp" and "tp"; 1 if missing. node_size: number of ranks of a node, if known.
-    """
-    planned = {axis: plan["mesh"].get(axis, 1) for axis in ("pp", "dp", "tp")}
-    found = {axis: axes.get(axis, 1) for axis in planned}
-    nodes = (plan.get("node_size"), node_size)
-    apart = planned == found and None not in nodes and nodes[0] != nodes[1]
-    if planned == found and not apart:
-        return ""
-
-    def words(sizes: Mapping[str, int], node: int | None) -> str:
-        shown = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1 or axis == "dp")
-        return f"{math.prod(sizes.values())} ranks ({shown})" + f" in nodes of {node}" * apart
-
-    again = f"zeroshard plan MODEL --ranks {math.prod(found.values())}" + f" --node-size {node_size}" * apart
-    return (
-        f"config: {path} is a layout for {words(planned, nodes[0])}, and these are {words(found, nodes[1])}: what it says of memory, time and "
-        f"batches does not hold here. Plan again: {again} --auto --global-batch {plan.get('global_batch', 'N')} --write-config {path}"
-    )
-
-
-def other_model_axes(plan: Mapping[str, Any], axes: Mapping[str, int]) -> bool:
-    """Return whether a plan cuts the model along pp or tp differently from `axes`, so that it does not hold for this run."""
-    return any(plan["mesh"].get(axis, 1) != axes.get(axis, 1) for axis in ("pp", "tp"))
-
-
-def cuts_model(plan: Mapping[str, Any]) -> bool:
-    """Return whether a plan's mesh has more than one rank along an axis other than data parallelism."""
-    return any(size > 1 for axis, size in plan["mesh"].items() if axis != "dp")
 
 
 Units = str | tuple[str | type, ...] | Callable[[str, nn.Module], bool]
@@ -479,7 +408,7 @@ class Config:
             object.__setattr__(self, name, _as_dtype(getattr(self, name)))
         if isinstance(self.dtypes, Mapping):
             object.__setattr__(self, "dtypes", {key: _as_dtype(dtype) for key, dtype in self.dtypes.items()})
-        _check_fields(self, _CONFIG_KINDS)
+        check_fields(self, _CONFIG_KINDS)
         if self.max_grad_norm == 0:
             object.__setattr__(self, "max_grad_norm", None)
         self._normalise_offload()
@@ -597,3 +526,60 @@ class Config:
     def send_dtype(self) -> torch.dtype | None:
         """Dtype of sent gradients, or None for the dtype of the parameter."""
         return self.reduce_dtype
+
+
+# -- the same options as types, for editors and type checkers: a test compares them with the fields of Config
+
+
+class ConfigFields(TypedDict, total=False):
+    """What `zs.Config` takes. None stands for a field that is not given."""
+
+    stage: int | Literal["auto"] | None
+    precision: str | torch.dtype | None
+    units: Units | None
+    max_unit_numel: float | None
+    min_unit_numel: float | None
+    max_grad_norm: float | None
+    overlap: bool | None
+    prefetch_nbytes: float | None
+    gradient_dtype: str | torch.dtype | None
+    reduce_dtype: str | torch.dtype | None
+    master_weights: bool | None
+    dtypes: Mapping[str, str | torch.dtype] | None
+    cast_buffers: bool | None
+    agree_buffers: bool | None
+    loss_scale: str | float | None
+    initial_loss_scale: float | None
+    loss_scale_window: int | None
+    loss_scale_delay: float | None
+    loss_scale_hysteresis: int | None
+    consecutive_hysteresis: bool | None
+    min_loss_scale: float | None
+    skip_nonfinite: bool | None
+    max_skipped_steps: float | None
+    hold_schedulers: bool | None
+    map_shared: bool | None
+    keep_host_memory: bool | None
+    offload_optimizer: Offload | str | Mapping[str, object] | None
+    offload_gradient: Offload | str | Mapping[str, object] | None
+    offload_param: Offload | str | Mapping[str, object] | None
+    offload_path: str | os.PathLike[str] | None
+    delayed_update: float | None
+    param_persistence_threshold: float | None
+    model_persistence_threshold: float | None
+    max_live_parameters: float | None
+    prefetch_bucket_size: float | None
+    shard_size: int | None
+    mics_shard_size: int | None
+    replicate_optimizer: bool | None
+    zero_hpz_partition_size: int | None
+    zero_quantized_weights: Compression | str | bool | Mapping[str, object] | None
+    zero_quantized_gradients: Compression | str | bool | Mapping[str, object] | None
+    hierarchical: bool | None
+    stall_timeout_s: float | None
+
+
+class ShardOptions(ConfigFields, total=False):
+    """What `zs.shard` takes: the fields, and the name of a preset over which they are laid."""
+
+    preset: str | None

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from benchmarks.command import main
 from zeroshard.cli.arguments import UsageError
+from zeroshard.cli.calibrate import main
 from zeroshard.planner.simulator.calibrate import SMALL_NBYTES, Amount, Found, _hardware, calibrate, report
 from zeroshard.planner.simulator.disk_bandwidth import REQUEST_NBYTES, Burst
 from zeroshard.planner.simulator.hardware import Hardware, Link
@@ -65,5 +65,5 @@ def test_ranks_are_averaged_and_the_node_is_all_of_them():
 def test_bad_arguments_are_named_before_anything_is_measured(arguments, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=said):
-        main(["--calibrate", *arguments])
+        main(arguments)
     assert not list(tmp_path.iterdir())

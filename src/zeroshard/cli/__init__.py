@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
+from pathlib import Path
 
 from ..utils.version import __version__
 from .arguments import EXTRAS, UsageError, closest, how_to_install, verbose
@@ -16,6 +17,7 @@ COMMANDS = {  # name -> (module with main(argv) -> int, what it does)
     "train": ("zeroshard.cli.train", "train a byte-level GPT on a folder of text"),
     "plan": ("zeroshard.cli.plan", "tell what a run will hold and send, and whether it fits, before it runs"),
     "simulate": ("zeroshard.cli.simulate", "tell how long a step of a run will take, and what bounds it"),
+    "calibrate": ("zeroshard.cli.calibrate", "measure this machine for plan and simulate"),
     "check": ("zeroshard.cli.check", "tell what becomes of each key of a DeepSpeed configuration"),
     "inspect": ("zeroshard.cli.inspect", "show what is in a run or a checkpoint, and verify its checksums"),
     "export": ("zeroshard.cli.export", "write a checkpoint's model as safetensors or as a file of torch.save"),
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"zeroshard {__version__} (torch {metadata.version('torch')}, Python {platform.python_version()})")
         return ExitCode.DONE
     try:
-        code = _command(argv[0])([*flags, *argv[1:]])
+        code = command_of(argv[0])([*flags, *argv[1:]])
         sys.stdout.flush()  # here, where it can be told that nobody reads
         return int(code)
     except UsageError as error:
@@ -90,7 +92,27 @@ def report_error(message: str) -> int:
     return ExitCode.USAGE
 
 
-def _command(name: str) -> Callable[[list[str]], int]:
+def command_of(name: str) -> Callable[[list[str]], int]:
+    """Return the function that runs a subcommand."""
     if name not in COMMANDS:
         raise UsageError(f"expected a command, got {name!r}{closest(name, COMMANDS)}; commands: {', '.join(COMMANDS)}")
-    return import_module(COMMANDS[name][0]).main
+    module = COMMANDS[name][0]
+    if module.startswith("benchmarks"):
+        find_benchmarks(name)
+    return import_module(module).main
+
+
+def find_benchmarks(command: str) -> None:
+    """Make `benchmarks`, which is in the repository and not in an installed wheel, importable.
+
+    Raises:
+        UsageError: zeroshard was installed without its repository.
+    """
+    root = Path(__file__).parents[3]
+    if not (root / "benchmarks" / "__init__.py").is_file():
+        raise UsageError(
+            f"{command}: races against peers and the papers' tables are in the repository, not in the installed package. Clone it, "
+            "install it from there with pip install -e '.[bench]', and call the command again"
+        )
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))

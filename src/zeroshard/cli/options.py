@@ -16,10 +16,11 @@ import torch
 
 import zeroshard as zs
 
-from ..config import PRESETS, Tier, cuts_model, planned_otherwise, read_layout
+from ..config import PRESETS, Tier, read_layout
 from ..planner.models import CASE_STUDIES, CaseStudy, GPTConfig
 from ..planner.models.presets import SCALES
 from ..utils.compression import CODECS, GRADIENT_CODECS
+from ..utils.planned_mesh import cuts_model, planned_otherwise
 from .arguments import Parser, UsageError, add_options
 from .mesh_axes import MeshAxes
 

@@ -30,7 +30,7 @@ class PlanOptions:
     model: str
     ranks: int | None = _option(None, "ranks in all (default: the mesh's, else a node)", type=int, group=_RUN)
     mesh: str | None = _option(None, "ranks along each axis: dp=64,pp=4,tp=8 (data, pipeline and tensor parallel)", group=_RUN)
-    hardware: str = _option("h100-80gb", "hardware by name, or a file that `zeroshard bench --calibrate` wrote", group=_RUN)
+    hardware: str = _option("h100-80gb", "hardware by name, or a file that `zeroshard calibrate` wrote", group=_RUN)
     node_size: int | None = _option(None, "ranks of a node (default: the hardware's devices)", type=int, group=_RUN)
     micro_batch: int = _option(1, "sequences of one forward pass of one rank", type=int, group=_RUN)
     seq: int | None = _option(None, "tokens of a sequence (default: the model's)", type=int, group=_RUN)

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import api
-from ..config import Config, Tier, other_model_axes, planned_otherwise, read_layout
+from ..config import Config, Tier, read_layout
 from ..errors import ConfigError
 from ..tensor.distributed import is_distributed
+from ..utils.planned_mesh import other_model_axes, planned_otherwise
 from ..zero.runtime import runtime_of
 from .pipeline import SCHEDULES, Pipeline, schedule_class, stages_of, whole
 from .stages import StandIn, cut_stages
@@ -34,7 +35,7 @@ from .traffic import Traffic
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..options import ShardOptions
+    from ..config import ShardOptions
 
 DATA_AXES = ("dp", "dp_replicate", "dp_shard")
 IGNORED = -100  # targets of this value have no loss, as in torch's cross_entropy

@@ -47,7 +47,7 @@ from .simulator.trace import Resource, Trace
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..options import ShardOptions
+    from ..config import ShardOptions
 
 MODEL_AXES = ("pp", "tp")
 Loss = Callable[[nn.Module, Any], Tensor]

@@ -25,7 +25,7 @@ class OutOfTime(TimeoutError):
 
 NO_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
 _TORCH, _HERE = Path(torch.__file__).parent, Path(__file__).parent
-_MODELS = _HERE.parent / "models"
+_MODELS = _HERE / "models"
 _INSTALLED = tuple({Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")})
 _PYTHON = Path(sysconfig.get_path("stdlib"))
 _ALIKE = {  # operator -> arguments whose dtypes real kernels want to be one

@@ -38,7 +38,7 @@ from .shared_storage import Origin
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..options import ShardOptions
+    from ..config import ShardOptions
 
 _UNCUT = (ShardedTensor, torch_compat.UninitializedTensorMixin)  # a lazy parameter stays uncut: it has no shape yet
 _numbers = itertools.count()  # number of births so far: in the same order on every rank, also if ranks are threads

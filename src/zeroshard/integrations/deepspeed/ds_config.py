@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...config import SECTION, cuts_model, planned_otherwise
+from ...config import SECTION
+from ...utils.planned_mesh import cuts_model, planned_otherwise
 from .config_keys import KEYS, Treatment, keys_of
 from .sections import (
     CommsLoggerConfig,

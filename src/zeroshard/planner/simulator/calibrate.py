@@ -1,7 +1,7 @@
 """Calibration: a hardware file of this machine, for `zeroshard plan` and `zeroshard simulate`.
 
-    zeroshard bench --calibrate                                     2 ranks, a thread each; writes hardware.toml
-    zeroshard bench --calibrate --ranks 4 --path /mnt/nvme --out my.toml
+    zeroshard calibrate                                     2 ranks, a thread each; writes hardware.toml
+    zeroshard calibrate --ranks 4 --path /mnt/nvme --out my.toml
 
 Local ranks measure at the same time, as they share cores, memory and disks: products of matrices of several sizes (the efficiency
 curve), the kernels between them (norms, activation functions, softmax: bytes a second, and what a launch costs), gathers and
@@ -91,7 +91,7 @@ def calibrate(ranks: int = 2, path: str | None = None, amount: Amount = Amount()
 
 
 def command(ranks: int, path: str | None, out: Path, say: Callable[[str], None]) -> int:
-    """Of `zeroshard bench --calibrate`: measure, say what was found, write."""
+    """Of `zeroshard calibrate`: measure, say what was found, write."""
     say(f"calibration: {ranks} ranks of one thread each, at the same time")
     if not out.absolute().parent.is_dir() or out.is_dir():
         raise ConfigError(f"--out: expected the path of a file in a folder that exists, got {out}")
@@ -132,7 +132,7 @@ def _hardware(found: Sequence[Found], ranks: int, path: str | None, amount: Amou
         links |= {Resource.READ: _requests(found, "read"), Resource.WRITE: _requests(found, "write")}
     memory = available_nbytes() or 0
     shape = "fp32, square matrices, forward and both gradients"
-    measured = f"zeroshard bench --calibrate, {ranks} ranks of one thread at the same time, {time.strftime('%Y-%m-%d')}"
+    measured = f"zeroshard calibrate, {ranks} ranks of one thread at the same time, {time.strftime('%Y-%m-%d')}"
     device = Device(
         name=platform.processor() or platform.machine(), memory_nbytes=max(1, memory // ranks), memory_bandwidth=mean["between"],
         kernel_latency_s=mean["launch_s"], peak_flops=peaks,

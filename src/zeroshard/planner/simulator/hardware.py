@@ -5,7 +5,7 @@ devices of its node use it. *Fraction*: what kernels achieve of the device's pea
 
     a file:  name, devices_per_node, ...    [device]  [device.peak_flops]  [device.efficiency]    [links.inside] ...    [source]
 
-Each number of `hardware.toml` has a line in `source` of its table; `zeroshard bench --calibrate` writes a machine's own file.
+Each number of `hardware.toml` has a line in `source` of its table; `zeroshard calibrate` writes a machine's own file.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class Hardware:
 
     @staticmethod
     def load(path: str | Path) -> Hardware:
-        """From a file as `save` and `zeroshard bench --calibrate` write it. Raises ConfigError, which names the key."""
+        """From a file as `save` and `zeroshard calibrate` write it. Raises ConfigError, which names the key."""
         return _of_table(_read(Path(path)), str(path))
 
     def save(self, path: str | Path) -> None:
@@ -291,7 +291,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"hardware file {path}: can not be read: {error}. `zeroshard bench --calibrate` writes one.") from None
+        raise ConfigError(f"hardware file {path}: can not be read: {error}. `zeroshard calibrate` writes one.") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"hardware file {path}: not TOML: {error}") from None
 

@@ -1,0 +1,27 @@
+"""`zeroshard calibrate`: measure this machine, and write a hardware file for `zeroshard plan` and `zeroshard simulate`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from .arguments import Parser, UsageError
+from .sheets import say
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, print what was found, write the file."""
+    options = parser().parse(argv)
+    from ..planner.simulator.calibrate import command  # torch takes a second: --help needs none
+
+    try:
+        return command(options.ranks, options.path, options.out, say)
+    except ValueError as error:
+        raise UsageError(f"{error}; see zeroshard calibrate --help") from None
+
+
+def parser() -> Parser:
+    """The command line of `zeroshard calibrate`."""
+    made = Parser(prog="zeroshard calibrate", description="Measure this machine for zeroshard plan and zeroshard simulate.")
+    made.add_argument("--ranks", type=int, default=2, help="processes that measure at the same time")
+    made.add_argument("--path", metavar="DIR", help="a folder on the local disk to measure (default: no disk)")
+    made.add_argument("--out", type=Path, default=Path("hardware.toml"), metavar="OUT", help="the file to write")
+    return made
