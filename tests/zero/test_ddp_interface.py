@@ -154,6 +154,15 @@ def test_the_class_is_one_of_the_users_class_by_the_same_name_and_close_takes_it
     assert type(model) is Derived and not hasattr(model, "no_sync")
 
 
+def test_a_closed_model_whose_class_was_changed_since_raises_its_own_errors():
+    model = nn.Linear(5, 3)
+    zs.shard(model, None, stage=1)
+    torch.nn.utils.parametrize.register_parametrization(model, "bias", nn.Identity(), unsafe=True)
+    zs.close(model)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(2, 4))
+
+
 def test_a_part_of_a_sharded_sequential_is_an_ordinary_module():
     """nn.Sequential makes slices of its own class."""
     model, _ = zs.shard(copy.deepcopy(MODEL), None, stage=0)

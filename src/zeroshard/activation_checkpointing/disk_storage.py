@@ -36,7 +36,7 @@ _WRITING = 2  # host buffers for writes, in addition to those of prefetched read
 
 @dataclass(eq=False)
 class FileKept(Kept):
-    """One slice in a file, at `offset`."""
+    """Handle of one slice in a file, at `offset`."""
 
     file: File = field(init=False)
     space: Space = field(init=False)  # the file's free list
@@ -44,7 +44,7 @@ class FileKept(Kept):
 
 
 class DiskPlace(Place[FileKept]):
-    """Files in a swap folder of this rank, which is removed at the end."""
+    """Place for slices in files, in a swap folder of this rank that is removed at the end."""
 
     imagines = False
 

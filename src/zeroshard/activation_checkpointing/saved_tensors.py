@@ -246,7 +246,7 @@ class Store:
             yield
         except (OffloadIOError, SwapError) as error:
             for comm in self._comms():
-                # without the traceback, which holds buffers
+                # a copy has no traceback, which would keep buffers alive
                 comm.abort(f"rank {comm.rank}: {error}", copy.copy(error))
             raise
 
@@ -254,7 +254,7 @@ class Store:
         """Return the Comms of ranks that share the activations, and of those that share the parameters at present."""
         comms = [] if self.comm is None else [self.comm]
         for model in self._models:
-            runtimes = [module.__dict__.get("_zeroshard") for module in model.modules()]  # None: not sharded there
+            runtimes = [module.__dict__.get("_zeroshard") for module in model.modules()]  # None: this module is not sharded
             comms += [runtime.comm for runtime in runtimes if runtime is not None]
             homes = [getattr(param, "_home", None) for param in model.parameters()]
             comms += [home.group.comm for home in homes if isinstance(home, ParamHome)]

@@ -103,7 +103,7 @@ class Place(ABC, Generic[KeptT]):
 
 
 class MemoryPlace(Place[Kept]):
-    """An arena in the memory of the device or of the host."""
+    """Place for slices in an arena in the memory of the device or of the host."""
 
     def __init__(
         self, tier: Tier, device: torch.device, streams: Streams, ledger: Ledger, arena_nbytes: int, pin: bool = True

@@ -96,7 +96,7 @@ class Report:
             f"stage {self.stage}, rank {self.rank} of {self.world_size}, {self.numbers}, "
             f"{self.num_parameters:,} parameters in {self.units} units, {self.steps} steps"
         )
-        lines = [head, f"{'bytes per rank':<20}{'measured':>16}{'formula':>16}{'plain DP':>16}"]
+        lines = [head, f"{'bytes per rank':<20}{'measured':>16}{'formula':>16}{'plain DDP':>16}"]
         lines += [f"{name:<20}{self.at_rest[name]:>16,}{self.formula[name]:>16,}{self.ddp[name]:>16,}" for name in STATES]
         totals = [sum(part.values()) for part in (self.at_rest, self.formula, self.ddp)]
         lines.append(f"{'total':<20}{totals[0]:>16,}{totals[1]:>16,}{totals[2]:>16,}")
@@ -270,7 +270,7 @@ def step_itemsizes(runtime: Runtime, group: ParamGroup) -> dict[Link, int]:
     values, gradient = group.values.rest, group.grads.rest
     stepped = group.masters.stepped
     here = Tier.DEVICE if group.offload.tier is Tier.DEVICE else Tier.HOST  # the tier that steps it
-    states = sum(column.dtype.itemsize for column in group.columns.values()) or 2 * 4  # before the first step: Adam's
+    states = sum(column.dtype.itemsize for column in group.columns.values()) or 2 * 4  # before the first step: as Adam
     if group.offload.tier is Tier.DISK:
         _move(moved, runtime, Tier.DISK, here, states)
         _move(moved, runtime, here, Tier.DISK, states)

@@ -487,7 +487,7 @@ class _Cutter:
         self.config = self._config()
         self.made: dict[int, nn.Module] = {}
         shared = [] if index == 0 else [self.model.get_parameter(tie.names[index]) for tie in mine]
-        self.own = {id(param): _copy_of(param) for param in shared}  # both stages may be on this rank
+        self.own = {id(param): _copy_of(param) for param in shared}  # copies, since both stages may be on this rank
         stage = self._copy("", self.model)
         stage.__class__ = type(f"{type(self.model).__name__}Stage", (Stage, type(self.model)), {})
         stage.pipeline_stage = self.place  # type: ignore[assignment]

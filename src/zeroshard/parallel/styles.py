@@ -81,7 +81,7 @@ FAMILIES = {
         {
             **{f"*attention.self.{name}": "colwise" for name in ("query", "key", "value")},
             "intermediate.dense": "colwise",
-            "output.dense": "rowwise",  # of attention and of the MLP
+            "output.dense": "rowwise",  # in attention and in the MLP
         },
         {"*attention.self": ("num_attention_heads", "all_head_size")},
     ),
@@ -107,7 +107,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class ParallelStyles:
-    """How a model's modules are sharded, by full name; a module without a style is whole on every rank.
+    """Styles of a model's modules, by full name; a module without a style is whole on every rank.
 
     by_name: name of a module or parameter -> one of STYLES, or a ParallelStyle of torch for a module.
     divided: name of a module -> its attributes that count heads or features, which `apply` divides by the number of ranks.
@@ -287,7 +287,7 @@ def _ends(model: nn.Module, family: Family) -> tuple[str, str]:
     """Return the names of the token embedding and of the head, '' for one that is missing."""
     names = {id(module): name for name, module in model.named_modules()}
     maps = {name for name, module in model.named_modules() if isinstance(module, (nn.Embedding, nn.Linear))}
-    ends = [name if name in maps else "" for name in (family.embedding, family.head)]  # a pipeline stage may lack them
+    ends = [name if name in maps else "" for name in (family.embedding, family.head)]  # "" if a pipeline stage lacks one
     for number, ask in enumerate(("get_input_embeddings", "get_output_embeddings")):
         try:
             found = getattr(model, ask)() if hasattr(model, ask) else None

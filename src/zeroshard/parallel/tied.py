@@ -1,8 +1,8 @@
 """Parameters that two pipeline stages hold, such as an embedding that is also the head: keep their values equal.
 
-    stage 0   embedding.weight   gradient from the lookup  --\
+    stage 0   embedding.weight   gradient from the lookup  --+
                                                               sum, the lower stage's first -> both step alike
-    stage 3   head.weight        gradient from the head    --/
+    stage 3   head.weight        gradient from the head    --+
 
 In both stages such a parameter is a unit of its own (`unit_of_its_own`), so that its shards are the same. A rank adds to its
 slice of the gradient the slice of the other stage's rank in the same pipeline. Nothing is gathered.

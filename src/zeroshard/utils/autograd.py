@@ -84,7 +84,7 @@ def leads_to_all(first: int, outputs: list[Tensor]) -> bool:
 
 
 class Marked(torch.autograd.Function):
-    """Identity on a frozen unit's inputs: its backward runs when nothing inside the unit remains to be computed."""
+    """Identity on a frozen unit's inputs, whose backward calls `done` when the backward inside the unit has ended."""
 
     @staticmethod
     def forward(ctx: Any, done: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:

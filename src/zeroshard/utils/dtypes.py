@@ -1,4 +1,4 @@
-"""Which dtypes a precision converts: fp32, fp16 and bf16, which only round a number; the bits of all others have a meaning."""
+"""Dtypes that a precision converts: fp32, fp16 and bf16, which only round a number. The bits of all others have a meaning."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ def is_narrow(dtype: torch.dtype) -> bool:
 
 
 def casts_to(given: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype after converting `given` to `dtype`: `given` if it is narrow or no floating-point one, or dtype is
-    None."""
+    """Return the dtype after converting `given` to `dtype`: `given` if that is narrow or no float, or if dtype is None."""
     return given if dtype is None or not given.is_floating_point or is_narrow(given) else dtype
 
 

@@ -96,7 +96,7 @@ class Exchanged:
         """fn: returns the replacement of a tensor; called once for each."""
         self._fn = fn
         self._results: dict[int, Any] = {}  # id of the caller's object -> the callee's object for it
-        self._exchanged: list[tuple[Any, Any]] = []  # (the caller's, the callee's), where they are not the same
+        self._exchanged: list[tuple[Any, Any]] = []  # (caller's object, callee's copy)
         self.value = self._mapped(value)
         self._before: list[Any] = [_content(new) for _, new in self._exchanged]
 
@@ -144,7 +144,7 @@ def _content(item: Any) -> list | dict | None:
     """Return the current members of a list, a mapping or a dataclass; None for other objects."""
     if isinstance(item, list):
         return list(item)
-    if isinstance(item, MutableMapping):  # transformers' outputs set their attributes with their items
+    if isinstance(item, MutableMapping):  # such as transformers' outputs, whose attributes follow their items
         return dict(item.items())
     if dataclasses.is_dataclass(item):
         return {f.name: getattr(item, f.name) for f in dataclasses.fields(item) if hasattr(item, f.name)}

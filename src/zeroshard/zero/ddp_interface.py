@@ -41,7 +41,8 @@ class ShardedModel:
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         except FAILURES as error:
-            tell(error, self.__dict__["_zeroshard"], "the forward")
+            if "_zeroshard" in self.__dict__:  # else it was closed, and somebody has put a class of theirs before this one
+                tell(error, self.__dict__["_zeroshard"], "the forward")
             raise
 
     def __getattr__(self, name: str) -> Any:

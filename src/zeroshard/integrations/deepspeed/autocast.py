@@ -14,8 +14,7 @@ PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
 
 
 def autocast_if_enabled(engine: Any) -> contextlib.AbstractContextManager:
-    """Return torch.autocast as the section torch_autocast says. Without the section, a surrounding autocast is disabled, with one
-    warning."""
+    """Return torch.autocast as the section torch_autocast says; without it, disable a surrounding autocast and warn once."""
     kind, enabled = engine.device.type, engine.torch_autocast_enabled()
     dtype = engine.torch_autocast_dtype()
     if enabled and dtype is not None:

@@ -1,5 +1,4 @@
-"""deepspeed.checkpoint: functions for checkpoints that scripts call. The engine's checkpoints are universal without
-conversion."""
+"""deepspeed.checkpoint: functions that scripts call. The engine's checkpoints are universal without conversion."""
 
 from __future__ import annotations
 

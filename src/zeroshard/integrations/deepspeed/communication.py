@@ -77,8 +77,7 @@ def stall_timeout_s() -> float:
 
 
 def _complete_environment(auto_mpi_discovery: bool, port: int) -> None:
-    """Set the variables that torchrun would set, for a single process or from Open MPI's. Raises ConfigError if some are
-    missing."""
+    """Set torchrun's variables for a single process, or from Open MPI's. Raises ConfigError if some are missing."""
     env = os.environ
     if auto_mpi_discovery and "RANK" not in env and all(name in env for name in _FROM_MPI.values()):
         env.update({name: env[theirs] for name, theirs in _FROM_MPI.items()})

@@ -110,9 +110,9 @@ class _Finder(MetaPathFinder):
             return ModuleSpec(fullname, _Loader(), is_package=True)
         if found in (None, "__main__"):
             return None
-        if sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":  # an import; importlib.util.find_spec gets None
+        if sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":  # raise for imports; importlib.util.find_spec gets None
             error = ModuleNotFoundError(_text(found))
-            error.name = fullname  # by which `from package import name` goes on to the attribute
+            error.name = fullname  # lets `from package import name` try the attribute
             raise error
         return None
 

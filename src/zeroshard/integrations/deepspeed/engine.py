@@ -141,8 +141,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return self._ranks_summed() / self.gradient_accumulation_steps()
 
     def _ranks_summed(self) -> int:
-        """Return the factor from the mean over ranks to what the configuration asks for: the number of ranks for "sum", else
-        1."""
+        """Return the factor from the mean over ranks to the configured sum or mean: the number of ranks, or 1."""
         return self.dp_world_size if self._config.gradient_allreduce_op == "sum" else 1
 
     def _scale_unless_scaled(self, grad: Tensor) -> Tensor | None:

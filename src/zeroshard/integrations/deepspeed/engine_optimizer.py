@@ -110,7 +110,7 @@ class EngineOptimizer(OptimizerViews):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped because a gradient was not finite."""
+        """True if the last step was skipped because a gradient was not finite."""
         record = self.optimizer.last_step
         return record is not None and record.skipped and not math.isfinite(record.grad_norm)
 

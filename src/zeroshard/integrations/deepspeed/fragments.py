@@ -58,7 +58,7 @@ def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Set this rank's slice of the master, and of the parameter (collective)."""
+    """Set this rank's slice of the master, and so of the parameter (collective)."""
     _set_local(param, value_of, value)
 
 

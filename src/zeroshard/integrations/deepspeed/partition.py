@@ -44,7 +44,7 @@ logger = logging.getLogger("DeepSpeed")
 
 
 class ZeroParamType(Enum):
-    """How a parameter is stored."""
+    """Form in which a parameter is stored."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -52,7 +52,7 @@ class ZeroParamType(Enum):
 
 
 class ZeroParamStatus(Enum):
-    """Whether a parameter is gathered now."""
+    """State of a parameter: gathered, not gathered, or being gathered."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2

@@ -212,20 +212,20 @@ class Section:
 
 
 class DeepSpeedZeroOffloadParamConfig(Section):
-    """zero_optimization.offload_param"""
+    """Section zero_optimization.offload_param."""
 
     prefix = "zero_optimization.offload_param"
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(Section):
-    """zero_optimization.offload_optimizer"""
+    """Section zero_optimization.offload_optimizer."""
 
     prefix = "zero_optimization.offload_optimizer"
     pipeline = property(lambda self: self.pipeline_read or self.pipeline_write)
 
 
 class DeepSpeedZeroLeafModuleConfig(Section):
-    """zero_optimization.leaf_module"""
+    """Section zero_optimization.leaf_module."""
 
     prefix = "zero_optimization.leaf_module"
 
@@ -238,7 +238,7 @@ class DeepSpeedZeroLeafModuleConfig(Section):
 
 
 class DeepSpeedZeroConfig(Section):
-    """zero_optimization, from keyword arguments: DeepSpeedZeroConfig(stage=3, offload_param={"device": "cpu"})."""
+    """Section zero_optimization, as DeepSpeedZeroConfig(stage=3, offload_param={"device": "cpu"})."""
 
     prefix = "zero_optimization"
     overlap_comm: bool
@@ -276,7 +276,7 @@ class DeepSpeedZeroConfig(Section):
 
 
 class DeepSpeedFP16Config(Section):
-    """fp16"""
+    """Section fp16."""
 
     prefix = "fp16"
 
@@ -290,37 +290,37 @@ class DeepSpeedFP16Config(Section):
 
 
 class DeepSpeedBF16Config(Section):
-    """bf16"""
+    """Section bf16."""
 
     prefix = "bf16"
 
 
 class TensorBoardConfig(Section):
-    """tensorboard"""
+    """Section tensorboard."""
 
     prefix = "tensorboard"
 
 
 class CSVConfig(Section):
-    """csv_monitor"""
+    """Section csv_monitor."""
 
     prefix = "csv_monitor"
 
 
 class WandbConfig(Section):
-    """wandb"""
+    """Section wandb."""
 
     prefix = "wandb"
 
 
 class DeepSpeedThroughputTimerConfig(Section):
-    """timers.throughput"""
+    """Section timers.throughput."""
 
     prefix = "timers.throughput"
 
 
 class CommsLoggerConfig(Section):
-    """comms_logger"""
+    """Section comms_logger."""
 
     prefix = "comms_logger"
 
@@ -409,7 +409,7 @@ def examine(config: Mapping[str, Any]) -> list[str]:
     """Return warnings about the keys of a configuration, one sentence each. Raises DeepSpeedConfigError for a refused key."""
     notes = []
     for found in judge(config):
-        told_later = found.key is None and found.name.rpartition(".")[0] in _TYPED  # a typed section raises ValidationError
+        told_later = found.key is None and found.name.rpartition(".")[0] in _TYPED  # the typed section raises ValidationError
         if found.treatment == "refused" and not told_later:
             shown = repr(found.value) if len(repr(found.value)) < 60 else "{...}"
             raise DeepSpeedConfigError(f"{found.name} = {shown} is not supported: {found.text}.")

@@ -200,8 +200,7 @@ def build_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) -> torch
 
 
 def _muon_groups(parameters: Iterable[Any], params: dict[str, Any]) -> list[dict[str, Any]]:
-    """Divide each group by its parameters' `use_muon`. Options come from the group, else muon_lr or adam_lr, params, the
-    defaults.
+    """Divide each group by its parameters' `use_muon`. Options: the group's, else muon_lr or adam_lr, params, defaults.
 
     Raises ValueError if a parameter has no such mark.
     """
@@ -225,7 +224,7 @@ def _muon_groups(parameters: Iterable[Any], params: dict[str, Any]) -> list[dict
 
 
 def mark_for_muon(config: DeepSpeedConfig, model: nn.Module) -> None:
-    """For the optimizer Muon, set `use_muon` of every parameter: True for matrices not named "embed" or "lm_head"."""
+    """Set `use_muon` of every parameter for the optimizer Muon: True for matrices not named "embed" or "lm_head"."""
     for name, param in model.named_parameters() if (config.optimizer_name or "").lower() == "muon" else ():
         param.use_muon = param.dim() == 2 and not any(word in name.lower() for word in ("embed", "lm_head"))  # type: ignore[attr-defined]
 

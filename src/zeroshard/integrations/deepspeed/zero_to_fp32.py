@@ -175,7 +175,7 @@ def nbytes_of(size: Any) -> int:
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Any, tag: Any = None) -> nn.Module:
-    """Move a model to the host, load the checkpoint's weights into it, and return it. Call it on an unsharded model."""
+    """Move a model to the host, load the checkpoint's weights, and return it. It does not belong to an engine any more."""
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
