@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 import os
+import tempfile
 import traceback
 from dataclasses import dataclass
 
@@ -21,7 +22,9 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
+from zeroshard.memory.ledger import PARTIAL
 from zeroshard.planner.models import GPT, GPTConfig
+from zeroshard.zero.runtime import runtime_of
 
 SLOW = os.environ.get("ZEROSHARD_SLOW") == "1"
 STEPS, TOKENS, ROWS, SEQ = 6 if SLOW else 3, 64, 4, 8
@@ -68,6 +71,7 @@ class Cell:
     sequence: bool = False
     bf16: bool = False
     schedule: str | None = None
+    disk: bool = False  # states and gradients rest there: each micro-batch reduces, and none is held on the device
 
     @property
     def name(self) -> str:
@@ -76,6 +80,7 @@ class Cell:
             "sequence" if self.sequence else "",
             "bf16" if self.bf16 else "",
             self.schedule or "",
+            "disk" if self.disk else "",
         ]
         return "-".join(
             filter(None, [self.model, f"pp{self.pp}dp{self.dp}tp{self.tp}", f"stage{self.stage}", f"micro{self.micro}", *more])
@@ -87,6 +92,7 @@ FEW = [
     Cell("gpt", 2, 2, 1, 1, micro=4, clip=0.1, schedule="Interleaved1F1B"),
     Cell("bloom", 2, 1, 2, 2, sequence=True, bf16=True),
     Cell("llama", 1, 2, 2, 3, clip=0.1, sequence=True),
+    Cell("gpt", 1, 2, 2, 2, micro=4, clip=0.1, disk=True),
     Cell("mixtral", 2, 1, 2, 0, micro=4, clip=0.1, schedule="GPipe"),
 ]
 
@@ -163,7 +169,9 @@ def _trained(module, optimizer, dp, micro, take_step) -> tuple[list[float], list
 
 def run_cell(cell: Cell, mesh) -> None:
     losses, norms, weights = one_process(cell.model, cell.dp, cell.micro, cell.clip, cell.bf16)
-    options = {"schedule": cell.schedule} if cell.schedule else {}
+    options: dict[str, object] = {"schedule": cell.schedule} if cell.schedule else {}
+    if cell.disk:
+        options |= {"offload_optimizer": "nvme", "offload_gradient": "nvme", "offload_path": tempfile.mkdtemp(prefix="states-")}
     run = zs.parallelize(
         MODELS[cell.model](), mesh, optimizer=adam, micro_batches=cell.micro, stage=cell.stage, max_grad_norm=cell.clip,
         sequence_parallel=cell.sequence, precision="bf16" if cell.bf16 else "fp32", **options,
@@ -187,6 +195,8 @@ def run_cell(cell: Cell, mesh) -> None:
     assert scored.item() > 0 and math.isfinite(scored.item())
     text = run.report()
     assert all((f"{axis}: " in text) == (size > 1) for axis, size in (("tp", cell.tp),)), text
+    if cell.disk:
+        assert PARTIAL not in runtime_of(run.model).ledger.peak
     run.close()
 
 
