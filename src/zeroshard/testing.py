@@ -15,7 +15,7 @@ Threads share all state that a process has once. State that each rank has of its
 | shared, in C | the random generator: draw with a torch.Generator of your own, or before. The default dtype. Autocast's cache of casts: who leaves autocast empties all ranks'. Levels of forward-mode AD: two ranks at once in one are refused. Anomaly mode, the profiler, deterministic algorithms, kernels of attention (sdpa_kernel) |
 | shared, in other libraries | Transformers replaces functions of torch.nn.init while it makes a model, and the default dtype; its and PEFT's tables of classes; Accelerate's state |
 
-Test what changes shared state while ranks run in processes (`zeroshard.launch.run_processes`). Automatic garbage
+Test what changes shared state while ranks run in processes (`zeroshard.comm.launch.run_processes`). Automatic garbage
 collection is off until the threads have ended.
 """
 

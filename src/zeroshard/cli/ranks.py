@@ -1,7 +1,7 @@
 """The ranks of a command: joining the process group, choosing the device, and small exchanges between ranks.
 
 A command runs alone (no RANK in the environment, no process group), or as one of several ranks that torchrun or
-`zeroshard.launch.spawn` started. What only some ranks know (an error, a clock) is exchanged, so all do the same.
+`zeroshard.comm.launch.spawn` started. What only some ranks know (an error, a clock) is exchanged, so all do the same.
 """
 
 import os
