@@ -164,13 +164,14 @@ def test_a_backward_of_another_model_is_left_alone_while_ranks_are_threads():
     def rank_run(rank: int) -> None:
         model, _ = zs.shard(copy.deepcopy(MODEL), None, stage=2)
         plain = copy.deepcopy(MODEL)
-        plain[1].meal = "backward"
+        plain[1].meal = model[1].meal = "backward"
+        with pytest.raises(zs.DeviceMemoryError):  # nobody takes the next one for this one's
+            model(DATA[rank]).sum().backward()
         meeting.wait()  # with one sharded model in the process it would be taken for that of the loss
         with pytest.raises(torch.OutOfMemoryError) as caught:
             plain(DATA[rank]).sum().backward()
         assert type(caught.value) is torch.OutOfMemoryError
         meeting.wait()
-        zs.close(model)
 
     meeting = threading.Barrier(WORLD, timeout=20)
     run_threads(WORLD, rank_run)
