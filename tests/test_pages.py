@@ -3,7 +3,7 @@
 <!-- setup              Python that runs before the blocks of a page: names that the reader has already
 <!-- not run: REASON    before a block of Python: it compiles, and needs what tests do not have
 ```text after ```python shows what the block prints, `$ zeroshard ...` in a ```console block what the command prints;
-a line `...` stands for any lines.
+`...` stands for any text.
 """
 
 import argparse
@@ -32,8 +32,8 @@ def name_of(path: Path) -> str:
 
 
 def same(shown: str, printed: str) -> bool:
-    """Equal but for how lines are broken and columns are filled; a line `...` stands for any text."""
-    parts = [re.escape(" ".join(part.split())) for part in re.split(r"^\.\.\.$", shown, flags=re.M)]
+    """Equal but for how lines are broken and columns are filled; `...` stands for any text."""
+    parts = [re.escape(" ".join(part.split())) for part in shown.split("...")]
     return re.fullmatch(r"\s*.*?\s*".join(parts), " ".join(printed.split()), re.S) is not None
 
 

@@ -352,8 +352,8 @@ _CHOSEN: Any = None  # default of a field whose value __post_init__ sets
 @dataclass(frozen=True)
 class Config:
     """Every option of `zs.shard`. Immutable, and validated when built. `Config.preset(name)`, or preset= beside the options, sets
-    those for which a name of the field stands: "ddp", "zero-1", "zero-2", "zero-3", "zero-offload", "zero-3-offload", "zero-
-    infinity" (which needs offload_path).
+    those for which a name of the field stands: "ddp", "zero-1", "zero-2", "zero-3", "zero-offload", "zero-3-offload",
+    "zero-infinity" (which needs offload_path).
 
     stage: 0, 1, 2 or 3: what is sharded.
     precision: dtype of parameters, activations and sent gradients: "fp32", "bf16" or "fp16". Frozen parameters have no fp32

@@ -169,7 +169,7 @@ def test_the_command_prints_tables_or_json(run, capsys):
         assert word in printed, word
     assert main(["inspect", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [one["step"] for one in found] == [1, 2] and found[1]["numel"] == NUMEL and found[1]["facts"]["stage"] == 2
+    assert [one["step"] for one in found] == [1, 2] and found[1]["numel"] == NUMEL and found[1]["stage"] == 2
     assert main(["inspect", str(run / "nothing")]) == 2
     assert "no such folder" in capsys.readouterr().err
     assert main(["inspect", str(run), "--jsn"]) == 2

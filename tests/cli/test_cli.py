@@ -230,6 +230,30 @@ def test_options_have_presets_that_can_be_overridden():
     assert (config.layers, config.dim, config.vocab_size) == (3, 384, 256)
 
 
+def test_precision_is_bf16_on_gpus_and_fp32_on_cpus_where_none_is_given(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for arguments, precision in (
+        (["--ranks", "2"], "bf16"),
+        (["--mesh", "dp=2"], "bf16"),
+        (["--ranks", "3"], "fp32"),  # no GPU for each: the ranks compute on CPUs
+        (["--ranks", "2", "--device", "cpu"], "fp32"),
+        (["--ranks", "2", "--precision", "fp32"], "fp32"),
+    ):
+        assert parse_train(arguments).precision == precision
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert parse_train([]).precision == "fp32"
+
+
+def test_quiet_and_verbose_change_what_training_prints(text, tmp_path, capsys):
+    short = ["--ranks", "1", "--threads", "1", "--steps", "3", "--sample-bytes", "0"]
+    assert main([*_train(text, tmp_path / "q"), *short, "-q"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 1 and f"after 3 steps; results in {tmp_path}/q/" in printed
+    assert main([*_train(text, tmp_path / "v"), *short, "-v"]) == 0
+    steps = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in steps] == ["1", "2", "3"]
+
+
 def test_the_benchmark_model_has_34_million_parameters():
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=8192, seq_len=128, dim=512, layers=8, heads=8))

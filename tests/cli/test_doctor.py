@@ -89,8 +89,8 @@ def test_what_would_go_wrong_is_named_with_its_remedy(name):
 def test_the_release_of_torch_is_said_to_be_tested_or_not():
     told = {release: dict(facts_of(but(torch=release)))["torch"] for release in ("2.13.0+cu130", "2.99.0")}
     assert told == {
-        "2.13.0+cu130": f"2.13.0+cu130, built for CUDA 13.0; tested on {TESTED_TORCH['2.13.0']}",
-        "2.99.0": "2.99.0, built for CUDA 13.0; not tested",
+        "2.13.0+cu130": f"2.13.0+cu130, built for CUDA 13.0; zeroshard's tests passed with it on {TESTED_TORCH['2.13.0']}",
+        "2.99.0": "2.99.0, built for CUDA 13.0; zeroshard was not tested with it",
     }
 
 

@@ -220,3 +220,10 @@ def test_models_that_are_cut_or_sharded_already(axis):
             apply(sharded, mesh)
 
     run_threads(1, on_rank)
+
+
+def test_old_spellings_of_styles_are_refused_with_the_new_ones(axis):
+    with pytest.raises(AttributeError, match="zs.styles_for"):
+        zs.plan_for  # noqa: B018
+    with pytest.raises(ConfigError, match="plan is now styles"):
+        zs.parallelize(gpt(), axis(2), plan={"head": None})

@@ -79,7 +79,7 @@ def test_the_quickstart_s_report_says_what_was_planned_for_its_model(tmp_path):
     real = json.loads(found.read_text())
 
     def tokens():
-        return torch.zeros(options.batch // options.ranks, options.seq, dtype=torch.long)
+        return torch.zeros(options.global_batch // options.ranks, options.seq, dtype=torch.long)
 
     plan = zs.plan(
         lambda: GPT(options.model_config()), ranks=options.ranks, config=options.sharding(), batch=tokens, separate=False, whole=True,

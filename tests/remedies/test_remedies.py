@@ -122,7 +122,7 @@ def test_what_does_not_fit_by_formula_is_not_tried(stage_0, monkeypatch):
     assert remedies(short(request(), stage_0, 14 * MIB), stage_0) == []
     assert {"--stage 1", "--stage 2", "--stage 3"} <= set(tried)
     # activations alone are a few MiB
-    assert not {"--batch 1 --accumulate 2", "--checkpoint-activations", "--ranks 8"} & set(tried)
+    assert not {"--micro-batch 1 --accumulate 2", "--checkpoint-activations", "--ranks 8"} & set(tried)
 
 
 def offered(asked):
@@ -135,7 +135,7 @@ def test_every_change_has_its_option_and_applies():
     assert all(found) and len(set(found)) == len(found)
     for words in (
         "--stage 2",
-        "--batch 2 --accumulate 2",
+        "--micro-batch 2 --accumulate 2",
         "--partition-activations",
         "--offload-activations cpu",
         "--offload-optimizer nvme",

@@ -1,6 +1,8 @@
 """Profiles: the formulas of a GPT are what the model itself has, computes and keeps."""
 
 import dataclasses
+import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +14,12 @@ import zeroshard as zs
 from zeroshard.comm.fake import FakeComm
 from zeroshard.errors import ConfigError
 from zeroshard.models import CASE_STUDIES, GPT, GPTConfig
+from zeroshard.planner.model_source import source_of
+from zeroshard.planner.request import Request
 from zeroshard.search.profile import ROOT, Profile, homes_of
+from zeroshard.search.requested import profile_of
+from zeroshard.search.search import _layouts, search
+from zeroshard.simulator.hardware import Hardware
 from zeroshard.zero.runtime import runtime_of
 
 SHAPE = GPTConfig(vocab_size=3000, seq_len=64, dim=128, layers=3, heads=4)
@@ -77,3 +84,22 @@ def test_stages_share_all_units_and_both_ends_hold_what_is_tied():
     assert names[0][:2] == [ROOT, "embedding"] and names[-1][0] == ROOT and "embedding" in names[-1] and ROOT not in names[1]
     with pytest.raises(ConfigError, match="pp=9: expected 1 to 8 stages"):
         profile.stages(9)
+
+
+def test_what_tensor_parallelism_divides_of_a_model_that_is_no_gpt_of_ours_is_found_by_dry_runs(tmp_path):
+    """A small Llama: its profile by dry runs with one and with two ranks of tp, beside a dry run of four."""
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8,
+             "num_key_value_heads": 4, "max_position_embeddings": 128}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes}))
+    asked = Request(
+        source_of(str(tmp_path)), Hardware.named("a100-40gb"), {"pp": 1, "dp": 8, "tp": 1}, 1, 64, options={"stage": 1}
+    )
+    profile = profile_of(asked)
+    assert profile.heads == 4 and len(profile.blocks) == 4 and all(unit.tp_reduces == 2 for unit in profile.blocks)
+    planned = replace(asked, axes={"pp": 1, "dp": 2, "tp": 4}).plan()
+    units = {unit.name: unit for unit in profile.units}
+    for name, numel in planned.units.items():
+        assert sum(units[name].cut) / 4 + sum(units[name].whole) == pytest.approx(numel, rel=0.01, abs=512)
+    found = search(profile, asked.hardware, 8, 16)
+    meshes = {(layout.tp, layout.pp) for layout in _layouts(profile, asked.hardware, 8, 16, "bf16", {}, False)}
+    assert found.best.step_s > 0 and {(1, 1), (4, 1), (1, 2), (2, 2)} <= meshes

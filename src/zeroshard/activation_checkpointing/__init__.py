@@ -1,1 +1,1 @@
-"""Activations: partitioned and offloaded checkpoints, and tiled operators (ZeRO-R; ZeRO-Infinity)."""
+"""Activation checkpoints that are partitioned over ranks and offloaded (ZeRO-R; ZeRO-Infinity)."""

@@ -1,18 +1,18 @@
-"""zs.checkpoint_activations: keep only the inputs of blocks, and keep them where there is room (ZeRO-R, arXiv 1910.02054, 6).
+"""zs.checkpoint_activations: keep only the inputs of blocks, partitioned and offloaded (ZeRO-R, arXiv 1910.02054, 6).
 
     zs.checkpoint_activations(model, offload="cpu")                   # before or after zs.shard, or without it
     zs.checkpoint_activations(model, partition=model_parallel_group, offload="nvme", path="/nvme")
     zs.checkpoint_activations(model, off=True)                        # the inverse
 
-A block runs under `torch.utils.checkpoint` (non-reentrant): forward keeps its inputs, backward computes the rest again,
-with the same dropout. The inputs go through a `Store`. Two ways to get hold of them:
+A block runs under `torch.utils.checkpoint` (non-reentrant): forward keeps its inputs, and backward computes the rest again,
+with the same dropout. The inputs are packed into a `Store`, in one of two ways:
 
-    blocks given or found    `block.forward` becomes a `CheckpointedForward`; its inputs alone meet the store's hooks
-    blocks=None              `model.forward` becomes a `ForwardOfCheckpoints`: the model calls checkpoint by itself
+    blocks given or found    `block.forward` becomes a `CheckpointedForward`, which packs the block's inputs only
+    blocks=None              `model.forward` becomes a `ForwardOfCheckpoints`: the model itself calls torch's checkpoint
 
-Both are attributes of the instance, so that names, hooks and the state dict stay as they are; hooks of the block (those of
-zs.shard too) run around the checkpoint, once. Whatever runs inside another checkpoint, or in a backward, is left alone:
-it is about to be used.
+Both are set on the instance, so that names, hooks and the state dict stay as they are; the block's hooks (those of zs.shard
+too) run around the checkpoint, once. Inputs of a block that runs inside another checkpoint, or in a backward, are not packed,
+since they are used at once.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Partition = backend_select.Choice
 
 @dataclass(frozen=True)
 class Options:
-    """What the user chose; see `checkpoint_activations`."""
+    """Checked options of `checkpoint_activations`."""
 
     partition: Partition | None
     offload: Offload
@@ -70,7 +70,8 @@ class Options:
 
 @dataclass(eq=False)
 class Attached:
-    """What was done to a model. forwards: (module, its forward before if that was its own, the one it has now)."""
+    """Changes made to a model. forwards: (module, its instance's earlier `forward` or None, the new one). compiled: the same of
+    modules whose compiled call was replaced."""
 
     store: Store
     blocks: list[str]
@@ -152,7 +153,7 @@ def _check_new(model: nn.Module) -> None:
 
 
 def attached_to(model: nn.Module) -> Attached:
-    """What `checkpoint_activations` did to this model. Raises ZeroshardError if nothing."""
+    """Return the changes that `checkpoint_activations` made to a model. Raises ZeroshardError if it was not called."""
     attached = model.__dict__.get(_ATTACHED)
     if attached is None:
         raise ZeroshardError(f"this {type(model).__name__} has no zs.checkpoint_activations: call that first.")
@@ -160,7 +161,7 @@ def attached_to(model: nn.Module) -> Attached:
 
 
 def give_back_memory(model: nn.Module) -> None:
-    """Give up memory in which no checkpoints are kept: it comes again in the next step. Nothing where the model has none."""
+    """Free the arena while no checkpoint is packed; the next step allocates it again. No effect on other models."""
     attached = model.__dict__.get(_ATTACHED)
     if attached is not None and not attached.store.alive():
         attached.store.place.give_back()
@@ -170,7 +171,7 @@ def give_back_memory(model: nn.Module) -> None:
 
 
 def _blocks(model: nn.Module, units: Units | None) -> list[tuple[str, nn.Module]]:
-    """(name, module) of the outermost blocks; none where the model's own checkpoints are meant."""
+    """Return (name, module) of the outermost blocks; none if the model itself calls torch.utils.checkpoint."""
     if units is None or (isinstance(units, str) and units == "auto" and _checkpoints_by_itself(model)):
         return []
     if (isinstance(units, str) and units != "auto") or isinstance(units, type):
@@ -191,7 +192,7 @@ def _blocks(model: nn.Module, units: Units | None) -> list[tuple[str, nn.Module]
 
 
 def _checkpoints_by_itself(model: nn.Module) -> bool:
-    """Whether a model is known to call torch.utils.checkpoint: by transformers' switch or torch's wrapper."""
+    """Return whether a model calls torch.utils.checkpoint, as transformers' switch or torch's CheckpointWrapper tell."""
     return any(
         getattr(module, "gradient_checkpointing", False) is True or type(module).__name__ == "CheckpointWrapper"
         for module in model.modules()
@@ -218,7 +219,7 @@ def _place(options: Options, device: torch.device, streams: Streams, ledger: Led
 
 
 def _streams_of(model: nn.Module, device: torch.device) -> Streams:
-    """The streams of a sharded model are shared: fewer owners, fewer races."""
+    """Return the streams of a sharded model's runtime, so that copies are ordered with its own; else new ones."""
     runtime = model.__dict__.get("_zeroshard")
     return runtime.comm.streams if runtime is not None else streams_for(device)
 
@@ -227,7 +228,7 @@ def _streams_of(model: nn.Module, device: torch.device) -> Streams:
 
 
 class _Forward:
-    """A callable in place of a module's forward (an object, so that a deep copy of the model refers to itself)."""
+    """A callable in place of a module's forward (an object, so that deep-copying the model copies what it refers to)."""
 
     def __init__(self, store: Store, name: str, inner: Callable) -> None:
         functools.update_wrapper(self, inner)  # type: ignore[arg-type]  # it is called, by a __call__ of its class. Signature and docstring: tools look at them
@@ -236,9 +237,9 @@ class _Forward:
 
 
 class CheckpointedForward(_Forward):
-    """A block's forward under a checkpoint whose inputs go to the store."""
+    """A block's forward under torch's checkpoint, whose inputs are packed into the store."""
 
-    looked = False  # through the inputs for what can not be stored
+    looked = False  # whether the inputs have been searched for tensors that cannot be packed
 
     @torch_compat.disable_dynamo  # a block that is compiled afterwards runs uncompiled inside: torch.compile cannot see the store
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -247,7 +248,7 @@ class CheckpointedForward(_Forward):
         _refuse_caches(self.name, args, kwargs)
         tensors, inputs = _take_out((args, kwargs))
         self._say_what_stays(inputs)
-        given = [(args, kwargs)]  # for forward: the caller's own containers, which a block may change
+        given = [(args, kwargs)]  # forward gets the caller's own containers, which a block may change; recomputing gets copies
 
         def run(*tensors: Tensor) -> Any:
             args, kwargs = given.pop() if given else _put_back(inputs, iter(tensors))
@@ -257,7 +258,7 @@ class CheckpointedForward(_Forward):
             return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=True)
 
     def _say_what_stays(self, inputs: Any) -> None:
-        """Once, since objects may be large to look through."""
+        """Print, after the first call only, that tensors inside an object are not packed: searching objects may be slow."""
         opaque = None if self.looked else _opaque(inputs, self.store.min_numel)
         self.looked = True
         if opaque is not None:
@@ -277,7 +278,7 @@ class CheckpointedForward(_Forward):
 
 
 class ForwardOfCheckpoints(_Forward):
-    """The forward of a model that calls torch.utils.checkpoint by itself."""
+    """The forward of a model that itself calls torch.utils.checkpoint, whose inputs are packed into the store."""
 
     @torch_compat.disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -295,7 +296,7 @@ class ForwardOfCheckpoints(_Forward):
 
 
 class _Begin:
-    """Forward pre-hook of the model."""
+    """Forward pre-hook of the model: tells the store that a forward begins."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -305,11 +306,11 @@ class _Begin:
 
 
 def _attach_block(attached: Attached, name: str, block: nn.Module) -> None:
-    compiled = torch_compat.compiled_call(block)  # None for a wrapper of torch.compile: its `forward` is what is compiled
+    compiled = torch_compat.compiled_call(block)  # None for a torch.compile wrapper, whose `forward` is the compiled function
     if compiled is None:
         _replace_forward(attached, block, CheckpointedForward(attached.store, name, block.forward))
         return
-    # compiled in place: the checkpoint goes around the compiled call, and around what zs.shard has put there
+    # module.compile(): the checkpoint goes around the compiled call, and around what zs.shard has put there
     forward = CheckpointedForward(attached.store, name, compiled)
     torch_compat.set_compiled_call(block, forward)
     attached.compiled.append((block, compiled, forward))
@@ -317,7 +318,7 @@ def _attach_block(attached: Attached, name: str, block: nn.Module) -> None:
 
 def _replace_forward(attached: Attached, module: nn.Module, forward: _Forward) -> None:
     attached.forwards.append((module, module.__dict__.get("forward"), forward))
-    module.__dict__["forward"] = forward  # not by setattr: torch.compile's wrapper would pass that on
+    module.__dict__["forward"] = forward  # setattr on torch.compile's wrapper would set it on the wrapped module
 
 
 def _detach(model: nn.Module) -> nn.Module:
@@ -329,7 +330,7 @@ def _detach(model: nn.Module) -> nn.Module:
             "that refer to them, before zs.checkpoint_activations(model, off=True)."
         )
     for module, before, forward in attached.forwards:
-        forward.active = False  # where somebody has wrapped it meanwhile
+        forward.active = False  # so that it has no effect if somebody has wrapped it meanwhile and still calls it
         if module.__dict__.get("forward") is forward:
             del module.__dict__["forward"]
             if before is not None:
@@ -348,14 +349,14 @@ def _detach(model: nn.Module) -> nn.Module:
 
 
 class _Place:
-    """Where a tensor was taken out of arguments."""
+    """Placeholder for a tensor that was taken out of arguments."""
 
 
 _HERE = _Place()
 
 
 def _take_out(value: Any) -> tuple[list[Tensor], Any]:
-    """The tensors in nested tuples, lists and dicts, and the same containers without them. Other objects stay whole."""
+    """Return the tensors in nested tuples, lists and dicts, and the containers with placeholders. Other objects stay whole."""
     if isinstance(value, Tensor):
         return [value], _HERE
     if type(value) not in (tuple, list, dict):
@@ -367,7 +368,7 @@ def _take_out(value: Any) -> tuple[list[Tensor], Any]:
 
 
 def _put_back(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """The inverse of `_take_out`."""
+    """Return containers with tensors in place of `_take_out`'s placeholders, in order."""
     if value is _HERE:
         return next(tensors)
     if type(value) is dict:
@@ -376,7 +377,7 @@ def _put_back(value: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _opaque(value: Any, min_numel: int) -> str | None:
-    """The class of an object that `_take_out` has left whole though tensors worth storing are in it."""
+    """Return the class name of an object that holds tensors worth packing but was left whole by `_take_out`, or None."""
     if type(value) in (tuple, list, dict):
         items = value.values() if type(value) is dict else value
         return next((found for item in items if (found := _opaque(item, min_numel))), None)
@@ -394,7 +395,7 @@ def _refuse_caches(name: str, args: tuple, kwargs: dict) -> None:
 
 
 def _outer_checkpoint() -> bool:
-    """Whether a checkpoint that is not ours runs around this: what is saved here, it computes again."""
+    """Return whether this runs inside another checkpoint, which recomputes what is saved here."""
     return Outer().checkpoint is not None
 
 

@@ -1,11 +1,11 @@
 """DiskPlace: slices of activation checkpoints in files (ZeRO-Infinity, arXiv 2104.07857, 5.1.2 and 5.2.3).
 
-    forward    device -> host buffer -> file        the write goes on while the next blocks compute
+    forward    device -> host buffer -> file        writes overlap with the next blocks' computation
     backward   file -> host buffer -> device        reads run ahead, in the reverse of the order of packing
 
-The host buffers are few and of constant size; a forward that is faster than the disk waits for one. A file is an arena:
-slots are taken again in every step. Files are added when a step needs more, and never grow. They are sparse, so whether the
-disk has room is asked whenever more is kept than ever before, for the first slice also on behalf of those known to follow.
+The host buffers are few and of constant size; a forward that is faster than the disk waits for one. A file is an arena, whose
+slots every step uses again. Files are added when a step needs more, and never grow. They are sparse, so free space is checked
+whenever more is kept than ever before; at the first slice, for those known to follow as well.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from ..utils.host import ranks_here
 from .free_list import Space
 from .storage import CHECKPOINTS, HostBuffers, Kept, Landed, Place
 
-_NAME = "checkpoints"  # of files
-_WRITING = 2  # host buffers for writes, beside those of the reads that run ahead
+_NAME = "checkpoints"  # prefix of the files' names
+_WRITING = 2  # host buffers for writes, in addition to those of prefetched reads
 
 
 @dataclass(eq=False)
 class FileKept(Kept):
-    """One slice in a file, at `offset`."""
+    """Handle of one slice in a file, at `offset`."""
 
     file: File = field(init=False)
-    space: Space = field(init=False)  # of the file
-    reading: Any = None  # ahead of a use that never came
+    space: Space = field(init=False)  # the file's free list
+    reading: Any = None  # the request that must finish before the slot is free (`drop`)
 
 
 class DiskPlace(Place[FileKept]):
-    """Files in a swap folder of this rank, which is removed at the end."""
+    """Place for slices in files, in a swap folder of this rank that is removed at the end."""
 
     imagines = False
 
@@ -56,7 +56,7 @@ class DiskPlace(Place[FileKept]):
         self.away = streams.separate_host
         pin = offload.pin_memory and device.type == "cuda"
         assert offload.path is not None
-        self.ranks = ranks_here(1)  # that use this disk, as far as is known
+        self.ranks = ranks_here(1)  # ranks that use this disk, as far as is known
         self.folder = SwapFolder(
             offload.path, rank=rank, needed_nbytes=arena_nbytes, host_needed_nbytes=arena_nbytes * self.ranks,
             any_filesystem=offload.any_filesystem,
@@ -65,8 +65,8 @@ class DiskPlace(Place[FileKept]):
         self.engine = Engine(checksum=offload.checksum)
         self.buffers = HostBuffers(prefetch + 1 + _WRITING, lambda nbytes: self._buffer(nbytes, pin), ledger)
         self._files: list[tuple[File, Space]] = []
-        self._leaving: deque[tuple[FileKept, Tensor, Any]] = deque()  # on their way to a host buffer
-        self._dying: list[FileKept] = []  # dropped, but still being written or read
+        self._leaving: deque[tuple[FileKept, Tensor, Any]] = deque()  # slices being copied to a host buffer, to be written
+        self._dying: list[FileKept] = []  # dropped slices that are perhaps still being written or read
         if arena_nbytes:
             self._add_file(arena_nbytes)
 
@@ -85,7 +85,7 @@ class DiskPlace(Place[FileKept]):
         if self.away:
             self.ledger.move(Tier.DEVICE, Tier.HOST, part.nbytes)
             self._leaving.append((kept, buffer, self.streams.copy(target, part, up=False)))
-            self._write(all_but=1)  # the one before has had a block's time to arrive
+            self._write(all_but=1)  # the copy of the previous slice has had a block's time to finish
         else:
             target.copy_(part)
             self._leaving.append((kept, buffer, None))
@@ -93,7 +93,7 @@ class DiskPlace(Place[FileKept]):
         return kept
 
     def _check_space(self, nbytes: int) -> None:
-        """Raise SwapError where the disk has no room for one more slice and, if it is the first, for those that follow it."""
+        """Raise SwapError if the disk has no space for one more slice and, if it is the first, for those expected to follow."""
         needed = sum(space.used_nbytes for _, space in self._files) + -(-nbytes // ALIGN) * ALIGN
         if needed <= self._checked_nbytes:
             return
@@ -107,7 +107,7 @@ class DiskPlace(Place[FileKept]):
                 f"{error}. It is for activation checkpoints, {1 + self.foreseen} in a forward as far as is known, all like the "
                 "first: if that one is larger than the others, say with arena_nbytes= what all of them take"
             ) from None
-        self._checked_nbytes = needed  # what is foreseen is a guess
+        self._checked_nbytes = needed  # not `foreseen`, which is a guess
 
     def _find_room(self, kept: FileKept) -> None:
         for file, space in self._files:
@@ -115,7 +115,7 @@ class DiskPlace(Place[FileKept]):
             if offset is not None:
                 kept.offset, kept.file, kept.space = offset, file, space
                 return
-        self._add_file(max(kept.nbytes, self.arena_nbytes))  # as much again: files are sparse, and few
+        self._add_file(max(kept.nbytes, self.arena_nbytes))  # doubling keeps files few; being sparse, they cost no space
         self._find_room(kept)
 
     def _add_file(self, nbytes: int) -> None:
@@ -125,7 +125,7 @@ class DiskPlace(Place[FileKept]):
         self.allocations += 1
 
     def _write(self, all_but: int = 0) -> None:
-        """Start the writes of what has arrived in host buffers, except the newest."""
+        """Start the writes of slices in host buffers, oldest first, except the newest `all_but`."""
         while len(self._leaving) > all_but:
             kept, buffer, ticket = self._leaving.popleft()
             if ticket is not None:
@@ -171,7 +171,7 @@ class DiskPlace(Place[FileKept]):
         self._dying.append(kept)
 
     def _bury(self) -> None:
-        """Take back the room of dropped slices. Nothing may be on its way to or from it: requests have no order."""
+        """Free the slots of dropped slices once no request uses them: requests to a file are not ordered."""
         dying, self._dying = self._dying, []
         for kept in dying:
             if kept.writing is not None and kept.writing.done() and (kept.reading is None or kept.reading.done()):
@@ -188,7 +188,7 @@ class DiskPlace(Place[FileKept]):
 
 
 class ImaginedDiskPlace(Place[Kept]):
-    """A disk that nobody has, for planning: host buffers are taken, and what would move is counted."""
+    """Stand-in for a disk in a dry run: host buffers are taken and transfers are counted, but nothing is written."""
 
     def __init__(self, device: torch.device, streams: ImaginedStreams, ledger: Ledger, prefetch: int) -> None:
         super().__init__(Tier.DISK, device, streams, ledger)
@@ -244,7 +244,7 @@ class ImaginedDiskPlace(Place[Kept]):
 
 
 def _taken_nbytes(path: Path) -> int:
-    """What a file takes on the disk; of other ranks too, so it may have gone."""
+    """Return the bytes that a file takes on the disk; 0 if it is gone, since other ranks' files are counted too."""
     try:
         return path.stat().st_blocks * 512
     except OSError:
@@ -252,5 +252,5 @@ def _taken_nbytes(path: Path) -> int:
 
 
 def _as(buffer: Tensor, kept: Kept) -> Tensor:
-    """The part of a host buffer (bytes) that a slice fills, in its dtype."""
+    """Return the part of a host buffer (bytes) that a slice fills, viewed in its dtype."""
     return buffer[: kept.nbytes].view(kept.dtype)

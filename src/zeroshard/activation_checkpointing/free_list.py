@@ -1,8 +1,8 @@
-"""Space: which bytes of a range are free. First fit, neighbours joined; plain arithmetic, no memory.
+"""Space: a free list over a range of bytes. First fit, neighbours joined; plain arithmetic, no memory.
 
     [ taken | free      | taken |  free        ]        free: (offset, nbytes), in order, never two side by side
 
-Offsets and lengths are multiples of `align`, so that what lies in the range is aligned as the range itself is.
+Offsets and lengths are multiples of `align`, so that slots are aligned as the range itself is.
 Checkpoints come and go like a stack, so the list of free ranges is short and first fit leaves no holes.
 """
 
@@ -12,7 +12,7 @@ import bisect
 
 
 class Space:
-    """The bytes [0, nbytes)."""
+    """A free list over the bytes [0, nbytes)."""
 
     def __init__(self, nbytes: int, align: int) -> None:
         self.align = align
@@ -21,11 +21,11 @@ class Space:
         self._free: list[tuple[int, int]] = [(0, self.nbytes)] if self.nbytes else []
 
     def rounded(self, nbytes: int) -> int:
-        """What a request of `nbytes` takes."""
+        """Return the bytes that a request of `nbytes` takes."""
         return -(-nbytes // self.align) * self.align
 
     def take(self, nbytes: int) -> int | None:
-        """The offset of `nbytes` free bytes, or None where there is no such gap."""
+        """Take `nbytes` free bytes and return their offset, or None if there is no such gap."""
         nbytes = self.rounded(max(nbytes, 1))
         for index, (offset, length) in enumerate(self._free):
             if length >= nbytes:
@@ -38,7 +38,7 @@ class Space:
         return None
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Give back what `take(nbytes)` returned."""
+        """Free the `nbytes` bytes at an offset that `take(nbytes)` returned."""
         nbytes = self.rounded(max(nbytes, 1))
         self.used_nbytes -= nbytes
         index = bisect.bisect(self._free, (offset, 0))

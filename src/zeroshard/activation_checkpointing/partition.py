@@ -1,11 +1,11 @@
-"""Slices: activations cut over ranks that all hold the same ones, and made whole again (Pa; ZeRO, arXiv 1910.02054, 6.1).
+"""Slices: partition activations over ranks that all have the same ones, and gather them (Pa; ZeRO, arXiv 1910.02054, 6.1).
 
     batch x seq x hidden = numel      | rank 0 | rank 1 | rank 2 |pad|      each (shard_numel,)
-    backward: one all-gather of a block's input before it is computed again
+    backward: one all-gather of a block's input before it is recomputed
 
 Ranks of a model-parallel group compute with the same activations, so each keeps 1/N. They pack and unpack in the same
-order. That they do hold the same is checked once for each forward, when its first checkpoint is unpacked: one short
-message with the shapes of all of them, before any rank waits for data that another one does not have.
+order. Once for each forward, when its first checkpoint is unpacked, they exchange a short message with the shapes of all its
+checkpoints, so that differing ranks raise before one waits for data that another does not have.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ..memory.ledger import Ledger
 from ..memory.pool import StagingPool
 
 GATHERS = "gather activations"  # kind of traffic in the ledger
-_ALIGN_NUMEL = 32  # shards start at multiples of this, as those of parameters do
-_STAGING, _STAGING_LIMIT, _STAGING_ALIGN = 2, 3, 64  # buffers, at most; bytes: a region is cut in one part per rank
+_ALIGN_NUMEL = 32  # slices start at multiples of this, as shards of parameters do
+_STAGING, _STAGING_LIMIT, _STAGING_ALIGN = 2, 3, 64  # staging buffers: number, most, alignment of a rank's part in bytes
 
 
 class Slices:
-    """The ranks of one partition group; comm None: this rank keeps everything."""
+    """Partitioning of activations over the ranks of `comm`. comm None: this rank keeps everything."""
 
     def __init__(self, comm: Comm | None, ledger: Ledger, check_equal: bool) -> None:
         self.comm = comm if comm is not None and comm.world_size > 1 else None
@@ -38,23 +38,23 @@ class Slices:
         self._tag = 0 if self.comm is None else self.comm.new_serial() << 20
         self._staging: StagingPool | None = None
         self._works: list[Work] = []
-        self._forwards: dict[int, list[str]] = {}  # what was packed in each forward that was not yet agreed on
+        self._forwards: dict[int, list[str]] = {}  # forward -> its packed tensors, until ranks have compared them
 
     def shard_numel(self, numel: int) -> int:
-        """Elements of each rank's slice of `numel` elements."""
+        """Return the number of elements in each rank's slice of `numel` elements."""
         if self.comm is None:
             return numel
         return -(-numel // (self.world_size * _ALIGN_NUMEL)) * _ALIGN_NUMEL
 
     def cut(self, flat: Tensor) -> Tensor:
-        """This rank's slice of a flat activation (numel,): at most shard_numel elements, the last ranks' may be shorter."""
+        """Return this rank's slice of a flat activation (numel,): shard_numel elements, fewer on the last ranks."""
         if self.comm is None:
             return flat
         shard_numel = self.shard_numel(flat.numel())
         return flat[self.rank * shard_numel : (self.rank + 1) * shard_numel]
 
     def gather(self, mine: Tensor, name: str) -> Tensor:
-        """All slices (world * shard_numel,) in new memory, from this rank's slice (shard_numel,), which is then free."""
+        """All-gather slices (shard_numel,) into new memory (world * shard_numel,) (collective). `mine` may be reused then."""
         if self.comm is None:
             return mine.clone()
         whole = torch.empty(self.world_size * mine.numel(), dtype=mine.dtype, device=mine.device)
@@ -76,7 +76,7 @@ class Slices:
         return whole
 
     def _pool(self, nbytes: int) -> StagingPool:
-        """Regions that peers read, large enough (collective when they are made: all ranks come here with one size)."""
+        """Return staging regions that peers read, of at least `nbytes` (collective if they are made anew, alike on all ranks)."""
         assert self.comm is not None
         if self._staging is None or self._staging.nbytes < nbytes:
             self._drop_staging()
@@ -95,7 +95,7 @@ class Slices:
     # -- agreement -------------------------------------------------------------------------------------------
 
     def record(self, forward: int, name: str, tensor: Tensor) -> None:
-        """Note what was packed."""
+        """Note a packed tensor of a forward, for `agree`."""
         if self.comm is None:
             return
         text = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
@@ -105,11 +105,11 @@ class Slices:
         self._forwards.setdefault(forward, []).append(f"{name}: {text}")
 
     def forget(self) -> None:
-        """No checkpoint is left: nor is there anything to agree on."""
+        """Drop the notes of all forwards, since no checkpoint is left."""
         self._forwards.clear()
 
     def agree(self, forward: int) -> bool:
-        """Check that all ranks packed the same in a forward, once (collective); True if that was done now.
+        """Check once for each forward that all ranks packed the same (collective). Return whether they were compared now.
 
         Raises CollectiveMismatch on every rank, naming the first difference.
         """
@@ -121,7 +121,7 @@ class Slices:
         parts = [part.decode().split("\n") for part in everyone]
         counts = [int(part[0]) for part in parts]
         if len(set(counts)) > 1:
-            # an exception ended an earlier backward at different points: what was sent then must not be met any more
+            # an exception ended an earlier backward at different points: a new tag keeps its messages from being received
             self.gathers = max(counts)
             self._tag += 1
             self._drop_staging(drain=False)
@@ -129,12 +129,12 @@ class Slices:
         return True
 
     def close(self) -> None:
-        """Give up the staging buffers."""
+        """Free the staging buffers."""
         self._drop_staging(drain=False)
 
 
 def _compare(packed: list[list[str]]) -> None:
-    """Raise where ranks packed different things: packed[rank][index]."""
+    """Raise CollectiveMismatch if ranks packed different tensors: packed[rank][index]."""
     for index in range(max(map(len, packed))):
         found = [part[index] if index < len(part) else "none" for part in packed]
         if len(set(found)) > 1:

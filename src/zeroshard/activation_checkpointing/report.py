@@ -1,4 +1,4 @@
-"""The report on activation checkpoints: bytes of one rank by place, measured, beside the closed formula.
+"""The report on activation checkpoints: measured bytes of one rank by place, and the closed formula.
 
 2 b s h nl / ci     bytes of all checkpoints in 16 bit (ZeRO-Infinity, arXiv 2104.07857, section 3): batch b, sequence s,
                     hidden h, nl layers, one checkpoint every ci of them; 1/N of it on each of N ranks (Pa)
@@ -20,7 +20,7 @@ from .storage import CHECKPOINTS
 def checkpoint_nbytes(
     batch: int, seq: int, hidden: int, layers: int, *, interval: int = 1, itemsize: int = 2, world_size: int = 1
 ) -> int:
-    """Bytes of activation checkpoints on each rank: itemsize b s h nl / ci / N. Source: ZeRO-Infinity, section 3."""
+    """Return the bytes of activation checkpoints on each rank: itemsize b s h nl / ci / N. Source: ZeRO-Infinity, section 3."""
     return itemsize * batch * seq * hidden * layers // interval // world_size
 
 
@@ -57,7 +57,7 @@ class ActivationReport:
     messages: tuple[str, ...]
 
     def to_dict(self) -> dict:
-        """Plain types, for JSON."""
+        """Return the fields in types that JSON has."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -77,10 +77,10 @@ class ActivationReport:
 
 
 def activation_report(model: nn.Module) -> ActivationReport:
-    """The report of a model with `zs.checkpoint_activations` on this rank (not collective)."""
+    """Return the report of a model with `zs.checkpoint_activations` on this rank (not collective)."""
     attached = attached_to(model)
     store = attached.store
-    store.alive()  # takes back what autograd has let go
+    store.alive()  # releases the slots that autograd does not refer to any more
     ledger, place, slices = store.ledger, store.place, store.slices
     peaks = {Tier.DEVICE: ledger.peak[CHECKPOINTS], Tier.HOST: 0, Tier.DISK: 0}
     if place.tier is not Tier.DEVICE:

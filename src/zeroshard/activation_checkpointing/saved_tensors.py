@@ -1,16 +1,16 @@
-"""The store: what activation checkpoints keep from forward to backward, in place of the tensors themselves.
+"""The store of activation checkpoints: saved-tensor hooks that keep slices of tensors from forward to backward.
 
-    pack    tensor -> Packed      this rank's slice goes to its place                  (forward, as autograd saves)
-    unpack  Packed -> tensor      slices come back and are gathered, in new memory     (backward; more than once if asked)
+    pack    tensor -> Packed      this rank's slice is copied to its place             (forward, as autograd saves)
+    unpack  Packed -> tensor      slices are brought back and all-gathered             (backward; perhaps more than once)
 
-Autograd holds the `Packed`. When it goes (after its backward, with a loss that was dropped, or with a forward that raised)
-its slot is free again: a finalizer notes that, and the next call takes it back, since finalizers may run anywhere.
+Autograd holds the `Packed`. When that is freed (after its backward, with a dropped loss, or after a forward that raised), its
+slot is free again: a finalizer records this and the next call releases the slot, since finalizers may run in any thread.
 
-Copies of a model share its store, and may be computed by threads at once: one of them is inside at a time.
+Copies of a model share its store and may run in several threads; one of them is inside the store at a time.
 
 Never packed are parameters and views of their memory, small tensors, tensors without a gradient (masks, positions: every
-block refers to the same one) and what a backward computes again. A tensor that several checkpoints of a forward keep,
-as the encoder's output in every block of a decoder, is packed once.
+block refers to the same one) and tensors saved while a backward recomputes. A tensor that several checkpoints of a forward
+keep, such as the encoder's output in every block of a decoder, is packed once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .storage import Kept, Place
 
 
 def _one_at_a_time(method: Callable) -> Callable:
-    """A method of the store that no other thread enters meanwhile."""
+    """Decorator: let one thread at a time run such methods of a store."""
 
     @functools.wraps(method)
     def alone(self: Store, *args: Any) -> Any:
@@ -54,7 +54,7 @@ def _one_at_a_time(method: Callable) -> Callable:
 
 
 class Packed:
-    """A tensor in the store. Its strides come back too: kernels may add in another order along other strides."""
+    """A tensor in the store. Its strides are restored too, since kernels may sum in another order along other strides."""
 
     __slots__ = ("__weakref__", "dense", "forward", "kept", "name", "number", "shape", "storage", "stride")
 
@@ -64,7 +64,7 @@ class Packed:
         self.storage = StorageWeakRef(tensor.untyped_storage())  # while this lives, no other storage has its address
 
     def restore(self, flat: Tensor) -> Tensor:
-        """The tensor, from its elements in order of memory (numel, or more)."""
+        """Return the tensor, from its elements in the order of memory, flat: (numel,) or longer."""
         numel = self.shape.numel()
         if self.dense:
             return flat[:numel].as_strided(self.shape, self.stride)
@@ -75,16 +75,16 @@ class Packed:
 class Store:
     """All packed tensors of one model on this rank.
 
-    Threads: any, each waiting its turn (`_one_at_a_time`): forwards run in the rank's own, backwards on a GPU in autograd's. Tensors
-    die in whichever lets them go, which only notes it in `_freed`.
+    Threads: any, one at a time (`_one_at_a_time`): forwards run in the rank's main thread, backwards on a GPU in autograd's.
+    Finalizers of tensors may run in any thread, and only append to `_freed`.
 
     Args:
-        model: whose parameters are never packed.
+        model: the model, whose parameters are never packed.
         place, comm: where slices rest; the ranks that share the activations, or None.
-        prefetch: how many slices are brought back ahead of use.
-        min_numel: smaller tensors stay where they are.
-        check_equal: compare what the ranks pack, not its shapes alone (for debugging: it reads all of it).
-        speaks: whether this rank prints what all have to say.
+        prefetch: number of slices that are brought back ahead of use.
+        min_numel: tensors of fewer elements are not packed.
+        check_equal: compare the values, not only the shapes, that ranks pack (for debugging: it reads everything).
+        speaks: whether this rank prints messages.
     """
 
     def __init__(
@@ -94,27 +94,27 @@ class Store:
         self.model, self.place, self.ledger, self.prefetch, self.min_numel = model, place, ledger, prefetch, min_numel
         self.slices = Slices(comm, ledger, check_equal)
         self.comm = self.slices.comm
-        self.alike: list[str] = []  # blocks whose inputs are expected to be of one size, in order
+        self.alike: list[str] = []  # names of blocks whose inputs are expected to be of one size, in order
         self.messages: list[str] = []
         self.speaks = speaks
         self.packed, self.unpacked = 0, 0  # so far
-        self.whole_nbytes = self.whole_peak = 0  # of the tensors packed now, and at most: what plain checkpoints hold
-        self.largest_nbytes, self.most = 0, 0  # of one tensor; tensors at a time
+        self.whole_nbytes = self.whole_peak = 0  # whole bytes of the tensors packed now, and at most
+        self.largest_nbytes, self.most = 0, 0  # bytes of the largest tensor; most tensors at a time
         self.closed = False
-        self.users = 1  # models
+        self.users = 1  # number of models (deep copies) that use the store
         self._forward, self._number = 0, 0
         self._live: dict[int, Kept] = {}  # by number, in order of packing
-        self._known: dict[tuple, weakref.ref[Packed]] = {}  # by what identifies a tensor
-        self._freed: deque[tuple[int, tuple, Kept, int]] = deque()  # by finalizers: number, key, slice, whole nbytes
+        self._known: dict[tuple, weakref.ref[Packed]] = {}  # by `_identity` of the tensor
+        self._freed: deque[tuple[int, tuple, Kept, int]] = deque()  # from finalizers: number, key, slice, whole nbytes
         self._ahead: list[Kept] = []
         self._inside = threading.RLock()
-        self._parameters: dict[int, StorageWeakRef] = {}  # memories that parameters are views of
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # whose forwards have run: this one, and copies of it
+        self._parameters: dict[int, StorageWeakRef] = {}  # storages that parameters are views of, by id
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose forwards have run: this one and its copies
 
     @_one_at_a_time
     def __deepcopy__(self, memo: dict) -> Store:
         self.users += 1
-        return self  # a copy of the model has checkpoints of its own, in the same store
+        return self  # a copy of the model uses the same store
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise ZeroshardError(
@@ -124,12 +124,12 @@ class Store:
 
     @_one_at_a_time
     def begin_forward(self, model: nn.Module) -> None:
-        """A model's forward begins."""
+        """Note that a model's forward begins."""
         self._forward += 1
         self._models.add(model)
 
     def say(self, text: str) -> None:
-        """Note something unusual; one line on stderr, once."""
+        """Record a message, and print it on stderr once."""
         if text not in self.messages:
             self.messages.append(text)
             if self.speaks:
@@ -139,7 +139,7 @@ class Store:
 
     @_one_at_a_time
     def pack(self, tensor: Tensor, name: str) -> Packed | Saved:
-        """What autograd keeps in place of a checkpoint's input."""
+        """Return the object that autograd keeps in place of a checkpoint's input."""
         self._reap()
         if not self._live:
             self._between_steps()
@@ -165,7 +165,7 @@ class Store:
         return packed
 
     def _takes(self, tensor: Tensor) -> bool:
-        """Whether a tensor is packed: the same on all ranks, as it depends on the model alone."""
+        """Return whether a tensor is packed. This depends only on the model, so all ranks decide alike."""
         known = (Tensor, FakeTensor) if self.place.imagines else (Tensor,)
         if type(tensor) not in known or not tensor.requires_grad or tensor.layout is not torch.strided:
             return False
@@ -186,12 +186,12 @@ class Store:
         self.largest_nbytes, self.most = max(self.largest_nbytes, nbytes), max(self.most, len(self._live))
 
     def _between_steps(self) -> None:
-        """Nothing is packed: the arena may be replaced, and parameters may have got other memory."""
+        """Grow the arena if needed, and look up the parameters' storages again. Called when nothing is packed."""
         self.slices.forget()
         message = self.place.settle()
         if message is not None:
             self.messages.append(message)
-            if not message.partition(": ")[2].startswith("0 ->") and self.speaks:  # the first size is no news
+            if not message.partition(": ")[2].startswith("0 ->") and self.speaks:  # the first allocation is not printed
                 print(f"zeroshard: {message}", file=sys.stderr)
         storages = [_memory(param) for param in self.model.parameters()]
         self._parameters = {torch_compat.storage_id(s): StorageWeakRef(s) for s in storages if s is not None}
@@ -200,7 +200,7 @@ class Store:
 
     @_one_at_a_time
     def unpack(self, packed: Packed | Saved) -> Tensor:
-        """The tensor again, in memory of its own."""
+        """Return a packed tensor in new memory (collective if partitioned)."""
         if isinstance(packed, Saved):
             return packed.restore()
         if self.closed:
@@ -215,7 +215,7 @@ class Store:
             return packed.restore(whole)
 
     def _fetch(self, packed: Packed) -> None:
-        """Start to bring back this slice and the `prefetch` ones packed before it: backward comes to them next."""
+        """Start to bring back this slice and the `prefetch` ones packed before it, which backward needs next."""
         wanted = [packed.kept]
         for number in reversed(self._live):
             if len(wanted) > self.prefetch:
@@ -224,13 +224,13 @@ class Store:
                 wanted.append(self._live[number])
         for kept in self._ahead:
             if kept not in wanted:
-                self.place.done(kept)  # backward took another way
+                self.place.done(kept)  # backward went in another order than expected
         self._ahead = wanted
         for kept in wanted:
             self.place.fetch(kept, wait=kept is packed.kept)
 
     def _reap(self) -> None:
-        """Take back what autograd has let go."""
+        """Release the slots of tensors that autograd has freed."""
         while self._freed:
             number, key, kept, nbytes = self._freed.popleft()
             del self._live[number]
@@ -241,20 +241,20 @@ class Store:
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """A failure of the disk is told to all ranks that wait for this one, before it is raised here."""
+        """Context that, before a disk failure is raised here, aborts the Comms of all ranks that may wait for this one."""
         try:
             yield
         except (OffloadIOError, SwapError) as error:
             for comm in self._comms():
-                # without the traceback, which holds buffers
+                # a copy has no traceback, which would keep buffers alive
                 comm.abort(f"rank {comm.rank}: {error}", copy.copy(error))
             raise
 
     def _comms(self) -> list[Comm]:
-        """Those of the ranks that share the activations, and of those that share the parameters, as it is now."""
+        """Return the Comms of ranks that share the activations, and of those that share the parameters at present."""
         comms = [] if self.comm is None else [self.comm]
         for model in self._models:
-            runtimes = [module.__dict__.get("_zeroshard") for module in model.modules()]  # None: not sharded there
+            runtimes = [module.__dict__.get("_zeroshard") for module in model.modules()]  # None: this module is not sharded
             comms += [runtime.comm for runtime in runtimes if runtime is not None]
             homes = [getattr(param, "_home", None) for param in model.parameters()]
             comms += [home.group.comm for home in homes if isinstance(home, ParamHome)]
@@ -262,13 +262,13 @@ class Store:
 
     @_one_at_a_time
     def alive(self) -> int:
-        """How many tensors are packed now."""
+        """Return the number of tensors packed now."""
         self._reap()
         return len(self._live)
 
     @_one_at_a_time
     def close(self) -> None:
-        """The last model of the store gives up all memory and files."""
+        """Release the store for one model; the last one frees all memory and files."""
         self._reap()
         self.users -= 1
         if self.users:
@@ -280,16 +280,16 @@ class Store:
     # -- hooks -----------------------------------------------------------------------------------------------
 
     def hooks(self, name: str) -> torch.autograd.graph.saved_tensors_hooks:
-        """Context in which everything that autograd saves is packed: for nothing but a call of `checkpoint`."""
+        """Return a context that packs everything that autograd saves. Use it around a call of `checkpoint` only."""
         return torch.autograd.graph.saved_tensors_hooks(lambda tensor: self.pack(tensor, name), self.unpack)
 
     def hooks_of_checkpoints(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Context in which the inputs of `torch.utils.checkpoint` are packed, and all else is saved as outside of it."""
+        """Return a context that packs the inputs of `torch.utils.checkpoint`; other tensors are saved as outside of it."""
         return torch.autograd.graph.saved_tensors_hooks(_InputHooks(self).pack, lambda packed: packed())
 
 
 class _InputHooks:
-    """Hooks that pack the inputs of checkpoints. outer: the hooks around them."""
+    """Hooks that pack the inputs of checkpoints and leave other tensors to `outer`, the hooks around them."""
 
     def __init__(self, store: Store) -> None:
         self.store, self.outer, self.count = store, Outer(), 0
@@ -302,11 +302,11 @@ class _InputHooks:
 
 
 def _is_input_of_checkpoint() -> bool:
-    """Whether torch.utils.checkpoint itself saves what is being packed.
+    """Return whether torch.utils.checkpoint itself saves the tensor that is being packed, by looking at the calling frames.
 
-    Non-reentrant checkpoints save their inputs from a function of that file (2.13: SavedTensor; before: an autograd
-    function), reentrant ones through `CheckpointFunction.apply`, which it calls. What runs inside a checkpoint does not
-    come here: the one kind has hooks of its own, the other saves nothing.
+    Non-reentrant checkpoints save their inputs in a function of that file (torch 2.13: SavedTensor; before: an autograd
+    function), reentrant ones in `CheckpointFunction.apply`, called there. Tensors saved inside a checkpoint do not reach
+    these hooks: non-reentrant checkpoints have hooks of their own, reentrant ones save nothing.
     """
     passing = (torch.autograd.function.__file__, __file__, saved_parameters.__file__, saved_tensors.__file__)
     frame: FrameType | None = sys._getframe(1)
@@ -316,13 +316,13 @@ def _is_input_of_checkpoint() -> bool:
 
 
 def _identity(tensor: Tensor, forward: int) -> tuple:
-    """Equal for two tensors of a forward only if they hold the same elements (as long as the storage lives)."""
+    """Return a key that is equal for two tensors of a forward only if they have the same elements (while the storage lives)."""
     storage = torch_compat.storage_id(tensor.untyped_storage())
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, torch_compat.version(tensor), forward
 
 
 def _memory(param: Tensor) -> torch.UntypedStorage | None:
-    """The storage that a parameter, when gathered, is a view of."""
+    """Return the storage that a parameter, when gathered, is a view of."""
     home = getattr(param, "_home", None)
     if isinstance(home, ParamHome) and home.group.values.sharded:
         param = home.group.values.full
@@ -330,13 +330,13 @@ def _memory(param: Tensor) -> torch.UntypedStorage | None:
 
 
 def _in_order_of_memory(tensor: Tensor) -> Tensor | None:
-    """All elements as one flat tensor: a view where they lie without gaps, else a copy. None if some share their place."""
+    """Return all elements as one flat tensor: a view if they lie without gaps, else a copy. None if elements share memory."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     extent = 1
     for stride, length in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
         if stride < extent:
-            return None  # expanded: it takes less memory than a copy would
+            return None  # expanded: a copy would take more memory than the tensor
         extent = stride * length
     if extent == tensor.numel():
         return tensor.as_strided((extent,), (1,))

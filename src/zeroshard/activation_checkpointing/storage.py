@@ -3,14 +3,14 @@
     put -> Kept      the slice is copied to its place; its source may be freed at once
     fetch            start to bring it back, ahead of use
     get ... done     the slice on the device, valid in between
-    drop             nobody will ask for it again
+    drop             the slice is not needed any more
 
 Memory is taken from an *arena*: one allocation of constant size in which every checkpoint has a slot (ZeRO, arXiv
-1910.02054, 6.3: without it, long- and short-lived tensors interleave and memory is fragmented). What does not fit gets
-ordinary memory for as long as it lives, and the arena is replaced by a larger one when it is empty (`settle`). So the
-first step measures, and the steady state allocates nothing.
+1910.02054, 6.3: without it, long- and short-lived tensors interleave and memory is fragmented). A slice that does not fit
+gets an allocation of its own, and the arena is replaced by a larger one when it is empty (`settle`). So the first step
+measures, and the steady state allocates nothing.
 
-On a CPU the device's memory is the host's: DEVICE and HOST differ in the ledger alone.
+On a CPU the device's memory is the host's: DEVICE and HOST differ only in the ledger.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from ..memory.ledger import Ledger, making
 from .free_list import Space
 
 CHECKPOINTS = "activation checkpoints"  # category in the ledger
-_SLOT_ALIGN = 512  # bytes: what CUDA's allocator gives, and enough for every vector kernel
+_SLOT_ALIGN = 512  # bytes: alignment of CUDA's allocator, and enough for every vector kernel
 
 
 @dataclass(eq=False)
 class Kept:
-    """One slice at rest: (numel,) elements. The place that made it knows the rest."""
+    """Handle of one slice at rest, (numel,) elements; only the Place that made it interprets the fields."""
 
     numel: int
     dtype: torch.dtype
-    offset: int = -1  # in the arena or file; -1: ordinary memory
-    memory: Tensor | None = None  # (numel,), where it rests in memory
-    writing: Any = None  # what must be over before it can be read
-    ahead: Any = None  # what `fetch` started
+    offset: int = -1  # in the arena or file; -1: an allocation of its own
+    memory: Tensor | None = None  # (numel,), if it rests in memory
+    writing: Any = None  # the write or copy that must finish before the slice can be read
+    ahead: Any = None  # the read or copy that `fetch` started
 
     @property
     def nbytes(self) -> int:
@@ -55,15 +55,15 @@ KeptT = TypeVar("KeptT", bound=Kept)
 
 
 class Place(ABC, Generic[KeptT]):
-    """Where slices rest. Threads: one at a time, that which is in the Store (activation_checkpointing/saved_tensors.py).
+    """Abstract place where slices rest. Threads: one at a time, the one inside the Store (saved_tensors.py).
 
-    allocations: how often memory was taken from the system; constant in the steady state. foreseen: slices like the first
-    that will follow it in a forward.
+    allocations: number of allocations from the system; constant in the steady state. foreseen: number of slices expected
+    to follow the first one in a forward, of its size.
     """
 
     tier: Tier
     foreseen = 0
-    imagines = True  # takes fake tensors, of planning
+    imagines = True  # whether it takes the fake tensors of a dry run
 
     def __init__(self, tier: Tier, device: torch.device, streams: Streams, ledger: Ledger) -> None:
         self.tier, self.device, self.streams, self.ledger = tier, device, streams, ledger
@@ -72,38 +72,38 @@ class Place(ABC, Generic[KeptT]):
 
     @abstractmethod
     def put(self, part: Tensor, numel: int) -> KeptT:
-        """Keep `part` (at most numel,), contiguous and on the device, as a slice of `numel` elements."""
+        """Copy `part` (at most numel,), contiguous and on the device, to the place, as a slice of `numel` elements."""
 
     @abstractmethod
     def fetch(self, kept: KeptT, wait: bool) -> None:
-        """Start to bring a slice back. Not `wait`: only if that can begin without waiting."""
+        """Start to bring a slice back. wait=False: do so only if that needs no waiting."""
 
     @abstractmethod
     def get(self, kept: KeptT) -> Tensor:
-        """The slice (numel,) on the device, for work of the current stream that is started before `done`."""
+        """Return the slice (numel,) on the device, for work that is queued on the current stream before `done`."""
 
     @abstractmethod
     def done(self, kept: KeptT) -> None:
-        """What `fetch` or `get` brought is not needed any more; it may be fetched again."""
+        """Release the copy that `fetch` or `get` made. The slice stays, and may be fetched again."""
 
     @abstractmethod
     def drop(self, kept: KeptT) -> None:
-        """Forget a slice; the inverse of `put`."""
+        """Release a slice; the inverse of `put`."""
 
     def settle(self) -> str | None:
-        """Called when nothing is kept: grow to what has been needed, and say so."""
+        """Grow the arena to the most that has been needed, and return a message if it grew. Called when no slice is kept."""
         return None
 
     def give_back(self) -> None:
-        """Give up memory where nothing is kept: it comes again when it is needed."""
+        """Free the arena if no slice is kept. It is allocated again when needed."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give up all memory and files."""
+        """Free all memory and remove all files."""
 
 
 class MemoryPlace(Place[Kept]):
-    """An arena in the memory of the device or of the host."""
+    """Place for slices in an arena in the memory of the device or of the host."""
 
     def __init__(
         self, tier: Tier, device: torch.device, streams: Streams, ledger: Ledger, arena_nbytes: int, pin: bool = True
@@ -113,11 +113,11 @@ class MemoryPlace(Place[Kept]):
         self.pin = pin and device.type == "cuda"
         self._space = Space(0, _SLOT_ALIGN)
         self._arena: Tensor | None = None
-        self._beyond_nbytes = self._beyond_peak = 0  # in ordinary memory: now, and most since the arena was made
-        self._needed_nbytes = 0  # most in the arena and in ordinary memory
-        self._down: Any = None  # the newest copy to the host, and from it; those of one direction run in order
-        self._up: Any = None
-        self._dying: list[tuple[Tensor, tuple[Any, Any]]] = []  # dropped memory beyond the arena, and what may still use it
+        self._beyond_nbytes = self._beyond_peak = 0  # bytes allocated outside the arena: now, and at most since it was made
+        self._needed_nbytes = 0  # most bytes at a time, in the arena and outside
+        self._down: Any = None  # newest copy to the host; copies of one direction run in order
+        self._up: Any = None  # newest copy from the host
+        self._dying: list[tuple[Tensor, tuple[Any, Any]]] = []  # dropped memory outside the arena, and copies that may use it
         if arena_nbytes:
             self._renew(arena_nbytes)
 
@@ -147,7 +147,7 @@ class MemoryPlace(Place[Kept]):
         if not self.away or kept.ahead is not None:
             return
         assert kept.memory is not None
-        self.streams.join(kept.writing)  # the copies down and up have streams of their own
+        self.streams.join(kept.writing)  # copies to and from the host run on different streams
         target = torch.empty(kept.numel, dtype=kept.dtype, device=self.device)
         self._up = self.streams.copy(target, kept.memory, up=True)
         kept.ahead = (target, self._up)
@@ -164,7 +164,7 @@ class MemoryPlace(Place[Kept]):
 
     def done(self, kept: Kept) -> None:
         if kept.ahead is not None:
-            # the slot may be written next: that copy is ordered after the current stream, and so after this one
+            # the slot may be reused next: the copy into it is ordered after the current stream, which waits here for this one
             self.streams.join(kept.ahead[1])
             kept.ahead = None
 
@@ -174,7 +174,7 @@ class MemoryPlace(Place[Kept]):
             self._beyond_nbytes -= self._space.rounded(kept.nbytes)
             if (
                 self.away and kept.memory is not None
-            ):  # to give memory back is the host's doing: streams that have joined a copy do not order it
+            ):  # the host frees memory at once, whatever streams have queued: keep it until the copies are finished
                 self._dying.append((kept.memory, (self._down, self._up)))
         else:
             self._space.give(kept.offset, kept.nbytes)
@@ -185,14 +185,14 @@ class MemoryPlace(Place[Kept]):
         if not self._beyond_peak or self._space.used_nbytes or self._beyond_nbytes:
             return None
         before = self.arena_nbytes
-        # where it was large enough but in pieces, by what did not find room
+        # if it was large enough but fragmented, grow by the bytes that did not fit
         self._renew(self._needed_nbytes if self._needed_nbytes > before else before + self._beyond_peak)
         return f"arena for activation checkpoints ({self.tier.value}): {before:,} -> {self.arena_nbytes:,} bytes"
 
     def _renew(self, nbytes: int) -> None:
-        """Replace the (empty) arena."""
+        """Replace the (empty) arena by one of `nbytes`."""
         self._finish()
-        # the old one goes before the next one is made: never two at a time, and none at all where there is no memory
+        # the old one is freed first, so that there are never two; if allocating fails there is none, which is a valid state
         self._arena, self._space, self.arena_nbytes = None, Space(0, _SLOT_ALIGN), 0
         self._beyond_peak = 0
         space = Space(nbytes, _SLOT_ALIGN)
@@ -207,12 +207,12 @@ class MemoryPlace(Place[Kept]):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def _bury(self) -> None:
-        """Give back dropped memory that no copy uses any more."""
+        """Free dropped memory that no copy uses any more."""
         while self._dying and all(ticket is None or self.streams.finished(ticket) for ticket in self._dying[0][1]):
             del self._dying[0]
 
     def _finish(self) -> None:
-        """No copy reads or writes this memory, or what was dropped, any more."""
+        """Wait until no copy uses the arena or dropped memory any more, and free the latter."""
         for ticket in (self._down, self._up):
             if ticket is not None:
                 self.streams.finish(ticket)
@@ -220,7 +220,7 @@ class MemoryPlace(Place[Kept]):
         self._dying.clear()
 
     def give_back(self) -> None:
-        """See Place."""
+        """Free the arena if no slice is kept."""
         if not (self._space.used_nbytes or self._beyond_nbytes):
             self.close()
 
@@ -231,7 +231,7 @@ class MemoryPlace(Place[Kept]):
 
 @dataclass(eq=False)
 class Landed:
-    """A copy between host and device under way, for those who wait on the host."""
+    """A copy between host and device in progress, with `done` and `wait` for the host."""
 
     streams: Streams
     ticket: Any
@@ -244,10 +244,10 @@ class Landed:
 
 
 class HostBuffers:
-    """At most `count` page-aligned host buffers, as large as the largest slice, on the way to and from a disk.
+    """Pool of about `count` page-aligned host buffers, as large as the largest slice, for transfers to and from a disk.
 
-    A buffer that was given back while something still reads or writes it (`pending`, with done() and wait()) is taken
-    again when that is over. Where all are in other hands, one more is made: waiting for them could go on for ever.
+    A buffer that is given back while a request still uses it (`pending`, with done() and wait()) is taken again when that
+    is over. If all are in use by callers, one more is made, since waiting for them could deadlock.
     """
 
     def __init__(self, count: int, make: Callable[[int], Tensor], ledger: Ledger) -> None:
@@ -257,7 +257,7 @@ class HostBuffers:
         self._entered_nbytes = 0
 
     def take(self, nbytes: int) -> Tensor:
-        """A buffer of at least `nbytes` bytes. Raises what the request that used it last raises, if it must wait for it."""
+        """Return a buffer of at least `nbytes` bytes. Waiting for the request that used it last may raise that one's error."""
         if nbytes > self.nbytes:
             self.nbytes = nbytes
             self._discard()
@@ -274,11 +274,11 @@ class HostBuffers:
         return self._new()
 
     def give(self, buffer: Tensor, pending: Any = None) -> None:
-        """The buffer may be taken again when `pending` is over."""
+        """Give a buffer back; it may be taken again when `pending` is over."""
         self._free.append((buffer, pending))
 
     def _discard(self) -> None:
-        """Let go of idle buffers that have become too small."""
+        """Free idle buffers that have become too small."""
         kept = []
         for buffer, pending in self._free:
             if buffer.nbytes < self.nbytes and (pending is None or pending.done()):
@@ -299,10 +299,10 @@ class HostBuffers:
         enter("buffers of activation checkpoints", abs(nbytes), Tier.HOST)
 
     def close(self) -> None:
-        """Wait for what is under way, and drop the buffers."""
+        """Wait for requests in progress, and free the buffers."""
         while self._free:
             pending = self._free.pop()[1]
             if pending is not None and not pending.done():
-                with contextlib.suppress(OffloadIOError):  # nobody will use what it moved
+                with contextlib.suppress(OffloadIOError):  # its data is not used any more
                     pending.wait()
         self._enter(-self._entered_nbytes)

@@ -85,7 +85,7 @@ class Bulk:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._engine.close()  # when the reads under way are done
+        self._engine.close()  # waits for reads in progress
         for file in self._files.values():
             file.close()
         self.room.close()
@@ -295,6 +295,6 @@ class Kept:
             return self.bulk.room.passing(WINDOW_NBYTES)
         key, (landing, slot) = self._again.popitem(last=False)
         self._checked.discard(key)
-        with suppress(OffloadIOError):  # nobody asked for it
+        with suppress(OffloadIOError):  # its data is not needed, and so neither is its error
             landing.handle.wait()
         return slot

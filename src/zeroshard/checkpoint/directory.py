@@ -35,9 +35,9 @@ MANIFEST, LATEST, LOCK = "manifest.json", "latest", "lock"
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _NAME_NBYTES = 220  # filesystems allow 255, less what drafts and scratch files add to a name
 _OLD = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{6}\.old")
-_DRAFT = re.compile(r"\..+\.[0-9a-f]{6}\.draft")  # nothing else here ends so: exports and other scratch files end in .tmp
+_DRAFT = re.compile(r"\..+\.[0-9a-f]{6}\.draft")  # only drafts end so: exports and other scratch files end in .tmp
 _EARLIER_DRAFT = re.compile(r"\..+\.[0-9a-f]{6}\.tmp")  # drafts of earlier versions; only a folder with a lock is one
-_BOTH = "latest-two"  # in a draft: `latest` until the draft has its name
+_BOTH = "latest-two"  # file in a draft that becomes `latest` until the draft is renamed
 _DATA = "rank-*.distcp"  # data files of zs.save; other libraries that write this format name them otherwise
 _PUT_BACK = f"Put the {MANIFEST} back from a copy, or move the folder away"
 _HEAD_NBYTES = 1 << 16  # first bytes of a manifest, which have its step and time
@@ -323,7 +323,7 @@ def _age(name: str, path: Path) -> tuple[int, str, int, str] | None:
     """Return a checkpoint's sort key (step, time, modification time, name). None if it has just been removed."""
     head, written = b"", 0
     try:
-        written = (path / MANIFEST).stat().st_mtime_ns  # the manifest tells whole seconds
+        written = (path / MANIFEST).stat().st_mtime_ns  # breaks ties, since the manifest's time is in whole seconds
         with open(path / MANIFEST, "rb") as file:
             head = file.read(_HEAD_NBYTES)
     except FileNotFoundError:

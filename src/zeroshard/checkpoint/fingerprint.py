@@ -72,7 +72,7 @@ def identify(source: Rest, begin: int, start: int, stop: int, shape: tuple[int, 
     for first in range(start, stop, _CHUNK_NUMEL):
         last = min(first + _CHUNK_NUMEL, stop)
         values = source.host(begin + first - start, begin + last - start)
-        places = _places(first, last, part).mul_(_SPREAD)  # wraps around
+        places = _places(first, last, part).mul_(_SPREAD)  # overflows modulo 2^64
         exact += _sum(values, places)
         rounded += _sum(values.to(torch.bfloat16), places)
         half += _sum(values.to(torch.float16), places)

@@ -50,13 +50,7 @@ from .user_state import check_named, check_target, slices_of, takes_state
 
 _SPARE = 1.25  # a second copy is made in memory only where this many times its size is available
 _KINDS = {"betas", "eps", "momentum", "momentum_decay", "alpha", "rho", "etas", "lambd"}  # options that tell optimizers apart
-_IMPLEMENTATION = {
-    "params",
-    "foreach",
-    "fused",
-    "capturable",
-    "differentiable",
-}  # group options that are never loaded from others
+_IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}  # not loaded from other libraries' groups
 
 
 @dataclass
@@ -203,7 +197,7 @@ def _all_wanted(runtime: Runtime, core: OptimizerCore | None, manifest: Manifest
 
 
 class _Loading:
-    """One load on one rank."""
+    """One load on one rank: compare the checkpoint with the model, and load it."""
 
     def __init__(self, runtime: Runtime, stages: Stages, opened: Opened, strict: bool) -> None:
         self.runtime, self.stages, self.core, self.opened, self.strict = runtime, stages, stages.core, opened, strict
@@ -307,7 +301,7 @@ class _Loading:
 
     @property
     def _by_stages(self) -> bool:
-        """Whether pipeline stages saved it or load it: each stage has its own copy of a tensor that one process would tie."""
+        """True if pipeline stages saved or load it: each stage has its own copy of a tensor that one process would tie."""
         saved = self.opened.facts.get("mesh") if self.opened.ours else None
         return self.stages.several or (saved is not None and len(saved["stages"]) > 1)
 
@@ -320,7 +314,7 @@ class _Loading:
         names: dict[Any, str] = dict(self.aliases)
         for number, (given, mine) in enumerate(zip(self.groups, present, strict=True)):
             kinds = [_KINDS & group.keys() for group in (given, mine)]
-            if kinds[0] != kinds[1] and given.keys() != {"params"}:  # else options were not saved
+            if kinds[0] != kinds[1] and given.keys() != {"params"}:  # {"params"} alone: options were not saved
                 options = [", ".join(sorted(kind)) or "none of its own" for kind in kinds]
                 told = f"saved by another kind, with {options[0]}; wanted {options[1]}"
                 return [f"  optimizer: {told}: load it with optimizer=None to take the model alone"]

@@ -117,7 +117,7 @@ def hinted(folder: Path, action: Callable[[], T]) -> T:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raise CheckpointCorrupt where a file is missing or truncated."""
+    """Raise CheckpointCorrupt if a file is missing or truncated."""
 
     def check() -> None:
         for file in manifest.files:

@@ -84,7 +84,7 @@ class Buffer:
 
     @property
     def expanded(self) -> bool:
-        """Whether elements share memory, as those of `expand` do."""
+        """True if elements share memory, as those of `expand` do."""
         return not self.tensor.is_meta and distinct(self.tensor, self.tensor).shape != self.tensor.shape
 
     def refuses(self, at: Any) -> bool:
@@ -106,7 +106,7 @@ def others_of(model: nn.Module) -> tuple[list[Buffer], dict[str, Tensor]]:
         found.setdefault(id(buffer), (buffer, []))[1].append(name)
     kept: dict[int, list[str]] = {}
     computed, state = {}, model.state_dict(keep_vars=True)
-    for name, value in state.items():  # by object: hooks rename
+    for name, value in state.items():  # compared by object, since hooks may rename entries
         if id(value) in found:
             kept.setdefault(id(value), []).append(name)
         elif isinstance(value, Tensor) and id(value) not in params and not is_extra_state(name):
@@ -299,7 +299,7 @@ class _Listing:
         """List the state dict of the runtime's model. Raises ConfigError where safetensors cannot store a value."""
         keys = {id(p): (number, i) for number, group in enumerate(runtime.groups) for i, p in enumerate(group.params)}
         listing, first_names = cls(metadata={"format": "pt"}), dict[int, str]()
-        for own_name, value in runtime.model.state_dict(keep_vars=True).items():  # by object: wrappers rename
+        for own_name, value in runtime.model.state_dict(keep_vars=True).items():  # compared by object: wrappers rename
             name, key, part, shape = own_name, keys.get(id(value)), None, None
             if key is not None:
                 spec = runtime.groups[key[0]].specs[key[1]]
@@ -350,7 +350,7 @@ class _FileLayout:
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         with open(fd, "wb", buffering=0) as file:
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(fd, 0, self.nbytes)  # a disk that is too small says so now
+                os.posix_fallocate(fd, 0, self.nbytes)  # raises now if the disk is too small
             file.write(self.header)
             file.truncate(self.nbytes)
 

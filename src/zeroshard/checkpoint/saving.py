@@ -60,28 +60,28 @@ def save(
     """Save a sharded model, its optimizer and whatever else a run needs to go on (collective).
 
     Each rank writes its shards, from wherever they rest, to its own file in a hidden folder of `path`. When all files are on the
-        disk the folder becomes `path/NAME`. If the run is killed at any point, earlier checkpoints stay complete. `zs.load` reads the
-    checkpoint at any number of ranks, stage, tier, precision and partition, and torch.distributed.checkpoint reads it too. On a
-    mesh with model axes all ranks save together, into one checkpoint of whole parameters.
+    disk, the folder is renamed to `path/NAME`. If the run is killed at any point, earlier checkpoints stay complete. Any mesh,
+    number of ranks, stage, tier and precision can load it (`zs.load`); so can torch.distributed.checkpoint. On a mesh with model
+    axes every rank calls this (a pipeline rank with its stage); they write one checkpoint of whole parameters.
 
     Args:
         path: folder of the run's checkpoints, on a filesystem that all ranks see.
-        optimizer: the model's optimizer; None saves only the model.
-        extra: by name, objects with `state_dict` (schedulers, samplers, data loaders, zs.ema) or plain values that torch.save
-            takes. Where ranks give different ones, each rank's is kept.
-        step: the step for the name and the record; None means the optimizer steps taken.
-        name: the checkpoint's name; None means one like step-00000100.
-        asynchronous: go on while the state is copied to host memory (`Save.snapshot_nbytes`) and written. Whatever changes a
-            state waits until it is copied. What rests on disk, and parameters that are ordinary tensors (stages 0-2 in fp32), are
-            copied before the call returns. `Save.wait()` or the next save tells how it went.
-        if_busy: what to do if an asynchronous save is still under way: "wait" for it, or "refuse" (CheckpointError).
-        keep_last: remove older checkpoints except so many, this one included. Those saved with a name are only removed by a save
-            with one.
-        keep_every: do not remove those of steps that are a multiple of it.
-        trained_only: leave out parameters that are not trained, and record a fingerprint of them. None: do so if there are any.
-        overwrite: replace a checkpoint of this name. A folder that is no checkpoint is never replaced.
-        latest: whether a load without a name is to take this checkpoint.
-        files: by name, bytes that rank 0 writes beside the rest for other programs. No load reads them.
+        optimizer: the model's optimizer. None: only the model is saved.
+        extra: by name, objects with `state_dict` (schedulers, samplers, data loaders, zs.ema) or values that torch.save takes. If
+            ranks give different ones, each rank's is saved.
+        step: number for the name and the record. None: the number of optimizer steps taken.
+        name: name of the checkpoint. None: step-00000100.
+        asynchronous: return while the state is still copied to host memory (`Save.snapshot_nbytes`) and written. Whatever changes
+            a state waits until it is copied, so forward and backward hide the copy. States on disk, and parameters that are
+            ordinary tensors (stages 0-2 in fp32), are copied before. `Save.wait()` or the next save raises if it failed.
+        if_busy: what to do while an asynchronous save is in progress: "wait" for it, or "refuse" (CheckpointError).
+        keep_last: number of checkpoints to keep, this one included; older ones are removed. Those with a name given by `name` are
+            counted and removed only by saves with such a name.
+        keep_every: do not remove checkpoints whose step is a multiple of this.
+        trained_only: leave out frozen parameters and record their checksums. None: if some parameters are frozen.
+        overwrite: replace a checkpoint of this name. A file or folder that is no checkpoint is never replaced.
+        latest: make `latest` name this checkpoint: the one that a load without a name takes.
+        files: content by name of further files that rank 0 writes for other programs; `zs.load` ignores them.
 
     Raises:
         CheckpointWriteError: on every rank, if one could not write (disk full, read-only, ...). Nothing has changed.
@@ -212,7 +212,7 @@ def _agree(
     shared = alike(comm, extras, [digests for _, _, digests, _ in everyone])
     for name in sorted(names):
         whose, _, number = name.rpartition(".")
-        if whose in names.keys() - shared and re.fullmatch("[0-9]+", number):  # also a number beyond this world's
+        if whose in names.keys() - shared and re.fullmatch("[0-9]+", number):  # any number: other loads have other ranks
             raise ConfigError(
                 f"zs.save: extra[{name!r}]: that is what rank {number}'s {whose!r} is called, of which ranks give different "
                 "ones; choose another name."

@@ -62,7 +62,7 @@ class Opened:
 
     @property
     def ours(self) -> bool:
-        """Whether `zs.save` wrote the checkpoint."""
+        """True if `zs.save` wrote the checkpoint."""
         return self.kind == "zeroshard"
 
     def tied(self) -> dict[str, str]:

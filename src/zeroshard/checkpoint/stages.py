@@ -59,7 +59,7 @@ class Stages:
 
     @property
     def partly_frozen(self) -> bool:
-        """Whether some parameters are trained and some are not."""
+        """True if some parameters are trained and some are frozen."""
         groups = self.runtime.groups
         told = [each["trains"] for each in self.told] if self.several else [[g.trainable, not g.trainable] for g in groups]
         return any(some for some, _ in told) and any(others for _, others in told)

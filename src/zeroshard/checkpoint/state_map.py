@@ -200,7 +200,7 @@ def _add_others(contents: Contents, runtime: Runtime, names: Names) -> None:
 
 def _add_whole(contents: Contents, runtime: Runtime, name: str, keys: tuple[str, ...], value: Tensor) -> None:
     place = Place(name, keys, value.dtype, tuple(value.shape), 0, value.numel())
-    on_host = value.detach().to("cpu").contiguous().reshape(-1)  # small, and step counts are there in any case
+    on_host = value.detach().to("cpu").contiguous().reshape(-1)  # a copy: it is small
     contents.add(place, MemoryRest(on_host, Tier.HOST, runtime.tiers), 0, guarded=False)
 
 
@@ -282,7 +282,7 @@ def set_generators(states: dict[str, Any], device: torch.device) -> None:
 def seed_generators(states: dict[str, Any], number: int) -> None:
     """Seed the global random generators from saved states and a number that differs between ranks."""
     seed = int(xxhash.xxh3_64_hexdigest(bytes(states["torch"].numpy())), 16) % 2**63 + number
-    torch.manual_seed(seed % 2**63)  # every device's
+    torch.manual_seed(seed % 2**63)  # seeds every device's generator
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)

@@ -54,7 +54,7 @@ class _Item:
 
     @property
     def distributed(self) -> bool:
-        """Whether tensor-parallel ranks have parts of it."""
+        """True if tensor-parallel ranks have parts of it."""
         return any(group.specs[index].distribution is not None for group, index, _ in self.sources)
 
 

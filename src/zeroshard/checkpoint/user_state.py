@@ -61,8 +61,7 @@ class Extra:
     def digest_of_values(self) -> str:
         """Hash of the values, equal for equal values of torch's and Python's own types even if their bytes differ.
 
-        Bytes differ since sets and dictionaries are ordered differently on ranks, and pickle writes an object once that occurs
-        twice.
+        Bytes differ since ranks order sets and dictionaries differently, and pickle writes an object once that occurs twice.
         """
         try:
             return _digest(self.state).hex()

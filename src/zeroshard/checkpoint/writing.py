@@ -402,7 +402,7 @@ class Writing:
         try:
             thread.start()
             save._thread = thread
-        except RuntimeError as error:  # no more threads: `wait` tells it
+        except RuntimeError as error:  # no more threads: `wait` raises it
             save._copied.set()
             self._fail(save, error)
             self._give_up()
@@ -442,7 +442,7 @@ class Writing:
         try:
             self.file.unlink(missing_ok=True)
             places.write_whole(self.folder / f"{self.stem}.failed", encode(save._error))
-        except Exception as problem:  # rank 0 will miss this rank's part and say so
+        except Exception as problem:  # rank 0 will report that this rank's part is missing
             print(f"zeroshard: rank {self.comm.rank}: {save._error}; telling it failed too: {problem}", file=sys.stderr)
 
     def _sign(self, ended: threading.Event) -> None:
@@ -456,7 +456,7 @@ class Writing:
         gone: set[int] = set()
         pause = _POLL_S
         while True:
-            there = set(os.listdir(self.folder))  # NFS: a list is asked for anew, a name that was missing is not
+            there = set(os.listdir(self.folder))  # not os.path.exists: NFS caches missing names, not listings
             missing = [rank for rank in range(self.comm.world_size) if f"rank-{rank:05d}.json" not in there]
             failed = [rank for rank in missing if f"rank-{rank:05d}.failed" in there]
             if failed:

@@ -75,7 +75,11 @@ def facts_of(here: Environment) -> Iterator[tuple[str, str]]:
         f"{here.platform}, {host.cores} cores" + (f" of {host.machine_cores}" if host.cores < host.machine_cores else ""),
     )
     tested = TESTED_TORCH.get(_release(here))
-    yield "torch", f"{here.torch}, built for {here.build}; " + (f"tested on {tested}" if tested else "not tested")
+    yield (
+        "torch",
+        f"{here.torch}, built for {here.build}; "
+        + (f"zeroshard's tests passed with it on {tested}" if tested else "zeroshard was not tested with it"),
+    )
     yield "backends", ", ".join(name for name, there in here.backends.items() if there) or "none"
     for number, gpu in enumerate(here.gpus):
         yield f"GPU {number}", f"{gpu.name}, {gigabytes(gpu.nbytes)}, compute capability {gpu.capability}"
@@ -91,11 +95,12 @@ def facts_of(here: Environment) -> Iterator[tuple[str, str]]:
         free = "?" if disk.free_nbytes is None else gigabytes(disk.free_nbytes)
         direct = "direct I/O" if disk.direct else "no direct I/O"
         yield disk.role, f"{disk.path}: {disk.filesystem or 'unknown'}, {free} free, {direct}"
-    yield "peers", ", ".join(f"{name} {here.packages[name]}" for name in PEERS if here.packages.get(name)) or "none installed"
+    peers = ", ".join(f"{name} {here.packages[name]}" for name in PEERS if here.packages.get(name))
+    yield "peers of bench", peers or "none installed"
     yield (
         "import deepspeed",
         {
-            "nothing": "nothing",
+            "nothing": "finds nothing",
             "deepspeed": f"the real one, {here.packages.get('deepspeed') or 'of unknown version'} ({here.deepspeed.path})",
             "zeroshard": f"zeroshard's ({here.deepspeed.path})",
         }[here.deepspeed.resolves_to],

@@ -59,7 +59,7 @@ def opening(options: TrainOptions, ranks: Ranks, corpus: Corpus) -> None:
     config = options.model_config()
     with torch.device("meta"):  # a rank may have a part of it
         numel = sum(parameter.numel() for parameter in GPT(config).parameters())
-    ngrams = f"{config.ngram_rows} rows a table of n-grams, " if config.ngram_rows else ""
+    ngrams = f"hashed n-grams in tables of {config.ngram_rows} rows, " if config.ngram_rows else ""
     mesh = f" ({options.axes})" if options.mesh is not None else ""
     kind = options.preset if options.case_study is not None else "GPT"
     lines = [
@@ -100,7 +100,7 @@ def closing(folder: RunFolder, report: zs.Report, outcome: Outcome) -> None:
     if outcome.sample:
         panel("a sample of the model", outcome.sample)
     print(
-        f"{outcome.scores['after_training']:.3f} bits per byte of held-out text after {last.step:,} steps; results in {folder.path}/"
+        f"{outcome.scores['after_training']:.3f} bits per byte of the whole held-out text after {last.step:,} steps; results in {folder.path}/"
     )
     for path in sorted(folder.path.iterdir()):
         say(f"  {path.name:20}{path.stat().st_size:>12,} bytes")

@@ -203,7 +203,7 @@ def _train(trainer: Trainer, folder: RunFolder | None, checkpoints: Path) -> tup
                 folder.record(**asdict(result))
             if result.step % options.eval_every == 0 or result.fraction == 1.0:
                 bits = trainer.held_out_loss()
-                progress.note(f"held-out text after {result.step} steps: {bits:.3f} bits per byte")
+                progress.note(f"part of the held-out text after {result.step} steps: {bits:.3f} bits per byte")
                 if folder is not None:
                     folder.record(step=result.step, seconds=result.seconds, held_out_bits_per_byte=bits)
             if options.save_every and (result.step % options.save_every == 0 or result.fraction == 1.0):

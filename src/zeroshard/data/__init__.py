@@ -1,1 +1,1 @@
-"""Data: a sampler whose position is saved with a checkpoint, ranks with unequally many batches, text that ships with Python."""
+"""Data: a sampler whose position is saved with a checkpoint, ranks with different numbers of batches, and text as bytes."""

@@ -1,12 +1,12 @@
-"""A sampler whose position survives a restart at another number of ranks.
+"""A sampler whose position survives a restart with another number of ranks.
 
     order of an epoch     i0 i1 i2 i3 i4 i5 i6 i7 ...         a permutation drawn from (seed, epoch)
-    2 ranks, from 4 on                0  1  0  1              samples go round the ranks
+    2 ranks, from 4 on                0  1  0  1              ranks take samples in turn
     3 ranks, from 4 on                0  1  2  0
 
-What has been consumed is a prefix of that order, whoever read it, so one number is the position of all ranks. Only `follow`
-sees what was consumed: the workers of a loader draw ahead, to the end of the epoch and no further. So a loop that is not followed
-has no position to save.
+The samples consumed so far are a prefix of that order, whichever ranks read them, so one number is the position of all ranks.
+Only `follow` knows how many were consumed, since a loader's workers draw ahead, up to the end of the epoch. A loop over the
+loader without `follow` therefore has no position that could be saved.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class ShardedSampler(Sampler[int]):
         self.numel, self.seed, self.shuffle, self.drop_last = numel, seed, shuffle, drop_last
         self.rank, self.world_size = rank, world_size
         self.epoch = self.samples = 0
-        self._loop: object | None = None  # the one that is followed
-        self._drawn = False  # by a loop that is not followed: what of it was consumed nobody knows
+        self._loop: object | None = None  # the loop over `follow` in progress
+        self._drawn = False  # whether a loop without `follow` drew samples, of which it is not known how many were consumed
 
     def _order(self) -> list[int]:
         if not self.shuffle:
@@ -78,7 +78,7 @@ class ShardedSampler(Sampler[int]):
         return torch.randperm(self.numel, generator=generator, device="cpu").tolist()
 
     def __len__(self) -> int:
-        """Samples that are left of the epoch for this rank."""
+        """Return the number of samples left in the epoch for this rank."""
         left = max(self.numel - self.samples, 0)
         return left // self.world_size if self.drop_last else -(-left // self.world_size)
 
@@ -87,18 +87,18 @@ class ShardedSampler(Sampler[int]):
         self._drawn = self._drawn or not followed
         for number in range(count):
             yield order[(begin + number * self.world_size + self.rank) % self.numel]
-            followed = followed or self._loop is not None  # begun since, on an iterator that draws ahead
+            followed = followed or self._loop is not None  # `follow` may begin after the loader's iterator has been made
             if not followed:
                 self.samples = min(begin + (number + 1) * self.world_size, self.numel)
         if not followed:
             self._end_epoch()
 
     def follow(self, loader: Iterable[Any], batch_size: int | None = None) -> Iterator[Any]:
-        """The batches of a loader that draws from this sampler, counted as they are handed out.
+        """Yield the batches of a loader that draws from this sampler, and count their samples as consumed.
 
-        batch_size: samples of a batch on this rank; None: the loader's.
+        batch_size: samples of a batch on this rank. None: the loader's.
 
-        Where another loop is begun before this one has ended, or a position is loaded, to go on with this one raises ConfigError.
+        If another loop is begun before this one has ended, or a position is loaded, continuing this one raises ConfigError.
         """
         batch_size = batch_size if batch_size is not None else getattr(loader, "batch_size", None)
         if not batch_size:
@@ -133,13 +133,13 @@ class ShardedSampler(Sampler[int]):
         self.epoch, self.samples = self.epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, as with torch's DistributedSampler; the current one goes on where it is."""
-        epoch = operator.index(epoch)  # NumPy's are none of Python's
+        """Begin an epoch, as with torch's DistributedSampler. No effect if it is the current one, whose position is kept."""
+        epoch = operator.index(epoch)  # takes NumPy's integers too
         if epoch != self.epoch:
             self.epoch, self.samples, self._drawn = epoch, 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: the same on every rank. Raises ConfigError behind a loop that was not followed."""
+        """Return the position, the same on every rank. Raises ConfigError after a loop without `follow`."""
         if self._drawn:
             raise ConfigError(
                 "zs.ShardedSampler: expected a loop over sampler.follow(loader): a loader's workers draw ahead, so a run that "
@@ -148,7 +148,7 @@ class ShardedSampler(Sampler[int]):
         return {name: getattr(self, name) for name in _POSITION}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise ConfigError where a position is one of another data set or order. `zs.load` asks before it changes anything."""
+        """Raise ConfigError if a position is of another data set or order. `zs.load` calls this before it changes anything."""
         if not isinstance(state, dict) or not set(_POSITION) <= state.keys():
             raise ConfigError(f"zs.ShardedSampler: expected a position with {', '.join(_POSITION)}, got {state!r}.")
         for name in ("numel", "seed", "shuffle"):
@@ -162,7 +162,7 @@ class ShardedSampler(Sampler[int]):
                 raise ConfigError(f"zs.ShardedSampler: {name}: expected 0 to {most}, got {state[name]!r}.")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position. Raises ConfigError where it is one of another data set or order."""
+        """Continue from a position. Raises ConfigError if it is of another data set or order."""
         self.check_state_dict(state)
         self.epoch, self.samples = int(state["epoch"]), int(state["samples"])
         self._drawn, self._loop = False, None

@@ -4,7 +4,7 @@ Words: a *corpus* is the text of many files, joined with one zero byte after eac
 trained on; a *window* is `seq` inputs and the `seq` targets one byte further on.
 
 Invariants
-- The split is by file and depends on names only, so that it is the same everywhere; a lone file is split at its tail.
+- The split is by file and depends on names only, so that it is the same everywhere; a single file is split near its end.
 - Row `i` of step `s` is a function of (seed, s, i): ranks take consecutive rows of the same global batch.
 
       global batch of step s     | row 0 | row 1 | row 2 | row 3 |
@@ -30,7 +30,7 @@ from torch import Tensor
 SEPARATOR = b"\0"
 MAX_CORPUS_NBYTES = 2**30
 SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
-# Of the standard library: tests repeat themselves, encodings and pydoc_data are tables.
+# Skipped in the standard library: tests repeat themselves, encodings and pydoc_data are tables.
 SKIPPED_IN_STDLIB = frozenset({"test", "tests", "idlelib", "idle_test", "lib2to3", "encodings", "pydoc_data", "turtledemo"})
 
 
@@ -46,7 +46,7 @@ class Corpus:
 
     @property
     def digest(self) -> str:
-        """A fingerprint of both parts, to compare between ranks."""
+        """SHA-256 of both parts, to compare between ranks."""
         both = hashlib.sha256(self.train.numpy().tobytes())
         both.update(b"|" + self.held_out.numpy().tobytes())
         return both.hexdigest()
@@ -88,7 +88,7 @@ def _read_documents(root: Path, stdlib: bool) -> Iterator[tuple[str, bytes]]:
 
 
 def _walk(root: Path, skipped: frozenset[str]) -> Iterator[Path]:
-    """Regular files below `root` in the order of names, without hidden ones, links and skipped folders."""
+    """Yield regular files below `root` in the order of names, without hidden ones, links and skipped folders."""
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in SKIPPED_FOLDERS | skipped)
         for file in sorted(files):
@@ -111,7 +111,7 @@ def _split_files(name: str, documents: dict[str, bytes], held_out_nbytes: int) -
 
 
 def _split_tail(name: str, file: str, content: bytes, held_out_nbytes: int) -> Corpus:
-    """Hold out the end of a lone file."""
+    """Hold out the end of a single file."""
     cut = len(content) - max(1, min(held_out_nbytes, len(content) // 10))
     return Corpus(name, _as_tensor(content[:cut]), _as_tensor(content[cut:]), (file,), (f"{file} (tail)",))
 
@@ -141,11 +141,11 @@ class Batches:
 
     @property
     def windows(self) -> int:
-        """Windows in one epoch, whatever byte it starts from."""
+        """Number of windows in one epoch, whichever byte it starts from."""
         return (self.text.numel() - self.seq) // self.seq
 
     def offsets(self, step: int) -> list[int]:
-        """First byte of each row of the global batch of `step`: (batch,)."""
+        """Return the first byte of each row of the global batch of `step`: (batch,)."""
         found = []
         for i in range(step * self.batch, (step + 1) * self.batch):
             epoch, place = divmod(i, self.windows)
@@ -154,7 +154,7 @@ class Batches:
         return found
 
     def rows(self, step: int, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (count, seq) int64 of rows `first` .. `first + count` of the global batch of `step`."""
+        """Return inputs and targets (count, seq) int64 of rows `first` .. `first + count` of the global batch of `step`."""
         if first < 0 or count < 1 or first + count > self.batch:
             raise ValueError(f"rows: expected a part of 0..{self.batch}, got {first}..{first + count}")
         starts = self.offsets(step)[first : first + count]
@@ -162,7 +162,7 @@ class Batches:
         return window[:, :-1], window[:, 1:]
 
     def part(self, step: int, rank: int, world_size: int, micro: int = 0, accumulate: int = 1) -> tuple[Tensor, Tensor]:
-        """Micro-batch `micro` of `rank`: inputs and targets, each (batch / world_size / accumulate, seq)."""
+        """Return micro-batch `micro` of `rank`: inputs and targets, each (batch / world_size / accumulate, seq)."""
         count, rest = divmod(self.batch, world_size * accumulate)
         if rest or not count:
             raise ValueError(f"batch: expected a multiple of ranks x accumulate = {world_size} x {accumulate}, got {self.batch}")
@@ -171,7 +171,7 @@ class Batches:
 
 @lru_cache(maxsize=4)
 def _epoch(seed: int, epoch: int, windows: int, seq: int) -> tuple[int, Tensor]:
-    """Starting byte in 0..seq-1 and the order of windows (windows,) of an epoch."""
+    """Return an epoch's starting byte, in 0..seq-1, and its order of windows (windows,)."""
     digest = hashlib.sha256(f"zeroshard {seed} {epoch}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     start = int(torch.randint(seq, (1,), generator=generator, device="cpu"))
@@ -179,10 +179,10 @@ def _epoch(seed: int, epoch: int, windows: int, seq: int) -> tuple[int, Tensor]:
 
 
 def held_out_windows(text: Tensor, seq: int, stride: int) -> tuple[Tensor, Tensor]:
-    """Cut `text` so that each byte but the first is predicted once: windows (count, seq + 1) int64 and what to score.
+    """Cut `text` into overlapping windows, (count, seq + 1) int64, with a mask (count, seq) of the targets to score.
 
-    Windows start every `stride` bytes; of each, only the targets that no window before it has scored count (the
-    scored mask is (count, seq), bool), so a byte has at least `seq - stride` bytes of context where the text has them.
+    Each byte but the first is scored once. Windows start every `stride` bytes, and score only targets that no earlier
+    window has scored, so a byte has at least `seq - stride` bytes of context where the text has them.
     Short text is padded with zeros that are not scored.
     """
     if not 1 <= stride <= seq:
@@ -198,7 +198,7 @@ def held_out_windows(text: Tensor, seq: int, stride: int) -> tuple[Tensor, Tenso
 
 
 def compressed_bits_per_byte(text: Tensor) -> dict[str, float]:
-    """Bits per byte of `text` under the usual compressors at their strongest levels, each starting from nothing."""
+    """Return bits per byte of `text` under zlib and lzma at their strongest levels, without a dictionary."""
     content = text.numpy().tobytes()
     sizes = {"zlib -9 (gzip)": zlib.compress(content, 9), "lzma -9 (xz)": lzma.compress(content, preset=9)}
     return {name: 8 * len(packed) / len(content) for name, packed in sizes.items()}

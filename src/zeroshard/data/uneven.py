@@ -4,9 +4,9 @@
                         rank 1  step 1 | step 2 | step 3          with zero weight until all have ended
     zs.stop_together    both stop after step 2
 
-A rank whose data has ended still owns a slice of every state: peers need it for their gathers, reductions, norms and steps. It
-is told what comes next (zero/attendance.py), and does it without running the model: it gathers the units that they gather, reduces
-zeros, and steps its slices with their options.
+A rank whose data has ended still has a shard of every state, which the others need for their all-gathers, reduce-scatters, norms
+and steps. They tell it what comes next (zero/attendance.py), and it takes part without running the model: it unshards the same
+units, reduces zeros, and steps its shards with their options.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..zero.runtime import Runtime, runtime_of
 
 @contextlib.contextmanager
 def join(model: nn.Module) -> Iterator[None]:
-    """Let ranks have unequally many batches (collective: every rank, around its training loop).
+    """Allow ranks to have different numbers of batches (collective: every rank enters it around its training loop).
 
         with zs.join(model):
             for batch in loader:
@@ -35,17 +35,18 @@ def join(model: nn.Module) -> Iterator[None]:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    A rank whose loop ends goes on as a peer with zero weight, with the learning rates and other options of those that still have
-    data, until all have ended; then all leave. Gradients are the mean over the batches that there are: with plain backwards those
-    of a step count alike, on whichever rank and in whichever micro-batch, with `zs.backward` by their weights. A loader may be
-    empty. Learning-rate schedulers of torch are brought to where those of the last rank are.
+    A rank whose loop ends goes on as a peer with zero weight, with the learning rates and other options of ranks that still have
+    data, until all have ended; then all leave. Gradients are the mean over the batches that exist: with plain backwards every
+    batch of a step has the same weight, on any rank and in any micro-batch; with `zs.backward`, its given weight. A loader may be
+    empty. Learning-rate schedulers of torch are advanced to the position of those of the last rank.
 
-    Inside, once a rank has ended, the others can run forward, backward, zs.clip_grad_norm_, step and zero_grad of this model. What
-    else needs every rank (zs.save, zs.full_state_dict, writes to parameters, ...) raises ZeroshardError: do it after the block.
+    Once a rank has ended, the others may still run forward, backward, zs.clip_grad_norm_, step and zero_grad of this model.
+    Anything else that needs every rank (zs.save, zs.full_state_dict, writes to parameters, ...) raises ZeroshardError inside the
+    block: do it afterwards.
 
-    Cost: none until a rank has ended, then one small message for each event. Where a gather needs every rank (stage 3 over
-    torch.distributed, parameters on another tier) one small message a forward, throughout. Cf. torch.distributed's Join, which adds
-    a collective to every forward.
+    Cost: none until a rank has ended, then one small message for each event. If an all-gather needs every rank (stage 3 over
+    torch.distributed, parameters on another tier), one small message for each forward from the start. (torch.distributed's Join
+    adds a collective to every forward.)
     """
     attendance = runtime_of(model).attendance
     if attendance.joined:
@@ -61,7 +62,7 @@ def join(model: nn.Module) -> Iterator[None]:
 
 
 class _Peer:
-    """A rank whose data has ended: does what the others do, until all have ended."""
+    """Takes part in the other ranks' collectives on a rank whose data has ended, until all have ended."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime, self.attendance = runtime, runtime.attendance
@@ -74,12 +75,12 @@ class _Peer:
         }
 
     def serve(self) -> None:
-        """Return when all ranks have ended."""
+        """Follow the other ranks until all have ended (collective)."""
         self.runtime.recover()
         self.runtime.settle()
         self.attendance.serving = True
         if not self.attendance.ended and not self.attendance.gathers_meet:
-            self._await_backward()  # nobody knows yet: what all ranks do next is to end a backward, or their loops
+            self._await_backward()  # the others learn of this at their next collective: the end of a backward, or of the loop
         while not self.attendance.everyone_ended:
             self._follow()
         self._catch_up()
@@ -91,7 +92,7 @@ class _Peer:
             self._reduce(agreed)
 
     def _follow(self) -> None:
-        """One event."""
+        """Wait for the next event of the other ranks, and do the same."""
         event = self.attendance.ask(None)
         self._zero()
         if event is not None:
@@ -99,7 +100,7 @@ class _Peer:
             self.events[what](values)
 
     def _zero(self) -> None:
-        """What zero_grad the others have called since."""
+        """Drop or zero gradients as often as zero_grad was called on the other ranks since the last event."""
         drops, zeros = self.attendance.behind
         if drops > 0:
             self.runtime.drop_gradients()
@@ -128,10 +129,10 @@ class _Peer:
     # -- at the end ------------------------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
-        """Options and schedulers as on the ranks that ended last."""
+        """Bring options and schedulers to the state of the ranks that ended last (collective)."""
         if len(self.attendance.latest) == self.runtime.comm.world_size:
             return
-        self.runtime.schedule.restart()  # that of a rank which did not run the model is behind
+        self.runtime.schedule.restart()  # this rank has not seen the last forwards
         if self.core is None:
             return
         mine = self.core.tally.schedulers
@@ -147,7 +148,7 @@ class _Peer:
             )
         options, theirs = everyone[self.attendance.leader]
         if self.runtime.comm.rank not in self.attendance.latest:
-            self.core.tally.scheduling = True  # as a part of another's step: skipped optimizer steps are not to stop it
+            self.core.tally.scheduling = True  # advance them even after skipped optimizer steps
             for scheduler, (_, position, numbers) in zip(mine, theirs, strict=True):
                 _advance(scheduler, position, numbers)
             self.core.tally.scheduling = False
@@ -155,13 +156,13 @@ class _Peer:
 
 
 def _position(scheduler: Any) -> int:
-    """How often it was stepped."""
+    """Return the number of times that a scheduler, or the most advanced one inside it, was stepped."""
     inner = getattr(scheduler, "_schedulers", [])
     return scheduler.last_epoch if hasattr(scheduler, "last_epoch") else max(map(_position, inner), default=0)
 
 
 def _numbers(scheduler: Any) -> dict[str, Any]:
-    """What a scheduler that goes by a measured value has found so far."""
+    """Return the numbers that a ReduceLROnPlateau has collected; {} for schedulers that go by the step count."""
     if not isinstance(scheduler, ReduceLROnPlateau):
         return {}
     return {k: v for k, v in vars(scheduler).items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
@@ -176,20 +177,20 @@ def _advance(scheduler: Any, position: int, numbers: dict[str, Any]) -> None:
 
 
 def stop_together(model: nn.Module, loader: Iterable[Any]) -> Iterable[Any]:
-    """The batches of a loader, on every rank as many as the shortest loader has (collective, as an iteration).
+    """Return a loader's batches, on every rank as many as the shortest loader has (the iteration is collective).
 
         for batch in zs.stop_together(model, loader):
             ...
 
-    Each rank takes one batch ahead and tells at the end of a backward whether there is another one: that costs no message. Where a
-    batch had no backward with communication (an evaluation, zs.accumulate) one small message is sent. Where batches are left over,
-    rank 0 says so on stderr.
+    Each rank reads one batch ahead and says at the end of a backward whether there is another one, which costs no message. For a
+    batch without a communicating backward (an evaluation, zs.accumulate), one small message is sent. If batches are left over on
+    some ranks, rank 0 prints a line on stderr.
     """
     return _Together(runtime_of(model), loader)
 
 
 class _Together:
-    """What `stop_together` returns; other attributes are the loader's."""
+    """Iterable that `stop_together` returns; other attributes are the loader's."""
 
     def __init__(self, runtime: Runtime, loader: Iterable[Any]) -> None:
         self._runtime, self._loader = runtime, loader
@@ -216,7 +217,7 @@ class _Together:
             print(f"zeroshard: stopped after {count} batches, where the data of rank {ranks} ended", file=sys.stderr)
 
     def _agree(self, ended: bool) -> frozenset[int]:
-        """Ranks that have no further batch."""
+        """Return the ranks that have no further batch (collective)."""
         comm = self._runtime.comm
         if comm.imagined:
             return frozenset([comm.rank] if ended else [])

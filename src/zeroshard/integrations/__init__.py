@@ -1,1 +1,1 @@
-"""zeroshard in the tools that people train with: each folder speaks one tool's language, over the verbs of zeroshard."""
+"""Integrations with training tools: each folder has one tool's interface, implemented with zeroshard's functions."""

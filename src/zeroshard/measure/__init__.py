@@ -1,1 +1,1 @@
-"""What a sharded model holds and sends, and, by rehearsal, how long its step will take."""
+"""Reports of a sharded model's memory and communication, and forecasts of its step time from measured rates."""

@@ -1,11 +1,11 @@
-"""The forecast of a step with offloaded states: what is measured in a second or two, what that makes of a step.
+"""Forecast of the time of a step with offloaded states, from rates that are measured in a second or two.
 
-    compute   | F B | F B |             measured: forward and backward of a micro-batch, with all that they fetch
-    step                  | host step | or, if that takes longer, what the disk still has to move
-    disk      | r w r w ..| r w r w r |.. w             buffers let it work for the step while forward and backward run
+    compute   | F B | F B |             measured: forward and backward of a micro-batch, with everything they fetch
+    step                  | host step | or the disk's remaining transfers, if these take longer
+    disk      | r w r w ..| r w r w r |.. w             buffers let the disk work for the step during forward and backward
 
-In the time of a step the disk moves everything the step reads and writes; the buffers decide how much of that forward and
-backward hide, the disk how long the rest takes. The host steps meanwhile, if it has cores to do so.
+In each step the disk moves everything that the optimizer step reads and writes. Buffers determine how much of this overlaps with
+forward and backward, and the disk's rate how long the rest takes. The host steps at the same time, if it has cores to spare.
 
 ZeRO-Infinity, arXiv 2104.07857, section 4 (efficiency from bandwidth and arithmetic intensity), here in seconds.
 """
@@ -35,7 +35,7 @@ HOST_STEP, DISK, DISK_BESIDE = "host step", "disk", "disk while the host steps"
 
 @dataclass(frozen=True)
 class Forecast:
-    """Seconds of one optimizer step on the slowest rank, and what they consist of.
+    """Predicted seconds of one optimizer step on the slowest rank, and their parts.
 
     Attributes:
         rates: measured on each rank while all ranks worked: bytes per second by link, parameters per second of the host's step.
@@ -96,11 +96,11 @@ def forecast(model: nn.Module, micro_batch: Callable[[], Tensor], *, accumulate:
 
 @dataclass
 class _Work:
-    """What one rank has to do for a step.
+    """Work of one rank in a step.
 
-    stepped_numel: parameters that the host's cores step. reads, writes: bytes of the disk that the step's pipeline moves;
-    waited: those that it moves while nothing else goes on; passing: those of forward and backward. room: bytes that
-    buffers let the disk move for the step beside forward and backward. copied: bytes between host and device in the step.
+    stepped_numel: parameters that the host's cores step. reads, writes: bytes that the step's pipeline reads from and writes to
+    disk. waited: disk bytes that move while nothing else runs. passing: disk bytes of forward and backward. room: bytes that
+    buffers let the disk move for the step during forward and backward. copied: bytes between host and device in the step.
     """
 
     stepped_numel: int = 0
@@ -130,7 +130,7 @@ class _Work:
         for link, itemsize in step_itemsizes(runtime, group).items():
             if Tier.DISK not in link:
                 self.copied[link] = self.copied.get(link, 0) + itemsize * numel
-            elif on_device:  # what is stepped on the device is loaded before, and stored after
+            elif on_device:  # a step on the device loads its states before and stores them after
                 self.waited += itemsize * numel
             elif link[0] is Tier.DISK:
                 self.reads += itemsize * numel
@@ -139,16 +139,16 @@ class _Work:
 
 
 def _room(runtime: Runtime) -> int:
-    """Bytes that the disk can move for the step beside forward and backward.
+    """Return the bytes that the disk can move for the step during forward and backward.
 
-    Free buffers are filled with the states (not the gradients, which are not there yet) of the next step's first slabs, and
-    the last slab is still being written when a step returns: the disk serves in order, so that earlier ones are. With
-    parameters on disk nothing is gained: the first ones needed would be read after all that.
+    Free buffers are filled ahead with the states of the next step's first slabs (not with gradients, which do not exist yet),
+    and the last slab is still being written when a step returns (earlier ones are done, since the disk serves in order). With
+    parameters on disk this gains nothing, since the first parameters needed would be read after all that.
     """
     offload = runtime.config.offload_optimizer
     if runtime.config.offload_param.tier is Tier.DISK:
         return 0
-    slabs = []  # bytes read ahead, in memory, and written, of each
+    slabs = []  # for each slab: bytes that can be read ahead, bytes of buffers, bytes written
     for run in _offloaded_runs(runtime):
         moved = step_itemsizes(runtime, run.group)
         reads, writes = moved.get((Tier.DISK, Tier.HOST), 0), moved.get((Tier.HOST, Tier.DISK), 0)
@@ -169,12 +169,12 @@ def _offloaded_runs(runtime: Runtime) -> list[Run]:
 
 
 def _predict(runtime: Runtime, work: _Work, rates: dict[str, float], compute_s: float) -> tuple[dict[str, float], float]:
-    """Seconds by resource, and of the step."""
+    """Return the seconds by resource, and of the whole step."""
     host_s = work.stepped_numel / rates[HOST_STEP] if HOST_STEP in rates else 0.0
     copy_s = max((nbytes / rates[_name(link)] for link, nbytes in work.copied.items()), default=0.0)
-    disk, beside = rates.get(DISK, 1.0), rates.get(DISK_BESIDE, 1.0)  # no bytes where not measured
+    disk, beside = rates.get(DISK, 1.0), rates.get(DISK_BESIDE, 1.0)  # 1.0 where not measured, since no bytes move there
     total = work.reads + work.writes
-    idle_s = max(0.0, compute_s - work.passing / beside)  # of the disk, in forward and backward
+    idle_s = max(0.0, compute_s - work.passing / beside)  # time in forward and backward in which the disk is idle
     left = total - min(work.room, idle_s * beside)
     step_s = max(host_s + max(0.0, left - host_s * beside) / disk, copy_s) + work.waited / disk
     if runtime.config.delayed_update is None:
@@ -196,16 +196,16 @@ def _name(link: Link) -> str:
 
 
 def _cores_to_spare(runtime: Runtime) -> bool:
-    """Whether the host can step beside forward and backward without taking their cores."""
+    """Return whether the host can step during forward and backward without taking their cores."""
     if runtime.tiers.separate:
         return True
     return visible_cores() >= 2 * ranks_here(runtime.comm.world_size) * torch.get_num_threads()
 
 
 def _compute_seconds(runtime: Runtime, micro_batch: Callable[[], Tensor], keep_gradients: bool) -> float:
-    """Forward and backward of one micro-batch: the second of two, since the first one touches memory for the first time.
+    """Return the seconds of forward and backward of a micro-batch: of the second one, since the first touches new memory.
 
-    keep_gradients: the second one adds to the gradients of the first.
+    keep_gradients: let the second one add to the gradients of the first.
     """
     model, device, comm = runtime.model, runtime.comm.device, runtime.comm
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -213,7 +213,7 @@ def _compute_seconds(runtime: Runtime, micro_batch: Callable[[], Tensor], keep_g
     seconds = 0.0
     with torch.random.fork_rng(devices=devices):
         for _ in range(2):
-            comm.exchange(b"", "forecast: begin")  # also: ranks that are threads have all noted their generator's state
+            comm.exchange(b"", "forecast: begin")  # ranks that are threads have all saved the shared generator's state by now
             begin = time.perf_counter()
             micro_batch().backward()
             if devices:
@@ -230,7 +230,7 @@ def _compute_seconds(runtime: Runtime, micro_batch: Callable[[], Tensor], keep_g
 
 
 def _publish_seconds(runtime: Runtime) -> float:
-    """What replicated parameters take to reach all ranks after a step: they are sent once more."""
+    """Return the seconds for sending replicated parameters to all ranks after a step, measured by sending them (collective)."""
     if runtime.optimizer is None or all(group.values.sharded for group in runtime.groups):
         return 0.0
     groups = [group for group in runtime.groups if group.trainable]
@@ -243,7 +243,7 @@ def _publish_seconds(runtime: Runtime) -> float:
 
 
 def _measure_rates(runtime: Runtime, work: _Work, rehearsal: Rehearsal | None) -> dict[str, float]:
-    """Rates of what this model uses, measured on all ranks at once."""
+    """Measure the rates of the links and cores that this model uses, on all ranks at the same time (collective)."""
     config, rates = runtime.config, {}
     offloads = (config.offload_optimizer, config.offload_gradient, config.offload_param)
     path = next((offload.path for offload in offloads if offload.tier is Tier.DISK), None)
@@ -265,7 +265,7 @@ def _measure_rates(runtime: Runtime, work: _Work, rehearsal: Rehearsal | None) -
 
 
 def _rehearsal(runtime: Runtime, accumulate: int) -> Rehearsal:
-    """Of the longest run that the host's cores step."""
+    """Return a rehearsal of the longest run that the host's cores step."""
     core = runtime.optimizer.core
     runs = [
         (run, options)

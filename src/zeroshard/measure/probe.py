@@ -1,8 +1,8 @@
-"""Probes: how fast this machine steps, reads and writes, and copies, measured under the conditions of a step.
+"""Probes: measure this machine's rates of stepping, disk reads and writes, and copies, under the conditions of a step.
 
-All ranks measure at the same time, as they share cores, memory and disks. The disk is given reads and writes in the mix of
-a step, over blocks that have been written before, once by itself and once while the host steps. The step's arithmetic is
-that of the optimizer at hand, on tensors that are nobody's.
+All ranks measure at the same time, since they share cores, memory and disks. The disk gets reads and writes in the step's
+proportion, over blocks that have been written before, first alone and then while the host steps. The host steps tensors of its
+own, with the arithmetic of the model's optimizer.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from ..optim.segments import Run
 from ..optim.sharded_optimizer import OptimizerCore
 
 _PROBE_S = 0.4
-_NUMEL = 1 << 22  # parameters stepped: with their states more than caches hold
-_CHUNK_NUMEL = 1 << 18  # of the optimizer's own class, as optim/offloaded_step.py cuts it
-_STRETCH_NUMEL = 1 << 20  # at most stepped between two looks at the disk, or two chunks for each thread
-_BLOCK_NBYTES, _BLOCKS = 8 << 20, 4  # of each half of the file
-_DEPTH = 12  # requests under way, about as many bytes as in the buffers of a step
+_NUMEL = 1 << 22  # parameters that are stepped: with their states, more than caches hold
+_CHUNK_NUMEL = 1 << 18  # stretch that the optimizer's own class steps, as in optim/offloaded_step.py
+_STRETCH_NUMEL = 1 << 20  # stretch that a kernel steps between two polls of the disk (or two chunks for each thread)
+_BLOCK_NBYTES, _BLOCKS = 8 << 20, 4  # size of a block; blocks in each half of the file
+_DEPTH = 12  # requests in flight: about as many bytes as a step's buffers hold
 
 
 class Rehearsal:
-    """The step of one run's optimizer group, on zeros, by the threads that will do it. `advance` steps the next stretch.
+    """Rehearsal of one run's step on zeros, with its group's options and the threads that will do it; `advance` does a stretch.
 
-    host: the stepper, if the run's states are offloaded; threads: of each step.
+    host: the stepper, if the run's states are offloaded. threads: number of threads of each step.
     """
 
     def __init__(self, core: OptimizerCore, run: Run, options: dict, accumulate: int = 1) -> None:
-        """options: of the run's optimizer group. accumulate: backwards of a step."""
+        """options: those of the run's optimizer group. accumulate: number of backwards in a step."""
         self.inner, self.options = inner_copy(core.inner), dict(options)
         stepped, values, grads = run.group.masters.stepped, run.group.values, run.group.gradients
         numel = min(_NUMEL, max(run.numel, 1 << 16))
         self.param = torch.zeros(numel, dtype=stepped.dtype, device="cpu")
-        # what is not added to anything stays as it was sent
+        # a gradient of a single backward is not added to anything, and keeps the dtype in which it was sent
         narrow = grads.rest.narrow.dtype if isinstance(grads.rest, NarrowRest) and accumulate == 1 else grads.dtype
         self.grad = torch.full((numel,), 1e-3, dtype=narrow, device="cpu")
         clips = core.runtime.config.max_grad_norm is not None or core.runtime.progress.scaler is not None
@@ -68,7 +68,7 @@ class Rehearsal:
         self.scalars: dict = {}
         self._parts = self._cycle(numel)
         for _ in range(0, numel, self.chunk):
-            self.advance()  # states are made, and pages touched
+            self.advance()  # makes the states and touches their pages
 
     def _cycle(self, numel: int) -> Iterator[slice]:
         while True:
@@ -77,8 +77,8 @@ class Rehearsal:
 
     @torch.no_grad()
     def advance(self) -> int:
-        """Step one stretch; its number of parameters."""
-        # with the scratch and the threads of the host's step: not beside one
+        """Step the next stretch. Return its number of parameters."""
+        # it uses the scratch memory and threads of the host's step, and so must not run at the same time
         with stepping_threads(self.threads), nullcontext() if self.host is None else self.host.turn:
             return self._advance()
 
@@ -111,7 +111,7 @@ class Rehearsal:
         return self.inner.state[leaf]
 
     def _keep(self, state: dict, param: Tensor) -> None:
-        """Take over what the first step has made: names and dtypes of columns, and scalars."""
+        """Make columns with the names and dtypes of the states that the first step made, and keep its scalars."""
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == param.shape and value.dim():
                 self.columns[name] = torch.zeros(self.param.numel(), dtype=value.dtype, device="cpu")
@@ -120,7 +120,7 @@ class Rehearsal:
 
 
 def step_rate(rehearsal: Rehearsal) -> float:
-    """Parameters per second of the host's step."""
+    """Measure the parameters per second of the host's step."""
     begin, numel = time.perf_counter(), 0
     while numel == 0 or time.perf_counter() - begin < _PROBE_S:
         numel += rehearsal.advance()
@@ -128,7 +128,7 @@ def step_rate(rehearsal: Rehearsal) -> float:
 
 
 class DiskProbe:
-    """A small file that is read in one half and written in the other, `read_share` of the bytes being reads."""
+    """A file that is read in one half and written in the other; `read_share` of the bytes are reads."""
 
     def __init__(self, folder: str | os.PathLike, read_share: float) -> None:
         self.read_share = read_share
@@ -136,15 +136,15 @@ class DiskProbe:
         self.engine = Engine()
         self.file: File = open_file(name, 2 * _BLOCKS * _BLOCK_NBYTES, create=True)
         os.unlink(name)
-        self.target = empty_aligned(_BLOCK_NBYTES)  # of all reads: nobody looks at it
-        self.source = empty_aligned(_BLOCK_NBYTES).random_(0, 256, generator=torch.Generator())  # not what disks leave out
+        self.target = empty_aligned(_BLOCK_NBYTES)  # all reads go here; the data is not used
+        self.source = empty_aligned(_BLOCK_NBYTES).random_(0, 256, generator=torch.Generator())  # disks may skip zeros
         self._count = self._reads = 0
         first = [self.engine.write(self.file, block * _BLOCK_NBYTES, self.source) for block in range(2 * _BLOCKS)]
-        for handle in first:  # what is measured overwrites, as steps do
+        for handle in first:  # so that the measured writes overwrite blocks, as those of steps do
             handle.wait()
 
     def _request(self) -> Handle:
-        """The next block, in turn."""
+        """Start the next read or write, of blocks in turn."""
         self._count += 1
         if self._reads < self._count * self.read_share:
             self._reads += 1
@@ -153,7 +153,7 @@ class DiskProbe:
         return self.engine.write(self.file, block * _BLOCK_NBYTES, self.source)
 
     def rates(self, beside: Callable[[], int] | None) -> tuple[float, float]:
-        """Bytes per second, and what `beside` counts per second while it is called again and again."""
+        """Measure the bytes per second, and the sum per second of what `beside` returns when called repeatedly meanwhile."""
         flight = deque(self._request() for _ in range(_DEPTH))
         moved = counted = 0
         begin = time.perf_counter()
@@ -163,7 +163,7 @@ class DiskProbe:
             else:
                 flight[0].wait()
             while flight[0].done():
-                flight.popleft().wait()  # raises where it failed
+                flight.popleft().wait()  # raises if the request failed
                 moved += _BLOCK_NBYTES
                 flight.append(self._request())
         elapsed = time.perf_counter() - begin
@@ -172,13 +172,13 @@ class DiskProbe:
         return moved / elapsed, counted / elapsed
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Close the file, which has no name any more."""
         self.engine.close()
         self.file.close()
 
 
 def copy_rates(tiers: Tiers, nbytes: int = 64 << 20) -> tuple[float, float]:
-    """Bytes per second from the device to pinned host memory and back."""
+    """Measure the bytes per second from the device to pinned host memory and back."""
     host, device = tiers.host_buffer(nbytes), tiers.device_buffer(nbytes)
     rates = []
     for target, source in ((host, device), (device, host)):

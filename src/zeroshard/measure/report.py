@@ -1,14 +1,14 @@
-"""The report: bytes per rank by category and bytes sent, measured, beside the closed formulas of the stage.
+"""The report: measured bytes per rank by category and bytes sent, and the closed formulas of the stage.
 
-Formulas (ZeRO, arXiv 1910.02054, sections 5 and 7; N ranks, Psi parameters, p, g bytes a parameter and a gradient):
+Formulas (ZeRO, arXiv 1910.02054, sections 5 and 7; N ranks, Psi parameters, p bytes per parameter, g bytes per gradient):
 
     parameters        p Psi, sharded p Psi / N
     gradients         g Psi, sharded g Psi / N
-    optimizer states  K Psi, sharded K Psi / N        K counts fp32 masters (4) where there are any, and moments
+    optimizer states  K Psi, sharded K Psi / N        K: bytes of fp32 masters (4), if there are any, and of moments
     sent per step     stages 0, 1, 2: 2 Psi (N-1)/N elements; stage 3: 3 Psi (N-1)/N
-                      in two hops, in groups or packed: docs/learn/network.md
-    moved per step    between tiers, of each state that rests away from who uses it, Psi / N elements a time: parameters
-                      2 p to be gathered, and written by the step; gradients g out and in; states and masters K in and out
+                      with two hops, groups or quantization: docs/learn/network.md
+    moved per step    between tiers, of every state that rests on another tier, for Psi / N elements: parameters 2 p for
+                      gathers, and p when the step writes them; gradients g out and in; states and masters K in and out
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Report:
     deviations: tuple[str, ...]
 
     def to_dict(self) -> dict:
-        """Plain types, for JSON."""
+        """Return the fields in types that JSON has."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class Report:
             f"stage {self.stage}, rank {self.rank} of {self.world_size}, {self.numbers}, "
             f"{self.num_parameters:,} parameters in {self.units} units, {self.steps} steps"
         )
-        lines = [head, f"{'bytes per rank':<20}{'measured':>16}{'formula':>16}{'plain DP':>16}"]
+        lines = [head, f"{'bytes per rank':<20}{'measured':>16}{'formula':>16}{'plain DDP':>16}"]
         lines += [f"{name:<20}{self.at_rest[name]:>16,}{self.formula[name]:>16,}{self.ddp[name]:>16,}" for name in STATES]
         totals = [sum(part.values()) for part in (self.at_rest, self.formula, self.ddp)]
         lines.append(f"{'total':<20}{totals[0]:>16,}{totals[1]:>16,}{totals[2]:>16,}")
@@ -105,7 +105,7 @@ class Report:
             lines.append(f"on {tier}: " + ", ".join(f"{name} {nbytes:,}" for name, nbytes in held.items()))
         for link, nbytes in self.moved.items():
             theory = self.theory_moved_per_step.get(link, 0)
-            lines.append(f"moved {link}: {nbytes:,} bytes (theory for a step {theory:,})")
+            lines.append(f"moved {link} per step: {nbytes // max(self.steps, 1):,} bytes (theory {theory:,})")
         for kind, t in self.communication.items():
             lines.append(f"{kind}: {t.count} times in {len(t.units)} units, {t.nbytes:,} bytes sent")
         lines.append(f"sent per step: {self.measured_nbytes_per_step:,} bytes (theory {self.theory_nbytes_per_step:,})")
@@ -121,7 +121,7 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """The report of a sharded model on this rank (not collective)."""
+    """Return the report of a sharded model on this rank (not collective)."""
     runtime = runtime_of(model)
     ledger, world = runtime.ledger, runtime.comm.world_size
     elsewhere = {tier.value: {name: nbytes for name, nbytes in held.items() if nbytes} for tier, held in ledger.elsewhere.items()}
@@ -159,7 +159,7 @@ def report(model: nn.Module) -> Report:
 
 
 def _numbers(runtime: Runtime) -> str:
-    """ "bf16 and fp32", the most frequent first. A precision of fp32 takes a model as it was given, maybe in bf16."""
+    """Describe the parameters' dtypes, as "bf16 and fp32", the most frequent first (precision="fp32" keeps a model's own)."""
     numels: dict[str, int] = {}
     known = {dtype: name for name, dtype in PRECISIONS.items()}
     for group in runtime.groups:
@@ -172,7 +172,7 @@ def _numbers(runtime: Runtime) -> str:
 
 
 def _formula(runtime: Runtime, sharded: bool) -> dict[str, int]:
-    """Bytes by model state for the stage (sharded=False: with everything replicated)."""
+    """Return bytes by model state, by the stage's formula (sharded=False: with everything replicated)."""
     row, world = runtime.config.row, runtime.shards.world_size
 
     def held(placement: Placement, nbytes: int) -> int:
@@ -193,7 +193,7 @@ def _formula(runtime: Runtime, sharded: bool) -> dict[str, int]:
 
 
 def _moments_per_element(runtime: Runtime) -> float:
-    """Bytes of optimizer moments per stepped element, read off the states (0 before the first step)."""
+    """Return the bytes of optimizer moments per stepped element, from the states that exist (0 before the first step)."""
     if runtime.optimizer is None:
         return 0.0
     for tensor, state in runtime.optimizer.core.inner.state.items():
@@ -206,7 +206,7 @@ def _moments_per_element(runtime: Runtime) -> float:
 
 
 def theory_sent_per_step(runtime: Runtime) -> Sent:
-    """Bytes one rank sends in a step of one backward: see the module's formulas (frozen parameters: gathers only)."""
+    """Return the bytes that one rank sends in a step of one backward, by formula (frozen parameters: gathers only)."""
     row, total = runtime.config.row, Sent()
 
     def add(comm: Comm, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> None:
@@ -230,7 +230,7 @@ def theory_sent_per_step(runtime: Runtime) -> Sent:
 
 
 def theory_nbytes_per_step(runtime: Runtime) -> int:
-    """Of them all."""
+    """Return the total of `theory_sent_per_step`, inside and between nodes."""
     return sum(theory_sent_per_step(runtime))
 
 
@@ -238,7 +238,7 @@ Link = tuple[Tier, Tier]  # from, to
 
 
 def theory_moved_per_step(runtime: Runtime) -> dict[str, int]:
-    """Bytes that one rank moves between tiers in a step of one backward, by link: see the module's formulas."""
+    """Return the bytes that one rank moves between tiers in a step of one backward, by link, by formula."""
     totals: dict[str, int] = {}
     for group in runtime.groups:
         numel = -(-group.layout.true_numel // runtime.shards.world_size)
@@ -250,7 +250,7 @@ def theory_moved_per_step(runtime: Runtime) -> dict[str, int]:
 
 
 def pass_itemsizes(runtime: Runtime, group: ParamGroup) -> dict[Link, int]:
-    """Bytes an element of the shard that one forward and backward move, by link."""
+    """Return the bytes per element of the shard that one forward and backward move, by link."""
     moved: dict[Link, int] = {}
     if group.values.staged:
         _move(moved, runtime, group.values.tier, Tier.DEVICE, 2 * group.values.dtype.itemsize)
@@ -263,14 +263,14 @@ def pass_itemsizes(runtime: Runtime, group: ParamGroup) -> dict[Link, int]:
 
 
 def step_itemsizes(runtime: Runtime, group: ParamGroup) -> dict[Link, int]:
-    """Bytes an element of the shard that optimizer.step() moves, by link."""
+    """Return the bytes per element of the shard that optimizer.step() moves, by link."""
     moved: dict[Link, int] = {}
     if group.grads is None or runtime.optimizer is None:
         return moved
     values, gradient = group.values.rest, group.grads.rest
     stepped = group.masters.stepped
-    here = Tier.DEVICE if group.offload.tier is Tier.DEVICE else Tier.HOST  # where it is stepped
-    states = sum(column.dtype.itemsize for column in group.columns.values()) or 2 * 4  # before the first step: Adam's
+    here = Tier.DEVICE if group.offload.tier is Tier.DEVICE else Tier.HOST  # the tier that steps it
+    states = sum(column.dtype.itemsize for column in group.columns.values()) or 2 * 4  # before the first step: as Adam
     if group.offload.tier is Tier.DISK:
         _move(moved, runtime, Tier.DISK, here, states)
         _move(moved, runtime, here, Tier.DISK, states)
@@ -283,7 +283,7 @@ def step_itemsizes(runtime: Runtime, group: ParamGroup) -> dict[Link, int]:
 
 
 def _move(moved: dict[Link, int], runtime: Runtime, source: Tier, target: Tier, itemsize: int) -> None:
-    """Count the hops between two tiers. Where the device's memory is the host's there is none between these."""
+    """Count a transfer on each link between two tiers. On a CPU, where device and host are one memory, they have no link."""
     path = [Tier.DEVICE, Tier.HOST, Tier.DISK]
     begin, end = path.index(source), path.index(target)
     step = 1 if begin < end else -1

@@ -1,4 +1,4 @@
-"""Small reference models, used by `zeroshard train`, the benchmarks and the tests; the shapes of published ones."""
+"""Small reference models for `zeroshard train`, the benchmarks and the tests, and the shapes of published models."""
 
 from .gpt import GPT, Block, GPTConfig
 from .presets import CASE_STUDIES, CaseStudy

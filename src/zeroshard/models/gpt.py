@@ -2,15 +2,15 @@
 
 With other options it is the architecture of the case studies (presets.py): biases, ALiBi, a normalised embedding.
 
-It is an ordinary `nn.Module`: nothing in it knows about sharding. Its `Block`s stand in an `nn.ModuleList`, so
-that each becomes one unit; embeddings, the last norm and the head form the root unit.
+It is an ordinary `nn.Module` without any code for sharding. Its `Block`s are in an `nn.ModuleList`, so that each becomes one
+unit; embeddings, the last norm and the head form the root unit.
 
     tokens (batch, seq) -> embedding + position (+ n-grams) (-> norm) -> [Block] * layers -> norm -> head -> logits or loss
 
 Words: *dim* is the width of the residual stream, *head_dim* = dim / heads, *seq* the tokens of one sequence.
 *N-grams* are optional: tables with a vector for the 2, 3 and 4 tokens that end at a position, found by a hash. They
-cost next to no arithmetic and teach a byte-level model short words at once: in 800 steps of 1,024 bytes
-of Python, 4 layers of dim 128 reach 2.06 instead of 3.25 bits per byte with tables of 4,096 rows.
+cost next to no arithmetic and teach a byte-level model short words at once: in 800 steps of 1,024 bytes of Python,
+4 layers of dim 128 reach 2.06 bits per byte with tables of 4,096 rows, and 3.25 without.
 """
 
 import math
@@ -36,11 +36,11 @@ class GPTConfig:
     mlp_ratio: int = 4
     tied: bool = False
     dropout: float = 0.0
-    ngram_rows: int = 0  # of each n-gram table; 0: none
+    ngram_rows: int = 0  # rows of each n-gram table; 0: no tables
     positions: str = "learned"  # a vector for each position, or "alibi": attention falls with distance (arXiv 2108.12409)
-    bias: bool = False  # of linear maps and norms; the head has none
+    bias: bool = False  # biases in linear layers and norms; the head never has one
     embedding_norm: bool = False  # a norm after the embedding, as in BLOOM (arXiv 2211.05100, section 3.2)
-    init_std: float = 0.02  # of the normal distribution that weights are drawn from
+    init_std: float = 0.02  # standard deviation of the normal distribution from which weights are drawn
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "seq_len", "dim", "layers", "heads", "mlp_ratio"):
@@ -59,15 +59,15 @@ class GPTConfig:
             raise ValueError(f"dropout: expected 0 <= dropout < 1, got {self.dropout}")
 
     def to_dict(self) -> dict[str, int | float | bool | str]:
-        """The fields as a dictionary, ready for JSON."""
+        """Return the fields as a dictionary in types that JSON has."""
         return asdict(self)
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """By how much the score of a key falls for each token that it lies behind the query, for each head.
+    """Return each head's slope: the amount by which a key's score falls for each token between it and the query.
 
-    For n heads, n a power of two: 2^(-8/n), its square, its cube, ... For other numbers, those of the next lower power
-    of two, then every other one of the next higher. ALiBi, arXiv 2108.12409, section 3 and its authors' code.
+    For n heads, n a power of two: 2^(-8/n), its square, its cube, ... For other n: the slopes of the next lower power of
+    two, then every other slope of the next higher one. ALiBi, arXiv 2108.12409, section 3 and its authors' code.
     """
     power = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
@@ -75,7 +75,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def alibi_bias(slopes: list[float], seq: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What is added to the scores: (1, heads, seq, seq), -slope x distance, and -inf where a key lies ahead of the query."""
+    """Return the bias for the scores: (1, heads, seq, seq), -slope x distance, and -inf for keys after the query."""
     places = torch.arange(seq, device=device)
     distance = places[:, None] - places  # (query, key)
     bias = -torch.tensor(slopes, device=device)[:, None, None] * distance
@@ -85,20 +85,20 @@ def alibi_bias(slopes: list[float], seq: int, dtype: torch.dtype, device: torch.
 class Attention(nn.Module):
     """Causal multi-head attention with one fused projection to queries, keys and values.
 
-    The rows of `qkv` (weight, bias) are three blocks, each head after head: (3, heads, head_dim) = queries, keys, values.
-    So who gives ranks some of the heads (tensor parallelism) takes rows out of each of the blocks, and the same columns
-    of `out`, and says which heads are here: `heads` of them, from `first_head` on. The rest follows from that.
+    The rows of `qkv` (weight, bias) are three blocks (queries, keys, values), each head after head: (3, heads, head_dim).
+    Tensor parallelism, which gives each rank some of the heads, takes rows out of each block and the same columns of `out`,
+    and sets `heads` and `first_head`.
     """
 
-    heads: int  # that are computed here
-    first_head: int  # of all the model's: their slopes differ
+    heads: int  # number of heads on this rank
+    first_head: int  # index of the first of them among the model's heads, since ALiBi's slopes differ
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.heads, self.first_head = config.heads, 0
         self.head_dim = config.dim // config.heads
         self.dropout = config.dropout
-        # numbers, not a buffer: a model that is built on the meta device has them as well
+        # a list, not a buffer, so that a model built on the meta device has the values
         self.slopes = alibi_slopes(config.heads) if config.positions == "alibi" else None
         self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=config.bias)  # weight (3 * dim, dim)
         self.out = nn.Linear(config.dim, config.dim, bias=config.bias)
@@ -118,7 +118,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear maps with a GELU between them."""
+    """Two linear layers with a GELU between them."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block: 12 dim^2 parameters at mlp_ratio 4, and two norms; with biases 13 dim in all beside."""
+    """One pre-norm transformer block: 12 dim^2 parameters at mlp_ratio 4, and two norms; with biases, 13 dim more in all."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -147,9 +147,9 @@ class Block(nn.Module):
 
 
 def ngram_hash(tokens: Tensor, length: int, rows: int) -> Tensor:
-    """The row in 0..rows-1 of the `length` tokens that end at each position: (batch, seq) int64, as `tokens`.
+    """Return the table row, 0..rows-1, of the `length` tokens that end at each position: (batch, seq) int64, as `tokens`.
 
-    A polynomial in the tokens, with zeros before the beginning, then mixed; different n-grams may share a row.
+    The hash is a polynomial in the tokens, with zeros before the beginning, then mixed; n-grams may collide.
     """
     mixed = tokens
     for distance in range(1, length):
@@ -160,7 +160,7 @@ def ngram_hash(tokens: Tensor, length: int, rows: int) -> Tensor:
 
 
 class GPT(nn.Module):
-    """Decoder-only language model. `model(tokens)` gives logits, `model(tokens, targets)` the mean loss in nats."""
+    """Decoder-only language model. `model(tokens)` returns logits, `model(tokens, targets)` the mean loss in nats."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -177,10 +177,10 @@ class GPT(nn.Module):
         self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Normal(0, init_std), as GPT-2; maps that write into the residual stream are scaled by 1 / sqrt(2 layers)."""
+        """Draw Normal(0, init_std), as GPT-2 does; layers that write to the residual stream are scaled by 1 / sqrt(2 layers)."""
         std = self.config.init_std
         if isinstance(module, (Attention, MLP)):  # apply() visits children first, so this overrides theirs
-            for name, weight in module.out.named_parameters():  # one, or those of its tiles (zs.tile)
+            for name, weight in module.out.named_parameters():  # the weight, or those of its tiles (zs.tile)
                 if not name.endswith("bias"):
                     nn.init.normal_(weight, std=std / math.sqrt(2 * self.config.layers))
         elif isinstance(module, (nn.Linear, nn.Embedding)):
@@ -189,7 +189,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits (batch, seq, vocab) or, with `targets` (batch, seq), the mean cross entropy, computed in fp32."""
+        """Return logits (batch, seq, vocab) or, with `targets` (batch, seq), the mean cross entropy, computed in fp32."""
         seq = tokens.shape[1]
         if seq > self.config.seq_len:
             raise ValueError(f"tokens: expected at most seq_len={self.config.seq_len} per sequence, got {seq}")

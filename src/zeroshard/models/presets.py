@@ -1,9 +1,9 @@
-"""The models and layouts of the published runs that trained with ZeRO inside of a mesh: Turing-NLG, BLOOM, MT-NLG.
+"""Models and layouts of published runs that trained with ZeRO on a mesh: Turing-NLG, BLOOM, MT-NLG.
 
-    ranks = tp x pp x dp          tp: parts of each weight, pp: stages of blocks, dp: groups that share the batch
+    ranks = tp x pp x dp          tp: parts of each weight, pp: stages of blocks, dp: replicas that share the batch
 
-A *scale* is a shape of the same architecture: "full", as published, or "tiny", which trains on a few CPU ranks and still
-can be cut in two or four along each axis. Each number names its source; what was not published is None, or is marked.
+A *scale* is a shape of the same architecture: "full", as published, or "tiny", which trains on a few CPU ranks and can still
+be split in two or four along each axis. Every number has its source; unpublished ones are None, or are marked in `sources`.
 """
 
 from dataclasses import dataclass, replace
@@ -16,14 +16,14 @@ _GPT2_VOCABULARY = "GPT-2's 50,257 tokens, padded to a multiple of 128 x tp as M
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks of a published run were arranged, and what each of its steps read."""
+    """Arrangement of the ranks of a published run, and its batch sizes."""
 
     tp: int
     pp: int
     dp: int
-    stage: int  # of ZeRO, over dp
+    stage: int  # ZeRO stage over dp
     precision: str
-    global_batch: int  # sequences of a step, once it had grown to its full length
+    global_batch: int  # sequences per step, after any warm-up of the batch size
     micro_batch: int | None  # sequences of one forward pass of one data-parallel rank
     device: str
 
@@ -34,23 +34,23 @@ class Layout:
 
 @dataclass(frozen=True)
 class CaseStudy:
-    """A published run: its architecture at each scale, its layout, and where the numbers are from."""
+    """A published run: its architecture at each scale, its layout, and the sources of the numbers."""
 
     full: GPTConfig
     tiny: GPTConfig
     layout: Layout
-    billions: float  # of parameters, as printed
-    sources: dict[str, str]  # what -> document and place
+    billions: float  # billions of parameters, as published
+    sources: dict[str, str]  # names of fields -> document and section
 
     def config(self, scale: str) -> GPTConfig:
-        """The architecture at a scale. Raises ValueError."""
+        """Return the architecture at a scale. Raises ValueError for unknown scales."""
         if scale not in SCALES:
             raise ValueError(f"scale: expected one of {', '.join(SCALES)}, got {scale!r}")
         return self.full if scale == "full" else self.tiny
 
 
 def _case_study(full: GPTConfig, heads: int, layout: Layout, billions: float, sources: dict[str, str]) -> CaseStudy:
-    """With the tiny scale beside the full one: bytes as tokens, four blocks of dim 96, `heads` heads."""
+    """Make a case study, with a tiny scale of the full one: bytes as tokens, four blocks of dim 96, `heads` heads."""
     tiny = replace(full, vocab_size=256, seq_len=128, dim=96, layers=4, heads=heads, init_std=0.02)
     return CaseStudy(full, tiny, layout, billions, sources)
 
@@ -75,7 +75,7 @@ CASE_STUDIES: dict[str, CaseStudy] = {
             vocab_size=250880, seq_len=2048, dim=14336, layers=70, heads=112, positions="alibi", embedding_norm=True,
             bias=True, tied=True, init_std=0.0048,
         ),
-        heads=12,  # as 112 no power of two, so that the slopes of ALiBi are of both kinds
+        heads=12,  # like 112 no power of two, so that ALiBi has slopes of both kinds
         layout=Layout(tp=4, pp=12, dp=8, stage=1, precision="bf16", global_batch=2048, micro_batch=2, device="A100 80 GB"),
         billions=176.247,
         sources={

@@ -1,1 +1,1 @@
-"""Parallelism beside ZeRO's: the axes of a mesh that split the model itself. zs.shard is called for what each rank then has."""
+"""Model parallelism along mesh axes (tensor, pipeline); zs.shard is then called for each rank's part of the model."""

@@ -1,9 +1,9 @@
-"""zs.parallelize: a model over a mesh, by one call. Tensor parallelism inside of blocks, pipeline stages between, ZeRO over the rest.
+"""zs.parallelize: distribute a model over a mesh in one call, by tensor parallelism, pipeline stages and ZeRO.
 
     whole model --cut between blocks--> this rank's stages --cut inside of blocks--> local shards --zs.shard--> over dp
                   mesh["pp"]                                  mesh["tp"]                            mesh["dp"]
 
-Each part is PyTorch's own, or zeroshard's, and can be used by itself: `styles_for` and `apply`, `cut_stages` and `Pipeline`, `zs.shard`.
+Each part can be used by itself: `styles_for` and `apply`, `cut_stages` and `Pipeline`, `zs.shard`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..options import ShardOptions
 
 DATA_AXES = ("dp", "dp_replicate", "dp_shard")
-IGNORED = -100  # as a target: no loss, as in torch's cross_entropy
+IGNORED = -100  # targets of this value have no loss, as in torch's cross_entropy
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -101,7 +101,7 @@ def parallelize(
     if chosen is not None:
         for module in modules:
             part = _of_stage(chosen, module)
-            # apply says where there is no head at all
+            # without any head `apply` raises, which says so
             stays_cut = loss_parallel and (part.head is not None or chosen.head is None)
             apply(module, mesh["tp"], part, sequence_parallel=sequence_parallel, loss_parallel=stays_cut)
     made = [None] * len(modules) if optimizer is None else _optimizers(optimizer, modules, mesh)
@@ -113,11 +113,11 @@ def parallelize(
 
 
 def _optimizers(make: MakeOptimizer, modules: list[nn.Module], mesh: DeviceMesh) -> list[torch.optim.Optimizer]:
-    """One for each part of the rank. Raises ConfigError on all ranks where `make` raises on one: the others would wait (collective)."""
+    """Return an optimizer for each of this rank's stages (collective). If `make` raises on one rank, all raise ConfigError."""
     made, problems = [], {}
     try:
         made = [_optimizer(make, module) for module in modules]
-    except Exception as error:  # of the user's function: any
+    except Exception as error:  # the user's function may raise anything
         cause: Exception | None = error
         problems[mesh.get_rank()] = f"{type(error).__name__}: {error}"
     else:
@@ -135,11 +135,11 @@ def _optimizers(make: MakeOptimizer, modules: list[nn.Module], mesh: DeviceMesh)
 
 
 def _optimizer(make: MakeOptimizer, module: nn.Module) -> torch.optim.Optimizer:
-    """What `make` makes of a part. One without trained parameters takes part in steps, norms and schedules all the same."""
+    """Return the optimizer of a stage. A stage without trained parameters needs one too, for steps, norms and schedules."""
     params = list(module.parameters())
     if any(param.requires_grad for param in params):
         return make(iter(params))
-    # a function may look at dimensions
+    # two dimensions, since an optimizer may require matrices
     stand_in = nn.Parameter(torch.zeros(1, 1, dtype=params[0].dtype, device=params[0].device))
     made = make(iter([stand_in]))
     for group in made.param_groups:
@@ -149,7 +149,7 @@ def _optimizer(make: MakeOptimizer, module: nn.Module) -> torch.optim.Optimizer:
 
 
 def _check_planned(path: Any, planned: Mapping[str, Any], mesh: DeviceMesh) -> None:
-    """Raise ConfigError where a layout's file cuts the model otherwise; say it where it only has other ranks."""
+    """Raise ConfigError if a planned layout has other model axes than the mesh; print on rank 0 if only the ranks differ."""
     sizes = _sizes(mesh)
     text = planned_otherwise(path, planned, {"dp": mesh.size() // (sizes["pp"] * sizes["tp"]), **sizes})
     if other_model_axes(planned, sizes):
@@ -159,13 +159,13 @@ def _check_planned(path: Any, planned: Mapping[str, Any], mesh: DeviceMesh) -> N
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy (nats) of logits (batch, seq, tokens) and targets (batch, seq) that are not -100; 0 where there are none."""
+    """Return the mean cross-entropy (nats) of logits (batch, seq, tokens) over targets (batch, seq) that are not -100, or 0."""
     total = summed_loss(logits, targets)
     return total / (targets != IGNORED).sum().clamp(min=1)
 
 
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """As `next_token_loss`, the sum."""
+    """Return the sum of the cross-entropies of which `next_token_loss` is the mean."""
     logits = logits if is_distributed(logits) else logits.float()
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
@@ -199,7 +199,7 @@ def _styles(model: nn.Module, styles: ParallelStyles | Mapping[str, Any] | None,
 
 
 def _schedule(schedule: str | None, per_rank: int | None, pp: int) -> tuple[str, int]:
-    """The schedule's name and how many stages a rank has."""
+    """Return the schedule's name and the number of stages on each rank."""
     if pp == 1:
         if schedule is not None:
             schedule_class(schedule)
@@ -212,7 +212,7 @@ def _schedule(schedule: str | None, per_rank: int | None, pp: int) -> tuple[str,
 
 
 def _of_stage(styles: ParallelStyles, stage: nn.Module) -> ParallelStyles:
-    """What of the styles of the whole model is about modules of this stage."""
+    """Return the part of the whole model's styles that concerns modules of this stage."""
     modules = {name for name, module in stage.named_modules() if not isinstance(module, StandIn)}
     there = modules | {name for name, _ in stage.named_parameters()}
     return ParallelStyles(
@@ -252,10 +252,10 @@ class Parallel:
         return self.optimizers[0]
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Forward and backward of a batch, and the optimizer's step (collective): the mean loss of this rank's batch.
+        """Run forward, backward and the optimizer's step (collective). Return the mean loss of this rank's batch.
 
-        inputs, targets: (rows, ...) of this rank's place along the axes of data parallelism, the same on ranks that differ along pp and
-        tp alone; rows a multiple of micro_batches.
+        inputs, targets: (rows, ...), different along data-parallel axes and the same along pp and tp; rows is a multiple of
+        micro_batches.
         """
         loss = self.backward(inputs, targets)
         self.optimizer  # noqa: B018  # raises where there is none
@@ -265,7 +265,7 @@ class Parallel:
         return loss
 
     def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """As `step`, without the optimizer's: clip, look at gradients, or step by yourself."""
+        """Run forward and backward, without the optimizer's step, to clip or read gradients before it (collective)."""
         with self._context(), self.traffic.step():
             if self.pipeline is not None:
                 return self.pipeline.step(inputs, target=targets)
@@ -273,10 +273,10 @@ class Parallel:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss of a batch, without gradients (collective). Shapes as of a step.
+        """Return the loss of a batch, without gradients (collective). Shapes as in `step`.
 
-        With the `loss` that parallelize was given this is its mean over the micro-batches, which is what `step` returns. Without one
-        it is the sum, in nats, of the cross-entropies of all targets that are not -100, of which a perplexity is made.
+        With a `loss` given to parallelize, this is its mean over micro-batches, as in `step`. Without one, it is the sum, in
+        nats, of the cross-entropies of all targets that are not -100, to compute a perplexity from.
         """
         score, share = (self.loss, self.micro_batches) if self._given else (summed_loss, 1)
         with self._context():
@@ -317,12 +317,12 @@ class Parallel:
         return torch.stack(losses).sum()
 
     def close(self) -> None:
-        """zs.close of every part (collective)."""
+        """Call zs.close for each of this rank's stages (collective)."""
         for module in self.models:
             api.close(module)
 
     def report(self) -> str:
-        """What each axis sends in a step, a line for each; the state of each part is in zs.report(run.model)."""
+        """Return a line for each axis with the bytes it sends in a step. For memory, see zs.report(run.model)."""
         return self.traffic.text()
 
     @property
@@ -331,7 +331,7 @@ class Parallel:
 
 
 def _logits(output: Any) -> Tensor:
-    """Of what a model returns: a tensor, Transformers' output, or a tuple with them in front."""
+    """Return the logits of a model's output: a tensor, an output of Transformers, or a tuple that begins with them."""
     if isinstance(output, Tensor):
         return output
     return output.logits if hasattr(output, "logits") else output[0]

@@ -1,14 +1,14 @@
-"""Pipeline: one step of a model whose stages are on different ranks, by the schedules of torch.distributed.pipelining.
+"""Pipeline: one step of a model whose stages are on different ranks, with the schedules of torch.distributed.pipelining.
 
-    rank 0   F0 F1 F2 F3          B0 B1 B2 B3 r r        1F1B and others: whose order, and what is sent when, is torch's
+    rank 0   F0 F1 F2 F3          B0 B1 B2 B3 r r        1F1B and others: torch's schedule orders computation and messages
     rank 1      F0 B0 F1 B1 F2 B2 F3 B3 r r              r: the reduction over the data-parallel ranks of this stage
 
-Each stage was given to zs.shard. Backwards of all micro-batches but the last add up on this rank, as inside zs.accumulate; the last
-one starts a reduction whenever a unit is complete, and does not wait for any: what the stage before needs is sent first. So gradients
-are reduced once a step, and that goes on while the pipeline runs empty.
+Each stage was given to zs.shard. Gradients of all micro-batches but the last accumulate on this rank, as inside zs.accumulate.
+The last backward starts a unit's reduction when the unit is complete and waits for none, so that the previous stage gets its
+gradients first. So gradients are reduced once per step, while the pipeline drains.
 
-Schedules that split a backward (zero bubble) ask autograd for gradients, and accumulate those of weights themselves. Such gradients
-are handed to the runtime (`Runtime.hold`) in place of those that its hooks would have met.
+Schedules that split a backward (zero bubble) ask autograd for gradients, and accumulate those of weights themselves. They are
+given to the runtime by `Runtime.hold`, since its hooks do not see them.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from .tied import TiedParameters, exchange_objects
 
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the first and the last stage are on one rank
-_PATIENCE_S, _PAUSE_S = 5.0, 0.05  # for a peer to say why a connection broke
+_PATIENCE_S, _PAUSE_S = 5.0, 0.05  # time to wait for a peer's reason after a connection broke; pause between polls
 Loss = Callable[[Tensor, Any], Tensor]
 
 
 def schedule_class(schedule: str) -> tuple[str, type]:
-    """A schedule's name as it is written, and its class in torch. Raises ConfigError for one that is none."""
+    """Return a schedule's name as in SCHEDULES, and its class in torch. Raises ConfigError for unknown names."""
     name = next((name for name in SCHEDULES if name.lower() == str(schedule).lower()), None)
     if name is None:
         raise ConfigError(f"schedule: expected one of {SCHEDULES}, got {schedule!r}.{did_you_mean(str(schedule), SCHEDULES)}")
@@ -71,7 +71,7 @@ def stages_of(rank: int, ranks: int, per_rank: int, schedule: str = "1F1B") -> l
 
 
 class _Weight:
-    """A parameter to which torch adds a gradient that is no business of `.grad`: see stage_backward_weight."""
+    """Proxy for a parameter in torch's stage_backward_weight, which takes the gradient in place of the parameter's `.grad`."""
 
     requires_grad, grad_fn = True, None
 
@@ -80,17 +80,17 @@ class _Weight:
         self.grad: Tensor | None = None
 
     def view_as(self, _: Any) -> Tensor:
-        return self.param.view_as(self.param)  # through which its node in the graph is found
+        return self.param.view_as(self.param)  # torch finds the parameter's node in the graph through a view
 
 
 class _Stage(PipelineStage):
-    """torch's stage, with the backwards of a sharded module. sent_nbytes: of activations and their gradients, to other ranks."""
+    """torch's stage with the backward of a sharded module. sent_nbytes: bytes of activations and gradients sent to others."""
 
     sent_nbytes = 0
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> Any:
         runtime = runtime_of(self.submod)
-        whole = any(unit.sharded for unit in runtime.units)  # stage 3: weights come and go, so a backward is not split
+        whole = any(unit.sharded for unit in runtime.units)  # stage 3: parameters are released, so a backward is not split
         if backward_type == "weight" and whole:
             return (), None
         if backward_type == "weight":
@@ -100,7 +100,7 @@ class _Stage(PipelineStage):
             return (), None
         with _held(runtime, reduce=last_backward):
             if backward_type == "input" and whole:
-                if bwd_kwargs["output_grads"] is None:  # the last stage's loss, which torch has put into a tuple
+                if bwd_kwargs["output_grads"] is None:  # the last stage: torch has put its loss into a tuple
                     bwd_kwargs = bwd_kwargs | {"stage_output": bwd_kwargs["stage_output"][0]}
                 grads, _ = super().backward_maybe_with_nosync("full", bwd_kwargs, last_backward)
                 return grads, []
@@ -125,15 +125,15 @@ class _Stage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _warmup_backward_result(self, received_result: Any = None) -> Any:
-        """What stages have voted: whether each was told the shapes of what it is given. All of ours are; nobody else is there to say so."""
+        """Result of torch's vote on whether stages know their inputs' shapes. All of ours do; an imagined rank has no voters."""
         return types.SimpleNamespace(item=lambda: 1) if is_imagined() else super()._warmup_backward_result(received_result)
 
     def _note(self, what: str) -> None:
-        """For who asks when a wait lasts too long."""
+        """Record what this rank waits for, for the message if the wait takes too long."""
         runtime_of(self.submod).comm.progress.note(f"pipeline stage {self.stage_index}: {what}")
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        """What the stage before it, on this rank, is given; in an evaluation there is nothing, but torch asks for it in a V."""
+        """Return gradients for the previous stage if it is on this rank. In a V torch calls this even in an evaluation: ()."""
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
@@ -141,13 +141,13 @@ class _Stage(PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """All backwards of the step are over here. Losses were divided by the micro-batches, so gradients need not be."""
+        """Start the reductions after the step's last backward. Gradients are not scaled: losses were divided by micro-batches."""
         runtime_of(self.submod).begin_reductions()
 
 
 @contextlib.contextmanager
 def _held(runtime: Runtime, reduce: bool) -> Iterator[None]:
-    """Around a backward: gradients add up here; reduce: what is complete is on its way when it is over."""
+    """Context for a backward that accumulates gradients on this rank. reduce: also start reductions of complete units."""
     reductions = runtime.reductions
     previous = runtime.sync, reductions.waits
     runtime.sync, reductions.waits, runtime.account.held = reduce, False, True
@@ -158,7 +158,7 @@ def _held(runtime: Runtime, reduce: bool) -> Iterator[None]:
 
 
 class Pipeline:
-    """The stages of this rank, bound to a schedule. `step` is a forward and backward of the whole model.
+    """The stages of this rank with a schedule; `step` runs forward and backward of the whole model.
 
     own = zs.stages_of(mesh["pp"].get_local_rank(), mesh["pp"].size(), 1)
     (stage,) = zs.cut_stages(model, 2, own)
@@ -174,20 +174,20 @@ class Pipeline:
         self, stages: nn.Module | Sequence[nn.Module], pp: DeviceMesh | dist.ProcessGroup, *, micro_batches: int, loss: Loss,
         schedule: str = "1F1B",
     ) -> None:  # fmt: skip
-        """Every rank of the pipeline calls this, and every rank of its data parallelism (collective).
+        """Make a pipeline (collective over the ranks of the pipeline and of its data parallelism).
 
         Args:
-            stages: of this rank, in the order of `stages_of`, each sharded by zs.shard over its data-parallel ranks; made by `cut_stages`,
-                or your own modules: of one tensor (the first: of the inputs) to one tensor. ZeRO stage 3 gathers once for each
-                micro-batch and direction, (2 * micro_batches) times a step, unless `max_live_parameters` keeps units between them; its
-                backwards are not split.
-            pp: the mesh's axis mesh["pp"], or a process group: the ranks of one pipeline.
-            micro_batches: into how many a batch is cut along dimension 0, the same on all ranks.
-            loss: (output of the last stage, target) -> mean loss of the micro-batch. The step's is the mean over them.
-            schedule: GPipe, 1F1B, LoopedBFS, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV: torch's.
+            stages: this rank's stages in the order of `stages_of`, each sharded by zs.shard over its data-parallel ranks; made by
+                `cut_stages`, or your own modules from one tensor (the first stage: from the inputs) to one tensor. ZeRO stage 3
+                unshards for every micro-batch and direction, (2 * micro_batches) times a step, unless `max_live_parameters` keeps
+                units unsharded between them; its backwards are not split.
+            pp: the mesh axis mesh["pp"], or a process group: the ranks of one pipeline.
+            micro_batches: number of parts into which a batch is split along dimension 0, the same on all ranks.
+            loss: function (output of the last stage, target) -> mean loss of the micro-batch. `step` returns the mean over them.
+            schedule: one of torch's: GPipe, 1F1B, LoopedBFS, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV.
 
-        Raises ConfigError, on all ranks, for stages that do not fit the schedule, unequal micro-batches, and options that would need
-        what stages do not tell each other.
+        Raises ConfigError, on all ranks, for stages that do not fit the schedule, different numbers of micro-batches, and options
+        (fp16 loss scaling) for which stages would have to exchange more than they do.
         """
         self.stages = [stages] if isinstance(stages, nn.Module) else list(stages)
         self.group = pp.get_group() if isinstance(pp, DeviceMesh) else pp
@@ -203,11 +203,11 @@ class Pipeline:
         self._made: list[_Stage] = []
         timeout = datetime.timedelta(seconds=self.runtimes[0].config.stall_timeout_s)
         if not is_imagined():
-            torch_compat.set_timeout(timeout, self.group)  # so that waits for another stage end as all others do
+            torch_compat.set_timeout(timeout, self.group)  # waits for another stage have the same timeout as all others
         self.tied = TiedParameters(self.stages, self.own, self.group, self._rank_of)
         cores = [runtime.optimizer.core for runtime in self.runtimes if runtime.optimizer is not None]
         for core in cores:
-            core.allied = cores  # one norm and one verdict for all stages
+            core.allied = cores  # all stages share one gradient norm and one decision to skip a step
         for runtime in self.runtimes:
             if any(unit.sharded for unit in runtime.units):
                 times = 2 * self.micro_batches
@@ -216,7 +216,7 @@ class Pipeline:
                 )
 
     def _agree(self, schedule: str) -> None:
-        """Raise what is wrong on any rank of the pipeline, or of the data parallelism, on all of them."""
+        """Raise ConfigError on all ranks of the pipeline and the data parallelism if anything is wrong on one (collective)."""
         wrong = self._wrong(schedule)
         mine = (wrong, str(schedule).lower(), self.micro_batches, len(self.stages))
         told = exchange_objects(mine, self.group)
@@ -267,7 +267,7 @@ class Pipeline:
         return next(filter(None, map(self._unserved, self.runtimes)), None) if self.ranks > 1 else None
 
     def _unserved(self, runtime: Runtime) -> str | None:
-        """Options by which a step of one stage depends on what only the others know."""
+        """Return why an option cannot be used in a pipeline, since one stage's step would depend on the others; or None."""
         if runtime.config.precision == "fp16":
             return (
                 "precision='fp16' with a pipeline: each stage would scale gradients anew. Use 'bf16', whose range needs no scale."
@@ -282,17 +282,17 @@ class Pipeline:
     # -- steps -----------------------------------------------------------------------------------------------
 
     def step(self, *inputs: Any, target: Any = None, losses: list | None = None, **kwargs: Any) -> Tensor:
-        """Forward and backward of a batch; the mean loss, on every rank of the pipeline (collective).
+        """Run forward and backward of a batch. Return the mean loss on every rank of the pipeline (collective).
 
         All ranks of a pipeline give the same arguments: inputs (batch, ...), target (batch, ...), keyword arguments for every stage's
-        forward. losses: a list that takes the loss of each micro-batch. Gradients are then those of the mean loss, over micro-batches
-        and data-parallel ranks, as after one backward: the optimizers' `step` comes next.
+        forward. losses: a list that is filled with each micro-batch's loss. Gradients are then those of the mean loss, over
+        micro-batches and data-parallel ranks, as after one backward; call the optimizers' `step` next.
         """
         return self._run(True, inputs, target, losses, kwargs)
 
     @torch.no_grad()
     def evaluate(self, *inputs: Any, target: Any = None, losses: list | None = None, **kwargs: Any) -> Tensor:
-        """As `step`, without gradients: the mean loss on every rank of the pipeline (collective)."""
+        """Run forward only, as `step` does. Return the mean loss on every rank of the pipeline (collective)."""
         return self._run(False, inputs, target, losses, kwargs)
 
     def _run(self, training: bool, inputs: tuple, target: Any, losses: list | None, kwargs: dict) -> Tensor:
@@ -325,7 +325,7 @@ class Pipeline:
         return sum(told.unbind(), torch.zeros((), device=self.device))
 
     def _explain(self, error: RuntimeError) -> None:
-        """Where a connection to another stage broke because a rank has failed: raise what that rank has told."""
+        """If a connection to another stage broke because a rank failed, raise PeerFailed with that rank's error."""
         world, deadline = self.runtimes[0].world, time.monotonic() + _PATIENCE_S
         if not any(word in str(error).lower() for word in ("connection", "gloo", "nccl", "timed out")):
             return
@@ -340,7 +340,7 @@ class Pipeline:
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes that this rank has sent to other stages so far: activations, their gradients, and those of tied parameters."""
+        """Bytes that this rank has sent to other stages so far: activations and gradients, also gradients of tied parameters."""
         return sum(stage.sent_nbytes for stage in self._made) + self.tied.sent_nbytes
 
     @property
@@ -348,7 +348,7 @@ class Pipeline:
         return self.count - 1 in self.own
 
     def _rank_of(self, stage: int) -> int:
-        """The rank within the pipeline that has a stage."""
+        """Return the rank within the pipeline that has a stage."""
         per_rank = len(self.stages)
         return next(r for r in range(self.ranks) if stage in stages_of(r, self.ranks, per_rank, self.schedule))
 
@@ -362,7 +362,7 @@ class Pipeline:
             )
 
     def _agree_on_batch(self, key: tuple) -> None:
-        """Of shapes that are new: all ranks of the pipeline have them (collective)."""
+        """Raise ConfigError if ranks of the pipeline were given different shapes (collective; called for new shapes only)."""
         told = exchange_objects(key, self.group)
         if any(other != key for other in told):
             shapes = [[(*shape,) for shape, _ in other[1:]] for other in told]
@@ -373,7 +373,7 @@ class Pipeline:
     # -- what torch is given ---------------------------------------------------------------------------------
 
     def _build(self, training: bool, inputs: tuple, kwargs: dict) -> Any:
-        """A schedule for batches of this shape: torch's buffers are made for one."""
+        """Return a schedule for batches of this shape, since torch's buffers are made for one shape."""
         rows = find_tensors(inputs)[0].shape[0] // self.micro_batches
         first = {key: value[:rows] if isinstance(value, Tensor) else value for key, value in kwargs.items()}
         shapes = self._shapes(tuple(x[:rows] for x in inputs), first)
@@ -394,7 +394,7 @@ class Pipeline:
 
     @torch.no_grad()
     def _shapes(self, inputs: tuple, kwargs: dict) -> list[list[tuple[torch.Size, torch.dtype]]]:
-        """What each stage is given, and what the last returns: one forward after the other, in evaluation, on zeros."""
+        """Return shapes and dtypes of each stage's input and the last's output, from one forward each on zeros (collective)."""
         shapes = [[(x.shape, x.dtype) for x in inputs]]
         if is_imagined():
             return self._assumed_shapes(inputs, shapes)
@@ -410,7 +410,7 @@ class Pipeline:
         return shapes
 
     def _assumed_shapes(self, inputs: tuple, shapes: list) -> list[list[tuple[torch.Size, torch.dtype]]]:
-        """As `_shapes` where nobody tells: what passes between stages is as `cut_stages` has seen it."""
+        """Return `_shapes` for an imagined rank: between stages, the hidden states that `cut_stages` has recorded."""
         place: Any = self.stages[0].pipeline_stage
         hidden = [(place.hidden(inputs[0]), self.runtimes[0].groups[0].values.dtype)]
         return shapes + [hidden] * self.count
@@ -422,7 +422,7 @@ def whole(loss: Tensor) -> Tensor:
 
 
 def _evaluated(module: nn.Module, inputs: tuple, kwargs: dict) -> list[tuple[torch.Size, torch.dtype]]:
-    """Shapes and dtypes of what a module returns; its modules' statistics and random numbers stay as they are."""
+    """Return shapes and dtypes of a module's outputs, in eval mode, so that running statistics and dropout are not used."""
     training = [part for part in module.modules() if part.training]
     module.eval()
     try:

@@ -1,18 +1,18 @@
-"""Pipeline stages: cuts a model of the Transformer family between its blocks. Each stage keeps the whole model's names.
+"""Pipeline stages: cut a model of the Transformer family between its blocks. Stages keep the whole model's names.
 
     whole     embedding | blocks.0 blocks.1 blocks.2 blocks.3 | norm head
     stage 0   embedding | blocks.0 blocks.1                   |               tokens -> hidden states
     stage 1             |                   blocks.2 blocks.3 | norm head     hidden states -> logits
 
-A stage is the model itself, of a subclass of its class, with fewer parameters; what runs is the model's own forward. Its loop over
-blocks meets those of this stage alone: the first takes the hidden states that were received in place of what it is given, what the
-last one returns is sent on. Masks, positions and rotary tables are made anew by each stage, from shapes. What has parameters outside
-of the blocks and is of another stage is replaced by a `StandIn` that returns zeros, which nobody reads.
+A stage is a copy of the model, of a subclass of its class, with fewer parameters; it runs the model's own forward. The forward's
+loop over blocks visits only this stage's: the first takes the received hidden states in place of its argument, and the output
+of the last is sent on. Every stage makes masks, positions and rotary tables itself, from shapes. Modules with parameters
+outside of the blocks that belong to another stage are replaced by a `StandIn`, which returns zeros that nothing reads.
 
-What is used before the blocks and what after them is not guessed from names: the forward is run once on three tokens (of a model on
-the meta device, on fake tensors), and the functions that meet a parameter are looked at. So any model serves that is (something) ->
-one list of blocks -> (something), with one tensor of hidden states between blocks. Whoever has another kind of model writes the modules
-of its stages, and gives those to Pipeline.
+Which modules are used before and after the blocks is not guessed from names: the forward runs once on three tokens (with fake
+tensors if the model is on the meta device), and every function that uses a parameter is recorded. So any model can be cut that
+consists of (something) -> one list of blocks -> (something), with one tensor of hidden states between blocks. For other models,
+write the modules of the stages yourself and give them to Pipeline.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _FIRST, _LAST = "before the blocks", "after the blocks"
 
 @dataclass(frozen=True)
 class Tie:
-    """One parameter of the whole model that two stages hold: name in each of them, by number of the stage."""
+    """A parameter of the whole model that two stages hold. names: number of the stage -> name there."""
 
     names: dict[int, str]
 
 
 @dataclass
 class Passage:
-    """What comes into a stage's forward, and what goes out of it, while it runs."""
+    """Hidden states that a running stage has received, and those that it will send."""
 
     received: Tensor | None = None
     sent: Tensor | None = None
@@ -54,20 +54,20 @@ class Passage:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stage stands: its number, how many there are, the numbers of its blocks, parameters that it shares with others."""
+    """Position of a stage: its number, the number of stages, the numbers of its blocks, parameters tied to other stages."""
 
     index: int
     count: int
     blocks: range
     ties: tuple[Tie, ...]
     passage: Passage = field(default_factory=Passage, compare=False)
-    kwargs: dict[str, Any] = field(default_factory=dict)  # of the model's forward, unless they are given
-    example: Callable[[Tensor], Tensor] | None = None  # of hidden states -> an input of the model with their shape
-    hidden: Callable[[Tensor], torch.Size] | None = None  # and back: an input of the model -> the shape of hidden states
+    kwargs: dict[str, Any] = field(default_factory=dict)  # default keyword arguments for the model's forward
+    example: Callable[[Tensor], Tensor] | None = None  # hidden states -> an input of the model with matching shape
+    hidden: Callable[[Tensor], torch.Size] | None = None  # an input of the model -> shape of the hidden states
 
 
 class Stage:
-    """What a stage has before its model's own class; `pipeline_stage` is its Place."""
+    """Base class of a stage, before the model's own class; `pipeline_stage` is its Place."""
 
     pipeline_stage: Place
 
@@ -90,7 +90,7 @@ class Stage:
 
 
 class StageBlocks(nn.ModuleList):
-    """The blocks of one stage under their names in the whole model. A loop over it meets its ends as `_End`s."""
+    """The blocks of one stage under their names in the whole model. Iterating wraps the first and the last in an `_End`."""
 
     def __init__(self, blocks: dict[str, nn.Module], passage: Passage, receives: bool, sends: bool) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class StageBlocks(nn.ModuleList):
 
 
 class _End:
-    """The first or the last block of a stage, as its model calls it."""
+    """Wrapper of a stage's first or last block: it takes the received hidden states, or keeps the output to be sent."""
 
     def __init__(self, block: Any, passage: Passage, receives: bool = False, sends: bool = False) -> None:
         self._block, self._passage, self._receives, self._sends = block, passage, receives, sends
@@ -129,7 +129,7 @@ class _End:
         if not self._sends:
             return output
         self._passage.sent = output[0] if isinstance(output, tuple) else output
-        hidden = self._passage.sent.detach()  # what the model does with it leads nowhere
+        hidden = self._passage.sent.detach()  # the rest of the model's forward needs no gradient here
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
     def __getattr__(self, name: str) -> Any:
@@ -143,10 +143,10 @@ def _hidden_argument(kwargs: dict[str, Any]) -> str:
 
 
 class StandIn(nn.Module):
-    """In place of a module of another stage: zeros of the shape of its output, without memory.
+    """Replacement for a module of another stage: returns zeros of its output's shape, without memory.
 
-    shape: of its output for the example, None for each dimension that is that of its input (rows, positions). What a model asks the
-    module for beside its output (`self.embeddings.projection.weight.dtype`) it is told by a copy without memory.
+    shape: shape of its output for the example, with None for dimensions that equal the input's (rows, positions). Attributes that
+    the model reads (`self.embeddings.projection.weight.dtype`) come from a copy of the module on the meta device.
     """
 
     def __init__(self, passage: Passage, shape: tuple[int | None, ...], module: nn.Module) -> None:
@@ -154,7 +154,7 @@ class StandIn(nn.Module):
         self._passage, self.shape = passage, shape
         tensors = [*module.parameters(), *module.buffers()]
         without_memory = {id(t): torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for t in tensors}
-        self.__dict__["_copy"] = copy.deepcopy(module, without_memory)  # not a child: nothing of it is this stage's
+        self.__dict__["_copy"] = copy.deepcopy(module, without_memory)  # in __dict__, so that its parameters are not the stage's
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -175,7 +175,7 @@ class StandIn(nn.Module):
 
 
 def cut_by_cost(costs: Sequence[float], stages: int) -> list[range]:
-    """Stretches of blocks, one for each stage, such that the costliest stage is as cheap as can be; earlier stages get more."""
+    """Divide blocks into one range per stage, with the least maximal cost; of equally good cuts, earlier stages get more."""
     count, sums = len(costs), [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
@@ -213,7 +213,8 @@ def _numel(parameters: Any) -> int:
 
 
 def find_block_list(model: nn.Module, name: str | None = None) -> tuple[str, nn.ModuleList]:
-    """The nn.ModuleList of the model's blocks: the one named, or that with most parameters among those of composite modules alike."""
+    """Return (name, nn.ModuleList) of a model's blocks: the one named, or of the outermost lists of composite modules of one
+    class, the one with most parameters. Raises ConfigError."""
     found = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
     if name is not None:
         if name not in found:
@@ -234,16 +235,16 @@ def find_block_list(model: nn.Module, name: str | None = None) -> tuple[str, nn.
 
 @dataclass
 class _Uses:
-    """What one forward has shown. Sets of names of parameters outside of the blocks, by phase."""
+    """Uses of parameters outside of the blocks, and order of the blocks, as recorded in one forward."""
 
-    phases: dict[str, set[str]]  # name of a parameter -> where it is used
-    outputs: dict[str, tuple[int | None, ...]]  # name of a module -> shape of its output; None: as of its input
-    order: list[int]  # numbers of blocks as they were called
-    direct: set[str]  # parameters that are used while their module is not called
+    phases: dict[str, set[str]]  # name of a parameter -> phases in which it is used (_FIRST, _LAST, ...)
+    outputs: dict[str, tuple[int | None, ...]]  # name of a module -> shape of its output; None: the input's dimension
+    order: list[int]  # numbers of blocks in the order of calls
+    direct: set[str]  # parameters that are used outside of their module's forward
     untold: set[str]  # modules whose output is not one tensor
-    leading: int  # so many dimensions of input and hidden states are the same
-    tail: tuple[int, ...]  # the others, of the input
-    width: tuple[int, ...] = ()  # and of hidden states
+    leading: int  # number of leading dimensions in which input and hidden states agree
+    tail: tuple[int, ...]  # the input's other dimensions
+    width: tuple[int, ...] = ()  # the hidden states' other dimensions
 
 
 class _Watch(TorchFunctionMode):
@@ -253,7 +254,7 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if find_tensors(result):  # else it was asked for its shape or dtype
+        if find_tensors(result):  # else the function only read a shape or dtype
             for tensor in find_tensors((args, kwargs)):
                 self.seen(id(tensor))
         return result
@@ -261,11 +262,11 @@ class _Watch(TorchFunctionMode):
 
 @torch.no_grad()
 def _stand_ins(tensors: list[tuple[str, Tensor]]) -> tuple[dict[int, Tensor], Any]:
-    """What a watched forward computes with, by the id of the tensor it stands for, and the context it runs in.
+    """Return the tensors for a recorded forward, by the id of the tensor that each replaces, and the context to run it in.
 
-    Buffers are copied, since running statistics are not of this forward; where a tensor is on "meta", all are fake.
+    Buffers are copied, since this forward must not change running statistics. If any tensor is on "meta", all become fake.
     """
-    if not any(tensor.is_meta for _, tensor in tensors):  # of what is really there, three tokens are computed
+    if not any(tensor.is_meta for _, tensor in tensors):  # compute three tokens with the real parameters
         return {id(t): t if isinstance(t, nn.Parameter) else t.clone() for _, t in tensors}, contextlib.nullcontext()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
@@ -346,7 +347,7 @@ def _agreeing(a: Tensor, b: Tensor) -> int:
 
 
 def _owners(model: nn.Module, inside: set[int]) -> list[tuple[str, nn.Module]]:
-    """Modules that have parameters of their own outside of the blocks."""
+    """Return (name, module) of modules with parameters of their own outside of the blocks."""
     return [
         (name, module)
         for name, module in model.named_modules(remove_duplicate=False)
@@ -444,12 +445,12 @@ def cut_stages(
     ranges = cut_by_cost(costs, stages) if cuts is None else _cuts_as_asked(cuts, names, stages)
     ties = _ties(model, uses, stages)
     for name in {name for tie in ties for name in tie.names.values()}:
-        sizes[name].__dict__["unit_of_its_own"] = True  # so that both stages lay it out in the same way
+        sizes[name].__dict__["unit_of_its_own"] = True  # so that its layout is the same in both stages
     return [_Cutter(model, path, uses, kwargs, given).stage(index, ranges, ties) for index in own]
 
 
 def _ties(model: nn.Module, uses: _Uses, stages: int) -> tuple[Tie, ...]:
-    """Parameters that are used before the blocks and after them."""
+    """Return the parameters that are used both before and after the blocks."""
     if stages == 1:
         return ()
     found: dict[int, dict[int, str]] = {}
@@ -467,7 +468,7 @@ def _copy_of(param: nn.Parameter) -> nn.Parameter:
 
 
 class _Cutter:
-    """Makes stages of one model: copies of its modules outside of the blocks, without their tensors' memory."""
+    """Makes the stages of one model: copies of its modules outside of the blocks, which share its tensors."""
 
     def __init__(self, model: nn.Module, path: str, uses: _Uses, kwargs: dict[str, Any], example: Tensor) -> None:
         self.model, self.path, self.uses, self.kwargs, self.example = model, path, uses, kwargs, example
@@ -486,14 +487,14 @@ class _Cutter:
         self.config = self._config()
         self.made: dict[int, nn.Module] = {}
         shared = [] if index == 0 else [self.model.get_parameter(tie.names[index]) for tie in mine]
-        self.own = {id(param): _copy_of(param) for param in shared}  # both stages may be on this rank
+        self.own = {id(param): _copy_of(param) for param in shared}  # copies, since both stages may be on this rank
         stage = self._copy("", self.model)
         stage.__class__ = type(f"{type(self.model).__name__}Stage", (Stage, type(self.model)), {})
         stage.pipeline_stage = self.place  # type: ignore[assignment]
         return stage
 
     def _config(self) -> Any:
-        """Of Transformers' models: what it says for each layer, of the layers of this stage (a loop counts them from 0)."""
+        """Return the config with per-layer lists cut to this stage's layers, since Transformers' loops count these from 0."""
         config, count = getattr(self.model, "config", None), self.place.blocks.stop
         whole = len(self.uses.order)
         rows = {k: v for k, v in getattr(config, "__dict__", {}).items() if isinstance(v, list) and len(v) == whole}
@@ -511,7 +512,7 @@ class _Cutter:
             chosen = {key: members[number][1] for number, (key, _) in enumerate(members) if number in place.blocks}
             made: nn.Module = StageBlocks(chosen, place.passage, place.index > 0, place.index < place.count - 1)
         elif self._elsewhere(name, module):
-            # of one that no forward calls: of any shape
+            # a module that the forward never calls has no recorded output shape, and needs none
             made = StandIn(self.place.passage, self.uses.outputs.get(name, ()), module)
         else:
             made = copy.copy(module)
@@ -530,9 +531,9 @@ class _Cutter:
         return made
 
     def _elsewhere(self, name: str, module: nn.Module) -> bool:
-        """True where none of the module's own parameters is of this stage."""
+        """Return whether the module has parameters of its own and none belongs to this stage."""
         prefix = f"{name}." if name else ""
         used = [self.uses.phases[prefix + key] for key in torch_compat.own_parameters(module) if prefix + key in self.uses.phases]
         here = {_FIRST: self.place.index == 0, _LAST: self.place.index == self.place.count - 1}
         phases = set().union(*used) if used else set()
-        return bool(used) and not any(here[phase] for phase in phases or (_FIRST,))  # what no forward uses stays with the first
+        return bool(used) and not any(here[phase] for phase in phases or (_FIRST,))  # unused parameters belong to stage 0

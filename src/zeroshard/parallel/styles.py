@@ -1,14 +1,14 @@
-"""Styles of tensor parallelism: which module of a model is cut how, and over how many ranks that can be done.
+"""Styles of tensor parallelism: how each module of a model is sharded, and over how many ranks it can be.
 
-Styles are data: full names of modules (and of parameters that no linear map owns, as those of experts) -> style. They come
-from the model itself, where Transformers brings some (`_tp_plan`, `config.base_model_tp_plan`), else from FAMILIES.
-`tensor_parallel.apply` carries it out with torch.distributed.tensor.parallel.
+Styles are data: full names of modules (and of parameters outside of linear maps, such as experts') -> style. They come from
+the model itself if Transformers has some for it (`_tp_plan`, `config.base_model_tp_plan`), else from FAMILIES.
+`tensor_parallel.apply` carries them out with torch.distributed.tensor.parallel.
 
     one MLP, 2 ranks    x (replicated) -> up: rows 0..n/2 | n/2..n -> gelu -> down: columns 0..n/2 | n/2..n -> sum over ranks
                                           colwise                            rowwise          one all-reduce, none between
 
-Words: *features* are what a linear map puts out; *packed*: one weight holds several maps, one after the other (queries,
-keys, values), each of which is cut. Style names are those of Transformers, whose meanings they have.
+Words: *features* are the outputs of a linear map; *packed*: one weight holds several maps, one after the other (queries,
+keys, values), each of which is sharded. Style names and meanings are those of Transformers.
 Source: Megatron-LM, arXiv 1909.08053, section 3; sequence parallelism: arXiv 2205.05198.
 """
 
@@ -27,23 +27,23 @@ from ..utils import torch_compat
 
 PACKED = {"packed_colwise": 2, "packed_qkv": 3, "packed_kv": 2}  # style -> how many maps one weight holds
 COLWISE = ("colwise", "local_colwise", *PACKED)
-GATHERED = ("colwise_gather_output", "colwise_rep", "embedding_colwise")  # cut by features, put out whole
+GATHERED = ("colwise_gather_output", "colwise_rep", "embedding_colwise")  # sharded by features, with gathered outputs
 ROWWISE = ("rowwise", "local_rowwise", "rowwise_split_input", "rowwise_rep")
-EXPERTS = "moe_tp_experts"  # a module whose own parameters are those of all experts; each expert is cut
-LOCAL_NORM = "replicated_with_grad_allreduce"  # works on this rank's heads with whole parameters
+EXPERTS = "moe_tp_experts"  # a module whose own parameters are those of all experts; each expert is sharded
+LOCAL_NORM = "replicated_with_grad_allreduce"  # whole parameters, applied to this rank's heads
 VOCABULARY = "embedding_rowwise"
 STYLES = (*COLWISE, *GATHERED, *ROWWISE, EXPERTS, LOCAL_NORM, VOCABULARY, "sequence_parallel", "replicate", "replicated")
-HEADS = ("num_attention_heads", "n_head", "num_heads", "heads")  # how configurations call them
-MOST_RANKS = 64  # that are suggested
+HEADS = ("num_attention_heads", "n_head", "num_heads", "heads")  # names in configurations for the number of heads
+MOST_RANKS = 64  # largest number of ranks to suggest
 
 
 @dataclass(frozen=True)
 class Family:
-    """What is known of one architecture. Names are tails of full names: "attn.c_proj" is every module that ends so."""
+    """Styles of one architecture. Names are tails of full names: "attn.c_proj" is every module whose name ends so."""
 
     styles: Mapping[str, str]
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # attributes that count heads or features
-    embedding: str = ""  # full names, where the model does not tell
+    embedding: str = ""  # full names, for models without get_input_embeddings and get_output_embeddings
     head: str = ""
 
 
@@ -81,7 +81,7 @@ FAMILIES = {
         {
             **{f"*attention.self.{name}": "colwise" for name in ("query", "key", "value")},
             "intermediate.dense": "colwise",
-            "output.dense": "rowwise",  # of attention and of the MLP
+            "output.dense": "rowwise",  # in attention and in the MLP
         },
         {"*attention.self": ("num_attention_heads", "all_head_size")},
     ),
@@ -107,11 +107,11 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class ParallelStyles:
-    """Which module is cut how. Full names; what has no style is whole on every rank.
+    """Styles of a model's modules, by full name; a module without a style is whole on every rank.
 
     by_name: name of a module or parameter -> one of STYLES, or a ParallelStyle of torch for a module.
-    divided: name of a module -> its attributes that count heads or features, which `apply` divides by the ranks.
-    head: the module that puts out logits, if it is cut; with loss_parallel they stay cut.
+    divided: name of a module -> its attributes that count heads or features, which `apply` divides by the number of ranks.
+    head: name of the module that computes logits, if it is sharded; with loss_parallel the logits stay sharded.
     """
 
     by_name: Mapping[str, Any]
@@ -166,7 +166,7 @@ def styles_for(model: nn.Module, styles: Mapping[str, Any] | None = None, *, voc
 
 
 def divides(model: nn.Module, tp: int, styles: ParallelStyles | None = None) -> list[str]:
-    """Why `tp` ranks can not share this model, a sentence for each size that they do not divide; [] where they can."""
+    """Return a sentence for each size of a model that `tp` does not divide, with the nearest `tp` that does; [] if it fits."""
     given = _sizes(model, styles or styles_for(model))
     fit = [ranks for ranks in range(1, MOST_RANKS + 1) if not any(size % ranks for size in given.values())]
     near = [max((n for n in fit if n < tp), default=None), min((n for n in fit if n > tp), default=None)]
@@ -190,7 +190,7 @@ def most_ranks(model: nn.Module) -> int:
 
 
 def features(model: nn.Module, name: str, style: str) -> int:
-    """How many features (per packed map) the style cuts of a module or parameter; rows of the table for an embedding."""
+    """Return the size that a style shards: features of a module or parameter (per packed map), or rows of an embedding."""
     owner: Any
     owner, attribute = resolve(model, name)
     if attribute is not None:  # (..., out, in), as experts have
@@ -204,18 +204,18 @@ def features(model: nn.Module, name: str, style: str) -> int:
 
 
 def absent(model: nn.Module, name: str, names: list[str]) -> ConfigError:
-    """The error for a name, or pattern, that is not there."""
+    """Return the error for a name or pattern that the model does not have."""
     near = did_you_mean(name, names)
     return ConfigError(f"styles: {name!r} is no module or parameter of {type(model).__name__}.{near}")
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Is it GPT-2's linear map, whose weight is (in, out)?"""
+    """Return whether a module is GPT-2's Conv1D, a linear map whose weight is (in, out)."""
     return any(base.__name__ == "Conv1D" for base in type(module).__mro__)
 
 
 def _sizes(model: nn.Module, styles: ParallelStyles) -> dict[str, int]:
-    """What the ranks have to divide: word -> number."""
+    """Return the sizes that the number of ranks has to divide: description -> size."""
     config = _config(model)
     sizes: dict[str, int] = {}
     attention = [name for name in styles.by_name if "att" in name.lower()]
@@ -242,13 +242,13 @@ def _sizes(model: nn.Module, styles: ParallelStyles) -> dict[str, int]:
 
 
 def _names(model: nn.Module) -> list[str]:
-    """Of modules that hold parameters (others may stand for what is in another pipeline stage), and of those."""
+    """Return names of modules with parameters (others may be stand-ins of a pipeline stage), and of the parameters."""
     modules = [name for name, module in model.named_modules() if name and next(module.parameters(), None) is not None]
     return modules + [name for name, _ in model.named_parameters()]
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Part by part: `*` stands for one part, or a piece of one, and never for a dot."""
+    """Return whether a name matches a pattern, part by part: `*` matches one part, or a piece of it, and never a dot."""
     parts, given = name.split("."), pattern.split(".")
     return len(parts) == len(given) and all(map(fnmatchcase, parts, given))
 
@@ -263,7 +263,7 @@ def _by_tail(table: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
 
 
 def _own_plan(model: nn.Module, names: list[str]) -> dict[str, str]:
-    """What Transformers' model says of itself; patterns of its base model are relative to that."""
+    """Return the styles that a Transformers model brings; its base model's patterns are relative to the base model."""
     config = getattr(model, "config", None)
     prefix = getattr(model, "base_model_prefix", "")
     prefix = f"{prefix}." if prefix and isinstance(getattr(model, prefix, None), nn.Module) else ""
@@ -284,10 +284,10 @@ def _config(model: nn.Module) -> Any:
 
 
 def _ends(model: nn.Module, family: Family) -> tuple[str, str]:
-    """Names of the embedding of tokens and of the head, '' where there is none."""
+    """Return the names of the token embedding and of the head, '' for one that is missing."""
     names = {id(module): name for name, module in model.named_modules()}
     maps = {name for name, module in model.named_modules() if isinstance(module, (nn.Embedding, nn.Linear))}
-    ends = [name if name in maps else "" for name in (family.embedding, family.head)]  # a pipeline stage may lack them
+    ends = [name if name in maps else "" for name in (family.embedding, family.head)]  # "" if a pipeline stage lacks one
     for number, ask in enumerate(("get_input_embeddings", "get_output_embeddings")):
         try:
             found = getattr(model, ask)() if hasattr(model, ask) else None
@@ -306,7 +306,7 @@ def _tied_embeddings(model: nn.Module, embedding: str) -> Iterator[str]:
 
 
 def resolve(model: nn.Module, name: str) -> tuple[nn.Module, str | None]:
-    """The module of that name and None, or a parameter's owner and attribute."""
+    """Return (module, None) for a module's name, or (owner, attribute) for a parameter's."""
     path, _, last = name.rpartition(".")
     owner = model.get_submodule(path)
     if last in torch_compat.own_parameters(owner):

@@ -1,15 +1,15 @@
-"""Tensor parallelism applied to a model in place: torch's parallel styles where there are such, hooks for the rest.
+"""Apply tensor parallelism to a model in place: with torch's parallel styles where they exist, with hooks elsewhere.
 
     sequence_parallel, one block       x: (batch, seq / tp, dim)   DTensor, Shard(1): the stream between maps
                        norm            on this rank's tokens
       enter attention  all-gather      (batch, seq, dim)           DTensor, Replicate: once for all maps that read it
                        q, k, v | o     this rank's heads           plain tensors
       leave            reduce-scatter  x + ...
-    without it the stream is whole and plain on every rank: all-reduce where maps end, and its mirror in backward.
+    without it the stream is a plain, whole tensor on every rank: all-reduce after rowwise maps, and its mirror in backward.
 
-Words: *stream*: what flows between blocks; *entry*: a module several cut maps of which read one input, which becomes a
-DTensor once, so that its gradient is summed over the ranks once; *stack*: the outermost list of blocks; *island*: a
-mixture of experts, inside of which all is whole and plain in both ways.
+Words: *map*: a linear layer; *stream*: the hidden states between blocks; *entry*: a module whose sharded maps read one
+input, which becomes a DTensor once, so that its gradient is summed over ranks once; *stack*: the outermost list of blocks;
+*island*: a mixture of experts, inside of which tensors are plain and whole with and without sequence_parallel.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .styles import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-STATES = ("hidden_states", "key_value_states", "encoder_hidden_states", "x", "input")  # how modules call what maps read
+STATES = ("hidden_states", "key_value_states", "encoder_hidden_states", "x", "input")  # keyword names of maps' inputs
 WHOLE = ("replicate", "replicated")
 
 
@@ -55,18 +55,18 @@ def apply(
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
 ) -> nn.Module:
-    """Cut a model over the ranks of a mesh of one axis (mesh["tp"]), in place; returns it. Call it before zs.shard.
+    """Shard a model over the ranks of a one-axis mesh (mesh["tp"]), in place, and return it (collective). Call before zs.shard.
 
-    styles: of styles_for; or a mapping of your own, name pattern -> style, that goes on top of styles_for(model).
-    sequence_parallel: between the maps of a block each rank has seq / tp tokens. loss_parallel: logits stay cut by tokens of
-    the vocabulary (a DTensor); forward and backward then run inside torch.distributed.tensor.parallel.loss_parallel().
+    styles: a result of styles_for, or a mapping, name pattern -> style, that overrides styles_for(model).
+    sequence_parallel: each rank has seq / tp tokens of the stream. loss_parallel: logits stay sharded over the vocabulary
+    (a DTensor); run forward and backward inside torch.distributed.tensor.parallel.loss_parallel().
 
-    Parameters that are cut become DTensors of one placement: Shard, or _StridedShard for packed ones. Biases of rowwise maps
-    and, with sequence_parallel, norms of blocks become Replicate DTensors, whose gradients torch sums; all others stay plain
-    and get the same gradient on every rank. All ranks start from the values of the axis's first rank; ties stay ties.
-    Seed dropout alike on all ranks of the axis: what is whole must be dropped alike (heads of different ranks then share masks).
-    Errors: ConfigError, before anything is changed, where the ranks do not divide the model, names or styles do not fit, or
-    the model is sharded already.
+    Sharded parameters become DTensors of one placement: Shard, or _StridedShard for packed ones. Biases of rowwise maps and,
+    with sequence_parallel, norms of blocks become Replicate DTensors, whose gradients torch sums; all other parameters stay
+    plain and get the same gradient on every rank. All ranks start from the values of the axis's first rank; ties stay tied.
+    Seed dropout alike on all ranks of the axis, since whole tensors must get the same mask (heads of ranks then share masks).
+    Raises ConfigError or ZeroshardError, before anything is changed, if the number of ranks does not divide the model, names
+    or styles do not fit, or the model is sharded already.
     """
     _check_plain(model, mesh)
     styles = styles if isinstance(styles, ParallelStyles) else styles_for(model, styles)
@@ -80,14 +80,14 @@ def apply(
     cut.run()
     for places in ties:
         _tie(places)
-    for module, name, given in marks:  # what was noted on a parameter is noted on its DTensor
+    for module, name, given in marks:  # attributes of a parameter are copied to its DTensor
         torch_compat.own_parameters(module)[name].__dict__.update(given)
     _start_alike(model, mesh)
     return model
 
 
 class _Cut:
-    """One `apply`: what is where, found before anything is changed, and the changes."""
+    """One call of `apply`: it finds the modules to change, with checks, when made, and changes them in `run`."""
 
     def __init__(
         self, model: nn.Module, mesh: DeviceMesh, styles: ParallelStyles, sequence_parallel: bool, loss_parallel: bool
@@ -105,11 +105,11 @@ class _Cut:
         self.norms = self._norms()
 
     def in_stream(self, name: str) -> bool:
-        """Does what this module puts out go into a stream that is cut by tokens?"""
+        """Return whether a module's output goes into a stream that is sharded by tokens."""
         return _inside(name, self.stacks) and not _inside(name, self.islands)
 
     def _entries(self) -> list[str]:
-        """Modules whose input all their cut maps read: two or more, and no map that is not cut."""
+        """Return the entries: modules with two or more colwise maps that read the module's input, and no unsharded map."""
         found = []
         for parent in dict.fromkeys(name.rpartition(".")[0] for name in self.colwise):
             children = self.model.get_submodule(parent).named_children()
@@ -120,7 +120,7 @@ class _Cut:
         return found
 
     def _norms(self) -> list[str]:
-        """What else in the blocks has parameters: norms on the stream. Others have no place in a stream that is cut."""
+        """Return the norms on the stream: other modules with parameters in blocks. Raises ConfigError if one is no norm."""
         parents = [name.rpartition(".")[0] for name in self.colwise]
         found = []
         for name, module in self.model.named_modules():
@@ -160,7 +160,7 @@ class _Cut:
             module = self.model.get_submodule(name)
             for attribute in attributes:
                 setattr(module, attribute, getattr(module, attribute) // self.mesh.size())
-            if hasattr(module, "first_head"):  # of zeroshard.models.gpt: heads have slopes by their number
+            if hasattr(module, "first_head"):  # zeroshard.models.gpt: ALiBi's slope depends on the head's number
                 module.__dict__["first_head"] = self.mesh.get_local_rank() * module.__dict__["heads"]
 
     def _module(self, name: str, module: nn.Module, style: Any) -> None:
@@ -216,7 +216,7 @@ def _replicate() -> Any:
 
 
 def _rows(dim: int, maps: int) -> Any:
-    """This rank's part of `dim`, or of each of several maps that lie one after the other along it."""
+    """Return the placement that shards `dim`, or each of several maps that are concatenated along it."""
     from torch.distributed.tensor import Shard
 
     from ..utils.torch_compat import StridedShard
@@ -225,7 +225,7 @@ def _rows(dim: int, maps: int) -> Any:
 
 
 def _placement(param: Tensor, style: str) -> Any:
-    """Of a parameter that the styles name itself: (..., out, in)."""
+    """Return the placement of a parameter (..., out, in) that the styles name directly."""
     return _rows(param.ndim - 1 if style in ROWWISE else param.ndim - 2, PACKED.get(style, 1))
 
 
@@ -238,7 +238,7 @@ def _distribute(module: nn.Module, attribute: str, mesh: DeviceMesh, placement: 
 
 
 def _rowwise_conv1d(module: nn.Module, mesh: DeviceMesh, style: str, stream: bool) -> None:
-    """GPT-2's linear map, weight (in, out): what RowwiseParallel does for nn.Linear, for the transposed weight."""
+    """Shard GPT-2's Conv1D, whose weight is (in, out), as RowwiseParallel does an nn.Linear."""
     from torch.distributed.tensor import Replicate, Shard, distribute_module
 
     def cut(_: str, owner: nn.Module, mesh: DeviceMesh) -> None:
@@ -257,7 +257,7 @@ def _rowwise_conv1d(module: nn.Module, mesh: DeviceMesh, style: str, stream: boo
 
 
 def _ties(model: nn.Module, styles: ParallelStyles) -> list[list[tuple[nn.Module, str]]]:
-    """Where each parameter stands that stands in several places, if the styles cut one of them."""
+    """Return all (module, attribute) of each tied parameter that styles shard. Raises ConfigError if not all are sharded."""
     places: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for name, module in model.named_modules():
         for attribute, param in torch_compat.own_parameters(module).items():
@@ -291,7 +291,7 @@ def _tie(places: list[tuple[nn.Module, str]]) -> None:
 
 @torch.no_grad()
 def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
-    """What is whole on every rank starts from the values of the axis's first rank, as what was cut has."""
+    """Broadcast whole parameters and buffers from the axis's first rank, whose values sharded ones have (collective)."""
     from torch.distributed.tensor import DTensor
 
     for tensor in (*model.parameters(), *model.buffers()):
@@ -305,7 +305,7 @@ def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _as(x: Tensor, mesh: DeviceMesh, placement: Any) -> Any:
-    """A DTensor of it: a plain tensor is one with `placement`; a DTensor is brought there if that is Replicate."""
+    """Return a plain tensor as a DTensor with `placement`, or a DTensor, redistributed if `placement` is Replicate."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(x, DTensor):
@@ -314,7 +314,7 @@ def _as(x: Tensor, mesh: DeviceMesh, placement: Any) -> Any:
 
 
 def _states(args: tuple, kwargs: dict, change: Callable[[Tensor], Any]) -> tuple[tuple, dict]:
-    """The arguments with `change` done to what maps read: the first one, and those of the names in STATES."""
+    """Return the arguments with `change` applied to maps' inputs: the first argument, and keywords in STATES."""
     reads = [isinstance(value, Tensor) and value.is_floating_point() for value in (*args[:1], *kwargs.values())]
     first = tuple(change(value) if ok else value for value, ok in zip(args[:1], reads, strict=False))
     named = {
@@ -324,7 +324,7 @@ def _states(args: tuple, kwargs: dict, change: Callable[[Tensor], Any]) -> tuple
 
 
 def _whole_states(mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict, local: bool = False) -> tuple[tuple, dict]:
-    """Before a module: its input whole, as one DTensor that all its maps read (or plain, for an island)."""
+    """Pre-hook: make the module's input whole, as one DTensor that all its maps read (local: a plain tensor, for an island)."""
 
     def whole(x: Tensor) -> Any:
         found = _as(x, mesh, _replicate())
@@ -334,7 +334,7 @@ def _whole_states(mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict
 
 
 def _stream_in(mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Before the first block: of a whole plain input, this rank's tokens."""
+    """Pre-hook of the first block: take this rank's tokens of a plain, whole input."""
     from torch.distributed.tensor import Shard
 
     def cut(x: Tensor) -> Any:
@@ -346,7 +346,7 @@ def _stream_in(mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict) -
 
 
 def _stream_out(mesh: DeviceMesh, module: nn.Module, args: tuple, output: Any) -> Any:
-    """After an island: this rank's tokens of what is whole."""
+    """Hook after an island: take this rank's tokens of its whole output."""
     from torch.distributed.tensor import Shard
 
     first = output[0] if isinstance(output, tuple) else output
@@ -355,7 +355,7 @@ def _stream_out(mesh: DeviceMesh, module: nn.Module, args: tuple, output: Any) -
 
 
 def _stream_end(module: nn.Module, args: tuple, output: Any) -> Any:
-    """After the last block: whole and plain."""
+    """Hook after the last block: return its output whole, as a plain tensor."""
     if isinstance(output, tuple):
         return (output[0].redistribute(placements=[_replicate()]).to_local(), *output[1:])
     return output.redistribute(placements=[_replicate()]).to_local()
@@ -364,14 +364,14 @@ def _stream_end(module: nn.Module, args: tuple, output: Any) -> Any:
 def _compute_locally(module: nn.Module, mesh: DeviceMesh, partial_inputs: bool = False, partial_outputs: bool = False) -> None:
     """Let a module's own code see plain tensors: this rank's part of its parameters, and whole inputs.
 
-    partial_inputs: each rank's gradient of the inputs is a part of the sum. partial_outputs: so is what it puts out.
+    partial_inputs: gradients of the inputs are summed over ranks. partial_outputs: outputs are summed over ranks.
     """
     from torch.distributed.tensor import DTensor, Partial
 
     def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         for name in torch_compat.own_parameters(module):
             param = getattr(module, name)
-            if isinstance(param, DTensor):  # in the instance's own dictionary it hides the parameter
+            if isinstance(param, DTensor):  # an entry in the instance's __dict__ hides the parameter
                 grads = [Partial()] if param.placements[0].is_replicate() else param.placements
                 module.__dict__[name] = param.to_local(grad_placements=grads)
         if not partial_inputs:
@@ -407,7 +407,7 @@ def _inside(name: str, places: list[str]) -> bool:
 
 
 def _stacks(model: nn.Module, colwise: list[str]) -> Iterator[str]:
-    """The outermost lists of blocks with maps that are cut."""
+    """Yield the outermost lists of blocks that have sharded maps."""
     found: list[str] = []
     for name, module in model.named_modules():
         holds = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and any(c.startswith(f"{name}.") for c in colwise)
@@ -417,7 +417,7 @@ def _stacks(model: nn.Module, colwise: list[str]) -> Iterator[str]:
 
 
 def _islands(model: nn.Module, styles: ParallelStyles) -> Iterator[str]:
-    """Mixtures of experts: what holds the experts, and the router beside them."""
+    """Yield the names of mixtures of experts: modules that hold the experts and their router."""
     for name, module in model.named_modules():
         experts = getattr(module, "experts", None)
         if styles.by_name.get(f"{name}.experts") == EXPERTS or (name and isinstance(experts, nn.ModuleList)):

@@ -1,11 +1,11 @@
-"""Parameters that two stages hold, such as an embedding that is also the head: equal at the start, and ever after.
+"""Parameters that two pipeline stages hold, such as an embedding that is also the head: keep their values equal.
 
-    stage 0   embedding.weight   gradient of what the lookup did  --\
-                                                                     sum, the lower stage's first -> both step alike
-    stage 3   head.weight        gradient of what the head did    --/
+    stage 0   embedding.weight   gradient from the lookup  --+
+                                                              sum, the lower stage's first -> both step alike
+    stage 3   head.weight        gradient from the head    --+
 
-In both stages such a parameter is a unit of its own (`unit_of_its_own`), so that both lay it out in the same way: a rank adds to the
-slice that it has the slice of the rank of the other stage with which it is in one pipeline. Nothing is gathered.
+In both stages such a parameter is a unit of its own (`unit_of_its_own`), so that its shards are the same. A rank adds to its
+slice of the gradient the slice of the other stage's rank in the same pipeline. Nothing is gathered.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from ..zero.unit import ParamGroup
 
 
 class TiedParameters:
-    """The parameters that stages of this rank share with others of its pipeline."""
+    """Parameters that stages of this rank share with other stages of its pipeline."""
 
     def __init__(
         self, stages: Sequence[nn.Module], own: Sequence[int], group: dist.ProcessGroup, rank_of: Callable[[int], int]
     ) -> None:
-        """Collective: values become those of the lowest stage that has them. rank_of: number of a stage -> its rank in the group."""
+        """Give all copies the values of the lowest stage's (collective). rank_of: number of a stage -> its rank in the group."""
         self.group, self.sent_nbytes = group, 0
-        self.copies: dict[tuple, dict[int, tuple[ParamGroup, int]]] = {}  # by names, by stage: this rank's
+        self.copies: dict[tuple, dict[int, tuple[ParamGroup, int]]] = {}  # sorted names of a tie -> stage -> this rank's copy
         for number, stage in zip(own, stages, strict=True):
             place = getattr(stage, "pipeline_stage", None)
             for tie in place.ties if place is not None else ():
                 found = _find(stage, tie.names[number])
                 self.copies.setdefault(tuple(sorted(tie.names.items())), {})[number] = found
                 spec = found[0].specs[found[1]]
-                spec.counts = spec.counts and number == min(tie.names)  # once in a norm
+                spec.counts = spec.counts and number == min(tie.names)  # so that norms count it once
         mine = exchange_objects({key: {n: _layout(*c) for n, c in row.items()} for key, row in self.copies.items()}, group)
-        self._before: dict[tuple, Tensor] = {}  # of each: the sum that earlier steps have left, where gradients add up
+        self._before: dict[tuple, Tensor] = {}  # tie -> gradient of earlier steps, already summed over copies
         self.holders = {key: {number: rank_of(number) for number, _ in key} for told in mine for key in told}
         for key in sorted(self.holders):
             layouts = {name: told[key][number] for told in mine if key in told for number, name in key if number in told[key]}
@@ -54,7 +54,7 @@ class TiedParameters:
                 self._equalise(key)
 
     def _equalise(self, key: tuple) -> None:
-        """The value of the lowest stage is given to the others, whole, once."""
+        """Send the whole value of the lowest stage's copy to the other stages (collective)."""
         first, *others = sorted(self.holders[key].items())
         for number, rank in others:
             held = self.copies.get(key, {})
@@ -75,7 +75,7 @@ class TiedParameters:
         return value
 
     def set_aside(self) -> None:
-        """Before the backwards of a step: gradients that are sums of all copies already are not to be added up again."""
+        """Keep, before the backwards of a step, gradients of earlier steps, which are summed over copies already."""
         self._before = {}
         for key, held in self.copies.items():
             group, index = next(iter(held.values()))
@@ -85,7 +85,7 @@ class TiedParameters:
                     _set_gradient(*copy, torch.zeros_like(self._before[key]))
 
     def add(self) -> None:
-        """After the reductions: each copy's gradient becomes the sum of all, in the order of stages, and of what was before."""
+        """Set each copy's gradient, after the reductions, to the sum over copies in the order of stages, plus earlier steps'."""
         for key in sorted(self.holders):
             held = self.copies.get(key)
             if held is None:
@@ -94,7 +94,7 @@ class TiedParameters:
             parts: dict[int, Tensor] = {number: _gradient(*copy) for number, copy in held.items()}
             mine = next(iter(parts.values()))
             works: list[Any] = []
-            for number, rank in sorted(self.holders[key].items()) if mine.numel() else ():  # else this rank has no slice of it
+            for number, rank in sorted(self.holders[key].items()) if mine.numel() else ():  # if this rank has a slice of it
                 if rank == me:
                     others = {other for other in self.holders[key].values() if other != me}
                     works += [dist.isend(parts[number], group=self.group, group_dst=other, tag=number) for other in others]
@@ -114,7 +114,7 @@ class TiedParameters:
 
 
 def exchange_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """What each rank of the group has given (collective). Imagined ranks give the same as this one."""
+    """Return the values of all ranks of a group (collective). On an imagined rank, all have this rank's value."""
     told: list[Any] = [value] * dist.get_world_size(group)
     if not is_imagined():
         dist.all_gather_object(told, value, group=group)
@@ -132,7 +132,7 @@ def _param(copy: tuple[ParamGroup, int]) -> nn.Parameter:
 
 
 def _layout(group: ParamGroup, index: int) -> tuple:
-    """What must be the same in all copies."""
+    """Return what must be the same for all copies: dtype, and first and last element of this rank's slice."""
     home = group.homes[index]
     return str(group.values.dtype), (0, group.layout.slots[index].numel) if group.gradients.replicated else (
         home.start,
@@ -141,7 +141,7 @@ def _layout(group: ParamGroup, index: int) -> tuple:
 
 
 def _gradient(group: ParamGroup, index: int) -> Tensor:
-    """This rank's slice of the reduced gradient (stage 0: all of it), flat and contiguous; zeros where there is none."""
+    """Return this rank's slice of the reduced gradient (stage 0: all of it), flat and contiguous; zeros if there is none."""
     grads, home, slot = group.gradients, group.homes[index], group.layout.slots[index]
     if not grads.reduced:
         grads.zero()

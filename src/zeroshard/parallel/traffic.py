@@ -1,8 +1,8 @@
-"""What each axis of a mesh sends in a step, counted: tensor parallelism's collectives, activations between stages, ZeRO's own.
+"""Bytes sent per mesh axis in a step: tensor parallelism's collectives, activations between stages, and ZeRO's own.
 
-The second step is counted (the first one may make buffers): every collective of torch in it is looked at while it is dispatched.
-Bytes are those that this rank hands to a collective's ring, as in docs/learn/network.md: an all-gather or reduce-scatter of n bytes
-over N ranks sends n (N - 1) / N, an all-reduce twice that.
+The second step is counted (the first may make buffers), by a dispatch mode that sees every functional collective of torch. Bytes
+are those that this rank sends in a ring, as in docs/learn/network.md: an all-gather or reduce-scatter of n bytes over N ranks
+sends n (N - 1) / N, an all-reduce twice that.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _PASSES = {
 
 
 def ring_nbytes(func: Any, given: Tensor, result: Tensor, size: int) -> float | None:
-    """Bytes that one of `size` ranks hands to the ring of a functional collective; None for what is not counted."""
+    """Return the bytes that one of `size` ranks sends in the ring of a functional collective; None for other functions."""
     passes = _PASSES.get(func._schema.name.partition("::")[2])
     return None if passes is None else passes * max(given.nbytes, result.nbytes) * (size - 1) / size
 
 
 class _Count(TorchDispatchMode):
-    """Bytes of functional collectives, by the name of their group."""
+    """Dispatch mode that adds the bytes of functional collectives to `found`, by axis. axes: group name -> (axis, size)."""
 
     def __init__(self, axes: Mapping[Any, tuple[str, int]], found: dict[str, float]) -> None:
         from torch.distributed.tensor import DTensor
@@ -45,7 +45,7 @@ class _Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any(issubclass(kind, self.distributed) for kind in types):
-            return NotImplemented  # first what a DTensor makes of it: else its collectives would not be seen
+            return NotImplemented  # let DTensor run first: its collectives then come here
         result = func(*args, **(kwargs or {}))
         if func.namespace == "_c10d_functional":
             axis, size = self.axes.get(args[-1] if isinstance(args[-1], str) else "", ("", 1))
@@ -55,7 +55,7 @@ class _Count(TorchDispatchMode):
 
 
 class Traffic:
-    """Bytes that this rank sends in a step, by axis. Messages that only say what comes next, and losses, are not among them."""
+    """Counter of the bytes that this rank sends in a step, by axis, without control messages and losses."""
 
     def __init__(self, mesh: DeviceMesh, models: Sequence[nn.Module], pipeline: Pipeline | None = None) -> None:
         self.runtimes, self.pipeline = [runtime_of(model) for model in models], pipeline
@@ -68,7 +68,7 @@ class Traffic:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around forward and backward of a step. What the optimizer sends counts until the next one begins."""
+        """Context around forward and backward of a step. The optimizer's traffic is counted until the next one begins."""
         counting = self._steps == _COUNTED_STEP
         if self._steps == _COUNTED_STEP + 1:
             self._after = self._totals()
@@ -84,7 +84,7 @@ class Traffic:
 
     @property
     def counted(self) -> dict[str, float]:
-        """Bytes by axis, of "tp", "ep", "pp" and "dp"; before the second step nothing."""
+        """Bytes by axis ("tp", "ep", "pp", "dp"); empty before the second step."""
         if not self._before:
             return {}
         after = self._after or self._totals()
@@ -95,7 +95,7 @@ class Traffic:
         return ({} if self.pipeline is None else {"pp": float(self.pipeline.sent_nbytes)}) | {"dp": float(zero)}
 
     def text(self) -> str:
-        """A line for each axis; before the second step, that nothing has been counted."""
+        """Return a line for each axis, or before the second step a line that says when counting begins."""
         if not self.counted:
             return "what the axes send is counted in the second step"
         return "\n".join(

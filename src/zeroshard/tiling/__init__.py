@@ -1,1 +1,1 @@
-"""Operators that are too large to gather whole, cut into tiles (ZeRO-Infinity, arXiv 2104.07857, 5.1.3)."""
+"""Tiling: cut operators that are too large to gather whole into tiles (ZeRO-Infinity, arXiv 2104.07857, 5.1.3)."""

@@ -1,12 +1,12 @@
 """Cross entropy over a tiled vocabulary: the logits of one tile exist at a time, in forward and in backward.
 
-    tile k      z_k = hidden W_k^T + b_k        (N, rows)   computed twice, kept never
-                lse_k, picked_k, total_k        (N,) each   what is kept of it, in fp32
+    tile k      z_k = hidden W_k^T + b_k        (N, rows)   computed in forward and again in backward, never kept
+                lse_k, picked_k, total_k        (N,) each   kept from forward to backward, in fp32
     together    lse = logsumexp_k(lse_k)        loss = lse - z[target]
     backward    dz_k = softmax(z_k) d(lse_k) + onehot d(picked_k) + d(total_k), then the two products with it
 
-Each tile is gathered once in forward and once in backward. Statistics and the sum of the tiles' gradients for `hidden`
-are in fp32 (fp64 for fp64), whatever the precision; products run in the dtype of the weights, as in nn.Linear.
+Each tile is gathered once in forward and once in backward. Statistics, and the sum of the tiles' gradients for `hidden`,
+are in fp32 (fp64 for fp64) in any precision; matrix products run in the dtype of the weights, as in nn.Linear.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def tiled_cross_entropy(
 
 
 def _sum(parts: tuple[Tensor, ...]) -> Tensor:
-    """In the order of the tiles."""
+    """Return the sum of tensors, added in the order of the tiles."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -108,13 +108,13 @@ def _check(hidden: Tensor, head: nn.Module, targets: Tensor, reduction: str, lab
 
 
 class LogitStatistics(torch.autograd.Function):
-    """Of the logits of one tile (N, rows): log-sum-exp, the target's logit (0 if it is elsewhere), their sum (if asked)."""
+    """Compute from one tile's logits (N, rows): log-sum-exp, the target's logit (0 if in another tile), the sum (if asked)."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, with_total: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x: (N, dim), wide; weight: (rows, dim); labels: (N,), counted from the tile's first row."""
+        """x: (N, dim) in fp32 or fp64; weight: (rows, dim); labels: (N,), relative to the tile's first row."""
         logits = _logits(x, weight, bias)
         lse = torch.logsumexp(logits, dim=-1)
         index, inside = _place(labels, weight.shape[0])
@@ -127,10 +127,10 @@ class LogitStatistics(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_lse: Tensor, grad_picked: Tensor, grad_total: Tensor) -> tuple:
-        """The logits again, and at once their gradient in the same memory."""
+        """Compute the logits again, and turn them into their gradient in place."""
         x, weight, bias, labels, lse = ctx.saved_tensors
         grad = _logits(x, weight, bias)
-        lse = lse.masked_fill(lse == float("-inf"), 0.0)  # a tile whose logits are all -inf: exp(-inf) is what is meant
+        lse = lse.masked_fill(lse == float("-inf"), 0.0)  # all logits are -inf: exp(-inf - 0) is 0, not nan
         grad.sub_(lse[:, None]).exp_().mul_(grad_lse[:, None])
         index, inside = _place(labels, weight.shape[0])
         grad.scatter_add_(1, index, grad_picked.masked_fill(~inside, 0.0)[:, None])
@@ -144,10 +144,10 @@ class LogitStatistics(torch.autograd.Function):
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(N, rows): computed in the dtype of the weights, given in that of x."""
+    """Return the logits (N, rows), computed in the dtype of the weights and converted to that of x."""
     return F.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
 
 
 def _place(labels: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Column of each label (N, 1), any for those outside; and which are inside (N,)."""
+    """Return the column of each label (N, 1), arbitrary for labels of other tiles, and which labels are in this tile (N,)."""
     return labels.clamp(0, rows - 1)[:, None], (labels >= 0) & (labels < rows)

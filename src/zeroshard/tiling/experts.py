@@ -1,15 +1,14 @@
-"""Tiled experts: the weights of a mixture of experts, (experts, ..., ...) each, cut by experts.
+"""Tiled experts: the weights of a mixture of experts, (experts, ..., ...) each, cut between experts.
 
     experts.gate_up_proj (E, 2 I, H), down_proj (E, H, I)    ->    the same of tiles.k: experts [start_k, stop_k)
 
     choices (token, expert, weight), sorted by expert      | tile 0      | tile 1   | tile 2         |
-    each tile computes its choices, as tokens with one expert of its own each; a token's sum is over its rows
+    each tile computes its choices as tokens with one expert each; a token's output is the sum of its rows
 
-Known are the classes to which Transformers gives its common interface of experts (`use_experts_implementation`, with
-any implementation): forward(hidden (T, H), index (T, K), weights (T, K)) is the sum over k of weight * expert(hidden).
-A tile is of the class that it is cut from, so its implementation, activations and `_init_weights` are those. All tiles
-run in every forward, whatever tokens there are: ranks gather alike, and an expert without tokens has a gradient of
-zeros, as uncut.
+Supported are the classes with Transformers' common interface of experts (`use_experts_implementation`, with any
+implementation): forward(hidden (T, H), index (T, K), weights (T, K)) is the sum over k of weight * expert(hidden).
+A tile derives from the class that it is cut from, and so has its implementation, activations and `_init_weights`. All tiles
+run in every forward, so that all ranks gather alike, and an expert without tokens has a gradient of zeros, as without tiles.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ _INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed", "_is_exper
 
 
 class ExpertsTile(Tile):
-    """Some of the experts. Derived classes, one for each class of experts, have its forward (`_tile_class`)."""
+    """Tile with some of the experts. A class derived from this and the experts' class (`_tile_class`) has their forward."""
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """(S, H), (S, 1) counted from the tile's first expert, (S, 1) -> (S, H)"""
+        """Return (S, H) for hidden (S, H), index (S, 1) relative to the tile's first expert, weights (S, 1)."""
         if not len(hidden):
             return _Idle.apply(hidden, *torch_compat.own_parameters(self).values())
         return super().forward(hidden, index, weights)
@@ -41,12 +40,12 @@ class ExpertsTile(Tile):
 
 
 class TiledExperts(Tiled):
-    """What a module of experts becomes: same inputs, same outputs. It has the attributes that it had."""
+    """A module of experts cut into tiles, with the same inputs, outputs and attributes."""
 
     stands_for: type[nn.Module]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """hidden (T, H), index (T, K), weights (T, K), by whatever names -> (T, H)"""
+        """Return (T, H) for hidden (T, H), index (T, K), weights (T, K), however the class names these arguments."""
         bound = inspect.signature(self.stands_for.forward).bind(self, *args, **kwargs).arguments
         hidden, index, weights = list(bound.values())[1:]
         experts, order = index.flatten().sort(stable=True)
@@ -67,7 +66,7 @@ class TiledExperts(Tiled):
 
 
 class _Idle(torch.autograd.Function):
-    """A tile without tokens: its parameters take part, with gradients of zeros."""
+    """Identity for a tile without tokens, which gives its parameters gradients of zeros."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *params: Tensor) -> Tensor:
@@ -93,12 +92,12 @@ def _blank(cls: type[nn.Module]) -> ExpertsTile:
 
 
 def are_experts(module: nn.Module) -> bool:
-    """Whether a module is of a class that is known to compute each expert by itself."""
+    """Return whether a module has Transformers' interface of experts, which computes each expert by itself."""
     return all(name in module.__dict__ for name in _INTERFACE)
 
 
 def why_not(module: nn.Module, name: str) -> str | None:
-    """Why experts can not be cut, or None. name: of the module."""
+    """Return why a module of experts cannot be cut, or None. name: the module's name, for the message."""
     for attribute, param in torch_compat.own_parameters(module).items():
         if param is not None and (param.dim() == 0 or len(param) != module.num_experts):
             return f"{name}.{attribute} {tuple(param.shape)} is not divided by the {module.num_experts} experts"
@@ -110,7 +109,7 @@ def why_not(module: nn.Module, name: str) -> str | None:
 
 
 def make_tiles(module: nn.Module, weights: dict[str, list[nn.Parameter]], parts: dict[str, list[Part]]) -> list[ExpertsTile]:
-    """The tiles of a module of experts. weights, parts: by attribute, for each tile."""
+    """Return the tiles of a module of experts. weights, parts: attribute -> one for each tile."""
     tiles = []
     for number, part in enumerate(next(iter(parts.values()))):
         tile = _blank(type(module))

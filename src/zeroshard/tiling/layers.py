@@ -1,11 +1,11 @@
-"""Tiled operators: the tiles of nn.Linear and nn.Embedding, and the modules that run them one after another.
+"""Tiled nn.Linear and nn.Embedding: their tiles, and the modules that run these one after another.
 
     Linear, rows       y = [x W_0^T + b_0, x W_1^T + b_1, ...]      every output as before; dx is a sum over tiles
     Linear, columns    y = ((x_0 W_0^T + b) + x_1 W_1^T) + ...      every dx as before; y is a sum over tiles
     Embedding          y[i] = W_k[token_i - start_k], k the tile that has the row: selected, no sums
 
-A tile's memory is gathered before its forward and released after it; in backward again, its gradient reduced at once.
-Tiles derive from the classes they are cut from, so that initialisation by class (`_init_weights`) reaches their weights.
+Each tile is gathered before its forward and released after it, and again in backward, where its gradient is reduced at once.
+Tiles derive from nn.Linear and nn.Embedding, so that initialisation by class (`_init_weights`) reaches their weights.
 ZeRO-Infinity, arXiv 2104.07857, section 5.1.3.
 """
 
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from ..tensor.tiled_parameter import Part, Tile, Tiled
 from .cross_entropy import LogitStatistics
 
-_NORMAL_CHUNK = 16  # elements: torch draws normal values on the CPU in groups of so many
+_NORMAL_CHUNK = 16  # number of normal values that torch draws as a group on the CPU
 
 
 class LinearTile(Tile, nn.Linear):
-    """Rows of a Linear (outputs, with their biases), or columns (inputs; the first tile has the bias)."""
+    """Tile of a Linear: rows (outputs, with their biases) or columns (inputs; the first tile has the bias)."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, parts: dict[str, Part]) -> None:
         nn.Module.__init__(self)
@@ -34,7 +34,7 @@ class LinearTile(Tile, nn.Linear):
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor, labels: Tensor | None = None, with_total: bool = False) -> Any:
-        """x: (..., in_features) -> (..., out_features). With labels (N,): what `tiled_cross_entropy` needs of the logits."""
+        """Return (..., out_features) for x (..., in_features). With labels (N,): the `LogitStatistics` of the logits."""
         if labels is not None:
             return LogitStatistics.apply(x, self.weight, self.bias, labels, with_total)
         return F.linear(x, self.weight, self.bias)
@@ -45,7 +45,7 @@ class LinearTile(Tile, nn.Linear):
 
 
 class EmbeddingTile(Tile, nn.Embedding):
-    """Rows of an Embedding. padding_idx counts from the tile's first row, and is None in the other tiles."""
+    """Tile of an Embedding: rows. padding_idx is relative to the tile's first row, and None in the other tiles."""
 
     def __init__(self, weight: nn.Parameter, padding_idx: int | None, parts: dict[str, Part]) -> None:
         nn.Module.__init__(self)
@@ -59,14 +59,14 @@ class EmbeddingTile(Tile, nn.Embedding):
 
 
 class TiledLinear(Tiled):
-    """What nn.Linear becomes: same inputs, same outputs."""
+    """A Linear cut into tiles, with the same inputs and outputs."""
 
     stands_for = nn.Linear
     in_features: int
     out_features: int
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features)"""
+        """Return (..., out_features) for x (..., in_features)."""
         if self.dim == 0:
             return torch.cat([tile(x) for tile in self.tiles], dim=-1)
         total: Any = None
@@ -77,7 +77,7 @@ class TiledLinear(Tiled):
         return total
 
     def reset_parameters(self) -> None:
-        """As nn.Linear: the same draws in the same order (on the CPU the same values)."""
+        """Initialise as nn.Linear does: the same draws in the same order (on the CPU the same values)."""
         gain = nn.init.calculate_gain("leaky_relu", math.sqrt(5))
         bound = math.sqrt(3.0) * (gain / math.sqrt(self.in_features))  # kaiming_uniform_(a=sqrt(5))
         with torch.no_grad():
@@ -98,7 +98,7 @@ class TiledLinear(Tiled):
 
 
 class TiledEmbedding(Tiled):
-    """What nn.Embedding becomes: same inputs, same outputs."""
+    """An Embedding cut into tiles, with the same inputs and outputs."""
 
     stands_for = nn.Embedding
     num_embeddings: int
@@ -106,19 +106,19 @@ class TiledEmbedding(Tiled):
     padding_idx: int | None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(...) -> (..., embedding_dim). Every tile looks up every token; later tiles take over the tokens from their start."""
+        """Return (..., embedding_dim) for tokens (...). Every tile looks up every token, and the result of the owner is used."""
         out: Any = None
         last = len(self.tiles) - 1
         for number, tile in enumerate(self.tiles):
             start, rows = tile.parts["weight"].start, tile.num_embeddings
-            # not below the first row nor above the last: what is outside the vocabulary raises, as in torch
+            # the first tile is not clamped from below nor the last from above: tokens outside the vocabulary raise, as in torch
             local = (tokens - start).clamp(min=0 if number else None, max=rows - 1 if number < last else None)
             found = tile(local)
             out = found if out is None else torch.where((tokens >= start).unsqueeze(-1), found, out)
         return out
 
     def reset_parameters(self) -> None:
-        """As nn.Embedding: the same draws in the same order (on the CPU the same values)."""
+        """Initialise as nn.Embedding does: the same draws in the same order (on the CPU the same values)."""
         with torch.no_grad():
             _draw_normal([tile.weight for tile in self.tiles])
             for tile in self.tiles:
@@ -131,10 +131,10 @@ class TiledEmbedding(Tiled):
 
 
 def _draw_normal(tensors: list[Tensor]) -> None:
-    """Fill tensors with the values that one normal_() over all of them would give, a tensor at a time.
+    """Fill tensors one after another with the values that one normal_() over their concatenation would give.
 
-    torch fills memory in groups of 16 values, and draws the last 16 again where the length is no multiple: so chunks end
-    at multiples of 16, and the last has at least that many.
+    torch draws groups of 16 values, and draws the last 16 again if the length is no multiple of 16. So chunks end at
+    multiples of 16, and the last chunk has at least 16 values.
     """
     total, drawn, end = sum(tensor.numel() for tensor in tensors), 0, 0
     pending = torch.empty(0, dtype=tensors[0].dtype, device=tensors[0].device)

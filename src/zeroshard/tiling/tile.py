@@ -3,9 +3,9 @@
     model = zs.tile(model, max_bytes=1 << 30)        weight (V, D) of 3.2 GiB  ->  4 tiles of rows, each its own unit
     model, optimizer = zs.shard(model, optimizer)    at most the block around it and one tile are gathered
 
-Words: a *cut* is the plan for one weight and every module that holds it (ties are cut alike, tile by tile), or for all
-weights of a module of experts. All checks come before the first change. The modules stay the objects they were, with
-hooks and attributes: only their class changes.
+Words: a *cut* is the plan for one weight and every module that holds it (tied weights are cut alike), or for all weights of a
+module of experts. All checks come before the first change. Modules stay the same objects, with their hooks and attributes:
+only their class changes.
 ZeRO-Infinity, arXiv 2104.07857, section 5.1.3 (memory-centric tiling).
 """
 
@@ -34,7 +34,7 @@ from ..zero.parameter import ParamHome
 from . import experts as tiled_experts
 from .layers import EmbeddingTile, LinearTile, TiledEmbedding, TiledLinear
 
-_ROWS = 16  # tiles begin at multiples of so many rows where they can: random draws and vector kernels then see no seams
+_ROWS = 16  # tiles begin at multiples of this where possible, so that random draws and vector kernels are as for the whole
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class Cut:
-    """How weights (by attribute) are cut alike: tile i holds [bounds[i], bounds[i + 1]) of dimension `dim` of each."""
+    """Plan for weights (by attribute) that are cut alike: tile i has [bounds[i], bounds[i + 1]) of dimension `dim` of each."""
 
     weights: dict[str, nn.Parameter]
     holders: list[Holder]
@@ -145,7 +145,7 @@ def _say(line: str) -> None:
 
 
 def _holders(model: nn.Module) -> dict[nn.Parameter, list[Holder]]:
-    """Every parameter with all the modules that hold it."""
+    """Return every parameter with all the modules that hold it."""
     found: dict[nn.Parameter, list[Holder]] = defaultdict(list)
     for prefix, module in model.named_modules():
         for attribute, param in torch_compat.own_parameters(module).items():
@@ -155,7 +155,7 @@ def _holders(model: nn.Module) -> dict[nn.Parameter, list[Holder]]:
 
 
 def _plan(holders: dict[nn.Parameter, list[Holder]], limit: int, dtype: torch.dtype | None) -> tuple[list[Cut], list[str]]:
-    """Cuts that leave no weight above `limit` bytes, and a line for each parameter above it that stays whole."""
+    """Return the cuts of weights above `limit` bytes, and a line for each parameter above it that cannot be cut."""
     cuts, whole, seen = [], [], set[nn.Parameter]()
     for param, held in holders.items():
         if param in seen:
@@ -187,12 +187,12 @@ def _nbytes(param: Tensor, dtype: torch.dtype | None) -> int:
 
 
 def _bias(module: nn.Module) -> nn.Parameter | None:
-    """What is cut with the weight; of experts it is a weight as others."""
+    """Return a Linear's bias, which is cut with the weight; None for other modules (experts' biases count as weights)."""
     return torch_compat.own_parameters(module).get("bias") if type(module) is nn.Linear else None
 
 
 def _why_not(held: list[Holder], holders: dict[nn.Parameter, list[Holder]]) -> str | None:
-    """Why a parameter can not be cut, or None. Only what is known to be computed row by row is."""
+    """Return why a parameter cannot be cut, or None. Only parameters known to be used row by row are cut."""
     for holder in held:
         module, where = holder.module, holder.prefix or "the model"
         experts = tiled_experts.are_experts(module)
@@ -214,7 +214,7 @@ def _why_not(held: list[Holder], holders: dict[nn.Parameter, list[Holder]]) -> s
 
 
 def _cut(weights: dict[str, nn.Parameter], held: list[Holder], limit: int, dtype: torch.dtype | None) -> Cut:
-    """Tiles of rows (of experts: experts), as few and as even as can be; of columns where not even one row fits."""
+    """Return the cut into the fewest, evenly sized tiles of rows (or experts); of columns if not even one row fits."""
     first = next(iter(weights.values()))
     rows, extra = len(first), any(_bias(holder.module) is not None for holder in held) * _itemsize(first, dtype)
     row = sum(_nbytes(weight, dtype) for weight in weights.values()) // rows + extra
@@ -230,7 +230,7 @@ def _cut(weights: dict[str, nn.Parameter], held: list[Holder], limit: int, dtype
 
 
 def _bounds(extent: int, most: int) -> list[int]:
-    """Even tiles of at most `most`, as few as possible; between multiples of _ROWS where that makes no more of them."""
+    """Return the bounds of the fewest even tiles of at most `most`, at multiples of _ROWS if that takes no more tiles."""
     count = -(-extent // most)
     for step in (_ROWS, 1):
         chunks = extent // step
@@ -242,7 +242,7 @@ def _bounds(extent: int, most: int) -> list[int]:
 
 
 def _limit_of(model: nn.Module, holders: dict[nn.Parameter, list[Holder]], budget: int, dtype: torch.dtype | None) -> int:
-    """The largest of budget, budget / 2, ... such that root unit, largest other unit and one tile fit the budget."""
+    """Return the largest of budget, budget / 2, ... with which root unit, largest other unit and one tile fit the budget."""
     config = Config()
     units = partition(model, config, collect(model, config))
     limit, least = budget, 0
@@ -272,7 +272,7 @@ def _limit_of(model: nn.Module, holders: dict[nn.Parameter, list[Holder]], budge
 
 
 def _largest_tile(cut: Cut, dtype: torch.dtype | None) -> int:
-    """Bytes of the largest tile, its bias included."""
+    """Return the bytes of the largest tile, its bias included."""
     longest, total = max(cut.extents), 0
     for weight in cut.weights.values():
         total += _nbytes(weight, dtype) // weight.shape[cut.dim] * longest
@@ -282,7 +282,7 @@ def _largest_tile(cut: Cut, dtype: torch.dtype | None) -> int:
 
 
 def _check_cut(cut: Cut, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raise for what would get lost."""
+    """Raise if cutting would lose hooks, gradients, optimizer states or options of a module."""
     params = {replace(cut.holders[0], attribute=attribute).name: weight for attribute, weight in cut.weights.items()}
     for holder in cut.holders:
         module = holder.module
@@ -314,7 +314,7 @@ def _check_cut(cut: Cut, optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def _carry_out(cut: Cut, optimizer: torch.optim.Optimizer | None) -> None:
-    """Replace the parameter by its parts, in the modules and in the optimizer."""
+    """Replace the weights by their parts, in the modules and in the optimizer."""
     ranges = list(zip(cut.bounds, cut.bounds[1:], strict=False))
     parts = {a: [Part(cut.dim, *ends, tuple(weight.shape)) for ends in ranges] for a, weight in cut.weights.items()}
     weights = {a: [_part_of(weight, part) for part in parts[a]] for a, weight in cut.weights.items()}
@@ -335,7 +335,7 @@ def _tiles_of(
     parts: dict[str, list[Part]],
     optimizer: torch.optim.Optimizer | None,
 ) -> tuple[type[Tiled], list[Any]]:
-    """What a module becomes, and its tiles."""
+    """Return the class that a module gets, and its tiles."""
     if tiled_experts.are_experts(module):
         tiles = tiled_experts.make_tiles(module, weights, parts)
         module.__dict__["stands_for"] = type(module)
@@ -352,7 +352,7 @@ def _leave_fast_paths(model: nn.Module) -> None:
         if not any(isinstance(inner, Tiled) for inner in module.modules()):
             continue
         if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0  # which says that the kernels do not know the activation
+            module.activation_relu_or_gelu = 0  # 0: an activation that the kernels do not support
         elif isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
 
@@ -360,7 +360,7 @@ def _leave_fast_paths(model: nn.Module) -> None:
 def _linear_tiles(
     module: nn.Module, weights: list[nn.Parameter], parts: list[Part], optimizer: torch.optim.Optimizer | None
 ) -> list[LinearTile]:
-    """The tiles of one Linear. Its bias goes with the rows; with columns, whole, to the first."""
+    """Return the tiles of one Linear. Tiles of rows get their part of the bias; of tiles of columns, the first gets all of it."""
     bias = torch_compat.own_parameters(module).get("bias")
     if bias is None:
         return [LinearTile(w, None, {"weight": p}) for w, p in zip(weights, parts, strict=True)]
@@ -379,13 +379,13 @@ def _linear_tiles(
 
 
 def _padding(module: nn.Embedding, part: Part) -> int | None:
-    """padding_idx as the tile counts, or None if it is in another."""
+    """Return padding_idx relative to the tile's first row, or None if it is in another tile."""
     index = module.padding_idx
     return index - part.start if index is not None and part.start <= index < part.stop else None
 
 
 def _part_of(param: nn.Parameter, part: Part) -> nn.Parameter:
-    """A part as a parameter of its own: rows share the whole's memory, columns are copied. Attributes are carried."""
+    """Return a part as a parameter with the whole's attributes: rows share the whole's memory, columns are copied."""
     if isinstance(param, ShardedTensor):
         return _part_of_born(param, part)
     fresh = nn.Parameter(part.of(param.data).contiguous(), requires_grad=param.requires_grad)
@@ -394,7 +394,7 @@ def _part_of(param: nn.Parameter, part: Part) -> nn.Parameter:
 
 
 def _part_of_born(param: Any, part: Part) -> nn.Parameter:
-    """Rows of a parameter that was born sharded: gathered, and cut again as zs.init would have (collective)."""
+    """Return rows of a parameter that was made under zs.init: gather them, and shard them as zs.init does (collective)."""
     whole = param.data[part.start : part.stop].full_tensor()
     home = BirthHome(param._home.comm, f"{param._home.name}[{part.start}:{part.stop}]", whole.numel())
     local = whole.reshape(-1)[home.start : home.stop].clone()
@@ -404,6 +404,6 @@ def _part_of_born(param: Any, part: Part) -> nn.Parameter:
 
 
 def _exchange(optimizer: torch.optim.Optimizer | None, old: nn.Parameter, new: list[nn.Parameter]) -> None:
-    """Put the parts where the whole stood in an optimizer's groups."""
+    """Replace a parameter by its parts in an optimizer's groups."""
     for group in optimizer.param_groups if optimizer is not None else ():
         group["params"] = [p for param in group["params"] for p in (new if param is old else [param])]

@@ -1,1 +1,1 @@
-"""What stands apart from training: this host, torch's versions, autograd's graph, nested containers of tensors."""
+"""Utilities without knowledge of sharding: this host, torch's versions, autograd's graph, nested containers of tensors."""

@@ -1,4 +1,4 @@
-"""What is asked of autograd and of the interpreter: where a backward, a forward or a transform of torch.func is, and what is in the graph."""
+"""Queries to autograd and the interpreter: whether a backward, a forward or a torch.func transform runs; the graph's nodes."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch import Tensor, nn
 
 from . import torch_compat
 
-_LEAF = 1 << 62  # numbers of nodes that stand for leaves are higher
+_LEAF = 1 << 62  # gradient accumulators (nodes of leaves) have higher numbers
 _CALL = torch_compat.code_of_call()
-_NEAR = 12  # frames between a module's call and its hooks, at most
+_NEAR = 12  # most frames between a module's call and its hooks
 
 
 def in_backward() -> bool:
-    """On this thread."""
+    """Return whether a backward runs on this thread."""
     return torch_compat.graph_task() != -1
 
 
 def transforming() -> bool:
-    """Inside a derivative of torch.func, whose graph only it sees: backward can not be noticed."""
+    """Return whether this thread is inside a derivative of torch.func, whose backward hooks on our tensors cannot notice."""
     return torch_compat.in_derivative()
 
 
 def running_forward() -> FrameType | None:
-    """The call of the module whose hook asks; None where it can not be found (a compiled call)."""
+    """Return the frame of the module call whose hook calls this; None if it is not found (a compiled call)."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_NEAR):
         if frame is None or frame.f_code is _CALL:
@@ -38,7 +38,7 @@ def running_forward() -> FrameType | None:
 
 
 def forward_runs(module: nn.Module) -> bool:
-    """Whether a call of the module runs on this thread; False of a call of its `forward` past its hooks, and of a compiled one."""
+    """Return whether a call of the module runs on this thread. False for compiled calls and calls of `forward` itself."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _CALL and frame.f_locals["self"] is module:
@@ -48,16 +48,16 @@ def forward_runs(module: nn.Module) -> bool:
 
 
 def ended(frame: FrameType) -> bool:
-    """Whether a call is over, on whatever thread it ran. If so its variables go: a forward that was interrupted holds activations."""
+    """Return whether a call has ended, on any thread, and if so clear its variables: an interrupted forward holds activations."""
     try:
         frame.clear()
-    except RuntimeError:  # it is being executed
+    except RuntimeError:  # still running
         return False
     return True
 
 
 def memory_of(tensor: Tensor) -> int | None:
-    """Identity of a tensor's memory; None for those (of torch.func, sparse) that have none of their own."""
+    """Return the identity of a tensor's storage; None for tensors without one (of torch.func, sparse)."""
     try:
         return torch_compat.storage_id(tensor.untyped_storage())
     except RuntimeError:
@@ -65,12 +65,12 @@ def memory_of(tensor: Tensor) -> int | None:
 
 
 def next_node() -> int:
-    """The number of the node that autograd makes next on this thread."""
+    """Return the number that autograd gives the next node on this thread."""
     return torch_compat.next_node()
 
 
 def leads_to_all(first: int, outputs: list[Tensor]) -> bool:
-    """Whether all nodes of autograd's graph that were made on this thread since the number `first` lead to the outputs."""
+    """Return whether all graph nodes made on this thread from number `first` on lead to the outputs."""
     count = next_node() - first
     stack = [node for node in (output.grad_fn for output in outputs) if node is not None]
     found: set[int] = set()
@@ -84,7 +84,7 @@ def leads_to_all(first: int, outputs: list[Tensor]) -> bool:
 
 
 class Marked(torch.autograd.Function):
-    """Identity on a frozen unit's inputs: its backward runs when nothing inside the unit remains to be computed."""
+    """Identity on a frozen unit's inputs, whose backward calls `done` when the backward inside the unit has ended."""
 
     @staticmethod
     def forward(ctx: Any, done: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:

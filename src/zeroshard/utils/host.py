@@ -1,4 +1,4 @@
-"""Which machine this process runs on: what ranks compare, for shared memory, local disks and process numbers, and its caches."""
+"""Identity of the machine that a process runs on (for shared memory, local disks and process numbers), its ranks and caches."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 def ranks_here(otherwise: int) -> int:
-    """Ranks of this machine: LOCAL_WORLD_SIZE, which launchers set; `otherwise` where it is not set, or is no such number."""
+    """Return the number of ranks on this machine, from LOCAL_WORLD_SIZE, which launchers set; else `otherwise`."""
     given = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(int(given), 1) if given.isascii() and given.isdigit() else otherwise
 
 
 def cache_nbytes(level: int) -> int | None:
-    """Bytes of the first core's data cache of a level, as Linux tells them; None where it does not."""
+    """Return the size in bytes of the first core's data cache of a level, from Linux's sysfs; None if it is not there."""
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         try:
             kind, found, size = ((index / name).read_text().strip() for name in ("type", "level", "size"))
@@ -26,7 +26,7 @@ def cache_nbytes(level: int) -> int | None:
 
 
 def host_identity() -> tuple[str, str]:
-    """(name, boot id): the same for all processes that share memory and local disks; the boot id is "" where there is none."""
+    """Return (host name, boot id or ""), equal for all processes that share memory and local disks."""
     try:
         return socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -34,9 +34,9 @@ def host_identity() -> tuple[str, str]:
 
 
 def node_identity() -> tuple[str, ...]:
-    """As `host_identity`, for processes that reach each other's abstract sockets as well: of one network namespace.
+    """Return `host_identity` and the network namespace: equal for processes that also reach each other's abstract sockets.
 
-    Who wants several nodes on one host gives ZEROSHARD_NODE, a name, to the ranks of each.
+    To divide one host into several nodes, set ZEROSHARD_NODE to a different name for the ranks of each.
     """
     place = *host_identity(), os.environ.get("ZEROSHARD_NODE", "")
     try:

@@ -1,4 +1,4 @@
-"""The check that threads of a rank use an object one after another, for objects that are not made for two at a time."""
+"""A check that only one thread at a time uses an object that is not thread-safe."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Turn:
-    """Whose turn it is with an object: any thread's, until one is inside.
+    """Context that one thread at a time may enter, any number of times.
 
-    No lock: nobody waits. A thread that comes in while another is inside gets ThreadsMet, which names both, and has changed
-    nothing; the one inside goes on undisturbed. The same thread may come in again.
+    Unlike with a lock, no thread waits: one that enters while another is inside gets ThreadsMet, which names both, and has
+    changed nothing; the other goes on undisturbed.
     """
 
     def __init__(self, what: str) -> None:
-        """what: the object, in the words of an error."""
+        """what: name of the object, for the error."""
         self.what = what
         self._held, self._inside = threading.RLock(), 0
 
@@ -39,7 +39,7 @@ class Turn:
 
 
 def one_thread(method: _Method) -> _Method:
-    """A method in which one thread at a time may be, as in all such methods of its object: of that object's `turn`, a `Turn`."""
+    """Decorator: run the method inside the object's `turn` (a `Turn`), so that one thread at a time is in all such methods."""
 
     @functools.wraps(method)
     def alone(self: Any, *args: Any, **kwargs: Any) -> Any:

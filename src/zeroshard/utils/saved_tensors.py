@@ -1,7 +1,7 @@
 """Saved-tensor hooks inside of other saved-tensor hooks.
 
-Torch calls the innermost hooks alone (`torch.autograd.graph.saved_tensors_hooks`). Hooks that are meant for some tensors
-therefore hand all others to the hooks around them, or do for them what autograd does without hooks:
+Torch calls only the innermost hooks (`torch.autograd.graph.saved_tensors_hooks`). Hooks for some tensors therefore pass all
+others to the hooks around them, or, if there are none, save them as autograd does without hooks:
 
     outer = Outer()                         # where the hooks are entered
     packed = outer.pack(tensor)             # an object with a method `restore`
@@ -23,9 +23,9 @@ from .torch_compat import top_saved_tensors_hooks
 
 
 class Outer:
-    """The saved-tensor hooks in force where this is made. Hooks made with it are methods of an object with it as `outer`.
+    """The saved-tensor hooks that are active when this is made. Inner hooks are methods of an object that has it as `outer`.
 
-    checkpoint: of them, those of `torch.utils.checkpoint` that count what is saved, to find it again by its number; or None.
+    checkpoint: the hooks of `torch.utils.checkpoint` among them, which number saved tensors to find them again; or None.
     """
 
     __slots__ = ("checkpoint", "hooks")
@@ -39,11 +39,11 @@ class Outer:
             self.checkpoint = self.hooks if counts else around.checkpoint if isinstance(around, Outer) else None
 
     def pack(self, tensor: Tensor) -> Packed | Saved:
-        """What autograd keeps in place of a tensor that the inner hooks leave to others."""
+        """Return the object that autograd keeps in place of a tensor that the inner hooks do not handle."""
         return Saved(tensor) if self.hooks is None else Packed(self.hooks[0](tensor), self.hooks[1])
 
     def count(self, tensor: Tensor) -> Any:
-        """A checkpoint counts the tensor, which the inner hooks keep in their own way. The object is to live as long as that."""
+        """Let a surrounding checkpoint count a tensor that inner hooks pack. Keep the result as long as the packed tensor."""
         return None if self.checkpoint is None else self.checkpoint[0](tensor)
 
 
@@ -60,17 +60,17 @@ class Packed:
 
 
 class Saved:
-    """A tensor as autograd saves it without hooks, with the check that autograd leaves to hooks: nobody has written to it since."""
+    """A tensor saved as autograd does without hooks, with its check (which torch leaves to hooks) for in-place writes since."""
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # detached: autograd hands in outputs with their node, and a node that holds itself is never freed
+        # detached: an output refers to its node, and a node that saves its own output would never be freed
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
         self.version = torch_compat.version(tensor)
 
     def restore(self) -> Tensor:
-        """Raises RuntimeError, in torch's words, where the tensor was modified in place; ShardedAccessError where its memory was released."""
+        """Return the tensor. Raises RuntimeError if it was modified in place, ShardedAccessError if its memory was released."""
         if torch_compat.version(self.tensor) != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "

@@ -1,7 +1,7 @@
-"""Tensors nested in containers and objects: found, replaced, cast.
+"""Find, replace and cast tensors nested in containers and objects.
 
-What goes in and comes out may be nested in containers and objects. `find_tensors` finds tensors in all that can be
-looked into; `map_tensors` replaces them where that can be done in a copy: tuples, lists, mappings and dataclasses.
+Inputs and outputs of modules may be nested in containers and objects. `find_tensors` finds tensors in items, attributes and
+slots; `map_tensors` replaces them in copies of tuples, lists, mappings and dataclasses.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _TENSORLESS = (
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator,
 )  # fmt: skip
 _PLAIN = (tuple, list, dict)
-_MOST_OBJECTS = 10_000  # looked into, for one output: a logger or a trainer in it may lead to everything there is
+_MOST_OBJECTS = 10_000  # most objects to search: a logger or a trainer in an output may refer to everything in the process
 
 
 def find_tensors(value: Any) -> list[Tensor]:
-    """Every tensor in nested containers and objects, each once. What a closure or an iterator holds is not to be seen."""
+    """Return every tensor in nested containers and objects, each once. Closures and iterators cannot be searched."""
     if isinstance(value, Tensor):
         return [value]
     tensors: list[Tensor] = []
-    seen: dict[int, Any] = {}  # holds what it has seen: an id is that of one object while this lives
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is used again
     stack = [value]
     while stack and len(seen) <= _MOST_OBJECTS:
         item = stack.pop()
@@ -52,7 +52,7 @@ def find_tensors(value: Any) -> list[Tensor]:
 
 
 def _inside(item: Any) -> list[Any]:
-    """What an object holds: its items, attributes and slots."""
+    """Return the objects that an object refers to by items, attributes and slots."""
     inside: list[Any] = []
     if isinstance(item, Mapping):
         inside = list(item.values())
@@ -69,34 +69,34 @@ def _inside(item: Any) -> list[Any]:
 def _slot(item: Any, slot: Any) -> Any:
     try:
         return slot.__get__(item)
-    except AttributeError:  # declared, and not set
+    except AttributeError:  # a slot that is not set
         return None
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`value` with fn applied, once each, to the tensors in nested tuples, lists, mappings and dataclasses.
+    """Return `value` with fn applied, once each, to the tensors in nested tuples, lists, mappings and dataclasses.
 
-    What holds a changed tensor is copied, without running its `__init__`; the caller's own objects stay as they were.
+    Containers of changed tensors are copied, without running `__init__`; the caller's own objects do not change.
     """
     if isinstance(value, Tensor):
         return fn(value)
-    if torch.compiler.is_compiling():  # a policy inside a compiled block: what a tracer can follow, without objects
+    if torch.compiler.is_compiling():  # inside a compiled block: a tracer cannot follow the search through objects
         return tree_map_only(Tensor, fn, value)
     return Exchanged(fn, value).value
 
 
 class Exchanged:
-    """Arguments of a call with other tensors in place of some. Where a container holds one, the callee gets a copy of it.
+    """Arguments of a call with some tensors replaced. The callee gets copies of the containers that hold replaced tensors.
 
-    value: what the callee gets. After the call `hand_back` does to the caller's lists, mappings and dataclasses what the callee
-    has done to their copies: a module may append its loss to a list that it is given.
+    value: the arguments for the callee. After the call, `hand_back` applies the callee's changes of these copies to the caller's
+    lists, mappings and dataclasses: a module may append its loss to a list that it is given.
     """
 
     def __init__(self, fn: Callable[[Tensor], Tensor], value: Any) -> None:
-        """fn: what to put in place of a tensor, once for each."""
+        """fn: returns the replacement of a tensor; called once for each."""
         self._fn = fn
-        self._results: dict[int, Any] = {}  # id of an object of the caller's -> what the callee gets for it
-        self._exchanged: list[tuple[Any, Any]] = []  # (the caller's, the callee's), where they are not the same
+        self._results: dict[int, Any] = {}  # id of the caller's object -> the callee's object for it
+        self._exchanged: list[tuple[Any, Any]] = []  # (caller's object, callee's copy)
         self.value = self._mapped(value)
         self._before: list[Any] = [_content(new) for _, new in self._exchanged]
 
@@ -104,7 +104,7 @@ class Exchanged:
         if isinstance(item, _TENSORLESS):
             return item
         if id(item) not in self._results:
-            self._results[id(item)] = item  # where a circle closes
+            self._results[id(item)] = item  # the result inside a reference cycle
             new = self._fn(item) if isinstance(item, Tensor) else self._rebuilt(item)
             self._results[id(item)] = new
             if new is not item:
@@ -112,7 +112,7 @@ class Exchanged:
         return self._results[id(item)]
 
     def _rebuilt(self, item: Any) -> Any:
-        """`item`, or a copy with what was changed in it."""
+        """Return `item`, or a copy with the changed members."""
         if isinstance(item, (list, tuple)):
             items = [self._mapped(old) for old in item]
             return item if all(new is old for new, old in zip(items, item, strict=True)) else _sequence_of(items, item)
@@ -128,7 +128,7 @@ class Exchanged:
         return result
 
     def hand_back(self) -> None:
-        """After the call: the caller's containers become what the callee has made of their copies, with the caller's own tensors."""
+        """After the call, apply the callee's changes of copied containers to the caller's, with the caller's own tensors."""
         given = {id(new): old for old, new in self._exchanged}
         for (old, new), before in zip(self._exchanged, self._before, strict=True):
             now: Any = _content(new)
@@ -141,10 +141,10 @@ class Exchanged:
 
 
 def _content(item: Any) -> list | dict | None:
-    """What a list, a mapping or a dataclass holds now; None for others."""
+    """Return the current members of a list, a mapping or a dataclass; None for other objects."""
     if isinstance(item, list):
         return list(item)
-    if isinstance(item, MutableMapping):  # transformers' outputs set their attributes with their items
+    if isinstance(item, MutableMapping):  # such as transformers' outputs, whose attributes follow their items
         return dict(item.items())
     if dataclasses.is_dataclass(item):
         return {f.name: getattr(item, f.name) for f in dataclasses.fields(item) if hasattr(item, f.name)}
@@ -156,7 +156,7 @@ def _alike(one: list, other: Any) -> bool:
 
 
 def _change(item: Any, changes: dict) -> None:
-    """Set items of a mapping, or fields of a dataclass, frozen ones too."""
+    """Set items of a mapping, or fields of a dataclass (even a frozen one)."""
     for key, new in changes.items():
         if isinstance(item, MutableMapping):
             item[key] = new
@@ -165,7 +165,7 @@ def _change(item: Any, changes: dict) -> None:
 
 
 def _sequence_of(items: list[Any], like: Any) -> Any:
-    """A list or tuple of the class of `like`, named ones and subclasses included."""
+    """Return a list or tuple of the class of `like`, which may be a named tuple or a subclass."""
     if isinstance(like, list):
         result = copy.copy(like)
         result[:] = items
@@ -174,7 +174,7 @@ def _sequence_of(items: list[Any], like: Any) -> Any:
 
 
 def caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Of a floating-point tensor (not fp64, fp8, fp4) the same in `dtype`; of another, itself."""
+    """Return a function that casts floating-point tensors (not fp64, fp8, fp4) to `dtype`, and returns others as they are."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if follows_precision(tensor.dtype) else tensor
@@ -183,5 +183,5 @@ def caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its floating-point tensors (not fp64, fp8, fp4) in `dtype`."""
+    """Return `value` with its floating-point tensors (not fp64, fp8, fp4) cast to `dtype`."""
     return map_tensors(caster(dtype), value)

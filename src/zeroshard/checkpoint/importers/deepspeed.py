@@ -120,7 +120,7 @@ def scaler_of(saved: Any) -> dict[str, Any] | None:
     known = vars(saved) if isinstance(saved, StandIn) else {}
     if not {"cur_scale", "cur_iter", "last_overflow_iter", "scale_window"} <= known.keys():
         return None
-    good = known["cur_iter"] - known["last_overflow_iter"] - 2  # the step after an overflow, and the first, do not count
+    good = known["cur_iter"] - known["last_overflow_iter"] - 2  # the first step, and one after an overflow, do not count
     good = good % known["scale_window"] if good > 0 else good
     return {"scale": float(known["cur_scale"]), "good_steps": good, "patience": known.get("cur_hysteresis", 1)}
 

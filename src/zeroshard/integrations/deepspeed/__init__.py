@@ -1,7 +1,7 @@
-"""DeepSpeed's Python interface over zeroshard: what `import zeroshard.deepspeed` shows (surface.py), and what is behind it.
+"""DeepSpeed's Python interface over zeroshard: the names of `import zeroshard.deepspeed` (surface.py), and their implementation.
 
-Facts about the interface are those of DeepSpeed 0.19.8. There is no second runtime: an engine is a model and an optimizer
-of `zs.shard`, and counters.
+The interface is that of DeepSpeed 0.19.8. There is no second runtime: an engine is a model and an optimizer of `zs.shard`, with
+counters.
 """
 
-VERSION = "0.19.8+zeroshard"  # what frameworks compare with the least that they take
+VERSION = "0.19.8+zeroshard"  # frameworks compare it with the lowest version that they accept

@@ -1,7 +1,7 @@
-"""deepspeed.accelerator: the device of this process, CUDA or CPU, behind one set of methods.
+"""deepspeed.accelerator: one interface for the device of this process, CUDA or CPU.
 
-`get_accelerator()` chooses once: the variable DS_ACCELERATOR ("cuda", "cpu"), else CUDA where torch finds a device.
-Memory is in bytes; on the CPU it is that of this process (resident), peaks are those seen by earlier questions.
+`get_accelerator()` chooses once: from the variable DS_ACCELERATOR ("cuda", "cpu"), else CUDA if torch finds a device.
+Memory is in bytes; on the CPU it is this process's resident memory, and its peak is the largest that an earlier call has seen.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TENSORS = {
 
 
 class DeepSpeedAccelerator:
-    """What both have. `_name` is "cuda" or "cpu"."""
+    """Base class of both accelerators. `_name` is "cuda" or "cpu"."""
 
     _name: str
     _communication_backend_name: str
@@ -51,7 +51,7 @@ class DeepSpeedAccelerator:
     use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
 
     def communication_backend_name(self) -> str:
-        """ "nccl" or "gloo"."""
+        """Return "nccl" or "gloo"."""
         return self._communication_backend_name
 
     def random(self) -> Any:
@@ -66,7 +66,7 @@ class DeepSpeedAccelerator:
         return found + ([torch.bfloat16] if self.is_bf16_supported() else [])
 
     def pin_memory(self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True) -> Tensor:
-        """A copy in page-locked memory; the tensor itself where there is no device to copy to."""
+        """Return a copy in page-locked memory; the tensor itself if there is no CUDA device."""
         return tensor.pin_memory() if torch.cuda.is_available() else tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
@@ -86,7 +86,7 @@ class DeepSpeedAccelerator:
         return None if builder is None else builder()
 
     def get_op_builder(self, class_name: str) -> Any:
-        """The class of deepspeed.ops.op_builder of that name, or None."""
+        """Return the class of deepspeed.ops.op_builder of that name, or None."""
         from .op_builders import BUILDERS
 
         return BUILDERS.get(class_name)
@@ -99,7 +99,7 @@ class DeepSpeedAccelerator:
 
 
 class CPU_Accelerator(DeepSpeedAccelerator):
-    """The host. Streams and events are None, as in DeepSpeed."""
+    """Accelerator for the CPU. Streams and events are None, as in DeepSpeed."""
 
     _name, _communication_backend_name = "cpu", "gloo"
 
@@ -125,7 +125,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     def device_count(self) -> int:
-        """Ranks of this machine: LOCAL_SIZE or LOCAL_WORLD_SIZE, which launchers set; else its NUMA nodes that have cores."""
+        """Return the ranks of this machine from LOCAL_SIZE or LOCAL_WORLD_SIZE, else the number of NUMA nodes with cores."""
         given = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "0"
         nodes = [path.read_text().strip() for path in Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")]
         return int(given) or max(1, sum(bool(cores) for cores in nodes))
@@ -193,7 +193,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return True
 
     def is_fp16_supported(self) -> bool:
-        """Whether this CPU has instructions for it. Training in fp16 works without them too, slowly."""
+        """Return whether this CPU has fp16 instructions. Training in fp16 also works without them, slowly."""
         return torch_compat.fp16_on_cpu()
 
     def is_triton_supported(self) -> bool:
@@ -225,7 +225,7 @@ _SAME_IN_TORCH = (
 
 
 class CUDA_Accelerator(DeepSpeedAccelerator):
-    """torch.cuda, whose functions of the same name it hands on."""
+    """Accelerator for CUDA, which passes functions of the same name on to torch.cuda."""
 
     _name, _communication_backend_name = "cuda", "nccl"
 
@@ -301,7 +301,7 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
 
 
 def _resident_nbytes() -> int:
-    """What this process holds of the host's memory; 0 where the system does not tell."""
+    """Return this process's resident memory in bytes; 0 if the system does not tell it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -312,7 +312,7 @@ _chosen: DeepSpeedAccelerator | None = None
 
 
 def get_accelerator() -> DeepSpeedAccelerator:
-    """The accelerator of this process, always the same object. Raises ConfigError for a DS_ACCELERATOR that is not served."""
+    """Return the accelerator of this process, always the same object. Raises ConfigError for an unknown DS_ACCELERATOR."""
     global _chosen
     if _chosen is None:
         name = os.environ.get("DS_ACCELERATOR") or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -324,7 +324,7 @@ def get_accelerator() -> DeepSpeedAccelerator:
 
 
 def set_accelerator(accel_obj: DeepSpeedAccelerator) -> None:
-    """Make this object the one that `get_accelerator` returns."""
+    """Set the object that `get_accelerator` returns."""
     global _chosen
     if not isinstance(accel_obj, DeepSpeedAccelerator):
         raise TypeError(f"set_accelerator: expected a DeepSpeedAccelerator, got {type(accel_obj).__name__}")
@@ -332,5 +332,5 @@ def set_accelerator(accel_obj: DeepSpeedAccelerator) -> None:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Whether the accelerator is one of SUPPORTED_ACCELERATOR_LIST."""
+    """Return whether the accelerator is one of SUPPORTED_ACCELERATOR_LIST."""
     return get_accelerator().device_name() in SUPPORTED_ACCELERATOR_LIST

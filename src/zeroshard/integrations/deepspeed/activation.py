@@ -1,7 +1,7 @@
-"""deepspeed.checkpointing: recomputation of a function's activations, by torch's own checkpoint.
+"""deepspeed.checkpointing: recompute a function's activations with torch's own checkpoint.
 
-Where inputs of checkpoints rest on the host, or cut over a model-parallel group, is `zs.checkpoint_activations`, which
-`initialize` calls for a model whose configuration asks for it (cpu_checkpointing, partition_activations with an mpu).
+To keep inputs of checkpoints on the host, or partitioned over a model-parallel group, `initialize` calls
+`zs.checkpoint_activations` if the configuration asks for it (cpu_checkpointing, partition_activations with an mpu).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .logs import logger
 
 @dataclass
 class Chosen:
-    """What `configure` set."""
+    """Settings of `configure`."""
 
     partition_activations: bool = False
     contiguous_checkpointing: bool = False
@@ -41,7 +41,7 @@ def configure(
     mpu_: Any = None, deepspeed_config: Any = None, partition_activations: bool | None = None, contiguous_checkpointing: bool | None = None,
     num_checkpoints: int | None = None, checkpoint_in_cpu: bool | None = None, synchronize: bool | None = None, profile: bool | None = None,
 ) -> None:  # fmt: skip
-    """Choose how `checkpoint` keeps inputs. What is given here goes before the configuration's activation_checkpointing."""
+    """Set how `checkpoint` keeps inputs. Arguments override the configuration's section activation_checkpointing."""
     global _chosen
     chosen = Chosen()
     if deepspeed_config is not None:
@@ -62,7 +62,7 @@ def configure(
 
 
 def section_of(config: Any) -> dict[str, Any]:
-    """The activation_checkpointing section of a configuration in any form."""
+    """Return the activation_checkpointing section of a configuration in any form."""
     if not hasattr(config, "_param_dict"):
         return read_config(config).get("activation_checkpointing", {})
     return config._param_dict.get("activation_checkpointing", {})
@@ -73,18 +73,18 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """DeepSpeed frees buffers of a step here; there are none."""
+    """Do nothing: DeepSpeed frees a step's buffers here, and there are none."""
 
 
 def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """function(*args, **kwargs), whose activations are computed again in backward."""
+    """Return function(*args, **kwargs), whose activations are recomputed in backward."""
     in_cpu = _chosen is not None and _chosen.checkpoint_in_cpu and torch.cuda.is_available()
     with torch.autograd.graph.save_on_cpu(pin_memory=True) if in_cpu else contextlib.nullcontext():
         return torch_checkpoint(functools.partial(function, **kwargs), *args, use_reentrant=False)
 
 
 def apply_config(model: nn.Module, config: Any, mpu: Any) -> None:
-    """Let a model that checkpoints by itself keep inputs where the configuration says."""
+    """Call zs.checkpoint_activations for a model that calls torch's checkpoint itself, if the configuration asks for it."""
     section = section_of(config)
     group = mpu.get_model_parallel_group() if mpu is not None and section.get("partition_activations") else None
     offload = "cpu" if section.get("cpu_checkpointing") and torch.cuda.is_available() else None
@@ -93,7 +93,7 @@ def apply_config(model: nn.Module, config: Any, mpu: Any) -> None:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Without tensor parallelism here all generators of this rank get the seed."""
+    """Seed all generators of this rank; without tensor parallelism there is only one stream of random numbers."""
     torch.manual_seed(seed)
 
 

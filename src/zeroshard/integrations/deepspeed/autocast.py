@@ -1,4 +1,4 @@
-"""deepspeed.runtime.torch_autocast: an engine's forward goes by its configuration, whatever autocast is on around it."""
+"""deepspeed.runtime.torch_autocast: an engine's forward uses its configuration's autocast, not the surrounding one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from .logs import warning_once
 
-# by which DeepSpeed marks parameters; gradients here go as communication_data_type says
+# attribute by which DeepSpeed marks parameters; here communication_data_type determines the dtype of all gradients
 PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
 
 
 def autocast_if_enabled(engine: Any) -> contextlib.AbstractContextManager:
-    """torch.autocast as the section torch_autocast says. Without it one that is on outside is off inside, which is said once."""
+    """Return torch.autocast as the section torch_autocast says; without it, disable a surrounding autocast and warn once."""
     kind, enabled = engine.device.type, engine.torch_autocast_enabled()
     dtype = engine.torch_autocast_dtype()
     if enabled and dtype is not None:
@@ -29,10 +29,10 @@ def autocast_if_enabled(engine: Any) -> contextlib.AbstractContextManager:
 
 
 def has_comm_dtype(param: torch.nn.Parameter) -> bool:
-    """Whether a parameter is marked with a dtype for communication."""
+    """Return whether a parameter is marked with a dtype for communication."""
     return hasattr(param, PARAM_COMM_DTYPE_ATTR_NAME)
 
 
 def get_comm_dtype(param: torch.nn.Parameter) -> torch.dtype:
-    """Its mark, or its own dtype."""
+    """Return a parameter's dtype for communication: its mark, or its own dtype."""
     return getattr(param, PARAM_COMM_DTYPE_ATTR_NAME, param.dtype)

@@ -1,4 +1,4 @@
-"""deepspeed.checkpoint: what scripts call around checkpoints. Those of the engine are universal as they are."""
+"""deepspeed.checkpoint: functions that scripts call. The engine's checkpoints are universal without conversion."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ...checkpoint.directory import MANIFEST, write_whole
 from ...checkpoint.importers.deepspeed import tag_folder
 from ...errors import CheckpointNotFound
 
-UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"  # the key under which Megatron's scripts keep theirs in client_state
+UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"  # key in client_state that Megatron's scripts use
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = torch.device("cpu")) -> Any:
-    """`item` with every tensor in lists, tuples and dictionaries a copy with storage of its own; what is tied stays so."""
+    """Return `item` with every tensor in lists, tuples and dicts copied to storage of its own; tied tensors stay tied."""
     return _cloned(item, device, {})
 
 
@@ -38,16 +38,16 @@ def _cloned(item: Any, device: Any, copies: dict[Any, Tensor]) -> Any:
 
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
-    """Where the real DeepSpeed keeps a rank's model states."""
+    """Return the path of a rank's model states in DeepSpeed's checkpoints."""
     return os.path.join(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt")
 
 
 def convert_to_universal(args: Any = None) -> None:
-    """ds_to_universal.main: a checkpoint (also of the real DeepSpeed) loads at any number of ranks and stage as it is, so it gets
-    the second name alone.
+    """Stand in for ds_to_universal.main: give a checkpoint a second name. Checkpoints, also DeepSpeed's own, need no conversion,
+    since they load at any stage with any number of ranks.
 
-    args: an object, or the command line, with input_folder (folder/tag) and output_folder (folder/another tag). Files are linked where the
-    file system can, else copied; `latest_universal` beside it names it.
+    args: an object, or the command line, with input_folder (folder/tag) and output_folder (folder/another tag). Files are linked,
+    or copied if the file system has no links; `latest_universal` in the folder names the new tag.
     """
     if args is None:
         parser = argparse.ArgumentParser(prog="ds_to_universal", description=convert_to_universal.__doc__)

@@ -1,13 +1,13 @@
-"""Checkpoints of the engine: zeroshard's own, in DeepSpeed's places (folder/tag, `latest`); those of the real DeepSpeed load too.
+"""Checkpoints of the engine: zeroshard's format in DeepSpeed's folders (folder/tag, `latest`). DeepSpeed's own load too.
 
 run/
   latest                              the tag of the newest
   zero_to_fp32.py                     a script: from a checkpoint to whole fp32 weights
   global_step100/
-    manifest.json, *.distcp           zeroshard's (docs/checkpoint-format.md): all that is loaded
-    mp_rank_00_model_states.pt        for scripts that look into DeepSpeed's files: counters, client_state, names and shapes
-                                      of what there is (tensors of the meta device), but no weights
-    zero_pp_rank_0_mp_rank_00_optim_states.pt    the stage
+    manifest.json, *.distcp           zeroshard's files (docs/checkpoint-format.md); only these are loaded
+    mp_rank_00_model_states.pt        for scripts that read DeepSpeed's files: counters, client_state, names and shapes (at stage
+                                      3 meta tensors without weights)
+    zero_pp_rank_0_mp_rank_00_optim_states.pt    for the same scripts: the stage and the number of ranks
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ main()
 
 
 class Checkpoints(WholeWeights):
-    """Mixed into the engine."""
+    """Mixin of the engine: saving and loading of checkpoints."""
 
     _config: Any
     config: dict[str, Any]
@@ -73,10 +73,11 @@ class Checkpoints(WholeWeights):
         self, save_dir: str, tag: Any = None, client_state: dict[str, Any] | None = None, save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
-        """Write save_dir/tag (collective): model, optimizer, scheduler, counters, client_state. A tag that exists is replaced.
+        """Save model, optimizer, scheduler, counters and client_state to save_dir/tag (collective). An existing tag is replaced.
 
-        tag: None: global_step and the number. exclude_frozen_parameters: what is not trained is left out, and recorded. With
-        {"checkpoint": {"writer": {"decoupled": true}}} it returns when all is copied; the next save, a load and destroy() wait.
+        tag: None for global_step and its number. exclude_frozen_parameters: leave out frozen parameters and record their
+        checksums. With {"checkpoint": {"writer": {"decoupled": true}}} this returns when all states are copied to host memory;
+        the next save, a load and destroy() wait until they are written.
         """
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
@@ -93,7 +94,7 @@ class Checkpoints(WholeWeights):
         return True
 
     def _agreed(self, tag: str) -> str:
-        """Rank 0's tag, where ranks differ and checkpoint.tag_validation does not make that an error."""
+        """Return rank 0's tag (collective). If ranks differ, warn or raise AssertionError, by checkpoint.tag_validation."""
         config, comm = self._config, runtime_of(self.module).comm
         tags = exchange_values(comm, tag, "save_checkpoint: tag")
         if len(set(tags)) == 1:
@@ -105,7 +106,7 @@ class Checkpoints(WholeWeights):
         return tags[0]
 
     def _facts(self) -> dict[str, Any]:
-        """Beside the client's state, as DeepSpeed has it there."""
+        """Return the entries that DeepSpeed adds to client_state."""
         return {"ds_config": json.loads(json.dumps(self.config, default=str)), "ds_version": VERSION}
 
     def _counters(self) -> dict[str, int]:
@@ -113,13 +114,14 @@ class Checkpoints(WholeWeights):
 
     def _extra(self, client_state: dict[str, Any]) -> dict[str, Any]:
         frozen = [name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad]
-        names = list(self.module.state_dict(keep_vars=True))  # in the module's order, which our own format does not keep
+        names = list(self.module.state_dict(keep_vars=True))  # the module's order, which zeroshard's format does not keep
         engine = {**self._counters(), "dp_world_size": self.dp_world_size, "frozen": frozen, "names": names, **self._facts()}
         extra = {"client_state": client_state, "engine": engine}
         return extra if self.lr_scheduler is None else {**extra, "lr_scheduler": self.lr_scheduler}
 
     def _described(self, client_state: dict[str, Any], exclude_frozen: bool) -> dict[str, Any]:
-        """The files in DeepSpeed's names, on rank 0: the model's, with its weights below stage 3; of optimizer states which there are."""
+        """Return, on rank 0, files with DeepSpeed's names: the model's, with weights below stage 3; optimizers' without
+        states."""
         state = self.module.state_dict(keep_vars=True)
         if runtime_of(self.module).comm.rank:
             return {}
@@ -139,7 +141,7 @@ class Checkpoints(WholeWeights):
 
     @staticmethod
     def _check_classes(model: dict[str, Any]) -> None:
-        """Say where torch does not load by itself what a file is to hold."""
+        """Warn if the file will hold objects that torch.load(weights_only=True) refuses."""
         try:
             torch.load(io.BytesIO(_pickled(model)), weights_only=True)
         except pickle.UnpicklingError as error:
@@ -154,7 +156,7 @@ class Checkpoints(WholeWeights):
         return [name for name in self.module.state_dict(keep_vars=True) if name not in parameters]
 
     def _get_zero_param_shapes(self) -> list[dict[str, torch.Size]]:
-        """Of each optimizer group, name -> whole shape."""
+        """Return name -> whole shape for each optimizer group."""
         runtime = runtime_of(self.module)
         if runtime.optimizer is None:
             return []
@@ -179,7 +181,7 @@ class Checkpoints(WholeWeights):
     def _get_ckpt_name(
         self, checkpoints_path: Any, tag: Any, mp_placeholder: str | None = None, pp_placeholder: Any = None
     ) -> str:
-        """The path of the file that tells of the model."""
+        """Return the path of the model's file."""
         name = MODEL_FILE if mp_placeholder is None else MODEL_FILE.replace("00", mp_placeholder)
         if self.zero_optimization_partition_weights():
             name = f"zero_pp_rank_{0 if pp_placeholder is None else pp_placeholder}_{name}"
@@ -190,12 +192,12 @@ class Checkpoints(WholeWeights):
         return os.path.join(checkpoints_path, str(tag), name)
 
     def _get_zero_ckpt_name(self, checkpoints_path: Any, tag: Any) -> str:
-        """The path of the file that tells of this rank's optimizer states."""
+        """Return the path of this rank's optimizer file."""
         rank, bf16 = runtime_of(self.module).comm.rank, self._config.bfloat16_config.enabled
         return self._get_rank_zero_ckpt_name(checkpoints_path, tag, 0, rank, bf16)
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: Any, tag: Any, expp_rank: int) -> str:
-        """Of DeepSpeed's files of experts; there are none here."""
+        """Return the path that DeepSpeed gives an optimizer file of experts; no such file is written here."""
         return os.path.join(checkpoints_path, str(tag), f"expp_rank_{expp_rank}_mp_rank_00_optim_states.pt")
 
     # -- load ----------------------------------------------------------------------------------------------------
@@ -207,20 +209,19 @@ class Checkpoints(WholeWeights):
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
         """Load a checkpoint of any stage and number of ranks (collective).
 
-        Returns its path and client_state, (None, None) where there is no `latest`. Also taken are those that the real DeepSpeed
-        wrote, and its universal ones. client_state: what was saved as such, with
-        DeepSpeed's own entries ds_config, ds_version and global_samples. Accumulated gradients are dropped, and counting goes on
-        at the beginning of a step.
+        Checkpoints that DeepSpeed itself wrote, and its universal ones, are loaded too. Returns its path and client_state, or
+        (None, None) if there is no `latest`. client_state is the saved one, with DeepSpeed's entries ds_config, ds_version and
+        global_samples. Accumulated gradients are dropped, and micro-steps are counted from the beginning of a step.
 
         Args:
-            load_module_strict: False: parameters and buffers that it lacks stay as they are, unknown ones are passed over.
-            custom_load_fn: custom_load_fn(src=..., dst=...) with whole tensors by name and the module; on every rank, of which
-                rank 0's writes count. Without optimizer states names and shapes need not be the model's.
+            load_module_strict: if False, tensors that the checkpoint lacks keep their values, and unknown ones are ignored.
+            custom_load_fn: called as custom_load_fn(src=..., dst=...) with whole tensors by name and the module, on every rank;
+                rank 0's writes count. If no optimizer states are loaded, names and shapes may differ from the model's.
             trusted: unpickle any object in client_state, which can run code.
 
         Raises:
             CheckpointNotFound: there is no such tag. ValueError: load_universal without `latest_universal`.
-            CheckpointMismatch: it does not fit, or has no state of the scheduler. Others as zs.load.
+            CheckpointMismatch: it does not fit, or has no scheduler state. Other errors as zs.load.
         """
         if not isinstance(load_dir, (str, os.PathLike)):
             raise TypeError(f"load_checkpoint: load_dir: expected the folder that save_checkpoint was given, got {load_dir!r}.")
@@ -263,7 +264,7 @@ class Checkpoints(WholeWeights):
         return _path_of(folder), client_state
 
     def _tag_folder(self, root: Path, tag: Any) -> Path | None:
-        """Of the tag that is meant; None where none is. Raises CheckpointNotFound, ValueError (on every rank)."""
+        """Return the folder of a tag, or of the latest; None if there is no `latest`. Raises CheckpointNotFound, ValueError."""
         pointer = "latest_universal" if self._config.load_universal_checkpoint else LATEST
         comm = runtime_of(self.module).comm
         tags = exchange_values(comm, latest_tag(root, pointer) if tag is None else str(tag), "load_checkpoint: tag")
@@ -279,7 +280,7 @@ class Checkpoints(WholeWeights):
         return root / tag
 
     def _load_by(self, function: Callable[..., Any], opened: Opened) -> None:
-        """Let a function of the user's bring whole tensors into the module (collective)."""
+        """Call the user's function to load whole tensors into the module (collective)."""
         comm = runtime_of(self.module).comm
         source = agreed(comm, "load_checkpoint: reading", lambda: read_whole(opened, None), opened.path)
         with GatheredParameters(list(self.module.parameters()), modifier_rank=0):
@@ -287,7 +288,7 @@ class Checkpoints(WholeWeights):
 
 
 def _extras_of(opened: Opened, trusted: bool) -> tuple[dict[str, Any], Any, dict[str, Any]]:
-    """(the engine's counters and facts, the scheduler's state or None, client_state). Raises Untrusted."""
+    """Return (the engine's counters and facts, the scheduler's state or None, client_state). Raises Untrusted."""
     extras = dict(opened.extras)
     if not opened.ours:
         if trusted and opened.unread:
@@ -299,7 +300,7 @@ def _extras_of(opened: Opened, trusted: bool) -> tuple[dict[str, Any], Any, dict
     for name in ("client_state", "engine", "lr_scheduler"):
         if name in opened.unread:
             raise opened.unread[name]
-        if name in opened.per_rank:  # of ranks that there are not now: rank 0's
+        if name in opened.per_rank:  # each rank had its own, and there are other ranks now: take rank 0's
             extras[name] = read_object(opened.path, Manifest.read(opened.path), f"{state_map.EXTRA}{name}.0", trusted)
     engine = extras.get("engine") or {}
     facts = {name: engine[name] for name in ("global_samples", *_FACTS) if name in engine}
@@ -307,7 +308,7 @@ def _extras_of(opened: Opened, trusted: bool) -> tuple[dict[str, Any], Any, dict
 
 
 def _told(state: dict[str, Any], whole: bool) -> dict[str, Tensor]:
-    """Tensors of a state dict on the host, those that are one once; where they are not whole, their shapes alone."""
+    """Return copies of a state dict's tensors on the host, tied ones as one; whole=False: meta tensors of their shapes."""
     copies: dict[int, Tensor] = {}
     for value in state.values():
         if isinstance(value, Tensor) and id(value) not in copies:
@@ -324,13 +325,13 @@ def _pickled(content: dict[str, Any]) -> memoryview:
 
 
 def _path_of(folder: Path) -> str:
-    """What DeepSpeed returns: of the file with the model's states."""
+    """Return the path that DeepSpeed's load_checkpoint returns: the model's file, or the folder if there is none."""
     found = [folder / name for name in (MODEL_FILE, f"zero_pp_rank_0_{MODEL_FILE}") if (folder / name).exists()]
     return str(found[0] if found else folder)
 
 
 def latest_tag(root: Path, pointer: str = LATEST) -> str | None:
-    """What the pointer names; None where there is none. A save that was killed leaves the one before on a second line."""
+    """Return the tag in the pointer file, or None. A killed save leaves the previous tag on a second line, which then counts."""
     try:
         names = [line.strip() for line in (root / pointer).read_text().splitlines() if line.strip()]
     except (FileNotFoundError, NotADirectoryError):

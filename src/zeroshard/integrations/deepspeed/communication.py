@@ -1,10 +1,10 @@
-"""deepspeed.comm: torch.distributed by DeepSpeed's names, and starting it.
+"""deepspeed.comm: torch.distributed under DeepSpeed's names, and its initialisation.
 
-What this module does not define is torch.distributed's own (`__getattr__`). Operations take DeepSpeed's `prof`, `log_name`
-and `debug`, and are timed and counted after `configure(enabled=True)`, for `log_summary`. The collectives of training do
-not pass here: zeroshard has its own, and `zs.report(model)` counts them.
+Names that this module does not define are torch.distributed's (`__getattr__`). Operations take DeepSpeed's arguments `prof`,
+`log_name` and `debug`, and are timed and counted after `configure(enabled=True)`, for `log_summary`. Training does not use these:
+zeroshard has its own collectives, which `zs.report(model)` counts.
 
-In the threads of `zeroshard.testing.run_threads` rank, world size and barrier are those of the thread.
+In threads of `zeroshard.testing.run_threads`, rank, world size and barrier are the thread's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .accelerator import get_accelerator
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 default_pg_timeout = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "10")))
-_timeouts = [default_pg_timeout]  # of the process group
+_timeouts = [default_pg_timeout]  # timeout of the process group
 _FROM_MPI = {"RANK": "OMPI_COMM_WORLD_RANK", "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE", "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK"}
 
 # -- start and end -----------------------------------------------------------------------------------------------
@@ -46,13 +46,13 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Start torch.distributed, unless it has started: gloo on the CPU, nccl on CUDA.
+    """Initialise torch.distributed, unless it is: with gloo on the CPU, nccl on CUDA.
 
-    The rank comes from the arguments, from torchrun's variables, or (auto_mpi_discovery) from Open MPI's; without any of them
-    this is a world of one process, and the variables of torchrun are set to say so.
+    The rank comes from the arguments, from torchrun's variables, or (auto_mpi_discovery) from Open MPI's. Without any of them
+    this is a world of one process, and torchrun's variables are set accordingly.
 
     Raises:
-        ConfigError: dist_init_required=False and nothing has started; or only some of the variables are set.
+        ConfigError: dist_init_required=False and there is no process group; or only some of the variables are set.
     """
     if config is not None:
         configure(config)
@@ -72,12 +72,12 @@ def init_distributed(
 
 
 def stall_timeout_s() -> float:
-    """How long ranks wait for one another: as long as the process group was given (DEEPSPEED_TIMEOUT, in minutes), 10 minutes else."""
+    """Return the seconds that ranks wait for one another: the process group's timeout (DEEPSPEED_TIMEOUT minutes, or 10)."""
     return _timeouts[0].total_seconds()
 
 
 def _complete_environment(auto_mpi_discovery: bool, port: int) -> None:
-    """Set what torchrun would have set, where one process or Open MPI leaves no doubt."""
+    """Set torchrun's variables for a single process, or from Open MPI's. Raises ConfigError if some are missing."""
     env = os.environ
     if auto_mpi_discovery and "RANK" not in env and all(name in env for name in _FROM_MPI.values()):
         env.update({name: env[theirs] for name, theirs in _FROM_MPI.items()})
@@ -86,7 +86,7 @@ def _complete_environment(auto_mpi_discovery: bool, port: int) -> None:
     if alone:
         port = free_port() if port == TORCH_DISTRIBUTED_DEFAULT_PORT else port
         for name, value in rank_environment(0, 1, port).items():
-            if name != "LOCAL_WORLD_SIZE":  # which DeepSpeed leaves alone
+            if name != "LOCAL_WORLD_SIZE":  # DeepSpeed does not set it either
                 env.setdefault(name, value)
         return
     env.setdefault("MASTER_PORT", str(port))
@@ -103,14 +103,14 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Whether ranks know of each other: torch.distributed has started, or this is a thread of run_threads."""
+    """Return whether torch.distributed is initialised, or this is a thread of run_threads."""
     return torch_dist.is_initialized() or _in_threads()
 
 
 def _in_threads() -> bool:
     try:
         return not torch_dist.is_initialized() and backend_select.rank_and_size()[1] > 1
-    except ConfigError:  # a launcher's variables, and nothing started
+    except ConfigError:  # a launcher's variables are set, but there is no process group
         return False
 
 
@@ -125,17 +125,17 @@ def destroy_process_group(group: Any = None) -> None:
 
 
 def get_rank(group: Any = None) -> int:
-    """This process's rank in the group (None: of all); -1 outside of it."""
+    """Return this process's rank in the group (None: among all); -1 outside of it."""
     return _rank_and_size()[0] if group is None else torch_dist.get_rank(group)
 
 
 def get_world_size(group: Any = None) -> int:
-    """The group's number of ranks (None: of all); -1 outside of it."""
+    """Return the group's number of ranks (None: of all); -1 outside of it."""
     return _rank_and_size()[1] if group is None else torch_dist.get_world_size(group)
 
 
 def get_local_rank() -> int:
-    """The rank on this machine: LOCAL_RANK, which launchers set."""
+    """Return the rank on this machine, from LOCAL_RANK, which launchers set."""
     _rank_and_size()
     return get_local_rank_from_launcher()
 
@@ -162,7 +162,7 @@ def get_world_group() -> Any:
 
 
 def new_group(ranks: Any) -> Any:
-    """A group of these ranks; called by all ranks, also those outside."""
+    """Make a process group of these ranks (collective over all ranks, also those outside)."""
     return torch_dist.new_group(list(ranks))
 
 
@@ -182,7 +182,7 @@ def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[st
 
 
 class CommsLogger:
-    """What `configure` switches on. records: operation -> bytes of its tensor -> seconds of each call."""
+    """Log of operations, switched on by `configure`. records: operation -> bytes of its tensor -> seconds of each call."""
 
     def __init__(self) -> None:
         self.enabled = self.verbose = self.debug = False
@@ -204,9 +204,9 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Switch the counting of this module's operations; None leaves a setting as it is.
+    """Configure the log of this module's operations. None: a setting is not changed.
 
-    deepspeed_config: its `comms_config` (comms_logger_enabled, and comms_logger with the other names) is read first.
+    deepspeed_config: a configuration whose `comms_config` (comms_logger_enabled, comms_logger) is read first.
     """
     section: Any = getattr(deepspeed_config, "comms_config", None)
     if getattr(section, "comms_logger_enabled", False):
@@ -220,7 +220,7 @@ def configure(
 
 
 def _op(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """fn with DeepSpeed's three arguments for its logger, counted where `configure` asks for it."""
+    """Decorator: add DeepSpeed's three arguments for its logger, and log calls as `configure` has set."""
 
     @functools.wraps(fn)
     def call(*args: Any, prof: bool = False, log_name: str | None = None, debug: Any = None, **kwargs: Any) -> Any:
@@ -240,7 +240,7 @@ def _op(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _nbytes(value: Any) -> int:
-    """Bytes of the largest tensor among the arguments: what an operation sends or leaves."""
+    """Return the bytes of the largest tensor among the arguments, which is the operation's input or output."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -254,9 +254,9 @@ def _row(nbytes: int, seconds: list[float]) -> dict[str, Any]:
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Print, on rank 0, what was counted of each operation and size (collective); return_dict: return it, on all ranks.
+    """Print, on rank 0, calls and times by operation and size (collective). return_dict: also return them, on all ranks.
 
-    show_straggler: also the time that this rank waited for others, by operation: its seconds less the fastest rank's.
+    show_straggler: also this rank's waiting time by operation: its seconds less those of the fastest rank.
     """
     summary = {name: {nbytes: _row(nbytes, s) for nbytes, s in sizes.items()} for name, sizes in comms_logger.records.items()}
     waited = None
@@ -293,7 +293,7 @@ def get_logged_comm_ops() -> list[str]:
 # -- operations, with DeepSpeed's names of arguments ----------------------------------------------------------------
 
 
-_OPERATIONS: dict[str, tuple[str, dict[str, str]]] = {  # name -> (torch's name, arguments that torch calls otherwise)
+_OPERATIONS: dict[str, tuple[str, dict[str, str]]] = {  # name -> (torch's name, DeepSpeed's name of an argument -> torch's)
     **dict.fromkeys(("all_reduce", "inference_all_reduce"), ("all_reduce", {})),
     **dict.fromkeys(
         ("reduce_scatter_tensor", "reduce_scatter_fn"), ("reduce_scatter_tensor", {"output_tensor": "output", "tensor": "input"})
@@ -348,7 +348,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _contradicting_single_rank_pg_error(dp_world_size: int, explicit_process_group: Any, env: Any = None) -> str | None:
-    """What is wrong where a launcher started several ranks and each is alone in its group, which nobody chose; else None."""
+    """Return an error if a launcher started several ranks but the default process group has only one; else None."""
     said = str((os.environ if env is None else env).get("WORLD_SIZE"))
     if dp_world_size != 1 or explicit_process_group is not None or not said.isdigit() or int(said) <= 1:
         return None

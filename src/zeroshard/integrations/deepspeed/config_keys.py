@@ -1,11 +1,11 @@
-"""Every key of a DeepSpeed configuration (0.19.8, and those that older templates carry), as data: what becomes of it here.
+"""Every key of a DeepSpeed configuration (0.19.8, and older templates), with its treatment here, as data.
 
-    honoured   it changes what is computed, kept, saved or reported
-    noted      it is taken; where it is not the default, one sentence says why nothing follows. Results do not depend on it
-    refused    nothing would do what it asks: its name and the remedy are raised, unless it is switched off or the default
+    honoured   it changes what is computed, stored, saved or reported
+    noted      it is accepted; if it is not the default, a warning says why it has no effect. Results do not depend on it
+    refused    it is not supported: an error has its name and the remedy, unless its value is the default or switches it off
 
-`KEYS` maps the whole name ("zero_optimization.stage") to its row; `table()` gives the rows for a document. ds_config.py reads
-by it, sections.py builds typed sections from it.
+`KEYS` maps the full name ("zero_optimization.stage") to its row; `table()` returns the rows for a document. ds_config.py reads
+configurations by it, sections.py makes typed sections from it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 
 class Treatment(Enum):
-    """What becomes of a key; see the head of this file."""
+    """Treatment of a key; see the head of this file."""
 
     HONOURED = "honoured"
     NOTED = "noted"
@@ -28,15 +28,15 @@ class Treatment(Enum):
 
 @dataclass(frozen=True)
 class Key:
-    """One key.
+    """One key of a configuration.
 
-    name:    whole, with dots. aliases: other names of it in the same section.
-    default: of DeepSpeed 0.19.8; None also where it has none.
-    kind:    how a typed section reads a value (sections.READERS); "any" in the others, which DeepSpeed does not check.
-    text:    honoured: what it does; noted: the sentence; refused: the remedy.
-    option:  honoured: the option of zs.shard that it sets, where it sets one.
-    is_on:   refused: whether a value asks for something.
-    fits:    noted: values beside the default that ask for what is so in any case.
+    name:    full name, with dots. aliases: other names in the same section.
+    default: default in DeepSpeed 0.19.8, or None if it has none.
+    kind:    how a typed section reads a value (sections.READERS); "any" in other sections, which DeepSpeed does not check.
+    text:    honoured: its effect; noted: the reason why it has none; refused: the remedy.
+    option:  honoured: the option of zs.shard that it sets, if any.
+    is_on:   refused: function that returns whether a value switches the key on.
+    fits:    noted: further values without a warning, since they ask for what happens in any case.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Key:
 
     @property
     def field(self) -> str:
-        """Its name in its section."""
+        """Name of the key in its section."""
         return self.name.rpartition(".")[2]
 
 
 def is_on(value: object) -> bool:
-    """Whether a section or switch asks for anything: templates carry `"enabled": false`, {} and None for 'off'."""
+    """Return whether a section or switch is on: templates have `"enabled": false`, {} and None for 'off'."""
     if not isinstance(value, Mapping):
         return bool(value) and value != "auto"
     if "enabled" in value:
@@ -66,7 +66,7 @@ def is_on(value: object) -> bool:
 
 
 def _several(value: object) -> bool:
-    """Of a number of ranks: more than one."""
+    """Return whether a value is a number of ranks above one."""
     return isinstance(value, (int, float)) and value > 1
 
 
@@ -90,12 +90,12 @@ def _R(name: str, default: Any, text: str, kind: str = "any", on: Callable[[Any]
 
 
 def _stage3(key: Key) -> Key:
-    """A key that has its name with and without "stage3_"."""
+    """Return a key that may also be written with the prefix "stage3_"."""
     return replace(key, aliases=("stage3_" + key.name,))
 
 
 def _whole_section(name: str, text: str, keys: Mapping[str, Any], on: Callable[[Any], bool] = is_on) -> Iterator[Key]:
-    """A section that is refused as a whole when it is on, and the keys in it, which mean nothing without it."""
+    """Yield a section that is refused as a whole if it is on, and its keys."""
     yield _R(name, None, text, on=on)
     for key, default in keys.items():
         yield _R(f"{name}.{key}", default, f"of {name}: {text}", on=on)
@@ -472,19 +472,19 @@ def _rows() -> Iterator[Key]:
 
 
 KEYS: dict[str, Key] = {key.name: key for key in _rows()}
-ALIASES: dict[str, str] = {  # whole names
+ALIASES: dict[str, str] = {  # full name of an alias -> full name of its key
     f"{key.name.rpartition('.')[0]}.{alias}".removeprefix("."): key.name for key in KEYS.values() for alias in key.aliases
 }
 
 
 @functools.cache
 def keys_of(section: str) -> tuple[Key, ...]:
-    """The rows directly in a section; "" for the top level."""
+    """Return the rows of the keys directly in a section; "" for the top level."""
     return tuple(key for key in KEYS.values() if key.name.rpartition(".")[0] == section)
 
 
 def markdown() -> str:
-    """The document docs/deepspeed-config.md."""
+    """Return the document docs/deepspeed-config.md."""
     lines = [
         "# DeepSpeed's configuration: every key", "",
         "Honoured: the key does what it says. Noted: the key is accepted, and one line on stderr says why it changes nothing.",
@@ -501,5 +501,5 @@ def markdown() -> str:
 
 
 def table() -> list[tuple[str, Any, str, str]]:
-    """(name, default, "honoured" | "noted" | "refused", what that means), in the order of the files' sections; for a document."""
+    """Return (name, default, "honoured" | "noted" | "refused", text) of each key, in the order of sections, for a document."""
     return [(key.name, key.default, key.treatment.value, key.text) for key in KEYS.values()]

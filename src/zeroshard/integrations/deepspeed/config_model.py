@@ -1,10 +1,10 @@
-"""deepspeed.runtime.config_utils: a base for configurations of one's own, of pydantic, whose fields can be deprecated.
+"""deepspeed.runtime.config_utils: a pydantic base class for programs' own configurations, with deprecated fields.
 
     class Mine(DeepSpeedConfigModel):
         size: int = 0
         width: str = Field("0", json_schema_extra={"deprecated": True, "new_param": "size", "new_param_fn": int})
 
-It needs the package pydantic; zeroshard's own configurations do not.
+It needs the package pydantic, which zeroshard's own configurations do not.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ except ImportError as error:
 
 
 class DeepSpeedConfigModel(BaseModel):
-    """Unknown keys and values of another type raise pydantic's ValidationError; a value "auto" is the default.
+    """Base class of configurations. Unknown keys and wrong types raise pydantic's ValidationError; "auto" means the default.
 
-    strict: read "auto" as a value, too. A deprecated field, in `json_schema_extra`: `deprecated` true; `deprecated_msg` is said;
-    `new_param` is the field (or "section.field") that takes new_param_fn(value), unless `set_new_param` is false.
-    AssertionError where both are given.
+    strict: read "auto" as a value. A field is deprecated by `json_schema_extra`: `deprecated` is true, `deprecated_msg` is
+    logged, and `new_param` names the field (or "section.field") that is set to new_param_fn(value), unless `set_new_param` is
+    false. Raises AssertionError if both fields are given.
     """
 
     model_config = ConfigDict(
@@ -45,7 +45,7 @@ class DeepSpeedConfigModel(BaseModel):
                 self._follow(name, told)
 
     def _follow(self, name: str, told: dict[str, Any]) -> None:
-        """Say that a field is deprecated, and give the one in its place its value."""
+        """Warn that a field is deprecated, and set the field that replaces it."""
         new = told.get("new_param", "")
         logger.warning(
             f"Config parameter {name} is deprecated{f' use {new} instead' if new else ''}. {told.get('deprecated_msg', '')}"

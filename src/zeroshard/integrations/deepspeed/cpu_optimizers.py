@@ -1,11 +1,11 @@
-"""DeepSpeed's optimizer classes, which are torch's and zeroshard's own with DeepSpeed's arguments: nothing is compiled.
+"""DeepSpeed's optimizer classes: subclasses of torch's and zeroshard's with DeepSpeed's arguments. Nothing is compiled.
 
-Where DeepSpeed has a class for the host and one for the device, both are the same here: states rest and are stepped where
-`zero_optimization.offload_optimizer` says. fused=True is set, so a step has the bits of torch's fused step, also on a host
-that steps offloaded states (optim/cpu_kernels.py). States have the precision of what is stepped: fp32 masters, unless
-the configuration keeps none; `fp32_optimizer_states` is kept as an attribute for who asks.
+DeepSpeed's classes for the host and for the device are the same here: `zero_optimization.offload_optimizer` determines where
+states rest and are stepped. fused=True is set, so a step has the bits of torch's fused step, also when the host steps offloaded
+states (optim/cpu_kernels.py). States have the precision of the stepped values: fp32 masters, unless the configuration has
+none; `fp32_optimizer_states` is only an attribute.
 
-DeepSpeed's bias_correction=False and amsgrad=True are refused: neither torch's fused step nor DeepSpeed's has them both.
+bias_correction=False and amsgrad=True are refused, since torch's fused step lacks the first, and DeepSpeed the second.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _refuse(name: str, argument: str, value: Any, remedy: str) -> None:
 
 
 class _Adam(torch.optim.Adam):
-    """torch's Adam, decoupled or not."""
+    """torch's Adam, with decoupled weight decay or L2 decay."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class _Adam(torch.optim.Adam):
 
 
 class DeepSpeedCPUAdam(_Adam):
-    """AdamW (adamw_mode, the default) or Adam with L2 decay."""
+    """AdamW (adamw_mode=True, the default) or Adam with L2 decay."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class DeepSpeedCPUAdam(_Adam):
 
 
 class FusedAdam(_Adam):
-    """AdamW (adam_w_mode, the default) or Adam with L2 decay."""
+    """AdamW (adam_w_mode=True, the default) or Adam with L2 decay."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class FusedAdam(_Adam):
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
-    """torch's Adagrad."""
+    """torch's Adagrad with DeepSpeed's arguments."""
 
     def __init__(
         self,

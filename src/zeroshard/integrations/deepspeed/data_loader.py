@@ -1,4 +1,4 @@
-"""The loader that `initialize(training_data=...)` makes: each rank its own micro-batches."""
+"""The data loader of `initialize(training_data=...)`, which gives each rank its own micro-batches."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ...comm import backend_select
 
 
 def check_dataset(dataset: Any) -> None:
-    """Raise ValueError for what a loader can not be made of."""
+    """Raise ValueError if an object is no data set that a loader can use."""
     if not isinstance(dataset, Dataset) and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise ValueError(f"Training data must be a torch Dataset, got {type(dataset).__name__}")
 
 
 class DeepSpeedDataLoader:
-    """Micro-batches of one rank. Without a sampler of one's own the data set is shuffled and shared out over the ranks.
+    """Loader of one rank's micro-batches. Without a data_sampler, the data set is shuffled and divided among ranks.
 
-    As with DeepSpeed every pass draws the same order until the program calls `loader.data_sampler.set_epoch`. drop_last: a last batch
-    that is not full is left out; each rank's share is first filled up with samples of the beginning. num_workers: processes that fetch
-    samples, whose random numbers are not the trainer's; None: two, as with DeepSpeed, but none where ranks are threads, which must not
-    fork, or daemonic processes, which may not, or where each would go through all of an IterableDataset.
+    As in DeepSpeed, every pass has the same order until the program calls `loader.data_sampler.set_epoch`. drop_last: drop a last
+    batch that is not full (each rank's share has been padded with the first samples). num_workers: processes that load samples,
+    with random numbers of their own. None: two, as in DeepSpeed; zero if ranks are threads, which must not fork, or daemonic
+    processes, which may not have children, or for an IterableDataset, which each worker would read completely.
     """
 
     def __init__(
@@ -32,14 +32,14 @@ class DeepSpeedDataLoader:
     ) -> None:  # fmt: skip
         check_dataset(dataset)
         if num_workers is None:
-            alone = backend_select.in_threads() or multiprocessing.current_process().daemon  # may have no children
+            alone = backend_select.in_threads() or multiprocessing.current_process().daemon  # neither can have child processes
             num_workers = 0 if isinstance(dataset, IterableDataset) or alone else 2
         sampler = data_sampler
         if sampler is None and not isinstance(dataset, IterableDataset):
             sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)
         self.dataset, self.sampler, self.batch_size = dataset, sampler, batch_size
         self.data_sampler, self.collate_fn, self.num_local_io_workers = sampler, collate_fn, num_workers
-        self.data: Iterator[Any] | None = None  # of the pass that is under way
+        self.data: Iterator[Any] | None = None  # iterator of the current pass
         self.dataloader = DataLoader(
             dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last,
             num_workers=num_workers, pin_memory=pin_memory,
@@ -50,7 +50,7 @@ class DeepSpeedDataLoader:
         return self.data
 
     def __next__(self) -> Any:
-        """The next micro-batch of the pass that is under way; without one it begins. StopIteration at its end."""
+        """Return the next micro-batch of the current pass, beginning one if there is none. Raises StopIteration at its end."""
         if self.data is None:
             iter(self)
         assert self.data is not None

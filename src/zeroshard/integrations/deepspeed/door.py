@@ -1,7 +1,7 @@
-"""Modules made from a table: `deepspeed.x.y` and `zeroshard.deepspeed.x.y` are one module object, its names come from surface.py.
+"""Modules made from the table in surface.py: `deepspeed.x.y` and `zeroshard.deepspeed.x.y` are one module object.
 
-What a name stands for is imported when it is first asked for, so `import deepspeed` is quick, and a name that is not there says
-what to use instead.
+The object behind a name is imported at its first use, so that `import deepspeed` is quick. The error for a name that does not
+exist says what to use instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HERE = __package__
 
 
 class SurfaceModule(ModuleType):
-    """One module of the interface. Its names can be assigned, as those of any module."""
+    """One module of the interface. Its attributes can be assigned, as those of any module."""
 
     def __getattr__(self, name: str) -> Any:
         path = self.__dict__.get("_surface_path")
@@ -49,7 +49,7 @@ class SurfaceModule(ModuleType):
 
 
 def _resolve(where: str) -> Any:
-    """'module:attribute' of this package; 'module:' the module itself."""
+    """Import 'module:attribute' of this package; 'module:' is the module itself."""
     module, _, attribute = where.partition(":")
     found = importlib.import_module(module if module.startswith(("zeroshard", "torch")) else f"{_HERE}.{module}")
     for part in attribute.split(".") if attribute else ():
@@ -58,7 +58,7 @@ def _resolve(where: str) -> Any:
 
 
 def _passed_on(path: str, name: str) -> Any:
-    """A name that the module behind it answers by itself (deepspeed.comm: those of torch.distributed)."""
+    """Return the attribute from the `__getattr__` of the module behind it (deepspeed.comm: torch.distributed's), or None."""
     try:
         return _resolve(SURFACE[path]["__getattr__"])(name)
     except AttributeError:
@@ -74,7 +74,7 @@ def _text(path: str) -> str:
 
 
 def _all_paths() -> set[str]:
-    """The table's modules, and the packages that they are in."""
+    """Return the table's modules, and the packages that contain them."""
     found: set[str] = set()
     for path in SURFACE:
         parts = path.split(".") if path else []
@@ -100,7 +100,7 @@ class _Loader(Loader):
         return _modules[path]
 
     def exec_module(self, module: ModuleType) -> None:
-        """Names come when they are asked for."""
+        """Do nothing, since names are imported at their first use."""
 
 
 class _Finder(MetaPathFinder):
@@ -110,15 +110,15 @@ class _Finder(MetaPathFinder):
             return ModuleSpec(fullname, _Loader(), is_package=True)
         if found in (None, "__main__"):
             return None
-        if sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":  # an import; importlib.util.find_spec gets None
+        if sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":  # raise for imports; importlib.util.find_spec gets None
             error = ModuleNotFoundError(_text(found))
-            error.name = fullname  # by which `from package import name` goes on to the attribute
+            error.name = fullname  # lets `from package import name` try the attribute
             raise error
         return None
 
 
 def _path_of(fullname: str) -> str | None:
-    """Where a module name is below one of ours: 'deepspeed' must be ours as well."""
+    """Return a module's path below `zeroshard.deepspeed` or `deepspeed`, or None; `deepspeed` counts only if it is ours."""
     for root in (ROOT, ALIAS):
         if fullname.startswith(f"{root}.") and isinstance(sys.modules.get(root), SurfaceModule):
             return fullname.removeprefix(f"{root}.")
@@ -126,7 +126,7 @@ def _path_of(fullname: str) -> str | None:
 
 
 def open_door(module: ModuleType) -> None:
-    """Make an ordinary module, `zeroshard.deepspeed`, the root of the interface."""
+    """Turn the ordinary module `zeroshard.deepspeed` into the root of the interface."""
     module.__class__ = SurfaceModule
     module._surface_path = ""  # type: ignore[attr-defined]
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):

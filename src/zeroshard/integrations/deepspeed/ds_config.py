@@ -1,9 +1,9 @@
-"""A DeepSpeed configuration, read: `DeepSpeedConfig(config)` from a dict, the path of a JSON file, or urlsafe base64 of JSON.
+"""Read a DeepSpeed configuration: `DeepSpeedConfig(config)` from a dict, the path of a JSON file, or urlsafe base64 of JSON.
 
-    read -> examine (refused keys raise, notes are collected) -> typed sections -> batch triangle -> what contradicts itself
+    read -> examine (refused keys raise, notes are collected) -> typed sections -> batch sizes -> contradictions
 
-Attributes have the names that scripts know from DeepSpeed's class of this name (0.19.8). What becomes of each key is in
-config_keys.py; how it maps to zs.shard in shard_options.py.
+Attributes have the names of DeepSpeed's class (0.19.8). config_keys.py has the treatment of each key, shard_options.py its
+mapping to zs.shard.
 """
 
 from __future__ import annotations
@@ -50,32 +50,32 @@ DTYPES = {
     "fp16": torch.float16, "float16": torch.float16, "half": torch.float16,
     "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
 }  # fmt: skip
-OFFLOAD_STAGES = {"offload_optimizer": 1, "offload_param": 3}  # the lowest at which these are sharded
+OFFLOAD_STAGES = {"offload_optimizer": 1, "offload_param": 3}  # lowest stage that shards these states, which offload needs
 _TAG_VALIDATIONS = ("IGNORE", "WARN", "FAIL")
 
 
 def get_gradient_clipping(config: Mapping[str, Any]) -> float:
-    """The bound of the norm that a configuration asks for; 0: none."""
+    """Return the gradient norm at which a configuration clips; 0: no clipping."""
     return config.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT)
 
 
 def get_log_level(config: Mapping[str, Any]) -> str | None:
-    """The level of DeepSpeed's logger that a configuration asks for; None: as it is."""
+    """Return the log level in a configuration. None: the logger's level is not changed."""
     return config.get("log_level", LOG_LEVEL_DEFAULT)
 
 
 def get_bfloat16_config(config: Mapping[str, Any]) -> DeepSpeedBF16Config:
-    """The section bf16, or bfloat16 as it was called."""
+    """Return the section bf16 (bfloat16 in older configurations)."""
     return DeepSpeedBF16Config.of(_section(config, "bf16", "bfloat16"))  # type: ignore[return-value]
 
 
 def get_float16_config(config: Mapping[str, Any]) -> DeepSpeedFP16Config:
-    """The section fp16."""
+    """Return the section fp16."""
     return DeepSpeedFP16Config.of(_section(config, "fp16"))  # type: ignore[return-value]
 
 
 def _section(config: Mapping[str, Any], *names: str, within: str = "") -> Any:
-    """The first of these sections that is there, or {}."""
+    """Return the first of these sections that a configuration has, or {}."""
     name = next((name for name in names if config.get(name) is not None), None)
     if name is not None and not isinstance(config[name], Mapping):
         where = f"{within}.{name}" if within else name
@@ -84,14 +84,14 @@ def _section(config: Mapping[str, Any], *names: str, within: str = "") -> Any:
 
 
 def _number(name: str, value: Any) -> Any:
-    """The value, where it is a number (inf is one)."""
+    """Return the value. Raises DeepSpeedConfigError if it is no number (inf is one, nan is not)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
         raise DeepSpeedConfigError(f"{name}: expected a number, got {value!r}.")
     return value
 
 
 def dtype_of(key: str, name: object) -> torch.dtype | None:
-    """The dtype that a text stands for; None for None."""
+    """Return the dtype that a name stands for; None for None and "auto"."""
     if name is None or name == "auto":
         return None
     dtype = name if isinstance(name, torch.dtype) else DTYPES.get(str(name).lower().removeprefix("torch."))
@@ -104,7 +104,7 @@ def dtype_of(key: str, name: object) -> torch.dtype | None:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """ValueError where JSON has a key twice in one object."""
+    """Return an object of JSON as a dict. Raises ValueError if it has a key twice."""
     names = [name for name, _ in pairs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -113,7 +113,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse(text: str, source: str) -> dict[str, Any]:
-    """JSON, or Hjson where its package is installed."""
+    """Parse JSON, or Hjson if its package is installed."""
     try:
         found = json.loads(text, object_pairs_hook=_no_duplicates)
     except json.JSONDecodeError as error:
@@ -132,7 +132,7 @@ def _parse(text: str, source: str) -> dict[str, Any]:
 
 
 def read_config(config: object) -> dict[str, Any]:
-    """A dict of one's own from a dict, the path of a JSON file, or urlsafe base64 of JSON."""
+    """Return a new dict from a dict, the path of a JSON file, or urlsafe base64 of JSON."""
     if isinstance(config, Mapping):
         return copy.copy(dict(config))
     if isinstance(config, (str, os.PathLike)):
@@ -152,14 +152,14 @@ def read_config(config: object) -> dict[str, Any]:
 
 
 class DeepSpeedConfig:
-    """A configuration, checked.
+    """A checked configuration.
 
-    config: dict (left as it is), path of a JSON file, or urlsafe base64 of JSON.
-    world_size: data-parallel ranks; None: those of mpu, or of mesh_device, or of torch.distributed, or 1.
-    notes: a sentence for each key that has no effect here; `say_notes` says them once.
+    config: dict (not changed), path of a JSON file, or urlsafe base64 of JSON.
+    world_size: number of data-parallel ranks. None: that of mpu, mesh_device or torch.distributed, else 1.
+    notes: a sentence for each key that has no effect here; `say_notes` prints them once.
 
-    Errors: DeepSpeedConfigError for what is refused, ValidationError (a ValueError) for a value or an unknown key of a typed
-    section, AssertionError for batch sizes that do not fit and modes that exclude each other.
+    Raises DeepSpeedConfigError for refused keys, ValidationError (a ValueError) for a wrong value or an unknown key of a typed
+    section, AssertionError for batch sizes that do not multiply and modes that exclude each other.
     """
 
     optimizer_name: Any
@@ -170,7 +170,7 @@ class DeepSpeedConfig:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """The value of a key: `config_keys` lists them."""
+            """Return the value of a key; `config_keys` lists them."""
 
     def __init__(self, config: object, mpu: Any = None, mesh_device: Any = None, *, world_size: int | None = None) -> None:
         self._param_dict = read_config(config)
@@ -199,7 +199,7 @@ class DeepSpeedConfig:
                 )
 
     def _planned_options(self, given: dict[str, Any], path: object) -> dict[str, Any]:
-        """Options of zs.shard in the section that `zeroshard plan --auto` writes, which is taken out: it is not DeepSpeed's."""
+        """Remove the section that `zeroshard plan --auto` writes from `given`, and return its options of zs.shard."""
         plan = {"mesh": {}, **_section(given, SECTION)}
         given.pop(SECTION, None)
         if cuts_model(plan):
@@ -209,13 +209,13 @@ class DeepSpeedConfig:
             )
         otherwise = planned_otherwise(path, plan, {"dp": self.world_size}) if plan["mesh"] else ""
         batches = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        if otherwise and all(given.get(name) is not None for name in batches):  # of so many ranks and no others
+        if otherwise and all(given.get(name) is not None for name in batches):  # all three together fix the number of ranks
             raise DeepSpeedConfigError(f"{otherwise}, or leave out {batches[0]}.")
         self.notes += [otherwise] if otherwise else []
         return dict(_section(plan, "shard", within=SECTION))
 
     def _read_plain(self, given: Mapping[str, Any]) -> None:
-        """Keys at the top that are one value."""
+        """Read the keys at the top level that are single values."""
         for key in keys_of(""):
             if not keys_of(key.name) and key.treatment is not Treatment.REFUSED:
                 setattr(self, key.name, given.get(key.name, key.default))
@@ -291,10 +291,10 @@ class DeepSpeedConfig:
         self.checkpoint_parallel_write_pipeline = pipelined is True
         self.checkpoint_config = {**section, "tag_validation": mode}
 
-    # -- what belongs together ---------------------------------------------------------------------------------
+    # -- checks of keys together ---------------------------------------------------------------------------------
 
     def _configure_train_batch_size(self) -> None:
-        """train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks: two give the third."""
+        """Complete train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks, or raise."""
         train, micro, steps, ranks = (
             self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps, self.world_size,
         )  # fmt: skip
@@ -319,7 +319,7 @@ class DeepSpeedConfig:
         self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps = train, micro, steps
 
     def _check(self) -> None:
-        """Modes that exclude each other."""
+        """Raise for modes that exclude each other."""
         fp16, bf16, stage = self.float16_config, self.bfloat16_config, self.zero_optimization_stage
         assert not (fp16.enabled and bf16.enabled), "fp16.enabled and bf16.enabled: one at most may be true."
         for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
@@ -340,20 +340,20 @@ class DeepSpeedConfig:
 
     @property
     def model_dtype(self) -> torch.dtype:
-        """Of parameters in forward and backward."""
+        """Dtype of parameters in forward and backward."""
         if self.float16_config.enabled:
             return torch.float16
         return torch.bfloat16 if self.bfloat16_config.enabled else torch.float32
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """In which gradients accumulate."""
+        """Dtype in which gradients accumulate."""
         return dtype_of("data_types.grad_accum_dtype", self.grad_accum_dtype) or self.model_dtype
 
-    # -- saying it ---------------------------------------------------------------------------------------------
+    # -- printing ---------------------------------------------------------------------------------------------
 
     def say_notes(self, rank: int | None = None) -> None:
-        """The notes, on stderr, by rank 0, each once in a process."""
+        """Print the notes on stderr, on rank 0, each once in a process."""
         if (_rank() if rank is None else rank) != 0:
             return
         for note in self.notes:
@@ -362,11 +362,11 @@ class DeepSpeedConfig:
                 print(f"zeroshard: ds_config: {note}", file=sys.stderr)
 
     def print_user_config(self) -> None:
-        """The configuration as it was given, on stderr."""
+        """Print the given configuration on stderr."""
         print(json.dumps(self._param_dict, indent=4, sort_keys=True, default=str), file=sys.stderr)
 
     def print(self, name: str) -> None:
-        """Every attribute, and the configuration as it was given, on stderr."""
+        """Print every attribute, and the given configuration, on stderr."""
         for attribute, value in sorted(vars(self).items()):
             if not attribute.startswith("_"):
                 print(f"{name}.{attribute} = {value}", file=sys.stderr)
@@ -377,7 +377,7 @@ _said: set[str] = set()
 
 
 def _with_defaults(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A section that nothing checks, with the defaults of the keys it lacks."""
+    """Return an untyped section, completed with the defaults of its keys."""
     section = {key: value for key, value in _section(given, name).items() if not (isinstance(value, str) and value == "auto")}
     return {**{key.field: key.default for key in keys_of(name)}, **section}
 
@@ -391,7 +391,7 @@ def _rank() -> int:
 
 
 def _ranks(mpu: Any, mesh: Any) -> int:
-    """Data-parallel ranks."""
+    """Return the number of data-parallel ranks."""
     if mpu is not None and hasattr(mpu, "get_data_parallel_world_size"):
         return mpu.get_data_parallel_world_size()
     if mesh is not None:

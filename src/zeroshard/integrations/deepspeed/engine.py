@@ -1,10 +1,10 @@
-"""The engine: a model and an optimizer of `zs.shard`, and the counters that DeepSpeed's loop goes by.
+"""The engine: a model and an optimizer of `zs.shard`, with the counters and methods of DeepSpeed's training loop.
 
     engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     loss = engine(batch); engine.backward(loss); engine.step()
 
-What a micro-step does to gradients is `zs.accumulate`: stages 0 and 1 sum locally up to the boundary, stages 2 and 3
-reduce each backward, as DeepSpeed does. Loss scaling, clipping and overflow are the optimizer's own.
+Micro-steps accumulate gradients by `zs.accumulate`: stages 0 and 1 sum locally until the boundary, stages 2 and 3 reduce after
+every backward, as DeepSpeed does. The sharded optimizer does loss scaling, clipping and overflow handling.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .engine_optimizer import wrap
 from .logs import logger
 from .timers import SynchronizedWallClockTimer, ThroughputTimer
 
-_scaled: set[int] = set()  # the graph tasks of backwards that an engine scaled already
+_scaled: set[int] = set()  # graph tasks of backwards whose loss an engine has scaled already
 
 
 def _is_loss(value: Any) -> bool:
@@ -44,7 +44,7 @@ def _is_loss(value: Any) -> bool:
 
 
 def _one_thread(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Raise where another thread is inside of the engine: its ranks would meet in another order, and gradients would mix."""
+    """Decorator: raise ZeroshardError if another thread is inside the engine, since their collectives and gradients would mix."""
 
     @functools.wraps(method)
     def call(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +62,7 @@ def _one_thread(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _UnscaledGradient(torch.autograd.Function):
-    """x * factor, with the gradient of x: zeroshard puts the loss scale on gradients where they enter the model."""
+    """Multiply x by a factor and pass the gradient unscaled: zeroshard scales gradients where they enter the model."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -76,8 +76,8 @@ class _UnscaledGradient(torch.autograd.Function):
 class DeepSpeedEngine(Checkpoints, nn.Module):
     """What `initialize` returns. Built by setup.py; attributes that it lacks are the module's.
 
-    module: the sharded model. basic_optimizer: the sharded optimizer, of the class that was given. optimizer: what DeepSpeed
-    shows in its place (engine_optimizer.py), None for inference.
+    module: the sharded model. basic_optimizer: the sharded optimizer, of the given class. optimizer: wrapper of it with
+    DeepSpeed's interface (engine_optimizer.py), None for inference.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, config: Any, **known: Any) -> None:
@@ -98,14 +98,14 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self._is_gradient_accumulation_boundary: bool | None = None
         self._running_engine_step = self._step_applied = False
         self._global_grad_norm: float | None = None
-        self._backwards = 0  # since the last step
-        self._loss: Any = 0.0  # sum over these of what backward() returned, for the monitor
+        self._backwards = 0  # backwards since the last step
+        self._loss: Any = 0.0  # sum of the losses that these returned, for the monitor
         self._turn = threading.RLock()
         self.client_optimizer, self.client_lr_scheduler, self._client_name = known["client"]
         self.param_names = {param: name for name, param in module.named_parameters()}
         self.mp_world_size, self.has_moe_layers, self.sparse_tensor_module_names = 1, False, set[str]()
         self.timers = SynchronizedWallClockTimer()
-        timed = SimpleNamespace(enabled=config.timers_config.enabled, synchronized=False)  # steps overlap what the device does
+        timed = SimpleNamespace(enabled=config.timers_config.enabled, synchronized=False)  # steps overlap the device's work
         self.tput_timer = ThroughputTimer(timed, config.train_batch_size, steps_per_output=config.steps_per_print)
         self._held: contextlib.AbstractContextManager | None = None
         self._gc_was_on = False
@@ -137,20 +137,20 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return output
 
     def _gradient_factor(self) -> float:
-        """Of gradients of `loss.backward()`, without the engine: a mean over micro-batches; over ranks a mean or a sum."""
+        """Return the factor for gradients of a plain `loss.backward()`: 1 / micro-batches, times ranks if they are summed."""
         return self._ranks_summed() / self.gradient_accumulation_steps()
 
     def _ranks_summed(self) -> int:
-        """By how much the mean over ranks is smaller than what the configuration asks for."""
+        """Return the factor from the mean over ranks to the configured sum or mean: the number of ranks, or 1."""
         return self.dp_world_size if self._config.gradient_allreduce_op == "sum" else 1
 
     def _scale_unless_scaled(self, grad: Tensor) -> Tensor | None:
         return None if torch_compat.graph_task() in _scaled else grad * self._gradient_factor()
 
     def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
-        """The loss times the loss scale, for a `backward()` of one's own. Its gradients are not scaled twice.
+        """Return the loss times the loss scale, to call `backward()` on. Gradients are not scaled twice.
 
-        retain_graph: nothing is to be told here: a graph that is kept can be gone through again.
+        retain_graph: no effect here; give it to `backward()`.
         """
         assert self.optimizer is not None, "must provide optimizer during init in order to use scale"
         assert _is_loss(loss), "loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)"
@@ -159,7 +159,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     @_one_thread
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Gradients of loss / gradient_accumulation_steps (scale_wrt_gas=False: of loss), which is returned."""
+        """Run backward of loss / gradient_accumulation_steps (scale_wrt_gas=False: of loss), and return that."""
         assert self.optimizer is not None, "must provide optimizer during init in order to use backward"
         assert _is_loss(loss), "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors"
         self._hold(self._sums_locally())
@@ -172,7 +172,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             _scaled.add(tasks[-1])
             return grad * self._ranks_summed()
 
-        scaled = loss / steps if scale_wrt_gas and steps > 1 else loss.view_as(loss)  # whose hook runs before those of loss
+        scaled = loss / steps if scale_wrt_gas and steps > 1 else loss.view_as(loss)  # its hook runs before those of loss
         handle = scaled.register_hook(mark)
         try:
             scaled.backward(retain_graph=retain_graph)
@@ -184,12 +184,12 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return scaled
 
     def _backward_epilogue(self) -> None:
-        """What DeepSpeed does by hand after a backward is over here when backward() returns."""
+        """Do nothing: work that DeepSpeed does after a backward is done here when backward() returns."""
 
     # -- accumulation --------------------------------------------------------------------------------------------
 
     def _sums_locally(self) -> bool:
-        """Whether the backward to come is not to be reduced."""
+        """Return whether the next backward accumulates gradients without reducing them."""
         if self.optimizer is None:
             return False
         if self.inside_no_sync_ctxt:
@@ -197,7 +197,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return not self.zero_optimization_partition_gradients() and not self.is_gradient_accumulation_boundary()
 
     def _hold(self, yes: bool) -> None:
-        """Enter or leave `zs.accumulate`, which lasts from one micro-step to another."""
+        """Enter or leave `zs.accumulate`, which stays entered from one micro-step to the next."""
         if yes and self._held is None:
             self._held = api.accumulate(self.module)
             self._held.__enter__()
@@ -206,7 +206,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             held.__exit__(None, None, None)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the last before an optimizer step."""
+        """Return whether the current micro-batch is the last before an optimizer step."""
         if self._is_gradient_accumulation_boundary is not None:
             return self._is_gradient_accumulation_boundary
         if not self.managed_gradient_accumulation():
@@ -214,7 +214,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say by hand whether the next backward is the last before an optimizer step; None: the engine counts again."""
+        """Set whether the next backward is the last before an optimizer step. None: let the engine count micro-batches."""
         assert self.managed_gradient_accumulation(), (
             "set_gradient_accumulation_boundary() is not supported with managed_gradient_accumulation=False; "
             "the caller owns the boundary by calling step()"
@@ -223,7 +223,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside sum locally (`zs.accumulate`), at stages whose gradients are not partitioned."""
+        """Context in which backwards accumulate locally (`zs.accumulate`), at stages whose gradients are not partitioned."""
         stage = self.zero_optimization_stage()
         assert not self.zero_optimization_partition_gradients(), (
             f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage {stage}; zs.accumulate "
@@ -235,7 +235,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """All backwards inside are reduced once, at the end (stages 1 to 3)."""
+        """Context whose backwards are reduced once, at its end (stages 1 to 3)."""
         assert self.managed_gradient_accumulation(), (
             "coalesce_grad_reduction is not supported with managed_gradient_accumulation=False; "
             "the caller already owns the accumulation boundary via step()"
@@ -257,7 +257,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             self._hold(False)
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Reduce what was summed locally."""
+        """Reduce the gradients that were accumulated locally (collective)."""
         self._hold(False)
         runtime_of(self.module).flush()
 
@@ -268,7 +268,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     @_one_thread
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """At the boundary: optimizer step, gradients dropped, scheduler step. Else: count the micro-step."""
+        """Count a micro-step. At the boundary, step the optimizer, drop gradients, and step the scheduler (collective)."""
         assert not self.inside_no_sync_ctxt, "It is illegal to call Engine.step() inside no_sync context manager"
         assert self.optimizer is not None, "must provide optimizer during init in order to use step"
         self._step_applied = False
@@ -304,12 +304,12 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self._backwards, self._loss = 0, 0.0
 
     def _norm_shown(self, record: Any) -> float:
-        """inf where ZeRO's optimizers skip a step."""
+        """Return the gradient norm of a step; inf if ZeRO's optimizer skipped it, as in DeepSpeed."""
         skipped = record.skipped and not math.isfinite(record.grad_norm)
         return math.inf if skipped and self.zero_optimization() else record.grad_norm
 
     def _check_used(self) -> None:
-        """Raise, on all ranks, where a trained parameter got no gradient on any of them."""
+        """Raise AssertionError on all ranks if a trained parameter got no gradient on any of them."""
         runtime = runtime_of(self.module)
         runtime.flush()
         groups = [group for group in runtime.groups if group.trainable]
@@ -328,7 +328,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             logger.info(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}")
         if self.monitor is not None and self.monitor.enabled:
             events: list[tuple[str, Any, int]] = [("Train/Samples/lr", self.get_lr()[0], self.global_samples)]
-            if isinstance(self._loss, Tensor):  # by engine.backward(): of this rank, the mean over its micro-batches
+            if isinstance(self._loss, Tensor):  # only if engine.backward() was used: this rank's mean over micro-batches
                 events.append(("Train/Samples/train_loss", self._loss, self.global_samples))
             if self.fp16_enabled():
                 events.append(("Train/Samples/loss_scale", self._loss_scale(), self.global_samples))
@@ -338,11 +338,11 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return runtime_of(self.module).progress.loss_scale
 
     def was_step_applied(self) -> bool:
-        """Whether the latest step() changed parameters."""
+        """Return whether the latest step() changed parameters."""
         return self._step_applied
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the mean gradient over all ranks before clipping, of the latest optimizer step."""
+        """Return the norm, before clipping, of the mean gradient over all ranks in the latest optimizer step."""
         return self._global_grad_norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -359,7 +359,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def compile(
         self, backend: Any = None, compile_kwargs: dict[str, Any] | None = None, schedule: Any = None, **unknown: Any
     ) -> None:
-        """torch.compile the module in place; `schedule` is of DeepCompile, which is not here."""
+        """Compile the module in place with torch.compile. Raises ZeroshardError for `schedule`, which needs DeepCompile."""
         if schedule is not None:
             raise ZeroshardError("engine.compile(schedule=...): there is no DeepCompile here; leave it out.")
         options = dict(compile_kwargs or {})
@@ -371,22 +371,22 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def offload_states(
         self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """`zs.offload_states`: states leave the device until `reload_states` (collective). include: of OffloadStateTypeEnum; None: all."""
+        """Move states off the device until `reload_states` (collective). include: members of OffloadStateTypeEnum; None: all."""
         names = None if include is None else [getattr(state, "value", state) for state in include]
         offload_states(self.module, names, getattr(device, "value", device), pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what `offload_states` has moved (collective). It is back when this returns."""
+        """Bring back the states that `offload_states` has moved, and wait until they are there (collective)."""
         reload_states(self.module)
 
     def empty_partition_cache(self) -> None:
-        """Nothing stays gathered between steps but what the configuration keeps."""
+        """Free cached memory. Parameters need no release: between steps, only those that the configuration keeps are gathered."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def destroy(self) -> None:
-        """The module is an ordinary one again (collective). A second call does nothing."""
+        """Close the engine: the module becomes an ordinary one again (collective). A second call does nothing."""
         if self._destroyed:
             return
         self._destroyed = True

@@ -1,4 +1,4 @@
-"""What DeepSpeed shows as `engine.optimizer`: the sharded optimizer inside, with the names that loops and frameworks ask for."""
+"""`engine.optimizer`: a wrapper of the sharded optimizer with the interface of DeepSpeed's optimizers."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _INSTEAD = {
 
 
 class EngineOptimizer(OptimizerViews):
-    """Around a sharded optimizer, which is `.optimizer`. Attributes that it lacks are that one's."""
+    """Wrapper of a sharded optimizer, `.optimizer`. Attributes that it lacks are looked up there."""
 
     def __init__(self, optimizer: Any, config: Any) -> None:
         self.optimizer = optimizer
         self._config = config
         self.custom_loss_scaler = False
-        self._sharded: Any = None  # while `.optimizer` is a picture
+        self._sharded: Any = None  # the sharded optimizer while `.optimizer` is a flat picture
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
@@ -64,7 +64,7 @@ class EngineOptimizer(OptimizerViews):
         return self.optimizer.defaults
 
     def step(self, closure: Any = None) -> Any:
-        scaler, zero = self.loss_scaler, self._config.zero_enabled  # those of stage 0 go on at the smallest scale
+        scaler, zero = self.loss_scaler, self._config.zero_enabled  # DeepSpeed's stage 0 continues at the smallest scale
         at_end = (
             zero
             and scaler is not None
@@ -84,20 +84,20 @@ class EngineOptimizer(OptimizerViews):
         self.optimizer.zero_grad(set_to_none)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """loss.backward(): the loss scale is put on gradients as they enter the model."""
+        """Call loss.backward(). The loss scale is applied to gradients where they enter the model."""
         loss.backward(retain_graph=retain_graph)
 
     def get_lr(self) -> float:
-        """Of the first group."""
+        """Return the learning rate of the first group."""
         return self.optimizer.param_groups[0]["lr"]
 
     def set_lr(self, lr: float) -> None:
-        """Of all groups."""
+        """Set the learning rate of all groups."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
     def state_dict(self) -> dict[str, Any]:
-        """The sharded optimizer's, and beside it what scripts read of DeepSpeed's: this rank's slices of the masters by group, the stage."""
+        """Return the sharded optimizer's state dict with DeepSpeed's entries: this rank's master slices by group, the stage."""
         stage, slices = int(self._config.zero_optimization_stage), self.fp32_partitioned_groups_flat
         told = {
             "zero_stage": stage, "overflow": self.overflow, "dynamic_loss_scale": self.dynamic_loss_scale, "cur_scale": self.loss_scale,
@@ -110,7 +110,7 @@ class EngineOptimizer(OptimizerViews):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped, for a gradient that was not finite."""
+        """True if the last step was skipped because a gradient was not finite."""
         record = self.optimizer.last_step
         return record is not None and record.skipped and not math.isfinite(record.grad_norm)
 
@@ -122,7 +122,7 @@ class EngineOptimizer(OptimizerViews):
 
     @property
     def loss_scaler(self) -> LossScalerView | None:
-        """Of fp16, else None."""
+        """The loss scaler in fp16, else None."""
         return LossScalerView(self.optimizer.core) if self.optimizer.core.runtime.progress.scaler is not None else None
 
     @property
@@ -131,7 +131,8 @@ class EngineOptimizer(OptimizerViews):
         return scaler is not None and scaler.dynamic
 
     def needs_scaler(self) -> bool:
-        """Whether losses are scaled (fp16). A backward of one's own needs no care: gradients are, as they enter the model."""
+        """Return whether losses are scaled (fp16). A plain backward works too: gradients are scaled where they enter the
+        model."""
         return self.loss_scaler is not None
 
     @property
@@ -140,24 +141,24 @@ class EngineOptimizer(OptimizerViews):
         return None if record is None else record.grad_norm
 
     def refresh_fp32_params(self) -> None:
-        """Masters follow what is written into parameters by themselves."""
+        """Do nothing: masters follow writes to parameters without a call."""
 
     def empty_partition_cache(self) -> None:
-        """Nothing stays gathered between steps."""
+        """Do nothing: parameters are not kept gathered between steps."""
 
     def destroy(self) -> None:
-        """`engine.destroy()` frees everything."""
+        """Do nothing: `engine.destroy()` frees everything."""
 
 
 class Stages1And2(EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer):
-    """isinstance holds for DeepSpeed's names."""
+    """Optimizer of stages 1 and 2, an instance of DeepSpeed's class for these."""
 
 
 class Stage3(EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer_Stage3):
-    """isinstance holds for DeepSpeed's names."""
+    """Optimizer of stage 3, an instance of DeepSpeed's class for it."""
 
     def _set_fp32_optimizer_param_groups(self) -> None:
-        """`.optimizer` is a picture of DeepSpeed's flat groups until `_clear_fp32_optimizer_param_groups` (collective)."""
+        """Make `.optimizer` a copy in DeepSpeed's flat layout until `_clear_fp32_optimizer_param_groups` (collective)."""
         self._clear_fp32_optimizer_param_groups()
         self._sharded, self.optimizer = self.optimizer, self.flat_picture()
 
@@ -166,24 +167,24 @@ class Stage3(EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer_Stage3):
 
     @functools.cached_property
     def parameter_offload(self) -> ParameterOffload:
-        """The model's hooks, as programs that generate while they train ask for them."""
+        """The model's hooks, for programs that generate during training."""
         return ParameterOffload(self.optimizer.core.runtime.model)
 
 
 class InBF16(EngineOptimizer, stand_ins.BF16_Optimizer):
-    """isinstance holds for DeepSpeed's names: stage 1 in bf16 with gradients in fp32."""
+    """Optimizer of stage 1 in bf16 with fp32 gradients, an instance of DeepSpeed's BF16_Optimizer."""
 
 
 class Fused(EngineOptimizer, stand_ins.FP16_Optimizer):
-    """isinstance holds for DeepSpeed's names: stage 0 in fp16 or bf16 with FusedAdam."""
+    """Optimizer of stage 0 in fp16 or bf16 with FusedAdam, an instance of DeepSpeed's FP16_Optimizer."""
 
 
 class Unfused(EngineOptimizer, stand_ins.FP16_UnfusedOptimizer):
-    """isinstance holds for DeepSpeed's names: stage 0 in fp16 or bf16 with any other optimizer."""
+    """Optimizer of stage 0 in fp16 or bf16 with another class, an instance of DeepSpeed's FP16_UnfusedOptimizer."""
 
 
 def wrap(optimizer: torch.optim.Optimizer | None, config: Any) -> Any:
-    """As DeepSpeed shows it: at stage 0 in fp32 the optimizer itself."""
+    """Return the optimizer in the wrapper that DeepSpeed would use; at stage 0 in fp32 the optimizer itself."""
     stage, dtype = int(config.zero_optimization_stage), config.model_dtype
     if optimizer is None:
         return None

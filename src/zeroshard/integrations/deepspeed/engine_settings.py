@@ -1,4 +1,4 @@
-"""The engine's questions about its configuration: `engine.train_batch_size()`, `engine.zero_optimization_stage()`, ..."""
+"""Methods of the engine that return its configuration: `engine.train_batch_size()`, `engine.zero_optimization_stage()`, ..."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_QUESTIONS = {  # method -> where the answer is in the configuration
+_QUESTIONS = {  # method of the engine -> attribute path in the configuration
     **{name: name for name in (
         "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "managed_gradient_accumulation",
         "optimizer_params", "scheduler_name", "scheduler_params", "gradient_clipping", "steps_per_print",
@@ -73,7 +73,7 @@ class Settings:
         return self._config.float16_config.loss_scale
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """(dtype of parameters, dtype in which gradients accumulate)."""
+        """Return (dtype of parameters, dtype in which gradients accumulate)."""
         return self._config.model_dtype, self._config.gradient_dtype
 
     @property
@@ -96,7 +96,7 @@ class Settings:
         self._config.gradient_accumulation_steps = train_batch_size // micro
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch of a rank, with as many of them in a step."""
+        """Set the micro-batch size of a rank, and keep the number of micro-batches per step."""
         self._config.train_micro_batch_size_per_gpu = micro_batch_size
         steps, world = self._config.gradient_accumulation_steps, self.dp_world_size
         self._config.train_batch_size = micro_batch_size * steps * world
@@ -127,7 +127,7 @@ class Settings:
         return [] if optimizer is None else [group.get(key, 0.0) for group in optimizer.param_groups]
 
 
-_ABSENT = (  # what is never on here: the configuration's keys of it are refused
+_ABSENT = (  # features that are never on: their keys in a configuration are refused
     "autotuning_enabled", "elasticity_enabled", "curriculum_learning_enabled", "curriculum_enabled_legacy", "data_efficiency_enabled",
     "random_ltd_enabled", "pld_enabled", "eigenvalue_enabled", "sparse_gradients_enabled", "amp_enabled", "flops_profiler_enabled",
     "is_deepcompile_enabled", "is_deepcompile_active",

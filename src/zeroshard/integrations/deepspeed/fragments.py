@@ -1,8 +1,8 @@
-"""deepspeed.utils.safe_get_* and safe_set_*: masters, gradients and states of one parameter, whole or this rank's slice.
+"""deepspeed.utils.safe_get_* and safe_set_*: master, gradient and states of a parameter, whole or this rank's slice.
 
-What is floating-point comes back in fp32 (float64 stays), as a copy. None: the parameter is frozen, or of no sharded model, or
-has no gradient, or no state yet (before the first step). Setting one that is frozen does nothing, as in DeepSpeed; a value that
-does not fit raises on every rank. The functions of the slice are for stage 3 alone.
+Floating-point values are returned in fp32 (float64 stays), as copies. None is returned if the parameter is frozen or not of a
+sharded model, or has no gradient, or no state yet (before the first step). Setting a frozen one does nothing, as in DeepSpeed; a
+value of another shape raises on every rank. The functions for slices (local) are for stage 3 only.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from .partition import is_zero_param
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """The whole fp32 master (collective)."""
+    """Return the whole fp32 master (collective)."""
     return _fp32(value_of(param).full()) if _is_trained(param) else None
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Set the master from a whole tensor, and with it the parameter (collective)."""
+    """Set the master, and so the parameter, from a whole tensor (collective)."""
     _set_full(param, value_of, value)
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """The whole mean gradient (collective)."""
+    """Return the whole mean gradient (collective)."""
     return _fp32(gradient_of(param).full()) if _is_trained(param) else param.grad if home_of(param) is None else None
 
 
@@ -42,28 +42,28 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Any:
-    """A whole optimizer state (collective). Raises ValueError for a name that the optimizer does not use."""
+    """Return a whole optimizer state (collective). Raises ValueError for a name that the optimizer does not use."""
     return _state(param, optim_state_key, lambda part: part.full())
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Set an optimizer state that there is (collective)."""
+    """Set an existing optimizer state (collective)."""
     _set_full(param, lambda param: state_of(param, optim_state_key), value)
 
 
 def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
-    """This rank's slice of the fp32 master, flat, as `param.ds_tensor` lies."""
+    """Return this rank's slice of the fp32 master, flat, with the same elements as `param.ds_tensor`."""
     _check_local(param)
     return _fp32(value_of(param).local()) if _is_trained(param) else None
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Set this rank's slice of the master, and of the parameter (collective)."""
+    """Set this rank's slice of the master, and so of the parameter (collective)."""
     _set_local(param, value_of, value)
 
 
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
-    """This rank's slice of the mean gradient, flat."""
+    """Return this rank's slice of the mean gradient, flat."""
     _check_local(param)
     return _fp32(gradient_of(param).local()) if _is_trained(param) else None
 
@@ -74,7 +74,7 @@ def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
 
 
 def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Any:
-    """This rank's slice of an optimizer state, flat."""
+    """Return this rank's slice of an optimizer state, flat."""
     _check_local(param)
     return _state(param, optim_state_key, lambda part: part.local())
 
@@ -85,7 +85,7 @@ def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key
 
 
 def safe_update_full_grad_vectorized(param_list: Iterable[Tensor], update_func: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Set each gradient that there is to update_func(whole gradient, parameter), the same on every rank (collective)."""
+    """Set each existing gradient to update_func(whole gradient, parameter), which is the same on every rank (collective)."""
     for param in param_list:
         gradient = safe_get_full_grad(param)
         if gradient is not None:
@@ -93,7 +93,7 @@ def safe_update_full_grad_vectorized(param_list: Iterable[Tensor], update_func: 
 
 
 def _is_trained(param: Tensor) -> bool:
-    """Whether a parameter of a sharded model has a master, gradients and states."""
+    """Return whether a parameter is a trained one of a sharded model, with master, gradient and states."""
     home = home_of(param)
     return isinstance(home, ParamHome) and home.group.trainable and param.requires_grad
 

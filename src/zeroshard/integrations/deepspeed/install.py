@@ -1,7 +1,7 @@
-"""Making `import deepspeed` find zeroshard, in this process and in its children.
+"""Make `import deepspeed` find zeroshard, in this process and in its children.
 
-Frameworks ask importlib for the package and its metadata, some of them while they are imported. So it is a real folder with a
-dist-info (site/), first on the path; entries in sys.modules alone would not do.
+Frameworks look up the package and its metadata with importlib, some of them while they are imported. So a real folder with a
+dist-info (site/) comes first on sys.path; entries in sys.modules would not be enough.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _DECIDE_AT_IMPORT = ("accelerate", "transformers", "lightning", "pytorch_lightni
 
 
 def install() -> None:
-    """From here on `import deepspeed` is `zeroshard.deepspeed`. Call it first; again it changes nothing.
+    """Make `import deepspeed` import `zeroshard.deepspeed` from now on. Call it first; calling it again has no effect.
 
-    Raises ConfigError where accelerate, transformers, lightning or the real deepspeed were imported before: they have decided
-    by then whether DeepSpeed is there.
+    Raises ConfigError if accelerate, transformers, lightning or the real deepspeed were imported before, since they decide at
+    import whether DeepSpeed is installed.
     """
     present = sys.modules.get("deepspeed")
     if present is not None and present is sys.modules.get("zeroshard.deepspeed"):
@@ -40,7 +40,7 @@ def install() -> None:
 
 
 def _is_first(paths: list[str]) -> bool:
-    """Whether the folder is found before any other deepspeed."""
+    """Return whether the site folder comes before any other deepspeed on the path."""
     for path in paths:
         if path == str(SITE):
             return True
@@ -50,13 +50,13 @@ def _is_first(paths: list[str]) -> bool:
 
 
 def child_environment(base: dict[str, str] | None = None) -> dict[str, str]:
-    """What to add to the environment of a process in which `import deepspeed` shall find zeroshard: PYTHONPATH.
+    """Return the PYTHONPATH with which `import deepspeed` finds zeroshard in a child process.
 
     Workers of torchrun and of `accelerate launch` inherit it.
     """
     given = (os.environ if base is None else base).get("PYTHONPATH", "")
     others = [path for path in given.split(os.pathsep) if path and path != str(SITE)]
-    source = str(Path(__file__).parents[3])  # where zeroshard itself is: a script may run without its installation
+    source = str(Path(__file__).parents[3])  # zeroshard's own folder, in case it is not installed
     if source not in others and not source.endswith("-packages"):
         others.append(source)
     return {"PYTHONPATH": os.pathsep.join([str(SITE), *others])}

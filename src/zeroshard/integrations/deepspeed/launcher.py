@@ -1,10 +1,10 @@
-"""`zeroshard-deepspeed`: takes the arguments of the `deepspeed` launcher and becomes torchrun, on this machine.
+"""`zeroshard-deepspeed`: read the arguments of the `deepspeed` launcher, and run torchrun with them, on this machine.
 
     zeroshard-deepspeed --num_gpus 2 train.py --deepspeed --deepspeed_config ds_config.json
 
-Each rank gets torchrun's variables, `--local_rank=N` (unless --no_local_rank), and the environment in which
-`import deepspeed` finds zeroshard. With several hosts nothing is started from here: the line to start on each is printed;
---no_ssh --node_rank N starts this host's part.
+Each rank gets torchrun's variables, `--local_rank=N` (unless --no_local_rank), and an environment in which `import deepspeed`
+finds zeroshard. With several hosts nothing is started, but the command for each host is printed; --no_ssh --node_rank N starts
+this host's ranks.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, execute: Callable[..., object] = os.execve) -> int:
-    """Become torchrun (execute: what does that). Returns 2 with several hosts, after printing a line for each.
+    """Replace this process by torchrun (by `execute`). With several hosts, print a command for each and return 2.
 
-    Raises ConfigError for arguments that contradict each other, name what is not there, or ask for what is refused.
+    Raises ConfigError for arguments that contradict each other, name something that does not exist, or are not supported.
     """
     args = _parser().parse_args(argv)
     for name, remedy in _REFUSED.items():
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None, execute: Callable[..., object] = os.
 
 
 def fetch_hostfile(path: str) -> dict[str, int] | None:
-    """Host -> slots, in the order of the file; None where there is no file. Raises ConfigError for lines of another form."""
+    """Return host -> slots, in the order of the file; None if there is no file. Raises ConfigError for other lines."""
     if not os.path.isfile(path):
         return None
     hosts: dict[str, int] = {}
@@ -126,7 +126,7 @@ def fetch_hostfile(path: str) -> dict[str, int] | None:
 
 
 def _hosts(args: argparse.Namespace) -> dict[str, list[int]]:
-    """Host -> its devices to use, by the hostfile, the filters and the counts."""
+    """Return host -> devices to use on it, from the hostfile, the filters and the counts."""
     if (args.num_nodes >= 0 or args.num_gpus >= 0) and (args.include or args.exclude):
         raise ConfigError("--num_nodes and --num_gpus exclude --include and --exclude: name devices or count them.")
     if args.include and args.exclude:
@@ -146,14 +146,14 @@ def _hosts(args: argparse.Namespace) -> dict[str, list[int]]:
 
 
 def _devices_here(args: argparse.Namespace) -> int:
-    """Devices of this machine: CUDA_VISIBLE_DEVICES hides none from --include and --exclude, which count those of the machine."""
+    """Return the number of devices of this machine: for --include and --exclude all, whatever CUDA_VISIBLE_DEVICES says."""
     if get_accelerator()._name == "cuda" and (args.include or args.exclude):
         return max(1, len(list(Path("/proc/driver/nvidia/gpus").glob("*"))), get_accelerator().device_count())
     return get_accelerator().device_count()
 
 
 def _filtered(pool: dict[str, list[int]], given: str, keep: bool) -> dict[str, list[int]]:
-    """The pool with only (keep), or without, what `host:0,1@other` names; hosts without devices are left out."""
+    """Return the pool with only (keep), or without, the devices in `host:0,1@other`; hosts without devices are left out."""
     named: dict[str, set[int]] = {}
     option = "--include" if keep else "--exclude"
     for part in given.split("@"):
@@ -175,7 +175,7 @@ def _filtered(pool: dict[str, list[int]], given: str, keep: bool) -> dict[str, l
 
 
 def _environment(args: argparse.Namespace, hosts: dict[str, list[int]]) -> dict[str, str]:
-    """This process's environment, the devices chosen for this host, and what makes `import deepspeed` find zeroshard."""
+    """Return this process's environment with the devices chosen for this host and zeroshard on PYTHONPATH as deepspeed."""
     from .install import child_environment
 
     env = {**os.environ, **child_environment()}
@@ -183,13 +183,13 @@ def _environment(args: argparse.Namespace, hosts: dict[str, list[int]]) -> dict[
     slots = list(hosts.values())[node]
     if args.include or args.exclude or (args.num_gpus > 0 and "CUDA_VISIBLE_DEVICES" not in env):
         get_accelerator().set_visible_devices_envs(env, slots)
-    if len(slots) > 1:  # torchrun would say 1
+    if len(slots) > 1:  # torchrun would set it to 1
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // len(slots))))
     return env
 
 
 def _torchrun(args: argparse.Namespace, hosts: dict[str, list[int]], node: int) -> list[str]:
-    """The command line of torchrun for this host's ranks, each started by rank_start.py."""
+    """Return the command line of torchrun for this host's ranks, each of which rank_start.py starts."""
     alone = len(hosts) == 1
     address = args.master_addr or ("127.0.0.1" if alone else next(iter(hosts)))
     port = args.master_port or (free_port() if alone else TORCH_DISTRIBUTED_DEFAULT_PORT)
@@ -207,7 +207,7 @@ def _torchrun(args: argparse.Namespace, hosts: dict[str, list[int]], node: int) 
 
 
 def _cores(args: argparse.Namespace, ranks: int) -> list[int] | None:
-    """The cores that ranks share out, or None. Raises ConfigError where there are fewer of them than ranks."""
+    """Return the cores to divide among ranks, or None. Raises ConfigError if there are fewer cores than ranks."""
     if not args.bind_cores_to_rank:
         return None
     cores = sorted(os.sched_getaffinity(0))
@@ -219,7 +219,7 @@ def _cores(args: argparse.Namespace, ranks: int) -> list[int] | None:
 
 
 def _numbers(option: str, given: str) -> list[int]:
-    """0-2,7 -> [0, 1, 2, 7]. Raises ConfigError for another form."""
+    """Return the numbers in a list: 0-2,7 -> [0, 1, 2, 7]. Raises ConfigError for another form."""
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", given):
         raise ConfigError(f"{option}: expected numbers like 0,2 or 0-3, got {given!r}.")
     parts = [part.split("-") for part in given.split(",")]
@@ -227,7 +227,7 @@ def _numbers(option: str, given: str) -> list[int]:
 
 
 def _log(args: argparse.Namespace) -> str | None:
-    """What the names of the ranks' logs begin with, or None; makes their folder."""
+    """Make the folder of the ranks' logs, and return the beginning of their paths; None without logs."""
     folder = args.enable_each_rank_log
     if folder == "None":
         return None
@@ -238,14 +238,14 @@ def _log(args: argparse.Namespace) -> str | None:
 
 
 def _line_for(args: argparse.Namespace, argv: Sequence[str] | None, node: int) -> list[str]:
-    """This command for one of several hosts."""
+    """Return the command to start on one of several hosts."""
     given = list(sys.argv[1:] if argv is None else argv)
     address = [] if args.master_addr else [f"--master_addr={next(iter(_hosts(args)))}"]
     return ["zeroshard-deepspeed", "--no_ssh", f"--node_rank={node}", *address, *given]
 
 
 def command() -> int:
-    """The command line `zeroshard-deepspeed`: a mistake is one line."""
+    """Run the command line `zeroshard-deepspeed`; a ConfigError is printed as one line."""
     try:
         return main()
     except ConfigError as error:

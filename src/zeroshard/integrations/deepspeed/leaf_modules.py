@@ -1,6 +1,6 @@
-"""Leaf modules: marks on modules whose parameters ZeRO stage 3 gathers together, and the lookups that set them.
+"""Leaf modules: mark modules whose parameters ZeRO stage 3 gathers together, by class, name or suffix.
 
-A mark is the attribute `_z3_leaf` of the module. Classes are given as types (derived ones match too) or by name: the bare
+A mark is the attribute `_z3_leaf` of the module. Classes are given as types (subclasses match too) or by name: the bare
 class name, or module path and qualified name.
 """
 
@@ -22,36 +22,36 @@ DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether this module itself is marked."""
+    """Return whether this module itself is marked."""
     return getattr(model, "_z3_leaf", False)
 
 
 def z3_leaf_parameter(model: Any) -> bool:
-    """Whether a parameter was found in a leaf module (`ds_z3_leaf_module`, which the engine sets)."""
+    """Return whether a parameter is in a leaf module (attribute `ds_z3_leaf_module`, which DeepSpeed's engine sets)."""
     return hasattr(model, "ds_z3_leaf_module")
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The marked modules, in the order of `model.modules()`."""
+    """Return the marked modules, in the order of `model.modules()`."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark one module, or take its mark."""
+    """Mark one module, or remove its mark."""
     model.__dict__["_z3_leaf"] = flag
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark the modules of these classes, and return them, inner ones first. Raises ValueError where there is none."""
+    """Mark the modules of these classes, and return them, inner ones first. Raises ValueError if there are none."""
     return _mark(model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Take the mark of the modules of these classes, and return them. Raises ValueError where there is none."""
+    """Remove the mark of the modules of these classes, and return them. Raises ValueError if there are none."""
     return _mark(model, leaf_module_classes, False, raise_if_not_found)
 
 
@@ -79,9 +79,9 @@ def _is(module: nn.Module, given: type | str) -> bool:
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules of these names in `model.named_modules()`; returns them, and the names that are not there.
+    """Mark the modules of these names in `model.named_modules()`. Return them, and the names that do not exist.
 
-    Raises ValueError for such names, after those found were marked, unless raise_if_not_found is False.
+    Unless raise_if_not_found is False, raise ValueError for such names, after the modules found have been marked.
     """
     named = dict(model.named_modules())
     found = [named[name] for name in module_names if name in named]
@@ -92,7 +92,7 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """The same for the modules whose names end in one of these; each is returned once."""
+    """Mark the modules whose names end in one of these suffixes. Return each once, and the suffixes without a module."""
     named = dict(model.named_modules())
     matched = {suffix: [module for name, module in named.items() if name.endswith(suffix)] for suffix in module_name_suffixes}
     found = list({id(module): module for modules in matched.values() for module in modules}.values())
@@ -111,9 +111,9 @@ def _marked(
 
 
 def apply_zero_leaf_module_config(model: nn.Module, leaf_cfg: Any) -> list[nn.Module]:
-    """Mark what `zero_optimization.leaf_module` names (its classes, names, name_suffixes); returns those marked, each once.
+    """Mark the modules of `zero_optimization.leaf_module` (classes, names, name_suffixes). Return those marked, each once.
 
-    What matches nothing is said by a warning, unless it is a default. leaf_cfg None: nothing.
+    Log a warning for entries that match nothing, unless they are the defaults. leaf_cfg None: do nothing.
     """
     if leaf_cfg is None:
         return []

@@ -1,6 +1,7 @@
-"""deepspeed.runtime.zero.linear and .tiling: a linear layer as an autograd function of its own, and one that is cut into tiles.
+"""deepspeed.runtime.zero.linear and .tiling: a linear layer with its own autograd function, and one made of tiles.
 
-Programs put them where torch.nn.Linear was, to save memory at stage 3. Here every module saves it: these compute the same.
+Programs use these in place of torch.nn.Linear to save memory at stage 3. zeroshard saves it for every module; these classes
+compute the same values as torch's.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ autocast_custom_bwd = functools.partial(torch.amp.custom_bwd, device_type=_DEVIC
 
 
 class LinearFunctionForZeroStage3(torch.autograd.Function):
-    """y = x @ weight.T + bias, differentiated under the autocast of its forward."""
+    """Compute y = x @ weight.T + bias; backward runs under the autocast state of the forward."""
 
     generate_vmap_rule = True
 
@@ -48,30 +49,30 @@ class LinearFunctionForZeroStage3(torch.autograd.Function):
 
 
 def zero3_linear_wrap(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """torch.nn.functional.linear, by LinearFunctionForZeroStage3."""
+    """Compute torch.nn.functional.linear with LinearFunctionForZeroStage3."""
     return LinearFunctionForZeroStage3.apply(input, weight, bias)
 
 
 class LinearModuleForZeroStage3(nn.Linear):
-    """torch.nn.Linear, whose forward is `zero3_linear_wrap`."""
+    """torch.nn.Linear with `zero3_linear_wrap` as its forward."""
 
     def forward(self, input: Tensor) -> Tensor:
         return zero3_linear_wrap(input, self.weight, self.bias)
 
 
 class TiledLinear(nn.Module):
-    """A linear layer of tiles: `linears[o][i]` is a layer from part i of the features to part o of the outputs.
+    """Linear layer made of tiles: `linears[o][i]` is a layer from part i of the features to part o of the outputs.
 
-    `in_parts` and `out_parts` are where parts begin, with the end; the tiles of the last part of the features have the bias.
+    `in_parts` and `out_parts` are the bounds of the parts. Tiles of the last part of the features have the bias.
 
     Args:
-        in_splits, out_splits: how many parts.
-        input_is_already_split: forward gets the parts of its input in a list.
-        combine_out_splits: False: forward returns the parts of the output in a list.
-        linear_cls: of tiles; called with (features, outputs, bias=..., **kwargs).
-        init_linear: a layer of the same sizes whose values are copied.
+        in_splits, out_splits: number of parts of the features, and of the outputs.
+        input_is_already_split: forward takes the parts of its input as a list.
+        combine_out_splits: if False, forward returns the parts of the output as a list.
+        linear_cls: class of the tiles, called with (features, outputs, bias=..., **kwargs).
+        init_linear: a layer of the same sizes, whose values are copied.
 
-    Raises RuntimeError for fewer parts than one, or more than there are features or outputs.
+    Raises RuntimeError for less than one part, or more parts than features or outputs.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """Of layers that return (output, bias) and leave the sum to the caller, as Megatron's."""
+    """TiledLinear of layers that return (output, bias) and leave the sum to the caller, as Megatron's do."""
 
     def _add(self, total: Any, new: Any) -> Any:
         assert isinstance(new, tuple) and len(new) == 2, (

@@ -1,4 +1,4 @@
-"""DeepSpeed's five learning-rate schedules, by its names, defaults and formulas.
+"""DeepSpeed's five learning-rate schedules, with its names, defaults and formulas.
 
 An *iteration* counts calls of `step`, from 0; before the first it is -1. The rate of iteration k is
 
@@ -8,8 +8,8 @@ An *iteration* counts calls of `step`, from 0; before the first it is -1. The ra
     WarmupDecayLR   the same, and after the warm-up (total - k) / (total - warmup) in the place of 1, never below 0
     WarmupCosineLR  the optimizer's own rate * ratio: min_ratio -> 1 by w(k), then a half cosine to cos_min_ratio
 
-A schedule has `param_groups` and nothing else of its optimizer, so a sharded optimizer serves as a plain one does. All
-but OneCycle have a last rate as soon as they are built; with last_batch_iteration other than -1 building writes nothing.
+A schedule uses only `param_groups` of its optimizer, so that it works with a sharded optimizer. All but OneCycle write a rate,
+which get_last_lr returns, when they are built; if last_batch_iteration is not -1, building writes nothing.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ WARMUP_MIN_RATIO = "warmup_min_ratio"
 COS_MIN_RATIO = "cos_min_ratio"
 TOTAL_NUM_STEPS = "total_num_steps"
 
-_BETA2 = 0.99  # what OneCycle pairs with the momentum that it cycles
+_BETA2 = 0.99  # second beta that OneCycle sets with the cycled momentum
 
 
 def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer, or the one in its `.optimizer`. Raises TypeError where neither is torch's."""
+    """Return the optimizer, or the one in its `.optimizer`. Raises TypeError if neither is a torch.optim.Optimizer."""
     for found in (optimizer, getattr(optimizer, "optimizer", None)):
         if isinstance(found, torch.optim.Optimizer):
             return found
@@ -70,7 +70,7 @@ def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def update_lr(param_groups: list[dict], rates: list) -> list:
-    """Write a rate into each group, into its tensor where it has one; returns what the groups now hold."""
+    """Write a rate to each group, in place if the group's lr is a tensor. Return the groups' lr."""
     for group, rate in zip(param_groups, rates, strict=True):
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate.squeeze() if isinstance(rate, Tensor) else rate)
@@ -80,9 +80,9 @@ def update_lr(param_groups: list[dict], rates: list) -> list:
 
 
 def schedule_from_config(name: str, params: dict[str, Any] | None, optimizer: Any) -> Any:
-    """What `"scheduler": {"type": name, "params": params}` names: one of the five, or of torch.optim.lr_scheduler.
+    """Make the schedule of `"scheduler": {"type": name, "params": params}`: one of the five, or of torch.optim.lr_scheduler.
 
-    Raises ConfigError for an unknown name and for parameters that the schedule does not take.
+    Raises ConfigError for an unknown name, and for parameters that the schedule does not have.
     """
     known = [n for n, v in vars(torch.optim.lr_scheduler).items() if isinstance(v, type) and not n.startswith("_")]
     cls = globals()[name] if name in VALID_LR_SCHEDULES else getattr(torch.optim.lr_scheduler, name, None)
@@ -104,7 +104,7 @@ def _positive_int(name: str, value: Any) -> int:
 
 
 class _Schedule:
-    """What the five share. A state dict is {"last_batch_iteration": int}; loading one writes nothing to the optimizer."""
+    """Base class. A state dict is {"last_batch_iteration": int}; loading one writes nothing to the optimizer."""
 
     _last_lr: list | None = None
 
@@ -113,12 +113,12 @@ class _Schedule:
         self.last_batch_iteration = last_batch_iteration
 
     def _start(self, rates: list) -> None:
-        """Write the rates that the first iteration trains with, unless the schedule goes on from another."""
+        """Write the rates for the first iteration, unless the schedule continues from a later one."""
         if self.last_batch_iteration == -1:
             self._last_lr = update_lr(self.optimizer.param_groups, rates)
 
     def _per_group(self, name: str, value: Any) -> list:
-        """One value for each parameter group: a list is taken as it is, its length checked."""
+        """Return one value for each parameter group. Raises ValueError for a list of another length."""
         count = len(self.optimizer.param_groups)
         if not isinstance(value, (list, tuple)):
             return [value] * count
@@ -127,11 +127,11 @@ class _Schedule:
         return list(value)
 
     def get_lr(self) -> list:
-        """The rates of the current iteration, one for each group."""
+        """Return the rates of the current iteration, one for each group."""
         raise NotImplementedError
 
     def get_last_lr(self) -> list:
-        """The rates written last."""
+        """Return the rates that were written last."""
         assert self._last_lr is not None, "no rate was written yet: call step() first"
         return self._last_lr
 
@@ -148,7 +148,7 @@ class _Schedule:
 
 
 class LRRangeTest(_Schedule):
-    """A rate that grows until training diverges, to find out where. Smith, arXiv:1803.09820, section 3."""
+    """Range test: a rate that grows, to find out where training diverges. Smith, arXiv:1803.09820, section 3."""
 
     def __init__(
         self,
@@ -175,9 +175,9 @@ class LRRangeTest(_Schedule):
 
 
 class OneCycle(_Schedule):
-    """One cycle of the rate, momentum against it (an optimizer's `betas`), then decay. Smith, arXiv:1803.09820.
+    """One cycle of the rate, with momentum (the first of `betas`) in the opposite direction, then decay. Smith, arXiv:1803.09820.
 
-    A stair count of n holds a half of the cycle on n levels. decay_step_size or decay_lr_rate 0: no decay.
+    A stair count of n makes half of the cycle n levels. decay_step_size or decay_lr_rate 0: no decay.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class OneCycle(_Schedule):
         if self.cycle_momentum:
             self.min_moms = [(mom, _BETA2) for mom in self._per_group(CYCLE_MIN_MOM, cycle_min_mom)]
             self.max_moms = [(mom, _BETA2) for mom in self._per_group(CYCLE_MAX_MOM, cycle_max_mom)]
-        if last_batch_iteration == -1:  # the rates are no last ones: get_last_lr waits for a step
+        if last_batch_iteration == -1:  # as in DeepSpeed, get_last_lr raises until the first step
             update_lr(self.optimizer.param_groups, self.min_lrs)
             self._write_momentum(self.min_moms if self.cycle_momentum else None)
 
@@ -225,23 +225,23 @@ class OneCycle(_Schedule):
             group["betas"] = pair
 
     def _height(self) -> float:
-        """Where the cycle stands between its lower end, 0, and its upper end, 1."""
+        """Return the position in the cycle between its lower end, 0, and its upper end, 1."""
         done = (self.last_batch_iteration + 1) % self.total_size
         rising = done <= self.first_step_size
         steps, stairs = (
             (self.first_step_size, self.first_stair_count) if rising else (self.second_step_size, self.second_stair_count)
         )
         climbed = done if rising else self.total_size - done
-        # stairs from the integers: a quotient one rounding below 1 would lose the highest
+        # multiply before dividing: a quotient rounded to just below 1 would lose the highest level
         return math.floor(climbed * stairs / steps) / stairs if stairs > 0 else climbed / steps
 
     @property
     def _past(self) -> float:
-        """Iterations after the cycle; 0 or less within it."""
+        """Number of iterations after the cycle; 0 within it."""
         return self.last_batch_iteration - self.total_size + 1 if self.last_batch_iteration >= self.total_size else 0
 
     def _decay(self, rate: float) -> float:
-        """1 + rate * intervals; 1 where decay is off."""
+        """Return 1 + rate * intervals after the cycle, or 1 if decay is off."""
         off = math.isclose(self.decay_step_size, 0) or math.isclose(rate, 0)
         return 1.0 if off else 1 + rate * (self._past / self.decay_step_size)
 
@@ -252,7 +252,7 @@ class OneCycle(_Schedule):
         return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of the current iteration, a pair for each group; None where momentum is not cycled."""
+        """Return the betas of the current iteration, a pair for each group; None if momentum is not cycled."""
         if not self.cycle_momentum:
             return None
         if self._past:
@@ -267,7 +267,7 @@ class OneCycle(_Schedule):
 
 
 class _Warmup(_Schedule):
-    """What the three with a warm-up share: w(k), from 0 to 1."""
+    """Base class of the three schedules with a warm-up w(k) from 0 to 1."""
 
     def __init__(self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int) -> None:
         self.warmup_num_steps = max(2, _positive_int(WARMUP_NUM_STEPS, warmup_num_steps))
@@ -279,7 +279,7 @@ class _Warmup(_Schedule):
         self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
 
     def _warmth(self) -> float:
-        """w of the current iteration, one of the warm-up."""
+        """Return w(k) for the current iteration k of the warm-up."""
         if self.warmup_type == WARMUP_LOG_RATE:
             return self.inverse_log_warm_up * math.log(self.last_batch_iteration + 1)
         return self.last_batch_iteration / self.warmup_num_steps
@@ -290,7 +290,7 @@ class _Warmup(_Schedule):
 
 
 class WarmupLR(_Warmup):
-    """From warmup_min_lr to warmup_max_lr (None: the optimizer's own rates), then constant."""
+    """Warm-up from warmup_min_lr to warmup_max_lr (None: the optimizer's own rates), then constant."""
 
     def __init__(
         self,
@@ -319,7 +319,7 @@ class WarmupLR(_Warmup):
 
 
 class WarmupDecayLR(WarmupLR):
-    """WarmupLR, and after it a straight line to 0 at total_num_steps."""
+    """WarmupLR, then linear decay to 0 at total_num_steps."""
 
     def __init__(
         self,
@@ -343,7 +343,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Warmup):
-    """A ratio of the optimizer's own rates: from warmup_min_ratio to 1, then a half cosine to cos_min_ratio, where it stays."""
+    """Ratio of the optimizer's own rates: warm-up from warmup_min_ratio to 1, a half cosine to cos_min_ratio, then constant."""
 
     def __init__(
         self,
@@ -363,7 +363,7 @@ class WarmupCosineLR(_Warmup):
         self._start(self.get_lr())
 
     def get_lr_ratio(self) -> float:
-        """What the optimizer's own rates are multiplied with; 0 before the first step."""
+        """Return the factor for the optimizer's own rates; 0 before the first step."""
         if self.last_batch_iteration < 0:
             return 0.0
         if self._warming:
@@ -379,7 +379,7 @@ class WarmupCosineLR(_Warmup):
 
 
 def _own_rates(optimizer: torch.optim.Optimizer) -> list:
-    """The rates that the groups were built with: copies, since a tensor is written into in place."""
+    """Return copies of the groups' rates, since tensors among them are written in place."""
     return [g["lr"].clone() if isinstance(g["lr"], Tensor) else g["lr"] for g in optimizer.param_groups]
 
 

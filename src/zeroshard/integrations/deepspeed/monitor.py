@@ -1,11 +1,11 @@
-"""deepspeed.monitor: events, (name, value, step), written by rank 0 to TensorBoard, CSV files or Weights & Biases.
+"""deepspeed.monitor: write events (name, value, step), on rank 0, to TensorBoard, CSV files or Weights & Biases.
 
-    csv_monitor     <output_path>/<job_name>/<name with _ for / and blanks>.csv    "step,<last part of name>", then a row an event
+    csv_monitor     <output_path>/<job_name>/<name with _ for / and blanks>.csv    "step,<last part of name>", a row per event
     tensorboard     <output_path>/<job_name>/                                       torch.utils.tensorboard
     wandb           a run of the project, in the group, of the team
 
-A configuration has `tensorboard`, `csv_monitor`, `wandb` and `comet`, each None or with `enabled` and DeepSpeed's other
-names, as attributes or keys. What is enabled and not installed is refused on all ranks.
+A configuration has sections `tensorboard`, `csv_monitor`, `wandb` and `comet`, each None or with `enabled` and DeepSpeed's other
+names, as attributes or keys. A monitor that is enabled but not installed raises on all ranks.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Event = tuple[str, Any, int]  # name, a number or a tensor of one element, step
 
 
 def _of(section: Any, name: str, otherwise: Any = None) -> Any:
-    """An entry of a configuration, by key or attribute."""
+    """Return an entry of a configuration, by key or attribute."""
     found = section.get(name) if isinstance(section, Mapping) else getattr(section, name, None)
     return otherwise if found is None else found
 
 
 def _folder(section: Any, kind: str) -> Path:
-    """Where a monitor writes. Without an output_path: in the current folder, below the job's name (None: in the home folder)."""
+    """Return the folder of a monitor: output_path/job_name. An output_path of None: a folder in the home folder."""
     given = section.get("output_path", "") if isinstance(section, Mapping) else getattr(section, "output_path", "")
     if given is None:
         job = os.environ.get("DLWS_JOB_ID") or os.environ.get("DLTS_JOB_ID") or "unknown-job-id"
@@ -43,14 +43,14 @@ def _folder(section: Any, kind: str) -> Path:
 def _need(package: str) -> None:
     try:
         found = importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # a parent of it
+    except ModuleNotFoundError:  # a parent package is missing
         found = False
     if not found:
         raise ConfigError(f"{package}.enabled: the package {package!r} is not installed. Install it, or use csv_monitor.")
 
 
 class Monitor:
-    """Takes events; what derives from it writes them, on rank 0."""
+    """Base class of monitors, which write events on rank 0."""
 
     def __init__(self, monitor_config: Any) -> None:
         self.monitor_config = monitor_config
@@ -58,7 +58,7 @@ class Monitor:
         self.writes = self.enabled and (not dist.is_initialized() or dist.get_rank() == 0)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Write each event; nothing on other ranks than 0."""
+        """Write each event on rank 0; do nothing on others."""
         if self.writes:
             for name, value, step in event_list:
                 self.write(name, value.item() if isinstance(value, Tensor) else value, step)
@@ -68,11 +68,11 @@ class Monitor:
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Make what was written visible to readers."""
+        """Flush written events, so that readers see them."""
 
 
 class csvMonitor(Monitor):
-    """A file for each name. Files of an earlier run are continued."""
+    """Monitor with a CSV file for each name. Files of an earlier run are continued."""
 
     def __init__(self, csv_config: Any) -> None:
         super().__init__(csv_config)
@@ -88,7 +88,7 @@ class csvMonitor(Monitor):
 
 
 class TensorBoardMonitor(Monitor):
-    """A scalar for each name."""
+    """Monitor with a TensorBoard scalar for each name."""
 
     summary_writer: Any = None
 
@@ -109,7 +109,7 @@ class TensorBoardMonitor(Monitor):
 
 
 class WandbMonitor(Monitor):
-    """A run, begun when this is built."""
+    """Monitor with a run of Weights & Biases, which begins when this is made."""
 
     def __init__(self, wandb_config: Any) -> None:
         super().__init__(wandb_config)
@@ -129,9 +129,9 @@ _KINDS = {"tensorboard": TensorBoardMonitor, "csv_monitor": csvMonitor, "wandb":
 
 
 class MonitorMaster(Monitor):
-    """All monitors that a configuration enables; `tb_monitor`, `csv_monitor`, `wandb_monitor` are None or one of them.
+    """All monitors that a configuration enables; `tb_monitor`, `csv_monitor` and `wandb_monitor` are a monitor or None.
 
-    Raises ConfigError for one that is not installed, and for comet.
+    Raises ConfigError for a monitor that is not installed, and for comet.
     """
 
     def __init__(self, monitor_config: Any) -> None:

@@ -1,6 +1,6 @@
-"""deepspeed.ops.op_builder: which operations there are. Nothing is compiled; `load` gives the module that does the work.
+"""deepspeed.ops.op_builder: the available operations. Nothing is compiled; `load` returns zeroshard's module for one.
 
-`is_compatible` tells what zeroshard does in pure Python: scripts and tests ask it before they use an optimizer or a disk.
+`is_compatible` is true for operations that zeroshard has in pure Python; scripts call it before they use an optimizer or a disk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _OPTIMIZERS = f"{__package__}.cpu_optimizers"
 
 
 class OpBuilder:
-    """An operation of DeepSpeed's: NAME, and the module of zeroshard that does it (None: there is none)."""
+    """An operation of DeepSpeed: NAME, and the module of zeroshard that implements it, or None."""
 
     NAME = "op"
     module: str | None = None
@@ -26,13 +26,13 @@ class OpBuilder:
         self.name = name or self.NAME
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether zeroshard does it. verbose: say why not."""
+        """Return whether zeroshard has the operation. verbose: print if it has not."""
         if verbose and self.module is None:
             print(f"{self.name}: not in zeroshard")
         return self.module is not None
 
     def load(self, verbose: bool = True) -> ModuleType:
-        """The module that does it, with names of its own. Raises ConfigError where there is none."""
+        """Return zeroshard's module for the operation, which has its own names. Raises ConfigError if there is none."""
         if self.module is None:
             raise ConfigError(
                 f"deepspeed.ops.op_builder.{type(self).__name__}: zeroshard compiles nothing and has no {self.name}. Ask "
@@ -83,7 +83,7 @@ installed_ops = dict.fromkeys(ALL_OPS, False)  # none is compiled beforehand
 
 
 def _short(version: str | tuple | None) -> str:
-    """'2.13.0+cpu' -> '2.13'; '0.0' for what is not there, as in DeepSpeed."""
+    """Shorten a version: '2.13.0+cpu' -> '2.13'. '0.0' for None, as in DeepSpeed."""
     parts = version if isinstance(version, tuple) else (version or "0.0").split("+")[0].split(".")
     return ".".join(map(str, parts[:2]))
 

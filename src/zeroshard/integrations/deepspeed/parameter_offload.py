@@ -1,8 +1,8 @@
-"""`engine.optimizer.parameter_offload` at stage 3: the hooks that programs take off while they generate, and put on again.
+"""`engine.optimizer.parameter_offload` at stage 3: hooks that programs remove while they generate, and add again afterwards.
 
-    with GatheredParameters(model.parameters()): remove_hooks(engine); model.generate(...); add_hooks(engine)       trl's
+    with GatheredParameters(model.parameters()): remove_hooks(engine); model.generate(...); add_hooks(engine)       in trl
 
-zeroshard's hooks stay: they have nothing to do for parameters that are whole. What is shown are handles to be counted.
+zeroshard's own hooks stay, since they do nothing for gathered parameters. The handles here only exist to be removed and counted.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from . import partition
 
 
 class Handle:
-    """Of a hook that does nothing."""
+    """Handle of a hook that does not exist."""
 
     def remove(self) -> None:
-        """Nothing is registered."""
+        """Do nothing, since nothing is registered."""
 
 
 class ParameterOffload:
-    """module: the sharded model. forward_hooks, backward_hooks: a handle for each module in it that has parameters."""
+    """Handles in place of DeepSpeed's hooks: forward_hooks and backward_hooks have one for each module with parameters."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -34,7 +34,7 @@ class ParameterOffload:
         self._register_deepspeed_module(module)
 
     def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
-        """Put hooks on a module and those in it."""
+        """Add handles for a module and those in it."""
         for each in module.modules():
             if any(True for _ in each.parameters(recurse=False)):
                 self.forward_hooks.append(Handle())
@@ -46,7 +46,7 @@ class ParameterOffload:
 
 @contextlib.contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """The engine with all parameters whole (collective), for many forwards without a gather. What is written is dropped."""
+    """Context with all parameters gathered, for many forwards without a gather (collective). Writes are dropped."""
     offload = getattr(model.optimizer, "parameter_offload", None)
     with partition.GatheredParameters(model.parameters()):
         if offload is not None:

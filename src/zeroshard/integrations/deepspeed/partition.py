@@ -1,12 +1,12 @@
-"""deepspeed.zero: Init, GatheredParameters, and what DeepSpeed shows on a parameter that is partitioned (`param.ds_*`).
+"""deepspeed.zero: Init, GatheredParameters, and DeepSpeed's attributes of partitioned parameters (`param.ds_*`).
 
     with zero.Init(config_dict_or_path=config): model = Net()               zs.init, in the dtype of the configuration
     with zero.GatheredParameters(params, modifier_rank=0): ...              zs.gathered of parameters
 
-Parameters of stage 3 (also those that stay whole, being small) and born ones have the attributes ds_*; no others have, so
-`hasattr(p, "ds_id")` tells ZeRO-3. They are properties of the classes of such parameters, registered when this module is
-imported. What is whole for a while is an ordinary parameter, which gets them from `GatheredParameters`; what modules
-show inside a forward gets them from `attach`.
+Only parameters of stage 3 (small ones that stay whole included) and those made under zero.Init have the attributes ds_*, so
+`hasattr(p, "ds_id")` identifies ZeRO-3. They are properties of these parameters' classes, set when this module is imported. A
+gathered parameter is an ordinary one for a while, and gets them from `GatheredParameters`; the compute parameters that modules
+have inside a forward get them from `attach`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ logger = logging.getLogger("DeepSpeed")
 
 
 class ZeroParamType(Enum):
-    """How a parameter is held."""
+    """Form in which a parameter is stored."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -52,7 +52,7 @@ class ZeroParamType(Enum):
 
 
 class ZeroParamStatus(Enum):
-    """Whether a parameter is whole now."""
+    """State of a parameter: gathered, not gathered, or being gathered."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -60,22 +60,22 @@ class ZeroParamStatus(Enum):
 
 
 class DeepSpeedTensorOverride(Enum):
-    """What zero.Init overrides of tensors that are made inside of it."""
+    """Properties that zero.Init overrides for parameters that are made inside it."""
 
     dtype = 1
     device = 2
 
 
 DEFAULT_TENSOR_OVERRIDES = [DeepSpeedTensorOverride.dtype, DeepSpeedTensorOverride.device]
-partitioned_param_data_shape = [0]  # of `param.data` at rest in DeepSpeed; here a parameter always shows its true shape
+partitioned_param_data_shape = [0]  # shape of `param.data` at rest in DeepSpeed; here a parameter always has its true shape
 
-# names that frameworks read and assign; nothing here replaces torch's constructors
+# names that frameworks read and assign; this module does not replace torch's constructors
 _orig_torch_tensor, _orig_torch_empty, _orig_torch_zeros, _orig_torch_ones = torch.tensor, torch.empty, torch.zeros, torch.ones
 _orig_torch_full, _orig_torch_arange, _orig_torch_eye, _orig_torch_randn = torch.full, torch.arange, torch.eye, torch.randn
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable, target_fp_dtype: torch.dtype | None, target_device: Any) -> Callable:
-    """A constructor of tensors that makes floating-point ones in a dtype, and all on a device where the caller names none."""
+    """Wrap a tensor constructor: cast floating-point tensors to a dtype, and use a device if the caller names none."""
 
     def construct(*args: Any, **kwargs: Any) -> Tensor:
         if kwargs.get("device") is None and target_device is not None:
@@ -87,23 +87,23 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Callable, target_fp_dtype: torch.
 
 
 def is_zero_param(parameter: object) -> bool:
-    """Whether a parameter is partitioned."""
+    """Return whether a parameter is partitioned."""
     return isinstance(parameter, Tensor) and hasattr(parameter, "ds_id")
 
 
-# -- models that are born partitioned ------------------------------------------------------------------------------
+# -- models that are partitioned from the start ------------------------------------------------------------------------------
 
 
 class Init:
-    """Modules made inside have their parameters partitioned from the start; with `module`, those of a module that there is.
+    """Context in which new modules' parameters are partitioned from the start. With `module`, partition an existing module's.
 
-    dtype: of floating-point parameters; None: fp16, bf16 or fp32 as the configuration says, and without one fp16 (bf16 where the
-    device has no fp16), as in DeepSpeed. remote_device: "cpu" and "nvme" let parameters be born on the host, else they are on the
-    accelerator. With a configuration whose stage is not 3 nothing is partitioned, and that is noted. Ranks with other seeds
-    get the values that rank 0 draws, and what `module.apply(function)` writes inside: the function sees each module's own
-    parameters whole, and rank 0's count. Torch's constructors are left alone.
+    dtype: dtype of floating-point parameters. None: fp16, bf16 or fp32 as the configuration says, and without one fp16 (bf16 if
+    the device has no fp16), as in DeepSpeed. remote_device: "cpu" and "nvme" make parameters on the host, others on the
+    accelerator. If the configuration's stage is not 3, nothing is partitioned, and a warning says so. All ranks get the values
+    that rank 0 draws, whatever their seeds. Functions of `module.apply` called inside see each module's own parameters whole,
+    and rank 0's writes count. Torch's constructors are not replaced.
 
-    Raises ValueError or RuntimeError for what contradicts itself, before anything changes.
+    Raises ValueError or RuntimeError for contradictory arguments, before anything changes.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Init:
         if not enabled:
             return
         given = config if config_dict_or_path is None else config_dict_or_path
-        given = getattr(given, "_param_dict", given)  # a DeepSpeedConfig keeps what it was made of
+        given = getattr(given, "_param_dict", given)  # a DeepSpeedConfig keeps the dictionary that it was made of
         self.config = None if given is None else read_config(given)
         self.dtype = self._dtype(dtype) if DeepSpeedTensorOverride.dtype in (tensor_overrides or ()) else None
         if data_parallel_group is not None and sequence_data_parallel_group is not None:
@@ -198,7 +198,7 @@ class Init:
 
 
 def _inits() -> list[Init]:
-    """Those that are open on this rank, the outermost first."""
+    """Return the `Init` contexts that are open on this rank, the outermost first."""
     if not hasattr(_open_inits, "all"):
         _open_inits.all = []
     return _open_inits.all
@@ -206,11 +206,11 @@ def _inits() -> list[Init]:
 
 _open_inits = threading.local()
 _plain_apply = nn.Module.apply
-_apply_lock, _applying = threading.Lock(), 0  # how many contexts are open, in all threads
+_apply_lock, _applying = threading.Lock(), 0  # number of open contexts in all threads
 
 
 def _gather_in_apply(opened: int) -> None:
-    """While an `Init` is open (opened: 1, or -1 at its end) nn.Module.apply gathers, in its thread; then torch's is back."""
+    """Replace nn.Module.apply while an `Init` is open (1: one opens, -1: one ends); it gathers in that thread only."""
     global _applying
     with _apply_lock:
         _applying += opened
@@ -224,7 +224,7 @@ def _apply(self: nn.Module, fn: Callable[[nn.Module], Any]) -> nn.Module:
 
 
 class _OnWhole:
-    """A function of a module, called with its own parameters gathered; rank 0's writes count."""
+    """Wrapper of a function of a module: calls it with the module's own parameters gathered; rank 0's writes count."""
 
     def __init__(self, fn: Callable[[nn.Module], Any]) -> None:
         self.fn = fn
@@ -236,18 +236,18 @@ class _OnWhole:
 
 
 def check_writes(on: bool) -> None:
-    """Whether `GatheredParameters` of this rank raises for what was written without modifier_rank (`enable_sanity_checks`)."""
+    """Set whether `GatheredParameters` on this rank raises for writes without modifier_rank (`enable_sanity_checks`)."""
     _open_inits.checked = on
 
 
 def shutdown_init_context() -> None:
-    """Modules are ordinary again inside of open `Init` contexts, until `restore_init_context`."""
+    """Suspend open `Init` contexts: modules made inside are ordinary until `restore_init_context`."""
     for each in reversed(_inits()):
         each._suspend()
 
 
 def restore_init_context() -> None:
-    """Open `Init` contexts partition again."""
+    """Resume open `Init` contexts: modules made inside are partitioned again."""
     for each in _inits():
         each._resume()
 
@@ -262,7 +262,7 @@ def _true(value: Any) -> bool:
 
 
 def _place(remote_device: Any, config: dict[str, Any] | None) -> str | None:
-    """Where parameters rest, by the configuration first."""
+    """Return where parameters are made: the configuration's offload_param.device, else remote_device; None for 'none'."""
     section = (config or {}).get("zero_optimization")
     offload = section.get("offload_param") if isinstance(section, dict) else None
     place = (offload or {}).get("device", remote_device)
@@ -280,7 +280,8 @@ def _accelerator() -> torch.device:
 
 @contextlib.contextmanager
 def _seed_of_rank_0(comm: Comm) -> Iterator[None]:
-    """Torch's generators are those of rank 0, where ranks differ; afterwards each rank has its own again."""
+    """Context with rank 0's states of torch's generators, if ranks differ; afterwards each rank has its own again
+    (collective)."""
     generators = [torch.default_generator]
     if comm.device.type == "cuda":
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
@@ -305,21 +306,21 @@ _noted: set[str] = set()
 
 
 def _note(message: str) -> None:
-    """Say it once."""
+    """Log a warning once."""
     if message not in _noted:
         _noted.add(message)
         logger.warning(message)
 
 
-# -- parameters that are whole for a while -----------------------------------------------------------------------------
+# -- parameters that are gathered for a while -----------------------------------------------------------------------------
 
 
 class GatheredParameters:
-    """`with GatheredParameters(params, modifier_rank=0):` parameters are whole inside; what one rank writes reaches all.
+    """`with GatheredParameters(params, modifier_rank=0):` gathers parameters; writes of modifier_rank reach all ranks.
 
-    params: a parameter or an iterable of them; what is not partitioned is left alone, and anything else ignored. Without
-    modifier_rank what was written is dropped, as in DeepSpeed, and said once, by name; with `enable_sanity_checks` in the
-    configuration every rank raises RuntimeError. fwd_module: see register_external_parameter.
+    params: a parameter or an iterable; entries that are not partitioned parameters are ignored. Without modifier_rank, writes
+    are dropped, as in DeepSpeed, with one warning that names the parameters; with `enable_sanity_checks` in the configuration,
+    every rank raises RuntimeError. fwd_module: see register_external_parameter.
     """
 
     def __init__(
@@ -366,7 +367,7 @@ class GatheredParameters:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Note that a module's forward uses a parameter of another, which it may do anyway. RuntimeError for what is no parameter."""
+    """Register that a module's forward uses another's parameter (it may do so without). RuntimeError if it is no parameter."""
     if not isinstance(parameter, nn.Parameter):
         raise RuntimeError(f"register_external_parameter: expected an nn.Parameter, got {type(parameter).__name__}.")
     show_external_parameters(module)
@@ -374,7 +375,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def show_external_parameters(module: Any) -> None:
-    """Let a module answer `ds_external_parameters()` and `all_parameters()`."""
+    """Give a module the methods `ds_external_parameters()` and `all_parameters()`."""
     if not hasattr(module, "_external_params"):
         module._external_params = {}
         module.ds_external_parameters = types.MethodType(lambda self: self._external_params.items(), module)
@@ -384,7 +385,7 @@ def show_external_parameters(module: Any) -> None:
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """The inverse. Raises RuntimeError for a parameter that is not registered."""
+    """Undo register_external_parameter. Raises RuntimeError for a parameter that is not registered."""
     if not isinstance(parameter, nn.Parameter):
         raise RuntimeError(f"unregister_external_parameter: expected an nn.Parameter, got {type(parameter).__name__}.")
     known, number = getattr(module, "_external_params", {}), getattr(parameter, "ds_id", None)
@@ -395,11 +396,11 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     ]
     if not keys:
         raise RuntimeError(f"this parameter is not a registered external parameter of {type(module).__name__}.")
-    del known[keys[0]]  # inside of a forward a module shows another object for it
+    del known[keys[0]]  # by key: inside a forward, the module has another object (the compute parameter) for it
 
 
 class MultipleAllGatherHandles:
-    """Several gathers that `wait` ends; here a gather is over when it returns."""
+    """DeepSpeed's handle of several gathers. Here a gather has ended when it returns, so `wait` has nothing to do."""
 
     def __init__(self, handles: list[Any]) -> None:
         self.handles = handles
@@ -409,16 +410,16 @@ class MultipleAllGatherHandles:
             handle.wait(**options)
 
 
-# -- what a partitioned parameter shows --------------------------------------------------------------------------------
+# -- attributes of a partitioned parameter --------------------------------------------------------------------------------
 
 
 def _bound(method: Callable[..., Any], param: Tensor) -> Any:
-    """A method of a parameter."""
+    """Bind a method to a partitioned parameter."""
     return _home(param) and types.MethodType(method, param)
 
 
 def _home(param: Tensor) -> Any:
-    """Raises AttributeError for a parameter of another stage than 3: it has no ds_* attributes."""
+    """Return a partitioned parameter's home. Raises AttributeError at other stages than 3, which have no ds_* attributes."""
     home = home_of(param)
     if home is None or (isinstance(home, ParamHome) and not (home.group.values.sharded or _persists(home))):
         raise AttributeError(f"{type(param).__name__!r} object is not partitioned")
@@ -426,12 +427,12 @@ def _home(param: Tensor) -> Any:
 
 
 def _persists(home: Any) -> bool:
-    """Whether a parameter of stage 3 stays whole at rest."""
+    """Return whether a parameter of stage 3 stays whole at rest."""
     return isinstance(home, ParamHome) and home.group.specs[home.index].whole
 
 
 def _ds_id(param: Tensor) -> int:
-    """The same number on every rank, another one for each parameter."""
+    """Return a number that identifies a parameter, the same on every rank."""
     home = _home(param)
     return (home.group.values.number << 16) + home.index if isinstance(home, ParamHome) else home.number
 
@@ -447,7 +448,7 @@ def _ds_status(param: Tensor) -> ZeroParamStatus:
 
 
 def _ds_tensor(param: Tensor) -> Tensor:
-    """This rank's slice, flat; what DeepSpeed notes on it."""
+    """Return this rank's slice, flat, with the attributes that DeepSpeed sets on it."""
     home = _home(param)
     local = (home.fetch(gradient=False) if _persists(home) else param._local).detach()  # type: ignore[attr-defined]
     local.ds_numel, local.status, local.final_location = local.numel(), ZeroParamStatus.AVAILABLE, None
@@ -462,14 +463,14 @@ def _active_sub_modules(param: Tensor) -> set[int]:
 
 
 def _all_gather(param: Any, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
-    """Make parameters whole until `partition` (collective)."""
+    """Gather parameters until `partition` is called (collective)."""
     return _all_gather_coalesced(param, [param] if param_list is None else param_list)
 
 
 def _all_gather_coalesced(param: Any, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> Any:
     for each in params:
         home = home_of(each)
-        in_use = isinstance(home, ParamHome) and home.group.runtime.in_forward  # there operations compute with it as it is
+        in_use = isinstance(home, ParamHome) and home.group.runtime.in_forward  # inside a forward it is gathered where it is used
         if home is not None and not in_use:
             _opened([each], write=True)
     return MultipleAllGatherHandles([])
@@ -478,7 +479,7 @@ def _all_gather_coalesced(param: Any, params: Iterable[Any], safe_mode: bool = F
 def _partition(
     param: Any, param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True
 ) -> None:
-    """The inverse. has_been_updated: keep what was written, the same on every rank (collective); else it is dropped."""
+    """Undo `all_gather`. has_been_updated: keep writes, which must be the same on every rank (collective); else drop them."""
     for each in [param] if param_list is None else param_list:
         if not is_gathered(each):
             continue
@@ -490,7 +491,7 @@ def _partition(
 
 
 def _ds_summary(param: Any, use_debug_name: bool = False) -> dict[str, Any]:
-    """What there is to say of it; nothing is gathered."""
+    """Return DeepSpeed's summary of a parameter, without gathering it."""
     grad, local = None if is_gathered(param) else param.grad, getattr(param, "ds_tensor", None)
     return {
         "id": param.ds_id, "status": param.ds_status.name, "numel": param.numel(), "ds_numel": param.ds_numel,
@@ -501,7 +502,7 @@ def _ds_summary(param: Any, use_debug_name: bool = False) -> dict[str, Any]:
 
 
 def _always(value: Any) -> Callable[[Tensor], Any]:
-    """The getter of what is the same for all that are partitioned."""
+    """Return a getter of a value that all partitioned parameters share."""
     return lambda param: (_home(param), value)[1]
 
 
@@ -521,7 +522,7 @@ _PROPERTIES: dict[str, Callable[[Any], Any]] = {
 }
 _METHODS: dict[str, Callable[..., Any]] = {
     "all_gather": _all_gather, "all_gather_coalesced": _all_gather_coalesced, "partition": _partition, "ds_summary": _ds_summary,
-    # DeepSpeed's, padded; ds_tensor may hold more
+    # DeepSpeed's padded number of elements; ds_tensor may have more
     "partition_numel": lambda param: -(-param.ds_numel // param.ds_zero_partition_world_size),
 }  # fmt: skip
 for _class in (ShardedParameter, ReplicatedParameter):
@@ -532,8 +533,8 @@ for _class in (ShardedParameter, ReplicatedParameter):
 
 
 def _shown(param: Any, whole: Any) -> dict[str, Any]:
-    """What `whole` shows, an ordinary parameter that stands for `param`, which is sharded."""
-    on_device = getattr(param, "_held", param) is not None  # else the slice would have to be read from where it rests
+    """Return the ds_* attributes for `whole`, the ordinary parameter in place of the sharded `param`."""
+    on_device = getattr(param, "_held", param) is not None  # an offloaded slice would have to be fetched for ds_tensor
     fixed = {name: getattr(param, name) for name in _PROPERTIES if name != "ds_tensor" or on_device}
     methods = {name: types.MethodType(method, whole) for name, method in _METHODS.items()}
     return {**fixed, **methods, "ds_status": ZeroParamStatus.AVAILABLE, "ds_active_sub_modules": set()}
@@ -545,7 +546,7 @@ def _hide(whole: Any) -> None:
 
 
 def _opened(params: list[Any], **options: Any) -> Gathering:
-    """Parameters made whole, with their ds_* attributes."""
+    """Gather parameters and set their ds_* attributes (collective)."""
     shown = {id(param): _shown(param, param) for param in params if home_of(param) is not None}
     gathering = Gathering(params, **options)
     gathering.open()
@@ -563,13 +564,13 @@ def _close(gathering: Gathering) -> None:
 
 
 def attach(model: nn.Module) -> None:
-    """Let the parameters that modules of a sharded model show inside a forward have ds_* too: they are AVAILABLE there."""
+    """Set ds_* on the compute parameters of a sharded model, which its modules have inside a forward: they are AVAILABLE."""
     for param, compute in _pairs(model):
         compute.__dict__.update(_shown(param, compute))
 
 
 def detach(model: nn.Module) -> None:
-    """The inverse of `attach`, before zs.close."""
+    """Undo `attach`, before zs.close."""
     for _, compute in _pairs(model):
         _hide(compute)
 

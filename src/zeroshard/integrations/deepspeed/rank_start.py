@@ -1,10 +1,10 @@
-"""The first moments of a rank that zeroshard-deepspeed started: become the user's program. Imports nothing of zeroshard.
+"""First program of a rank that zeroshard-deepspeed starts: sets it up and runs the user's program. Imports nothing of zeroshard.
 
     python rank_start.py '{"position": 2, "cores": [0, 1], "log": "folder/20260101120000"}' python -u script.py --steps 3
 
-torchrun gives every rank the same arguments; what differs from rank to rank is done here: `--local_rank=N` is put at
-`position` of the command (null: nowhere), the rank keeps its part of `cores` (null: all cores), and its output goes to
-<log>_rank<RANK>.log (null: where the launcher's goes).
+torchrun gives every rank the same arguments, so differences between ranks are set here: `--local_rank=N` is inserted at
+`position` of the command (null: nowhere), the rank is bound to its part of `cores` (null: all cores), and its output goes to
+<log>_rank<RANK>.log (null: to the launcher's output).
 """
 
 import json
@@ -15,7 +15,7 @@ import sys
 def main() -> None:
     plan, command = json.loads(sys.argv[1]), sys.argv[2:]
     rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    os.environ["LOCAL_SIZE"] = str(ranks)  # what DeepSpeed's launcher calls it
+    os.environ["LOCAL_SIZE"] = str(ranks)  # DeepSpeed's name for it
     if plan["position"] is not None:
         command.insert(plan["position"], f"--local_rank={rank}")
     if plan["cores"] is not None:

@@ -1,7 +1,7 @@
 """The typed sections of a DeepSpeed configuration: objects with a field for each key of config_keys.KEYS.
 
-Values are read leniently where nothing is lost (5e8, "3"), everything else raises ValidationError, which names the key: an
-unknown one, a fraction where a whole number belongs, a value outside its range. "auto" means 'as by default'.
+Values are converted if nothing is lost (5e8, "3"). Everything else raises ValidationError, which names the key: an unknown key,
+a fraction for a whole number, a value outside its range. "auto" means the default.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from .config_keys import ALIASES, KEYS, Key, Treatment, is_on, keys_of
 
 
 class DeepSpeedConfigError(Exception):
-    """A configuration asks for what there is not, or contradicts itself; the message names the key and the remedy."""
+    """Raised for a configuration with unsupported or contradictory keys; the message names the key and the remedy."""
 
 
-try:  # programs catch pydantic's, which DeepSpeed raises
+try:  # programs catch pydantic's ValidationError, which DeepSpeed raises
     from pydantic_core import PydanticCustomError, ValidationError
 except ImportError:
 
     class ValidationError(ValueError):  # type: ignore[no-redef]
-        """A typed section has an unknown key, or a value that is not of its key's kind."""
+        """Raised for an unknown key of a typed section, or a value that is not of its key's kind."""
 
 
 def invalid(section: str, told: str) -> ValidationError:
-    """The error of a typed section: of pydantic where that is installed."""
+    """Return the ValidationError of a typed section: pydantic's if that is installed."""
     if not hasattr(ValidationError, "from_exception_data"):
         return ValidationError(told)
     line = {"type": PydanticCustomError("deepspeed_config", "{told}", {"told": told}), "input": None}
@@ -43,7 +43,7 @@ def invalid(section: str, told: str) -> ValidationError:
 
 
 class OffloadDeviceEnum(str, Enum):
-    """Where states rest."""
+    """Tier on which states rest."""
 
     none = "none"
     cpu = "cpu"
@@ -51,7 +51,7 @@ class OffloadDeviceEnum(str, Enum):
 
 
 class OffloadStateTypeEnum(str, Enum):
-    """What `engine.offload_states` moves."""
+    """States that `engine.offload_states` can move."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -73,14 +73,14 @@ def _bool(value: Any) -> bool:
 
 
 def _number(value: Any) -> float:
-    """Finite; also from text."""
+    """Read a finite number, also from text."""
     if isinstance(value, bool) or not math.isfinite(number := float(value)):
         raise ValueError
     return number
 
 
 def _whole(value: Any) -> int:
-    """Also 5e8 and "500000000", not "5e8"."""
+    """Read a whole number; 5e8 and "500000000" are accepted, "5e8" is not."""
     if isinstance(value, str):
         if not re.fullmatch(r"\s*[+-]?\d+\s*", value):
             raise ValueError
@@ -99,7 +99,7 @@ def _text(value: Any) -> str:
 
 
 def _texts(value: Any) -> list[str]:
-    """A text or several, each once."""
+    """Read one string or several, without duplicates."""
     return list(dict.fromkeys(map(str, [value] if isinstance(value, str) else value)))
 
 
@@ -119,7 +119,7 @@ READERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "count": ("a whole number of at least 0", _within(_whole, 0)),
     "positive": ("a whole number above 0", _within(_whole, 1)),
     "stage": ("0, 1, 2 or 3", _within(_whole, 0, 3)),
-    "power": ("a whole number from 0 to 1023", _within(_whole, 0, 1023)),  # of two, in a float
+    "power": ("a whole number from 0 to 1023", _within(_whole, 0, 1023)),  # powers of two that a float can hold
     "fraction": ("a number from 0 to 1", _within(_number, 0, 1)),
     "scale": ("a finite number of at least 0 (0: a dynamic loss scale)", _within(_number, 0)),
     "text": ("a text", _text),
@@ -130,17 +130,17 @@ READERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 class Section:
-    """A typed section, from keyword arguments.
+    """Base class of typed sections, made from keyword arguments.
 
-    given: names of the fields that were given (not as "auto"). notes: what reading them has to say.
+    given: names of the fields that were given (and not as "auto"). notes: warnings from reading them.
     """
 
     prefix: ClassVar[str]
-    sections: ClassVar[dict[str, type[Section]]] = {}  # kind -> class, of the fields that are sections themselves
+    sections: ClassVar[dict[str, type[Section]]] = {}  # kind of a key -> class, for fields that are sections themselves
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """A field: `config_keys` lists them."""
+            """Return a field; `config_keys` lists them."""
 
     def __init__(self, **given: Any) -> None:
         self.notes: list[str] = []
@@ -152,7 +152,7 @@ class Section:
         self._check()
 
     def _by_field(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Values by the field's own name; unknown names raise."""
+        """Return values by field name, with aliases replaced. Raises ValidationError for unknown names."""
         fields = [key.field for key in keys_of(self.prefix)]
         values: dict[str, Any] = {}
         for name, value in given.items():
@@ -167,7 +167,7 @@ class Section:
         return values
 
     def _forward(self, values: dict[str, Any]) -> None:
-        """Put the values of deprecated keys where they belong."""
+        """Move the values of deprecated keys to the keys that replace them."""
 
     def _default(self, key: Key) -> Any:
         kind = self.sections.get(key.kind)
@@ -192,13 +192,13 @@ class Section:
 
     @classmethod
     def of(cls, given: Any) -> Section:
-        """From a mapping of keys; None: the defaults."""
+        """Make a section from a mapping of keys. None: the defaults."""
         if given is not None and not isinstance(given, Mapping):
             raise invalid(cls.prefix, f"{cls.prefix}: expected a mapping of keys to values, got {given!r}.")
         return cls(**(given or {}))
 
     def model_dump(self) -> dict[str, Any]:
-        """Fields and values, as plain data."""
+        """Return fields and values as plain data."""
         values = {key.field: getattr(self, key.field) for key in keys_of(self.prefix)}
         return {name: value.model_dump() if isinstance(value, Section) else value for name, value in values.items()}
 
@@ -212,33 +212,33 @@ class Section:
 
 
 class DeepSpeedZeroOffloadParamConfig(Section):
-    """zero_optimization.offload_param"""
+    """Section zero_optimization.offload_param."""
 
     prefix = "zero_optimization.offload_param"
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(Section):
-    """zero_optimization.offload_optimizer"""
+    """Section zero_optimization.offload_optimizer."""
 
     prefix = "zero_optimization.offload_optimizer"
     pipeline = property(lambda self: self.pipeline_read or self.pipeline_write)
 
 
 class DeepSpeedZeroLeafModuleConfig(Section):
-    """zero_optimization.leaf_module"""
+    """Section zero_optimization.leaf_module."""
 
     prefix = "zero_optimization.leaf_module"
 
     @classmethod
     def of(cls, given: Any) -> Section:
-        """TypeError for what is no mapping, as scripts expect."""
+        """Make a section. Raises TypeError for values that are no mapping, as scripts expect."""
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(f"{cls.prefix}: expected a mapping of classes, names or name_suffixes, got {given!r}.")
         return super().of(given)
 
 
 class DeepSpeedZeroConfig(Section):
-    """zero_optimization, from keyword arguments: DeepSpeedZeroConfig(stage=3, offload_param={"device": "cpu"})."""
+    """Section zero_optimization, as DeepSpeedZeroConfig(stage=3, offload_param={"device": "cpu"})."""
 
     prefix = "zero_optimization"
     overlap_comm: bool
@@ -261,7 +261,7 @@ class DeepSpeedZeroConfig(Section):
             assert new not in values, f"zero_optimization: {old} is the old name of {new}, which is given too: keep {new}."
             on = self._read(KEYS[f"{self.prefix}.{old}"], value)
             values[new] = on if "weights" in old else {"device": "cpu"} if on else None
-            if on:  # false asks for nothing, and there is nothing to write otherwise
+            if on:  # false has no effect, and so needs no warning
                 self.notes.append(f"zero_optimization.{old} is deprecated: it is read as {new}.")
 
     def _check(self) -> None:
@@ -276,7 +276,7 @@ class DeepSpeedZeroConfig(Section):
 
 
 class DeepSpeedFP16Config(Section):
-    """fp16"""
+    """Section fp16."""
 
     prefix = "fp16"
 
@@ -290,52 +290,51 @@ class DeepSpeedFP16Config(Section):
 
 
 class DeepSpeedBF16Config(Section):
-    """bf16"""
+    """Section bf16."""
 
     prefix = "bf16"
 
 
 class TensorBoardConfig(Section):
-    """tensorboard"""
+    """Section tensorboard."""
 
     prefix = "tensorboard"
 
 
 class CSVConfig(Section):
-    """csv_monitor"""
+    """Section csv_monitor."""
 
     prefix = "csv_monitor"
 
 
 class WandbConfig(Section):
-    """wandb"""
+    """Section wandb."""
 
     prefix = "wandb"
 
 
 class DeepSpeedThroughputTimerConfig(Section):
-    """timers.throughput"""
+    """Section timers.throughput."""
 
     prefix = "timers.throughput"
 
 
 class CommsLoggerConfig(Section):
-    """comms_logger"""
+    """Section comms_logger."""
 
     prefix = "comms_logger"
 
 
-KEYS_BELOW = "its keys are below"  # of a section
+KEYS_BELOW = "its keys are below"  # text of a section's own row
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What becomes of one key of a configuration, with its value.
+    """Treatment of one key of a configuration, with its value.
 
-    name: its whole name in config_keys.KEYS. written: its name in the configuration, which may be another one of it.
-    treatment: "served"; "ignored"; "refused"; "off", of a key that asks for nothing; "open", of "auto", which the caller fills in.
-    text: what the key does, why nothing follows from it, or the remedy. note: what is to be said of an ignored key, "" if nothing.
-    key: its row in config_keys.KEYS; None where there is none.
+    name: full name in config_keys.KEYS. written: name in the configuration, perhaps an alias. treatment: "served"; "ignored";
+    "refused"; "off" for a key that is switched off; "open" for "auto", which the caller fills in. text: effect of the key, reason
+    why it has none, or remedy. note: warning about an ignored key, or "". key: its row in config_keys.KEYS, or None.
     """
 
     name: str
@@ -348,9 +347,9 @@ class Judgement:
 
 
 def judge(config: Mapping[str, Any], prefix: str = "", written: str = "") -> Iterator[Judgement]:
-    """Walk through a configuration, or a section of it: each key with what becomes of it, sections before their keys.
+    """Yield the treatment of each key of a configuration, or of a section of it; sections come before their keys.
 
-    prefix: the section's name in config_keys.KEYS, written: its name in the configuration.
+    prefix: the section's name in config_keys.KEYS. written: its name in the configuration.
     """
     section, place = (f"{name}." if name else "" for name in (prefix, written))
     for name, value in config.items():
@@ -363,7 +362,7 @@ def judge(config: Mapping[str, Any], prefix: str = "", written: str = "") -> Ite
         elif key is None:
             yield _unknown(*this)
         elif key.treatment is Treatment.REFUSED:
-            # a script may pass another optimizer: build_optimizer refuses these
+            # not refused here: the script may pass its own optimizer, and otherwise build_optimizer refuses
             on = prefix != "optimizer.params" and key.is_on(value) and value != key.default
             yield Judgement(*this, "refused" if on else "off", key.text, key=key)
         elif isinstance(value, Mapping) and keys_of(full):
@@ -386,7 +385,7 @@ def judge(config: Mapping[str, Any], prefix: str = "", written: str = "") -> Ite
 
 
 def _unknown(full: str, written: str, value: Any) -> Judgement:
-    """A key that the table does not have: refused where it resembles one that could be meant, else ignored."""
+    """Return the treatment of a key that the table lacks: refused if it resembles a known one (a typo), else ignored."""
     prefix, _, name = full.rpartition(".")
     fields = {key.field for key in keys_of(prefix)}
     names = fields | {alias.rpartition(".")[2] for alias in ALIASES if alias.rpartition(".")[0] == prefix}
@@ -399,7 +398,7 @@ def _unknown(full: str, written: str, value: Any) -> Judgement:
 
 
 def _arguments(section: str, kind: object) -> frozenset[str]:
-    """Arguments of the class of torch that `kind` names, in the params of an optimizer or a scheduler; none in other sections."""
+    """Return the argument names of torch's optimizer or scheduler class `kind`, for its params section; empty for others."""
     home = {"optimizer.params": torch.optim, "scheduler.params": torch.optim.lr_scheduler}.get(section)
     classes = {name.lower(): each for name, each in vars(home).items() if isinstance(each, type)} if home is not None else {}
     found = classes.get(str(kind).lower())
@@ -407,10 +406,10 @@ def _arguments(section: str, kind: object) -> frozenset[str]:
 
 
 def examine(config: Mapping[str, Any]) -> list[str]:
-    """What is to be said about the keys of a configuration, one sentence each. Raises DeepSpeedConfigError for one that is refused."""
+    """Return warnings about the keys of a configuration, one sentence each. Raises DeepSpeedConfigError for a refused key."""
     notes = []
     for found in judge(config):
-        told_later = found.key is None and found.name.rpartition(".")[0] in _TYPED  # a typed section raises ValidationError
+        told_later = found.key is None and found.name.rpartition(".")[0] in _TYPED  # the typed section raises ValidationError
         if found.treatment == "refused" and not told_later:
             shown = repr(found.value) if len(repr(found.value)) < 60 else "{...}"
             raise DeepSpeedConfigError(f"{found.name} = {shown} is not supported: {found.text}.")
@@ -419,13 +418,13 @@ def examine(config: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-_NEAR = 0.8  # of difflib: 'stge' is as near to 'stage' as a slip of the hand, 'comment' is far from 'compile'
+_NEAR = 0.8  # cutoff for difflib that takes 'stge' for 'stage', and does not take 'comment' for 'compile'
 _TYPED = {kind.prefix for kind in Section.__subclasses__()}
 
 
 def _differs(key: Key, value: Any) -> bool:
-    """From the default, as it would be read."""
+    """Return whether a value, as read, differs from the default."""
     try:
         return READERS[key.kind][1](value) != (None if key.default is None else READERS[key.kind][1](key.default))
     except (ValueError, TypeError, KeyError, OverflowError, AttributeError):
-        return True  # the section will say what is wrong with it
+        return True  # the typed section raises for it

@@ -1,4 +1,4 @@
-"""`deepspeed.initialize`: from a model, a configuration and perhaps an optimizer to an engine."""
+"""`deepspeed.initialize`: make an engine from a model, a configuration and perhaps an optimizer."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def initialize(
     lr_scheduler: Any = None, distributed_port: int = 29500, mpu: Any = None, dist_init_required: bool | None = None,
     collate_fn: Callable | None = None, config: Any = None, mesh_param: Any = None, config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:  # fmt: skip
-    """(engine, optimizer, data loader, scheduler), as DeepSpeed's.
+    """Return (engine, optimizer, data loader, scheduler), as DeepSpeed's function does (collective).
 
     Args:
-        optimizer: a torch optimizer, or a callable that makes one of model_parameters; None: the configuration's.
-        model_parameters: tensors or parameter groups for it; None: those of the model that are trained.
-        lr_scheduler: a scheduler, or a callable that makes one of the optimizer; None: the configuration's.
-        training_data: a Dataset, for the loader.
-        config, config_params, args.deepspeed_config: a dictionary, a path, or JSON as urlsafe base64; one of them.
-        mpu: whose get_data_parallel_group() the model is sharded over.
+        optimizer: a torch optimizer, or a function that makes one from model_parameters. None: the configuration's.
+        model_parameters: tensors or parameter groups for the optimizer. None: the model's trainable parameters.
+        lr_scheduler: a scheduler, or a function that makes one from the optimizer. None: the configuration's.
+        training_data: a Dataset, for the data loader.
+        config, config_params, args.deepspeed_config: a dictionary, a path, or JSON as urlsafe base64; give one of them.
+        mpu: object with get_data_parallel_group(), over which the model is sharded.
 
     Raises:
         AssertionError: no model, no configuration, or two; batch sizes that do not multiply (as in DeepSpeed).
-        DeepSpeedConfigError: a key that is not served, with what to do.
+        DeepSpeedConfigError: a key that is not supported, with the remedy.
     """
     log_dist(f"DeepSpeed info: version={TEXT}, git-hash={UNKNOWN}, git-branch={UNKNOWN}", ranks=[0])
     assert model is not None, "deepspeed.initialize requires a model"
@@ -99,7 +99,7 @@ def _initialize(
     comm = backend_select.current(group, talking_device(device), communication.stall_timeout_s())
     config = _together(comm, "its configuration", lambda: _config(given, mpu, optimizer, lr_scheduler, comm.world_size))
     _compare(comm, config)
-    if "_zeroshard" in model.__dict__:  # of an engine before this one
+    if "_zeroshard" in model.__dict__:  # the model belongs to an earlier engine
         model_parameters = _let_go(model, optimizer, model_parameters)
     basic, lr_scheduler, options, monitor = _together(
         comm, "what is to be sharded", lambda: _prepare(model, optimizer, model_parameters, lr_scheduler, mpu, config, device)
@@ -127,7 +127,7 @@ def _initialize(
 
 
 def _let_go(model: nn.Module, optimizer: Any, given: Any) -> Any:
-    """Close the engine before this one; a parameter that an old graph holds is another object then, in what is given too."""
+    """Close the model's earlier engine. Return the given parameters with those replaced that closing has made anew."""
     before = dict(model.named_parameters())
     given = list(given) if isinstance(given, Iterable) and not isinstance(given, nn.Module) else given
     partition.detach(model)
@@ -147,7 +147,7 @@ def _let_go(model: nn.Module, optimizer: Any, given: Any) -> Any:
 
 
 def _together(comm: Comm, what: str, action: Callable[[], T]) -> T:
-    """What an action returns. Where it raises on a rank, so does every rank (collective), and nobody waits for that one."""
+    """Return an action's result. If it raises on one rank, every rank raises (collective), so that none waits for that rank."""
     failure: Exception | None = None
     try:
         result = action()
@@ -174,7 +174,7 @@ def _config(given: Any, mpu: Any, optimizer: Any, lr_scheduler: Any, world_size:
 def _prepare(
     model: nn.Module, optimizer: Any, model_parameters: Any, lr_scheduler: Any, mpu: Any, config: DeepSpeedConfig, device: torch.device
 ) -> tuple[torch.optim.Optimizer | None, Any, dict[str, Any], MonitorMaster]:  # fmt: skip
-    """Optimizer, scheduler, options of zs.shard and monitor, of a model that is then ready for it. May raise on one rank alone."""
+    """Prepare the model, and return optimizer, scheduler, options of zs.shard and monitor. May raise on a single rank."""
     leaf_modules.apply_zero_leaf_module_config(model, config.zero_config.leaf_module)
     cast_buffers(config, model)
     cast_parameters(config, model)
@@ -186,16 +186,16 @@ def _prepare(
     if basic is None:
         options = {key: value for key, value in options.items() if not key.startswith(("offload_optimizer", "offload_gradient"))}
         options["stage"] = 3 if options["stage"] == 3 else 0
-    lr_scheduler = _scheduler(lr_scheduler, basic, config)  # before anything is sharded: it may raise
+    lr_scheduler = _scheduler(lr_scheduler, basic, config)  # made before sharding, since it may raise
     try:
         monitor = MonitorMaster(config.monitor_config)
-    except OSError as error:  # of rank 0, which alone opens files
+    except OSError as error:  # only rank 0 opens files
         raise DeepSpeedConfigError(f"a monitor: {error}. Name a folder that rank 0 can write (output_path).") from error
     return basic, lr_scheduler, options, monitor
 
 
 def _say(config: DeepSpeedConfig) -> None:
-    """What the configuration has to say, and what it wants said."""
+    """Print the configuration's notes, set its log level and, if it asks for it, print the configuration."""
     config.say_notes()
     if config.log_level is not None:
         set_log_level_from_string(config.log_level)
@@ -222,7 +222,7 @@ def _move(model: nn.Module, device: torch.device) -> None:
 
 
 def _basic_optimizer(model: nn.Module, optimizer: Any, model_parameters: Any, config: Any) -> torch.optim.Optimizer | None:
-    """The torch optimizer to be sharded: the client's, what its callable makes, or the configuration's."""
+    """Return the torch optimizer to shard: the client's, the one that its function makes, or the configuration's."""
     if optimizer is None and config.optimizer_name is None:
         return None
     parameters = _parameters(model, model_parameters)
@@ -272,7 +272,7 @@ _EQUAL = ("gradient_accumulation_steps", "managed_gradient_accumulation", "sched
 
 
 def _compare(comm: Comm, config: DeepSpeedConfig) -> None:
-    """Raise DeepSpeedConfigError on every rank where they differ in what the loop goes by. zs.shard compares its own options."""
+    """Raise DeepSpeedConfigError on every rank if ranks differ in keys of the training loop; zs.shard compares its options."""
     mine = [repr(getattr(config, name)) for name in _EQUAL]
     everyone = [mine] if comm.imagined else exchange_values(comm, mine, "deepspeed.initialize: compare configurations")
     for name, values in zip(_EQUAL, zip(*everyone, strict=True), strict=True):
@@ -282,7 +282,7 @@ def _compare(comm: Comm, config: DeepSpeedConfig) -> None:
 
 
 def deepspeed_io(engine: DeepSpeedEngine, dataset: Any, batch_size: int | None = None, **options: Any) -> DeepSpeedDataLoader:
-    """Micro-batches of this rank (`engine.deepspeed_io`)."""
+    """Return a loader of this rank's micro-batches (`engine.deepspeed_io`)."""
     route = options.pop("route", "train")
     options = {
         "num_workers" if key == "num_local_io_workers" else key: value for key, value in options.items() if value is not None
@@ -299,7 +299,7 @@ DeepSpeedEngine.deepspeed_io = deepspeed_io  # type: ignore[attr-defined]
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """--deepspeed and --deepspeed_config, as scripts of DeepSpeed have them."""
+    """Add --deepspeed and --deepspeed_config, as scripts for DeepSpeed expect them."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", default=False, action="store_true", help="Enable DeepSpeed (for user code; no effect here)")
     group.add_argument("--deepspeed_config", default=None, type=str, help="DeepSpeed json configuration file.")

@@ -1,4 +1,4 @@
-"""From a DeepSpeed configuration to zeroshard: the options of zs.shard, the optimizer it names, and the dtype of buffers."""
+"""Translate a DeepSpeed configuration to zeroshard: options of zs.shard, the optimizer, dtypes of parameters and buffers."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from .sections import DeepSpeedConfigError, Section
 
 
 def shard_options(config: DeepSpeedConfig) -> dict[str, Any]:
-    """Keyword options of zs.shard. What the configuration does not say is left to zeroshard's defaults.
+    """Return keyword options of zs.shard. Options that the configuration does not set keep zeroshard's defaults.
 
-    Raises ValueError for a norm that is switched off and needed, DeepSpeedConfigError for offload to a disk without a folder.
+    Raises ValueError if compute_grad_norm is off but the norm is needed, DeepSpeedConfigError for nvme without a folder.
     """
     zero = config.zero_config
     if not zero.compute_grad_norm and (config.gradient_clipping or _is_offloaded(zero.offload_optimizer)):
@@ -57,16 +57,16 @@ def shard_options(config: DeepSpeedConfig) -> dict[str, Any]:
 
 
 def _skips_nonfinite(config: DeepSpeedConfig) -> bool:
-    """Whether DeepSpeed's optimizer of this stage and precision skips a step whose gradients are not finite.
+    """Return whether DeepSpeed's optimizer of this stage and precision skips a step whose gradients are not finite.
 
-    Those of fp16 and of stage 3 do. At stage 0 in fp32 there is none but the optimizer itself. At stages 1 and 2 it is the norm that
-    tells, in bf16 check_grad_overflow, which the optimizer of stage 1 with gradients in fp32 does not ask.
+    Its optimizers for fp16 and for stage 3 do. At stage 0 in fp32 there is only the plain optimizer, which does not. At stages 1
+    and 2 it does if compute_grad_norm is on; in bf16 if check_grad_overflow is on, and always at stage 1 with fp32 gradients.
     """
     zero, bf16 = config.zero_config, config.bfloat16_config
     if config.float16_config.enabled or zero.stage == 3:
         return True
     if zero.stage == 0:
-        scaled = config.torch_autocast_enabled and config.torch_autocast_dtype is torch.float16  # by torch's GradScaler
+        scaled = config.torch_autocast_enabled and config.torch_autocast_dtype is torch.float16  # torch's GradScaler skips steps
         return bf16.enabled or scaled
     if bf16.enabled:
         own = zero.stage == 1 and config.gradient_dtype is torch.float32 and not _is_offloaded(zero.offload_optimizer)
@@ -92,14 +92,14 @@ def _precision(config: DeepSpeedConfig) -> dict[str, Any]:
         "initial_loss_scale": 2.0**fp16.initial_scale_power,
         "loss_scale_window": fp16.loss_scale_window,
         "loss_scale_delay": 1,  # DeepSpeed counts good steps from the second one
-        "loss_scale_hysteresis": fp16.hysteresis if config.zero_enabled else 1,  # its optimizers of stage 0 have none
+        "loss_scale_hysteresis": fp16.hysteresis if config.zero_enabled else 1,  # its optimizers of stage 0 have no hysteresis
         "consecutive_hysteresis": fp16.consecutive_hysteresis,
         "min_loss_scale": float(fp16.min_loss_scale),
     }
 
 
 def _gathering(config: DeepSpeedConfig) -> dict[str, Any]:
-    """Which parameters need no gather; how far ahead units are gathered and how long they are kept, where the configuration says it."""
+    """Return options for parameters that stay whole, for prefetching and for keeping units gathered, as far as they are given."""
     zero = config.zero_config
     options = {name: getattr(zero, name) for name in ("param_persistence_threshold", "model_persistence_threshold")}
     if "prefetch_bucket_size" in zero.given:
@@ -110,7 +110,7 @@ def _gathering(config: DeepSpeedConfig) -> dict[str, Any]:
 
 
 def _between_nodes(config: DeepSpeedConfig) -> dict[str, Any]:
-    """ZeRO++ and MiCS, in the numbers of bits of DeepSpeed's kernels."""
+    """Return options of ZeRO++ and MiCS, with the bit widths of DeepSpeed's kernels."""
     zero, options = config.zero_config, {}
     if zero.zero_hpz_partition_size > 1:
         options["zero_hpz_partition_size"] = zero.zero_hpz_partition_size
@@ -124,12 +124,12 @@ def _between_nodes(config: DeepSpeedConfig) -> dict[str, Any]:
 
 
 def _offload(section: Section) -> dict[str, Any]:
-    """A mapping of zs.Offload's fields. Buffers keep zeroshard's sizes."""
+    """Return the fields of a zs.Offload. Buffers keep zeroshard's sizes."""
     offload: dict[str, Any] = {"device": section.device.value, "pin_memory": section.pin_memory}
     if section.device == "nvme":
         if section.nvme_path is None:
             raise DeepSpeedConfigError(f"{section.prefix}: device nvme needs nvme_path, a folder on a local disk.")
-        with contextlib.suppress(OSError):  # where it can not be made, zs.shard says so on every rank
+        with contextlib.suppress(OSError):  # if it cannot be made, zs.shard raises on every rank
             section.nvme_path.mkdir(parents=True, exist_ok=True)
         offload["path"] = str(section.nvme_path)
     if getattr(section, "ratio", 1.0) < 1:
@@ -151,14 +151,14 @@ _REFUSED = {
     **dict.fromkeys(("muadam", "muadamw", "musgd"), "is of the package mup"),
     **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), "is removed from DeepSpeed as well"),
 }
-_SET_ASIDE = ("torch_adam", "adam_w_mode", "fp32_optimizer_states", "set_grad_none")  # arguments of DeepSpeed's own classes alone
+_SET_ASIDE = ("torch_adam", "adam_w_mode", "fp32_optimizer_states", "set_grad_none")  # only DeepSpeed's classes have these
 
 
 def build_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    """The optimizer that the configuration names, of parameters or groups of them. Defaults are those of DeepSpeed's classes.
+    """Make the optimizer that the configuration names, of parameters or groups. Defaults are those of DeepSpeed's classes.
 
-    Raises DeepSpeedConfigError for one that is refused or unknown, ValueError for max_grad_norm among its params, and for Muon where
-    a parameter is not marked.
+    Raises DeepSpeedConfigError for a refused or unknown optimizer, ValueError for max_grad_norm in its params and, for Muon,
+    if a parameter has no mark use_muon.
     """
     name = config.optimizer_name
     if name is None:
@@ -200,9 +200,9 @@ def build_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) -> torch
 
 
 def _muon_groups(parameters: Iterable[Any], params: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each group divided by `use_muon` of its parameters. Options: the group's, muon_lr or adam_lr, those of both, the defaults.
+    """Divide each group by its parameters' `use_muon`. Options: the group's, else muon_lr or adam_lr, params, defaults.
 
-    Raises ValueError where a parameter has no such mark.
+    Raises ValueError if a parameter has no such mark.
     """
     entries = list(parameters)
     found = []
@@ -224,13 +224,13 @@ def _muon_groups(parameters: Iterable[Any], params: dict[str, Any]) -> list[dict
 
 
 def mark_for_muon(config: DeepSpeedConfig, model: nn.Module) -> None:
-    """With the optimizer Muon: `use_muon` of every parameter; matrices, but for embeddings and heads (by name: "embed", "lm_head")."""
+    """Set `use_muon` of every parameter for the optimizer Muon: True for matrices not named "embed" or "lm_head"."""
     for name, param in model.named_parameters() if (config.optimizer_name or "").lower() == "muon" else ():
         param.use_muon = param.dim() == 2 and not any(word in name.lower() for word in ("embed", "lm_head"))  # type: ignore[attr-defined]
 
 
 def _torch_optimizer(name: str) -> type[torch.optim.Optimizer]:
-    """A class of torch.optim, whatever the case of its name."""
+    """Return a class of torch.optim by its name, in any case. Raises DeepSpeedConfigError."""
     classes = {
         attribute: value for attribute, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
@@ -247,17 +247,17 @@ def _torch_optimizer(name: str) -> type[torch.optim.Optimizer]:
 
 
 def cast_parameters(config: DeepSpeedConfig, model: nn.Module) -> None:
-    """Give whole parameters the dtype of the enabled precision, so that masters start from rounded values, as DeepSpeed's do."""
+    """Cast whole parameters to the enabled precision, so that masters start from rounded values, as DeepSpeed's do."""
     for param in model.parameters() if config.model_dtype is not torch.float32 else ():
         if param.dtype in (torch.float32, torch.float16, torch.bfloat16) and not is_zero_param(param):
             param.data = param.data.to(config.model_dtype)
 
 
 def cast_buffers(config: DeepSpeedConfig, model: nn.Module) -> None:
-    """Give floating-point buffers the dtype of data_types.buffer_dtype; those that keep_in_fp32_modules matches stay fp32.
+    """Cast floating-point buffers to data_types.buffer_dtype, and those that keep_in_fp32_modules matches to fp32.
 
-    A pattern matches anywhere in a buffer's name, * any characters; "auto": the names that a model of Transformers declares.
-    Without buffer_dtype nothing changes. To be called before zs.shard, which leaves buffers as they are.
+    A pattern matches anywhere in a buffer's name, and * any characters; "auto": the names that a Transformers model declares.
+    Without buffer_dtype nothing changes. Call this before zs.shard, which does not change buffers.
     """
     dtype = dtype_of("data_types.buffer_dtype", config.buffer_dtype)
     if dtype is None:
@@ -272,7 +272,7 @@ def cast_buffers(config: DeepSpeedConfig, model: nn.Module) -> None:
 
 
 def _kept(config: DeepSpeedConfig, model: nn.Module) -> list[str]:
-    """Expressions for the names of buffers that stay in fp32."""
+    """Return regular expressions for the names of buffers that stay in fp32."""
     if config.keep_in_fp32_modules != "auto":
         return [name.replace("*", ".*") for name in config.keep_in_fp32_modules]
     attributes = ["_keep_in_fp32_modules_strict"] + (["_keep_in_fp32_modules"] if config.float16_config.enabled else [])

@@ -1,7 +1,7 @@
-"""State dicts of an engine's optimizer, as DeepSpeed's are: ordinary tensors, each this rank's slice.
+"""State dicts of an engine's optimizer in DeepSpeed's form: ordinary tensors, each this rank's slice.
 
-Programs save them rank by rank (`torch.save(engine.optimizer.state_dict(), f"rank{rank}.pt")`) and give them back to as many ranks.
-`engine.save_checkpoint` is for any number.
+Programs save one per rank (`torch.save(engine.optimizer.state_dict(), f"rank{rank}.pt")`) and load them with the same number of
+ranks. `engine.save_checkpoint` works for any number.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from ...errors import ConfigError
 from ...tensor.sharded_tensor import ShardedTensor
 from ...zero.gathered_parameters import home_of
 
-COUNT = "partition_count"  # in a state dict: of how many ranks the slices are
+COUNT = "partition_count"  # key in a state dict with the number of ranks
 
 
 class SlicedStates:
-    """Mixed into the sharded optimizer of an engine."""
+    """Mixin of an engine's sharded optimizer."""
 
     core: Any
     param_groups: list[dict[str, Any]]
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; states are flat slices, padded with zeros to the longest that a rank has of the parameter."""
+        """Return a state dict as torch's, with flat slices of states, padded with zeros to the longest slice of any rank."""
         found = super().state_dict()  # type: ignore[misc]
         params = self._by_number(found)
         for number, entries in found["state"].items():
@@ -33,7 +33,7 @@ class SlicedStates:
         return {**found, COUNT: self.core.runtime.comm.world_size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What `state_dict` gave on this rank of as many, or what torch's own gives of one process, whole."""
+        """Load this rank's `state_dict` of the same number of ranks, or a whole one of torch's optimizer in one process."""
         count, ranks, state = state_dict.get(COUNT), self.core.runtime.comm.world_size, state_dict["state"]
         if count not in (None, ranks):
             raise ConfigError(
@@ -51,7 +51,7 @@ class SlicedStates:
 
 
 def show_slices(optimizer: torch.optim.Optimizer) -> None:
-    """Let a sharded optimizer show its states so, where they are sharded."""
+    """Give a sharded optimizer such state dicts, if its states are sharded."""
     if not optimizer.core.replicated:  # type: ignore[attr-defined]
         cls = type(optimizer)
         optimizer.__class__ = type(cls.__name__, (SlicedStates, cls), {"__qualname__": cls.__qualname__})

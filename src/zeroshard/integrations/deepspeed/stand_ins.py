@@ -1,7 +1,7 @@
-"""Names of DeepSpeed that are imported, inherited from or asked with isinstance, without being what zeroshard does.
+"""Names of DeepSpeed that programs import, inherit from or test with isinstance, but that zeroshard does not implement.
 
-A *stand-in* is a class or function that can be imported; building or calling it raises `NotSupported` with what to use
-instead. The optimizers' base classes are real: plain classes without a constructor, which the engine's optimizer inherits.
+A *stand-in* is a class or function that can be imported; making an instance or calling it raises `NotSupported`, which says what
+to use instead. The optimizers' base classes are real: plain classes, which the engine's optimizer inherits.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import nn
 
 from ...errors import ZeroshardError
 
-MIN_SWAPPABLE_BYTES = 2**20  # of deepspeed.runtime.swap_tensor: its tests make tensors of at least that many
+MIN_SWAPPABLE_BYTES = 2**20  # deepspeed.runtime.swap_tensor: DeepSpeed's tests make tensors of at least this size
 
 
 class NotSupported(ZeroshardError, NotImplementedError):
-    """A part of DeepSpeed that zeroshard does not have; the message says what to use instead."""
+    """Raised for a part of DeepSpeed that zeroshard does not have; the message says what to use instead."""
 
 
 def _stand_in(name: str, remedy: str, base: type = object) -> Any:
-    """A class of that name; deriving from it is fine, building it or a derived one raises."""
+    """Make a class of that name. It may be derived from, but making an instance of it or a subclass raises NotSupported."""
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
         derived = "" if cls.__name__ == name else f" (for {cls.__name__})"
@@ -32,7 +32,7 @@ def _stand_in(name: str, remedy: str, base: type = object) -> Any:
 
 
 def _refused(name: str, remedy: str) -> Any:
-    """A function of that name which raises when called."""
+    """Make a function of that name that raises NotSupported when called."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotSupported(f"zeroshard.deepspeed has no {name}: {remedy}")
@@ -42,39 +42,39 @@ def _refused(name: str, remedy: str) -> Any:
     return refuse
 
 
-# -- optimizers that scripts ask for with isinstance --------------------------------------------------------------
+# -- optimizer classes that scripts test for with isinstance --------------------------------------------------------------
 
 
 class DeepSpeedOptimizer(ABC):  # noqa: B024  # DeepSpeed's has no abstract methods either
-    """Base of what `engine.optimizer` is; ABC: an optimizer class may also be registered."""
+    """Base class of `engine.optimizer`; an ABC, so that an optimizer class may also be registered."""
 
 
 class ZeROOptimizer(DeepSpeedOptimizer):
-    """Of stages 1, 2 and 3."""
+    """Base class of the optimizers of stages 1, 2 and 3."""
 
 
 class DeepSpeedZeroOptimizer(ZeROOptimizer):
-    """Of stages 1 and 2."""
+    """Class of the optimizer of stages 1 and 2."""
 
 
 class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
-    """Of stage 3."""
+    """Class of the optimizer of stage 3."""
 
 
 class BF16_Optimizer(ZeROOptimizer):
-    """Of stage 0 or 1 in bf16 with fp32 masters."""
+    """Class of the optimizer of stage 0 or 1 in bf16 with fp32 masters."""
 
 
 class FP16_Optimizer(DeepSpeedOptimizer):
-    """Of stage 0 in fp16."""
+    """Class of the optimizer of stage 0 in fp16."""
 
 
 class FP16_UnfusedOptimizer(DeepSpeedOptimizer):
-    """Of stage 0 in fp16, for optimizers that look at whole parameters."""
+    """Class of the optimizer of stage 0 in fp16, for optimizers that need whole parameters."""
 
 
 class ZeRORuntimeException(Exception):
-    """What DeepSpeed raises for impossible combinations of ZeRO's options."""
+    """Raised for impossible combinations of ZeRO's options, as in DeepSpeed."""
 
 
 # -- parallelism other than data ----------------------------------------------------------------------------------
@@ -125,12 +125,12 @@ FusedLamb = _stand_in("FusedLamb", _LAMB, torch.optim.Optimizer)
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """(False, 0): no MoE layer can be built here."""
+    """Return (False, 0), since no MoE layer can be made here."""
     return False, 0
 
 
 def is_moe_param(param: torch.Tensor) -> bool:
-    """Whether a parameter is marked as one rank's own (`param.allreduce = False`)."""
+    """Return whether a parameter is marked as an expert's (`param.allreduce = False`)."""
     return not getattr(param, "allreduce", True)
 
 
@@ -139,14 +139,14 @@ def is_moe_param_group(param_group: dict[str, Any]) -> bool:
 
 
 def split_params_into_shared_and_expert_params(params: list[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(parameters of all ranks, those marked as experts)."""
+    """Return (parameters shared by all ranks, parameters marked as experts')."""
     return [p for p in params if not is_moe_param(p)], [p for p in params if is_moe_param(p)]
 
 
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Any, max_group_size: float = 178956971
 ) -> list[dict[str, Any]]:
-    """The groups as a list. Raises NotSupported where a parameter is marked as an expert's."""
+    """Return the groups as a list. Raises NotSupported if a parameter is marked as an expert's."""
     if not isinstance(param_groups, (dict, list, tuple)):
         raise ValueError(f"param_groups: expected a dict, or a list or tuple of them, got {type(param_groups).__name__}")
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)

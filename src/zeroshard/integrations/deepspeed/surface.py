@@ -1,7 +1,7 @@
-"""What DeepSpeed's interface has, and where it is here: names that frameworks and scripts touch.
+"""Table of DeepSpeed's interface: the names that frameworks and scripts use, and the module here that has each.
 
-One entry: DeepSpeed's modules (several that show the same; "." is the package itself), and what they show, from which module
-of this folder; "name=other" where it is called otherwise there. A module or name that is not listed is not there.
+An entry maps modules of DeepSpeed (several with the same names; "." is the package itself) to "module of this folder: names";
+"name=other" if it has another name here. A module or name that is not listed does not exist.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ _TABLE = {
     "register_external_parameter unregister_external_parameter",
 }
 
-INSTEAD: dict[str, str] = {  # by module or name: what to use
+INSTEAD: dict[str, str] = {  # module or name of DeepSpeed that does not exist here -> what to use instead
     "inference": "It trains: export weights with engine.save_16bit_model() and use an inference engine.",
     "module_inject": "There are no fused kernels to put in: the model's own modules run, or torch.compile them.",
     "compression": "Quantize or prune exported weights with a tool of your own.",
@@ -212,7 +212,7 @@ INSTEAD: dict[str, str] = {  # by module or name: what to use
 
 
 def _read(table: dict[str, str]) -> dict[str, dict[str, str]]:
-    """module -> name -> "module of this folder:attribute"."""
+    """Parse the table into module of DeepSpeed -> name -> "module of this folder:attribute"."""
     surface: dict[str, dict[str, str]] = {}
     for paths, shown in table.items():
         names = {}

@@ -1,4 +1,4 @@
-"""deepspeed.utils.timer: samples a second of an engine's steps (`engine.tput_timer`), and timers by name for scripts of one's own."""
+"""deepspeed.utils.timer: a throughput timer of an engine's steps (`engine.tput_timer`), and named timers for scripts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def _now(synchronized: bool) -> float:
 
 
 class ThroughputTimer:
-    """Time between start() and stop(), from `start_step` steps on: the first ones warm up.
+    """Timer of samples per second between start() and stop(), after `start_step` warm-up steps.
 
-    config: with `enabled` and `synchronized` (wait for the device before a clock is read). batch_size: samples of a step, over all
-    ranks. steps_per_output: after how many steps a line is logged; None: never.
+    config: object with `enabled` and `synchronized` (wait for the device before reading the clock). batch_size: samples of a step
+    over all ranks. steps_per_output: number of steps between two lines in the log; None: no lines.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class ThroughputTimer:
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
         self.total_elapsed_time = self.step_elapsed_time = 0.0  # seconds
         self.initialized = self.started = False
-        self.start_time = self.end_time = 0.0  # of the last micro-step that was measured
+        self.start_time = self.end_time = 0.0  # of the last measured micro-step
 
     def update_epoch_count(self) -> None:
-        """A new epoch: micro-steps count from 0."""
+        """Begin a new epoch, which counts micro-steps from 0."""
         self.epoch_count, self.micro_step_count = self.epoch_count + 1, 0
 
     def start(self) -> None:
@@ -45,7 +45,7 @@ class ThroughputTimer:
                 self.start_time = _now(self.config.synchronized)
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """A micro-step is over; with global_step a step."""
+        """End a micro-step, and with global_step also a step."""
         if not self.started:
             return
         self.started = False
@@ -68,16 +68,16 @@ class ThroughputTimer:
         self.step_elapsed_time = 0.0
 
     def avg_samples_per_sec(self) -> float:
-        """Over all measured steps; -inf before there is one."""
+        """Return samples per second over all measured steps; -inf before there is one."""
         steps = self.global_step_count - self.start_step
         return self.batch_size * steps / max(self.total_elapsed_time, 1e-6) if steps > 0 else float("-inf")
 
 
 class SynchronizedWallClockTimer:
-    """Timers by name: timers("step").start(), .stop(), .elapsed() in milliseconds, timers.log(["step"])."""
+    """Named timers: timers("step").start(), .stop(), .elapsed() in milliseconds, timers.log(["step"])."""
 
     class Timer:
-        """One of them. Records of stop(record=True) are for mean()."""
+        """One named timer. stop(record=True) records the time for mean()."""
 
         def __init__(self, name: str) -> None:
             self.name_, self.started_ = name, False
@@ -100,7 +100,7 @@ class SynchronizedWallClockTimer:
             self.started_, self._sum_ms = False, 0.0
 
         def elapsed(self, reset: bool = True) -> float:
-            """Milliseconds so far; a running timer goes on."""
+            """Return the milliseconds so far; a running timer continues."""
             running = self.started_
             if running:
                 self.stop()
@@ -127,11 +127,11 @@ class SynchronizedWallClockTimer:
         self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True, memory_breakdown: bool = False,
         ranks: list[int] | None = None,
     ) -> None:  # fmt: skip
-        """Log milliseconds of those that there are, on `ranks` (None: rank 0)."""
+        """Log the milliseconds of existing timers, on `ranks` (None: rank 0)."""
         assert normalizer > 0.0, f"normalizer: expected a number above 0, got {normalizer}"
         shown = [f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in names if name in self.timers]
         log_dist(f"time (ms) | {' | '.join(shown)}", ranks=ranks or [0])
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """Means of what was recorded, milliseconds."""
+        """Return the means of recorded times, in milliseconds."""
         return {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}

@@ -1,6 +1,6 @@
 """Helpers of deepspeed.utils, deepspeed.utils.groups and deepspeed.runtime.utils that scripts call.
 
-Groups: zeroshard knows data parallelism over all ranks, so the data-parallel group is the world and every other kind of
+Groups: the engine has only data parallelism over all ranks, so the data-parallel group is the world, and every other kind of
 group has one rank (size 1, rank 0, group None).
 """
 
@@ -26,7 +26,7 @@ from .stand_ins import NotSupported
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Nothing to do for ep_size=1. Raises NotSupported for expert or model parallelism."""
+    """Do nothing for ep_size=1. Raises NotSupported for expert or model parallelism."""
     if ep_size != 1 or mpu is not None:
         raise NotSupported(f"groups.initialize(ep_size={ep_size}, mpu={mpu}): there is data parallelism only; leave both out.")
 
@@ -78,14 +78,14 @@ _get_expert_parallel_group_dict = _get_expert_data_parallel_group_dict = _no_gro
 
 
 def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
-    """Whether torch is at least min_version and at most max_version (2.6, or "2.6.1"); 2.6.1 is above 2.6."""
+    """Return whether torch is at least min_version and at most max_version (2.6, or "2.6.1"); 2.6.1 is above 2.6."""
     assert min_version or max_version, "required_torch_version: expected min_version or max_version"
     now = _numbers(torch.__version__)
     return not (min_version and _numbers(min_version) > now) and not (max_version and _numbers(max_version) < now)
 
 
 def _numbers(version: Any) -> tuple[int, ...]:
-    """'2.13.0+cpu' -> (2, 13); trailing zeros do not count, and what follows the numbers neither."""
+    """Return a version's numbers, '2.13.0+cpu' -> (2, 13), without trailing zeros and anything after the numbers."""
     parts = []
     for part in str(version).split("+")[0].split("."):
         digits = part[: len(part) - len(part.lstrip("0123456789"))]
@@ -100,7 +100,7 @@ def _numbers(version: Any) -> tuple[int, ...]:
 
 
 class RepeatingLoader:
-    """An iterator over a data loader that begins again where it ends."""
+    """Iterator over a data loader that starts again when the loader ends."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -119,7 +119,7 @@ class RepeatingLoader:
 
 @contextlib.contextmanager
 def OnDevice(dtype: torch.dtype | None = None, device: Any = "meta", enabled: bool = True) -> Iterator[None]:
-    """Modules built inside have their parameters on this device, in this dtype."""
+    """Context in which modules are built with parameters on this device and in this dtype."""
     before = torch.get_default_dtype()
     if enabled and dtype is not None:
         torch.set_default_dtype(dtype)
@@ -131,19 +131,19 @@ def OnDevice(dtype: torch.dtype | None = None, device: Any = "meta", enabled: bo
 
 
 def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The function itself: profilers see it by its own name."""
+    """Return the function itself; profilers show it by its own name."""
     return func
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """model.a.b for 'a.b'."""
+    """Return model.a.b for 'a.b'."""
     for part in module_name.split("."):
         model = getattr(model, part)
     return model
 
 
 def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
-    """model.a.b = module for 'a.b'."""
+    """Set model.a.b to the module for 'a.b'."""
     *above, last = module_name.split(".")
     setattr(recursive_getattr(model, ".".join(above)) if above else model, last, module)
 
@@ -152,7 +152,7 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Print, with force and on rank 0, memory now and at most on the device, and of the host; the peak starts anew."""
+    """Print, if forced and on rank 0, the device's current and peak memory and the host's, and reset the peak."""
     if not force or (dist.is_initialized() and dist.get_rank() != 0):
         return
     gc.collect()
@@ -166,7 +166,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """Print the device's memory, on print_rank (-1: all)."""
+    """Print the device's memory, on print_rank (-1: on all ranks)."""
     rank = dist.get_rank()
     if print_rank in (-1, rank):
         device = get_accelerator()
@@ -182,7 +182,7 @@ def empty_cache() -> None:
 
 
 def set_random_seed(seed: int) -> None:
-    """Of random, numpy and torch."""
+    """Seed random, numpy and torch."""
     import numpy
 
     random.seed(seed)
@@ -191,14 +191,14 @@ def set_random_seed(seed: int) -> None:
 
 
 def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
-    """Copies on the device of what criterion_func selects, within lists, tuples and dicts; the rest as it is."""
+    """Return items with those that criterion_func selects copied to the device, within lists, tuples and dicts."""
     if criterion_func(item):
         return item.to(device)
     return _each(item, lambda value: copy_to_device(value, device, criterion_func))
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """The same; tensors selected keep their identity and get the moved storage. criterion_func None: all are copied."""
+    """Return items moved to the device. Tensors that criterion_func selects keep their identity; None: all are copied."""
     if criterion_func is not None and criterion_func(item):
         item.data = item.to(device)
         return item
@@ -214,7 +214,7 @@ def _each(item: Any, fn: Callable[[Any], Any]) -> Any:
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:
-    """The one value that all items are. Raises RuntimeError where they differ."""
+    """Return the value that all items equal. Raises RuntimeError if they differ."""
     found = set(items)
     if len(found) != 1:
         raise RuntimeError(f"expected all items to be equal, got {sorted(map(str, found))}")
@@ -222,18 +222,18 @@ def get_only_unique_item(items: Iterable[Any]) -> Any:
 
 
 def ensure_directory_exists(filename: str) -> None:
-    """Make the folder that a file is to be in."""
+    """Make the folder of a file's path."""
     os.makedirs(os.path.dirname(filename) or ".", exist_ok=True)
 
 
 def get_global_norm(norm_list: list[Any]) -> float:
-    """The norm of norms; inf where one is not finite or negative."""
+    """Return the norm of norms; inf if one is negative or not finite."""
     norms = [float(norm) for norm in norm_list]
     return math.sqrt(sum(n * n for n in norms)) if all(math.isfinite(n) and n >= 0 for n in norms) else math.inf
 
 
 def get_tensor_bytes(item: Any) -> int:
-    """Bytes of the tensors within lists, tuples and dicts."""
+    """Return the bytes of the tensors within lists, tuples and dicts."""
     if isinstance(item, Tensor):
         return item.numel() * item.element_size()
     held = item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else ()
@@ -241,17 +241,17 @@ def get_tensor_bytes(item: Any) -> int:
 
 
 def maybe_loss_for_backward(value: Any) -> bool:
-    """Whether a value is a tensor of one element that autograd can go back from."""
+    """Return whether a value is a tensor of one element with a grad_fn."""
     return isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None
 
 
 def check_internal_apis_for_count_used_parameters() -> bool:
-    """Whether torch tells which nodes a running backward will execute."""
+    """Return whether this torch can tell which nodes a running backward will execute."""
     return torch_compat.tells_nodes_to_run()
 
 
 def count_used_parameters_in_backward(parameters: Iterable[Tensor]) -> int:
-    """How many of these get a gradient in the backward that is running. Raises RuntimeError outside of one."""
+    """Return how many of the parameters get a gradient in the running backward. Raises RuntimeError outside of a backward."""
     if torch_compat.graph_task() == -1:
         raise RuntimeError("count_used_parameters_in_backward: must be called during backward execution, from a gradient hook")
     return torch_compat.nodes_to_run([p for p in parameters if isinstance(p, Tensor) and p.requires_grad])
@@ -265,7 +265,7 @@ noop_context = contextlib.nullcontext
 
 
 class DummyOptim:
-    """Parameters shown as a group, of which nothing is stepped."""
+    """Optimizer-like object with one parameter group, which steps nothing."""
 
     def __init__(self, params: Any) -> None:
         self.param_groups = [{"params": params}]

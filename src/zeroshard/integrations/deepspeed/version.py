@@ -1,4 +1,4 @@
-"""The version that `deepspeed` shows."""
+"""The version numbers of the module `deepspeed`."""
 
 from . import VERSION
 

@@ -1,4 +1,4 @@
-"""Whole weights: of an engine, for one file that others read; of an opened checkpoint, in host memory."""
+"""Whole weights: of an engine, to save in one file for other programs; of an opened checkpoint, in host memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ...zero.runtime import runtime_of
 from .engine_settings import Settings
 from .logs import logger
 
-_STREAM_NBYTES = 256 << 20  # gathered at a time
+_STREAM_NBYTES = 256 << 20  # bytes of tensors that are gathered at a time
 
 
 def read_whole(opened: Opened, dtype: torch.dtype | None, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
-    """Tensors of a checkpoint by name, on the host; floating-point ones in dtype, or as they are. Tied ones share memory."""
+    """Read a checkpoint's tensors into host memory, by name; floating-point ones in dtype (None: as stored), tied ones as one."""
     ties, state = opened.tied(), {}
     for name, stored in opened.model.items():
         if name not in ties and wanted(name):
@@ -58,9 +58,9 @@ class WholeWeights(Settings):
         return {name: value for name, value in state.items() if name not in frozen}
 
     def _whole_on_rank_0(self, exclude_frozen_parameters: bool) -> dict[str, Any] | None:
-        """The state dict in host memory of rank 0, None on others (collective): some MiB are gathered at a time.
+        """Return the state dict in host memory on rank 0, None on others (collective); _STREAM_NBYTES are gathered at a time.
 
-        Tied tensors are one; every other has memory of its own.
+        Tied tensors are one tensor; every other has memory of its own.
         """
         first = runtime_of(self.module).comm.rank == 0
         state = self.module.state_dict(keep_vars=True)
@@ -74,7 +74,7 @@ class WholeWeights(Settings):
                     if id(value) not in copies:
                         copies[id(value)] = value.to("cpu", copy=True)
                     found[name] = copies[id(value)]
-        found |= {name: value for name, value in order.items() if not isinstance(value, Tensor)}  # get_extra_state
+        found |= {name: value for name, value in order.items() if not isinstance(value, Tensor)}  # values of get_extra_state
         return {name: found.pop(name) for name in order if name in found} | found if first else None
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
@@ -89,8 +89,8 @@ class WholeWeights(Settings):
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write whole weights to one file of torch.save, by rank 0 (collective). False, and no file, where the configuration's
-        stage3_gather_16bit_weights_on_model_save is.
+        """Write whole weights to one file of torch.save, on rank 0 (collective). If stage3_gather_16bit_weights_on_model_save is
+        false at stage 3, write nothing and return False.
         """
         path = os.path.join(save_dir, save_filename)
         sharded = self.zero_optimization_partition_weights()
@@ -116,7 +116,7 @@ class WholeWeights(Settings):
         return self.module.state_dict(*args, **kwargs)
 
     def load_module_state_dict(self, checkpoint: Any, strict: bool = True, custom_load_fn: Any = None, **unused: Any) -> None:
-        """Whole tensors by name, or a checkpoint that has them as 'module'."""
+        """Load whole tensors by name, or from a checkpoint's entry 'module'."""
         state = checkpoint.get("module", checkpoint) if isinstance(checkpoint, dict) else checkpoint
         if custom_load_fn is not None:
             custom_load_fn(src=state, dst=self.module)

@@ -1,4 +1,4 @@
-"""From a checkpoint, of the engine or of the real DeepSpeed, to whole fp32 weights: one process, no ranks, no device.
+"""Convert a checkpoint, of the engine or of DeepSpeed itself, to whole fp32 weights, in one process without a device.
 
 python zero_to_fp32.py CHECKPOINT_FOLDER OUTPUT_FOLDER [--max_shard_size 5GB] [--safe_serialization] [--tag TAG] [...]
 """
@@ -33,7 +33,7 @@ _WHOLE = "pytorch_model.bin"
 
 
 class LazyTensor:
-    """A tensor of a checkpoint, read by `contiguous()`."""
+    """A tensor of a checkpoint, which is read when `contiguous()` is called."""
 
     def __init__(self, stored: Stored) -> None:
         self._stored = stored
@@ -44,7 +44,7 @@ class LazyTensor:
         return self.shape.numel()
 
     def contiguous(self) -> Tensor:
-        """In host memory."""
+        """Read the tensor into host memory."""
         flat = torch.empty(self.shape.numel(), dtype=self.dtype, device="cpu")
         self._stored.read(0, flat)
         return flat.view(self.shape)
@@ -74,9 +74,9 @@ def _open(folder: Path, exclude_frozen: bool, verify: bool = True) -> tuple[Open
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: Any, tag: Any = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Any]:
-    """Whole tensors by name, on the host; floating-point ones in fp32. Tied ones share memory.
+    """Return whole tensors by name, on the host; floating-point ones in fp32. Tied tensors share memory.
 
-    lazy_mode: nothing is read before `contiguous()` of each is called. exclude_frozen_parameters: what trains, and buffers.
+    lazy_mode: return LazyTensors, each read when its `contiguous()` is called. exclude_frozen_parameters: leave frozen ones out.
     """
     opened, names = _open(_folder(checkpoint_dir, tag), exclude_frozen_parameters)
     if not lazy_mode:
@@ -88,7 +88,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def to_torch_tensor(state_dict: Mapping[str, Any], return_empty_tensor: bool = False, dtype: Any = None) -> dict[str, Tensor]:
-    """Tensors in the place of lazy ones. return_empty_tensor: of their shapes, unread. dtype: of floating-point ones."""
+    """Replace lazy tensors by tensors. return_empty_tensor: uninitialised, without reading. dtype: of floating-point ones."""
     made: dict[int, Tensor] = {}
     for value in state_dict.values():
         if id(value) not in made:
@@ -101,10 +101,10 @@ def convert_zero_checkpoint_to_state_dict(
     checkpoint_dir: Any, output_dir: Any, dtype: Any = torch.float32, max_shard_size: Any = "5GB",
     safe_serialization: bool = False, tag: Any = None, exclude_frozen_parameters: bool = False,
 ) -> None:  # fmt: skip
-    """Write whole weights into output_dir, some MiB at a time: model*.safetensors or pytorch_model*.bin, with an index where they
-    are several. Files of these names that are there are replaced.
+    """Write whole weights to output_dir, some MiB at a time: model*.safetensors or pytorch_model*.bin, with an index if there are
+    several files. Existing files of these names are replaced.
 
-    max_shard_size: of one file, as 5GB, 500MiB or bytes; None: one file. Raises as zs.export.
+    max_shard_size: largest size of a file: 5GB, 500MiB or a number of bytes; None: one file. Raises as zs.export.
     """
     source, out, dtype, most = _folder(checkpoint_dir, tag), Path(output_dir), _dtype_of(dtype), nbytes_of(max_shard_size)
     opened, names = _open(source, exclude_frozen_parameters)
@@ -122,7 +122,7 @@ def convert_zero_checkpoint_to_state_dict(
 
 
 def _write_torch(opened: Opened, source: Path, folder: Path, dtype: torch.dtype, most: int, names: list[str]) -> None:
-    """Files of torch.save, and their index."""
+    """Write files of torch.save, and their index if there are several."""
     folder.mkdir()
     ties, total = opened.tied(), 0
     shards: list[list[str]] = [[]]
@@ -150,7 +150,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: Any, output_dir: Any, max_shard_size: Any = "5GB", safe_serialization: bool = False, tag: Any = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:  # fmt: skip
-    """convert_zero_checkpoint_to_state_dict in fp32."""
+    """Call convert_zero_checkpoint_to_state_dict for fp32."""
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
     )
@@ -164,7 +164,7 @@ def _dtype_of(dtype: Any) -> torch.dtype:
 
 
 def nbytes_of(size: Any) -> int:
-    """'5GB', '500MiB' or a number as bytes; None: no bound."""
+    """Return the bytes of '5GB', '500MiB' or a number; None: no bound."""
     if size is None:
         return 2**62
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
@@ -175,14 +175,14 @@ def nbytes_of(size: Any) -> int:
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Any, tag: Any = None) -> nn.Module:
-    """The model, on the host, with the checkpoint's weights; it is none of `initialize` any more."""
+    """Move a model to the host, load the checkpoint's weights, and return it. It does not belong to an engine any more."""
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
 
 
 def get_model_state_file(checkpoint_dir: Any, zero_stage: int) -> str:
-    """The file of a checkpoint that tells its counters and client_state; checkpoint_dir: with the tag."""
+    """Return a checkpoint's file with counters and client_state. checkpoint_dir: the folder of a tag."""
     if not Path(checkpoint_dir).is_dir():
         raise FileNotFoundError(f"Directory '{checkpoint_dir}' doesn't exist")
     for name in (MODEL_FILE, f"zero_pp_rank_0_{MODEL_FILE}"):
@@ -192,7 +192,7 @@ def get_model_state_file(checkpoint_dir: Any, zero_stage: int) -> str:
 
 
 def get_optim_files(checkpoint_dir: Any) -> list[str]:
-    """The files that tell about optimizer states, by rank; those of the engine tell the stage and the number of ranks."""
+    """Return the *_optim_states.pt files in rank order; those of the engine have only the stage and the number of ranks."""
     if not Path(checkpoint_dir).is_dir():
         raise FileNotFoundError(f"Directory '{checkpoint_dir}' doesn't exist")
     found = sorted(
@@ -204,7 +204,7 @@ def get_optim_files(checkpoint_dir: Any) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="zero_to_fp32.py", description="From a ZeRO checkpoint to whole fp32 weights.")
     parser.add_argument("checkpoint_dir", help="the folder that holds the folder of the tag, as path/checkpoint-12")
     parser.add_argument("output_dir", help="the folder that the weights are written into")

@@ -1,12 +1,12 @@
-"""A strategy for Lightning's Trainer and one for Fabric, registered by name when this is imported.
+"""A strategy for Lightning's Trainer and one for Fabric, registered by name when this module is imported.
 
     import zeroshard.integrations.lightning
     trainer = Trainer(strategy="zeroshard_stage_3", accelerator="cpu", devices=2)
     fabric = Fabric(strategy=FabricZeroshardStrategy(stage=2, max_live_parameters=0))
 
 Names: zeroshard (stage 3), zeroshard_stage_1, _2, _3, zeroshard_stage_2_offload, zeroshard_stage_3_offload (host memory).
-Served is `lightning`, or else `pytorch_lightning`; both where the second was imported before this. Lightning has no way
-to find strategies of others by itself, so this import is needed.
+They are registered in `lightning`, or if that is missing in `pytorch_lightning`; in both if the second was imported before.
+The import is needed, since Lightning cannot find strategies of other packages by itself.
 """
 
 import sys
@@ -27,7 +27,7 @@ _PACKAGES = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "l
 
 
 def _register(trainer: str, fabric: str) -> tuple[type, type]:
-    """Make both classes over a package's own and put them into its registries. trainer, fabric: names of its modules."""
+    """Derive both classes from a package's own, and register them there. trainer, fabric: names of its modules."""
     made = []
     for name, ours, package in (
         ("ZeroshardStrategy", TrainerSharding, trainer),
@@ -43,7 +43,7 @@ def _register(trainer: str, fabric: str) -> tuple[type, type]:
 
 
 def _serve() -> tuple[type, type]:
-    """Register for the packages that are there; the classes of the first. Raises ModuleNotFoundError."""
+    """Register the strategies in the installed packages. Return the first one's classes. Raises ModuleNotFoundError."""
     made: list[tuple[type, type]] = []
     for names in _PACKAGES:
         try:

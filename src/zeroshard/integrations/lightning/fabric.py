@@ -1,6 +1,6 @@
 """The strategy of Lightning's Fabric.
 
-fabric.init_module       inside zs.init: born sharded
+fabric.init_module       zs.init: parameters are sharded from the start
 fabric.setup             zs.shard(module, optimizer)
 no_backward_sync         zs.accumulate; clip_gradients: zs.clip_grad_norm_; save and load: zs.save and zs.load
 """
@@ -22,7 +22,7 @@ from .sharding import Sharding, whole_state_dict
 
 
 class _Around(nn.Module):
-    """What Fabric calls: its own object, so that methods which were marked go through the model's forward hooks."""
+    """Module that Fabric calls, separate from the model, so that methods marked for it run inside the model's forward hooks."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def _inner(module: nn.Module) -> nn.Module:
 
 
 class _Accumulation:
-    """Fabric's way to ask for backwards without communication."""
+    """Fabric's control of backwards without communication, by zs.accumulate."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Any:
         return zs.accumulate(_inner(module)) if enabled else contextlib.nullcontext()
@@ -67,7 +67,7 @@ class FabricSharding(Sharding):
     # -- set up ------------------------------------------------------------------------------------------------------
 
     def module_init_context(self, empty_init: bool | None = None) -> Any:
-        """Modules made inside are born sharded, on this rank's device; empty ones on the meta device."""
+        """Return a context that makes modules sharded, on this rank's device; empty_init: on the meta device, whole."""
         stack = contextlib.ExitStack()
         stack.enter_context(torch.device("meta") if empty_init else self.root_device)
         if not empty_init:
@@ -82,7 +82,7 @@ class FabricSharding(Sharding):
         return _Around(module), optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Without an optimizer: for evaluation."""
+        """Shard a model without an optimizer, for evaluation (collective)."""
         self._shard(module, [])
         return _Around(module)
 
@@ -94,7 +94,7 @@ class FabricSharding(Sharding):
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True
     ) -> Tensor:
-        """The norm before (collective). With a loss scale (fp16) a step whose norm is not finite is skipped."""
+        """Clip, and return the norm before (collective). With a loss scale (fp16), a step with a non-finite norm is skipped."""
         if float(norm_type) != 2.0:
             raise ConfigError(f"norm_type: expected 2, got {norm_type}: the norm over all ranks is that of zs.clip_grad_norm_.")
         norm = zs.clip_grad_norm_(_inner(module), max_norm)
@@ -114,7 +114,8 @@ class FabricSharding(Sharding):
         _inner(module).load_state_dict(state_dict, strict=strict)
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None) -> None:
-        """state: the model, its optimizer (or not), and plain values or objects with state_dict, by name. Collective."""
+        """Save a checkpoint (collective). state: by name, the model, perhaps its optimizer, plain values, objects with
+        state_dict."""
         if self._state_dict_type == "full":
             super().save_checkpoint(path, state, storage_options, filter)
             return
@@ -127,7 +128,7 @@ class FabricSharding(Sharding):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """A folder that save_checkpoint wrote, or a file. What `state` does not name comes back."""
+        """Load a folder of save_checkpoint, or a file (collective). Return the saved entries that `state` does not name."""
         path = Path(self.broadcast(path))
         if not path.is_dir():
             return super().load_checkpoint(path, state, strict=strict, weights_only=weights_only)
@@ -144,11 +145,11 @@ class FabricSharding(Sharding):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """By the package, under more names than one."""
+        """Do nothing: the package registers its strategies itself, under several names."""
 
 
 def _parts(state: dict[str, Any]) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """(model, optimizer or None, the rest). Raises ConfigError where there is not one model."""
+    """Return (model, optimizer or None, the rest). Raises ConfigError unless there is one model and at most one optimizer."""
     models = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
     optimizers = {name: value for name, value in state.items() if isinstance(value, torch.optim.Optimizer)}
     if len(models) != 1 or len(optimizers) > 1:

@@ -1,7 +1,7 @@
-"""What both strategies share: options, precision by Lightning's names, the layout of a checkpoint, whole states.
+"""Base of both strategies: options, Lightning's names of precisions, the layout of checkpoints, whole states.
 
-a checkpoint    PATH/checkpoint/...     of zs.save: every rank's part, and what Lightning keeps under extra
-a whole one     PATH                    a file of torch.save, as one process would write it (state_dict_type="full")
+sharded checkpoint    PATH/checkpoint/...     written by zs.save: every rank's part, and Lightning's own entries as an extra
+full checkpoint       PATH                    a file of torch.save, as one process would write it (state_dict_type="full")
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16-mixed": {"precision": "bf16"},  # with fp32 masters, and autocast around the step
     "16-mixed": {"precision": "fp16"},  # and with a dynamic loss scale
     "bf16-true": {"precision": "bf16", "master_weights": False},
-    "16-true": {"precision": "fp16"},  # without masters Adam divides by an eps that is 0 in fp16
+    "16-true": {"precision": "fp16"},  # keeps masters: without them, Adam's eps would be 0 in fp16
 }
 STATE_DICT_TYPES = ("sharded", "full")
 NAME = "checkpoint"
-_Strategy: Any = object  # stands for the strategy of Lightning over which the classes are made
+_Strategy: Any = object  # placeholder for Lightning's strategy, the second base of the derived classes
 
 
 def precision_class(base: Any) -> type:
-    """The precision plugin of a package (`base`: its own) for strategies whose models zeroshard casts."""
+    """Return a precision plugin derived from a package's own (`base`), for strategies whose models zeroshard casts."""
 
     class ZeroshardPrecision(base):
-        """Autocast where Lightning says mixed; parameters, inputs, masters and the loss scale are zs.shard's."""
+        """Autocast for mixed precisions; zs.shard handles parameters, inputs, masters and the loss scale."""
 
         def __init__(self, precision: str, strategy: Any) -> None:
-            self.precision, self._strategy = precision, strategy  # which learns its device later
+            self.precision, self._strategy = precision, strategy  # the strategy gets its device later
 
         def forward_context(self) -> Any:
             if not self.precision.endswith("-mixed"):
@@ -52,7 +52,7 @@ def precision_class(base: Any) -> type:
 
 
 class Sharding(_Strategy):
-    """Options of a strategy, and what follows from them. Before Lightning's own class among the bases."""
+    """Base class of the strategies with their options; it comes before Lightning's own class among the bases."""
 
     _precision_class: type
 
@@ -65,11 +65,11 @@ class Sharding(_Strategy):
         config: zs.Config | None = None,
         **settings: Any,
     ) -> None:
-        """stage, config and all settings that zs.Config has are zs.shard's; others are those of Lightning's DDPStrategy.
+        """stage, config and all settings in zs.Config are options of zs.shard; others are those of Lightning's DDPStrategy.
 
-        state_dict_type: of the checkpoints that are written: "sharded", a folder of all ranks' parts, or "full", one file.
-        trusted: unpickle objects of any class (hyperparameters, states of callbacks) in sharded checkpoints, as zs.load.
-        Raises ConfigError.
+        state_dict_type: form of written checkpoints: "sharded", a folder of all ranks' parts, or "full", one file.
+        trusted: unpickle objects of any class (hyperparameters, states of callbacks) in sharded checkpoints, as zs.load does.
+        Raises ConfigError for a wrong option.
         """
         known = set(zs.Config.__dataclass_fields__) - {"precision"} | {"preset"}
         if state_dict_type not in STATE_DICT_TYPES:
@@ -80,7 +80,7 @@ class Sharding(_Strategy):
         self._check_io(settings.get("checkpoint_io"))
         self._options = {name: settings.pop(name) for name in list(settings) if name in known}
         self._options |= {"stage": stage} if config is None and "preset" not in self._options else {}
-        zs.Config.build(config, **self._options)  # now, not on the ranks
+        zs.Config.build(config, **self._options)  # check options now, before ranks are started
         super().__init__(**settings)
         if unknown := getattr(self, "_ddp_kwargs", {}):
             name, listed = next(iter(unknown)), ", ".join(sorted(known))
@@ -102,15 +102,15 @@ class Sharding(_Strategy):
             raise ConfigError(f"{kind}: sharded checkpoints are written by zs.save. Leave it out, or state_dict_type='full'.")
 
     def shard_options(self) -> dict[str, Any]:
-        """For zs.shard and zs.init; what the strategy was given goes before what the precision stands for."""
+        """Return the options of zs.shard and zs.init. Options of the strategy override those of the precision."""
         return {"config": self._config, **PRECISIONS[self._plugin().precision], **self._options}
 
     def _plugin(self) -> Any:
-        """The precision plugin: the Trainer and Fabric name it differently."""
+        """Return the precision plugin, whose name differs between Trainer and Fabric."""
         raise NotImplementedError
 
     def _precision_of(self, given: Any) -> Any:
-        """Ours for what the Trainer or Fabric has made of `precision`. Raises ConfigError."""
+        """Return our plugin for the one that the Trainer or Fabric made for `precision`. Raises ConfigError."""
         if given is None or isinstance(given, self._precision_class):
             return given
         name = str(getattr(given, "precision", type(given).__name__))
@@ -121,7 +121,7 @@ class Sharding(_Strategy):
         return self._precision_class(name, self)
 
     def _shard(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-        """zs.shard with at most one optimizer, anew if the model is sharded already."""
+        """Call zs.shard with at most one optimizer; a model that is sharded already is closed before (collective)."""
         if len(optimizers) > 1:
             raise ConfigError(
                 f"expected one optimizer, got {len(optimizers)}: use one with several parameter groups, or strategy='ddp'."
@@ -135,24 +135,24 @@ class Sharding(_Strategy):
             model.to(self.root_device)
 
     def _save(self, path: Any, model: nn.Module, optimizer: Any, extra: dict[str, Any], storage_options: Any) -> None:
-        """One folder of all ranks' parts, in the place of a checkpoint that is there; `extra` is rank 0's."""
+        """Write a folder with all ranks' parts, replacing an existing checkpoint (collective). `extra`: rank 0's is saved."""
         if storage_options is not None:
             raise ConfigError("storage_options: zs.save writes folders of this filesystem by itself. Leave it out.")
         extra, path = self.broadcast((extra, os.fspath(path)))
         zs.save(path, model, optimizer, extra={"lightning": extra}, name=NAME, overwrite=True)
 
     def _load(self, path: Path, model: nn.Module, optimizer: Any, weights_only: bool | None) -> dict[str, Any]:
-        """The inverse, at any world size and stage; comes back with what was under extra."""
+        """Load such a folder, with any world size and stage, and return the saved `extra` (collective)."""
         found = zs.load(path, model, optimizer, extra={"lightning": None}, trusted=self._trusted or weights_only is False)
         return found.extra["lightning"]
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether zs.shard has it."""
+    """Return whether a model is sharded by zs.shard."""
     return "_zeroshard" in model.__dict__
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The model's, whole, on the host: as exact as values are held (collective)."""
+    """Return the model's whole state dict on the host, with masters' values where there are any (collective)."""
     whole = zs.full_state_dict(model, masters=True)
     return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in whole.items()}

@@ -1,8 +1,8 @@
 """The strategy of Lightning's Trainer.
 
-configure_model      inside zs.init: born sharded
+configure_model      zs.init: parameters are sharded from the start
 setup                configure_optimizers -> zs.shard(lightning_module, optimizer)
-training_step        through the LightningModule's own forward hooks, so that its parameters are there in it
+training_step        runs inside the LightningModule's forward hooks, so that its parameters are gathered
 accumulation         zs.accumulate; clipping: zs.clip_grad_norm_ (sharding.py); checkpoints: zs.save and zs.load
 """
 
@@ -25,11 +25,11 @@ class TrainerSharding(Sharding):
     """ZeRO for Lightning's Trainer: ZeroshardStrategy(stage=3, **options of zs.shard), on CPU (gloo) and GPU (NCCL).
 
     The model stays sharded after a fit, so that it can be saved, validated and fitted again; zs.close(model) makes it an
-    ordinary one. precision: "bf16-true" keeps no fp32 masters, all others below fp32 do; "-mixed" adds autocast.
+    ordinary one. precision: all precisions below fp32 except "bf16-true" have fp32 masters; "-mixed" adds autocast.
     """
 
-    optimizers: Any  # of Lightning's strategy
-    _restored = False  # by load_checkpoint: nothing is left for Lightning to load
+    optimizers: Any  # defined by Lightning's strategy
+    _restored = False  # whether load_checkpoint has loaded everything, so that Lightning must not
 
     # -- precision ---------------------------------------------------------------------------------------------------
 
@@ -48,16 +48,16 @@ class TrainerSharding(Sharding):
 
     @contextlib.contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Around configure_model."""
+        """Context around configure_model: parameters are made sharded."""
         with zs.init(**self.shard_options()):
             yield
 
     def tensor_init_context(self, empty_init: bool | None = None) -> Any:
-        """Around configure_model, and Trainer.init_module."""
+        """Return the device context around configure_model and Trainer.init_module."""
         return torch.device("meta") if empty_init else self.root_device
 
     def setup(self, trainer: Any) -> None:
-        """Shard the model; for a fit with its optimizer. What an earlier run has sharded stays so for evaluation."""
+        """Shard the model, for a fit with its optimizer (collective). For evaluation, an already sharded model is kept."""
         self.accelerator.setup(trainer)
         self._restored, model, fitting = False, self.lightning_module, trainer.state.fn == "fit"
         if fitting and self._layer_sync and not is_sharded(model):
@@ -69,16 +69,16 @@ class TrainerSharding(Sharding):
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
         if fitting or not is_sharded(model):
-            # configure_optimizers may return None: then Lightning makes one of nothing
+            # if configure_optimizers returns None, Lightning makes a _MockOptimizer
             self._shard(model, [each for each in self.optimizers if type(each).__name__ != "_MockOptimizer"] if fitting else [])
-        self.optimizers = self.optimizers  # Lightning's wrappers imitate the class, which is another now
+        self.optimizers = self.optimizers  # makes Lightning's wrappers again, which imitate the optimizer's new class
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
         self._to_device(self.lightning_module)
 
     def teardown(self) -> None:
-        """Nothing is moved to the host: the model is in use as it is."""
+        """Tear down the plugins. Unlike Lightning's, do not move the model to the host, since it stays sharded on its device."""
         for each in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             each.teardown()
 
@@ -87,7 +87,7 @@ class TrainerSharding(Sharding):
     def _step(self, kind: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         module, plugin = self.lightning_module, self.precision_plugin
         with plugin.forward_context():
-            if kind == "training_step" and not module.automatic_optimization:  # its backward is inside of the step
+            if kind == "training_step" and not module.automatic_optimization:  # the step itself calls backward
                 return module.training_step(*args, **kwargs)
             return _as_forward(module, kind, args, kwargs)
 
@@ -104,7 +104,7 @@ class TrainerSharding(Sharding):
         return self._step("predict_step", args, kwargs)
 
     def block_backward_sync(self) -> Any:
-        """Around the backwards of micro-batches that do not step."""
+        """Return the context (zs.accumulate) around backwards of micro-batches without an optimizer step."""
         return zs.accumulate(self.lightning_module)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
@@ -121,27 +121,27 @@ class TrainerSharding(Sharding):
         return self.lightning_module._zeroshard.optimizer
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Slices for a sharded checkpoint; whole tensors for a full one (collective)."""
+        """Return the module's state dict: slices for a sharded checkpoint, whole tensors for a full one (collective)."""
         module = self.lightning_module
         return module.state_dict() if self._state_dict_type == "sharded" else whole_state_dict(module)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing for a sharded checkpoint, which zs.save takes from the optimizer itself; whole for a full one (collective)."""
+        """Return {} for a sharded checkpoint, where zs.save reads the optimizer; the whole state for a full one (collective)."""
         if self._state_dict_type == "sharded" or self._optimizer() is None:
             return {}
         return zs.full_optimizer_state_dict(self.lightning_module, every_rank=True)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """A folder by zs.save, complete or invisible; or a file by rank 0. Collective."""
+        """Write a folder with zs.save, complete or invisible, or (full) a file on rank 0 (collective)."""
         if self._state_dict_type == "full":
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        optimizer = self._optimizer() if "optimizer_states" in checkpoint else None  # else save_weights_only
+        optimizer = self._optimizer() if "optimizer_states" in checkpoint else None  # absent with save_weights_only
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         self._save(filepath, self.lightning_module, optimizer, rest, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """A folder, into the model and (fitting) its optimizer; or a file of any strategy, for Lightning to load."""
+        """Load a folder into the model and, in a fit, its optimizer (collective). A file is returned for Lightning to load."""
         path = Path(self.broadcast(checkpoint_path))
         self._restored = path.is_dir()
         if not self._restored:
@@ -154,18 +154,18 @@ class TrainerSharding(Sharding):
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Of a file: whole tensors, of which the optimizer takes its slices."""
+        """Load optimizer states of a file: whole tensors, of which the optimizer takes its slices."""
         for state in checkpoint["optimizer_states"]:
             self._optimizer().load_state_dict(state)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """By the package, under more names than one."""
+        """Do nothing: the package registers its strategies itself, under several names."""
 
 
 def _as_forward(module: nn.Module, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call a method of a module as its forward, with the hooks around it; the module's own is back before the method begins."""
-    own = {key: value for key, value in module.__dict__.items() if key == "forward"}  # of a compiled module
+    """Call a method of a module inside the module's forward hooks. Its own forward is restored before the method begins."""
+    own = {key: value for key, value in module.__dict__.items() if key == "forward"}  # a compiled module has one in __dict__
 
     def give_back() -> None:
         module.__dict__.pop("forward", None)
@@ -179,4 +179,4 @@ def _as_forward(module: nn.Module, name: str, args: tuple, kwargs: dict[str, Any
     try:
         return module(*args, **kwargs)
     finally:
-        give_back()  # also where a hook has refused
+        give_back()  # also if a hook raises

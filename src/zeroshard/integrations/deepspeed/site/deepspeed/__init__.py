@@ -1,4 +1,4 @@
-"""zeroshard in DeepSpeed's place: this module becomes zeroshard.deepspeed."""
+"""The package `deepspeed` that install.py puts on the path: it replaces itself by zeroshard.deepspeed."""
 
 import sys
 
