@@ -39,12 +39,12 @@ class _Tally:
 
 
 class Backward:
-    """begun: it has reached a unit; scaled: the loss scale was applied; thread: on which its first hook ran."""
+    """begun: it has reached a unit; scaled: the loss scale was applied; thread: on which its first hook ran, None once it has failed."""
 
     def __init__(self, at_end: Callable[[], None]) -> None:
         """Construct it inside the backward; `at_end` is called when the backward ends, if it has begun."""
         self.begun = self.scaled = False
-        self.thread = threading.get_ident()
+        self.thread: int | None = threading.get_ident()
         self._arrived: set[int] = set()  # numbers of parameters
         self._tallies: dict[int, _Tally] = defaultdict(_Tally)  # by number of the unit
         end = _End(self, at_end)

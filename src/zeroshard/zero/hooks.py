@@ -25,7 +25,7 @@ from ..utils.dtypes import follows_precision
 from ..utils.tensor_tree import Exchanged, cast_floating, caster
 from .auto_wrap import Policy, casts
 from .ddp_interface import give_interface, take_interface
-from .out_of_memory import FAILURES, tell
+from .out_of_memory import tell
 from .runtime import Runtime
 from .unit import ParamGroup, Unit
 
@@ -36,7 +36,7 @@ def attach(runtime: Runtime) -> None:
     """Register all hooks of a runtime; `detach` is the inverse."""
     runtime.comm.progress.models.add(runtime.model)
     _attached[id(runtime)] = runtime
-    torch_compat.watch_backwards(FAILURES, _backward_failed)
+    torch_compat.watch_backwards((Exception,), _backward_failed)
     for module, inside, around in casts(runtime.model, runtime.config):
         _attach_policy(runtime, module, inside, around)
     if runtime.config.cast_buffers:
@@ -121,8 +121,11 @@ def _backward_failed(error: BaseException) -> None:
     """A backward of this process ended by an error: another one is raised where a sharded model ran out of memory in it."""
     runtimes = [found for where in _attached.valuerefs() if (found := where()) is not None and not found.closed]
     # on a GPU hooks run on threads of the device; on CPUs other ranks may be threads of this process
-    running = [(each, each.backward.thread) for each in runtimes if each.backward is not None]
-    mine = [each for each, thread in running if each.comm.device.type != "cpu" or thread == threading.get_ident()]
+    running = [(each, each.backward) for each in runtimes if each.backward is not None and each.backward.thread is not None]
+    running = [each for each in running if each[0].comm.device.type != "cpu" or each[1].thread == threading.get_ident()]
+    for _, backward in running:
+        backward.thread = None  # it is over, and a later thread may have the same number
+    mine = [runtime for runtime, _ in running]
     if not mine and len(runtimes) == 1:  # it did not come as far as the model's outputs
         mine = runtimes
     if mine:
