@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer states rest in files: the model is never whole in memory.
+"""Parameters, gradients and optimizer states rest in files: states rest there, and blocks come to memory for as long as they compute.
 
 Run: python examples/offload_to_disk.py FOLDER, where FOLDER is on a local disk (without one, a temporary folder).
 Prints the loss, which falls from 5.6 to below 2, and the report, which says how many bytes rest on the disk and moved.
