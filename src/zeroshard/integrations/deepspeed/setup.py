@@ -17,6 +17,8 @@ from ...comm import backend_select
 from ...comm.base import Comm
 from ...comm.codec import exchange_values
 from ...comm.process_group import talking_device
+from ...zero.ddp_interface import take_interface
+from ...zero.runtime import runtime_of
 from . import activation, communication, leaf_modules, partition
 from .data_loader import DeepSpeedDataLoader, check_dataset
 from .ds_config import DeepSpeedConfig
@@ -105,6 +107,7 @@ def _initialize(
         comm, "what is to be sharded", lambda: _prepare(model, optimizer, model_parameters, lr_scheduler, mpu, config, device)
     )
     api.shard(model, basic, comm=None if group is None else comm, **options)
+    take_interface(runtime_of(model))  # engine.module is of the program's own class, as in DeepSpeed
     _say(config)
     known = {
         "client": client,
