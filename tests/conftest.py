@@ -51,6 +51,7 @@ LONGEST = (  # files, those first that take longest: from 60 s to 10 on two busy
 
 STDERR = pytest.StashKey()
 
+os.environ.pop("COLUMNS", None)  # of pytest-xdist: tables are as wide as they are without a terminal
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 
 

@@ -276,8 +276,8 @@ def _build(
     comms = topology.open_topology(config, comms, ledger, warm, parts)
     builder = Builder(config, comms, ledger, tiers, optimizer_groups(optimizer), comm.new_serial())
     comm.fence_write(synchronised=True)  # fresh memory, also beside other models at rest: peers wait for our values
+    plans = partition(model, config, specs)
     try:
-        plans = partition(model, config, specs)
         units = builder.build(plans)
         comm.fence_read()
     except OffloadIOError as error:  # the disk is full after all, with a part of the values written: every rank must fail

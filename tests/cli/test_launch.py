@@ -127,10 +127,10 @@ def test_ranks_die_with_a_killed_launcher(tmp_path):
     for name in ("comm/launch.py", "memory/host_memory.py"):  # without the package's torch these processes start at once
         target = tmp_path / "alone" / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(Path(launch.__file__).parent / name, target)
+        shutil.copy(Path(launch.__file__).parents[1] / name, target)
     (tmp_path / "main.py").write_text(
         "import os, sys, time\n"
-        "from alone.launch import run_processes\n"
+        "from alone.comm.launch import run_processes\n"
         "def work(rank, world_size, path):\n"
         "    open(f'{path}/{rank}', 'w').write(str(os.getpid()))\n"
         "    time.sleep(60)\n"

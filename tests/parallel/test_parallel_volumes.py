@@ -48,7 +48,7 @@ def test_stages_have_the_blocks_that_were_published():
 
 @pytest.mark.parametrize("name", CASE_STUDIES)
 def test_the_document_shows_the_formulas(name):
-    text = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "learn" / "axes.md").read_text()
     head, _, *rows = next(part for part in text.split("\n\n") if part.startswith(f"| {name}, bytes")).splitlines()
     cells = [row.strip("| ").split(" | ") for row in (head, *rows)]
     for column, title in enumerate(cells[0][1::2], 1):

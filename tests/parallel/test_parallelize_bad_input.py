@@ -44,7 +44,7 @@ CASES = [
     ((2, 1, 1), THREE, {"stages_per_rank": 2}, "2 stages a rank with schedule 1F1B, which has one"),
     ((2, 1, 1), THREE, {"cuts": [9], "micro_batches": 2}, "cuts: expected the 1 blocks with which stages"),
     ((1, 2, 2), THREE, {"micro_batches": 0}, "micro_batches: expected a whole number of at least 1, got 0"),
-    ((1, 2, 2), THREE, {"plan": {"blocks.*.mlp.upp": "colwise"}}, "plan: 'blocks.*.mlp.upp' is no module"),
+    ((1, 2, 2), THREE, {"styles": {"blocks.*.mlp.upp": "colwise"}}, "styles: 'blocks.*.mlp.upp' is no module"),
     ((1, 2, 2), THREE, {"stage": 4}, "stage"),
 ]
 

@@ -24,7 +24,7 @@ from torch import Tensor
 import zeroshard as zs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_GENERATOR = threading.RLock()  # held while torch's generator, one for all threads of the process, is seeded and drawn from
+GENERATOR = threading.RLock()  # held while torch's generator, one for all threads of the process, is seeded and drawn from
 
 
 # -- models --------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def vector_batches(steps: int, micro: int, world_size: int, inputs: int = 5, out
 @contextlib.contextmanager
 def seeding(seed: int) -> Iterator[None]:
     """torch's generator begins at `seed` inside, for one thread at a time: ranks that are threads share it. Not for collectives."""
-    with _GENERATOR, torch.random.fork_rng(devices=[]):
+    with GENERATOR, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
 

@@ -342,7 +342,7 @@ def test_low_rank_keeps_errors_and_one_factor():
 
 def test_the_document_shows_what_is_counted():
     """Made anew: python -m benchmarks.volumes."""
-    assert volumes.table(8, 8) in (Path(__file__).parents[2] / "docs" / "learn" / "network.md").read_text()
+    assert volumes.table(8, 8) in (Path(__file__).parents[3] / "docs" / "learn" / "network.md").read_text()
     for row in volumes.rows(8):
         found, theory = volumes.measure(row, 128, 8), [share(128, 8) for share in row.volumes]
         assert (found.between, found.inside) == pytest.approx(theory, rel=1e-3), row.name

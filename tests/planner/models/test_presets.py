@@ -54,7 +54,7 @@ def test_the_small_scale_is_the_same_architecture_and_can_be_cut(name):
 
 @pytest.mark.parametrize(("name", "column"), [(name, column) for column, name in enumerate(NAMES, 1)])
 def test_the_volumes_in_the_document_are_those_of_its_formulas(name, column):
-    text = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "learn" / "axes.md").read_text()
     rows = {cells[0]: cells[column] for line in text.splitlines() if len(cells := line.strip("| ").split(" | ")) == 4}
     shape, layout, numel = CASE_STUDIES[name].full, CASE_STUDIES[name].layout, _numel(CASE_STUDIES[name].full)
     rows_of_pass = layout.micro_batch or int(rows["sequences of a micro-batch"].split()[0])
