@@ -82,7 +82,7 @@ def test_options_of_one_name_take_the_same_kind_of_value():
     assert differing == {}
 
 
-@pytest.mark.parametrize("flags", [["-q"], ["--quiet"]])
+@pytest.mark.parametrize("flags", [["-q"], pytest.param(["--quiet"], marks=pytest.mark.slow)])  # 5 s each; its parser: above
 def test_quiet_leaves_the_result_and_may_stand_before_the_command(flags, capsys):
     for argv in ([*flags, "papers", "zero-volumes"], ["papers", "zero-volumes", *flags]):
         assert main(argv) == 0

@@ -23,7 +23,10 @@ def told(capsys, *arguments):
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+_SHORT = ("stage 3, secondary shards", "tensor parallel", "pipeline")  # 5 s each: the others with ZEROSHARD_SLOW=1
+
+
+@pytest.mark.parametrize("name", [name if name in _SHORT else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS])
 def test_search_and_simulation_say_the_same_seconds(name, capsys, tmp_path):
     path, given = tmp_path / "layout.json", [*SMALL, *LAYOUTS[name]]
     found = told(
