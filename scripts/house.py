@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
 import statistics
 import tokenize
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -32,11 +32,11 @@ GOALS = {  # name -> (at least or at most, bound)
 }
 
 
-def trees() -> Iterator[tuple[Path, ast.Module]]:
-    """Each file of the package and of the benchmarks, parsed."""
-    for folder in (PACKAGE, ROOT / "benchmarks"):
-        for path in sorted(folder.rglob("*.py")) if folder.exists() else ():
-            yield path, ast.parse(path.read_text())
+@functools.cache
+def trees() -> list[tuple[Path, ast.Module]]:
+    """Return each file of the package and of the benchmarks, parsed once."""
+    paths = [path for folder in (PACKAGE, ROOT / "benchmarks") for path in sorted(folder.rglob("*.py"))]
+    return [(path, ast.parse(path.read_text())) for path in paths]
 
 
 def comment_lines(path: Path) -> int:
@@ -98,7 +98,7 @@ def measure() -> dict[str, float]:
     return {
         "folders of src/zeroshard": sum(path.is_dir() and any(path.rglob("*.py")) for path in PACKAGE.iterdir()),
         "loose files of src/zeroshard": len(list(PACKAGE.glob("*.py"))),
-        "files": sum(1 for _ in trees()),
+        "files": len(trees()),
         "lines of src/zeroshard and benchmarks": lines,
         "functions in 1,000 lines": round(len(functions) / lines * 1000, 1),
         "median lines of a function": statistics.median(functions),

@@ -185,9 +185,10 @@ def test_compiled_blocks(mode, how, when):
 
 
 @every_mode
-def test_compiled_by_aot_autograd(mode):
-    """The backward is compiled as well; its gradients arrive like others."""
-    base, batches = seeded(Stack), normal_batches(3, 1, 4, 7)
+@pytest.mark.parametrize("build", [Stack, Outside], ids=["plain", "checkpointed"])
+def test_compiled_by_aot_autograd(build, mode):
+    """The backward is compiled as well, with or without checkpoints; its gradients arrive like others."""
+    base, batches = seeded(build), normal_batches(3, 1, 4, 7)
     wanted = reference(Case(base, batches, square))[0].state
     torch._dynamo.reset()
     model = copy.deepcopy(base)
@@ -218,16 +219,3 @@ def test_blocks_that_compile_wraps_are_units_and_checkpoints(mode, units):
         report.blocks == tuple(f"blocks.{number}" for number in range(len(model.blocks))) and report.packed == report.unpacked > 0
     )
     zs.close(model)
-
-
-@every_mode
-def test_compiled_and_checkpointed(mode):
-    base, batches = seeded(Outside), normal_batches(3, 1, 4, 7)
-    wanted = reference(Case(base, batches, square))[0].state
-    torch._dynamo.reset()
-    model = copy.deepcopy(base)
-    compile_blocks(model, "in place", "aot_eager")
-    model, optimizer = zs.shard(model, adamw(model.parameters()), **mode)
-    train(model, optimizer, batches)
-    for name, value in wanted.items():
-        same(zs.full_state_dict(model)[name], value, name, 1e-5)

@@ -91,7 +91,7 @@ def calibrate(ranks: int = 2, path: str | None = None, amount: Amount = Amount()
 
 
 def command(ranks: int, path: str | None, out: Path, say: Callable[[str], None]) -> int:
-    """Of `zeroshard calibrate`: measure, say what was found, write."""
+    """Measure this machine, tell what was found by `say`, write the hardware file; returns the exit code of `zeroshard calibrate`."""
     say(f"calibration: {ranks} ranks of one thread each, at the same time")
     if not out.absolute().parent.is_dir() or out.is_dir():
         raise ConfigError(f"--out: expected the path of a file in a folder that exists, got {out}")
