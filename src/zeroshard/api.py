@@ -9,8 +9,7 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -20,36 +19,30 @@ from torch import Tensor, nn
 from .checkpoint import safetensors as streaming
 from .checkpoint.resolver import open_weights
 from .comm import backend_select
-from .comm.base import Comm
 from .comm.mesh import topology
-from .comm.mesh.axes import Axes, axes_of, model_axes
+from .comm.mesh.axes import Axes, axes_of
+from .comm.mesh.planned import PlannedLayout
 from .comm.mesh.topology import Topology
-from .config import Config, Tier, read_layout
-from .errors import ConfigError, OffloadIOError, StatesAway, ZeroshardError
-from .memory.host_memory import keep_freed_memory, return_freed_memory
+from .config import Config
+from .errors import ConfigError, StatesAway, ZeroshardError
 from .memory.ledger import Ledger
 from .optim.parameter_access import whole_states
 from .optim.sharded_optimizer import OptimizerCore, ShardedOptimizer, shard_optimizer
-from .optim.validation import check_elementwise, check_hooks, check_parameters, check_steps_itself
-from .optim.whole_matrix import check_whole
+from .optim.validation import check_optimizer
 from .tensor import distributed
-from .tensor.attributes import attributes_of
-from .tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data
+from .tensor.sharded_tensor import ShardedTensor
 from .tensor.tiled_parameter import join, parts_in
-from .utils import torch_compat
-from .utils.planned_mesh import cuts_model, other_model_axes, planned_otherwise
-from .utils.torch_compat import FakeTensor, carry_hooks, swap
 from .zero import ddp_interface, hooks, init_context
 from .zero.auto_stage import choose, is_auto
-from .zero.auto_wrap import check_lazy, collect, partition
-from .zero.out_of_memory import FAILURES, tell_of_building
+from .zero.auto_wrap import check_lazy, collect, device_of
+from .zero.closing import restore_parameter, whole_values
+from .zero.mixed_precision import Progress
 from .zero.parameter import ParamHome, ParamSpec
-from .zero.rank_consistency import agree_on_values, check_replicas, check_same_model, optimizer_groups
+from .zero.rank_consistency import agree_on_initial_values, check_same_model
 from .zero.runtime import Runtime, runtime_of
-from .zero.shard_model import Builder, open_tiers
+from .zero.shard_model import build_units, open_tiers
 from .zero.shared_storage import check_sharing
-from .zero.unit import ParamGroup, Phase
-from .zero.user_hooks import give_back
+from .zero.unit import Phase
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -107,7 +100,7 @@ def shard(
     if torch.is_inference_mode_enabled():  # parameters made in inference mode could not be trained afterwards
         with torch.inference_mode(False):
             return shard(model, optimizer, config=config, comm=comm, mesh=mesh, weights=weights, sample=sample, **options)
-    planned = _Planned.read(config, mesh, comm) if isinstance(config, (str, os.PathLike)) else None
+    planned = PlannedLayout.read(config, mesh, comm) if isinstance(config, (str, os.PathLike)) else None
     auto = is_auto(options.get("stage"), options, sample)
     if auto:
         options["stage"] = None
@@ -125,23 +118,21 @@ def shard(
 
 def _shard(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, axes: Axes, local: distributed.Localised, weights: Any,
-    auto: tuple[Any] | None, planned: _Planned | None,
+    auto: tuple[Any] | None, planned: PlannedLayout | None,
 ) -> None:  # fmt: skip
     """Shard a model whose DTensors `local` has replaced by local shards; the caller may undo that until `local.keep()`.
 
-    auto: the sample by which stage and tiers are chosen, or None. planned: the plan that the options are from, or None.
+    auto: the sample by which stage and tiers are chosen, or None. planned: the layout that the options are from, or None.
     """
+    # check what this rank can see alone
     specs = collect(model, config)
     for spec in specs:
         spec.counts = axes.counts(spec.distribution)
     check_sharing(model, specs)
-    if optimizer is not None:
-        check_elementwise(optimizer)
-        check_steps_itself(optimizer)
-        check_whole(optimizer, specs, config.delayed_update is not None)
-        check_parameters(optimizer, {id(s.original) for s in specs})
-    check_hooks(optimizer, specs)
-    device = _device_of(specs)
+    check_optimizer(optimizer, specs, config.delayed_update is not None)
+    device = device_of(specs)
+
+    # open communicators, and check with all ranks; afterwards they have the same model, options and values
     group, peers, world = axes.open(device, config.stall_timeout_s)
     if auto is not None:
         config = choose(config, group, model, specs, optimizer, *auto)
@@ -152,58 +143,27 @@ def _shard(
     if not config.master_weights and config.precision != "fp32" and group.rank == 0:
         print(f"zeroshard: no fp32 master weights: parameters and states are {config.precision}", file=sys.stderr)
     stored, found = open_weights(world, group, weights, model, specs) if weights is not None else ({}, {})
-    meta_names = {s.name for s in specs if s.original.is_meta}
-    if peers.world_size > group.world_size and weights is None and not peers.imagined:
-        uncut = [
-            (s.name, s.original)
-            for s in specs
-            if s.part is None and not (s.original.is_meta or isinstance(s.original, ShardedTensor))
-        ]
-        check_replicas(peers, group.rank == 0, uncut)
-    _agree(model, specs, group, skip_parameters=weights is not None, buffers=config.agree_buffers)
-    comms = Topology.flat(group, peers, world, axes.places, axes.stages)
+    agree_on_initial_values(group, peers, model, specs, parameters=weights is None, buffers=config.agree_buffers)
+    made_on_meta = {spec.name for spec in specs if spec.original.is_meta}
+
+    # lay out, build buffers, place parameters in them; from here on the model changes
     local.keep()
-    runtime = _build(model, optimizer, config, comms, specs, axes.parts)
+    ledger, progress = Ledger(), Progress(config)
+    tiers = open_tiers(config, group, ledger, specs, optimizer)
+    comms = Topology.flat(group, peers, world, axes.places, axes.stages)
+    comms = topology.open_topology(config, comms, ledger, progress.passed, axes.parts)
+    units, pool = build_units(model, optimizer, config, comms, ledger, tiers, specs)
+
+    # attach hooks, give values to what has none, take over the optimizer
+    runtime = Runtime(model, config, comms, units, ledger, pool, tiers, progress)
+    object.__setattr__(model, "_zeroshard", runtime)
+    hooks.attach(runtime)
     runtime.handles += distributed.in_state_dicts(model)
-    undefined = init_context.materialise_buffers(model, device)
-    if weights is not None:
-        meta_names, undefined = set(), [name for name in undefined if name not in stored]
-    if (undefined or meta_names) and not isinstance(torch.empty(0), FakeTensor):  # a dry run has no values
-        init_context.initialise(model, meta_names, undefined)
+    init_context.give_values(model, device, made_on_meta, stored if weights is not None else None)
     if weights is not None:  # last: the initialisation of a buffer may have written its module's parameters
         streaming.stream(runtime, found, stored)
     if optimizer is not None:
         runtime.optimizer = shard_optimizer(optimizer, runtime)
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """Plan that the options are from. axes: ranks along "pp" and "tp" in this run; all: the call is of all ranks of the run."""
-
-    path: str | os.PathLike
-    plan: Mapping[str, Any]
-    axes: Mapping[str, int]
-    all: bool
-
-    @classmethod
-    def read(cls, path: str | os.PathLike, mesh: Any, comm: Any) -> _Planned:
-        """Read a plan. Raise ConfigError if it cuts the model along pp or tp differently from this run."""
-        plan = read_layout(path)
-        if mesh is None and comm is None and cuts_model(plan):
-            raise ConfigError(
-                f"config: {path} is a layout for the mesh {plan['mesh']}: give it to zs.parallelize, or the mesh beside it."
-            )
-        axes = model_axes(mesh) if comm is None else {axis: size for axis, size in plan["mesh"].items() if axis != "dp"}
-        if other_model_axes(plan, axes):
-            raise ConfigError(planned_otherwise(path, plan, {"dp": plan["mesh"]["dp"], **axes}))
-        return cls(path, plan, axes, comm is None)
-
-    def compare(self, group: Comm, world: Comm) -> None:
-        """Print a note on rank 0 if the plan was made for another number or mesh of ranks."""
-        node_size = world.nodes.count(world.nodes[0]) if self.all else None
-        text = planned_otherwise(self.path, self.plan, {"dp": group.world_size, **self.axes}, node_size)
-        if text and world.rank == 0:
-            print(f"zeroshard: {text}", file=sys.stderr)
 
 
 def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -237,68 +197,6 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
         raise ConfigError(f"{type(model).__name__} has no parameters to shard.")
 
 
-def _device_of(specs: list[ParamSpec]) -> torch.device:
-    devices = {spec.original.device for spec in specs if not spec.original.is_meta}
-    if len(devices) > 1:
-        raise ConfigError(f"expected all parameters on one device, got {sorted(map(str, devices))}. Move the model first.")
-    if devices:
-        return devices.pop()
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _agree(model: nn.Module, specs: list[ParamSpec], comm: Comm, skip_parameters: bool, buffers: bool) -> None:
-    """Copy rank 0's values to all ranks, as DDP does (collective). buffers: copy those of buffers, too."""
-    whole = [] if skip_parameters else [(s.name, s.original) for s in specs]
-    tensors = [*whole, *(model.named_buffers() if buffers else ())]
-    tensors = [(n, t) for n, t in tensors if not t.is_meta and not isinstance(t, ShardedTensor)]
-    differing = agree_on_values(comm, tensors)
-    if differing and comm.rank == 0:
-        print(
-            f"zeroshard: ranks had different initial values ({len(differing)} tensors, first {differing[0]}): rank 0's "
-            "were given to all",
-            file=sys.stderr,
-        )
-
-
-def _build(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, comms: Topology, specs: list[ParamSpec],
-    parts: list[list[int]] | None,
-) -> Runtime:  # fmt: skip
-    comm = comms.control
-    if config.offload_param.tier is Tier.DISK:
-        return_freed_memory()
-    elif config.keep_host_memory and comm.device.type == "cpu":
-        keep_freed_memory()
-    ledger = Ledger()
-    tiers = open_tiers(config, comm, ledger, specs, optimizer)
-    runtime: Runtime | None = None
-    warm = lambda steps: steps == 0 or (runtime is not None and runtime.progress.steps >= steps)  # noqa: E731
-    comms = topology.open_topology(config, comms, ledger, warm, parts)
-    builder = Builder(config, comms, ledger, tiers, optimizer_groups(optimizer), comm.new_serial())
-    comm.fence_write(synchronised=True)  # fresh memory, also beside other models at rest: peers wait for our values
-    plans = partition(model, config, specs)
-    try:
-        units = builder.build(plans)
-        comm.fence_read()
-    except OffloadIOError as error:  # the disk is full after all, with a part of the values written: every rank must fail
-        tiers.close()
-        tiers.fail(error)
-    except FAILURES as error:
-        tell_of_building(error, model, config, ledger, comm, plans)
-        raise
-    assert builder.pool is not None
-    runtime = Runtime(model, config, comms, units, ledger, builder.pool, tiers)
-    object.__setattr__(model, "_zeroshard", runtime)
-    if optimizer is not None:
-        for group in optimizer.param_groups:
-            group["params"] = [builder.replaced.get(id(p), p) for p in group["params"]]
-        states = [(builder.replaced.get(id(p), p), entries) for p, entries in optimizer.state.items()]
-        optimizer.state.clear()
-        optimizer.state.update(states)
-    hooks.attach(runtime)
-    return runtime
-
-
 def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
     """Make a sharded model an ordinary one again, with whole parameters, and free everything else (collective).
 
@@ -329,12 +227,12 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
     for unit in runtime.units:
         unit.swap_out()
         unit.land()
-        whole = [(group, _whole_values(group, runtime)) for group in unit.groups] if restore else []
+        whole = [(group, whole_values(group, runtime)) for group in unit.groups] if restore else []
         unit.release()
         unit.guard(not restore)
         for group, values in whole:
             for index, value in enumerate(values):
-                _restore(group, index, value)
+                restore_parameter(group, index, value)
     if restore:
         hooks.detach(runtime)
     optimizer = runtime.optimizer
@@ -354,62 +252,6 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
         del model.__dict__["_zeroshard"]  # else the hooks stay, and raise
     runtime.units, runtime.groups = [], []
     return model
-
-
-@torch.no_grad()
-def _whole_values(group: ParamGroup, runtime: Runtime) -> list[Tensor]:
-    """Return copies of all whole parameters of a group, from masters if there are any (collective)."""
-    if runtime.optimizer is not None:
-        runtime.gate.wait()
-        runtime.optimizer.core.refresh_masters(group)
-    flat = torch.empty(0)
-    if group.master is not None and not group.masters.whole:
-        source = group.comm.allocate(group.layout.shard_numel, group.master.dtype, whole=False)
-        source.tensor.copy_(group.master.load(0, group.master.numel))
-        runtime.comm.exchange(b"", "masters in place")
-        flat = torch.empty(group.layout.numel, dtype=group.master.dtype, device=runtime.comm.device)
-        group.comm.reserve(source.number, group.layout.shard_numel, group.master.dtype)
-        group.comm.gather(flat, source, "gather masters").wait()
-        runtime.comm.exchange(b"", "masters gathered")
-    elif group.master is not None:
-        flat = group.master.load(0, group.master.numel)
-    else:
-        group.values.gather().wait()
-        flat = group.values.full
-    return [flat[s.offset : s.stop].view(s.shape).clone() for s in group.layout.slots]
-
-
-def _restore(group: ParamGroup, index: int, value: Tensor) -> None:
-    _restore_local(group, index, value)
-    spec = group.specs[index]
-    if spec.distribution is not None:
-        owner, attribute = spec.owners[0]
-        whole = distributed.restored(torch_compat.own_parameters(owner)[attribute], spec.distribution)
-        for owner, attribute in spec.owners:
-            torch_compat.own_parameters(owner)[attribute] = whole
-
-
-def _restore_local(group: ParamGroup, index: int, value: Tensor) -> None:
-    spec, param = group.specs[index], group.params[index]
-    value = value.to(spec.given_dtype)
-    if not group.values.sharded:
-        set_data(param, value)
-        give_back(param)
-        if type(param) is ReplicatedParameter:
-            object.__setattr__(param, "__class__", nn.Parameter)
-        param.__dict__.pop("_home", None)
-        return
-    compute = group.compute[index]
-    give_back(compute)
-    compute.data = value
-    compute.requires_grad_(param.requires_grad)  # the user may have switched it
-    compute.__dict__.update(attributes_of(param))
-    del param.__dict__["_compute"]
-    if swap(param, compute):
-        carry_hooks(compute, param)
-    else:
-        for owner, attribute in spec.owners:
-            torch_compat.own_parameters(owner)[attribute] = compute
 
 
 # -- contexts --------------------------------------------------------------------------------------------------
@@ -485,7 +327,7 @@ def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Ten
         unit.land()
         for group in unit.groups:
             if masters and group.master is not None:
-                values = _whole_values(group, runtime)
+                values = whole_values(group, runtime)
             else:
                 if group.values.sharded:
                     group.values.gather().wait()

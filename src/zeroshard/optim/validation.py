@@ -15,7 +15,7 @@ from ..zero.unit import ParamGroup
 from ..zero.user_hooks import ONE_OPTIMIZER, other_optimizers
 from .lion import Lion
 from .step_probe import Departure, Sends, departure, sends
-from .whole_matrix import declared
+from .whole_matrix import check_whole, declared
 
 # attribute by which torch.distributed.optim marks parameters that it steps in backward
 _IN_BACKWARD = "_in_backward_optimizers"
@@ -39,7 +39,20 @@ _ELEMENTWISE = {
 }  # fmt: skip
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer | None, specs: list[ParamSpec], delayed: bool) -> None:
+    """Raise ConfigError unless this optimizer's steps on shards of these parameters equal its steps on whole ones.
+
+    delayed: its updates run beside the next step. None: there may still be hooks that step other optimizers.
+    """
+    if optimizer is not None:
+        _check_elementwise(optimizer)
+        _check_steps_itself(optimizer)
+        check_whole(optimizer, specs, delayed)
+        _check_parameters(optimizer, {id(spec.original) for spec in specs})
+    _check_hooks(optimizer, specs)
+
+
+def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError for a class whose step needs more than the elements that it steps, and so differs on flat shards.
 
     Classes of torch are known; those in _NOT_ELEMENTWISE are refused by name, and any other one is tried (optim/step_probe.py).
@@ -91,7 +104,7 @@ def _sends(cls: type, operation: str) -> str:
     )
 
 
-def check_steps_itself(optimizer: torch.optim.Optimizer) -> None:
+def _check_steps_itself(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError for an optimizer that holds another one, which would step whole parameters besides their shards."""
     for name, value in vars(optimizer).items():
         other = next((held for held in _within(value) if isinstance(held, torch.optim.Optimizer)), optimizer)
@@ -110,7 +123,7 @@ def _within(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def check_hooks(optimizer: torch.optim.Optimizer | None, specs: list[ParamSpec]) -> None:
+def _check_hooks(optimizer: torch.optim.Optimizer | None, specs: list[ParamSpec]) -> None:
     """Raise ConfigError where hooks on parameters step optimizers other than this one in backward."""
     hooked = [spec for spec in specs if post_accumulate_hooks(spec.original) or hasattr(spec.original, _IN_BACKWARD)]
     roots: list[Any] = [hook for spec in hooked for hook in post_accumulate_hooks(spec.original).values()]
@@ -125,7 +138,7 @@ def check_hooks(optimizer: torch.optim.Optimizer | None, specs: list[ParamSpec])
         )
 
 
-def check_parameters(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
+def _check_parameters(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
     """Raise ConfigError if the optimizer holds a parameter that is not the model's."""
     for number, group in enumerate(optimizer.param_groups):
         for position, param in enumerate(group["params"]):

@@ -208,6 +208,16 @@ def casts(model: nn.Module, config: Config) -> list[tuple[nn.Module, torch.dtype
     return found
 
 
+def device_of(specs: list[ParamSpec]) -> torch.device:
+    """Return the device of all parameters; for a model on the meta device, the one that it will be made on."""
+    devices = {spec.original.device for spec in specs if not spec.original.is_meta}
+    if len(devices) > 1:
+        raise ConfigError(f"expected all parameters on one device, got {sorted(map(str, devices))}. Move the model first.")
+    if devices:
+        return devices.pop()
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def partition(model: nn.Module, config: Config, specs: list[ParamSpec]) -> list[UnitPlan]:
     """Partition the parameters into units, in the order of the model; every spec is in exactly one unit."""
     apart = [UnitPlan(s.name, _unique(owner for owner, _ in s.owners), [s]) for s in specs if is_apart(s.original)]

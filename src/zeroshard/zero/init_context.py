@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -260,7 +260,19 @@ def _cut(module: nn.Module, name: str, param: Any) -> Any:
     return found
 
 
-def materialise_buffers(model: nn.Module, device: torch.device) -> list[str]:
+def give_values(model: nn.Module, device: torch.device, made_on_meta: set[str], stored: Container[str] | None) -> None:
+    """Allocate buffers that are on the meta device, and initialise what has no values and gets none from a checkpoint.
+
+    made_on_meta: names of such parameters. stored: names that a checkpoint holds, which gives all parameters; None: there is none.
+    """
+    undefined = _materialise_buffers(model, device)
+    if stored is not None:
+        made_on_meta, undefined = set(), [name for name in undefined if name not in stored]
+    if (undefined or made_on_meta) and not isinstance(torch.empty(0), torch_compat.FakeTensor):  # a dry run has no values
+        initialise(model, made_on_meta, undefined)
+
+
+def _materialise_buffers(model: nn.Module, device: torch.device) -> list[str]:
     """Allocate meta buffers on the device, and return their names: their values are undefined."""
     names = []
     for prefix, module in model.named_modules():

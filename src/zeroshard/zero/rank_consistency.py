@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -140,7 +141,33 @@ def agree_on_values(comm: Comm, tensors: list[tuple[str, Tensor]]) -> list[str]:
     return [tensors[i][0] for i in differing]
 
 
-def check_replicas(comm: Comm, first: bool, tensors: Sequence[tuple[str, Tensor]]) -> None:
+def agree_on_initial_values(
+    group: Comm, peers: Comm, model: nn.Module, specs: list[ParamSpec], *, parameters: bool, buffers: bool
+) -> None:
+    """Copy rank 0's values to all data-parallel ranks, as DDP does (collective).
+
+    Args:
+        group: the data-parallel ranks. peers: all ranks that hold parameters which model axes do not cut; these must be alike.
+        parameters: False where a checkpoint is about to give their values. buffers: copy those of buffers, too.
+
+    Raises:
+        ModelMismatch: parameters differ along model axes (on all ranks).
+    """
+    whole = [spec for spec in specs if not (spec.original.is_meta or isinstance(spec.original, ShardedTensor))]
+    if parameters and peers.world_size > group.world_size and not peers.imagined:
+        _check_replicas(peers, group.rank == 0, [(spec.name, spec.original) for spec in whole if spec.part is None])
+    tensors: list[tuple[str, Tensor]] = [(spec.name, spec.original) for spec in whole if parameters]
+    tensors += [(name, buffer) for name, buffer in model.named_buffers() if buffers and not buffer.is_meta]
+    differing = agree_on_values(group, tensors)
+    if differing and group.rank == 0:
+        print(
+            f"zeroshard: ranks had different initial values ({len(differing)} tensors, first {differing[0]}): rank 0's "
+            "were given to all",
+            file=sys.stderr,
+        )
+
+
+def _check_replicas(comm: Comm, first: bool, tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Raise ModelMismatch, on all ranks, if tensors that model axes do not cut differ along these axes (collective).
 
     comm: all ranks with these tensors. first: this rank is the first of its data-parallel ranks, whose values the others copy.

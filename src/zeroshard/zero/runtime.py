@@ -52,7 +52,7 @@ class Runtime:
 
     def __init__(
         self, model: nn.Module, config: Config, topology: Topology, units: list[Unit], ledger: Ledger, pool: StagingPool,
-        tiers: Tiers,
+        tiers: Tiers, progress: Progress,
     ) -> None:  # fmt: skip
         """Set `world` (all ranks of the mesh), `comm` (its data-parallel ranks) and `shards` (the ranks that share one copy)."""
         self.model, self.config, self.topology, self.units, self.ledger, self.pool, self.tiers = (
@@ -77,7 +77,7 @@ class Runtime:
         self.sync = True  # False inside zs.accumulate
         self.closed = False
         self.end_answering = self.world.answer_for(self)  # stops the answers to peers who ask what this rank does
-        self.progress = Progress(config)
+        self.progress = progress
         self.messages: deque[str] = deque(topology.notes, maxlen=100)
         self._model_watch = ModelWatch(model, self.groups)
         self.values = ValueWatch(comm, self.groups)

@@ -20,9 +20,9 @@ from ..comm.mesh.compressed import CompressedGathers
 from ..comm.mesh.topology import Topology
 from ..comm.pool import BufferPool, StagingPool
 from ..config import Config, Offload, Placement, Tier
-from ..errors import ConfigError, HostMemoryError
+from ..errors import ConfigError, HostMemoryError, OffloadIOError
 from ..memory.estimate import BUFFERS, Group, Need, Place, needs, shortage
-from ..memory.host_memory import limits
+from ..memory.host_memory import keep_freed_memory, limits, return_freed_memory
 from ..memory.ledger import GATHERED, GRADIENTS, MASTERS, Ledger
 from ..offload.storage import Tiers
 from ..tensor.attributes import attributes_of
@@ -30,9 +30,11 @@ from ..tensor.flat_layout import FlatLayout
 from ..tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
 from ..utils import torch_compat
 from ..utils.torch_compat import carry_hooks, swap
-from .auto_wrap import UnitPlan
+from .auto_wrap import UnitPlan, partition
 from .flat_buffer import GradientBuffer, ParameterBuffer
+from .out_of_memory import FAILURES, tell_of_building
 from .parameter import ParamHome, ParamSpec
+from .rank_consistency import optimizer_groups
 from .unit import ParamGroup, Unit
 from .user_hooks import adopt
 
@@ -75,7 +77,14 @@ def _held_nbytes(specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None
 def open_tiers(
     config: Config, comm: Comm, ledger: Ledger, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None
 ) -> Tiers:
-    """Make the tiers of a model; raise on all ranks if a folder on disk can't be used (collective; B22; room: `_check_room`)."""
+    """Make the tiers of a model; raise on all ranks if a folder on disk can't be used (collective; B22; room: `_check_room`).
+
+    The host's allocator is to keep freed memory from now on, or, where even parameters rest on disk, to return it.
+    """
+    if config.offload_param.tier is Tier.DISK:
+        return_freed_memory()
+    elif config.keep_host_memory and comm.device.type == "cpu":
+        keep_freed_memory()
     tiers = Tiers(comm, ledger)
     tiers.state_columns = state_columns(optimizer)
     if not comm.imagined:
@@ -440,6 +449,38 @@ class Builder:
         if not isinstance(original, ShardedTensor) and not original.is_meta:
             original.data = original.data.new_empty(0)
         return None
+
+
+def build_units(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, topology: Topology, ledger: Ledger, tiers: Tiers,
+    specs: list[ParamSpec],
+) -> tuple[list[Unit], StagingPool]:  # fmt: skip
+    """Build the units of a model, and the pool of the buffers from which gradients are sent (collective).
+
+    The model's modules, the optimizer's groups and its states refer to the sharded parameters afterwards.
+    """
+    comm = topology.control
+    builder = Builder(config, topology, ledger, tiers, optimizer_groups(optimizer), comm.new_serial())
+    comm.fence_write(synchronised=True)  # fresh memory, also beside other models at rest: peers wait for our values
+    plans = partition(model, config, specs)
+    try:
+        units = builder.build(plans)
+        comm.fence_read()
+    except OffloadIOError as error:  # the disk is full after all, with a part of the values written: every rank must fail
+        tiers.close()
+        tiers.fail(error)
+    except FAILURES as error:
+        tell_of_building(error, model, config, ledger, comm, plans)
+        raise
+    assert builder.pool is not None
+    if optimizer is not None:
+        replaced = builder.replaced
+        for group in optimizer.param_groups:
+            group["params"] = [replaced.get(id(p), p) for p in group["params"]]
+        states = [(replaced.get(id(p), p), entries) for p, entries in optimizer.state.items()]
+        optimizer.state.clear()
+        optimizer.state.update(states)
+    return units, builder.pool
 
 
 @torch.no_grad()

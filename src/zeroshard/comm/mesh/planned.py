@@ -1,0 +1,45 @@
+"""The layout's file from which zs.shard takes its options, beside the ranks of this run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...config import read_layout
+from ...errors import ConfigError
+from ...utils.planned_mesh import cuts_model, other_model_axes, planned_otherwise
+from ..base import Comm
+from .axes import model_axes
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """Layout that options are from. axes: ranks along each model axis of this run; all: the call is of all ranks of the run."""
+
+    path: str | os.PathLike
+    plan: Mapping[str, Any]
+    axes: Mapping[str, int]
+    all: bool
+
+    @classmethod
+    def read(cls, path: str | os.PathLike, mesh: Any, comm: Any) -> PlannedLayout:
+        """Read a layout's file. Raise ConfigError if it cuts the model differently from this run."""
+        plan = read_layout(path)
+        if mesh is None and comm is None and cuts_model(plan):
+            raise ConfigError(
+                f"config: {path} is a layout for the mesh {plan['mesh']}: give it to zs.parallelize, or the mesh beside it."
+            )
+        axes = model_axes(mesh) if comm is None else {axis: size for axis, size in plan["mesh"].items() if axis != "dp"}
+        if other_model_axes(plan, axes):
+            raise ConfigError(planned_otherwise(path, plan, {"dp": plan["mesh"]["dp"], **axes}))
+        return cls(path, plan, axes, comm is None)
+
+    def compare(self, group: Comm, world: Comm) -> None:
+        """Print a note on rank 0 if the layout was made for another number or mesh of ranks."""
+        node_size = world.nodes.count(world.nodes[0]) if self.all else None
+        text = planned_otherwise(self.path, self.plan, {"dp": group.world_size, **self.axes}, node_size)
+        if text and world.rank == 0:
+            print(f"zeroshard: {text}", file=sys.stderr)
