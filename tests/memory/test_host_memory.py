@@ -308,6 +308,23 @@ class Transfer:
         self.over = True
 
 
+def test_a_pool_whose_buffers_grow_drops_those_that_are_too_small():
+    ledger = Ledger()
+    pool = BufferPool(ledger, 2, 0, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8), Tier.HOST, "grown")
+    held = ledger.elsewhere[Tier.HOST]
+    first, second = pool.take_fitting(64), pool.take_fitting(128)
+    assert (first.nbytes, second.nbytes, held["grown"]) == (64, 128, 192)
+    pool.give(first)  # too small by now
+    assert held["grown"] == 128
+    third, further = pool.take_fitting(100), pool.take_fitting(1)  # none is free: a third one is made
+    assert (third.nbytes, further.nbytes, held["grown"]) == (128, 128, 384)
+    for buffer in (second, third, further):
+        pool.give(buffer)
+    assert held["grown"] == 256
+    pool.close()
+    assert held["grown"] == 0
+
+
 def test_a_buffer_beyond_the_usual_number_is_counted_and_given_up():
     ledger = Ledger()
     pool = BufferPool(ledger, 2, 100, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8), Tier.HOST)

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ..comm.fake import ImaginedStreams
-from ..comm.streams import Streams
+from ..comm.pool import BufferPool
+from ..comm.streams import Copy, Streams
 from ..config import Offload, Tier
 from ..errors import SwapError
 from ..memory.io.async_file import ALIGN, Engine, File, empty_aligned
@@ -28,9 +29,10 @@ from ..memory.io.swap_folder import SwapFolder
 from ..memory.ledger import Ledger, making
 from ..utils.host import ranks_here
 from .free_list import Space
-from .storage import CHECKPOINTS, HostBuffers, Kept, Landed, Place
+from .storage import CHECKPOINTS, Kept, Place
 
 _NAME = "checkpoints"  # prefix of the files' names
+_BUFFERS = "buffers of activation checkpoints"  # category in the ledger
 _WRITING = 2  # host buffers for writes, in addition to those of prefetched reads
 
 
@@ -63,7 +65,9 @@ class DiskPlace(Place[FileKept]):
         )  # fmt: skip
         self._checked_nbytes = arena_nbytes
         self.engine = Engine(checksum=offload.checksum)
-        self.buffers = HostBuffers(prefetch + 1 + _WRITING, lambda nbytes: self._buffer(nbytes, pin), ledger)
+        self.buffers = BufferPool(
+            ledger, prefetch + 1 + _WRITING, 0, lambda nbytes: self._buffer(nbytes, pin), Tier.HOST, _BUFFERS
+        )
         self._files: list[tuple[File, Space]] = []
         self._leaving: deque[tuple[FileKept, Tensor, Any]] = deque()  # slices being copied to a host buffer, to be written
         self._dying: list[FileKept] = []  # dropped slices that are perhaps still being written or read
@@ -78,7 +82,7 @@ class DiskPlace(Place[FileKept]):
         self._bury()
         kept = FileKept(numel, part.dtype)
         self._check_space(kept.nbytes)
-        buffer = self.buffers.take(kept.nbytes)
+        buffer = self.buffers.take_fitting(kept.nbytes)
         self._find_room(kept)
         target = _as(buffer, kept)[: part.numel()]
         self.ledger.enter(CHECKPOINTS, kept.nbytes, Tier.DISK)
@@ -142,7 +146,7 @@ class DiskPlace(Place[FileKept]):
         if not wait and not kept.writing.done():
             return
         kept.writing.wait()
-        buffer = self.buffers.take(kept.nbytes)
+        buffer = self.buffers.take_fitting(kept.nbytes)
         kept.ahead = (buffer, self.engine.read(kept.file, kept.offset, _as(buffer, kept)))
         self.ledger.move(Tier.DISK, Tier.HOST, kept.nbytes)
 
@@ -156,12 +160,13 @@ class DiskPlace(Place[FileKept]):
         ticket = self.streams.copy(target, _as(buffer, kept), up=True)
         self.ledger.move(Tier.HOST, Tier.DEVICE, kept.nbytes)
         self.streams.join(ticket)
-        kept.ahead = (buffer, Landed(self.streams, ticket))
+        kept.ahead = (buffer, Copy(self.streams, ticket))
         return target
 
     def done(self, kept: FileKept) -> None:
         if kept.ahead is not None:
-            self.buffers.give(*kept.ahead)
+            buffer, read = kept.ahead
+            self.buffers.give(buffer, None if read.done() else read)  # `get` has raised the error of one that failed
             kept.ahead = None
 
     def drop(self, kept: FileKept) -> None:
@@ -194,7 +199,7 @@ class ImaginedDiskPlace(Place[Kept]):
         super().__init__(Tier.DISK, device, streams, ledger)
         self.path = [Tier.DEVICE, Tier.HOST, Tier.DISK] if streams.separate_host else [Tier.HOST, Tier.DISK]
         self.moved = streams.watcher.moved
-        self.buffers = HostBuffers(prefetch + 1 + _WRITING, self._buffer, ledger)
+        self.buffers = BufferPool(ledger, prefetch + 1 + _WRITING, 0, self._buffer, Tier.HOST, _BUFFERS)
 
     @staticmethod
     def _buffer(nbytes: int) -> Tensor:
@@ -209,7 +214,7 @@ class ImaginedDiskPlace(Place[Kept]):
 
     def put(self, part: Tensor, numel: int) -> Kept:
         kept = Kept(numel, part.dtype)
-        buffer = self.buffers.take(kept.nbytes)
+        buffer = self.buffers.take_fitting(kept.nbytes)
         self._move(self.path, kept.nbytes)
         self.buffers.give(buffer)
         self.ledger.enter(CHECKPOINTS, kept.nbytes, Tier.DISK)
@@ -217,7 +222,7 @@ class ImaginedDiskPlace(Place[Kept]):
 
     def fetch(self, kept: Kept, wait: bool) -> None:
         if kept.ahead is None:
-            kept.memory = self.buffers.take(kept.nbytes)
+            kept.memory = self.buffers.take_fitting(kept.nbytes)
             kept.ahead = self._move(self.path[::-1], kept.nbytes)
 
     def get(self, kept: Kept) -> Tensor:

@@ -15,9 +15,7 @@ On a CPU the device's memory is the host's: DEVICE and HOST differ only in the l
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -26,7 +24,6 @@ from torch import Tensor
 
 from ..comm.streams import Streams
 from ..config import Tier
-from ..errors import OffloadIOError
 from ..memory.io.async_file import empty_aligned
 from ..memory.ledger import Ledger, making
 from .free_list import Space
@@ -227,82 +224,3 @@ class MemoryPlace(Place[Kept]):
     def close(self) -> None:
         self._finish()
         self._arena, self._space, self.arena_nbytes = None, Space(0, _SLOT_ALIGN), 0
-
-
-@dataclass(eq=False)
-class Landed:
-    """A copy between host and device in progress, with `done` and `wait` for the host."""
-
-    streams: Streams
-    ticket: Any
-
-    def done(self) -> bool:
-        return self.streams.finished(self.ticket)
-
-    def wait(self) -> None:
-        self.streams.finish(self.ticket)
-
-
-class HostBuffers:
-    """Pool of about `count` page-aligned host buffers, as large as the largest slice, for transfers to and from a disk.
-
-    A buffer that is given back while a request still uses it (`pending`, with done() and wait()) is taken again when that
-    is over. If all are in use by callers, one more is made, since waiting for them could deadlock.
-    """
-
-    def __init__(self, count: int, make: Callable[[int], Tensor], ledger: Ledger) -> None:
-        self.count, self.make, self.ledger = count, make, ledger
-        self.nbytes, self.made = 0, 0
-        self._free: list[tuple[Tensor, Any]] = []
-        self._entered_nbytes = 0
-
-    def take(self, nbytes: int) -> Tensor:
-        """Return a buffer of at least `nbytes` bytes. Waiting for the request that used it last may raise that one's error."""
-        if nbytes > self.nbytes:
-            self.nbytes = nbytes
-            self._discard()
-        ready = [index for index, (_, pending) in enumerate(self._free) if pending is None or pending.done()]
-        if not ready and (self.made < self.count or not self._free):
-            return self._new()
-        buffer, pending = self._free.pop(ready[0] if ready else 0)
-        if not ready:
-            pending.wait()
-        if buffer.nbytes == self.nbytes:
-            return buffer
-        self._free.append((buffer, None))
-        self._discard()
-        return self._new()
-
-    def give(self, buffer: Tensor, pending: Any = None) -> None:
-        """Give a buffer back; it may be taken again when `pending` is over."""
-        self._free.append((buffer, pending))
-
-    def _discard(self) -> None:
-        """Free idle buffers that have become too small."""
-        kept = []
-        for buffer, pending in self._free:
-            if buffer.nbytes < self.nbytes and (pending is None or pending.done()):
-                self.made -= 1
-                self._enter(-buffer.nbytes)
-            else:
-                kept.append((buffer, pending))
-        self._free = kept
-
-    def _new(self) -> Tensor:
-        self.made += 1
-        self._enter(self.nbytes)
-        return self.make(self.nbytes)
-
-    def _enter(self, nbytes: int) -> None:
-        self._entered_nbytes += nbytes
-        enter = self.ledger.enter if nbytes > 0 else self.ledger.strike
-        enter("buffers of activation checkpoints", abs(nbytes), Tier.HOST)
-
-    def close(self) -> None:
-        """Wait for requests in progress, and free the buffers."""
-        while self._free:
-            pending = self._free.pop()[1]
-            if pending is not None and not pending.done():
-                with contextlib.suppress(OffloadIOError):  # its data is not used any more
-                    pending.wait()
-        self._enter(-self._entered_nbytes)

@@ -209,14 +209,17 @@ class StagingPool:
 class BufferPool:
     """A pool of `count` buffers of `nbytes` each, allocated when they are first taken.
 
-    make: nbytes -> memory (nbytes,) uint8, on `tier`.
+    make: nbytes -> memory (nbytes,) uint8, on `tier`. category: the ledger's name of them.
     """
 
-    def __init__(self, ledger: Ledger, count: int, nbytes: int, make: Callable[[int], Tensor], tier: Tier) -> None:
+    def __init__(
+        self, ledger: Ledger, count: int, nbytes: int, make: Callable[[int], Tensor], tier: Tier, category: str = STAGING
+    ) -> None:
         self.ledger, self.count, self.nbytes, self.make, self.tier = ledger, count, nbytes, make, tier
+        self.category = category
         self.turn = Turn(f"the pool of buffers between tiers ({tier.value})")
         self._free: list[tuple[Tensor, Any]] = []  # (buffer, the `Pending` that still reads or writes it)
-        self._made = 0
+        self._made = self._made_nbytes = 0
 
     @one_thread
     def take(self, wait: bool = False, in_line: bool = False) -> Tensor | None:
@@ -225,9 +228,7 @@ class BufferPool:
         in_line: the current stream, not the host, waits for what still uses the buffer (device memory only).
         """
         if self._made < self.count:  # also where one is free already, so that their number does not depend on timing
-            self._made += 1
-            self.ledger.enter(STAGING, self.nbytes, self.tier)
-            return self.make(self.nbytes)
+            return self.take_further()
         for position, (_, pending) in enumerate(self._free):
             if pending is None or pending.done():
                 return self._settled(position)
@@ -240,33 +241,53 @@ class BufferPool:
         return buffer
 
     @one_thread
+    def take_fitting(self, nbytes: int) -> Tensor:
+        """Take a buffer of at least `nbytes`, which all have from now on; smaller ones are dropped when they are free.
+
+        Wait for what uses the buffer that was given back first; if none was, allocate a further one: waiting could deadlock.
+        """
+        if nbytes > self.nbytes:
+            self.nbytes = nbytes
+            self._drop_surplus()
+        buffer = self.take(wait=True)
+        while buffer is not None and buffer.nbytes < self.nbytes:
+            self.lose(buffer)
+            buffer = self.take(wait=True)
+        return self.take_further() if buffer is None else buffer
+
+    @one_thread
     def give(self, buffer: Tensor, pending: Any = None) -> None:
         """Give a buffer back; it may be taken again when `pending` is done."""
         self._free.append((buffer, pending))
-        for position, (_, others) in reversed(list(enumerate(self._free))):
-            if self._made > self.count and (others is None or others.done()):
-                self._settled(position)
-                self.lose()
+        self._drop_surplus()
+
+    def _drop_surplus(self) -> None:
+        """Drop free buffers beyond `count`, and those that have become too small."""
+        for position, (buffer, pending) in reversed(list(enumerate(self._free))):
+            surplus = self._made > self.count or buffer.nbytes < self.nbytes
+            if surplus and (pending is None or pending.done()):
+                self.lose(self._settled(position))
 
     @one_thread
     def take_further(self) -> Tensor:
         """Take a buffer beyond `count`, for a need that can not wait. Surplus buffers are dropped when they are free again."""
         self._made += 1
-        self.ledger.enter(STAGING, self.nbytes, self.tier)
+        self._made_nbytes += self.nbytes
+        self.ledger.enter(self.category, self.nbytes, self.tier)
         return self.make(self.nbytes)
 
     @one_thread
-    def lose(self) -> None:
+    def lose(self, buffer: Tensor) -> None:
         """Write off a buffer that was taken and will not be given back."""
         self._made -= 1
-        self.ledger.strike(STAGING, self.nbytes, self.tier)
+        self._made_nbytes -= buffer.nbytes
+        self.ledger.strike(self.category, buffer.nbytes, self.tier)
 
     @one_thread
     def give_back(self) -> None:
         """Drop the memory of free buffers; new ones are allocated when they are needed."""
         while self._free:
-            self._settled(0)
-            self.lose()
+            self.lose(self._settled(0))
 
     @one_thread
     def close(self) -> None:
@@ -275,8 +296,8 @@ class BufferPool:
             with contextlib.suppress(OffloadIOError):  # its data is not needed any more
                 pending.wait() if pending is not None else None
         self._free.clear()
-        self.ledger.strike(STAGING, self._made * self.nbytes, self.tier)
-        self._made = self.count = 0
+        self.ledger.strike(self.category, self._made_nbytes, self.tier)
+        self._made = self._made_nbytes = self.count = 0
 
 
 class Arena:

@@ -62,6 +62,25 @@ class Streams:
         yield
 
 
+class Copy:
+    """A copy between host and device that has been started."""
+
+    def __init__(self, streams: Streams, ticket: Any) -> None:
+        self.streams, self.ticket = streams, ticket
+
+    def done(self) -> bool:
+        """Return True when `wait` would return at once."""
+        return self.streams.finished(self.ticket)
+
+    def wait(self) -> None:
+        """Return when the host may use the target, or overwrite the source."""
+        self.streams.finish(self.ticket)
+
+    def join(self) -> None:
+        """Make the current stream of the device, instead of the host, wait."""
+        self.streams.join(self.ticket)
+
+
 class CudaStreams(Streams):
     """One side stream per device for sums, and one for each direction of copies, so that copies up and down overlap.
 

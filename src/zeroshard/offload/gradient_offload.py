@@ -148,7 +148,7 @@ class Departure:
     def abandon(self) -> None:
         """Drop the gradient, because its backward was given up."""
         if self._buffer is not None and self.tiers.landings is not None:
-            self.tiers.landings.lose()  # the reduction may still write to the buffer, so it is not reused
+            self.tiers.landings.lose(self._buffer)  # the reduction may still write to the buffer, so it is not reused
         self._buffer = self._landed = None
         self.settle()
 

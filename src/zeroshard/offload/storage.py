@@ -27,7 +27,7 @@ from torch import Tensor
 from ..comm.base import Comm
 from ..comm.fake import ImaginedStreams
 from ..comm.pool import BufferPool, StagingPool
-from ..comm.streams import Streams
+from ..comm.streams import Copy, Streams
 from ..config import Offload, Tier
 from ..errors import OffloadIOError
 from ..memory.estimate import PAGE_NBYTES
@@ -68,22 +68,6 @@ class Moved:
 
 
 MOVED = Moved()
-
-
-class _Copy:
-    """A copy between host and device on a side stream."""
-
-    def __init__(self, streams: Streams, ticket: Any) -> None:
-        self.streams, self.ticket = streams, ticket
-
-    def done(self) -> bool:
-        return self.streams.finished(self.ticket)
-
-    def wait(self) -> None:
-        self.streams.finish(self.ticket)
-
-    def join(self) -> None:
-        self.streams.join(self.ticket)
 
 
 class _Watched:
@@ -533,7 +517,7 @@ class Tiers:
             target.copy_(source)
             return MOVED
         self.ledger.move(begins, ends, target.nbytes)
-        return _Copy(self.streams, self.streams.copy(target, source, up=ends is Tier.DEVICE))
+        return Copy(self.streams, self.streams.copy(target, source, up=ends is Tier.DEVICE))
 
     def close(self) -> None:
         """Drop all resting places and remove this run's files."""
