@@ -14,7 +14,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from ..offload.storage import Tiers
 from ..tensor.sharded_tensor import ShardedTensor, clear_local_grad, local_grad
 from ..tensor.tiled_parameter import Tile
 from ..utils import torch_compat
-from ..utils.autograd import Marked, ended, in_backward, leads_to_all, memory_of, next_node, running_forward, transforming
+from ..utils.autograd import Marked, in_backward, leads_to_all, memory_of, next_node, running_forward, transforming
 from ..utils.tensor_tree import Exchanged, cast_floating, caster, find_tensors, map_tensors
 from .attendance import Attendance
 from .backward import Backward
@@ -39,6 +38,7 @@ from .grad_reducer import Agreed, Reductions
 from .gradient_account import GradientAccount
 from .mixed_precision import Progress
 from .model_changes import ModelWatch, ValueWatch
+from .model_forwards import ModelForwards
 from .prefetch import Prefetcher
 from .saved_parameters import SavedParameters
 from .schedule import Schedule, Visit
@@ -81,11 +81,8 @@ class Runtime:
         self.messages: deque[str] = deque(topology.notes, maxlen=100)
         self._model_watch = ModelWatch(model, self.groups)
         self.values = ValueWatch(comm, self.groups)
-        self._training = False  # True inside a forward of the model that was entered with gradients enabled
-        self._running: list[FrameType | None] = []  # frames of the model's forwards that run now (they nest)
+        self.forwards = ModelForwards()
         self.backward: Backward | None = None  # the one that runs, or one that failed and was not cleared yet
-        self._given: list[Exchanged | None] = []  # for each of `_running`: its arguments, None where none is cast
-        self._viewed: list[Unit] = []  # units whose forward returned views of their memory: see `lend_out`
         self.handles: list[Any] = []  # handles of registered hooks, removed by zs.close
         self.lend = torch.compiler.disable(self._lend)  # compiled blocks don't trace it
         self.compiled: list[tuple[nn.Module, Any]] = []
@@ -116,7 +113,7 @@ class Runtime:
     @property
     def in_forward(self) -> bool:
         """True while a forward runs, recomputation in backward included: operations then use the gathered parameters."""
-        return bool(self._running) or any(unit.depth for unit in self.units) or (self.in_backward and in_backward())
+        return bool(self.forwards) or any(unit.depth for unit in self.units) or (self.in_backward and in_backward())
 
     # -- forward ---------------------------------------------------------------------------------------------
 
@@ -131,25 +128,19 @@ class Runtime:
         self.recover()
         if not self.in_backward:
             self.attendance.begin_forward()
-            self._training = torch.is_grad_enabled()
+            self.forwards.training = torch.is_grad_enabled()
             self._model_watch.check(any(unit.pinned for unit in self.units))
             self.frozen.follow()
             for unit in self.units:
                 unit.check_unchanged()
         given = Exchanged(self._received, (args, kwargs)) if self.config.precision != "fp32" else None
-        self._running.append(running_forward())
-        self._given.append(given)
+        self.forwards.begin(running_forward(), given)
         return (args, kwargs) if given is None else given.value
 
     def root_exit(self, output: Any) -> Any:
         """End a forward of the model (output None: it raised). With fp16 return fp32 outputs, whose gradients get the scale."""
-        del self._running[-1:]  # a slice: the list is empty where `root_enter` raised
-        for given in self._given[-1:]:
-            self._given.pop()
-            if given is not None:
-                given.hand_back()
-        self._training = False
-        if not self._running:
+        self.forwards.end()
+        if not self.forwards:
             self._release_viewed()
         if not torch.is_grad_enabled():
             self.schedule.end(training=False)
@@ -159,16 +150,16 @@ class Runtime:
                     tensor.register_hook(self._reached)
         if self.progress.scaler is None or output is None:
             return output
-        if not self._running:
+        if not self.forwards:
             return map_tensors(self._scale_gradient, cast_floating(output, torch.float32))
         # a forward nested in another of this model: only a backward that begins before the outer one ends enters by this output
-        outer = weakref.ref(self._given[0])
-        begins = lambda: bool(self._given) and self._given[0] is outer()  # noqa: E731
+        outer = weakref.ref(self.forwards.outermost)
+        begins = lambda: bool(self.forwards) and self.forwards.outermost is outer()  # noqa: E731
         return map_tensors(lambda tensor: self._scale_gradient(tensor, begins), output)
 
     def _received(self, given: Tensor) -> Tensor:
         """Return an input of the model, cast; its gradient leaves without the loss scale, as it may enter the model again."""
-        if self.progress.scaler is not None and given.requires_grad and torch.is_grad_enabled() and not self._running:
+        if self.progress.scaler is not None and given.requires_grad and torch.is_grad_enabled() and not self.forwards:
             given = given.view_as(given)
             given.register_hook(lambda grad: grad / self.progress.loss_scale)
         return caster(self.config.compute_dtype)(given)
@@ -212,7 +203,7 @@ class Runtime:
                 f"{unit.name}: torch.func differentiates a model of which each rank holds slices. Gather it around that: "
                 "`with zs.gathered(model):`."
             )
-        if not (self._running or self.in_backward):  # the program called a submodule, not the model
+        if not (self.forwards or self.in_backward):  # the program called a submodule, not the model
             self.frozen.follow()
         self._open(unit, backward=unit.in_backward)
 
@@ -240,7 +231,7 @@ class Runtime:
         if unit.in_backward or not unit.sharded:
             return output
         unit.swap_out()
-        if not self.prefetcher.lives_on(unit, self._in_training()) and not (self._running and unit in self._viewed):
+        if not self.prefetcher.lives_on(unit, self._in_training()) and not (self.forwards and unit in self.forwards.viewed):
             unit.release()
         return output
 
@@ -265,7 +256,7 @@ class Runtime:
 
     def _in_training(self) -> bool:
         """True in a training step, also where reentrant checkpointing disables gradients: the schedule has a record of each."""
-        return torch.is_grad_enabled() or self._training or self.in_backward
+        return torch.is_grad_enabled() or self.forwards.training or self.in_backward
 
     def mark_inputs(self, unit: Unit, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Return the arguments, marked: their gradients tell when the backward of a unit with frozen parameters is over."""
@@ -336,11 +327,11 @@ class Runtime:
         Autograd saves these views as it saves parameters. Views that outlive the forward keep the memory; the unit gets other.
         """
         unit.lent = unit.lends = True
-        if unit not in self._viewed:
-            self._viewed.append(unit)
+        if unit not in self.forwards.viewed:
+            self.forwards.viewed.append(unit)
 
     def _release_viewed(self) -> None:
-        viewed, self._viewed = self._viewed, []
+        viewed, self.forwards.viewed = self.forwards.viewed, []
         for unit in viewed:
             if not unit.in_use and not self.prefetcher.lives_on(unit, self._in_training()):
                 unit.release()
@@ -520,12 +511,10 @@ class Runtime:
 
         Torch reports neither: its forward hooks run after an Exception, but not after a KeyboardInterrupt.
         """
-        interrupted = [frame for frame in self._running if frame is not None and ended(frame)]
-        kept = [(frame, given) for frame, given in zip(self._running, self._given, strict=True) if frame not in interrupted]
-        self._running, self._given = [frame for frame, _ in kept], [given for _, given in kept]
+        interrupted = self.forwards.drop_interrupted()
         if self.in_backward and not in_backward():
             self._abandon()
-        elif interrupted and not self._running and not self.in_backward:
+        elif interrupted and not self.forwards and not self.in_backward:
             self._leave_all()
 
     def _abandon(self) -> None:
