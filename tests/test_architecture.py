@@ -175,14 +175,12 @@ def test_files_and_functions_can_be_read_in_one_go():
     assert not found, "\n".join(found)
 
 
-MAX_MUTABLE_FIELDS = 15  # of an object that everything passes through: what a reader must hold in mind at once
-
-
-@pytest.mark.parametrize(("cls", "holder"), [("Runtime", "runtime"), ("Unit", "unit")])
-def test_few_fields_change_on_what_everything_passes_through(cls, holder):
+# on an object that everything passes through: what a reader must hold in mind at once
+@pytest.mark.parametrize(("cls", "holder", "most"), [("Runtime", "runtime", 12), ("Unit", "unit", 10)])
+def test_few_fields_change_on_what_everything_passes_through(cls, holder, most):
     """Fields that are assigned after `__init__`, in the class or from anywhere else (`runtime.x = ...`)."""
     found = house.changing_fields(cls, holder)
-    assert 0 < len(found) <= MAX_MUTABLE_FIELDS, f"{cls}: {len(found)} fields change: {', '.join(sorted(found))}"
+    assert 0 < len(found) <= most, f"{cls}: {len(found)} fields change: {', '.join(sorted(found))}"
 
 
 def test_no_file_of_tests_needs_another():

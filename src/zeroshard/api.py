@@ -225,7 +225,7 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
     if runtime.saver is not None:
         runtime.saver.close()
     for unit in runtime.units:
-        unit.swap_out()
+        unit.entries.swap_out()
         unit.land()
         whole = [(group, whole_values(group, runtime)) for group in unit.groups] if restore else []
         unit.release()

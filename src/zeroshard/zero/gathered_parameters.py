@@ -148,7 +148,7 @@ class Gathering:
         if not params or (runtime.in_forward and torch.is_grad_enabled()):
             return
         if not busy:
-            unit.swap_out()
+            unit.entries.swap_out()
         unit.ready()
         views = [home.group.values.views[home.index].detach().clone() for home in homes]
         wholes = [_Whole(param, view, self) for param, view in zip(params, views, strict=True)]

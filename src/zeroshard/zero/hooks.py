@@ -42,7 +42,7 @@ def attach(runtime: Runtime) -> None:
     if runtime.config.cast_buffers:
         runtime.handles.append(_CastBuffers(runtime.model, runtime.config))
     for unit in runtime.units:
-        for module in unit.modules if unit.sharded or unit.distributed else ():
+        for module in unit.modules if unit.sharded or unit.entries.distributed else ():
             _attach_unit(runtime, unit, module)
             if unit.sharded:
                 module.__dict__["__reduce_ex__"] = (
@@ -114,7 +114,7 @@ def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> Non
     if type(module) is ParametrizationList and param is not None:
         for runtime in filter(None, [where() for where in _attached.valuerefs()]):
             for unit in runtime.units:
-                unit.set_to_itself(param)
+                unit.entries.set_to_itself(param)
 
 
 def _backward_failed(error: BaseException) -> None:

@@ -103,7 +103,7 @@ class Runtime:
         gathered = any(unit.pinned for unit in self.units)
         self._model_watch.check(gathered, thoroughly=True)
         for unit in () if gathered else self.units:
-            unit.check_placed()
+            unit.entries.check_placed()
 
     @property
     def in_backward(self) -> bool:
@@ -191,7 +191,7 @@ class Runtime:
             gathers = unit.sharded and not unit.pinned
             if gathers:
                 self._begin(unit)
-            unit.expose()
+            unit.entries.expose()
             unit.forward = UnitForward(next_node())
             if gathers and unit.memories:
                 self.saved.push(unit)
@@ -219,7 +219,7 @@ class Runtime:
         if forward.given is not None:
             forward.given.hand_back()
         if not unit.in_backward:
-            unit.hide()
+            unit.entries.hide()
         if unit.pinned:
             return output
         if output is not None:
@@ -230,7 +230,7 @@ class Runtime:
                 unit.in_backward = True  # recomputed: its backward follows at once (not a tile's: other tiles come first)
         if unit.in_backward or not unit.sharded:
             return output
-        unit.swap_out()
+        unit.entries.swap_out()
         if not self.prefetcher.lives_on(unit, self._in_training()) and not (self.forwards and unit in self.forwards.viewed):
             unit.release()
         return output
@@ -239,7 +239,9 @@ class Runtime:
         """Compute an operation on the unit's parameters as a forward of the unit; NotImplemented outside of any forward."""
         if unit.pinned or not self.in_forward:
             return NotImplemented
-        return self.run_inside(unit, lambda *a, **k: func(*unit.as_computed(a), **unit.as_computed(k)), args, kwargs)
+        return self.run_inside(
+            unit, lambda *a, **k: func(*unit.entries.as_computed(a), **unit.entries.as_computed(k)), args, kwargs
+        )
 
     def run_inside(self, unit: Unit, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Call a function as a forward of the unit: a compiled call, or an operation with the unit's parameters."""
@@ -284,7 +286,7 @@ class Runtime:
             self.messages.append(message)
         self.attendance.gather(unit)
         unit.ready()
-        unit.swap_in()
+        unit.entries.swap_in()
         self._poll()
         self.prefetcher.ahead(training)
 
@@ -295,7 +297,7 @@ class Runtime:
         replaced by a view of it: the parameter's memory is released.
         """
         training, memories = torch.is_grad_enabled(), unit.memories
-        if not (unit.sharded or unit.distributed) or not (training or memories):
+        if not (unit.sharded or unit.entries.distributed) or not (training or memories):
             return output
 
         seen = unit.writes
@@ -385,7 +387,7 @@ class Runtime:
             self._open(unit, backward=True)
             # create_graph=True: autograd saves tensors of this backward without our hooks
             unit.lent = unit.lent or torch.is_grad_enabled()
-        unit.expose()  # recomputation finds the parameters that the forward found
+        unit.entries.expose()  # recomputation finds the parameters that the forward found
 
     def need(self, unit: Unit, seen: int) -> None:
         """Gather the unit for autograd, which saved its parameters when `unit.writes` was `seen`; raise if written since."""
@@ -428,8 +430,8 @@ class Runtime:
             return
         unit.in_backward = False
         if not unit.in_use:
-            unit.hide()
-            unit.swap_out()
+            unit.entries.hide()
+            unit.entries.swap_out()
             unit.release()
 
     def end_backward(self) -> None:
@@ -532,8 +534,8 @@ class Runtime:
             unit.depth, unit.in_backward = 0, False
             self.saved.pop(unit)
             unit.forward = None
-            unit.hide()
-            unit.swap_out()
+            unit.entries.hide()
+            unit.entries.swap_out()
             unit.release()
             unit.forget()
 

@@ -30,13 +30,14 @@ from ..errors import ModelChanged, ShardedAccessError, ShardedWriteError
 from ..offload.storage import Rest
 from ..tensor.flat_layout import FlatLayout
 from ..tensor.released_parameter import AwayParameter, ReleasedParameter
-from ..tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor, set_data
+from ..tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data
 from ..tensor.tiled_parameter import Tile
 from ..utils import torch_compat
 from ..utils.autograd import memory_of
-from ..utils.torch_compat import references, tree_map_only
+from ..utils.torch_compat import references
 from .flat_buffer import GradientBuffer, ParameterBuffer
 from .masters import Masters
+from .module_entries import ModuleEntries
 from .parameter import ParamHome, ParamSpec
 
 
@@ -285,8 +286,7 @@ class Unit:
         self.lends = False  # a forward of it has returned views of its memory
         self.forward: UnitForward | None = None  # the outermost forward that runs inside
         self.writes = 0  # number of times that this unit's shards have been written
-        self.swapped = False  # modules hold compute parameters
-        self._seen_versions: list[int] = []  # version counters of the compute parameters at `swap_in`
+        self.entries = ModuleEntries(groups)
         self.gathered_nbytes = sum(g.layout.numel * g.values.full.itemsize for g in self.gathered)
         self.gathered_numel = sum(g.layout.numel for g in self.gathered)
         self._released = self.sharded and not any(g.values.mapped for g in self.gathered)  # mapped memory is never released
@@ -294,24 +294,9 @@ class Unit:
             group.count_references()
         self.staged = any(g.values.staged for g in self.gathered)
         self.trainable = [g for g in groups if g.trainable]
+        self._num_params, self._tile = sum(len(group.specs) for group in groups), isinstance(modules[0], Tile)
         self.expect()
         self._works: list[Work] = []
-        self._places = [
-            (torch_compat.own_parameters(owner), attribute, g.params, g.compute, i)
-            for g in groups
-            for i, spec in enumerate(g.specs)
-            for owner, attribute in spec.owners
-        ]
-        self._distributed = [
-            (torch_compat.own_parameters(owner), attribute, spec.distribution)
-            for group in groups
-            for spec in group.specs
-            for owner, attribute in spec.owners
-            if spec.distribution is not None
-        ]
-        self._shown: list[
-            tuple[dict, str, Tensor, Tensor]
-        ] = []  # DTensors shown in modules: (own parameters, attribute, local, DTensor)
         for group in groups:
             group.unit = self
         self._guarded = [
@@ -337,11 +322,18 @@ class Unit:
         return self._released and any(group.referred for group in self.gathered)
 
     def expect(self) -> None:
-        """Count the parameters that require a gradient; to be called again when requires_grad was switched."""
-        params = [param for group in self.groups for param in group.params]
-        self.expected = sum(param.requires_grad for param in params)  # gradients per backward
-        self.has_frozen = self.expected < len(params)
-        self.marked = self.has_frozen or isinstance(self.modules[0], Tile)  # its backward may end before all gradients have come
+        """Count the gradients per backward: parameters that require one. To be called again when requires_grad was switched."""
+        self.expected = sum(param.requires_grad for group in self.groups for param in group.params)
+
+    @property
+    def has_frozen(self) -> bool:
+        """True if some of the unit's parameters require no gradient."""
+        return self.expected < self._num_params
+
+    @property
+    def marked(self) -> bool:
+        """True if its backward may end before all gradients have come, so that the inputs of its forward are marked."""
+        return self.expected < self._num_params or self._tile
 
     @property
     def in_use(self) -> bool:
@@ -460,107 +452,21 @@ class Unit:
         for param in self._guarded:
             param.__class__ = cls
 
-    def swap_in(self) -> None:
-        """Put the compute parameters into the modules. Raise ModelChanged if the user has replaced a parameter."""
-        if self.swapped or not self.sharded:
-            return
-        with torch_compat.DisableTorchFunctionSubclass():  # looking at a sharded parameter takes microseconds otherwise
-            for parameters, attribute, params, compute, i in self._places:
-                if parameters.get(attribute) is not params[i]:
-                    self.swapped = True  # so that `swap_out` undoes the places before this one
-                    self.swap_out()
-                    self._complain(params[i])
-                parameters[attribute] = compute[i]
-        self._seen_versions = self._versions()
-        self.swapped = True
-
-    def swap_out(self) -> None:
-        """Put the sharded parameters back; the inverse of `swap_in`."""
-        if not self.swapped:
-            return
-        for parameters, attribute, params, compute, i in self._places:
-            if parameters.get(attribute) is compute[i]:
-                parameters[attribute] = params[i]
-        self.swapped = False
-
-    @property
-    def distributed(self) -> bool:
-        """True if modules see some of the unit's parameters as DTensors."""
-        return bool(self._distributed)
-
-    def expose(self) -> None:
-        """Put DTensors over the local shards into modules whose parameters were DTensors, as a forward or backward begins."""
-        if self._shown:
-            return
-        made: dict[int, Tensor] = {}
-        for parameters, attribute, distribution in self._distributed:
-            local = parameters[attribute]
-            if id(local) not in made:
-                with torch.enable_grad():  # a forward under no_grad may enable gradients inside
-                    made[id(local)] = distribution.wrap(local)
-            self._shown.append((parameters, attribute, local, made[id(local)]))
-            parameters[attribute] = made[id(local)]
-
-    def hide(self) -> None:
-        """Put the local shards back in place of the DTensors; the inverse of `expose`."""
-        for parameters, attribute, local, shown in self._shown:
-            if parameters.get(attribute) is shown:
-                parameters[attribute] = local
-        self._shown = []
-
-    def _versions(self) -> list[int]:
-        return [torch_compat.version(param) for group in self.gathered for param in group.compute]
+    def check_unchanged(self) -> None:
+        """Raise ModelChanged if a parameter of a replicated unit was replaced; `swap_in` checks those of sharded ones."""
+        if not (self.sharded or self.pinned):
+            self.entries.check_unchanged()
 
     def check_unwritten(self) -> None:
         """Raise ShardedWriteError if the forward that ends now has written one of the unit's parameters in place."""
-        if not self.swapped or self._versions() == self._seen_versions:
+        written = self.entries.written()
+        if not written:
             return
-        specs = [spec for group in self.gathered for spec in group.specs]
-        written = [s.name for s, a, b in zip(specs, self._versions(), self._seen_versions, strict=True) if a != b]
-        self._seen_versions = self._versions()
         if not self.in_backward:  # else the end of the unit's backward releases it
-            self.swap_out()
+            self.entries.swap_out()
             self.release()
         raise ShardedWriteError(
             f"{', '.join(written[:3])}: written in place inside a forward, where each rank has a copy that is given up after it. "
             "Write it before or after the forward, under torch.no_grad(): what nn.Embedding(max_norm=...) does, after each step in "
             "`with zs.gathered(module, write=True)`."
-        )
-
-    def set_to_itself(self, param: nn.Parameter) -> None:
-        """Discount the write that torch counts when a parameter of this unit is given its own memory (`p.set_(p)`)."""
-        begin = 0
-        for group in self.groups:
-            seen, first = (self._seen_versions, begin) if group.values.sharded else (group.masters.versions, 0)
-            begin += len(group.compute) if group.values.sharded else 0
-            for place, (compute, view) in enumerate(zip(group.compute, group.values.views, strict=True), first):
-                if compute is param and seen[place:] and param.data_ptr() == view.data_ptr():
-                    seen[place] += seen[place] + 1 == torch_compat.version(param)  # only if nothing else has written
-
-    def as_computed(self, tree: Any) -> Any:
-        """Return the nested arguments of an operation, with this unit's compute parameters in place of its sharded ones."""
-        shown = {id(local): each for _, _, local, each in self._shown}
-        pairs = [(param, compute) for g in self.groups for param, compute in zip(g.params, g.compute, strict=True)]
-        mine = {id(param): shown.get(id(compute), compute) for param, compute in pairs}
-        return tree_map_only(ShardedParameter, lambda param: mine.get(id(param), param), tree)
-
-    def check_placed(self) -> None:
-        """Raise ModelChanged if a module holds neither the unit's parameter nor its compute parameter."""
-        for parameters, attribute, params, compute, i in self._places:
-            if parameters.get(attribute) is not params[i] and parameters.get(attribute) is not compute[i]:
-                self._complain(params[i])
-
-    def check_unchanged(self) -> None:
-        """Raise ModelChanged if a parameter of a replicated unit was replaced; sharded units check in `swap_in`."""
-        if self.sharded or self.pinned:
-            return
-        for parameters, attribute, params, _, i in self._places:
-            if parameters.get(attribute) is not params[i]:
-                self._complain(params[i])
-
-    def _complain(self, param: Tensor) -> None:
-        name = next(s.name for g in self.groups for s, p in zip(g.specs, g.params, strict=True) if p is param)
-        raise ModelChanged(
-            f"parameter {name} was replaced after zs.shard(). zs.close(model) first, change the model (resize, replace), then "
-            "zs.shard() it again."
         )

@@ -1,0 +1,143 @@
+"""What the modules of a unit hold in the place of its parameters.
+
+at rest            the sharded parameters (of a replicated unit: the parameters)
+while it is used   the compute parameters, views of the flat buffer            swap_in  ... swap_out
+                   where parameters were DTensors, DTensors over those         expose   ... hide
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ModelChanged
+from ..tensor.sharded_tensor import ShardedParameter
+from ..utils import torch_compat
+from ..utils.torch_compat import tree_map_only
+
+if TYPE_CHECKING:
+    from .unit import ParamGroup
+
+
+class ModuleEntries:
+    """The entries of modules' own parameters in which the parameters of a unit stand.
+
+    swapped: modules hold compute parameters.
+    """
+
+    def __init__(self, groups: list[ParamGroup]) -> None:
+        self.groups, self.swapped = groups, False
+        self._gathered = [group for group in groups if group.values.sharded]
+        self._seen_versions: list[int] = []  # version counters of the compute parameters at `swap_in`
+        self._places = [
+            (torch_compat.own_parameters(owner), attribute, g.params, g.compute, i)
+            for g in groups
+            for i, spec in enumerate(g.specs)
+            for owner, attribute in spec.owners
+        ]
+        self._distributed = [
+            (torch_compat.own_parameters(owner), attribute, spec.distribution)
+            for group in groups
+            for spec in group.specs
+            for owner, attribute in spec.owners
+            if spec.distribution is not None
+        ]
+        # DTensors shown in modules: (own parameters, attribute, local, DTensor)
+        self._shown: list[tuple[dict, str, Tensor, Tensor]] = []
+
+    def swap_in(self) -> None:
+        """Put the compute parameters into the modules. Raise ModelChanged if the user has replaced a parameter."""
+        if self.swapped or not self._gathered:
+            return
+        with torch_compat.DisableTorchFunctionSubclass():  # looking at a sharded parameter takes microseconds otherwise
+            for parameters, attribute, params, compute, i in self._places:
+                if parameters.get(attribute) is not params[i]:
+                    self.swapped = True  # so that `swap_out` undoes the places before this one
+                    self.swap_out()
+                    self._complain(params[i])
+                parameters[attribute] = compute[i]
+        self._seen_versions = self._versions()
+        self.swapped = True
+
+    def swap_out(self) -> None:
+        """Put the sharded parameters back; the inverse of `swap_in`."""
+        if not self.swapped:
+            return
+        for parameters, attribute, params, compute, i in self._places:
+            if parameters.get(attribute) is compute[i]:
+                parameters[attribute] = params[i]
+        self.swapped = False
+
+    @property
+    def distributed(self) -> bool:
+        """True if modules see some of the unit's parameters as DTensors."""
+        return bool(self._distributed)
+
+    def expose(self) -> None:
+        """Put DTensors over the local shards into modules whose parameters were DTensors, as a forward or backward begins."""
+        if self._shown:
+            return
+        made: dict[int, Tensor] = {}
+        for parameters, attribute, distribution in self._distributed:
+            local = parameters[attribute]
+            if id(local) not in made:
+                with torch.enable_grad():  # a forward under no_grad may enable gradients inside
+                    made[id(local)] = distribution.wrap(local)
+            self._shown.append((parameters, attribute, local, made[id(local)]))
+            parameters[attribute] = made[id(local)]
+
+    def hide(self) -> None:
+        """Put the local shards back in place of the DTensors; the inverse of `expose`."""
+        for parameters, attribute, local, shown in self._shown:
+            if parameters.get(attribute) is shown:
+                parameters[attribute] = local
+        self._shown = []
+
+    def _versions(self) -> list[int]:
+        return [torch_compat.version(param) for group in self._gathered for param in group.compute]
+
+    def written(self) -> list[str]:
+        """Return the names of parameters that were written in place since `swap_in`, or since the last call."""
+        if not self.swapped or (now := self._versions()) == (seen := self._seen_versions):
+            return []
+        self._seen_versions = now
+        names = [spec.name for group in self._gathered for spec in group.specs]
+        return [name for name, a, b in zip(names, now, seen, strict=True) if a != b]
+
+    def set_to_itself(self, param: nn.Parameter) -> None:
+        """Discount the write that torch counts when a parameter of the unit is given its own memory (`p.set_(p)`)."""
+        begin = 0
+        for group in self.groups:
+            seen, first = (self._seen_versions, begin) if group.values.sharded else (group.masters.versions, 0)
+            begin += len(group.compute) if group.values.sharded else 0
+            for place, (compute, view) in enumerate(zip(group.compute, group.values.views, strict=True), first):
+                if compute is param and seen[place:] and param.data_ptr() == view.data_ptr():
+                    seen[place] += seen[place] + 1 == torch_compat.version(param)  # only if nothing else has written
+
+    def as_computed(self, tree: Any) -> Any:
+        """Return the nested arguments of an operation, with the unit's compute parameters in place of its sharded ones."""
+        shown = {id(local): each for _, _, local, each in self._shown}
+        pairs = [(param, compute) for g in self.groups for param, compute in zip(g.params, g.compute, strict=True)]
+        mine = {id(param): shown.get(id(compute), compute) for param, compute in pairs}
+        return tree_map_only(ShardedParameter, lambda param: mine.get(id(param), param), tree)
+
+    def check_placed(self) -> None:
+        """Raise ModelChanged if a module holds neither the unit's parameter nor its compute parameter."""
+        for parameters, attribute, params, compute, i in self._places:
+            if parameters.get(attribute) is not params[i] and parameters.get(attribute) is not compute[i]:
+                self._complain(params[i])
+
+    def check_unchanged(self) -> None:
+        """Raise ModelChanged if a module does not hold the unit's parameter."""
+        for parameters, attribute, params, _, i in self._places:
+            if parameters.get(attribute) is not params[i]:
+                self._complain(params[i])
+
+    def _complain(self, param: Tensor) -> None:
+        name = next(s.name for g in self.groups for s, p in zip(g.specs, g.params, strict=True) if p is param)
+        raise ModelChanged(
+            f"parameter {name} was replaced after zs.shard(). zs.close(model) first, change the model (resize, replace), then "
+            "zs.shard() it again."
+        )
