@@ -70,11 +70,11 @@ def changing_fields(name: str, holder: str) -> set[str]:
 
 
 def used_elsewhere(name: str, holder: str) -> set[str]:
-    """Attributes read as `<holder>.attribute` in other folders than the class's own."""
+    """Attributes read as `<holder>.attribute` in other folders of the package than the class's own."""
     home, _ = class_of(name)
     found = set()
     for path, tree in trees():
-        for node in ast.walk(tree) if path.parent != home.parent else ():
+        for node in ast.walk(tree) if path.parent != home.parent and PACKAGE in path.parents else ():
             if isinstance(node, ast.Attribute):
                 value = node.value
                 owner = value.id if isinstance(value, ast.Name) else value.attr if isinstance(value, ast.Attribute) else None

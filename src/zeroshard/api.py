@@ -35,7 +35,7 @@ from .tensor.tiled_parameter import join, parts_in
 from .zero import ddp_interface, hooks, init_context
 from .zero.auto_stage import choose, is_auto
 from .zero.auto_wrap import check_lazy, collect, device_of
-from .zero.closing import restore_parameter, whole_values
+from .zero.closing import end, restore_parameter, whole_values
 from .zero.mixed_precision import Progress
 from .zero.parameter import ParamHome, ParamSpec
 from .zero.rank_consistency import agree_on_initial_values, check_same_model
@@ -158,7 +158,6 @@ def _shard(
     runtime = Runtime(model, config, comms, units, ledger, pool, tiers, progress)
     object.__setattr__(model, "_zeroshard", runtime)
     hooks.attach(runtime)
-    runtime.handles += distributed.in_state_dicts(model)
     init_context.give_values(model, device, made_on_meta, stored if weights is not None else None)
     if weights is not None:  # last: the initialisation of a buffer may have written its module's parameters
         streaming.stream(runtime, found, stored)
@@ -238,19 +237,9 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
     optimizer = runtime.optimizer
     if optimizer is not None:
         optimizer.core.close()
-    for group in runtime.groups:
-        if group.grads is not None:
-            group.grads.close()
-        group.values.close()
-    runtime.pool.close()
-    runtime.tiers.close()
-    runtime.closed = True
-    runtime.comm.exchange(b"", "zs.close")
-    runtime.topology.release()
-    runtime.end_answering()
+    end(runtime)
     if restore:
         del model.__dict__["_zeroshard"]  # else the hooks stay, and raise
-    runtime.units, runtime.groups = [], []
     return model
 
 

@@ -70,3 +70,18 @@ def _restore_local(group: ParamGroup, index: int, value: Tensor) -> None:
     else:
         for owner, attribute in spec.owners:
             torch_compat.own_parameters(owner)[attribute] = compute
+
+
+def end(runtime: Runtime) -> None:
+    """Free buffers, files and communicators, and refer to no unit any more (collective): the model is closed."""
+    for group in runtime.groups:
+        if group.grads is not None:
+            group.grads.close()
+        group.values.close()
+    runtime.pool.close()
+    runtime.tiers.close()
+    runtime.closed = True
+    runtime.comm.exchange(b"", "zs.close")
+    runtime.topology.release()
+    runtime.end_answering()
+    runtime.units, runtime.groups = [], []

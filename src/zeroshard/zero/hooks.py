@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ..config import Config
 from ..errors import ModelChanged, ShardedAccessError
-from ..tensor.distributed import distribution_of
+from ..tensor.distributed import distribution_of, in_state_dicts
 from ..utils import torch_compat
 from ..utils.dtypes import follows_precision
 from ..utils.tensor_tree import Exchanged, cast_floating, caster
@@ -56,6 +56,7 @@ def attach(runtime: Runtime) -> None:
     for module, name in _replaced(runtime.model):
         module.__dict__[name] = functools.partial(_OF_TRANSFORMERS[name], module)
     give_interface(runtime)
+    runtime.handles += in_state_dicts(runtime.model)
 
 
 def detach(runtime: Runtime) -> None:

@@ -110,10 +110,10 @@ class _Mapping(mmap.mmap):
     _device: int = 0  # CUDA device that was current
 
     def pin(self, whole: Tensor) -> None:
-        runtime = torch.cuda.cudart()
-        failed = runtime.cudaHostRegister(whole.data_ptr(), whole.nbytes, 0)
+        cudart = torch.cuda.cudart()
+        failed = cudart.cudaHostRegister(whole.data_ptr(), whole.nbytes, 0)
         if int(failed):
-            _tell_unpinned(whole.nbytes, str(runtime.cudaGetErrorString(failed)))
+            _tell_unpinned(whole.nbytes, str(cudart.cudaGetErrorString(failed)))
             return
         self._pinned, self._device = whole.data_ptr(), torch.cuda.current_device()
 
