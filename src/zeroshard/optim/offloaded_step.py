@@ -26,6 +26,7 @@ from ..config import Offload, Tier
 from ..errors import ZeroshardError
 from ..offload.storage import PAGE_NBYTES, MemoryRest, Pending, Rest, Tiers
 from ..tensor.flat_layout import round_up
+from ..tensor.state_column import is_column
 from ..utils import torch_compat
 from ..utils.one_thread import Turn, one_thread
 from .cpu_kernels import CHUNK_NUMEL, Kernel, Team, chunk_numel, host_threads, kernel_for, step_stretch, stepping_threads
@@ -412,7 +413,7 @@ class HostStepper:
     def _take_states(self, slab: Slab, start: int, param: Tensor, state: dict[str, Any]) -> None:
         """Copy states that the class has made or replaced into the slab's parts."""
         for name, value in state.items():
-            if not _like(value, param):
+            if not is_column(value, tuple(param.shape)):
                 continue
             if name not in slab.parts:
                 self._bring(slab, name, slab.job.states.column(name, value.dtype), read=False, write=True)
@@ -425,8 +426,3 @@ class HostStepper:
 def _fresh(settings: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of settings for one chunk, which may write into them."""
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in settings.items()}
-
-
-def _like(value: Any, param: Tensor) -> bool:
-    """Return True for a state with one value per element."""
-    return isinstance(value, Tensor) and value.shape == param.shape

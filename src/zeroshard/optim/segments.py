@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from ..config import Tier
-from ..offload.storage import Tiers
+from ..offload.storage import Rest, Tiers
+from ..tensor.state_column import is_column
 from ..zero.unit import ParamGroup
 from .state_storage import ColumnStates, DeviceStates
 
@@ -50,8 +50,13 @@ class Run:
         return self.group.active[self.indices[0]]
 
     def holds(self, value: object) -> bool:
-        """Return True for a state with one value per element, False for a scalar."""
-        return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == self.numel
+        """Return True for a column, False for a scalar."""
+        return isinstance(value, Rest) or is_column(value, (self.numel,))
+
+    def place(self, value: Rest | Tensor, index: int) -> tuple[Rest, int]:
+        """Return where a column rests, and the first element there of this parameter (of the rank's slice, if it is sharded)."""
+        start, _ = self.group.masters.range(index)
+        return (value, start) if isinstance(value, Rest) else (self.states.tiers.over(value), start - self.start)
 
     def rested(self, value: Any) -> Any:
         """Return a state that is not sharded in the form in which it is kept.
@@ -82,7 +87,7 @@ class RunMaker:
         if group.offload.tier is not Tier.DEVICE:
             return Run(group, start, stop, indices, ColumnStates(group, self.tiers, start, stop), None, whole)
         tensor = nn.Parameter(self.stepped(group)[start:stop])
-        return Run(group, start, stop, indices, DeviceStates(self.state, tensor), tensor, whole)
+        return Run(group, start, stop, indices, DeviceStates(self.state, self.tiers, tensor), tensor, whole)
 
     def stepped(self, group: ParamGroup) -> Tensor:
         """Return what the inner optimizer steps, on the device: the masters where there are any, else the values."""
@@ -154,10 +159,5 @@ class RunMaker:
 
 
 def state_tensors(state: dict[Tensor, dict]) -> list[Tensor]:
-    """Return all state tensors of the shape of their run (step counters and the like are left out)."""
-    return [
-        value
-        for tensor, entries in state.items()
-        for value in entries.values()
-        if isinstance(value, torch.Tensor) and value.shape == tensor.shape
-    ]
+    """Return all columns of an inner optimizer's state."""
+    return [value for tensor, entries in state.items() for value in entries.values() if is_column(value, tuple(tensor.shape))]

@@ -16,6 +16,7 @@ from ..errors import ConfigError, ShardedWriteError
 from ..memory.ledger import OPTIMIZER
 from ..offload.storage import Rest, Tiers
 from ..tensor.sharded_tensor import ShardedTensor
+from ..tensor.state_column import is_column
 from ..utils import torch_compat
 from ..zero.parameter import ParamHome
 from ..zero.unit import ParamGroup
@@ -24,8 +25,11 @@ from ..zero.unit import ParamGroup
 class DeviceStates:
     """States that the inner optimizer keeps itself, under the run's tensor."""
 
-    def __init__(self, state: dict[Tensor, dict], tensor: Tensor) -> None:
-        self.state, self.tensor = state, tensor
+    def __init__(self, state: dict[Tensor, dict], tiers: Tiers, tensor: Tensor) -> None:
+        self.state, self.tiers, self.tensor = state, tiers, tensor
+
+    def _is_column(self, value: Any) -> bool:
+        return is_column(value, (self.tensor.numel(),))
 
     def load(self) -> dict[str, Any]:
         """Return name -> tensor of the run's size, or scalar. {} before the first step."""
@@ -40,7 +44,7 @@ class DeviceStates:
         self.state.pop(self.tensor, None)
 
     def add(self, name: str, dtype: torch.dtype) -> None:
-        """Add a state with one value per element, all zeros."""
+        """Add a column, all zeros."""
         self.put(name, torch.zeros(self.tensor.numel(), dtype=dtype, device=self.tensor.device))
 
     def put(self, name: str, value: Any) -> None:
@@ -56,13 +60,13 @@ class DeviceStates:
 
     def kind(self) -> Hashable:
         """Return a key that is equal for states that one run can hold together."""
-        return _kind(self.load(), lambda value: isinstance(value, Tensor) and value.shape == self.tensor.shape)
+        return _kind(self.load(), self._is_column)
 
     def join(self, parts: list[DeviceStates]) -> None:
         """Take over the states of neighbours of equal kind, which keep none."""
         entries = dict(parts[0].load())
         for name, value in entries.items():
-            if isinstance(value, Tensor) and value.shape == parts[0].tensor.shape:
+            if parts[0]._is_column(value):
                 entries[name] = torch.cat([part.load()[name] for part in parts])
         for part in parts:
             part.clear()
@@ -74,8 +78,8 @@ class DeviceStates:
         assert part is not None
         entries = self.load()
         if entries:
-            self.state[part] = {k: _cut(v, self.tensor.numel(), start, stop) for k, v in entries.items()}
-        return DeviceStates(self.state, part)
+            self.state[part] = {k: v[start:stop] if self._is_column(v) else _copy(v) for k, v in entries.items()}
+        return DeviceStates(self.state, self.tiers, part)
 
 
 class ColumnStates:
@@ -102,7 +106,7 @@ class ColumnStates:
         """Replace all states."""
         self.names, self.scalars = [], {}
         for name, value in entries.items():
-            if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == self.stop - self.start:
+            if is_column(value, (self.stop - self.start,)):
                 self.column(name, value.dtype).store(self.start, value)
                 self.names.append(name)
             else:
@@ -113,7 +117,7 @@ class ColumnStates:
         self.names, self.scalars = None, {}
 
     def add(self, name: str, dtype: torch.dtype) -> None:
-        """Add a state with one value per element."""
+        """Add a column, whose values the caller writes."""
         self.column(name, dtype)
         self.names = [*(self.names or ()), name]
 
@@ -140,20 +144,17 @@ class ColumnStates:
         """Return the states of elements [start, stop) of the run."""
         cut = ColumnStates(self.group, self.tiers, self.start + start, self.start + stop)
         cut.names = None if self.names is None else list(self.names)
-        cut.scalars = {k: _cut(v, -1, 0, 0) for k, v in self.scalars.items()}
+        cut.scalars = {k: _copy(v) for k, v in self.scalars.items()}
         return cut
 
 
 class StateHome:
-    """The Home (see tensor/sharded_tensor.py) of one parameter's part of a state, which it reads and writes at rest.
-
-    begin: first element in `column`; None: the column is one of the whole shard.
-    """
+    """The Home (see tensor/sharded_tensor.py) of one parameter's part of a column, from element `begin` on, read and written at rest."""
 
     undivided = False
 
-    def __init__(self, home: ParamHome, column: Rest, begin: int | None = None) -> None:
-        self.home, self.column, self.begin = home, column, home.begin if begin is None else begin
+    def __init__(self, home: ParamHome, column: Rest, begin: int) -> None:
+        self.home, self.column, self.begin = home, column, begin
         self.name, self.start, self.stop, self.comm = home.name, home.start, home.stop, home.comm
         self.meeting, self.counts, self.distributed = home.meeting, home.counts, home.distributed
 
@@ -261,7 +262,5 @@ def _kind(entries: dict[str, Any], is_column: Callable[[Any], bool]) -> Hashable
     return tuple(sorted((name, value.dtype if is_column(value) else hashable(value)) for name, value in entries.items()))
 
 
-def _cut(value: Any, numel: int, start: int, stop: int) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value[start:stop] if value.dim() == 1 and value.numel() == numel else value.clone()
+def _copy(scalar: Any) -> Any:
+    return scalar.clone() if isinstance(scalar, Tensor) else scalar

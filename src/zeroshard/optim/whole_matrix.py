@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from ..comm.base import Comm
 from ..comm.codec import exchange_values, sendable
 from ..errors import ConfigError
-from ..offload.storage import Rest, Tiers
+from ..offload.storage import Tiers
+from ..tensor.state_column import is_column
 from ..tensor.tiled_parameter import part_of
 from ..utils.torch_compat import disable_current_modes
 from ..zero.chunked_gather import ChunkedGather
@@ -155,7 +156,7 @@ class WholeStepper:
 
     def _job(self, run: Run, options: dict[str, Any]) -> Stepping:
         entries = run.states.load()
-        states = {key: value.dtype for key, value in sorted(entries.items()) if isinstance(value, Rest) or run.holds(value)}
+        states = {key: value.dtype for key, value in sorted(entries.items()) if run.holds(value)}
         return Stepping(run, options, states, {key: value for key, value in entries.items() if key not in states})
 
     def _step_class(self, job: Stepping, param: Tensor, grad: Tensor, states: dict[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
@@ -264,12 +265,9 @@ class WholeStepper:
         group, home = job.group, job.group.homes[job.index]
         stepped = group.masters.stepped
         entries = job.run.states.load()
-        states = [self._state_slice(job, entries[key]) for key in job.states]
+        places = [job.run.place(entries[key], job.index) for key in job.states]
+        states = [rest.load(begin, begin + home.end - home.begin) for rest, begin in places]
         return [stepped.load(home.begin, home.end), group.gradients.in_step(home.begin, home.end, stepped.dtype), *states]
-
-    def _state_slice(self, job: Stepping, value: Any) -> Tensor:
-        home = job.group.homes[job.index]
-        return value.load(home.begin, home.end) if isinstance(value, Rest) else value[: home.end - home.begin]
 
     def _give_back(self, turn: list[Stepping], mine: tuple[Stepping, Tensor, dict[str, Any]] | None) -> None:
         """Send slices of values and states from the owners to all ranks, which store them (collective)."""
@@ -335,7 +333,7 @@ def _told(job: Stepping, after: dict[str, Any]) -> tuple[dict[str, torch.dtype],
 
 
 def _is_state(value: Any, shape: tuple[int, ...]) -> bool:
-    return isinstance(value, Tensor) and tuple(value.shape) == shape and value.dim() > 0
+    return is_column(value, shape) and bool(shape)
 
 
 def _lay(received: Tensor, start: int, target: Tensor, begin: int) -> None:

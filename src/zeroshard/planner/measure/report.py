@@ -21,6 +21,7 @@ from torch import nn
 from ...comm.base import Comm, Sent
 from ...config import PRECISIONS, Placement, Tier
 from ...memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, RESIDUALS, SECONDARY, STAGING, Traffic
+from ...optim.segments import state_tensors
 from ...zero.runtime import Runtime, runtime_of
 from ...zero.unit import ParamGroup
 
@@ -186,8 +187,7 @@ def _moments_per_element(runtime: Runtime) -> float:
     if runtime.optimizer is None:
         return 0.0
     for tensor, state in runtime.optimizer.core.inner.state.items():
-        like = [v for v in state.values() if getattr(v, "shape", None) == tensor.shape]
-        return float(sum(v.element_size() for v in like))
+        return float(sum(column.itemsize for column in state_tensors({tensor: state})))
     for group in runtime.groups:
         if group.columns:
             return float(sum(column.dtype.itemsize for column in group.columns.values()))
