@@ -197,7 +197,7 @@ def _memories(runtime: Runtime) -> list[Memory]:
             found.append(Memory("parameters", PARAMETERS, tensor, values.tier))
         found += _resting("masters", MASTERS, group.master)
         for column in group.columns.values():
-            found += _resting("optimizer", OPTIMIZER, column)
+            found += _resting("optimizer", OPTIMIZER, column.at_rest)
         for average in group.averages:
             found += _resting("optimizer", AVERAGES, average)
         if grads is not None and grads.region is not None:

@@ -201,8 +201,8 @@ class HostStepper:
         self.pool.give(slab.buffer, _All(slab.reads))
 
     def _count_ahead(self, slab: Slab, sign: int) -> None:
-        for name, rest in slab.staged.items():
-            self.tiers.ledger.read_ahead(rest.tier, Tier.HOST, sign * slab.parts[name].nbytes)
+        for rest in slab.staged.values():
+            self.tiers.ledger.read_ahead(rest.tier, Tier.HOST, sign * rest.nbytes_of(slab.end - slab.begin))
 
     @one_thread
     def give_back(self) -> None:
@@ -272,7 +272,9 @@ class HostStepper:
         group = job.run.group
         rests = [group.masters.stepped, job.gradient, group.values.rest, *group.columns.values()]
         away = [r.dtype.itemsize for r in {id(r): r for r in rests}.values() if r.view(0, 0) is None]
-        if group.offload.tier is Tier.DISK and not group.columns:  # a first step: its states are not made yet
+        if not group.columns and (
+            group.offload.tier is Tier.DISK or job.states.declared
+        ):  # a first step: its states are not made yet
             kernel = self.kernel(job)
             away += [group.masters.stepped.dtype.itemsize] * (len(kernel.columns) if kernel is not None else 2)
         return away

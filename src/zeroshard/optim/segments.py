@@ -7,7 +7,8 @@ its run is split at that moment, and the optimizer's state with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from ..config import Tier
 from ..offload.storage import Rest, Tiers
-from ..tensor.state_column import is_column
+from ..tensor.state_column import StateColumn, is_column
 from ..zero.unit import ParamGroup
 from .state_storage import ColumnStates, DeviceStates
 
@@ -75,19 +76,37 @@ class RunMaker:
     """Makes the runs of one optimizer.
 
     replicated: every rank has all optimizer states. state: that of the inner optimizer. alone: ids of parameters that are
-    stepped as a whole, each in a run of its own.
+    stepped as a whole, each in a run of its own. columns: those that do not rest as they are, by name.
     """
 
-    def __init__(self, replicated: bool, state: dict[Tensor, dict], tiers: Tiers, alone: set[int]) -> None:
-        self.replicated, self.state, self.tiers, self.alone = replicated, state, tiers, alone
+    def __init__(
+        self, replicated: bool, state: dict[Tensor, dict], tiers: Tiers, alone: set[int], columns: dict[str, StateColumn]
+    ) -> None:  # fmt: skip
+        self.replicated, self.state, self.tiers, self.alone, self.columns = replicated, state, tiers, alone, columns
 
     def make(self, group: ParamGroup, start: int, stop: int, indices: list[int]) -> Run:
         """Return a run without states."""
         whole = id(group.params[indices[0]]) in self.alone
-        if group.offload.tier is not Tier.DEVICE:
-            return Run(group, start, stop, indices, ColumnStates(group, self.tiers, start, stop), None, whole)
-        tensor = nn.Parameter(self.stepped(group)[start:stop])
+        tensor = nn.Parameter(self.stepped(group)[start:stop]) if group.offload.tier is Tier.DEVICE else None
+        if tensor is None or self.columns:
+            return Run(group, start, stop, indices, ColumnStates(group, self.tiers, self.columns, start, stop), tensor, whole)
         return Run(group, start, stop, indices, DeviceStates(self.state, self.tiers, tensor), tensor, whole)
+
+    @contextmanager
+    def ready(self, runs: list[Run]) -> Iterator[None]:
+        """Context in which the inner optimizer has what it steps the runs on the device with: gradients, and decoded columns."""
+        on_device = [(run.tensor, run.states) for run in runs if run.tensor is not None]
+        for run in runs:
+            if run.tensor is not None:
+                run.tensor.grad = self.gradient(run)
+        for tensor, states in on_device:
+            if isinstance(states, ColumnStates):
+                states.lend(self.state, tensor)
+        yield
+        for tensor, states in on_device:
+            tensor.grad = None
+            if isinstance(states, ColumnStates):
+                states.take(self.state, tensor)
 
     def stepped(self, group: ParamGroup) -> Tensor:
         """Return what the inner optimizer steps, on the device: the masters where there are any, else the values."""

@@ -1,4 +1,4 @@
-"""The optimizer states of one run: in the inner optimizer, or in columns that rest on another tier.
+"""The optimizer states of one run: in the inner optimizer, or in columns that rest on another tier, or encoded.
 
 A *column* is one state (exp_avg, ...) of a whole shard, with a `Rest` of its own; a run uses a range of it. So a run can be
 split without moving anything but its scalars (step counts and the like).
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ..errors import ConfigError, ShardedWriteError
 from ..memory.ledger import OPTIMIZER
+from ..offload.coded_rest import column_rest
 from ..offload.storage import Rest, Tiers
 from ..tensor.sharded_tensor import ShardedTensor
-from ..tensor.state_column import is_column
+from ..tensor.state_column import StateColumn, is_column
 from ..utils import torch_compat
 from ..zero.parameter import ParamHome
 from ..zero.unit import ParamGroup
@@ -83,19 +84,23 @@ class DeviceStates:
 
 
 class ColumnStates:
-    """States of elements [start, stop) of the columns of a group's shard, and the run's own scalars."""
+    """States of elements [start, stop) of the columns of a group's shard, and the run's own scalars.
 
-    def __init__(self, group: ParamGroup, tiers: Tiers, start: int, stop: int) -> None:
-        self.group, self.tiers, self.start, self.stop = group, tiers, start, stop
+    declared: the columns that do not rest as they are, by name.
+    """
+
+    def __init__(self, group: ParamGroup, tiers: Tiers, declared: dict[str, StateColumn], start: int, stop: int) -> None:
+        self.group, self.tiers, self.declared, self.start, self.stop = group, tiers, declared, start, stop
         self.names: list[str] | None = None  # names of this run's columns; None before the first step
         self.scalars: dict[str, Any] = {}
 
-    def column(self, name: str, dtype: Any) -> Any:
-        """Return the Rest of a column, which is made on the first call."""
+    def column(self, name: str, dtype: torch.dtype) -> Rest:
+        """Return the Rest of a column, which is made on the first call. dtype: that of the optimizer's tensor."""
         columns = self.group.columns
         if name not in columns:
-            numel = self.group.layout.shard_numel
-            columns[name] = self.tiers.rest(OPTIMIZER, self.group.offload, numel, dtype)
+            layout, column = self.group.layout, self.declared.get(name) or StateColumn(name)
+            numel = layout.numel if self.group.masters.whole else layout.shard_numel
+            columns[name] = column_rest(self.tiers, OPTIMIZER, self.group.offload, column, numel, dtype)
         return columns[name]
 
     def load(self) -> dict[str, Any]:
@@ -111,6 +116,17 @@ class ColumnStates:
                 self.names.append(name)
             else:
                 self.scalars[name] = value
+
+    def lend(self, state: dict[Tensor, dict], tensor: Tensor) -> None:
+        """Put the states, as the optimizer has them, under the run's tensor in an inner optimizer's state; `take` takes them back."""
+        entries = {k: v.load(self.start, self.stop) if isinstance(v, Rest) else v for k, v in self.load().items()}
+        if entries:
+            state[tensor] = entries
+
+    def take(self, state: dict[Tensor, dict], tensor: Tensor) -> None:
+        """Replace all states by those that the step has left."""
+        if entries := state.pop(tensor, None):
+            self.save(entries)
 
     def clear(self) -> None:
         """Drop all states: as before the first step."""
@@ -142,7 +158,7 @@ class ColumnStates:
 
     def cut(self, start: int, stop: int, part: Tensor | None) -> ColumnStates:
         """Return the states of elements [start, stop) of the run."""
-        cut = ColumnStates(self.group, self.tiers, self.start + start, self.start + stop)
+        cut = ColumnStates(self.group, self.tiers, self.declared, self.start + start, self.start + stop)
         cut.names = None if self.names is None else list(self.names)
         cut.scalars = {k: _copy(v) for k, v in self.scalars.items()}
         return cut

@@ -255,6 +255,9 @@ def write_entry(core: Core, param: Tensor, key: str, value: Any) -> Any:
     if was_column and isinstance(value, Tensor):
         shown = _view(core, run, index, run.states.load()[key], WholeState)
         write_state(shown, value, name)
+        if core.replicated:  # what is shown of an encoded column is a copy
+            rest, begin = run.place(run.states.load()[key], index)
+            rest.store(begin, shown.as_subclass(Tensor).reshape(-1))
         core.states_changed()
         return shown
     if key not in states or was_column or hashable(states[key]) != hashable(value):

@@ -199,7 +199,8 @@ class WholeStepper:
         run, numel, slot = job.run, job.numel, job.group.layout.slots[job.index]
         assert run.tensor is not None
         entries = run.states.load()
-        states = {key: entries[key][:numel] for key in job.states}
+        places = {key: run.place(entries[key], job.index) for key in job.states}
+        states = {key: rest.load(begin, begin + numel) for key, (rest, begin) in places.items()}
         param = run.tensor.detach()[:numel]
         value, after = self._step_class(job, param, job.group.gradients.in_step(slot.offset, slot.stop, param.dtype), states)
         if value.data_ptr() != param.data_ptr():
@@ -209,7 +210,8 @@ class WholeStepper:
     def _padded(self, job: Stepping, key: str, value: Any, entries: dict[str, Any]) -> Any:
         if not _is_state(value, job.shape) or (key in job.others):
             return value
-        flat = entries[key] if key in job.states else value.new_zeros(job.run.numel)
+        flat = entries.get(key)
+        flat = flat if isinstance(flat, Tensor) else value.new_zeros(job.run.numel)
         flat[: job.numel].copy_(value.reshape(-1))
         return flat
 
@@ -305,7 +307,7 @@ class WholeStepper:
         if isinstance(run.states, ColumnStates):
             for key, part in states.items():
                 run.states.column(key, part.dtype).store(home.begin, part)
-            run.states.names, run.states.scalars = list(states), dict(job.others)
+            run.states.names, run.states.scalars = list(states), {k: _placed(v, k, run) for k, v in job.others.items()}
             return
         entries = run.states.load()
         padded = {key: entries[key] if key in entries else part.new_zeros(run.numel) for key, part in states.items()}
@@ -322,8 +324,8 @@ class WholeStepper:
 
 def _placed(value: Any, key: str, run: Run) -> Any:
     """Return an unsharded state from the owner on this run's device; `step` stays on the host, where torch keeps it."""
-    assert run.tensor is not None
-    return value.to(run.tensor.device) if isinstance(value, Tensor) and key != "step" else value
+    moves = run.tensor is not None and isinstance(value, Tensor) and key != "step"
+    return value.to(run.tensor.device) if moves else value  # type: ignore[union-attr]
 
 
 def _told(job: Stepping, after: dict[str, Any]) -> tuple[dict[str, torch.dtype], dict[str, Any]]:
