@@ -45,10 +45,15 @@ class CodedAdam(torch.optim.Adam):
     )
 
 
+@zs.whole_matrix(where=lambda param, options: param.dim() > 1)
+class WholeCodedAdam(CodedAdam):
+    """Steps each matrix as a whole, on one rank."""
+
+
 def rounded(column, value):
     """A parameter's state after it has rested."""
     flat = F.pad(value.reshape(-1), (0, -value.numel() % column.elements))
-    flat = column.decode(column.encode(flat)) if column.encode else flat.to(column.dtype).float()
+    flat = column.decode(column.encode(flat).to(column.dtype)).float()
     return flat[: value.numel()].view(value.shape)
 
 
@@ -176,6 +181,33 @@ def test_a_written_state_is_encoded(stage, device, tmp_path):
         for other in (other for other in before if other != name):
             assert torch.equal(after[other]["exp_avg"], before[other]["exp_avg"])
         step(model, optimizer, rank, 1)
+        zs.close(model)
+
+    run_threads(2, rank_run)
+
+
+@pytest.mark.parametrize(("stage", "device"), [(0, "none"), (3, "none"), (2, "cpu")])
+def test_encoded_states_of_parameters_that_are_stepped_whole(stage, device):
+    def rank_run(rank):
+        model, optimizer = sharded(stage, device, None, WholeCodedAdam)
+        for number in (0, 1):
+            step(model, optimizer, rank, number)
+        assert_as_plain(model, 2)
+        zs.close(model)
+
+    run_threads(2, rank_run)
+
+
+def test_encoded_states_are_moved_away_and_back(tmp_path):
+    def rank_run(rank):
+        model, optimizer = sharded(3, "none", None)
+        step(model, optimizer, rank, 0)
+        zs.offload_states(model, device=offload("nvme", str(tmp_path)))
+        with pytest.raises(zs.StatesAway):
+            zs.full_optimizer_state(model)
+        zs.reload_states(model)
+        step(model, optimizer, rank, 1)
+        assert_as_plain(model, 2)
         zs.close(model)
 
     run_threads(2, rank_run)

@@ -5,32 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..config import Offload
 from ..tensor.state_column import StateColumn
-from .storage import MOVED, Pending, Rest, Tiers
-
-
-def column_rest(tiers: Tiers, category: str, offload: Offload, column: StateColumn, numel: int, stepped: torch.dtype) -> Rest:
-    """Return a new resting place, of zeros, for a column of `numel` elements. stepped: dtype of the optimizer's tensor."""
-    if column.plain(stepped):
-        return tiers.rest(category, offload, numel, stepped)
-    return CodedRest(tiers.rest(category, offload, column.count(numel), column.dtype or stepped), column, numel, stepped)
+from .storage import MOVED, Pending, Rest
 
 
 class CodedRest(Rest):
-    """The resting place of a column's elements, in the optimizer's dtype, over `inner`, which holds them encoded.
+    """The resting place of a column's `numel` elements, in the optimizer's dtype, over `inner`, which holds them encoded.
 
-    Any range of elements may be read and written: blocks that it only touches are decoded, and encoded again.
+    Any range of elements may be read and written: of blocks that it only touches, the other elements are encoded again.
     """
 
     resident = False
 
     def __init__(self, inner: Rest, column: StateColumn, numel: int, dtype: torch.dtype) -> None:
         self.inner, self.column, self.numel, self.dtype, self.tier = inner, column, numel, dtype, inner.tier
-
-    @property
-    def at_rest(self) -> Rest:
-        return self.inner
 
     def nbytes_of(self, numel: int) -> int:
         return self.column.nbytes(numel, self.dtype)
@@ -52,7 +40,7 @@ class CodedRest(Rest):
     def decode(self, coded: Tensor, start: int, out: Tensor) -> None:
         """Fill `out` (n,) with elements [start, start + n), cut out of the blocks around them."""
         skipped = start % self.column.elements
-        out.copy_((self.column.decode or _same)(coded)[skipped : skipped + out.numel()])
+        out.copy_(self.column.decode(coded)[skipped : skipped + out.numel()])
 
     def write(self, start: int, source: Tensor) -> Pending:
         return self.inner.write(*self._encoded(start, source)) if source.numel() else MOVED
@@ -75,8 +63,7 @@ class CodedRest(Rest):
             blocks = self.load(begin, end)
             blocks[start - begin : start - begin + source.numel()] = source
             source = blocks
-        encode = self.column.encode or (lambda values: values.to(self.inner.dtype))
-        return self.column.count(begin), encode(source.to(self.dtype))
+        return self.column.count(begin), self.column.encode(source.to(self.dtype)).to(self.inner.dtype)
 
 
 class _Decoding:
@@ -93,7 +80,3 @@ class _Decoding:
         self.rest.decode(self.coded, self.start, self.out)
 
     join = wait
-
-
-def _same(values: Tensor) -> Tensor:
-    return values

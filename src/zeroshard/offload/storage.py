@@ -147,11 +147,6 @@ class Rest(ABC):
         """Return the bytes in which so many elements rest."""
         return numel * self.dtype.itemsize
 
-    @property
-    def at_rest(self) -> Rest:
-        """The resting place of the values as they are kept."""
-        return self
-
     @abstractmethod
     def view(self, start: int, stop: int) -> Tensor | None:
         """Return elements [start, stop) if the host can use them in place, else None."""

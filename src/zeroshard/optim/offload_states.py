@@ -19,6 +19,7 @@ from ..comm.codec import exchange_values
 from ..config import Offload, Tier
 from ..errors import ConfigError, OffloadIOError, did_you_mean
 from ..memory.ledger import AVERAGES, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
+from ..offload.coded_rest import CodedRest
 from ..offload.moved_states import PARTS, Memory
 from ..offload.storage import MemoryRest, Rest
 from ..utils import torch_compat
@@ -197,7 +198,7 @@ def _memories(runtime: Runtime) -> list[Memory]:
             found.append(Memory("parameters", PARAMETERS, tensor, values.tier))
         found += _resting("masters", MASTERS, group.master)
         for column in group.columns.values():
-            found += _resting("optimizer", OPTIMIZER, column.at_rest)
+            found += _resting("optimizer", OPTIMIZER, column.inner if isinstance(column, CodedRest) else column)
         for average in group.averages:
             found += _resting("optimizer", AVERAGES, average)
         if grads is not None and grads.region is not None:

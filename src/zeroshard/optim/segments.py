@@ -95,18 +95,16 @@ class RunMaker:
     @contextmanager
     def ready(self, runs: list[Run]) -> Iterator[None]:
         """Context in which the inner optimizer has what it steps the runs on the device with: gradients, and decoded columns."""
-        on_device = [(run.tensor, run.states) for run in runs if run.tensor is not None]
-        for run in runs:
-            if run.tensor is not None:
-                run.tensor.grad = self.gradient(run)
-        for tensor, states in on_device:
-            if isinstance(states, ColumnStates):
-                states.lend(self.state, tensor)
+        on_device = [(run, run.tensor) for run in runs if run.tensor is not None]
+        for run, tensor in on_device:
+            tensor.grad = self.gradient(run)
+            if isinstance(run.states, ColumnStates):
+                run.states.lend(self.state, tensor)
         yield
-        for tensor, states in on_device:
+        for run, tensor in on_device:
             tensor.grad = None
-            if isinstance(states, ColumnStates):
-                states.take(self.state, tensor)
+            if isinstance(run.states, ColumnStates):
+                run.states.take(self.state, tensor)
 
     def stepped(self, group: ParamGroup) -> Tensor:
         """Return what the inner optimizer steps, on the device: the masters where there are any, else the values."""

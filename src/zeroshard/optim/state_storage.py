@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, ShardedWriteError
 from ..memory.ledger import OPTIMIZER
-from ..offload.coded_rest import column_rest
+from ..offload.coded_rest import CodedRest
 from ..offload.storage import Rest, Tiers
 from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.state_column import StateColumn, is_column
@@ -100,7 +100,8 @@ class ColumnStates:
         if name not in columns:
             layout, column = self.group.layout, self.declared.get(name) or StateColumn(name)
             numel = layout.numel if self.group.masters.whole else layout.shard_numel
-            columns[name] = column_rest(self.tiers, OPTIMIZER, self.group.offload, column, numel, dtype)
+            rest = self.tiers.rest(OPTIMIZER, self.group.offload, column.count(numel), column.dtype or dtype)
+            columns[name] = rest if column.plain(dtype) else CodedRest(rest, column, numel, dtype)
         return columns[name]
 
     def load(self) -> dict[str, Any]:

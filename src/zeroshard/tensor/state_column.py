@@ -19,21 +19,25 @@ from torch import Tensor
 _MOST_ELEMENTS = 4096  # of one block: slabs of the host's step begin at multiples of this
 
 
+def _as_it_is(values: Tensor) -> Tensor:
+    return values
+
+
 @dataclass(frozen=True)
 class StateColumn:
     """One optimizer state: each block of `elements` elements rests as `values` values of `dtype`.
 
-    dtype: None for that of what is stepped. encode: the optimizer's tensor (n,) -> what rests; decode: the reverse, of any
-    floating-point dtype; both take whole blocks, None casts. encode(decode(x)) must be x: a state that is read and written again
-    (by a load, a step at another stage) then keeps its bits.
+    dtype: None for that of what is stepped. encode: the optimizer's tensor (n,) -> what rests; decode: the reverse. Both take whole
+    blocks, and what they return is cast. encode(decode(x)) must be x, so that a state which is saved and loaded keeps its bits;
+    zeros must decode to zeros.
     """
 
     name: str
     dtype: torch.dtype | None = None
     values: int = 1
     elements: int = 1
-    encode: Callable[[Tensor], Tensor] | None = None
-    decode: Callable[[Tensor], Tensor] | None = None
+    encode: Callable[[Tensor], Tensor] = _as_it_is
+    decode: Callable[[Tensor], Tensor] = _as_it_is
 
     def __post_init__(self) -> None:
         assert 0 < self.elements <= _MOST_ELEMENTS and _MOST_ELEMENTS % self.elements == 0 and self.values > 0
@@ -53,7 +57,7 @@ class StateColumn:
 
     def plain(self, stepped: torch.dtype) -> bool:
         """Return True where the optimizer's tensor rests as it is."""
-        return self.encode is None and self.decode is None and self.dtype in (None, stepped)
+        return self.encode is self.decode is _as_it_is and self.dtype in (None, stepped)
 
 
 def is_column(value: Any, shape: tuple[int, ...]) -> bool:
