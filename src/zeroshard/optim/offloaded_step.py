@@ -272,9 +272,8 @@ class HostStepper:
         group = job.run.group
         rests = [group.masters.stepped, job.gradient, group.values.rest, *group.columns.values()]
         away = [r.dtype.itemsize for r in {id(r): r for r in rests}.values() if r.view(0, 0) is None]
-        if not group.columns and (
-            group.offload.tier is Tier.DISK or job.states.declared
-        ):  # a first step: its states are not made yet
+        staged = group.offload.tier is Tier.DISK or job.states.declared
+        if staged and not group.columns:  # a first step: its states are not made yet
             kernel = self.kernel(job)
             away += [group.masters.stepped.dtype.itemsize] * (len(kernel.columns) if kernel is not None else 2)
         return away

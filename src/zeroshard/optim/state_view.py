@@ -7,6 +7,8 @@ them works as in torch. The dicts around them are views, which forward assignmen
     state[p]["step"] = 0            for that parameter alone: its run is split, and joined again at the next step where
                                     neighbours have equal states by then
     del state[p], state.clear()     as before the first step
+
+Where a replicated state rests encoded (tensor/state_column.py), a copy of it is shown: assign, rather than write into it.
 """
 
 from __future__ import annotations
@@ -241,7 +243,7 @@ def remove_entry(core: Core, param: Tensor, key: str) -> None:
 
 @torch.no_grad()
 def write_entry(core: Core, param: Tensor, key: str, value: Any) -> Any:
-    """Write one state of one parameter; return what then shows it. Of a column that is the state itself."""
+    """Write one state of one parameter; return what then shows it. That of a column is the state itself."""
     core.runtime.gate.before()
     run, index = _find(core, param)
     states, shape, name = run.states.load(), run.group.specs[index].shape, f"{run.group.specs[index].name}, {key!r}"

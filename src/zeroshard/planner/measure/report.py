@@ -190,8 +190,13 @@ def _moments_per_element(runtime: Runtime) -> float:
         return float(sum(column.itemsize for column in state_tensors({tensor: state})))
     for group in runtime.groups:
         if group.columns:
-            return sum(column.nbytes / column.numel for column in group.columns.values())
+            return _column_itemsize(group)
     return 0.0
+
+
+def _column_itemsize(group: ParamGroup) -> float:
+    """Return the bytes per element of a group's columns at rest."""
+    return sum(column.nbytes / column.numel for column in group.columns.values())
 
 
 def theory_sent_per_step(runtime: Runtime) -> Sent:
@@ -259,9 +264,7 @@ def step_itemsizes(runtime: Runtime, group: ParamGroup) -> dict[Link, int]:
     values, gradient = group.values.rest, group.grads.rest
     stepped = group.masters.stepped
     here = Tier.DEVICE if group.offload.tier is Tier.DEVICE else Tier.HOST  # the tier that steps it
-    states = (
-        int(sum(column.nbytes / column.numel for column in group.columns.values())) or 2 * 4
-    )  # before the first step: as Adam
+    states = int(_column_itemsize(group)) or 2 * 4  # before the first step: as Adam
     if group.offload.tier is Tier.DISK:
         _move(moved, runtime, Tier.DISK, here, states)
         _move(moved, runtime, here, Tier.DISK, states)
