@@ -54,7 +54,7 @@ class Core(Protocol):
 
 @dataclass
 class SavedState:
-    """The optimizer state of one parameter. tensors: states with one value per element; scalars: all others."""
+    """The optimizer state of one parameter. tensors: its columns; scalars: all other states."""
 
     tensors: dict[str, Reader] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
