@@ -49,7 +49,8 @@ class CodedRest(Rest):
         at, end = map(self.column.count, self.column.blocks(start, stop))
         coded = self.inner.load(at, end)
         out = torch.empty(stop - start, dtype=self.dtype, device=coded.device)
-        self.decode(coded, start, out)
+        if out.numel():
+            self.decode(coded, start, out)
         return out
 
     def store(self, start: int, source: Tensor) -> None:
