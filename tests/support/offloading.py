@@ -94,7 +94,7 @@ class StrictStreams(Streams):
         ticket = Ticket(direction, target, source, source.clone())
         self.queues[ticket.direction].append(ticket)
         (self.uploads if ticket.direction is Tier.DEVICE else self.downloads).append(ticket)
-        target.fill_(math.nan)
+        target.fill_(math.nan if target.is_floating_point() else 99)
         return ticket
 
     def _chain(self, target: torch.Tensor, source: torch.Tensor, direction: Tier) -> None:

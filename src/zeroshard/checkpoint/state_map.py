@@ -213,10 +213,11 @@ def _add_states(contents: Contents, runtime: Runtime, core: OptimizerCore, names
                 continue
             home, named, first = run.group.homes[index], mine[index], _first(run.group, index)
             for key, value in state.items():
-                if isinstance(value, Rest) or run.holds(value):
+                if run.holds(value):
                     if home.stop > home.start or first:
                         place = _place(run.group, index, named, ("optim", "state", key), value.dtype)
-                        contents.add(place, *_state_source(runtime, core, run, index, value), guarded=not core.replicated)
+                        rest, begin = run.place(value, index)
+                        contents.add(place, rest, begin + (home.start if core.replicated else 0), guarded=not core.replicated)
                     continue
                 contents.scalars.add(key)
                 if first:  # one rank writes the number for the whole parameter
@@ -228,14 +229,6 @@ def _add_scalar(contents: Contents, runtime: Runtime, name: str, key: str, value
         _add_whole(contents, runtime, f"{STATE}{name}.{key}", ("optim", "state", name, key), value)
     else:
         contents.objects[f"{STATE}{name}.{key}"] = value
-
-
-def _state_source(runtime: Runtime, core: OptimizerCore, run: Any, index: int, value: Any) -> tuple[Rest, int]:
-    home = run.group.homes[index]
-    if isinstance(value, Rest):
-        return value, home.begin
-    start, _ = run.group.masters.range(index)
-    return runtime.tiers.over(value), start - run.start + (home.start if core.replicated else 0)
 
 
 def param_groups(runtime: Runtime, core: OptimizerCore) -> list[dict[str, Any]]:

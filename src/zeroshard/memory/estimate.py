@@ -19,6 +19,7 @@ import torch
 from ..config import Config, Offload, Placement, Tier
 from ..errors import OUT_OF_MEMORY_PAGE
 from ..tensor.flat_layout import round_up
+from ..tensor.state_column import StateColumn
 from ..utils.host import host_identity
 from .host_memory import Limit
 from .ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
@@ -35,7 +36,7 @@ class Group:
     """A flat buffer to be made: `numel` elements of `dtype`, `shard_numel` of them on each rank.
 
     gradient: dtype in which its gradient rests (None: frozen). states: the tier of masters and optimizer states. master: dtype of
-    a master copy, or None. columns: number of optimizer states per element. whole: every rank has all values, at any stage.
+    a master copy, or None. columns: the optimizer states per element. whole: every rank has all values, at any stage.
     """
 
     numel: int
@@ -44,7 +45,7 @@ class Group:
     gradient: torch.dtype | None = None
     states: Offload = Offload()
     master: torch.dtype | None = None
-    columns: int = 0
+    columns: Sequence[StateColumn] = ()
     whole: bool = False
 
     @property
@@ -79,8 +80,8 @@ def needs(config: Config, separate: bool, groups: Sequence[Group]) -> dict[Place
         numel = group.shard_numel if row.optimizer is Placement.SHARDED else group.numel
         if group.master is not None:
             add(MASTERS, group.states, numel * group.master.itemsize)
-        for _ in range(group.columns):
-            add(OPTIMIZER, group.states, numel * group.stepped.itemsize)
+        for column in group.columns:
+            add(OPTIMIZER, group.states, column.nbytes(numel, group.stepped))
     found[BUFFERS, Tier.HOST, None] += arena_nbytes(config, separate, groups)
     return dict(found)
 
@@ -96,7 +97,9 @@ def arena_nbytes(config: Config, separate: bool, groups: Sequence[Group]) -> int
     for group in groups:
         if group.gradient is None or group.states.tier is Tier.DEVICE:
             continue
-        sizes = [group.stepped.itemsize] * (group.columns + (group.master is not None)) if away(group.states.tier) else []
+        rests_away = away(group.states.tier)
+        coded = [column for column in group.columns if rests_away or not column.plain(group.stepped)]  # stepped as decoded
+        sizes = [group.stepped.itemsize] * (len(coded) + (rests_away and group.master is not None))
         if away(Tier.DEVICE if group.whole else config.offload_param.tier):
             sizes.append(group.dtype.itemsize)
         if away(config.offload_gradient.tier):

@@ -35,6 +35,7 @@ from ..memory.io.aligned import zeros
 from ..memory.io.async_file import Engine, File, empty_aligned
 from ..memory.io.swap_folder import SwapFolder
 from ..memory.ledger import STAGING, Ledger, making
+from ..tensor.state_column import StateColumn
 from ..utils import torch_compat
 from ..utils.one_thread import Turn, one_thread
 
@@ -124,7 +125,11 @@ class Rest(ABC):
 
     @property
     def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return self.nbytes_of(self.numel)
+
+    def nbytes_of(self, numel: int) -> int:
+        """Return the bytes in which so many elements rest."""
+        return numel * self.dtype.itemsize
 
     @abstractmethod
     def view(self, start: int, stop: int) -> Tensor | None:
@@ -373,7 +378,7 @@ class Tiers:
         self.slots: BufferPool | None = None  # host: shards read from disk that are copied to a separate device
         self.landings: BufferPool | None = None  # device: reduced gradient shards that rest on another tier
         self.arrivals: BufferPool | None = None  # host: gradient shards that are then added, or written to disk
-        self.state_columns: dict[int, int] = {}  # id of a parameter -> number of its optimizer states per element, once stepped
+        self.state_columns: dict[int, tuple[StateColumn, ...]] = {}  # id of a parameter -> those that its first step makes
         self.released_nbytes = 0  # host memory of the unsharded model and optimizer, which sharding will free
         self._folders: dict[str, _Folder] = {}
         self._entered: list[tuple[str, int, Tier]] = []

@@ -19,12 +19,14 @@ from ..comm.codec import exchange_values
 from ..config import Offload, Tier
 from ..errors import ConfigError, OffloadIOError, did_you_mean
 from ..memory.ledger import AVERAGES, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
+from ..offload.coded_rest import CodedRest
 from ..offload.moved_states import PARTS, Memory
 from ..offload.storage import MemoryRest, Rest
 from ..utils import torch_compat
 from ..utils.host import host_identity
 from ..zero.idle import check_idle
 from ..zero.runtime import Runtime, runtime_of
+from .segments import state_tensors
 
 BUFFERS = "buffers"
 _NAMES = {name: name for name in (*PARTS, BUFFERS)} | {  # and DeepSpeed's names
@@ -196,7 +198,7 @@ def _memories(runtime: Runtime) -> list[Memory]:
             found.append(Memory("parameters", PARAMETERS, tensor, values.tier))
         found += _resting("masters", MASTERS, group.master)
         for column in group.columns.values():
-            found += _resting("optimizer", OPTIMIZER, column)
+            found += _resting("optimizer", OPTIMIZER, column.inner if isinstance(column, CodedRest) else column)
         for average in group.averages:
             found += _resting("optimizer", AVERAGES, average)
         if grads is not None and grads.region is not None:
@@ -213,10 +215,8 @@ def _resting(part: str, category: str, rest: Rest | None, kept: bool = True) -> 
 
 def _device_states(runtime: Runtime) -> list[Tensor]:
     """Return the states that the inner optimizer keeps, one tensor per storage: states of split runs are views of one."""
-    runs = [run for runs in runtime.optimizer.core.runs for run in runs] if runtime.optimizer is not None else []
-    states = [value for run in runs if run.tensor is not None for value in run.states.load().values() if run.holds(value)]
     whole: dict[int, Tensor] = {}
-    for state in states:
+    for state in state_tensors(runtime.optimizer.core.inner.state) if runtime.optimizer is not None else []:
         whole.setdefault(torch_compat.storage_id(state.untyped_storage()), state.new_empty(0).set_(state.untyped_storage()))
     return [tensor for tensor in whole.values() if tensor.numel()]
 

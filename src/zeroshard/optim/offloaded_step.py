@@ -26,6 +26,7 @@ from ..config import Offload, Tier
 from ..errors import ZeroshardError
 from ..offload.storage import PAGE_NBYTES, MemoryRest, Pending, Rest, Tiers
 from ..tensor.flat_layout import round_up
+from ..tensor.state_column import is_column
 from ..utils import torch_compat
 from ..utils.one_thread import Turn, one_thread
 from .cpu_kernels import CHUNK_NUMEL, Kernel, Team, chunk_numel, host_threads, kernel_for, step_stretch, stepping_threads
@@ -200,8 +201,8 @@ class HostStepper:
         self.pool.give(slab.buffer, _All(slab.reads))
 
     def _count_ahead(self, slab: Slab, sign: int) -> None:
-        for name, rest in slab.staged.items():
-            self.tiers.ledger.read_ahead(rest.tier, Tier.HOST, sign * slab.parts[name].nbytes)
+        for rest in slab.staged.values():
+            self.tiers.ledger.read_ahead(rest.tier, Tier.HOST, sign * rest.nbytes_of(slab.end - slab.begin))
 
     @one_thread
     def give_back(self) -> None:
@@ -271,7 +272,8 @@ class HostStepper:
         group = job.run.group
         rests = [group.masters.stepped, job.gradient, group.values.rest, *group.columns.values()]
         away = [r.dtype.itemsize for r in {id(r): r for r in rests}.values() if r.view(0, 0) is None]
-        if group.offload.tier is Tier.DISK and not group.columns:  # a first step: its states are not made yet
+        staged = group.offload.tier is Tier.DISK or job.states.declared
+        if staged and not group.columns:  # a first step: its states are not made yet
             kernel = self.kernel(job)
             away += [group.masters.stepped.dtype.itemsize] * (len(kernel.columns) if kernel is not None else 2)
         return away
@@ -412,7 +414,7 @@ class HostStepper:
     def _take_states(self, slab: Slab, start: int, param: Tensor, state: dict[str, Any]) -> None:
         """Copy states that the class has made or replaced into the slab's parts."""
         for name, value in state.items():
-            if not _like(value, param):
+            if not is_column(value, tuple(param.shape)):
                 continue
             if name not in slab.parts:
                 self._bring(slab, name, slab.job.states.column(name, value.dtype), read=False, write=True)
@@ -425,8 +427,3 @@ class HostStepper:
 def _fresh(settings: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of settings for one chunk, which may write into them."""
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in settings.items()}
-
-
-def _like(value: Any, param: Tensor) -> bool:
-    """Return True for a state with one value per element."""
-    return isinstance(value, Tensor) and value.shape == param.shape

@@ -7,15 +7,16 @@ its run is split at that moment, and the optimizer's state with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from ..config import Tier
-from ..offload.storage import Tiers
+from ..offload.storage import Rest, Tiers
+from ..tensor.state_column import StateColumn, is_column
 from ..zero.unit import ParamGroup
 from .state_storage import ColumnStates, DeviceStates
 
@@ -50,8 +51,13 @@ class Run:
         return self.group.active[self.indices[0]]
 
     def holds(self, value: object) -> bool:
-        """Return True for a state with one value per element, False for a scalar."""
-        return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == self.numel
+        """Return True for a column, False for a scalar."""
+        return isinstance(value, Rest) or is_column(value, (self.numel,))
+
+    def place(self, value: Rest | Tensor, index: int) -> tuple[Rest, int]:
+        """Return where a column rests, and the first element there of this parameter (of the rank's slice, if it is sharded)."""
+        start, _ = self.group.masters.range(index)
+        return (value, start) if isinstance(value, Rest) else (self.states.tiers.over(value), start - self.start)
 
     def rested(self, value: Any) -> Any:
         """Return a state that is not sharded in the form in which it is kept.
@@ -70,19 +76,35 @@ class RunMaker:
     """Makes the runs of one optimizer.
 
     replicated: every rank has all optimizer states. state: that of the inner optimizer. alone: ids of parameters that are
-    stepped as a whole, each in a run of its own.
+    stepped as a whole, each in a run of its own. columns: those that do not rest as they are, by name.
     """
 
-    def __init__(self, replicated: bool, state: dict[Tensor, dict], tiers: Tiers, alone: set[int]) -> None:
-        self.replicated, self.state, self.tiers, self.alone = replicated, state, tiers, alone
+    def __init__(
+        self, replicated: bool, state: dict[Tensor, dict], tiers: Tiers, alone: set[int], columns: dict[str, StateColumn]
+    ) -> None:  # fmt: skip
+        self.replicated, self.state, self.tiers, self.alone, self.columns = replicated, state, tiers, alone, columns
 
     def make(self, group: ParamGroup, start: int, stop: int, indices: list[int]) -> Run:
         """Return a run without states."""
         whole = id(group.params[indices[0]]) in self.alone
-        if group.offload.tier is not Tier.DEVICE:
-            return Run(group, start, stop, indices, ColumnStates(group, self.tiers, start, stop), None, whole)
-        tensor = nn.Parameter(self.stepped(group)[start:stop])
-        return Run(group, start, stop, indices, DeviceStates(self.state, tensor), tensor, whole)
+        tensor = nn.Parameter(self.stepped(group)[start:stop]) if group.offload.tier is Tier.DEVICE else None
+        if tensor is None or self.columns:
+            return Run(group, start, stop, indices, ColumnStates(group, self.tiers, self.columns, start, stop), tensor, whole)
+        return Run(group, start, stop, indices, DeviceStates(self.state, self.tiers, tensor), tensor, whole)
+
+    @contextmanager
+    def ready(self, runs: list[Run]) -> Iterator[None]:
+        """Context in which the inner optimizer has what it steps the runs on the device with: gradients, and decoded columns."""
+        on_device = [(run, run.tensor) for run in runs if run.tensor is not None]
+        for run, tensor in on_device:
+            tensor.grad = self.gradient(run)
+            if isinstance(run.states, ColumnStates):
+                run.states.lend(self.state, tensor)
+        yield
+        for run, tensor in on_device:
+            tensor.grad = None
+            if isinstance(run.states, ColumnStates):
+                run.states.take(self.state, tensor)
 
     def stepped(self, group: ParamGroup) -> Tensor:
         """Return what the inner optimizer steps, on the device: the masters where there are any, else the values."""
@@ -154,10 +176,5 @@ class RunMaker:
 
 
 def state_tensors(state: dict[Tensor, dict]) -> list[Tensor]:
-    """Return all state tensors of the shape of their run (step counters and the like are left out)."""
-    return [
-        value
-        for tensor, entries in state.items()
-        for value in entries.values()
-        if isinstance(value, torch.Tensor) and value.shape == tensor.shape
-    ]
+    """Return all columns of an inner optimizer's state."""
+    return [value for tensor, entries in state.items() for value in entries.values() if is_column(value, tuple(tensor.shape))]

@@ -25,6 +25,7 @@ from ..comm.codec import exchange_values
 from ..config import Placement, Tier
 from ..errors import ConfigError, ModelClosed, NonFiniteError, ShardedAccessError, ZeroshardError
 from ..memory.ledger import OPTIMIZER, claimed
+from ..tensor.state_column import declared_columns
 from ..zero.gradient_account import Clipped
 from ..zero.out_of_memory import Telling
 from ..zero.runtime import Runtime
@@ -48,7 +49,8 @@ class OptimizerCore:
         self.outer, self.runtime, self.comm, self.world = optimizer, runtime, runtime.comm, runtime.world
         self.replicated = runtime.config.row.optimizer is Placement.REPLICATED
         self.inner = inner_copy(optimizer)
-        self.maker = RunMaker(self.replicated, self.inner.state, runtime.tiers, whole_parameters(optimizer))
+        alone, columns = whole_parameters(optimizer), declared_columns(optimizer)
+        self.maker = RunMaker(self.replicated, self.inner.state, runtime.tiers, alone, columns)
         self.whole = WholeStepper(inner_copy(optimizer), runtime.shards, runtime.tiers, self.replicated)
         self.host: HostStepper | None = None
         if runtime.config.offload_optimizer.tier is not Tier.DEVICE:
@@ -289,16 +291,10 @@ class OptimizerCore:
         self._copy_options(self.outer, self.inner)
         runs = [run for run in self._all_runs() if id(run.group) in stepped and run.active]
         runs, whole = [run for run in runs if not run.whole], [run for run in runs if run.whole]
-        for run in runs:
-            if run.tensor is not None:
-                run.tensor.grad = self.maker.gradient(run)
         options, attributes = self._settings() if self.host is not None or whole else ([], {})
-        step_on_device(
-            self.inner, [any(run.tensor is None and not run.whole for run in runs) for runs in self.runs], self.comm.device
-        )
-        for run in runs:
-            if run.tensor is not None:
-                run.tensor.grad = None
+        hosted = [any(run.tensor is None and not run.whole for run in runs) for runs in self.runs]
+        with self.maker.ready(runs):
+            step_on_device(self.inner, hosted, self.comm.device)
         if self.host is not None:
             self._step_on_host(runs, options, attributes)
         if whole:

@@ -54,7 +54,7 @@ class Core(Protocol):
 
 @dataclass
 class SavedState:
-    """The optimizer state of one parameter. tensors: states with one value per element; scalars: all others."""
+    """The optimizer state of one parameter. tensors: its columns; scalars: all other states."""
 
     tensors: dict[str, Reader] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
@@ -94,10 +94,11 @@ class Restoring:
         has: returns whether the device can spare so many bytes for new tensors; if not, `put` reads all states.
         """
         device, spare = self.core.comm.device, _spare(self.core, self.runs)
-        wanted = [(run, key, reader) for _, run, given in self.runs for key, reader in given[0].tensors.items()]
+        runs = [(run, given) for _, run, given in self.runs if isinstance(run.states, DeviceStates)]
+        wanted = [(run, key, reader) for run, given in runs for key, reader in given[0].tensors.items()]
         fresh = [(run, reader) for run, key, reader in wanted if key not in spare[id(run)]]
         room = has(sum(run.numel * state_dtype(run.group, reader.dtype).itemsize for run, reader in fresh))
-        for _, run, given in self.runs:
+        for run, given in runs:
             values = {}
             for key, reader in given[0].tensors.items():
                 waits = not room or key in spare[id(run)]
@@ -121,7 +122,7 @@ class Restoring:
         for number, run, given in self.runs:
             core.runs[number].append(run)
             if isinstance(run.states, ColumnStates):
-                _fill_columns(run, run.states, given)
+                _fill_columns(core, run, run.states, given, core.outer.param_groups[number])
                 continue
             entries = scalars_for(run, core.outer.param_groups[number], given[0])  # equal for all of the run
             made, old = self._made.pop(id(run), {}), spare.pop(id(run), {})
@@ -187,8 +188,7 @@ def _fill(core: Core, run: Run, given: list[SavedState], values: dict[str, Tenso
     Parameter by parameter, the order of our checkpoints, so that files are read in order.
     """
     for index, state in zip(run.indices, given, strict=True):
-        home = run.group.homes[index]
-        start, stop = (0, run.group.layout.slots[index].numel) if core.replicated else (home.start, home.stop)
+        start, stop = _held(core, run, index)
         at, end = (bound - run.start for bound in run.group.masters.range(index))
         for key, value in values.items():
             place, padding = value[at:end].split((stop - start, end - at - stop + start))
@@ -199,16 +199,23 @@ def _fill(core: Core, run: Run, given: list[SavedState], values: dict[str, Tenso
                 bulk.add(state.tensors[key], start, place)
 
 
-def _fill_columns(run: Run, states: ColumnStates, given: list[SavedState]) -> None:
-    """Read the states of a run that rest on another tier."""
+def _fill_columns(core: Core, run: Run, states: ColumnStates, given: list[SavedState], options: Mapping[str, Any]) -> None:
+    """Read the states of a run that rest on another tier, or encoded."""
     if not given[0].tensors and not given[0].scalars:
         return
     columns = {key: states.column(key, state_dtype(run.group, reader.dtype)) for key, reader in given[0].tensors.items()}
-    states.names, states.scalars = list(columns), scalars_for(run, {}, given[0])
+    states.names, states.scalars = list(columns), scalars_for(run, options, given[0])
     for index, state in zip(run.indices, given, strict=True):
-        home = run.group.homes[index]
+        start, stop = _held(core, run, index)
+        begin, _ = run.group.masters.range(index)
         for key, reader in state.tensors.items():
-            copy_to_rest(reader, home.start, home.stop, columns[key], home.begin)
+            copy_to_rest(reader, start, stop, columns[key], begin)
+
+
+def _held(core: Core, run: Run, index: int) -> tuple[int, int]:
+    """Return [start, stop) of the flattened parameter whose states this rank has."""
+    home = run.group.homes[index]
+    return (0, run.group.layout.slots[index].numel) if core.replicated else (home.start, home.stop)
 
 
 def copy_to_rest(reader: Reader, start: int, stop: int, rest: Rest, begin: int) -> None:

@@ -1,4 +1,4 @@
-"""The optimizer states of one run: in the inner optimizer, or in columns that rest on another tier.
+"""The optimizer states of one run: in the inner optimizer, or in columns that rest on another tier, or encoded.
 
 A *column* is one state (exp_avg, ...) of a whole shard, with a `Rest` of its own; a run uses a range of it. So a run can be
 split without moving anything but its scalars (step counts and the like).
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from ..errors import ConfigError, ShardedWriteError
 from ..memory.ledger import OPTIMIZER
+from ..offload.coded_rest import CodedRest
 from ..offload.storage import Rest, Tiers
 from ..tensor.sharded_tensor import ShardedTensor
+from ..tensor.state_column import StateColumn, is_column
 from ..utils import torch_compat
 from ..zero.parameter import ParamHome
 from ..zero.unit import ParamGroup
@@ -24,8 +26,11 @@ from ..zero.unit import ParamGroup
 class DeviceStates:
     """States that the inner optimizer keeps itself, under the run's tensor."""
 
-    def __init__(self, state: dict[Tensor, dict], tensor: Tensor) -> None:
-        self.state, self.tensor = state, tensor
+    def __init__(self, state: dict[Tensor, dict], tiers: Tiers, tensor: Tensor) -> None:
+        self.state, self.tiers, self.tensor = state, tiers, tensor
+
+    def _is_column(self, value: Any) -> bool:
+        return is_column(value, (self.tensor.numel(),))
 
     def load(self) -> dict[str, Any]:
         """Return name -> tensor of the run's size, or scalar. {} before the first step."""
@@ -40,7 +45,7 @@ class DeviceStates:
         self.state.pop(self.tensor, None)
 
     def add(self, name: str, dtype: torch.dtype) -> None:
-        """Add a state with one value per element, all zeros."""
+        """Add a column, all zeros."""
         self.put(name, torch.zeros(self.tensor.numel(), dtype=dtype, device=self.tensor.device))
 
     def put(self, name: str, value: Any) -> None:
@@ -56,13 +61,13 @@ class DeviceStates:
 
     def kind(self) -> Hashable:
         """Return a key that is equal for states that one run can hold together."""
-        return _kind(self.load(), lambda value: isinstance(value, Tensor) and value.shape == self.tensor.shape)
+        return _kind(self.load(), self._is_column)
 
     def join(self, parts: list[DeviceStates]) -> None:
         """Take over the states of neighbours of equal kind, which keep none."""
         entries = dict(parts[0].load())
         for name, value in entries.items():
-            if isinstance(value, Tensor) and value.shape == parts[0].tensor.shape:
+            if parts[0]._is_column(value):
                 entries[name] = torch.cat([part.load()[name] for part in parts])
         for part in parts:
             part.clear()
@@ -74,24 +79,29 @@ class DeviceStates:
         assert part is not None
         entries = self.load()
         if entries:
-            self.state[part] = {k: _cut(v, self.tensor.numel(), start, stop) for k, v in entries.items()}
-        return DeviceStates(self.state, part)
+            self.state[part] = {k: v[start:stop] if self._is_column(v) else _copy(v) for k, v in entries.items()}
+        return DeviceStates(self.state, self.tiers, part)
 
 
 class ColumnStates:
-    """States of elements [start, stop) of the columns of a group's shard, and the run's own scalars."""
+    """States of elements [start, stop) of the columns of a group's shard, and the run's own scalars.
 
-    def __init__(self, group: ParamGroup, tiers: Tiers, start: int, stop: int) -> None:
-        self.group, self.tiers, self.start, self.stop = group, tiers, start, stop
+    declared: the columns that do not rest as they are, by name.
+    """
+
+    def __init__(self, group: ParamGroup, tiers: Tiers, declared: dict[str, StateColumn], start: int, stop: int) -> None:
+        self.group, self.tiers, self.declared, self.start, self.stop = group, tiers, declared, start, stop
         self.names: list[str] | None = None  # names of this run's columns; None before the first step
         self.scalars: dict[str, Any] = {}
 
-    def column(self, name: str, dtype: Any) -> Any:
-        """Return the Rest of a column, which is made on the first call."""
+    def column(self, name: str, dtype: torch.dtype) -> Rest:
+        """Return the Rest of a column, which is made on the first call. dtype: that of the optimizer's tensor."""
         columns = self.group.columns
         if name not in columns:
-            numel = self.group.layout.shard_numel
-            columns[name] = self.tiers.rest(OPTIMIZER, self.group.offload, numel, dtype)
+            layout, column = self.group.layout, self.declared.get(name) or StateColumn(name)
+            numel = layout.numel if self.group.masters.whole else layout.shard_numel
+            rest = self.tiers.rest(OPTIMIZER, self.group.offload, column.count(numel), column.dtype or dtype)
+            columns[name] = rest if column.plain(dtype) else CodedRest(rest, column, numel, dtype)
         return columns[name]
 
     def load(self) -> dict[str, Any]:
@@ -102,18 +112,29 @@ class ColumnStates:
         """Replace all states."""
         self.names, self.scalars = [], {}
         for name, value in entries.items():
-            if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == self.stop - self.start:
+            if is_column(value, (self.stop - self.start,)):
                 self.column(name, value.dtype).store(self.start, value)
                 self.names.append(name)
             else:
                 self.scalars[name] = value
+
+    def lend(self, state: dict[Tensor, dict], tensor: Tensor) -> None:
+        """Put the states, as the optimizer has them, under the run's tensor in an inner optimizer's state; `take` takes them back."""
+        entries = {k: v.load(self.start, self.stop) if isinstance(v, Rest) else v for k, v in self.load().items()}
+        if entries:
+            state[tensor] = entries
+
+    def take(self, state: dict[Tensor, dict], tensor: Tensor) -> None:
+        """Replace all states by those that the step has left."""
+        if entries := state.pop(tensor, None):
+            self.save(entries)
 
     def clear(self) -> None:
         """Drop all states: as before the first step."""
         self.names, self.scalars = None, {}
 
     def add(self, name: str, dtype: torch.dtype) -> None:
-        """Add a state with one value per element."""
+        """Add a column, whose values the caller writes."""
         self.column(name, dtype)
         self.names = [*(self.names or ()), name]
 
@@ -138,22 +159,19 @@ class ColumnStates:
 
     def cut(self, start: int, stop: int, part: Tensor | None) -> ColumnStates:
         """Return the states of elements [start, stop) of the run."""
-        cut = ColumnStates(self.group, self.tiers, self.start + start, self.start + stop)
+        cut = ColumnStates(self.group, self.tiers, self.declared, self.start + start, self.start + stop)
         cut.names = None if self.names is None else list(self.names)
-        cut.scalars = {k: _cut(v, -1, 0, 0) for k, v in self.scalars.items()}
+        cut.scalars = {k: _copy(v) for k, v in self.scalars.items()}
         return cut
 
 
 class StateHome:
-    """The Home (see tensor/sharded_tensor.py) of one parameter's part of a state, which it reads and writes at rest.
-
-    begin: first element in `column`; None: the column is one of the whole shard.
-    """
+    """The Home (see tensor/sharded_tensor.py) of one parameter's part of a column, from element `begin` on, read and written at rest."""
 
     undivided = False
 
-    def __init__(self, home: ParamHome, column: Rest, begin: int | None = None) -> None:
-        self.home, self.column, self.begin = home, column, home.begin if begin is None else begin
+    def __init__(self, home: ParamHome, column: Rest, begin: int) -> None:
+        self.home, self.column, self.begin = home, column, begin
         self.name, self.start, self.stop, self.comm = home.name, home.start, home.stop, home.comm
         self.meeting, self.counts, self.distributed = home.meeting, home.counts, home.distributed
 
@@ -261,7 +279,5 @@ def _kind(entries: dict[str, Any], is_column: Callable[[Any], bool]) -> Hashable
     return tuple(sorted((name, value.dtype if is_column(value) else hashable(value)) for name, value in entries.items()))
 
 
-def _cut(value: Any, numel: int, start: int, stop: int) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value[start:stop] if value.dim() == 1 and value.numel() == numel else value.clone()
+def _copy(scalar: Any) -> Any:
+    return scalar.clone() if isinstance(scalar, Tensor) else scalar

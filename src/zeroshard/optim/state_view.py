@@ -7,6 +7,8 @@ them works as in torch. The dicts around them are views, which forward assignmen
     state[p]["step"] = 0            for that parameter alone: its run is split, and joined again at the next step where
                                     neighbours have equal states by then
     del state[p], state.clear()     as before the first step
+
+Where a replicated state rests encoded (tensor/state_column.py), a copy of it is shown: assign, rather than write into it.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, ModelClosed
-from ..offload.storage import Rest
 from ..tensor.sharded_tensor import ShardedTensor
+from ..tensor.state_column import is_column
 from ..zero.unit import ParamGroup
 from .segments import Run
 from .state_loading import Core, SavedState, TensorReader, restore, scalars_for, state_dtype
@@ -161,16 +163,14 @@ def entries_of(core: Core, param: Tensor) -> dict[str, Any]:
 
 
 def _view(core: Core, run: Run, index: int, value: Any, whole: type[Tensor]) -> Any:
-    if isinstance(value, Rest):
-        return StateHome(run.group.homes[index], value).tensor()
     if not run.holds(value):
         return run.shown(value)
-    home, slot = run.group.homes[index], run.group.layout.slots[index]
-    start, _ = run.group.masters.range(index)
-    if core.replicated:
-        view = value[start - run.start : start - run.start + slot.numel].view(slot.shape)
-        return view if whole is Tensor else view.as_subclass(whole)
-    return StateHome(home, core.runtime.tiers.over(value), start - run.start).tensor()
+    rest, begin = run.place(value, index)
+    if not core.replicated:
+        return StateHome(run.group.homes[index], rest, begin).tensor()
+    slot = run.group.layout.slots[index]
+    view = rest.load(begin, begin + slot.numel).view(slot.shape)
+    return view if whole is Tensor else view.as_subclass(whole)
 
 
 def _kept(value: Any) -> Any:
@@ -214,7 +214,7 @@ def _saved(group: ParamGroup, index: int, entries: Mapping[str, Any], counters: 
     """Return one parameter's entries as a SavedState, divided into tensors and scalars."""
     saved, shape = SavedState(), group.specs[index].shape
     for key, value in entries.items():
-        if key in counters or not isinstance(value, Tensor) or tuple(value.shape) != shape:
+        if key in counters or not is_column(value, shape):
             saved.scalars[key] = value
         elif isinstance(value, ShardedTensor):
             saved.tensors[key] = TensorReader(value._local, group.homes[index].start)
@@ -243,25 +243,28 @@ def remove_entry(core: Core, param: Tensor, key: str) -> None:
 
 @torch.no_grad()
 def write_entry(core: Core, param: Tensor, key: str, value: Any) -> Any:
-    """Write one state of one parameter; return what then shows it. A tensor with one value per element is the state itself."""
+    """Write one state of one parameter; return what then shows it. That of a column is the state itself."""
     core.runtime.gate.before()
     run, index = _find(core, param)
     states, shape, name = run.states.load(), run.group.specs[index].shape, f"{run.group.specs[index].name}, {key!r}"
-    is_column = key in states and (isinstance(states[key], Rest) or run.holds(states[key]))
-    if isinstance(value, Tensor) and not is_column and tuple(value.shape) == shape and key not in _scalars(core):
+    was_column = key in states and run.holds(states[key])
+    if is_column(value, shape) and not was_column and key not in _scalars(core):
         run, index = _alone(core, param)
         if key in states:
             run.states.remove(key)
         run.states.add(key, state_dtype(run.group, value.dtype))
-        is_column = True
-    if is_column and isinstance(value, Tensor):
+        was_column = True
+    if was_column and isinstance(value, Tensor):
         shown = _view(core, run, index, run.states.load()[key], WholeState)
         write_state(shown, value, name)
+        if core.replicated:  # what is shown of an encoded column is a copy
+            rest, begin = run.place(run.states.load()[key], index)
+            rest.store(begin, shown.as_subclass(Tensor).reshape(-1))
         core.states_changed()
         return shown
-    if key not in states or is_column or hashable(states[key]) != hashable(value):
+    if key not in states or was_column or hashable(states[key]) != hashable(value):
         run, index = _alone(core, param)
-        if is_column:
+        if was_column:
             run.states.remove(key)
         options = core.outer.param_groups[core.group_of[id(param)]]
         run.states.put(key, scalars_for(run, options, SavedState(scalars={key: value}))[key])
@@ -273,7 +276,7 @@ def _scalars(core: Core) -> set[str]:
     """Return the keys of states that are one number per parameter, as far as there are states."""
     found = {"step"}
     for run in (run for runs in core.runs for run in runs):
-        found |= {key for key, value in run.states.load().items() if not isinstance(value, Rest) and not run.holds(value)}
+        found |= {key for key, value in run.states.load().items() if not run.holds(value)}
     return found
 
 

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from ..comm.base import Comm
 from ..comm.codec import exchange_values, sendable
 from ..errors import ConfigError
-from ..offload.storage import Rest, Tiers
+from ..offload.storage import Tiers
+from ..tensor.state_column import is_column
 from ..tensor.tiled_parameter import part_of
 from ..utils.torch_compat import disable_current_modes
 from ..zero.chunked_gather import ChunkedGather
@@ -155,7 +156,7 @@ class WholeStepper:
 
     def _job(self, run: Run, options: dict[str, Any]) -> Stepping:
         entries = run.states.load()
-        states = {key: value.dtype for key, value in sorted(entries.items()) if isinstance(value, Rest) or run.holds(value)}
+        states = {key: value.dtype for key, value in sorted(entries.items()) if run.holds(value)}
         return Stepping(run, options, states, {key: value for key, value in entries.items() if key not in states})
 
     def _step_class(self, job: Stepping, param: Tensor, grad: Tensor, states: dict[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
@@ -198,7 +199,8 @@ class WholeStepper:
         run, numel, slot = job.run, job.numel, job.group.layout.slots[job.index]
         assert run.tensor is not None
         entries = run.states.load()
-        states = {key: entries[key][:numel] for key in job.states}
+        places = {key: run.place(entries[key], job.index) for key in job.states}
+        states = {key: rest.load(begin, begin + numel) for key, (rest, begin) in places.items()}
         param = run.tensor.detach()[:numel]
         value, after = self._step_class(job, param, job.group.gradients.in_step(slot.offset, slot.stop, param.dtype), states)
         if value.data_ptr() != param.data_ptr():
@@ -208,7 +210,8 @@ class WholeStepper:
     def _padded(self, job: Stepping, key: str, value: Any, entries: dict[str, Any]) -> Any:
         if not _is_state(value, job.shape) or (key in job.others):
             return value
-        flat = entries[key] if key in job.states else value.new_zeros(job.run.numel)
+        flat = entries.get(key)
+        flat = flat if isinstance(flat, Tensor) else value.new_zeros(job.run.numel)
         flat[: job.numel].copy_(value.reshape(-1))
         return flat
 
@@ -264,12 +267,9 @@ class WholeStepper:
         group, home = job.group, job.group.homes[job.index]
         stepped = group.masters.stepped
         entries = job.run.states.load()
-        states = [self._state_slice(job, entries[key]) for key in job.states]
+        places = [job.run.place(entries[key], job.index) for key in job.states]
+        states = [rest.load(begin, begin + home.end - home.begin) for rest, begin in places]
         return [stepped.load(home.begin, home.end), group.gradients.in_step(home.begin, home.end, stepped.dtype), *states]
-
-    def _state_slice(self, job: Stepping, value: Any) -> Tensor:
-        home = job.group.homes[job.index]
-        return value.load(home.begin, home.end) if isinstance(value, Rest) else value[: home.end - home.begin]
 
     def _give_back(self, turn: list[Stepping], mine: tuple[Stepping, Tensor, dict[str, Any]] | None) -> None:
         """Send slices of values and states from the owners to all ranks, which store them (collective)."""
@@ -307,7 +307,7 @@ class WholeStepper:
         if isinstance(run.states, ColumnStates):
             for key, part in states.items():
                 run.states.column(key, part.dtype).store(home.begin, part)
-            run.states.names, run.states.scalars = list(states), dict(job.others)
+            run.states.names, run.states.scalars = list(states), {k: _placed(v, k, run) for k, v in job.others.items()}
             return
         entries = run.states.load()
         padded = {key: entries[key] if key in entries else part.new_zeros(run.numel) for key, part in states.items()}
@@ -324,8 +324,8 @@ class WholeStepper:
 
 def _placed(value: Any, key: str, run: Run) -> Any:
     """Return an unsharded state from the owner on this run's device; `step` stays on the host, where torch keeps it."""
-    assert run.tensor is not None
-    return value.to(run.tensor.device) if isinstance(value, Tensor) and key != "step" else value
+    moves = run.tensor is not None and isinstance(value, Tensor) and key != "step"
+    return value.to(run.tensor.device) if moves else value  # type: ignore[union-attr]
 
 
 def _told(job: Stepping, after: dict[str, Any]) -> tuple[dict[str, torch.dtype], dict[str, Any]]:
@@ -335,7 +335,7 @@ def _told(job: Stepping, after: dict[str, Any]) -> tuple[dict[str, torch.dtype],
 
 
 def _is_state(value: Any, shape: tuple[int, ...]) -> bool:
-    return isinstance(value, Tensor) and tuple(value.shape) == shape and value.dim() > 0
+    return is_column(value, shape) and bool(shape)
 
 
 def _lay(received: Tensor, start: int, target: Tensor, begin: int) -> None:

@@ -30,7 +30,7 @@ from ..comm.fake import FakeComm, Imagination, imagination
 from ..config import Config, Tier
 from ..errors import ConfigError, ZeroshardError, did_you_mean
 from ..parallel.parallelize import next_token_loss, parallelize
-from ..tensor.flat_layout import ALIGNMENT, round_up
+from ..tensor.flat_layout import round_up
 from ..testing import imagined_mesh
 from ..utils import torch_compat
 from ..utils.torch_compat import FakeTensor, FakeTensorMode
@@ -446,7 +446,7 @@ class _Run:
 
 
 def _numel(unit: Unit) -> int:
-    return sum(round_up(slot.numel, ALIGNMENT) for group in unit.groups for slot in group.layout.slots)
+    return sum(round_up(slot.numel, group.layout.alignment) for group in unit.groups for slot in group.layout.slots)
 
 
 def _make(batch: Any) -> Any:

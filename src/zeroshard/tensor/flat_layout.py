@@ -4,7 +4,8 @@
     shards       |   rank 0   |   rank 1   |   rank 2   |
 
 Words: a *slot* is the place of one parameter in the flat buffer; a *piece* is the part of a slot that lies in
-one rank's shard. All offsets are in elements. Slots and shards start at multiples of ALIGNMENT, so vector
+one rank's shard. All offsets are in elements. Slots and shards start at multiples of ALIGNMENT (or of a multiple of it,
+where optimizer states rest in longer blocks: no boundary then cuts a block), so vector
 kernels see no ragged ends inside a shard: elementwise results do not depend on how a buffer was cut, which is
 what makes the stages equal bit for bit.
 
@@ -57,31 +58,32 @@ class Piece:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """A flat buffer of `world_size` shards of `shard_numel` elements each."""
+    """A flat buffer of `world_size` shards of `shard_numel` elements each. Slots and shards start at multiples of `alignment`."""
 
     slots: tuple[Slot, ...]
     world_size: int
     shard_numel: int
+    alignment: int = ALIGNMENT
 
     def __post_init__(self) -> None:
-        assert self.world_size >= 1 and self.shard_numel % ALIGNMENT == 0
+        assert self.world_size >= 1 and self.alignment % ALIGNMENT == 0 and self.shard_numel % self.alignment == 0
         end = 0
         for slot in self.slots:
-            assert slot.offset >= end and slot.offset % ALIGNMENT == 0 and slot.numel == math.prod(slot.shape)
+            assert slot.offset >= end and slot.offset % self.alignment == 0 and slot.numel == math.prod(slot.shape)
             end = slot.stop
         assert end <= self.numel
 
     @classmethod
-    def build(cls, shapes: Sequence[Sequence[int]], world_size: int) -> FlatLayout:
+    def build(cls, shapes: Sequence[Sequence[int]], world_size: int, alignment: int = ALIGNMENT) -> FlatLayout:
         """Lay parameters of the given shapes one after another and cut the buffer in `world_size` shards."""
         slots: list[Slot] = []
         offset = 0
         for shape in shapes:
             numel = math.prod(shape)
             slots.append(Slot(tuple(shape), offset, numel))
-            offset = round_up(offset + numel, ALIGNMENT)
-        shard_numel = round_up(max(-(-offset // world_size), 1), ALIGNMENT)
-        return cls(tuple(slots), world_size, shard_numel)
+            offset = round_up(offset + numel, alignment)
+        shard_numel = round_up(max(-(-offset // world_size), 1), alignment)
+        return cls(tuple(slots), world_size, shard_numel, alignment)
 
     @property
     def numel(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..offload.storage import Rest
-from ..tensor.flat_layout import ALIGNMENT, round_up
+from ..tensor.flat_layout import round_up
 from ..utils import torch_compat
 
 
@@ -44,7 +44,7 @@ class Masters:
     def range(self, index: int) -> tuple[int, int]:
         """Return [start, stop) of a parameter in `stepped`, with the padding that follows it."""
         layout, slot = self.group.layout, self.group.layout.slots[index]
-        stop = round_up(slot.stop, ALIGNMENT)
+        stop = round_up(slot.stop, layout.alignment)
         if self.whole:
             return slot.offset, stop
         begin, end = layout.shard_range(self.group.comm.rank)

@@ -26,8 +26,9 @@ from ..memory.host_memory import keep_freed_memory, limits, return_freed_memory
 from ..memory.ledger import GATHERED, GRADIENTS, MASTERS, Ledger
 from ..offload.storage import Tiers
 from ..tensor.attributes import attributes_of
-from ..tensor.flat_layout import FlatLayout
+from ..tensor.flat_layout import ALIGNMENT, FlatLayout
 from ..tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
+from ..tensor.state_column import StateColumn, declared_columns
 from ..utils import torch_compat
 from ..utils.torch_compat import carry_hooks, swap
 from .auto_wrap import UnitPlan, partition
@@ -57,13 +58,16 @@ _COLUMNS: dict[str, Callable[[dict], int]] = {
 }
 
 
-def state_columns(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
-    """Return id of each parameter -> number of states of its size that the first step makes (2 if the class is unknown)."""
+def state_columns(optimizer: torch.optim.Optimizer | None) -> dict[int, tuple[StateColumn, ...]]:
+    """Return id of each parameter -> the columns that the first step makes (2 if the class is unknown; only declared ones by name)."""
     if optimizer is None:
         return {}
     known = (_COLUMNS[cls.__name__] for cls in type(optimizer).__mro__ if cls.__name__ in _COLUMNS)
     count = next(known, lambda options: 2)
-    return {id(param): count(group) for group in optimizer.param_groups for param in group["params"]}
+    declared = tuple(declared_columns(optimizer).values())
+    columns = [(*declared, *[StateColumn("")] * (count(group) - len(declared))) for group in optimizer.param_groups]
+    pairs = zip(optimizer.param_groups, columns, strict=True)
+    return {id(param): each for group, each in pairs for param in group["params"]}
 
 
 def _held_nbytes(specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None) -> int:
@@ -227,7 +231,9 @@ class Builder:
         return list(buckets.values())
 
     def _layout(self, bucket: list[ParamSpec]) -> FlatLayout:
-        return FlatLayout.build([spec.shape for spec in bucket], self.comm.world_size)
+        columns = {column for each in self.tiers.state_columns.values() for column in each}
+        alignment = math.lcm(ALIGNMENT, *(column.elements for column in columns))
+        return FlatLayout.build([spec.shape for spec in bucket], self.comm.world_size, alignment)
 
     def _buffer_sizes(self, pairs: list[Pair]) -> _BufferSizes:
         """Return the sizes of the buffers from which gradients are sent, and through which shards pass between tiers."""
@@ -305,10 +311,10 @@ class Builder:
         return sum(comm.needed(values.get(comm, []), slices.get(comm, [])) for comm in dict.fromkeys((*values, *slices)))
 
     def _group_need(self, bucket: list[ParamSpec], layout: FlatLayout) -> Group:
-        dtype, columns = bucket[0].dtype, [self.tiers.state_columns.get(id(spec.original), 0) for spec in bucket]
+        dtype, columns = bucket[0].dtype, [self.tiers.state_columns.get(id(spec.original), ()) for spec in bucket]
         if not bucket[0].requires_grad:
             return Group(layout.numel, layout.shard_numel, dtype, whole=bucket[0].whole)
-        states = (self.gradient_dtype(dtype), *self._states[id(bucket[0])], max(columns))
+        states = (self.gradient_dtype(dtype), *self._states[id(bucket[0])], max(columns, key=len))
         return Group(layout.numel, layout.shard_numel, dtype, *states, bucket[0].whole)
 
     def send_dtype(self, dtype: torch.dtype) -> torch.dtype:

@@ -12,6 +12,7 @@ from benchmarks.papers.table import Cell, Table, digits, rank_correlation
 from zeroshard.cli import main
 from zeroshard.config import Config, Offload, Tier
 from zeroshard.memory.estimate import BUFFERS, Group, needs
+from zeroshard.tensor.state_column import StateColumn
 
 DATA = Path(benchmarks.papers.__file__).parent / "data"
 FACTS = ("ZeRO", "Offload", "Infinity", "DeepSpeed", "in the column paper")
@@ -63,7 +64,8 @@ def test_what_differs_in_the_other_tables_is_a_known_misprint_or_a_shorter_repet
 def test_the_run_of_a_stage_and_the_plan_of_its_memory_and_the_papers_formula_agree(stage, ranks):
     numel = 1 << 30
     found = counted.count(numel, ranks, stage=stage).states_nbytes
-    group = Group(numel, numel // ranks, counted.torch.float16, counted.torch.float16, Offload(), counted.torch.float32, 2)
+    columns = (StateColumn(""),) * 2
+    group = Group(numel, numel // ranks, counted.torch.float16, counted.torch.float16, Offload(), counted.torch.float32, columns)
     plan = needs(Config.build(None, stage=stage), True, [group])
     assert found == sum(nbytes for (name, tier, _), nbytes in plan.items() if tier is Tier.DEVICE and name != BUFFERS)
     assert (

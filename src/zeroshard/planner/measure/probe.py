@@ -28,6 +28,7 @@ from ...optim.inner_optimizer import inner_copy
 from ...optim.offloaded_step import HostStepper, Job
 from ...optim.segments import Run
 from ...optim.sharded_optimizer import OptimizerCore
+from ...tensor.state_column import is_column
 
 _PROBE_S = 0.4
 _NUMEL = 1 << 22  # parameters that are stepped: with their states, more than caches hold
@@ -113,7 +114,7 @@ class Rehearsal:
     def _keep(self, state: dict, param: Tensor) -> None:
         """Make columns with the names and dtypes of the states that the first step made, and keep its scalars."""
         for name, value in state.items():
-            if isinstance(value, Tensor) and value.shape == param.shape and value.dim():
+            if is_column(value, tuple(param.shape)):
                 self.columns[name] = torch.zeros(self.param.numel(), dtype=value.dtype, device="cpu")
             else:
                 self.scalars[name] = value

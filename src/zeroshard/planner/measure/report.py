@@ -21,6 +21,7 @@ from torch import nn
 from ...comm.base import Comm, Sent
 from ...config import PRECISIONS, Placement, Tier
 from ...memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, RESIDUALS, SECONDARY, STAGING, Traffic
+from ...optim.segments import state_tensors
 from ...zero.runtime import Runtime, runtime_of
 from ...zero.unit import ParamGroup
 
@@ -186,12 +187,16 @@ def _moments_per_element(runtime: Runtime) -> float:
     if runtime.optimizer is None:
         return 0.0
     for tensor, state in runtime.optimizer.core.inner.state.items():
-        like = [v for v in state.values() if getattr(v, "shape", None) == tensor.shape]
-        return float(sum(v.element_size() for v in like))
+        return float(sum(column.itemsize for column in state_tensors({tensor: state})))
     for group in runtime.groups:
         if group.columns:
-            return float(sum(column.dtype.itemsize for column in group.columns.values()))
+            return _column_itemsize(group)
     return 0.0
+
+
+def _column_itemsize(group: ParamGroup) -> float:
+    """Return the bytes per element of a group's columns at rest."""
+    return sum(column.nbytes / column.numel for column in group.columns.values())
 
 
 def theory_sent_per_step(runtime: Runtime) -> Sent:
@@ -259,7 +264,7 @@ def step_itemsizes(runtime: Runtime, group: ParamGroup) -> dict[Link, int]:
     values, gradient = group.values.rest, group.grads.rest
     stepped = group.masters.stepped
     here = Tier.DEVICE if group.offload.tier is Tier.DEVICE else Tier.HOST  # the tier that steps it
-    states = sum(column.dtype.itemsize for column in group.columns.values()) or 2 * 4  # before the first step: as Adam
+    states = int(_column_itemsize(group)) or 2 * 4  # before the first step: as Adam
     if group.offload.tier is Tier.DISK:
         _move(moved, runtime, Tier.DISK, here, states)
         _move(moved, runtime, here, Tier.DISK, states)

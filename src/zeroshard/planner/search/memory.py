@@ -15,6 +15,7 @@ import torch
 from ...config import STAGES, Config, Offload, Placement, Row, Tier
 from ...memory.estimate import Group, arena_nbytes
 from ...memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, SECONDARY, STAGING
+from ...tensor.state_column import StateColumn
 from ...zero.prefetch import LOOKAHEAD
 from ...zero.shard_model import LANDINGS, STAGING_BUFFERS
 from ..plan import ACTIVATIONS
@@ -157,6 +158,6 @@ def _add_buffers(layout: Layout, row: Row, sizes: tuple[int, ...], add: Callable
 def _arena_nbytes(layout: Layout, sizes: tuple[int, ...]) -> int:
     """Memory through which the host's step brings what is out of its reach (memory/estimate.py)."""
     config = Config(**layout.options(path="/"))
-    columns, master = layout.state_itemsize // 4, torch.float32 if layout.has_masters else None
+    columns, master = (StateColumn(""),) * (layout.state_itemsize // 4), torch.float32 if layout.has_masters else None
     groups = [Group(0, size, config.compute_dtype, torch.float32, config.offload_optimizer, master, columns) for size in sizes]
     return arena_nbytes(config, layout.separate, groups)

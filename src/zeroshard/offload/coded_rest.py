@@ -1,0 +1,83 @@
+"""Columns that rest otherwise than the optimizer has them: decoded where they are read, encoded where they are written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..tensor.state_column import StateColumn
+from .storage import MOVED, Pending, Rest
+
+
+class CodedRest(Rest):
+    """The resting place of a column's `numel` elements, in the optimizer's dtype, over `inner`, which holds them encoded.
+
+    Any range of elements may be read and written: of blocks that it only touches, the other elements are encoded again.
+    """
+
+    resident = False
+
+    def __init__(self, inner: Rest, column: StateColumn, numel: int, dtype: torch.dtype) -> None:
+        self.inner, self.column, self.numel, self.dtype, self.tier = inner, column, numel, dtype, inner.tier
+
+    def nbytes_of(self, numel: int) -> int:
+        return self.column.nbytes(numel, self.dtype)
+
+    def view(self, start: int, stop: int) -> Tensor | None:
+        return None
+
+    def read(self, start: int, out: Tensor) -> Pending:
+        if not out.numel():
+            return MOVED
+        at, end = map(self.column.count, self.column.blocks(start, start + out.numel()))
+        coded = self.inner.view(at, end)
+        if coded is not None:
+            self.decode(coded, start, out)
+            return MOVED
+        coded = torch.empty(end - at, dtype=self.inner.dtype, device="cpu")
+        return _Decoding(self, self.inner.read(at, coded), coded, start, out)
+
+    def decode(self, coded: Tensor, start: int, out: Tensor) -> None:
+        """Fill `out` (n,) with elements [start, start + n), cut out of the blocks around them."""
+        skipped = start % self.column.elements
+        out.copy_(self.column.decode(coded)[skipped : skipped + out.numel()])
+
+    def write(self, start: int, source: Tensor) -> Pending:
+        return self.inner.write(*self._encoded(start, source)) if source.numel() else MOVED
+
+    def load(self, start: int, stop: int) -> Tensor:
+        at, end = map(self.column.count, self.column.blocks(start, stop))
+        coded = self.inner.load(at, end)
+        out = torch.empty(stop - start, dtype=self.dtype, device=coded.device)
+        if out.numel():
+            self.decode(coded, start, out)
+        return out
+
+    def store(self, start: int, source: Tensor) -> None:
+        if source.numel():
+            self.inner.store(*self._encoded(start, source.detach()))
+
+    def _encoded(self, start: int, source: Tensor) -> tuple[int, Tensor]:
+        """Return where in `inner` the blocks around these elements begin, and the blocks with the elements replaced."""
+        begin, end = self.column.blocks(start, start + source.numel())
+        if end - begin != source.numel():
+            blocks = self.load(begin, end)
+            blocks[start - begin : start - begin + source.numel()] = source
+            source = blocks
+        return self.column.count(begin), self.column.encode(source.to(self.dtype)).to(self.inner.dtype)
+
+
+class _Decoding:
+    """A read of encoded values, which are decoded when it has been waited for."""
+
+    def __init__(self, rest: CodedRest, read: Pending, coded: Tensor, start: int, out: Tensor) -> None:
+        self.rest, self.read, self.coded, self.start, self.out = rest, read, coded, start, out
+
+    def done(self) -> bool:
+        return self.read.done()
+
+    def wait(self) -> None:
+        self.read.wait()
+        self.rest.decode(self.coded, self.start, self.out)
+
+    join = wait

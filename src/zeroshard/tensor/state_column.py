@@ -1,0 +1,70 @@
+"""Columns: how an optimizer state with a value for each element of its parameter rests.
+
+    the optimizer's tensor (n,)      e0 ...... e63 | e64 ..... e127 |        values of the dtype that is stepped
+        encode |   ^ decode
+    at rest    (n x values/elements) c0 .. c63, s0 | c64 .. c127, s1 |       here 64 elements rest as 68 bytes
+
+All other states (`step`) are scalars: they belong to a run, or to a whole parameter, and every rank has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MOST_ELEMENTS = 4096  # of one block: slabs of the host's step begin at multiples of this
+
+
+def _as_it_is(values: Tensor) -> Tensor:
+    return values
+
+
+@dataclass(frozen=True)
+class StateColumn:
+    """One optimizer state: each block of `elements` elements rests as `values` values of `dtype`.
+
+    dtype: None for that of what is stepped. encode: the optimizer's tensor (n,) -> what rests; decode: the reverse. Both take whole
+    blocks, and what they return is cast. encode(decode(x)) must be x, so that a state which is saved and loaded keeps its bits;
+    zeros must decode to zeros.
+    """
+
+    name: str
+    dtype: torch.dtype | None = None
+    values: int = 1
+    elements: int = 1
+    encode: Callable[[Tensor], Tensor] = _as_it_is
+    decode: Callable[[Tensor], Tensor] = _as_it_is
+
+    def __post_init__(self) -> None:
+        assert 0 < self.elements <= _MOST_ELEMENTS and _MOST_ELEMENTS % self.elements == 0 and self.values > 0
+
+    def count(self, numel: int) -> int:
+        """Return how many values rest for `numel` elements, whole blocks; also: where the values of element `numel` begin."""
+        assert numel % self.elements == 0, f"{self.name}: {numel} elements are not whole blocks of {self.elements}"
+        return numel // self.elements * self.values
+
+    def nbytes(self, numel: int, stepped: torch.dtype) -> int:
+        """Return the bytes in which `numel` elements rest, the last block whole. stepped: dtype of what is stepped."""
+        return -(-numel // self.elements) * self.values * (self.dtype or stepped).itemsize
+
+    def blocks(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the least range of whole blocks around elements [start, stop)."""
+        return start // self.elements * self.elements, -(-stop // self.elements) * self.elements
+
+    def plain(self, stepped: torch.dtype) -> bool:
+        """Return True where the optimizer's tensor rests as it is."""
+        return self.encode is self.decode is _as_it_is and self.dtype in (None, stepped)
+
+
+def is_column(value: Any, shape: tuple[int, ...]) -> bool:
+    """Return True for a state with a value for each element of a tensor of this shape, False for a scalar."""
+    return isinstance(value, Tensor) and tuple(value.shape) == shape
+
+
+def declared_columns(optimizer: torch.optim.Optimizer | None) -> dict[str, StateColumn]:
+    """Return the columns that an optimizer's class declares as `state_columns`, by name: states that do not rest as they are."""
+    return {column.name: column for column in getattr(type(optimizer), "state_columns", ())}
