@@ -34,6 +34,7 @@ from .utils.option_kinds import (
     check_fields,
     is_number,
     is_scale,
+    option,
 )
 
 if TYPE_CHECKING:
@@ -194,26 +195,10 @@ def _are_dtypes(value: object) -> bool:
 
 
 _DTYPE = Kind("torch.float32, bfloat16 or float16", lambda value: value in PRECISIONS.values())
-_CONFIG_KINDS = {
-    "units": Kind("'auto', 'model', 'leaf', a tuple of classes or names, or a function (name, module) -> bool", _are_units),
-    "max_grad_norm": LENGTH,
-    "stall_timeout_s": SECONDS,
-    **dict.fromkeys(("min_unit_numel", "delayed_update", "loss_scale_delay"), COUNT),
-    **dict.fromkeys(("max_unit_numel", "prefetch_nbytes", "max_live_parameters", "prefetch_bucket_size"), BOUND),
-    **dict.fromkeys(("param_persistence_threshold", "model_persistence_threshold"), BOUND),
-    **dict.fromkeys(("overlap", "master_weights", "cast_buffers", "agree_buffers", "map_shared", "keep_host_memory"), BOOL),
-    "consecutive_hysteresis": BOOL,
-    **dict.fromkeys(("gradient_dtype", "reduce_dtype"), _DTYPE),
-    "dtypes": Kind("{class name or name pattern: floating-point dtype}", _are_dtypes),
-    "loss_scale": Kind("'dynamic' or a number above 0", lambda value: value == "dynamic" or is_scale(value)),
-    **dict.fromkeys(("initial_loss_scale", "min_loss_scale"), Kind("a number above 0", is_scale)),
-    **dict.fromkeys(("loss_scale_window", "loss_scale_hysteresis"), POSITIVE),
-    "max_skipped_steps": SKIPS,
-    **dict.fromkeys(("skip_nonfinite", "hold_schedulers"), BOOL),
-    **dict.fromkeys(("shard_size", "mics_shard_size", "zero_hpz_partition_size"), POSITIVE),
-    **dict.fromkeys(("hierarchical", "replicate_optimizer"), BOOL),
-    "offload_path": FOLDER,
-}  # fmt: skip
+_UNITS = Kind("'auto', 'model', 'leaf', a tuple of classes or names, or a function (name, module) -> bool", _are_units)
+_DTYPES = Kind("{class name or name pattern: floating-point dtype}", _are_dtypes)
+_LOSS_SCALE = Kind("'dynamic' or a number above 0", lambda value: value == "dynamic" or is_scale(value))
+_SCALE = Kind("a number above 0", is_scale)
 
 PRESETS: dict[str, dict[str, object]] = {
     "ddp": {"stage": 0},
@@ -350,47 +335,47 @@ class Config:
 
     stage: int = 3
     precision: str = "fp32"
-    units: Units = "auto"
-    max_unit_numel: int | None = None
-    min_unit_numel: int = 0
-    max_grad_norm: float | None = None
-    overlap: bool = True
-    prefetch_nbytes: int = 64 << 20
-    gradient_dtype: torch.dtype = torch.float32
-    reduce_dtype: torch.dtype | None = None
-    master_weights: bool = True
-    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    cast_buffers: bool = False
-    agree_buffers: bool = True
-    loss_scale: str | float = "dynamic"
-    initial_loss_scale: float = 2.0**16
-    loss_scale_window: int = 2000
-    loss_scale_delay: int = 0
-    loss_scale_hysteresis: int = 1
-    consecutive_hysteresis: bool = False
-    min_loss_scale: float = 2.0**-14
-    skip_nonfinite: bool = True
-    max_skipped_steps: float = 50
-    hold_schedulers: bool = True
-    map_shared: bool = True
-    keep_host_memory: bool = True
+    units: Units = option("auto", _UNITS)
+    max_unit_numel: int | None = option(None, BOUND)
+    min_unit_numel: int = option(0, COUNT)
+    max_grad_norm: float | None = option(None, LENGTH)
+    overlap: bool = option(True, BOOL)
+    prefetch_nbytes: int = option(64 << 20, BOUND)
+    gradient_dtype: torch.dtype = option(torch.float32, _DTYPE)
+    reduce_dtype: torch.dtype | None = option(None, _DTYPE)
+    master_weights: bool = option(True, BOOL)
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict, metadata={"kind": _DTYPES})
+    cast_buffers: bool = option(False, BOOL)
+    agree_buffers: bool = option(True, BOOL)
+    loss_scale: str | float = option("dynamic", _LOSS_SCALE)
+    initial_loss_scale: float = option(2.0**16, _SCALE)
+    loss_scale_window: int = option(2000, POSITIVE)
+    loss_scale_delay: int = option(0, COUNT)
+    loss_scale_hysteresis: int = option(1, POSITIVE)
+    consecutive_hysteresis: bool = option(False, BOOL)
+    min_loss_scale: float = option(2.0**-14, _SCALE)
+    skip_nonfinite: bool = option(True, BOOL)
+    max_skipped_steps: float = option(50, SKIPS)
+    hold_schedulers: bool = option(True, BOOL)
+    map_shared: bool = option(True, BOOL)
+    keep_host_memory: bool = option(True, BOOL)
     offload_optimizer: Offload = _CHOSEN
     offload_gradient: Offload = _CHOSEN
     offload_param: Offload = _CHOSEN
-    offload_path: str | None = None
-    delayed_update: int | None = None
-    param_persistence_threshold: float = 0
-    model_persistence_threshold: float = math.inf
-    max_live_parameters: int = 0
-    prefetch_bucket_size: int | None = None
-    shard_size: int | None = None
-    mics_shard_size: int | None = None
-    replicate_optimizer: bool = True
-    zero_hpz_partition_size: int = 1
+    offload_path: str | None = option(None, FOLDER)
+    delayed_update: int | None = option(None, COUNT)
+    param_persistence_threshold: float = option(0, BOUND)
+    model_persistence_threshold: float = option(math.inf, BOUND)
+    max_live_parameters: int = option(0, BOUND)
+    prefetch_bucket_size: int | None = option(None, BOUND)
+    shard_size: int | None = option(None, POSITIVE)
+    mics_shard_size: int | None = option(None, POSITIVE)
+    replicate_optimizer: bool = option(True, BOOL)
+    zero_hpz_partition_size: int = option(1, POSITIVE)
     zero_quantized_weights: Compression | None = None
     zero_quantized_gradients: Compression | None = None
-    hierarchical: bool | None = None
-    stall_timeout_s: float = 60.0
+    hierarchical: bool | None = option(None, BOOL)
+    stall_timeout_s: float = option(60.0, SECONDS)
 
     if TYPE_CHECKING:  # fields have their validated types; the constructor accepts more
 
@@ -408,7 +393,7 @@ class Config:
             object.__setattr__(self, name, _as_dtype(getattr(self, name)))
         if isinstance(self.dtypes, Mapping):
             object.__setattr__(self, "dtypes", {key: _as_dtype(dtype) for key, dtype in self.dtypes.items()})
-        check_fields(self, _CONFIG_KINDS)
+        check_fields(self, {f.name: f.metadata["kind"] for f in dataclasses.fields(self) if f.metadata})
         if self.max_grad_norm == 0:
             object.__setattr__(self, "max_grad_norm", None)
         self._normalise_offload()

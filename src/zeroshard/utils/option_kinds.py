@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
@@ -52,6 +52,11 @@ SECONDS = Kind(
     lambda value: is_number(value) and 0 < value <= MAX_SECONDS,
 )
 FOLDER = Kind("the path of a folder", lambda value: isinstance(value, (str, os.PathLike)))
+
+
+def option(default: Any, kind: Kind) -> Any:
+    """Make the dataclass field of an option, which bears its kind."""
+    return field(default=default, metadata={"kind": kind})
 
 
 def check_fields(given: object, kinds: Mapping[str, Kind], prefix: str = "") -> None:
