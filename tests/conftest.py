@@ -1,7 +1,7 @@
 """What every test shares: one thread per rank, a hard time limit, and markers that choose what can run here.
 
 A limit is of processor time, of the test and of the processes that it started, so that a busy machine fails no test. A test
-that stands still, using less than a twentieth of a core for as long, has exceeded it too. It fails with the stacks of all
+that stands still, asking for less than a twentieth of a core for as long, has exceeded it too. It fails with the stacks of all
 threads on stderr (SIGALRM in the main thread, where pytest and `run_threads` wait). One that cannot even be interrupted,
 because it hangs in C, ends the whole run a little later (faulthandler). Limits: 60 s, 240 s for tests that start processes, or
 `@pytest.mark.limit(seconds)`.
@@ -108,11 +108,14 @@ def _limit_of(item) -> float:
     return PROCESSES_LIMIT_S if item.get_closest_marker("processes") else LIMIT_S
 
 
-def processor_s() -> float:
-    """Processor time of this process and of all that it started, living and ended."""
+def processor_s(waiting: bool = False) -> float:
+    """Processor time of this process and of all that it started, living and ended.
+
+    waiting: and the time for which their living threads could have run, while a busy machine served others.
+    """
     if not os.path.exists("/proc/self/task"):
         return sum(sum(each.cpu_times()[:4]) for each in (psutil.Process(), *psutil.Process().children(recursive=True)))
-    ticks, pids = 0, [os.getpid()]  # psutil looks at every process of the machine, before each test: 20 s in all
+    ticks, waited_ns, pids = 0, 0, [os.getpid()]  # psutil looks at every process of the machine, before each test: 20 s in all
     while pids:
         folder = Path("/proc", str(pids.pop()))
         with contextlib.suppress(OSError):  # it has ended in this moment
@@ -120,7 +123,8 @@ def processor_s() -> float:
             ticks += sum(map(int, fields[11:15]))  # user, system, and both of its children that have ended
             for thread in (folder / "task").iterdir():
                 pids += map(int, (thread / "children").read_text().split())
-    return ticks / os.sysconf("SC_CLK_TCK")
+                waited_ns += int((thread / "schedstat").read_text().split()[1]) if waiting else 0
+    return ticks / os.sysconf("SC_CLK_TCK") + waited_ns / 1e9
 
 
 def pytest_runtest_setup():
@@ -135,10 +139,12 @@ def pytest_runtest_call(item):
     limit_s = _limit_of(item)
 
     spent = [processor_s()]  # at the start, and whenever the limit has passed once more
+    asked = [processor_s(waiting=True)]
 
     def expire(signum, frame):
         spent.append(processor_s())
-        if spent[-1] - spent[0] < limit_s and spent[-1] - spent[-2] >= STANDING_STILL * limit_s:
+        asked.append(processor_s(waiting=True))
+        if spent[-1] - spent[0] < limit_s and asked[-1] - asked[-2] >= STANDING_STILL * limit_s:
             begin()  # it works, on a machine that has others to serve
             return
         faulthandler.dump_traceback(file=item.config.stash[STDERR])

@@ -93,9 +93,10 @@ def test_an_orderly_step_touches_only_the_usual_number(comm_kind):
 
 def test_what_one_step_needed_beyond_the_usual_number_the_next_takes_without_a_wait(monkeypatch):
     """Ranks with other experts in each step: nobody joins a reduction before the end of backward."""
+    monkeypatch.setattr("zeroshard.comm.pool._PATIENCE_S", 0.0)
+    monkeypatch.setattr("zeroshard.comm.pool._LONGEST_S", 60.0)  # a busy machine shall not end the wait before it is announced
     pool, ledger = make("private")
     announced = []
-    monkeypatch.setattr("zeroshard.comm.pool._PATIENCE_S", 0.0)
     monkeypatch.setattr(pool.comm, "announce", announced.append)
     for step in range(3):
         readings = [Reading() for _ in range(COUNT + 2)]

@@ -63,6 +63,7 @@ class Sent(NamedTuple):
 Outcome = tuple[float | None, tuple[int, ...]]  # a reduction's `Work.square_sum` and `Work.culprits`
 Reserved = tuple[int, torch.dtype]  # number of elements of a shard (or of a slice), and their dtype
 Combine = Callable[[list[Tensor]], Outcome | None]
+Missing = Callable[[], list[int] | None]
 
 
 class Work:
@@ -96,6 +97,10 @@ class Work:
     def drained(self) -> bool:
         """True when `drain` would return at once."""
         return True
+
+    def missing(self) -> list[int] | None:
+        """Return the ranks for which `wait` still waits, as the transport numbers them; None where they are not known."""
+        return None
 
 
 class Hops(Work):
@@ -141,8 +146,12 @@ class Hops(Work):
             self.comm.streams.join(self._ticket) if self._ticket is not None else None
             self._ticket = None
         elif not self._over:
-            self.comm.wait_until(self.ready, self.label)
+            self.comm.wait_until(self.ready, self.label, self.missing)
             self._finish()
+
+    def missing(self) -> list[int] | None:
+        """Return the ranks of the hop under way: those of the other hop may have left, having all that they need."""
+        return (self.first if self.second is None else self.second).missing()
 
     def drain(self) -> None:
         self.wait()
@@ -370,8 +379,8 @@ class Comm(ABC):
         """Return True if a peer may be waiting for this rank, so that this rank's own wait might never end."""
         return True
 
-    def wait_until(self, done: Callable[[], bool], label: str) -> None:
-        """Return when `done()`; meanwhile continue all work that peers may wait for."""
+    def wait_until(self, done: Callable[[], bool], label: str, missing: Missing | None = None) -> None:
+        """Return when `done()`; meanwhile continue all work that peers may wait for. missing: as `Work.missing`."""
         with self.pending.waiting():
             while not done():
                 self.poll()

@@ -53,6 +53,9 @@ class Meeting(Work):
     def ready(self) -> bool:
         return self.finished
 
+    def missing(self) -> list[int] | None:
+        return [] if self.finished else self._without(self.hub.arrived[self.key])
+
     def drained(self) -> bool:
         return self.over or (self.finished and len(self.hub.read[self.key]) == len(self.peers))
 

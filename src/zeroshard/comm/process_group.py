@@ -25,7 +25,7 @@ from torch import Tensor
 from ..errors import CollectiveMismatch, ConfigError, ZeroshardError
 from ..utils import torch_compat
 from ..utils.one_thread import Turn, one_thread
-from .base import Combine, Comm, Outcome, Region, Work, misuse, operation
+from .base import Combine, Comm, Missing, Outcome, Region, Work, misuse, operation
 from .diagnosis import judge
 from .failure import Failure
 from .shared_memory import SharedComm
@@ -328,7 +328,7 @@ class DistComm(Comm):
         work.wait()
         return [part.numpy().tobytes() for part in everyone]
 
-    def wait_until(self, done: Callable[[], bool], label: str) -> None:
+    def wait_until(self, done: Callable[[], bool], label: str, missing: Missing | None = None) -> None:
         deadline = time.monotonic() + self.stall_timeout_s
         with self.explained(label), self.pending.waiting():
             while not done():

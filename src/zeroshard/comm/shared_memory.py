@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import CollectiveMismatch
 from ..memory.ledger import making
-from .base import Combine, Comm, Outcome, Pending, Region, Work, misuse, operation
+from .base import Combine, Comm, Missing, Outcome, Pending, Region, Work, misuse, operation
 from .failure import Failure
 from .flight_recorder import Progress
 from .hub import Fence, Hub
@@ -216,8 +216,12 @@ class SharedComm(Comm):
         self.hub.poll()
         self.hub.check_peers(self.hub.gone(), "ranks of other hosts")
 
-    def wait_until(self, done: Callable[[], bool], label: str) -> None:
-        self.hub.wait_for(done, lambda: self.hub.others, label)
+    def wait_until(self, done: Callable[[], bool], label: str, missing: Missing | None = None) -> None:
+        def awaited() -> list[int]:
+            known = missing() if missing is not None else None
+            return self.hub.others if known is None else known
+
+        self.hub.wait_for(done, awaited, label)
 
     def poll(self) -> None:
         self.hub.poll()

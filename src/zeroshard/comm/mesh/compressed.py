@@ -171,6 +171,9 @@ class _Unpacked(Work):
     def drained(self) -> bool:
         return self._unpack is None and self.work.drained()
 
+    def missing(self) -> list[int] | None:
+        return self.work.missing()
+
 
 class CompressedReductions(_Compressed):
     """Comm whose reductions are compressed. feedback: add to each gradient what packing lost of the last one (error feedback)."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...memory.ledger import Ledger
 from ...tensor.flat_layout import round_up
-from ..base import Comm, Hops, Region, Reserved, Sent, Work
+from ..base import Comm, Hops, Missing, Region, Reserved, Sent, Work
 from ..pool import StagingPool
 from .hierarchical import buffers, exact_share
 from .wrapper import Wrapper
@@ -94,8 +94,8 @@ class ReplicatedComm(Wrapper):
 
         return Hops(self, first, across, self.volume("reduce", numel, sent), label)
 
-    def wait_until(self, done: Callable[[], bool], label: str) -> None:
-        self.outer.wait_until(done, label)  # it continues the work of both, and learns of failures on other nodes
+    def wait_until(self, done: Callable[[], bool], label: str, missing: Missing | None = None) -> None:
+        self.outer.wait_until(done, label, missing)  # it continues the work of both, and learns of failures on other nodes
 
     def poll(self) -> None:
         self.comm.poll()

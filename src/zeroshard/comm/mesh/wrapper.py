@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..base import Combine, Comm, Pending, Region, Reserved, Sent, Work
+from ..base import Combine, Comm, Missing, Pending, Region, Reserved, Sent, Work
 from ..failure import Failure
 from ..flight_recorder import Progress
 
@@ -106,8 +106,8 @@ class Wrapper(Comm):
     def peers_wait(self) -> bool:
         return self.comm.peers_wait()
 
-    def wait_until(self, done: Callable[[], bool], label: str) -> None:
-        self.comm.wait_until(done, label)
+    def wait_until(self, done: Callable[[], bool], label: str, missing: Missing | None = None) -> None:
+        self.comm.wait_until(done, label, missing)
 
     def poll(self) -> None:
         self.comm.poll()
