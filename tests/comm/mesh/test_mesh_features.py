@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import tempfile
+import time
 
 import pytest
 import torch
@@ -329,3 +330,22 @@ def test_a_load_forgets_what_packing_has_lost():
         packed = {"zero_quantized_gradients": zs.Compression(codec, min_numel=1, ratio=0.1, error_feedback=True)}
         with tempfile.TemporaryDirectory() as folder:
             assert all(on_ranks(2, "tagged", on_rank)), codec
+
+
+@pytest.mark.parametrize("kind", ["groups", "hpz"])
+def test_a_rank_that_has_all_it_needs_may_leave_before_the_others_second_hop(kind):
+    """The last gather of a program: nodes (0, 1) and (2, 3); rank 1 is slow to begin its second hop, which rank 0 needs alone."""
+    seen = {}
+
+    def on_rank(rank, options):
+        model, _ = shard(kind, options)
+        group = next(group for group in runtime_of(model).groups if group.values.sharded)
+        runtime_of(model).comm.exchange(b"", "together")
+        work = group.values.gather()
+        if rank == 1:
+            time.sleep(1.0)  # ranks 2 and 3 end meanwhile
+        work.wait()
+        seen[rank] = group.values.full.clone()
+
+    on_ranks(WORLD, "shared", on_rank)
+    assert all(torch.equal(seen[rank], seen[0]) for rank in range(WORLD))
