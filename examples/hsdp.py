@@ -1,8 +1,8 @@
 """Hybrid sharding (HSDP, MiCS): states are sharded inside of a group of ranks, and alike in all groups.
 
 Run: python examples/hsdp.py (4 threads are the ranks), or torchrun --nproc-per-node 4 examples/hsdp.py.
-Prints for stage 3 over all four ranks, and over groups of two, what a rank keeps (twice as much in groups) and among which ranks a
-gather goes; then the losses, which are the same in four digits. Where a group is a node, no parameter crosses the network.
+Prints for stage 3 over all four ranks, and over groups of two, what a rank keeps (twice as much in groups), and the losses, which
+are the same in four digits. A gather stays inside of a group: where that is a node, no parameter crosses the network.
 """
 
 import copy

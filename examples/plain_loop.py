@@ -16,10 +16,13 @@ from zeroshard.planner.models import GPT, GPTConfig
 
 
 def main():
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=256, seq_len=64, dim=64, layers=2, heads=4))
+    model = GPT(GPTConfig(vocab_size=256, seq_len=64, dim=64, layers=2, heads=4)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model, optimizer = zs.shard(model, optimizer, stage=3, max_grad_norm=1.0)  # the one line
 
@@ -28,7 +31,7 @@ def main():
     draw = torch.Generator().manual_seed(rank)
     for step in range(60):
         starts = torch.randint(len(text) - 65, (8,), generator=draw).tolist()
-        batch = torch.stack([text[start : start + 65] for start in starts])
+        batch = torch.stack([text[start : start + 65] for start in starts]).to(device)
         loss = model(batch[:, :-1], batch[:, 1:])
         loss.backward()
         optimizer.step()
