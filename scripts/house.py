@@ -23,6 +23,7 @@ GOALS = {  # name -> (at least or at most, bound)
     "lines of src/zeroshard and benchmarks": ("at most", 46_000),
     "Any in 1,000 lines": ("at most", 10),
     "methods of Comm": ("at most", 20),
+    "methods of Control": ("at most", 20),
     "fields of Runtime that change": ("at most", 12),
     "attributes of Runtime that other folders use": ("at most", 25),
     "fields of Unit that change": ("at most", 10),
@@ -94,7 +95,6 @@ def measure() -> dict[str, float]:
         functions += [
             n.end_lineno - n.lineno + 1 for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
         ]
-    _, comm = class_of("Comm")
     return {
         "folders of src/zeroshard": sum(path.is_dir() and any(path.rglob("*.py")) for path in PACKAGE.iterdir()),
         "loose files of src/zeroshard": len(list(PACKAGE.glob("*.py"))),
@@ -104,7 +104,10 @@ def measure() -> dict[str, float]:
         "median lines of a function": statistics.median(functions),
         "comment lines, %": round(comments / lines * 100, 1),
         "Any in 1,000 lines": round(anys / lines * 1000, 1),
-        "methods of Comm": sum(isinstance(node, ast.FunctionDef) for node in comm.body),
+        **{
+            f"methods of {name}": sum(isinstance(node, ast.FunctionDef) for node in class_of(name)[1].body)
+            for name in ("Comm", "Control")
+        },
         "fields of Runtime that change": len(changing_fields("Runtime", "runtime")),
         "attributes of Runtime that other folders use": len(used_elsewhere("Runtime", "runtime")),
         "fields of Unit that change": len(changing_fields("Unit", "unit")),

@@ -31,7 +31,7 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.checkpoint import safetensors as weights
-from zeroshard.comm.base import misuse
+from zeroshard.comm.control import misuse
 from zeroshard.memory.io.async_file import Syscalls
 from zeroshard.memory.io.tensor_reader import StoredTensor
 from zeroshard.memory.ledger import GATHERED

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import codecs as benchmark
-from zeroshard.comm.base import CHUNK_NUMEL, sum_in_rank_order
 from zeroshard.comm.codecs import CODECS, ErrorFeedback, LowRank, TopK, block_quantization, codec_of
+from zeroshard.comm.sums import CHUNK_NUMEL, sum_in_rank_order
 from zeroshard.errors import ConfigError
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

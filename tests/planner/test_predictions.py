@@ -10,8 +10,8 @@ import torch
 import zeroshard as zs
 from zeroshard.activations.storage import CHECKPOINTS
 from zeroshard.cli.options import parse_train
-from zeroshard.comm.base import CHUNK_NUMEL
 from zeroshard.comm.launch import spawn
+from zeroshard.comm.sums import CHUNK_NUMEL
 from zeroshard.config import Tier
 from zeroshard.memory.ledger import MASTERS, OPTIMIZER
 from zeroshard.planner.dry_run import observe

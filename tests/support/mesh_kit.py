@@ -38,7 +38,7 @@ def on_ranks(world_size: int, network: str, body: Callable[[int, dict], Any], no
         if network == "shared":
             return body(rank, {})
         comm = PrivateComm(office, rank, world_size, network == "ordered")
-        comm.node_size = node_size or world_size
+        comm.nodes = [rank // (node_size or world_size) for rank in range(world_size)]
         return body(rank, {"comm": comm})
 
     results = run_threads(world_size, rank_run, timeout_s=50)

@@ -7,7 +7,8 @@ from collections import defaultdict
 
 import torch
 
-from zeroshard.comm.base import Comm, Region, Work, operation
+from zeroshard.comm.base import DirectComm, Region, Work
+from zeroshard.comm.control import operation
 
 PATIENCE_S = 10
 
@@ -69,7 +70,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
 
 
-class PrivateComm(Comm):
+class PrivateComm(DirectComm):
     """One rank of `world_size` threads that see only each other's letters."""
 
     def __init__(self, office: PostOffice, rank: int, world_size: int, ordered: bool) -> None:
@@ -77,29 +78,20 @@ class PrivateComm(Comm):
         self.device = torch.device("cpu")
         self.waits_on_host = not ordered
         self._turn: dict[object, int] = defaultdict(int)
-        self._ranks = list(range(world_size))
-        self.node_size = world_size
-
-    @property
-    def ranks(self) -> list[int]:
-        return self._ranks
-
-    @property
-    def nodes(self) -> list[int]:
-        return [rank // self.node_size for rank in self._ranks]
+        self.ranks, self.nodes = list(range(world_size)), [0] * world_size
 
     def subgroup(self, parts, apart=False) -> "PrivateComm":
         mine = list(next(part for part in parts if self.rank in part))
         group = PrivateComm(self.office, mine.index(self.rank), len(mine), self.ordered)
         group.pending, group._turn = self.pending, self._turn
-        group._ranks, group.node_size = [self._ranks[rank] for rank in mine], self.node_size
+        group.ranks, group.nodes = [self.ranks[rank] for rank in mine], [self.nodes[rank] for rank in mine]
         return group
 
     def _number(self, kind: object) -> tuple:
         """Which collective this is: the n-th of its kind or (ordered) the n-th of all."""
         stream = "all" if self.ordered else kind
-        self._turn[(*self._ranks, stream)] += 1
-        return (stream, self._turn[(*self._ranks, stream)])
+        self._turn[(*self.ranks, stream)] += 1
+        return (stream, self._turn[(*self.ranks, stream)])
 
     def _send(self, number: tuple, label: str, parts: list) -> None:
         for peer in range(self.world_size):
@@ -111,7 +103,7 @@ class PrivateComm(Comm):
         return all(self._address(number, peer, self.rank) in self.office.letters for peer in peers)
 
     def _address(self, number: tuple, sender: int, receiver: int) -> tuple:
-        return tuple(self._ranks), number, sender, receiver
+        return tuple(self.ranks), number, sender, receiver
 
     def _receive(self, number: tuple, label: str, mine: object) -> list:
         parts = []
@@ -148,11 +140,8 @@ class PrivateComm(Comm):
         work.sent = self.sent(own.nbytes)
         return work
 
-    def poll(self) -> None:
-        self.pending.advance()
-
     def exchange(self, payload: bytes, label: str) -> list[bytes]:
-        key = (*self._ranks, "exchange")
+        key = (*self.ranks, "exchange")
         self._turn[key] += 1
         number = ("exchange", self._turn[key])
         self._send(number, label, [payload] * self.world_size)

@@ -15,7 +15,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from ..comm.base import Comm, Work
+from ..comm.base import DirectComm, Work
 from ..comm.pool import StagingPool
 from ..errors import CollectiveMismatch
 from ..memory.io.async_file import bytes_of
@@ -29,7 +29,7 @@ _STAGING, _STAGING_LIMIT, _STAGING_ALIGN = 2, 3, 64  # staging buffers: number, 
 class Slices:
     """Partitioning of activations over the ranks of `comm`. comm None: this rank keeps everything."""
 
-    def __init__(self, comm: Comm | None, ledger: Ledger, check_equal: bool) -> None:
+    def __init__(self, comm: DirectComm | None, ledger: Ledger, check_equal: bool) -> None:
         self.comm = comm if comm is not None and comm.world_size > 1 else None
         self.ledger, self.check_equal = ledger, check_equal
         self.world_size = 1 if self.comm is None else self.comm.world_size

@@ -30,7 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..comm.base import Comm
+from ..comm.base import DirectComm
+from ..comm.control import Control
 from ..errors import OffloadIOError, SwapError, ZeroshardError
 from ..memory.ledger import Ledger
 from ..utils import saved_tensors, torch_compat
@@ -88,7 +89,7 @@ class Store:
     """
 
     def __init__(
-        self, model: nn.Module, place: Place[Any], comm: Comm | None, ledger: Ledger, prefetch: int, min_numel: int,
+        self, model: nn.Module, place: Place[Any], comm: DirectComm | None, ledger: Ledger, prefetch: int, min_numel: int,
         check_equal: bool, speaks: bool,
     ) -> None:  # fmt: skip
         self.model, self.place, self.ledger, self.prefetch, self.min_numel = model, place, ledger, prefetch, min_numel
@@ -250,14 +251,14 @@ class Store:
                 comm.abort(f"rank {comm.rank}: {error}", copy.copy(error))
             raise
 
-    def _comms(self) -> list[Comm]:
+    def _comms(self) -> list[Control]:
         """Return the Comms of ranks that share the activations, and of those that share the parameters at present."""
-        comms = [] if self.comm is None else [self.comm]
+        comms: list[Control] = [] if self.comm is None else [self.comm]
         for model in self._models:
             runtimes = [module.__dict__.get("_zeroshard") for module in model.modules()]  # None: this module is not sharded
             comms += [runtime.comm for runtime in runtimes if runtime is not None]
             homes = [getattr(param, "_home", None) for param in model.parameters()]
-            comms += [home.group.comm for home in homes if isinstance(home, ParamHome)]
+            comms += [home.group.comm.control for home in homes if isinstance(home, ParamHome)]
         return [comm for comm in {id(comm): comm for comm in comms}.values() if comm.world_size > 1]
 
     @_one_at_a_time

@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ..comm.base import Comm
+from ..comm.base import DirectComm
 from ..comm.codec import decode, encode
 from ..errors import CheckpointError, CheckpointWriteError, ZeroshardError
 
 _BEAT_S = 1.0  # seconds between beats, or a quarter of the stall timeout if that is shorter
 
 
-def together(comm: Comm, label: str, work: Callable[[], Any], stop: Callable[[], None] | None = None) -> list[Any]:
+def together(comm: DirectComm, label: str, work: Callable[[], Any], stop: Callable[[], None] | None = None) -> list[Any]:
     """Call `work()` on every rank and return all ranks' results, in rank order (collective).
 
     Args:
@@ -76,7 +76,7 @@ class _Beats:
     `Tiers.beside_comm` keeps disk failures of the working thread away from it. `stop` is called in `_meet`'s thread.
     """
 
-    def __init__(self, comm: Comm, label: str, stop: Callable[[], None] | None) -> None:
+    def __init__(self, comm: DirectComm, label: str, stop: Callable[[], None] | None) -> None:
         self.comm, self.label, self.stop = comm, label, stop
         self.seconds = min(_BEAT_S, getattr(comm, "stall_timeout_s", 60.0) / 4)
         self.stopped = False  # another rank failed while this one was working

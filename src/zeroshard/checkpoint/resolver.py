@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import nn
 
-from ..comm.base import Comm
+from ..comm.base import DirectComm
 from ..comm.codec import exchange_values
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, CheckpointReadError, ModelMismatch, ZeroshardError
 from ..memory.io.tensor_reader import Stored, differ
@@ -38,7 +38,7 @@ _READ_NBYTES = 4 << 20
 T = TypeVar("T")
 
 
-def agreed(comm: Comm | Alone, label: str, action: Callable[[], T], path: str | os.PathLike = "") -> T:
+def agreed(comm: DirectComm | Alone, label: str, action: Callable[[], T], path: str | os.PathLike = "") -> T:
     """Carry out an action that may take one rank minutes; if it raises on one rank, every rank raises (collective).
 
     The action must not use `comm` (see `together`). Ranks raise a ZeroshardError as it is, an OSError as CheckpointReadError,
@@ -72,7 +72,7 @@ def _told(error: Exception, rank: int | None, label: str, path: str | os.PathLik
     return CheckpointError(f"{path or 'a checkpoint'} ({who}{doing}): {type(error).__name__}: {text}; nothing was changed.")
 
 
-def find_checkpoint(comm: Comm | Alone, path: str | os.PathLike, name: str | None) -> Path:
+def find_checkpoint(comm: DirectComm | Alone, path: str | os.PathLike, name: str | None) -> Path:
     """Return the folder of the checkpoint that rank 0 finds (collective)."""
     found: Path | None = None
     passed_over = ""
@@ -93,7 +93,7 @@ def find_checkpoint(comm: Comm | Alone, path: str | os.PathLike, name: str | Non
     return Path(exchange_values(comm, str(found), "zs.load: which")[0])
 
 
-def removed(comm: Comm | Alone, path: str | os.PathLike, folder: Path) -> bool:
+def removed(comm: DirectComm | Alone, path: str | os.PathLike, folder: Path) -> bool:
     """Return whether a found checkpoint is gone, as when a run that saves to this folder removes older ones (collective)."""
     gone = comm.rank == 0 and folder != Path(path) and not (folder / places.MANIFEST).exists()
     return bool(comm.exchange(b"1" if gone else b"", "zs.load: is it still there")[0])
@@ -272,7 +272,7 @@ class Alone:
 
 
 def open_any(
-    comm: Comm | Alone, path: str | os.PathLike, name: str | None = None, *,
+    comm: DirectComm | Alone, path: str | os.PathLike, name: str | None = None, *,
     verify: bool = True, trusted: bool = False, values: bool = True,
     in_bulk: Callable[[Path, Manifest], Bulk] | None = None, mesh: dict[str, Any] | None = None,
 ) -> Opened:  # fmt: skip
@@ -310,7 +310,7 @@ def open_any(
 
 
 def _open_found(
-    comm: Comm | Alone, folder: Path, verify: bool, trusted: bool, values: bool,
+    comm: DirectComm | Alone, folder: Path, verify: bool, trusted: bool, values: bool,
     in_bulk: Callable[[Path, Manifest], Bulk] | None, mesh: dict[str, Any] | None,
 ) -> Opened:  # fmt: skip
     """Open a checkpoint of zs.save after checking its sizes and (verify) checksums (collective)."""
@@ -330,7 +330,7 @@ def _open_found(
 
 
 def open_weights(
-    comm: Comm, peers: Comm, path: str | os.PathLike, model: nn.Module, specs: list[ParamSpec]
+    comm: DirectComm, peers: DirectComm, path: str | os.PathLike, model: nn.Module, specs: list[ParamSpec]
 ) -> tuple[dict[str, Stored], dict[str, Stored]]:
     """Open the weights of any checkpoint for a model (collective).
 
@@ -354,7 +354,7 @@ def open_weights(
     return opened.model, agreed(comm, "zs.shard: weights", lambda: safetensors.check(model, specs, opened.model), path)
 
 
-def _check_ties(model: dict[str, Stored], tied: list[tuple[str, ...]], comm: Comm) -> None:
+def _check_ties(model: dict[str, Stored], tied: list[tuple[str, ...]], comm: DirectComm) -> None:
     problems = []
     for name, first in ((name, names[0]) for names in tied for name in names[1:]):
         if model[name].shape != model[first].shape:

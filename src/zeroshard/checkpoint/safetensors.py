@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.base import Comm
+from ..comm.base import DirectComm
 from ..comm.codec import exchange_values
 from ..errors import ConfigError, ModelMismatch, OffloadIOError, did_you_mean
 from ..memory.io.aligned import bytes_of, empty
@@ -434,7 +434,7 @@ def safetensors_header(
     }
 
 
-def _agreed(comm: Comm, layout: _FileLayout, action: Callable[[], None]) -> None:
+def _agreed(comm: DirectComm, layout: _FileLayout, action: Callable[[], None]) -> None:
     """Carry out an action; if it raises OSError on one rank, every rank raises OffloadIOError (collective)."""
     problem: Exception | None = None
     try:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm.base import Comm
+from ..comm.base import DirectComm
 from ..comm.codec import exchange_values
 from ..errors import CheckpointError, ConfigError, ModelMismatch
 from ..optim.sharded_optimizer import OptimizerCore
@@ -193,7 +193,7 @@ def _await_last(saver: Saver, plan: Plan) -> None:
 
 
 def _agree(
-    comm: Comm, plan: Plan | None, extras: dict[str, Extra], telling: Any, problem: Exception | None
+    comm: DirectComm, plan: Plan | None, extras: dict[str, Extra], telling: Any, problem: Exception | None
 ) -> tuple[set[str], list[Any]]:
     """Raise a rank's problem, or ConfigError if ranks call `zs.save` differently (collective).
 
@@ -220,7 +220,7 @@ def _agree(
     return shared, [told for *_, told in everyone]
 
 
-def _make_draft(comm: Comm, plan: Plan) -> Path | places.Draft:
+def _make_draft(comm: DirectComm, plan: Plan) -> Path | places.Draft:
     """Make the folder to write to, on rank 0. Return the Draft there, and its path on other ranks (collective)."""
     root, made = Path(plan.root), []
 

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError, did_you_mean
 from ..utils.host import host_identity, node_identity
-from .base import Comm
+from .base import DirectComm
 from .failure import failure_of, last_words, note_exits
 from .fake import FakeComm
 from .process_group import DistComm, backend_for
@@ -37,16 +37,16 @@ from .status_server import ProcessDesk
 from .transport import ProcessTransport, ThreadTransport, ThreadWorld
 
 BACKENDS = ("auto", "shared", "dist")
-Choice = Comm | str | dist.ProcessGroup | DeviceMesh
+Choice = DirectComm | str | dist.ProcessGroup | DeviceMesh
 
 _local = threading.local()  # .comm: this thread's Comm, in a world of threads
-_by_group: dict[tuple, Comm] = {}  # (id of the group, choice, device) -> Comm, until the group is destroyed
-_live: weakref.WeakSet[Comm] = weakref.WeakSet()
+_by_group: dict[tuple, DirectComm] = {}  # (id of the group, choice, device) -> Comm, until the group is destroyed
+_live: weakref.WeakSet[DirectComm] = weakref.WeakSet()
 _solo_said = False
 _hooked = False  # whether this process tells its peers how it ends (`_hook_failures`)
 
 
-def set_thread_comm(comm: Comm | None) -> None:
+def set_thread_comm(comm: DirectComm | None) -> None:
     """Make `comm` the one that `current` returns in this thread (None: undo)."""
     _local.comm = comm
 
@@ -76,14 +76,14 @@ def in_threads() -> bool:
     return getattr(_local, "comm", None) is not None
 
 
-def current(choice: Choice | None, device: torch.device, stall_timeout_s: float, option: str = "comm") -> Comm:
+def current(choice: Choice | None, device: torch.device, stall_timeout_s: float, option: str = "comm") -> DirectComm:
     """Return the Comm for this rank, which is made on the first call for a process group (collective).
 
     choice: a Comm; "auto", "shared" or "dist", over all ranks; a process group or 1-D mesh, over its ranks. option: the
     argument's name in errors. Raises ConfigError where a launcher's variables are set but the process group has not been
     started: a world of one by mistake is the costliest of silent errors.
     """
-    if isinstance(choice, Comm):
+    if isinstance(choice, DirectComm):
         return choice
     if choice is not None and not isinstance(choice, str):
         return _of_group(choice, device, stall_timeout_s, option)
@@ -143,7 +143,7 @@ def of_mesh(mesh: Any, comm: Choice | None) -> tuple[Choice | None, list[list[in
     return group, [[places[rank] for rank in row] for row in mesh.mesh.tolist()]
 
 
-def _of_group(group: Any, device: torch.device, stall_timeout_s: float, option: str) -> Comm:
+def _of_group(group: Any, device: torch.device, stall_timeout_s: float, option: str) -> DirectComm:
     """Return the Comm of a process group's or mesh's ranks, each of which calls this (collective)."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -168,7 +168,7 @@ def _of_group(group: Any, device: torch.device, stall_timeout_s: float, option: 
     return comm
 
 
-def _solo(device: torch.device, stall_timeout_s: float) -> Comm:
+def _solo(device: torch.device, stall_timeout_s: float) -> DirectComm:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 or ("RANK" in os.environ and "WORLD_SIZE" not in os.environ):
         raise ConfigError(
             f"RANK={os.environ.get('RANK')} and WORLD_SIZE={os.environ.get('WORLD_SIZE')} are set, but the process "
@@ -181,7 +181,7 @@ def _solo(device: torch.device, stall_timeout_s: float) -> Comm:
     return SharedComm(ThreadTransport(ThreadWorld(1, device), 0), device, stall_timeout_s)
 
 
-def _connect(choice: str, device: torch.device, stall_timeout_s: float) -> Comm:
+def _connect(choice: str, device: torch.device, stall_timeout_s: float) -> DirectComm:
     """Ask all ranks where they run, and share memory if all are on one host and on the CPU (collective)."""
     place = _place()
     door = Door() if place is not None and device.type == "cpu" else None

@@ -2,38 +2,30 @@
 
 Words: a *region* is a flat tensor with a memory of its own; where ranks share a host, peers can read it. A
 *whole* region has world_size shards, of which the rank's own is authoritative; a *shard* region is one shard.
-A *fence* separates the times at which shards are written from those at which peers read them.
 
     gather   shards of every rank -> one whole tensor             (sharded -> replicated)
     collect  my slice of every rank's whole tensor, in rank order (all-to-all: what a reduction begins with)
     reduce   whole tensors of every rank -> the sum of my shard   (partial -> sharded)
-    exchange a few bytes of every rank -> every rank, on the host (control: norms, flags, fingerprints)
 
-Reductions sum in fp32 in rank order, whatever was sent: the result does not depend on timing or backend.
+Reductions sum in fp32 in rank order, whatever was sent: the result does not depend on timing or backend. Comms that work over
+others (comm/mesh: two hops, replicas, compression) have these collectives; a `DirectComm`, which reaches its ranks itself, also
+has their control messages (`Control`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import left_loop
 from ..memory.ledger import making
-from .failure import Failure
-from .flight_recorder import Progress
-from .streams import Streams
-
-_PAUSE_S = 5e-5
-CHUNK_NUMEL = 1 << 17  # number of elements summed at a time: three fp32 chunks stay in a core's L2 cache
+from .control import Control, Group, Sent
+from .sums import nonfinite_ranks, sum_in_rank_order
 
 
 @dataclass
@@ -53,17 +45,9 @@ class Region:
     siblings: Callable[[int], Region] | None = None  # number -> that buffer of the pool: a peer may be using another one
 
 
-class Sent(NamedTuple):
-    """Number of bytes that a rank sends: `inside` to ranks of its own node, `between` to ranks of other nodes."""
-
-    inside: int = 0
-    between: int = 0
-
-
 Outcome = tuple[float | None, tuple[int, ...]]  # a reduction's `Work.square_sum` and `Work.culprits`
 Reserved = tuple[int, torch.dtype]  # number of elements of a shard (or of a slice), and their dtype
 Combine = Callable[[list[Tensor]], Outcome | None]
-Missing = Callable[[], list[int] | None]
 
 
 class Work:
@@ -110,16 +94,16 @@ class Hops(Work):
     or polls, and finds the first over. Otherwise (NCCL) both are enqueued on the side stream at once.
     """
 
-    def __init__(self, comm: Comm, first: Work, go_on: Callable[[], Work], sent: Sent, label: str) -> None:
+    def __init__(self, control: Control, first: Work, go_on: Callable[[], Work], sent: Sent, label: str) -> None:
         """go_on: starts the second collective. sent: bytes that this rank sends for both."""
-        self.comm, self.first, self._go_on, self.sent, self.label = comm, first, go_on, sent, label
+        self.control, self.first, self._go_on, self.sent, self.label = control, first, go_on, sent, label
         self.second: Work | None = None  # None: not begun yet
         self._begun = self._over = False
         self._ticket: Any = None
-        if comm.waits_on_host:
-            comm.pending.items.append(self)
+        if control.waits_on_host:
+            control.pending.items.append(self)
         else:
-            _, self._ticket = comm.streams.run_beside(self._finish)
+            _, self._ticket = control.streams.run_beside(self._finish)
 
     def begin(self) -> None:
         """Wait for the first collective and start the second."""
@@ -136,17 +120,17 @@ class Hops(Work):
         self._over = True
 
     def ready(self) -> bool:
-        if not self.comm.waits_on_host:
+        if not self.control.waits_on_host:
             return self._ticket is None
-        self.comm.pending.advance()
+        self.control.pending.advance()
         return self._over or (self.second is not None and self.second.ready())
 
     def wait(self) -> None:
-        if not self.comm.waits_on_host:
-            self.comm.streams.join(self._ticket) if self._ticket is not None else None
+        if not self.control.waits_on_host:
+            self.control.streams.join(self._ticket) if self._ticket is not None else None
             self._ticket = None
         elif not self._over:
-            self.comm.wait_until(self.ready, self.label, self.missing)
+            self.control.wait_until(self.ready, self.label, self.missing)
             self._finish()
 
     def missing(self) -> list[int] | None:
@@ -160,151 +144,22 @@ class Hops(Work):
         self.second.drain()
 
     def drained(self) -> bool:
-        if not self.comm.waits_on_host:
+        if not self.control.waits_on_host:
             return self._ticket is None
         return self.second is not None and self.ready() and self.first.drained() and self.second.drained()
 
 
-class Pending:
-    """The `Hops` whose second collective has not begun. Every wait of this rank calls `advance`: peers may wait for those."""
+class Comm(Group, ABC):
+    """Asynchronous collectives on flat tensors, among the ranks of a group.
 
-    def __init__(self) -> None:
-        self.items: list[Hops] = []
-        self._busy = False
-
-    def advance(self) -> None:
-        """Begin the second collective of all hops whose first is over."""
-        if self._busy or not self.items:
-            return
-        self._busy = True
-        try:
-            for hops in [hops for hops in self.items if hops.first.ready()]:
-                if hops in self.items:  # another one's `begin` may have waited, and begun this one meanwhile
-                    self.items.remove(hops)
-                    hops.begin()
-        finally:
-            self._busy = False
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Context of a wait, in which `advance` runs even where the wait is inside `advance` (a hop waits for a buffer)."""
-        busy, self._busy = self._busy, False
-        try:
-            yield
-        finally:
-            self._busy = busy
-
-
-class Comm(ABC):
-    """A group of ranks with asynchronous collectives on flat tensors.
-
-    Threads: one at a time: the rank's own, autograd's during a backward that the rank's own waits for, or that of
-    checkpoint/heartbeat.py while the rank's own writes files. `exchange` refuses a second one (`ThreadsMet`). Only `progress`
-    may be read by others.
-
-    ordered: True where collectives are matched by the order in which ranks start them (NCCL); the runtime then starts
-    reductions in an order that all ranks have agreed on. device: where tensors live.
+    Threads: as `Control`.
     """
 
-    rank: int
-    world_size: int
-    device: torch.device
-    ordered: bool = False
-    shares_memory: bool = False  # peers read this rank's regions, so `allocate` is collective
-    copies: bool = False  # this rank gathers resting shards by copying them: no peer has to take part
-    drains_all: bool = True  # when a reduction has drained, every rank that may read its result has it
-    replicas: int = 1  # number of groups of ranks that hold the same shards: reductions sum over all of them
-    replica: int = 0  # index of this rank's group among the replicas
-    local: Comm | None = None  # communicator of this host's ranks, where they have a faster one (shared memory)
+    control: Control  # how these ranks agree and wait
+    parts: tuple[Comm, ...] = ()  # the Comms over which this one works: they are opened, released and told of writes with it
     packs: bool = False  # reductions send gradients as fewer bytes (a codec) at present
-    waits_on_host: bool = True  # False: waiting orders streams and the host goes on (NCCL)
-    imagined: bool = False  # the peers do not exist (planning)
-    streams: Streams = Streams()
-    _serial = 0
 
-    @property
-    def failure(self) -> Exception | None:
-        """The error that all ranks raise because one of them failed (see `abort`), or None."""
-        return None
-
-    @functools.cached_property
-    def pending(self) -> Pending:
-        """The hops not yet continued, shared by a group and its subgroups: a wait in any of them continues all."""
-        return Pending()
-
-    @functools.cached_property
-    def progress(self) -> Progress:
-        """This rank's notes of its step and collectives, from which it answers peers that have waited too long."""
-        return Progress(self.ranks[self.rank])
-
-    @property
-    def ranks(self) -> list[int]:
-        """World rank of each rank of this group, as errors and reports name them."""
-        return list(range(self.world_size))
-
-    @property
-    def nodes(self) -> list[int]:
-        """Node number of each rank of this group. Links inside a node are fast, links between nodes are slower."""
-        return [0] * self.world_size
-
-    def sent(self, nbytes: int) -> Sent:
-        """Return the bytes that this rank sends if each of its peers gets `nbytes`."""
-        nodes = self.nodes
-        near = nodes.count(nodes[self.rank])
-        return Sent((near - 1) * nbytes, (self.world_size - near) * nbytes)
-
-    def subgroup(self, parts: Sequence[Sequence[int]], apart: bool = False) -> Comm:
-        """Return a Comm of the ranks of that list in `parts` which contains this rank (collective). The lists are disjoint.
-
-        apart: no rank outside the subgroup reads or writes its shards, so that the subgroup has fences of its own.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no subgroups")
-
-    def place(self, label: str) -> str:
-        """Return `label` with this rank's step appended, for errors."""
-        return label if label.endswith("]") else f"{label} [step {self.progress.step}]"
-
-    def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
-        """Return the bytes that this rank sends. kind: "gather", "gather again" (no write since) or "reduce" of such shards."""
-        return self.sent(numel * dtype.itemsize)
-
-    def reduction_volume(self, tag: int, numel: int, dtype: torch.dtype) -> Sent:
-        """Return `volume("reduce", ...)` for the tensors reduced under `tag`, whose parameters may be known (see `expect`)."""
-        return self.volume("reduce", numel, dtype)
-
-    def reserve(self, number: int, numel: int, dtype: torch.dtype) -> None:
-        """Announce gathers, from region `number` (0: one without a number), of shards of `numel` elements (collective)."""
-
-    def reserve_slices(self, numel: int, dtype: torch.dtype) -> None:
-        """Announce reductions of `world_size` slices of `numel` elements each. Call for each, before the first reduction."""
-
-    def expect(self, tag: int, slots: Sequence[tuple[int, Sequence[int]]], numel: int) -> None:
-        """Announce reductions of `numel` elements under `tag`. slots: (offset, shape) of each parameter among them."""
-
-    def needed(self, values: Sequence[Reserved], slices: Sequence[Reserved]) -> int:
-        """Return the bytes that buffers take on this rank, in use, after `reserve(values)` and `reserve_slices(slices)`."""
-        return 0
-
-    def open(self) -> None:
-        """Allocate the buffers that were reserved (collective; before the first gather or reduction)."""
-
-    def release(self) -> None:
-        """Free what `open` has allocated, because its model is closed."""
-
-    def forget(self) -> None:
-        """Drop what is kept from earlier reductions (a codec's residuals, say), because other values have been loaded."""
-
-    def outdate(self, number: int) -> None:
-        """Invalidate what is kept of region `number`, whose shards are about to be written."""
-
-    def holds(self, number: int) -> bool:
-        """Return True where the next gather from region `number` reads secondary shards that an earlier gather has left."""
-        return False
-
-    def new_serial(self) -> int:
-        """Return the next number for a model sharded over this group: the same on every rank."""
-        self._serial += 1
-        return self._serial
+    # -- memory ----------------------------------------------------------------------------------------------
 
     def allocate(self, numel: int, dtype: torch.dtype, *, whole: bool) -> Region:
         """Allocate a zero-filled region of `numel` elements (collective: every rank, in the same order)."""
@@ -321,6 +176,57 @@ class Comm(ABC):
         shards: list[Tensor | None] = [None] * self.world_size
         shards[self.rank] = tensor.view(self.world_size, -1)[self.rank] if whole else tensor
         return Region(tensor, shards)
+
+    def reserve(self, number: int, numel: int, dtype: torch.dtype) -> None:
+        """Announce gathers, from region `number` (0: one without a number), of shards of `numel` elements (collective)."""
+
+    def reserve_slices(self, numel: int, dtype: torch.dtype) -> None:
+        """Announce reductions of `world_size` slices of `numel` elements each. Call for each, before the first reduction."""
+
+    def expect(self, tag: int, slots: Sequence[tuple[int, Sequence[int]]], numel: int) -> None:
+        """Announce reductions of `numel` elements under `tag`. slots: (offset, shape) of each parameter among them."""
+
+    def needed(self, values: Sequence[Reserved], slices: Sequence[Reserved]) -> int:
+        """Return the bytes that buffers take on this rank, in use, after `reserve(values)` and `reserve_slices(slices)`."""
+        return 0
+
+    def open(self) -> None:
+        """Allocate the buffers that were reserved (collective; before the first gather or reduction)."""
+        for part in self.parts:
+            part.open()
+
+    def release(self) -> None:
+        """Free what `open` has allocated, because its model is closed."""
+        for part in self.parts:
+            part.release()
+
+    def forget(self) -> None:
+        """Drop what is kept from earlier reductions (a codec's residuals, say), because other values have been loaded."""
+        for part in self.parts:
+            part.forget()
+
+    def outdate(self, number: int) -> None:
+        """Invalidate what is kept of region `number`, whose shards are about to be written."""
+        for part in self.parts:
+            part.outdate(number)
+
+    def holds(self, number: int) -> bool:
+        """Return True where the next gather from region `number` reads secondary shards that an earlier gather has left."""
+        return any(part.holds(number) for part in self.parts)
+
+    # -- collectives -----------------------------------------------------------------------------------------
+
+    def exchange(self, payload: bytes, label: str) -> list[bytes]:
+        """Return every rank's payload, in the order of `ranks` (collective). Blocks, and serves as a barrier."""
+        told = dict(zip(self.control.ranks, self.control.exchange(payload, label), strict=True))
+        return [told[rank] for rank in self.ranks]
+
+    def volume(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> Sent:
+        """Return the bytes that this rank sends. kind: "gather", "gather again" (no write since) or "reduce" of such shards.
+
+        tag: that of a reduction, whose parameters may be known (see `expect`).
+        """
+        return self.sent(numel * dtype.itemsize)
 
     @abstractmethod
     def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
@@ -351,151 +257,25 @@ class Comm(ABC):
 
         return self.collect(source, combine, tag=tag, label=label)
 
+
+class DirectComm(Control, Comm):
+    """A Comm that reaches its ranks itself, not over other Comms: collectives and control messages.
+
+    local: the communicator of this host's ranks, where they have a faster one (shared memory).
+    """
+
+    local: DirectComm | None = None
+
+    @property
+    def control(self) -> Control:  # type: ignore[override]
+        return self
+
     @abstractmethod
-    def exchange(self, payload: bytes, label: str) -> list[bytes]:
-        """Return every rank's payload, in rank order (collective). Blocks, and serves as a barrier."""
+    def subgroup(self, parts: Sequence[Sequence[int]], apart: bool = False) -> DirectComm:
+        """Return the Comm of the ranks of that list in `parts` which contains this rank (collective). The lists are disjoint.
 
-    def square_sums(self, tensors: Sequence[Tensor]) -> float:
-        """Return the sum of all squares of 1-D tensors, on the host: the only values that the core reads back from the device.
-
-        On the CPU it computes the same dot products in the same order as `sum_in_rank_order`, so that a norm has the same bits
-        whichever of the two computed it.
+        apart: no rank outside the subgroup reads or writes its shards, so that the subgroup has fences of its own.
         """
-        if all(tensor.device.type == "cpu" for tensor in tensors):
-            return sum(square_sum(tensor) for tensor in tensors)
-        norms = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
-        return float(torch.stack(norms).double().square().sum())
-
-    def fence_write(self, synchronised: bool = False) -> None:
-        """Return when no peer reads this rank's shards (collective). synchronised: a barrier has just passed, so do not wait."""
-
-    def fence_read(self) -> None:
-        """Return when all ranks have written their shards, so that peers' shards may be read (collective)."""
-
-    def announce(self, waiting_for: str | None) -> None:
-        """Tell the peers that this rank waits for something that they may have to free (None: it waits no longer)."""
-
-    def peers_wait(self) -> bool:
-        """Return True if a peer may be waiting for this rank, so that this rank's own wait might never end."""
-        return True
-
-    def wait_until(self, done: Callable[[], bool], label: str, missing: Missing | None = None) -> None:
-        """Return when `done()`; meanwhile continue all work that peers may wait for. missing: as `Work.missing`."""
-        with self.pending.waiting():
-            while not done():
-                self.poll()
-                time.sleep(_PAUSE_S)
 
     def join(self, local: Any) -> None:
         """Let every wait here also serve `local`, the communicator of this host's ranks, and every wait there serve this one."""
-
-    def poll(self) -> None:
-        """Let work under way progress, without blocking."""
-
-    def abort(self, reason: str, error: Exception | None = None) -> None:
-        """Tell the peers that this rank failed, so that none waits for it. error: what they shall raise instead of PeerFailed."""
-        self.fail(Failure(self.ranks[self.rank], reason, error))
-
-    def fail(self, failure: Failure) -> None:
-        """Tell the peers why the group can not go on: this rank's failure, or a peer's that they may not know of yet."""
-
-    def answer_for(self, owner: object) -> Callable[[], Any]:
-        """Answer peers that ask what this rank does, until `owner` is collected or the returned function is called."""
-        return lambda: None
-
-    def leave(self) -> None:
-        """Send what is still queued for the peers, and leave: this process ends."""
-
-    def close(self) -> None:
-        """Release the connections; the group can not be used afterwards."""
-
-
-def operation(label: str) -> str:
-    """Return the part of a label on which ranks must agree: the label without the bracketed remark at its end."""
-    return label.split(" [")[0]
-
-
-def misuse(places: Mapping[int, str | None], world_size: int) -> str:
-    """Return a hint at the calls that ranks have not made together, to append to an error; "" where there is none.
-
-    ' zs.save() is collective: ...' where some ranks are in a verb of this library and the others are elsewhere; ' Rank 0
-    left ...' where some are in the training loop and the others are not.
-    places: rank -> the label at which it waits; None, or no entry: it is somewhere else.
-    """
-    return _missing_in_verb(places, world_size) + _missing_in_loop(places, world_size)
-
-
-def _missing_in_loop(places: Mapping[int, str | None], world_size: int) -> str:
-    inside = {rank: label for rank, label in places.items() if label is not None and left_loop([rank], label, "")}
-    if not inside:
-        return ""
-    ranks = sorted(inside)
-    others = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
-    return left_loop(sorted(set(range(world_size)) - set(ranks)), inside[ranks[0]], others)
-
-
-def _missing_in_verb(places: Mapping[int, str | None], world_size: int) -> str:
-    verbs = {rank: label.split(":")[0] for rank, label in places.items() if label is not None and label.startswith("zs.")}
-    if not verbs:
-        return ""
-    verb = next(iter(verbs.values()))
-    entered = sorted(rank for rank, name in verbs.items() if name == verb)
-    missing = sorted(set(range(world_size)) - set(entered))
-    if not missing:
-        return ""
-    return f" {verb}() is collective, that is, every rank must call it: entered by ranks {entered}, missing {missing}."
-
-
-def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor, *, scale: float, accumulate: bool) -> float | None:
-    """Compute out = [out +] scale * (parts[0] + parts[1] + ...), in fp32 (fp64 for fp64 parts), in chunks that stay in cache.
-
-    Returns the sum of out's squares where it costs nothing extra (CPU, out not rounded), else None.
-    """
-    numel = out.numel()
-    on_host = out.device.type == "cpu"
-    chunk = min(CHUNK_NUMEL, numel) if on_host else numel
-    # a part that lies in `out` itself must be read before it is written: the first two are, the others are not
-    aliased = any(part.data_ptr() == out.data_ptr() for part in parts[2:])
-    dtype = torch.promote_types(parts[0].dtype, torch.float32)
-    direct = out.dtype == dtype and not accumulate and not aliased
-    scratch = None if direct else torch.empty(chunk, dtype=dtype, device=out.device)
-    cast = None if parts[0].dtype == dtype else torch.empty(chunk, dtype=dtype, device=out.device)
-    square_sum = 0.0 if on_host and out.dtype == dtype else None
-    for begin in range(0, numel, max(chunk, 1)):
-        target = out[begin : begin + chunk]
-        total = target if scratch is None else scratch[: target.numel()]
-        _sum_chunk([part[begin : begin + chunk] for part in parts], total, None if cast is None else cast[: total.numel()])
-        if scale != 1.0:
-            total.mul_(scale)
-        if scratch is not None:
-            target.add_(total) if accumulate else target.copy_(total)
-        if square_sum is not None:
-            square_sum += torch.dot(target, target).item()
-    return square_sum
-
-
-def nonfinite_ranks(parts: Sequence[Tensor], out: Tensor) -> tuple[int, ...]:
-    """Return the ranks whose parts are not finite, given that their sum is not; the part summed in place only if no other is."""
-    in_place = [rank for rank, part in enumerate(parts) if part.data_ptr() == out.data_ptr()]
-    found = [rank for rank, part in enumerate(parts) if rank not in in_place and not torch.isfinite(part).all()]
-    return tuple(found or in_place)
-
-
-def square_sum(tensor: Tensor) -> float:
-    """Return the sum of squares of a 1-D CPU tensor: fp32 dot products of chunks, added in fp64."""
-    parts = tensor.split(CHUNK_NUMEL)
-    if tensor.dtype not in (torch.float32, torch.float64):
-        parts = tuple(part.float() for part in parts)
-    return sum((torch.dot(part, part).item() for part in parts), 0.0)
-
-
-def _sum_chunk(parts: list[Tensor], total: Tensor, cast: Tensor | None) -> None:
-    """Compute total = parts[0] + parts[1] + ... in fp32; `cast` holds one converted part where parts are not fp32."""
-    if cast is None and len(parts) > 1:
-        torch.add(parts[0], parts[1], out=total)
-        rest = parts[2:]
-    else:
-        total.copy_(parts[0])
-        rest = parts[1:]
-    for part in rest:
-        total.add_(part if cast is None else cast.copy_(part))

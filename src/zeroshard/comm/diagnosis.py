@@ -10,7 +10,7 @@ import time
 from typing import Protocol
 
 from ..errors import StallError, ZeroshardError
-from .base import misuse
+from .control import misuse
 from .failure import GONE, Failure
 from .flight_recorder import Progress, describe, places_of
 from .status_server import Answers, Desk

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ..config import Tier
-from .base import Combine, Comm, Region, Sent, Work
+from .base import Combine, DirectComm, Region, Work
+from .control import Sent
 from .streams import Streams
 
 Ticket = tuple[int, ...]  # numbers of tasks in a trace
@@ -99,43 +100,35 @@ class ImaginedStreams(Streams):
     def join(self, ticket: Any) -> None:
         self.watcher.waited(ticket or ())
 
+    def square_sums(self, tensors: Sequence[Tensor]) -> float:
+        return float(len(tensors))  # fake tensors hold no numbers; finite, so that no step is skipped
+
     def stepping(self, numel: int, nbytes: int) -> contextlib.AbstractContextManager[None]:
         return self.watcher.stepping(numel, nbytes)
 
 
-class FakeComm(Comm):
+class FakeComm(DirectComm):
     """Communicator of rank `rank` among `world_size` ranks, the others imagined. node_size: ranks on a node; None: all."""
 
     imagined = True
 
     def __init__(self, rank: int, world_size: int, device: torch.device | str = "cpu", *, node_size: int | None = None) -> None:
         self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
-        self._ranks = list(range(world_size))
         self.kind = imagination.get()
-        self._node_size = node_size or self.kind.node_size or world_size
+        self.ranks = list(range(world_size))
+        self.nodes = [rank // (node_size or self.kind.node_size or world_size) for rank in self.ranks]
         self.streams, self.watcher = ImaginedStreams(self.kind), self.kind.watcher
         self.ordered = self.kind.separate
         self.waits_on_host = not self.kind.separate
         self.shares_memory = self.copies = self.kind.shares_memory
-
-    @property
-    def ranks(self) -> list[int]:
-        return self._ranks
-
-    @property
-    def nodes(self) -> list[int]:
-        return [rank // self._node_size for rank in self._ranks]
 
     def subgroup(self, parts: Sequence[Sequence[int]], apart: bool = False) -> FakeComm:
         mine = next(part for part in parts if self.rank in part)
         assert self.pending is not None  # a cached property: made here, so that subgroups share it
         group = copy.copy(self)
         group.rank, group.world_size = list(mine).index(self.rank), len(mine)
-        group._ranks = [self._ranks[rank] for rank in mine]
+        group.ranks, group.nodes = [self.ranks[rank] for rank in mine], [self.nodes[rank] for rank in mine]
         return group
-
-    def poll(self) -> None:
-        self.pending.advance()
 
     def allocate_common(self, numel: int, dtype: torch.dtype) -> Region | None:
         if not self.shares_memory:
@@ -148,7 +141,7 @@ class FakeComm(Comm):
 
     def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Work:
         work = self._start(label, source.tensor.nbytes // self.world_size, distinct=True)
-        work.square_sum = 1.0  # see `square_sums`
+        work.square_sum = 1.0  # see `ImaginedStreams.square_sums`
         return work
 
     def _start(self, label: str, nbytes: int, distinct: bool = False) -> Work:
@@ -157,6 +150,3 @@ class FakeComm(Comm):
 
     def exchange(self, payload: bytes, label: str) -> list[bytes]:
         return [payload] * self.world_size
-
-    def square_sums(self, tensors: Sequence[Tensor]) -> float:
-        return float(len(tensors))  # fake tensors hold no numbers; finite, so that no step is skipped

@@ -69,6 +69,10 @@ class Progress:
         self.gathers += 1
         self.turns[label] = self.gathers
 
+    def place(self, label: str) -> str:
+        """Return `label` with this rank's step appended, for errors."""
+        return label if label.endswith("]") else f"{label} [step {self.step}]"
+
     def step_over(self, steps: int) -> None:
         """Note that `steps` steps of a model are done."""
         self.step, self.gathers = steps + 1, 0

@@ -17,7 +17,8 @@ from typing import Any
 
 from ..errors import LEFT, StallError
 from ..utils.one_thread import Turn, one_thread
-from .base import Pending, Work, misuse
+from .base import Work
+from .control import Pending, misuse
 from .failure import GONE, Failure
 from .flight_recorder import Progress, describe, places_of
 from .status_server import Desk, ThreadDesk
@@ -231,10 +232,6 @@ class Hub:
         if noted:
             self.tell(("awake",))
 
-    def place(self, label: str) -> str:
-        """Return `label` with this rank's step appended, for errors."""
-        return label if label.endswith("]") else f"{label} [step {self.progress.step}]"
-
     def gone(self) -> list[int]:
         """Return the peers whose connection closed without a goodbye."""
         return [peer for peer, reason in self._lost.items() if reason == GONE]
@@ -249,7 +246,7 @@ class Hub:
             # a rank of another host has failed: tell the ranks of this host first, which may wait for this rank alone
             self.fail(self.desk.told)
         if self.failed is not None:
-            raise self.failed.raised(self.place(label))
+            raise self.failed.raised(self.progress.place(label))
 
     def _check_circle(self, missing: list[int], label: str, waited: float) -> None:
         """Raise StallError if every rank that this one needs, directly or not, waits itself (or is busy beyond the timeout)."""
@@ -268,7 +265,7 @@ class Hub:
         reports = self.desk.ask(self.others) | {self.rank: self.progress.report()}
         self.poll()
         if self.failed is not None:  # a peer has found the same circle, and has raised
-            raise self.failed.raised(self.place(label))
+            raise self.failed.raised(self.progress.place(label))
         places = places_of(reports) | {peer: note[1] for peer, note in self._notes.items()} | {self.rank: label}
         hint = f"Did all ranks run the same modules and calls?{misuse(places, self.transport.world_size)}"
         text = describe(waited, {self.ranks[peer]: report for peer, report in reports.items()}, hint)

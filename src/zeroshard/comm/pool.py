@@ -119,7 +119,7 @@ class StagingPool:
             number = min(free, key=lambda n: (not self._drained(n), self._buffers[n].given), default=None)
             if number is not None and (self._drained(number) or not self.comm.waits_on_host):
                 return number  # `take` orders the streams, and the host goes on, since peers may need it
-        with self.comm.pending.waiting():
+        with self.comm.control.pending.waiting():
             return self._wait_for_free()
 
     def _wait_for_free(self) -> int:
@@ -139,16 +139,16 @@ class StagingPool:
                 if waited > self._longest_s:
                     self._longest_s = _PATIENCE_S
                     return self._further()
-                if (not waiting and not self.passing) or (announced and self.comm.peers_wait()):
+                if (not waiting and not self.passing) or (announced and self.comm.control.peers_wait()):
                     return self._further()
                 if waited > _PATIENCE_S and not announced:
                     announced = True
-                    self.comm.announce("a staging buffer")
-                self.comm.poll()
+                    self.comm.control.announce("a staging buffer")
+                self.comm.control.poll()
                 time.sleep(2e-5)
         finally:
             if announced:
-                self.comm.announce(None)
+                self.comm.control.announce(None)
 
     def _drained(self, number: int) -> bool:
         work = self._buffers[number].work

@@ -25,7 +25,8 @@ from torch import Tensor
 from ..errors import CollectiveMismatch, ConfigError, ZeroshardError
 from ..utils import torch_compat
 from ..utils.one_thread import Turn, one_thread
-from .base import Combine, Comm, Missing, Outcome, Region, Work, misuse, operation
+from .base import Combine, DirectComm, Outcome, Region, Work
+from .control import Missing, misuse, operation
 from .diagnosis import judge
 from .failure import Failure
 from .shared_memory import SharedComm
@@ -166,7 +167,7 @@ def backend_for(device: torch.device, group: dist.ProcessGroup | None = None) ->
     return found
 
 
-class DistComm(Comm):
+class DistComm(DirectComm):
     """Comm over a torch.distributed process group (gloo or NCCL).
 
     Threads: one at a time; two in `exchange` are refused (`ThreadsMet`). The threads of `waiter` only wait for gloo's requests.
@@ -187,23 +188,19 @@ class DistComm(Comm):
         self.streams = streams or streams_for(device)
         self.waiter = ThreadPoolExecutor(max_workers=_WAITERS, thread_name_prefix="zeroshard-gloo")
         self.beside: list[Callable[[], None]] = []  # called while this rank waits, since peers may need what they do
-        self._ranks = dist.get_process_group_ranks(group) if group is not None else list(range(self.world_size))
+        self.ranks = dist.get_process_group_ranks(group) if group is not None else list(range(self.world_size))
         self.desk = Desk()
         self._parent: DistComm | None = None  # for a subgroup: the comm of all ranks
         self._subgroups: dict[tuple[object, ...], DistComm] = {}  # by (apart, *parts)
         self._timeout = datetime.timedelta(seconds=stall_timeout_s)
         # new process groups, so that these messages never mix with those of the user's collectives
         local = group is not None  # the ranks outside of the user's group do not call this
-        make = functools.partial(dist.new_group, self._ranks, self._timeout, "gloo", use_local_synchronization=local)
+        make = functools.partial(dist.new_group, self.ranks, self._timeout, "gloo", use_local_synchronization=local)
         self._control = make()
         self._data = make() if self.backend == "gloo" else group
         if self.world_size > 1:
             self.desk = ProcessDesk.among(self, on_this_host=False)
-        self._nodes = self.desk.nodes() or [0] * self.world_size
-
-    @property
-    def ranks(self) -> list[int]:
-        return self._ranks
+        self.nodes = self.desk.nodes() or [0] * self.world_size
 
     def join(self, local: SharedComm) -> None:
         """Let every wait here serve the ranks of this host in `local`, and every wait in `local` continue this one's hops."""
@@ -222,10 +219,6 @@ class DistComm(Comm):
         """The comm of all ranks, of which this may be a subgroup."""
         return self._parent or self
 
-    @property
-    def nodes(self) -> list[int]:
-        return self._nodes
-
     def subgroup(self, parts: Sequence[Sequence[int]], apart: bool = False) -> DistComm:
         key = (apart, *map(tuple, parts))
         if key in self._subgroups:  # models share it: each subgroup costs new process groups
@@ -235,21 +228,21 @@ class DistComm(Comm):
         group = copy.copy(self)  # shares the desk and the waiter threads
         group._subgroups = {}
         group.rank, group.world_size = mine.index(self.rank), len(mine)
-        group._ranks, group._nodes = [self._ranks[rank] for rank in mine], [self._nodes[rank] for rank in mine]
+        group.ranks, group.nodes = [self.ranks[rank] for rank in mine], [self.nodes[rank] for rank in mine]
         group._parent = self.root
         if apart and self.local is not None:
             group.local, group.beside = self._local_part(parts), []
-        make = functools.partial(dist.new_group, group._ranks, self._timeout, use_local_synchronization=True)
+        make = functools.partial(dist.new_group, group.ranks, self._timeout, use_local_synchronization=True)
         group._control = make(backend="gloo")
         if self.backend != "gloo":  # gloo's isend and irecv name the peer and a tag, so that the parent's group serves
             group._data = make(backend=self.backend)
         self._subgroups[key] = group
         return group
 
-    def _local_part(self, parts: Sequence[Sequence[int]]) -> Comm | None:
+    def _local_part(self, parts: Sequence[Sequence[int]]) -> DirectComm | None:
         """Return a shared-memory Comm of this host's ranks in this rank's part; None where there is no other."""
         assert self.local is not None
-        here = [rank for rank, node in enumerate(self._nodes) if node == self._nodes[self.rank]]
+        here = [rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
         near = [[here.index(rank) for rank in part if rank in here] for part in parts]
         local = self.local.subgroup([part for part in near if part], apart=True)
         return local if local.world_size > 1 else None
@@ -265,8 +258,8 @@ class DistComm(Comm):
                 rows = full.view(self.world_size, -1)
                 # even tags are gathers. One tag per region, so that ranks in different units never mix them up
                 number = 2 * (source.number if tag is None else tag)
-                works = [dist.irecv(rows[p], self._ranks[p], self._data, tag=number) for p in self._peers()]
-                works += [dist.isend(mine, self._ranks[p], self._data, tag=number) for p in self._peers()]
+                works = [dist.irecv(rows[p], self.ranks[p], self._data, tag=number) for p in self._peers()]
+                works += [dist.isend(mine, self.ranks[p], self._data, tag=number) for p in self._peers()]
                 if rows[self.rank].data_ptr() != mine.data_ptr():
                     rows[self.rank].copy_(mine)
         work = _DistWork(self, works, label)
@@ -284,8 +277,8 @@ class DistComm(Comm):
                 parts = list(received.unbind(0))
             else:
                 number = 2 * tag + 1  # odd tags are reductions
-                works = [dist.irecv(received[p], self._ranks[p], self._data, tag=number) for p in self._peers()]
-                works += [dist.isend(rows[p], self._ranks[p], self._data, tag=number) for p in self._peers()]
+                works = [dist.irecv(received[p], self.ranks[p], self._data, tag=number) for p in self._peers()]
+                works += [dist.isend(rows[p], self.ranks[p], self._data, tag=number) for p in self._peers()]
                 parts = [rows[p] if p == self.rank else received[p] for p in range(self.world_size)]
         work = _Collected(self, works, label, lambda: combine(parts))
         work.sent = self.sent(rows[self.rank].nbytes)
@@ -313,7 +306,7 @@ class DistComm(Comm):
             labels.append(frame[8 : 8 + name_len].decode())
             results.append(frame[8 + name_len : 8 + name_len + length])
         if len(set(map(operation, labels))) > 1:
-            places = "; ".join(f"rank {self._ranks[rank]}: {at}" for rank, at in enumerate(labels))
+            places = "; ".join(f"rank {self.ranks[rank]}: {at}" for rank, at in enumerate(labels))
             hint = misuse(dict(enumerate(labels)), self.world_size)
             raise CollectiveMismatch(f"ranks entered different operations ({places}).{hint}")
         return results
@@ -381,7 +374,7 @@ class DistComm(Comm):
         self.desk.failure = self.desk.failure or failure.error
         if self.beside and self.local is not None:
             self.local.fail(failure)
-        return failure.raised(self.place(label))
+        return failure.raised(self.progress.place(label))
 
     def fail(self, failure: Failure) -> None:
         self.desk.failure = self.desk.failure or failure.error

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ..errors import CollectiveMismatch
 from ..memory.ledger import making
-from .base import Combine, Comm, Missing, Outcome, Pending, Region, Work, misuse, operation
+from .base import Combine, DirectComm, Outcome, Region, Work
+from .control import Missing, Pending, misuse, operation
 from .failure import Failure
 from .flight_recorder import Progress
 from .hub import Fence, Hub
@@ -29,7 +30,7 @@ from .streams import streams_for
 from .transport import Transport
 
 
-class SharedComm(Comm):
+class SharedComm(DirectComm):
     """Comm over a `Transport`: all ranks (threads or processes) of one host, or a subgroup of them."""
 
     shares_memory = copies = True
@@ -46,6 +47,7 @@ class SharedComm(Comm):
         self.members = members if members is not None else tuple(range(transport.world_size))
         self.rank, self.world_size = self.members.index(transport.rank), len(self.members)
         numbers = ranks if ranks is not None else list(range(transport.world_size))
+        self.ranks, self.nodes = [numbers[member] for member in self.members], [0] * self.world_size
         self.hub = hub or Hub(transport, Progress(numbers[transport.rank]), numbers, stall_timeout_s)
         self.progress = self.hub.progress
         self.fence = fence or self.hub.fences.setdefault(self.members, Fence(self.members))
@@ -58,10 +60,6 @@ class SharedComm(Comm):
         return SharedComm(
             self.transport, self.device, self.stall_timeout_s, ranks=self.hub.ranks, members=members, hub=self.hub, fence=fence
         )
-
-    @property
-    def ranks(self) -> list[int]:
-        return [self.hub.ranks[member] for member in self.members]
 
     @property
     def stall_timeout_s(self) -> float:

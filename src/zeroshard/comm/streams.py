@@ -10,12 +10,14 @@ work runs where it is called, and tickets are None. `RecordingStreams` (tests) r
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .sums import square_sum
 
 
 class Streams:
@@ -55,6 +57,17 @@ class Streams:
     def stepping(self, numel: int, nbytes: int) -> AbstractContextManager[None]:
         """Context in which the host's cores step `numel` parameters and read and write about `nbytes` for it."""
         return nullcontext()
+
+    def square_sums(self, tensors: Sequence[Tensor]) -> float:
+        """Return the sum of all squares of 1-D tensors, on the host: the only values that the core reads back from the device.
+
+        On the CPU it computes the same dot products in the same order as `sum_in_rank_order`, so that a norm has the same bits
+        whichever of the two computed it.
+        """
+        if all(tensor.device.type == "cpu" for tensor in tensors):
+            return sum(square_sum(tensor) for tensor in tensors)
+        norms = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+        return float(torch.stack(norms).double().square().sum())
 
     @contextmanager
     def behind(self, mark: Any) -> Iterator[None]:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..comm.base import Comm
+from ..comm.base import DirectComm
 from ..comm.fake import ImaginedStreams
 from ..comm.pool import BufferPool, StagingPool
 from ..comm.streams import Copy, Streams
@@ -339,7 +339,7 @@ class ImaginedRest(Rest):
 class _Folder:
     """A swap folder with its engine, from which regions are allocated one after another."""
 
-    def __init__(self, offload: Offload, comm: Comm) -> None:
+    def __init__(self, offload: Offload, comm: DirectComm) -> None:
         assert offload.path is not None
         self.swap = SwapFolder(offload.path, rank=comm.rank, needed_nbytes=0, any_filesystem=offload.any_filesystem)
         self.engine = Engine(checksum=offload.checksum)
@@ -371,7 +371,7 @@ class Tiers:
     may be half of one step and half of the next, and none is used any more.
     """
 
-    def __init__(self, comm: Comm, ledger: Ledger) -> None:
+    def __init__(self, comm: DirectComm, ledger: Ledger) -> None:
         self.comm, self.ledger, self.streams = comm, ledger, comm.streams
         self.separate = self.streams.separate_host
         self.staging: StagingPool | None = None  # device: offloaded shards that are about to be gathered

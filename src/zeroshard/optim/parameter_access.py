@@ -157,11 +157,11 @@ class _Value(ParameterPart):
 
     def _set(self, value: Tensor) -> None:
         group = self.group
-        group.comm.fence_write(synchronised=True)  # `_agree` was the barrier
+        group.comm.control.fence_write(synchronised=True)  # `_agree` was the barrier
         write_value(group, self.index, value)
         if self.replicated:
             group.put_whole(self.index)
-        group.comm.fence_read()
+        group.comm.control.fence_read()
 
 
 class _Gradient(ParameterPart):

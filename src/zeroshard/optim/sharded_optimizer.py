@@ -127,7 +127,7 @@ class OptimizerCore:
         known = [grads.square_sum for grads in buffers if grads.square_sum is not None]
         total = sum(value for value in known if isinstance(value, float))
         total += sum(grads.square_sums() for grads in buffers if grads.square_sum is None and grads.departure is not None)
-        total += self.comm.square_sums([g.load() for g in buffers if g.square_sum is None and g.departure is None])
+        total += self.comm.streams.square_sums([g.load() for g in buffers if g.square_sum is None and g.departure is None])
         on_device = [value for value in known if isinstance(value, Tensor)]
         return total + (float(torch.stack(on_device).sum()) if on_device else 0.0)
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..comm.base import Comm
+from ..comm.base import DirectComm
 from ..memory.io.aligned import empty
 from ..memory.io.tensor_reader import Bulk
 from ..offload.storage import Rest
@@ -40,7 +40,7 @@ class Core(Protocol):
     """The part of an optimizer's core (optim/sharded_optimizer.py) that loading uses."""
 
     runtime: Runtime
-    comm: Comm
+    comm: DirectComm
     outer: torch.optim.Optimizer
     replicated: bool
     runs: list[list[Run]]

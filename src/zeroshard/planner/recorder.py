@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
-from ..comm.base import Sent
+from ..comm.control import Sent
 from ..comm.fake import Ticket, Watcher
 from ..config import Tier
 from .faults import OutOfTime

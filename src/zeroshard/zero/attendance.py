@@ -13,7 +13,7 @@ import json
 import struct
 from typing import Any
 
-from ..comm.base import Comm
+from ..comm.base import DirectComm
 from ..errors import CollectiveMismatch, ZeroshardError
 from .gradient_account import GradientAccount
 from .unit import Phase, Unit
@@ -31,7 +31,7 @@ class Attendance:
     share: number of batches in this step, divided by the number if no rank had ended: reductions take the mean over all ranks.
     """
 
-    def __init__(self, comm: Comm, units: list[Unit], account: GradientAccount) -> None:
+    def __init__(self, comm: DirectComm, units: list[Unit], account: GradientAccount) -> None:
         self.comm, self.account = comm, account
         self.together = comm.world_size > 1 and not comm.imagined
         gathers = any(unit.sharded for unit in units)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.base import Comm
+from ..comm.base import DirectComm
 from ..comm.codec import exchange_values
 from ..comm.mesh.topology import Topology
 from ..config import Config, Tier
@@ -56,7 +56,12 @@ def is_auto(stage: object, options: Mapping[str, Any], sample: Any) -> bool:
 
 
 def choose(
-    config: Config, comm: Comm, model: nn.Module, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None, sample: Any
+    config: Config,
+    comm: DirectComm,
+    model: nn.Module,
+    specs: list[ParamSpec],
+    optimizer: torch.optim.Optimizer | None,
+    sample: Any,
 ) -> Config:
     """Return `config` with the first of CHOICES that fits on every rank (collective).
 
@@ -89,7 +94,7 @@ def choose(
     )
 
 
-def _candidate(config: Config, row: tuple[int, str | None, str | None, str | None], comm: Comm) -> Config | None:
+def _candidate(config: Config, row: tuple[int, str | None, str | None, str | None], comm: DirectComm) -> Config | None:
     """Return the configuration of a choice; None if it needs a folder or a device that is missing, or conflicts with options."""
     if ("nvme" in row and config.offload_path is None) or ("cpu" in row and "nvme" not in row and not comm.streams.separate_host):
         return None
@@ -101,7 +106,7 @@ def _candidate(config: Config, row: tuple[int, str | None, str | None, str | Non
 
 
 def _held(
-    config: Config, comm: Comm, model: nn.Module, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None
+    config: Config, comm: DirectComm, model: nn.Module, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None
 ) -> dict[Tier, int]:  # fmt: skip
     """Return the bytes that one rank would hold, by tier; on a CPU, bytes of the host count as the device's."""
     tiers = Tiers(comm, Ledger())
@@ -114,7 +119,7 @@ def _held(
     return found
 
 
-def _available(comm: Comm, given_nbytes: int) -> tuple[int, int]:
+def _available(comm: DirectComm, given_nbytes: int) -> tuple[int, int]:
     """Return free bytes of device and host. The device's include the model's present ones; on a CPU all its ranks share them."""
     host = min((limit.nbytes for limit in limits()), default=0) or sys.maxsize
     if comm.device.type == "cuda":

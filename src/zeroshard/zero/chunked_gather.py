@@ -37,7 +37,7 @@ class ChunkedGather:
         for start in range(0, most, self.nbytes):
             n = min(self.nbytes, most - start)
             if self._pool is None:
-                self._tag = comm.new_serial() << 20
+                self._tag = comm.control.new_serial() << 20
                 comm.reserve(0, self.nbytes, torch.uint8)
                 self._pool = StagingPool(comm, self.ledger, self.nbytes, 2, 2)
                 self._received = torch.empty(self.nbytes * comm.world_size, dtype=torch.uint8, device=comm.device)

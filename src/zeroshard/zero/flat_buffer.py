@@ -411,7 +411,7 @@ class GradientBuffer:
             return
         deadline = time.monotonic() + _PATIENCE_S
         while self._work is not None and not self._work.drained() and time.monotonic() < deadline:
-            self.comm.poll()
+            self.comm.control.poll()
             time.sleep(2e-5)
 
     @property
@@ -547,10 +547,10 @@ class GradientBuffer:
     def square_sums(self) -> float:
         """Compute the sum of squares of the reduced shard (where `square_sum` is None)."""
         if self.departure is None:
-            return self.comm.square_sums([self.load()])
+            return self.comm.streams.square_sums([self.load()])
         self.departure.settle()
         self.apply_factor()
-        return self.comm.square_sums([self.rest.host(0, self.rest.numel)])
+        return self.comm.streams.square_sums([self.rest.host(0, self.rest.numel)])
 
     def gather(self) -> Work:
         """Start to fill `full` with the reduced shards of all ranks, after `finish` on all of them (REPLICATED; collective)."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.base import Comm
+from ..comm.base import DirectComm
 from ..comm.codec import exchange_values
 from ..errors import ConfigError, ShardedAccessError, ShardedWriteError, ZeroshardError
 from ..memory.ledger import GATHERED
@@ -205,7 +205,7 @@ class Gathering:
             comm.fence_read()
 
 
-def _everyone(home: Any) -> Comm:
+def _everyone(home: Any) -> DirectComm:
     """Return the communicator of all ranks that hold the parameter: its slices, and the same slices in other replicas."""
     return home.group.runtime.comm if isinstance(home, ParamHome) else home.comm
 
@@ -332,7 +332,7 @@ def _check_equal(wholes: list[_Whole], told: list[list[Any]]) -> None:
             )
 
 
-def _from_rank(comm: Comm, rank: int, whole: _Whole, told: tuple[list[int], str, int]) -> Tensor:
+def _from_rank(comm: DirectComm, rank: int, whole: _Whole, told: tuple[list[int], str, int]) -> Tensor:
     """Return, on the host of every rank, the value that a rank has written into its copy (collective)."""
     shape, dtype, _ = told
     value = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")

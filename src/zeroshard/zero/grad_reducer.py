@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..comm.base import Comm
+from ..comm.base import DirectComm
 from ..config import Config
 from ..errors import ModelChanged
 from .attendance import HEADER_NBYTES, Attendance
@@ -34,7 +34,13 @@ class Reductions:
     """
 
     def __init__(
-        self, units: list[Unit], config: Config, comm: Comm, poll: Callable[[], None], attendance: Attendance, frozen: Freezing
+        self,
+        units: list[Unit],
+        config: Config,
+        comm: DirectComm,
+        poll: Callable[[], None],
+        attendance: Attendance,
+        frozen: Freezing,
     ) -> None:
         """poll: called after each start of a reduction, to let other work on the host progress."""
         self.units, self.config, self.comm, self.poll = units, config, comm, poll

@@ -13,7 +13,7 @@ from itertools import repeat
 import torch
 from torch import Tensor, nn
 
-from ..comm.base import Comm
+from ..comm.base import DirectComm
 from ..errors import ModelChanged, ModelMismatch
 from ..utils import torch_compat
 from .unit import ParamGroup
@@ -87,7 +87,7 @@ class ValueWatch:
     It compares version counters, and adds a number to a message that is sent in any case. Values are read only if written.
     """
 
-    def __init__(self, comm: Comm, groups: list[ParamGroup]) -> None:
+    def __init__(self, comm: DirectComm, groups: list[ParamGroup]) -> None:
         self.comm = comm
         alone = comm.world_size == 1 or comm.imagined
         self._groups = [group for group in groups if not (group.values.sharded or alone)]

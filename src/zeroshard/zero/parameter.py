@@ -108,7 +108,7 @@ class ParamHome:
     def before_write(self) -> None:
         self.group.begin_write()
         self.group.unit.writes += 1
-        self.group.comm.fence_write()
+        self.group.comm.control.fence_write()
 
     def after_write(self, local: Tensor, offset: int = 0) -> None:
         self.group.values.rest.store(self.begin + offset, local)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.base import Comm, Reserved
+from ..comm.base import Comm, DirectComm, Reserved
 from ..comm.codec import exchange_values
 from ..comm.mesh.compressed import CompressedGathers
 from ..comm.mesh.topology import Topology
@@ -79,7 +79,7 @@ def _held_nbytes(specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None
 
 
 def open_tiers(
-    config: Config, comm: Comm, ledger: Ledger, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None
+    config: Config, comm: DirectComm, ledger: Ledger, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None
 ) -> Tiers:
     """Make the tiers of a model; raise on all ranks if a folder on disk can't be used (collective; B22; room: `_check_room`).
 

@@ -17,7 +17,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from ..base import CHUNK_NUMEL
+from ..sums import CHUNK_NUMEL
 
 
 class Codec(ABC):
@@ -50,7 +50,7 @@ class Codec(ABC):
     def unpack_sum(self, parts: Sequence[Tensor], out: Tensor, *, scale: float, accumulate: bool) -> float | None:
         """Compute out = [out +] scale * (unpacked parts[0] + parts[1] + ...), in fp32, in the order of parts.
 
-        The bits are those of `unpack` into fp32 tensors and `comm.base.sum_in_rank_order` of these. Returns the sum of
+        The bits are those of `unpack` into fp32 tensors and `comm.sums.sum_in_rank_order` of these. Returns the sum of
         out's squares where it costs nothing extra (CPU, out fp32), else None.
         """
         for part in parts:

@@ -20,7 +20,7 @@ from ...errors import ConfigError
 from ...tensor.distributed import Distribution
 from ...utils.torch_compat import unset_fake_temporarily
 from .. import backend_select
-from ..base import Comm
+from ..base import DirectComm
 
 MODEL_AXES = ("tp", "ep", "pp")  # tensor, expert and pipeline parallelism
 Parts = list[list[int]]
@@ -41,7 +41,7 @@ class Axes:
     parts: Parts | None = None
     copies: frozenset[str] = frozenset()
 
-    def open(self, device: torch.device, stall_timeout_s: float) -> tuple[Comm, Comm, Comm]:
+    def open(self, device: torch.device, stall_timeout_s: float) -> tuple[DirectComm, DirectComm, DirectComm]:
         """Return (control, peers, world) of this rank (collective where there are model axes)."""
         world = backend_select.current(self.choice, device, stall_timeout_s)
         if self.places is None:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ...memory.ledger import RESIDUALS, STAGING, Ledger, claimed
-from ..base import Comm, Outcome, Region, Reserved, Sent, Work
+from ..base import Comm, Outcome, Region, Reserved, Work
 from ..codecs.base import Codec, ErrorFeedback
+from ..control import Sent
 from ..pool import StagingPool
 from .hierarchical import buffers
 from .wrapper import Wrapper
@@ -71,16 +72,16 @@ class _Compressed(Wrapper):
             self.streams.packed(values.nbytes + packed.nbytes)
             return
         self.codec.pack(values, packed)
-        self.errors.look(self.codec, values, packed, label, self.progress.step)
+        self.errors.look(self.codec, values, packed, label, self.control.progress.step)
 
     def open(self) -> None:
-        self.comm.open()
+        super().open()
         if self._pool is None:
             self._pool = StagingPool(self.comm, self.ledger, self._nbytes, *buffers(self._most))
 
     def release(self) -> None:
         self._pool.close() if self._pool is not None else None
-        self.comm.release()
+        super().release()
 
     def _take(self, numel: int, whole: bool) -> tuple[int, Region]:
         assert self._pool is not None
@@ -114,7 +115,7 @@ class CompressedGathers(_Compressed):
         beneath = [(max(each), torch.uint8) for each in zip(packed, plain, strict=True)]
         return usual * (1 + self.world_size) * max(packed, default=0) + self.comm.needed(beneath, slices)
 
-    def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
+    def volume(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> Sent:
         if kind == "reduce" or not self.active():
             return self.comm.volume(kind, numel, dtype)
         return self.comm.volume(kind, self._packed_nbytes(numel), torch.uint8)
@@ -192,7 +193,7 @@ class CompressedReductions(_Compressed):
         self.comm.reserve_slices(numel, dtype)
         self._nbytes, self._most = max(self._nbytes, self.world_size * self._packed_nbytes(numel)), self._most + 1
 
-    def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
+    def volume(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> Sent:
         if kind != "reduce" or not self.active():
             return self.comm.volume(kind, numel, dtype)
         return self.comm.volume(kind, self._packed_nbytes(numel), torch.uint8)
@@ -250,4 +251,4 @@ class CompressedReductions(_Compressed):
                     self.streams.packed(row.nbytes + part.nbytes + 2 * residuals[tag, rank].nbytes)
                 else:
                     self.feedback.pack((tag, rank), row, part)
-                    self.errors.note(label, residuals[tag, rank], row, self.progress.step)
+                    self.errors.note(label, residuals[tag, rank], row, self.control.progress.step)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ...memory.ledger import SECONDARY, Ledger
-from ..base import Combine, Comm, Hops, Region, Reserved, Sent, Work
-from ..failure import Failure
+from ..base import Combine, Comm, Hops, Region, Reserved, Work
+from ..control import Sent
 from ..pool import StagingPool
 from .wrapper import Wrapper
 
@@ -49,10 +49,12 @@ class HierarchicalComm(Wrapper):
         """inner: this rank's node; outer: the ranks with its place. parts: the ranks of each node, by place. keep: keep secondary
         shards. sums: dtype of sums between the hops of a reduction where hops are compressed; otherwise that of its source.
         """
-        super().__init__(world)
+        super().__init__(world, inner, outer)
         self.inner, self.outer, self.ledger, self.keep, self.sums = inner, outer, ledger, keep, sums
         self._order = [node[place] for place in range(inner.world_size) for node in parts]
         self.rank = self._order.index(world.rank)
+        self.ranks = [world.ranks[rank] for rank in self._order]
+        self.nodes = [rank % outer.world_size for rank in range(self.world_size)]
         self.copies = self.drains_all = False
         self.shares_memory = inner.shares_memory or outer.shares_memory
         self._near = [rank for rank in range(self.world_size) if self._order[rank] in self._node(parts)]
@@ -66,14 +68,6 @@ class HierarchicalComm(Wrapper):
 
     def _node(self, parts: Sequence[Sequence[int]]) -> Sequence[int]:
         return next(node for node in parts if self.comm.rank in node)
-
-    @property
-    def ranks(self) -> list[int]:
-        return [self.comm.ranks[rank] for rank in self._order]
-
-    @property
-    def nodes(self) -> list[int]:
-        return [rank % self.outer.world_size for rank in range(self.world_size)]
 
     # -- memory ----------------------------------------------------------------------------------------------
 
@@ -134,8 +128,7 @@ class HierarchicalComm(Wrapper):
         return held + _BUFFERS * sums + hops
 
     def open(self) -> None:
-        self.inner.open()
-        self.outer.open()
+        super().open()
         self._open_rows()
         if self._sums is None:
             self._sums = StagingPool(self.outer, self.ledger, self._sums_nbytes, *buffers(self._num_sums), passing=True)
@@ -143,8 +136,7 @@ class HierarchicalComm(Wrapper):
     def release(self) -> None:
         for pool in (self._rows, self._sums, *self._secondary.values()):
             pool.close() if pool is not None else None
-        for comm in (self.inner, self.outer):
-            comm.release()
+        super().release()
 
     def _open_rows(self) -> None:
         self._rows.close() if self._rows is not None else None  # collectives under way keep references to their memory
@@ -154,10 +146,6 @@ class HierarchicalComm(Wrapper):
         packed = self.inner.packs or self.outer.packs
         return torch.promote_types(self.sums, dtype) if packed and self.sums is not None else dtype
 
-    def forget(self) -> None:
-        self.inner.forget()
-        self.outer.forget()
-
     def outdate(self, number: int) -> None:
         self._held.discard(number)
 
@@ -166,7 +154,7 @@ class HierarchicalComm(Wrapper):
 
     # -- collectives -----------------------------------------------------------------------------------------
 
-    def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
+    def volume(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> Sent:
         again = kind == "gather again" and self.keep
         first = Sent() if again else self.outer.volume(kind, numel, self._sums_dtype(dtype) if kind == "reduce" else dtype)
         second = self.inner.volume(kind, numel * self.outer.world_size, dtype)
@@ -190,7 +178,7 @@ class HierarchicalComm(Wrapper):
                 pool.give(slot, work)
             return work
 
-        return Hops(self.comm, first, inside, self.volume("gather", numel // self.outer.world_size, full.dtype), label)
+        return Hops(self.control, first, inside, self.volume("gather", numel // self.outer.world_size, full.dtype), label)
 
     def _take_rows(self, number: int, numel: int, dtype: torch.dtype) -> tuple[StagingPool, int, Region]:
         """Return pool, number and region (numel,) of a buffer for the result of the first hop."""
@@ -217,37 +205,7 @@ class HierarchicalComm(Wrapper):
             pool.give(slot, work)
             return work
 
-        return Hops(self.comm, first, between, self.volume("reduce", out.numel(), source.tensor.dtype), label)
+        return Hops(self.control, first, between, self.volume("reduce", out.numel(), source.tensor.dtype), label)
 
     def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Work:
         raise NotImplementedError("two hops sum twice: reduce")
-
-    # -- control ---------------------------------------------------------------------------------------------
-
-    def exchange(self, payload: bytes, label: str) -> list[bytes]:
-        parts = self.comm.exchange(payload, label)
-        return [parts[rank] for rank in self._order]
-
-    def poll(self) -> None:
-        for comm in (self.comm, self.inner, self.outer):
-            comm.poll()
-
-    def announce(self, waiting_for: str | None) -> None:
-        for comm in (self.comm, self.inner):
-            comm.announce(waiting_for)
-
-    @property
-    def failure(self) -> Exception | None:
-        return self.comm.failure or self.inner.failure
-
-    def fail(self, failure: Failure) -> None:
-        for comm in (self.inner, self.comm):
-            comm.fail(failure)
-
-    def leave(self) -> None:
-        for comm in (self.inner, self.comm):
-            comm.leave()
-
-    def close(self) -> None:
-        for comm in (self.inner, self.comm):
-            comm.close()

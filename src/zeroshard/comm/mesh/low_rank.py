@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ...memory.ledger import RESIDUALS, Ledger
 from ...tensor.flat_layout import round_up
-from ..base import Comm, Hops, Region, Reserved, Sent, Work
+from ..base import Comm, Hops, Region, Reserved, Work
 from ..codecs import LowRank
+from ..control import Sent
 from ..pool import StagingPool
 from .hierarchical import buffers
 from .wrapper import Wrapper
@@ -51,7 +52,7 @@ class LowRankReductions(Wrapper):
     def open(self) -> None:
         self.comm.reserve(0, self._numel // self.world_size, torch.float32)
         self.comm.reserve_slices(self._numel // self.world_size, torch.float32)
-        self.comm.open()
+        super().open()
         if not self._pools:
             usual, most = buffers(len(self._factors))
             nbytes = 4 * self._numel
@@ -66,11 +67,11 @@ class LowRankReductions(Wrapper):
             pool.close()
         self.ledger.strike(RESIDUALS, sum(4 * factors.state_numel for factors in self._factors.values()))
         self._factors = {}
-        self.comm.release()
+        super().release()
 
-    def reduction_volume(self, tag: int, numel: int, dtype: torch.dtype) -> Sent:
-        if not self.active():
-            return self.volume("reduce", numel, dtype)
+    def volume(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> Sent:
+        if kind != "reduce" or not self.active():
+            return self.comm.volume(kind, numel, dtype, tag)
         parts = [self._padded(sent) // self.world_size for sent in self._factors[tag].sent_numels]
         volumes = [self.comm.volume(kind, part, torch.float32) for part in parts for kind in ("reduce", "gather")]
         return Sent(*(sum(each) for each in zip(*volumes, strict=True)))
@@ -95,7 +96,7 @@ class LowRankReductions(Wrapper):
             return Work()
 
         first = self._all_reduce(factors.first(flat), region, tag, label, lambda mean, _: middle(mean))
-        first.sent = self.reduction_volume(tag, out.numel(), flat.dtype)
+        first.sent = self.volume("reduce", out.numel(), flat.dtype, tag)
         return first
 
     def _all_reduce(self, values: Tensor, region: Region, tag: int, label: str, then: Callable[[Tensor, Work], Work]) -> Work:
@@ -109,6 +110,6 @@ class LowRankReductions(Wrapper):
 
         def spread() -> Work:
             work = self.comm.gather(region.tensor, region, label, tag=tag)
-            return Hops(self.comm, work, lambda: then(region.tensor[:numel], work), Sent(), label)
+            return Hops(self.control, work, lambda: then(region.tensor[:numel], work), Sent(), label)
 
-        return Hops(self.comm, first, spread, Sent(), label)
+        return Hops(self.control, first, spread, Sent(), label)

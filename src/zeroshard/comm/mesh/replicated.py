@@ -8,14 +8,15 @@ All groups get the same bits: one rank sums each element over the groups, and it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ...memory.ledger import Ledger
 from ...tensor.flat_layout import round_up
-from ..base import Comm, Hops, Missing, Region, Reserved, Sent, Work
+from ..base import Comm, Hops, Region, Reserved, Work
+from ..control import Sent
 from ..pool import StagingPool
 from .hierarchical import buffers, exact_share
 from .wrapper import Wrapper
@@ -25,7 +26,7 @@ class ReplicatedComm(Wrapper):
     """Comm of the ranks of one group (`inner`); reductions also sum over `outer`, the ranks of the same index in all groups."""
 
     def __init__(self, inner: Comm, outer: Comm, ledger: Ledger) -> None:
-        super().__init__(inner)
+        super().__init__(inner, inner, outer)
         self.outer, self.ledger = outer, ledger
         self.drains_all = False
         self.replicas, self.replica = outer.world_size, outer.rank
@@ -45,21 +46,15 @@ class ReplicatedComm(Wrapper):
         return buffers(0)[0] * sums + self.comm.needed(values, slices) + self.outer.needed([], parts)
 
     def open(self) -> None:
-        self.comm.open()
-        self.outer.open()
+        super().open()
         if self._sums is None:
             self._sums = StagingPool(self.outer, self.ledger, self._sums_nbytes, *buffers(self._num_sums), passing=True)
 
     def release(self) -> None:
         self._sums.close() if self._sums is not None else None
-        self.comm.release()
-        self.outer.release()
+        super().release()
 
-    def forget(self) -> None:
-        self.comm.forget()
-        self.outer.forget()
-
-    def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
+    def volume(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> Sent:
         inside = self.comm.volume(kind, numel, dtype)
         if kind != "reduce":
             return inside
@@ -80,11 +75,11 @@ class ReplicatedComm(Wrapper):
             part = sums.shards[self.outer.rank]
             assert part is not None
             work = self.outer.reduce(sums, part, scale=scale / share, accumulate=False, tag=tag, label=label)
-            return Hops(self, work, copy, Sent(), label)
+            return Hops(self.outer.control, work, copy, Sent(), label)
 
         def copy() -> Work:
             work = self.outer.gather(sums.tensor, sums, label, tag=tag)
-            return Hops(self, work, lambda: fill(work), Sent(), label)
+            return Hops(self.outer.control, work, lambda: fill(work), Sent(), label)
 
         def fill(work: Work) -> Work:
             total = sums.tensor[:numel]
@@ -92,11 +87,4 @@ class ReplicatedComm(Wrapper):
             pool.give(slot, work)
             return Work()
 
-        return Hops(self, first, across, self.volume("reduce", numel, sent), label)
-
-    def wait_until(self, done: Callable[[], bool], label: str, missing: Missing | None = None) -> None:
-        self.outer.wait_until(done, label, missing)  # it continues the work of both, and learns of failures on other nodes
-
-    def poll(self) -> None:
-        self.comm.poll()
-        self.outer.poll()
+        return Hops(self.outer.control, first, across, self.volume("reduce", numel, sent), label)

@@ -19,7 +19,7 @@ from ...config import Config, Placement
 from ...errors import ConfigError
 from ...memory.ledger import Ledger
 from ...utils.compression import Compression
-from ..base import Comm
+from ..base import Comm, DirectComm
 from ..codecs import TopK, codec_of
 from ..codecs.base import Codec
 from .compressed import CompressedGathers, CompressedReductions, Errors
@@ -40,7 +40,7 @@ class Topology:
     they are `control`. places, stages: ranks in `world` of each place (the data-parallel ones) and of each pipeline stage.
     """
 
-    control: Comm
+    control: DirectComm
     shards: Comm
     values: Comm
     gradients: Comm
@@ -49,8 +49,8 @@ class Topology:
     sent: Compression | None = None
     errors: Errors = field(default_factory=Errors)
     notes: list[str] = field(default_factory=list)
-    peers: Comm = field(kw_only=True)
-    world: Comm = field(kw_only=True)
+    peers: DirectComm = field(kw_only=True)
+    world: DirectComm = field(kw_only=True)
     places: Parts = field(default_factory=list)
     stages: Parts = field(default_factory=list)
 
@@ -61,9 +61,9 @@ class Topology:
     @classmethod
     def flat(
         cls,
-        comm: Comm,
-        peers: Comm | None = None,
-        world: Comm | None = None,
+        comm: DirectComm,
+        peers: DirectComm | None = None,
+        world: DirectComm | None = None,
         places: Parts | None = None,
         stages: Parts | None = None,
     ) -> Topology:
@@ -193,7 +193,7 @@ def _hosts(comm: Comm) -> Parts | None:
     return list(found.values()) if len(found) > 1 and len(sizes) == 1 and sizes != {1} else None
 
 
-def _halves(comm: Comm, parts: Parts) -> tuple[Comm, Comm]:
+def _halves(comm: DirectComm, parts: Parts) -> tuple[DirectComm, DirectComm]:
     """Return the Comm of this rank's part, and the Comm of the ranks with the same index in every part."""
     if parts == _hosts(comm) and comm.local is not None:
         inner = comm.local

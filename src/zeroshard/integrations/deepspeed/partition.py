@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ...comm import backend_select
-from ...comm.base import Comm
+from ...comm.base import DirectComm
 from ...comm.process_group import talking_device
 from ...config import Tier
 from ...tensor.attributes import whole_now
@@ -279,7 +279,7 @@ def _accelerator() -> torch.device:
 
 
 @contextlib.contextmanager
-def _seed_of_rank_0(comm: Comm) -> Iterator[None]:
+def _seed_of_rank_0(comm: DirectComm) -> Iterator[None]:
     """Context with rank 0's states of torch's generators, if ranks differ; afterwards each rank has its own again
     (collective)."""
     generators = [torch.default_generator]

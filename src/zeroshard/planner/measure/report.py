@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import nn
 
-from ...comm.base import Comm, Sent
+from ...comm.base import Comm
+from ...comm.control import Sent
 from ...config import PRECISIONS, Placement, Tier
 from ...memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, RESIDUALS, SECONDARY, STAGING, Traffic
 from ...optim.segments import state_tensors
@@ -206,7 +207,7 @@ def theory_sent_per_step(runtime: Runtime) -> Sent:
     def add(comm: Comm, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> None:
         nonlocal total
         shard_numel = -(-numel // comm.world_size)
-        volume = comm.reduction_volume(tag, shard_numel, dtype) if kind == "reduce" else comm.volume(kind, shard_numel, dtype)
+        volume = comm.volume(kind, shard_numel, dtype, tag)
         total = Sent(total.inside + volume.inside, total.between + volume.between)
 
     for group in runtime.groups:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...comm import backend_select
-from ...comm.base import Comm
+from ...comm.base import DirectComm
 from ...comm.launch import run_processes
 from ...errors import ConfigError, SwapError
 from ...memory.host_memory import available_nbytes, keep_freed_memory
@@ -198,7 +198,7 @@ def _measure(rank: int, world_size: int, path: str | None, amount: Amount) -> Fo
     return found
 
 
-def _bursts(comm: Comm, path: str, amount: Amount) -> dict[str, list[Burst]]:
+def _bursts(comm: DirectComm, path: str, amount: Amount) -> dict[str, list[Burst]]:
     probe, bursts = DiskProbe(path, 16 * amount.numel), dict[str, list[Burst]]()
     kinds = {phase: (phase, REQUEST_NBYTES) for phase in PHASES} | {
         f"small {phase}": (phase, SMALL_NBYTES) for phase in ("write", "read")
@@ -211,7 +211,7 @@ def _bursts(comm: Comm, path: str, amount: Amount) -> dict[str, list[Burst]]:
     return {phase: each[1:] for phase, each in bursts.items()}
 
 
-def _turn(comm: Comm, action: Callable[[], object], turn_s: float) -> float:
+def _turn(comm: DirectComm, action: Callable[[], object], turn_s: float) -> float:
     """Seconds of one call: the median of those within a turn that all ranks begin together, after one that does not count."""
     action()
     comm.exchange(b"", "calibrate: turn")
@@ -223,7 +223,7 @@ def _turn(comm: Comm, action: Callable[[], object], turn_s: float) -> float:
     return median(samples) * max(1.0, comm.world_size / visible_cores())
 
 
-def _product(comm: Comm, side: int, dtype: torch.dtype, turn_s: float) -> float:
+def _product(comm: DirectComm, side: int, dtype: torch.dtype, turn_s: float) -> float:
     """Flops/s of a linear layer's three products (forward, gradients of input and weight), without their launches."""
 
     def three(side: int) -> float:
@@ -234,7 +234,7 @@ def _product(comm: Comm, side: int, dtype: torch.dtype, turn_s: float) -> float:
     return 3 * 2.0 * side**3 / max(all_s - launches_s, 0.1 * all_s)
 
 
-def _between(comm: Comm, rows: int, dim: int, turn_s: float) -> tuple[float, float]:
+def _between(comm: DirectComm, rows: int, dim: int, turn_s: float) -> tuple[float, float]:
     """(seconds, bytes) of a kernel between a block's products, the mean over forward and backward."""
     norm, given = nn.LayerNorm(dim), torch.randn(rows, dim, requires_grad=True)
 
@@ -266,7 +266,7 @@ class _Counter(TorchDispatchMode):
         return result
 
 
-def _exchanged(comm: Comm, numel: int, turn_s: float) -> tuple[float, float]:
+def _exchanged(comm: DirectComm, numel: int, turn_s: float) -> tuple[float, float]:
     """(seconds, bytes sent) of a gather or reduction of `numel` elements, the mean of both."""
     shard = max(1, numel // comm.world_size)
     full = torch.empty(shard * comm.world_size)
@@ -287,7 +287,7 @@ def _exchanged(comm: Comm, numel: int, turn_s: float) -> tuple[float, float]:
     return median(samples[1:]) / 2, comm.volume("gather", shard, torch.float32).inside
 
 
-def _step_rate(comm: Comm, numel: int) -> float:
+def _step_rate(comm: DirectComm, numel: int) -> float:
     """Parameters a second of the host's AdamW over states that are offloaded to it."""
     from ... import api
 

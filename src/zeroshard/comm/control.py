@@ -1,0 +1,204 @@
+"""How the ranks of a group agree, wait for one another and learn of failures (`Control`), on the host, in few bytes.
+
+A *fence* separates the times at which shards are written from those at which peers read them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..errors import left_loop
+from .failure import Failure
+from .flight_recorder import Progress
+from .streams import Streams
+
+if TYPE_CHECKING:
+    from .base import Hops
+
+_PAUSE_S = 5e-5
+Missing = Callable[[], list[int] | None]
+
+
+class Sent(NamedTuple):
+    """Number of bytes that a rank sends: `inside` to ranks of its own node, `between` to ranks of other nodes."""
+
+    inside: int = 0
+    between: int = 0
+
+
+class Pending:
+    """The `Hops` whose second collective has not begun. Every wait of this rank calls `advance`: peers may wait for those."""
+
+    def __init__(self) -> None:
+        self.items: list[Hops] = []
+        self._busy = False
+
+    def advance(self) -> None:
+        """Begin the second collective of all hops whose first is over."""
+        if self._busy or not self.items:
+            return
+        self._busy = True
+        try:
+            for hops in [hops for hops in self.items if hops.first.ready()]:
+                if hops in self.items:  # another one's `begin` may have waited, and begun this one meanwhile
+                    self.items.remove(hops)
+                    hops.begin()
+        finally:
+            self._busy = False
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Context of a wait, in which `advance` runs even where the wait is inside `advance` (a hop waits for a buffer)."""
+        busy, self._busy = self._busy, False
+        try:
+            yield
+        finally:
+            self._busy = busy
+
+
+class Group:
+    """A group of ranks as one of them sees it: its number, the device of its tensors, and what holds for its collectives.
+
+    ordered: collectives are matched by the order in which ranks start them (NCCL); the runtime then starts reductions in an
+    order that all ranks have agreed on.
+    """
+
+    rank: int
+    world_size: int
+    ranks: list[int]  # world rank of each rank of this group, as errors and reports name them
+    nodes: list[int]  # node number of each rank. Links inside a node are fast, links between nodes are slower
+    device: torch.device
+    ordered: bool = False
+    shares_memory: bool = False  # peers read this rank's regions, so `allocate` is collective
+    copies: bool = False  # this rank gathers resting shards by copying them: no peer has to take part
+    drains_all: bool = True  # when a reduction has drained, every rank that may read its result has it
+    replicas: int = 1  # number of groups of ranks that hold the same shards: reductions sum over all of them
+    replica: int = 0  # index of this rank's group among the replicas
+    waits_on_host: bool = True  # False: waiting orders streams and the host goes on (NCCL)
+    imagined: bool = False  # the peers do not exist (planning)
+    streams: Streams = Streams()
+
+    def sent(self, nbytes: int) -> Sent:
+        """Return the bytes that this rank sends if each of its peers gets `nbytes`."""
+        nodes = self.nodes
+        near = nodes.count(nodes[self.rank])
+        return Sent((near - 1) * nbytes, (self.world_size - near) * nbytes)
+
+
+class Control(Group, ABC):
+    """Control messages of a group of ranks.
+
+    Threads: one at a time: the rank's own, autograd's during a backward that the rank's own waits for, or that of
+    checkpoint/heartbeat.py while the rank's own writes files. `exchange` refuses a second one (`ThreadsMet`). Only `progress`
+    may be read by others.
+    """
+
+    _serial = 0
+
+    @property
+    def failure(self) -> Exception | None:
+        """The error that all ranks raise because one of them failed (see `abort`), or None."""
+        return None
+
+    @functools.cached_property
+    def pending(self) -> Pending:
+        """The hops not yet continued, shared by a group and its subgroups: a wait in any of them continues all."""
+        return Pending()
+
+    @functools.cached_property
+    def progress(self) -> Progress:
+        """This rank's notes of its step and collectives, from which it answers peers that have waited too long."""
+        return Progress(self.ranks[self.rank])
+
+    def new_serial(self) -> int:
+        """Return the next number for a model sharded over this group: the same on every rank."""
+        self._serial += 1
+        return self._serial
+
+    @abstractmethod
+    def exchange(self, payload: bytes, label: str) -> list[bytes]:
+        """Return every rank's payload, in rank order (collective). Blocks, and serves as a barrier."""
+
+    def fence_write(self, synchronised: bool = False) -> None:
+        """Return when no peer reads this rank's shards (collective). synchronised: a barrier has just passed, so do not wait."""
+
+    def fence_read(self) -> None:
+        """Return when all ranks have written their shards, so that peers' shards may be read (collective)."""
+
+    def announce(self, waiting_for: str | None) -> None:
+        """Tell the peers that this rank waits for something that they may have to free (None: it waits no longer)."""
+
+    def peers_wait(self) -> bool:
+        """Return True if a peer may be waiting for this rank, so that this rank's own wait might never end."""
+        return True
+
+    def wait_until(self, done: Callable[[], bool], label: str, missing: Missing | None = None) -> None:
+        """Return when `done()`; meanwhile continue all work that peers may wait for. missing: as `Work.missing`."""
+        with self.pending.waiting():
+            while not done():
+                self.poll()
+                time.sleep(_PAUSE_S)
+
+    def poll(self) -> None:
+        """Let work under way progress, without blocking."""
+        self.pending.advance()
+
+    def abort(self, reason: str, error: Exception | None = None) -> None:
+        """Tell the peers that this rank failed, so that none waits for it. error: what they shall raise instead of PeerFailed."""
+        self.fail(Failure(self.ranks[self.rank], reason, error))
+
+    def fail(self, failure: Failure) -> None:
+        """Tell the peers why the group can not go on: this rank's failure, or a peer's that they may not know of yet."""
+
+    def answer_for(self, owner: object) -> Callable[[], Any]:
+        """Answer peers that ask what this rank does, until `owner` is collected or the returned function is called."""
+        return lambda: None
+
+    def leave(self) -> None:
+        """Send what is still queued for the peers, and leave: this process ends."""
+
+    def close(self) -> None:
+        """Release the connections; the group can not be used afterwards."""
+
+
+def operation(label: str) -> str:
+    """Return the part of a label on which ranks must agree: the label without the bracketed remark at its end."""
+    return label.split(" [")[0]
+
+
+def misuse(places: Mapping[int, str | None], world_size: int) -> str:
+    """Return a hint at the calls that ranks have not made together, to append to an error; "" where there is none.
+
+    ' zs.save() is collective: ...' where some ranks are in a verb of this library and the others are elsewhere; ' Rank 0
+    left ...' where some are in the training loop and the others are not.
+    places: rank -> the label at which it waits; None, or no entry: it is somewhere else.
+    """
+    return _missing_in_verb(places, world_size) + _missing_in_loop(places, world_size)
+
+
+def _missing_in_loop(places: Mapping[int, str | None], world_size: int) -> str:
+    inside = {rank: label for rank, label in places.items() if label is not None and left_loop([rank], label, "")}
+    if not inside:
+        return ""
+    ranks = sorted(inside)
+    others = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
+    return left_loop(sorted(set(range(world_size)) - set(ranks)), inside[ranks[0]], others)
+
+
+def _missing_in_verb(places: Mapping[int, str | None], world_size: int) -> str:
+    verbs = {rank: label.split(":")[0] for rank, label in places.items() if label is not None and label.startswith("zs.")}
+    if not verbs:
+        return ""
+    verb = next(iter(verbs.values()))
+    entered = sorted(rank for rank, name in verbs.items() if name == verb)
+    missing = sorted(set(range(world_size)) - set(entered))
+    if not missing:
+        return ""
+    return f" {verb}() is collective, that is, every rank must call it: entered by ranks {entered}, missing {missing}."
