@@ -19,7 +19,7 @@ from .tables import TABLES, check_names, write
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print; returns the exit code, `ExitCode.NO` where a computed value differs from a printed one and nothing says why."""
+    """Print the tables; return the exit code: `ExitCode.NO` if a computed value differs from the printed one without a note."""
     options = parser().parse(argv)
     try:
         names = check_names(options.names)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _written(table: Table, folder: Path) -> list[Path]:
-    """The files of a table; where matplotlib is not installed, a line says so in place of the picture. Raises OSError."""
+    """Write the files of a table, and return their paths. Prints a line if matplotlib is not installed. Raises OSError."""
     drawn(folder / f"{table.name}.png", write, table, folder)
     return sorted(folder.glob(f"{table.name}.*"))
 
@@ -58,7 +58,7 @@ def _show(table: Table) -> None:
 
 
 def parser() -> Parser:
-    """The command line of `zeroshard papers`."""
+    """Return the parser of `zeroshard papers`."""
     made = Parser(
         prog="zeroshard papers",
         usage="%(prog)s [options] [NAME ...]",
