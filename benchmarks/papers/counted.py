@@ -31,7 +31,7 @@ PAPERS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Counted:
-    """The bytes of one rank after a step. states: at rest, by category; elsewhere: of these off the device; gathered, buffers: peaks
+    """The bytes of one rank after a step. states: at rest, by category; elsewhere: those off the device; gathered, buffers: peaks
     of gathered parameters and of gradient buffers; sent_nbytes: sent in all; between: sent to other nodes, by collective."""
 
     numel: int

@@ -1,4 +1,4 @@
-"""`zeroshard export`: a checkpoint as safetensors for `from_pretrained`, or as a file of torch.save.
+"""The command `zeroshard export`: write a checkpoint's model as safetensors for `from_pretrained`, or with torch.save.
 
 zeroshard export runs/7/checkpoints model --dtype bf16 --hf-config config.json
 """
@@ -19,7 +19,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Export; returns the exit code."""
+    """Export a checkpoint; return the exit code."""
     options = parser().parse(argv)
     if not 0 < options.max_shard_gb < math.inf:
         raise UsageError(f"--max-shard-gb: expected a positive number, got {options.max_shard_gb}")
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> Parser:
-    """The command line of `zeroshard export`."""
+    """Return the parser of `zeroshard export`."""
     made = Parser(
         prog="zeroshard export", usage="%(prog)s [options] DIR OUT", renamed={"--config": "--hf-config"},
         description="Write a checkpoint's model as files that other libraries read.",

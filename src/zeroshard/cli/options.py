@@ -1,8 +1,8 @@
-"""The options of `zeroshard train`: their defaults, help and validation in one frozen dataclass.
+"""The options of `zeroshard train`, with their defaults, help and validation, in one frozen dataclass.
 
 `--global-batch` counts sequences of one optimizer step over all ranks and micro-batches, so the same command reads the same
 text on any number of ranks:   global batch = ranks x accumulate x sequences of one forward pass.
-On a mesh of ranks (`--mesh`), those along its axis dp read different text, and take the place of the ranks there.
+On a mesh of ranks (`--mesh`) the number of ranks along dp takes the place of that of all ranks.
 """
 
 import argparse
@@ -34,21 +34,21 @@ DEVICES = ("auto", "cpu", "cuda")
 OFFLOADS = ("none", "cpu", "nvme")
 # names of torch.distributed.pipelining
 SCHEDULES = ("gpipe", "1f1b", "loopedbfs", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev")
-_PLANNED = {  # option -> what zs.shard calls it
+_PLANNED = {  # option -> its name in zs.shard
     **{name: name for name in ("stage", "precision", "offload_optimizer", "offload_gradient", "offload_param", "offload_path", "shard_size")},
     "hpz": "zero_hpz_partition_size", "quantized_weights": "zero_quantized_weights", "quantized_gradients": "zero_quantized_gradients",
 }  # fmt: skip
 _WITHOUT_OPTION = ("max_unit_numel", "prefetch_nbytes", "hierarchical")
-OFFLOAD_PATH = "runs"  # on the disk of the working directory
+OFFLOAD_PATH = "runs"  # default folder of offload to nvme, in the working directory
 
 
 def _option(default: Any, text: str, **settings: Any) -> Any:
-    """A field of options. settings: those of argparse; group: the heading in --help below which the option stands."""
+    """Return a dataclass field for an option with help `text`. settings: of argparse, and `group`, its heading in --help."""
     return field(default=default, metadata={"help": text, **settings})
 
 
 def usual_precision(gpu: bool) -> str:
-    """The precision of every command where none is given."""
+    """Return the default precision of a run on GPUs or CPUs."""
     return "bf16" if gpu else "fp32"
 
 
@@ -60,7 +60,7 @@ _MESH, _MEMORY, _OFFLOAD, _NETWORK = "tensor and pipeline parallelism", "memory 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """A validated call of `zeroshard train`. Each field is the option of that name; what `preset` stands for is in the others."""
+    """The validated options of a run. Each field is the option of that name; the values of a `preset` are in its fields."""
 
     stage: int = _option(3, "ZeRO stage: what is sharded", choices=(0, 1, 2, 3), type=int, group=_COMMON)
     ranks: int | None = _option(None, "local ranks (default: the GPUs, without any 2)", type=int, group=_COMMON)
@@ -185,7 +185,7 @@ class TrainOptions:
             self._expect(name, getattr(self, name) is None or getattr(self, name) > 0, "a positive integer")
         try:
             config = self.sharding()
-        except zs.ConfigError as error:  # says what is wrong in the names of Config, which are those of the options
+        except zs.ConfigError as error:  # its message names fields of Config, which have the names of the options
             raise UsageError(str(error)) from None
         packs = bool(self.quantized_weights or self.quantized_gradients)
         self._expect(
@@ -207,7 +207,7 @@ class TrainOptions:
             raise UsageError(f"--{name.replace('_', '-')}: expected {expected}, got {getattr(self, name)}")
 
     def model_config(self) -> GPTConfig:
-        """The model's shape: the preset of `--size`, or a published run's, with what was given one by one."""
+        """Return the model's shape: that of --size or of a published run, changed by --layers, --dim and --heads."""
         if self.case_study is not None:
             shape = self.case_study.config(self.scale or SCALES[0])
         else:
@@ -218,16 +218,16 @@ class TrainOptions:
 
     @property
     def case_study(self) -> CaseStudy | None:
-        """The published run that `preset` names, if it names one."""
+        """The published run that `preset` names; None if it names none."""
         return CASE_STUDIES.get(self.preset or "")
 
     @property
     def axes(self) -> MeshAxes:
-        """The axes of `--mesh`; all 1 without it, whatever the number of ranks."""
+        """The axes of `--mesh`; without it all are 1, whatever the number of ranks."""
         return MeshAxes() if self.mesh is None else MeshAxes.parse(self.mesh)
 
     def sharding(self) -> zs.Config:
-        """The options of zs.shard."""
+        """Return the configuration for zs.shard."""
         return zs.Config(
             **self._planned(),
             stage=self.stage,
@@ -246,7 +246,7 @@ class TrainOptions:
         )
 
     def _planned(self) -> dict[str, Any]:
-        """What the file of `config` says beside what has an option of its own."""
+        """Return the options of zs.shard in the file of `config` that have no option of this command."""
         planned = {} if self.config is None else read_layout(self.config)["shard"]
         return {name: planned[name] for name in _WITHOUT_OPTION if name in planned}
 
@@ -261,33 +261,33 @@ class TrainOptions:
         )  # fmt: skip
 
     def activations(self) -> zs.Offload:
-        """Where the inputs of checkpointed blocks rest."""
+        """Return the tier of inputs of checkpointed blocks."""
         return self._offload(self.offload_activations)
 
     @property
     def offloads(self) -> bool:
-        """Whether a model state rests off the device."""
+        """True if a model state rests off the device."""
         config = self.sharding()
         tiers = (config.offload_optimizer.tier, config.offload_gradient.tier, config.offload_param.tier)
         return any(tier is not Tier.DEVICE for tier in tiers)
 
     @property
     def uses_tiers(self) -> bool:
-        """Whether a model state or activations rest off the device."""
+        """True if a model state or activations rest off the device."""
         return self.offloads or self.offload_activations != "none"
 
     @property
     def uses_disk(self) -> bool:
-        """Whether anything rests in files."""
+        """True if a model state or activations rest on disk."""
         return "nvme" in (self.offload_optimizer, self.offload_gradient, self.offload_param, self.offload_activations)
 
     @property
     def checkpoints(self) -> bool:
-        """Whether activations are checkpointed."""
+        """True if activations are checkpointed."""
         return self.checkpoint_activations or self.partition_activations or self.offload_activations != "none"
 
     def check_batch(self, world_size: int) -> None:
-        """Raise unless the mesh has as many ranks, and the batch divides evenly over them and over micro-batches."""
+        """Raise UsageError unless the mesh has as many ranks, and the batch divides over them and over micro-batches."""
         if self.mesh is not None:
             try:
                 self.axes.check_ranks(world_size)
@@ -303,7 +303,7 @@ class TrainOptions:
             )
 
     def _of_config(self, world_size: int) -> str:
-        """Where the mesh is that of a plan's file: which, and what to do."""
+        """Return the end of an error message, with the remedy, if the mesh is that of a plan's file; else ""."""
         if self.config is None or read_layout(self.config)["mesh"] != asdict(self.axes):
             return ""
         again = (
@@ -312,17 +312,17 @@ class TrainOptions:
         return f"; the mesh is that of --config {self.config}: plan again with `{again}`"
 
     def planned_otherwise(self, world_size: int) -> str:
-        """A sentence where the file of `config` was made for other ranks; "" where for these, or without one."""
+        """Return a sentence that says so if the file of `config` was made for other numbers of ranks; else ""."""
         axes = asdict(self.axes) if self.mesh is not None else {"dp": world_size}
         return "" if self.config is None else planned_otherwise(self.config, read_layout(self.config), axes)
 
     def to_dict(self) -> dict[str, Any]:
-        """All options, ready for JSON."""
+        """Return all options as plain types, for JSON."""
         return asdict(self)
 
 
 def parser() -> Parser:
-    """The command line of `zeroshard train`."""
+    """Return the parser of `zeroshard train`."""
     made = Parser(
         prog="zeroshard train", description="Train a byte-level GPT on a folder of text, sharded by ZeRO.",
         renamed={"--batch": "--global-batch", "--micro-batches": "--accumulate"},
@@ -332,15 +332,15 @@ def parser() -> Parser:
 
 
 def parse_train(argv: Sequence[str]) -> TrainOptions:
-    """Options from the command line; `UsageError` names the one that is wrong."""
+    """Parse the command line into options. Raises UsageError, which names the option that is wrong."""
     command = parser()
     chosen = command.parse(argv)
-    command.set_defaults(**_other_defaults(chosen))  # another row of defaults: what was given beside it counts
+    command.set_defaults(**_other_defaults(chosen))  # then parse again: options that were given override these defaults
     return TrainOptions(**vars(command.parse(argv)))
 
 
 def _other_defaults(chosen: argparse.Namespace) -> dict[str, Any]:
-    """What a preset and a mesh stand for, where nothing else is given."""
+    """Return the defaults that follow from a preset, a plan's file and a mesh."""
     if chosen.preset in PRESETS:
         row: dict[str, Any] = dict(PRESETS[chosen.preset])
     else:
@@ -359,7 +359,7 @@ def _other_defaults(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def _of_plan(chosen: argparse.Namespace) -> dict[str, Any]:
-    """The options that a plan's file stands for. Raises UsageError for a file that is none."""
+    """Return the options that a plan's file contains. Raises UsageError if the file is no plan."""
     try:
         plan = read_layout(chosen.config)
     except zs.ConfigError as error:
@@ -377,7 +377,7 @@ def _of_plan(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def _published(study: CaseStudy, scale: str | None) -> dict[str, Any]:
-    """The stage and the length of sequences of a published run; at full scale also its batch and precision."""
+    """Return the stage and the sequence length of a published run; at full scale also its batch and precision."""
     row: dict[str, Any] = {"stage": study.layout.stage, "seq": study.config(scale or SCALES[0]).seq_len, "ngram_rows": 0}
     if scale == "full":
         row |= {"global_batch": study.layout.global_batch, "precision": study.layout.precision}

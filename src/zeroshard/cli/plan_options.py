@@ -1,4 +1,4 @@
-"""What `zeroshard plan` and `zeroshard simulate` are asked: their common options, and the request that these are."""
+"""The common options of `zeroshard plan` and `zeroshard simulate`, and the planner's request that they make."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from .arguments import Parser, UsageError, add_options
 from .mesh_axes import MeshAxes
 from .options import OFFLOADS, PRECISIONS, SCHEDULES, _option
 
-RENAMED = {  # old spellings of options -> what to write instead
+RENAMED = {  # old name of an option -> new name
     "--device": "--hardware (--device is a torch device, of zeroshard train)", "--batch": "--micro-batch",
     "--micro-batches": "--accumulate", "--activation-checkpointing": "--checkpoint-activations",
 }  # fmt: skip
@@ -25,7 +25,7 @@ _SAME = ("stage", "precision", "offload_optimizer", "offload_gradient", "offload
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Each field is the option of that name; `model` stands first, without one."""
+    """The common options. Each field is the option of that name, but for `model`, the positional argument."""
 
     model: str
     ranks: int | None = _option(None, "ranks in all (default: the mesh's, else a node)", type=int, group=_RUN)
@@ -101,7 +101,7 @@ class PlanOptions:
                 raise UsageError(f"--{name.replace('_', '-')}: expected a positive integer, got {value}")
 
     def request(self) -> Request:
-        """What is to be planned. Raises UsageError, and ConfigError of the model, the hardware and zs.shard."""
+        """Return the planner's request. Raises UsageError, and ConfigError for the model, the hardware or options of zs.shard."""
         hardware = Hardware.named(self.hardware)
         source, axes = source_of(self.model), self._axes(hardware)
         if self.example is not None:
@@ -119,7 +119,7 @@ class PlanOptions:
             self.accumulate or (2 * axes.pp if axes.pp > 1 else 1), self.node_size, self._shard(hardware), self._checkpointing(),
             {name: getattr(self, name) for name in ("schedule", "sequence_parallel") if getattr(self, name)},
         )  # fmt: skip
-        request.config  # noqa: B018  # raises what is wrong with it
+        request.config  # noqa: B018  # raises ConfigError if it is wrong
         return request
 
     def _axes(self, hardware: Hardware) -> MeshAxes:
@@ -138,7 +138,7 @@ class PlanOptions:
         found = {name: value for name, value in given.items() if value not in (None, "none") and value != usual.get(name, ...)}
         found.setdefault("stage", 3)
         found.setdefault("precision", "bf16" if hardware.separate else "fp32")
-        return found | ({"offload_path": "."} if "nvme" in found.values() else {})  # nothing is written
+        return found | ({"offload_path": "."} if "nvme" in found.values() else {})  # planning writes no file there
 
     def _checkpointing(self) -> bool | dict[str, Any]:
         found: dict[str, Any] = {"partition": True} if self.partition_activations else {}
@@ -148,7 +148,7 @@ class PlanOptions:
 
 
 def parse(kind: type[PlanOptions], program: str, description: str, argv: Sequence[str], renamed: Mapping[str, str]) -> Any:
-    """Options from the command line; `UsageError` names the one that is wrong. renamed: old spellings, beside RENAMED."""
+    """Parse the command line into options of `kind`. Raises UsageError. renamed: old -> new names, in addition to RENAMED."""
     parser = Parser(prog=program, usage="%(prog)s [options] MODEL", description=description, renamed=RENAMED | dict(renamed))
     parser.add_argument(
         "model", metavar="MODEL",
