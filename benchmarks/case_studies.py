@@ -138,8 +138,8 @@ def table(name: str, stages: list[int], micro_batches: int = 2) -> tuple[str, bo
 def main(argv: list[str] | None = None) -> int:
     """Print the tables; return exit code 1 if a count differs from its formula, else 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.case_studies", description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASE_STUDIES)}; none: all")
-    parser.add_argument("--micro-batches", type=int, default=2, help="of the step that is counted")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(CASE_STUDIES)} (default: all)")
+    parser.add_argument("--micro-batches", type=int, default=2, help="micro-batches of the step that is counted")
     parser.add_argument(
         "--stages", type=lambda text: [int(number) for number in text.split(",")], help="default: first, middle, last"
     )

@@ -232,10 +232,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoints", description=__doc__.splitlines()[0])
     parser.add_argument("--path", required=True, help="folder on a local disk")
-    parser.add_argument("--sizes", default=",".join(SIZES), help=f"of {', '.join(SIZES)}")
+    parser.add_argument("--sizes", default=",".join(SIZES), help=f"some of {', '.join(SIZES)}")
     usual = ", ".join(f"{size}: {rounds}" for size, (*_, rounds) in SIZES.items())
     parser.add_argument("--rounds", type=int, help=f"default: {usual}")
-    parser.add_argument("--only", default="", help="contenders, separated by commas")
+    parser.add_argument("--only", default="", help="names of contenders, separated by commas (default: all)")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     given = parser.parse_args(argv)
     only = tuple(name for name in given.only.split(",") if name)

@@ -108,7 +108,7 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("--quick", action="store_true", help="a short list of contenders and few rounds, below 90 s")
     add("--only", type=_names, default=(), metavar="NAMES", help="contenders, separated by commas; none: all")
-    add("--precisions", type=_names, default=",".join(PRECISIONS), metavar="LIST", help="of the contenders")
+    add("--precisions", type=_names, default=",".join(PRECISIONS), metavar="LIST", help="precisions of the contenders")
     sections = "; ".join(f"{name}: {what}" for name, what in SECTIONS.items())
     add("--sections", type=_names, metavar="LIST", help=f"what to measure (default: all). {sections}")
     rounds = f"rounds (default: {ROUNDS}, {QUICK_ROUNDS} with --quick; {TIERS_ROUNDS} of the tiers)"
@@ -118,11 +118,11 @@ def _parser() -> Parser:
     add("--ranks", type=int, default=2, help="processes of each contender")
     add("--micro-batch", type=int, default=2, help="sequences of one forward pass of a rank, one in a step")
     for field in dataclasses.fields(ModelShape):
-        add("--" + field.name.replace("_", "-"), type=int, default=field.default, help="of the model")
-    add("--seed", type=int, default=1234, help="of weights and batches")
+        add("--" + field.name.replace("_", "-"), type=int, default=field.default, help=f"{field.name} of the model")
+    add("--seed", type=int, default=1234, help="seed of weights and batches")
     add("--pin-cores", action="store_true", help="bind rank r to core r")
-    add("--path", metavar="DIR", help="on a local disk, for what is offloaded to it (default: --out)")
-    add("--largest-seconds", type=float, default=120.0, metavar="S", help="GPU: of the search for each largest model; 0: none")
+    add("--path", metavar="DIR", help="folder on a local disk, for offload and checkpoints (default: --out)")
+    add("--largest-seconds", type=float, default=120.0, metavar="S", help="GPU: seconds to search each largest model; 0: none")
     usual = network.Plan.bandwidths
     add("--bandwidths", type=network.bandwidths_of, default=usual, metavar="LIST", help="network: bits a second (default: 200M)")
     add("--out", type=Path, help="folder of the results (default: runs/bench-<time>)")

@@ -314,9 +314,9 @@ def main(argv: list[str] | None = None) -> int:
     usual = Plan.bandwidths
     add("--bandwidths", type=bandwidths_of, default=usual, metavar="LIST", help="bits a second, such as 100M,1G (default: 200M)")
     add("--rounds", type=int, default=Plan.rounds, help=f"default: {Plan.rounds}")
-    add("--steps", type=int, default=Plan.steps, help=f"of a turn (default: {Plan.steps})")
-    add("--only", default="", metavar="NAMES", help=f"of {', '.join(way.name for way in WAYS)}")
-    add("--proxied", action="store_true", help="a proxy between the nodes, as where namespaces are refused")
+    add("--steps", type=int, default=Plan.steps, help=f"steps of a turn (default: {Plan.steps})")
+    add("--only", default="", metavar="NAMES", help=f"some of {', '.join(way.name for way in WAYS)}")
+    add("--proxied", action="store_true", help="use a proxy between the nodes instead of namespaces")
     add("--json", type=Path, help="also write the numbers here")
     given = parser.parse_args(argv)
     only = tuple(name for name in given.only.split(",") if name)

@@ -64,7 +64,7 @@ def parser() -> Parser:
         usage="%(prog)s [options] [NAME ...]",
         description="Compute the published tables and figures of ZeRO and its successors, and show them beside what was printed.",
     )
-    made.add_argument("names", nargs="*", help=f"of {', '.join(TABLES)} (default: all)", metavar="NAME")
+    made.add_argument("names", nargs="*", help=f"some of {', '.join(TABLES)} (default: all)", metavar="NAME")
     made.add_argument("--out", type=Path, help="also write markdown, CSV and figures (PNG) into this folder", metavar="DIR")
     made.add_argument("--list", action="store_true", help="print the names alone")
     return made

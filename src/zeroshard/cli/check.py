@@ -132,6 +132,6 @@ def parser() -> Parser:
         description="Tell what becomes of each key of a DeepSpeed configuration; exit code 1 if one is refused.",
     )  # fmt: skip
     made.add_argument("config", metavar="FILE", help="a DeepSpeed configuration (JSON), as deepspeed.initialize takes it")
-    made.add_argument("--ranks", type=int, help="of the run (default: as the three batch sizes say, else 1)")
+    made.add_argument("--ranks", type=int, help="ranks of the run (default: as the three batch sizes say, else 1)")
     made.add_argument("--json", action="store_true", help="print JSON: an object with file, refused, counts and keys")
     return made

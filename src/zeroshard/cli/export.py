@@ -51,11 +51,11 @@ def parser() -> Parser:
     )  # fmt: skip
     made.add_argument("checkpoint", help="a checkpoint, or a folder of checkpoints", metavar="DIR")
     made.add_argument("out", help="folder (safetensors) or file (torch) to make", metavar="OUT")
-    made.add_argument("--name", help="of the checkpoint in a folder of them (default: the newest complete one)")
-    made.add_argument("--dtype", choices=tuple(DTYPES), help="of the files (default: as stored, fp32 where there were masters)")
+    made.add_argument("--name", help="checkpoint in a folder of checkpoints (default: the newest complete one)")
+    made.add_argument("--dtype", choices=tuple(DTYPES), help="dtype of the files (default: as stored; fp32 from masters)")
     made.add_argument("--format", choices=("safetensors", "torch"), default="safetensors", help="what to write")
     made.add_argument("--max-shard-gb", type=float, default=5.0, help="size of a safetensors file, in GB (1e9 bytes)")
     made.add_argument("--hf-config", help="a Hugging Face config.json to put beside the files", metavar="FILE")
-    made.add_argument("--prefix", default="", help="export what is named so, without it (default: everything)")
+    made.add_argument("--prefix", default="", help="export only names that begin so, and remove it (default: all names)")
     made.add_argument("--no-verify", action="store_true", help="do not compare checksums first")
     return made

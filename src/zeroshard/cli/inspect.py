@@ -143,9 +143,9 @@ def parser() -> Parser:
         description="Show what is in a run or a checkpoint, and verify its checksums; exit code 1 if one does not hold.",
     )  # fmt: skip
     made.add_argument("folder", help="a run of `zeroshard train`, a checkpoint, or a folder of checkpoints", metavar="DIR")
-    made.add_argument("--name", help="of one checkpoint in a folder of them (default: all)")
+    made.add_argument("--name", help="one checkpoint in a folder of checkpoints (default: all)")
     made.add_argument(
-        "--json", action="store_true", help="print JSON: a list of checkpoints; of a run an object with run and checkpoints"
+        "--json", action="store_true", help="print JSON: a list of checkpoints; for a run an object with run and checkpoints"
     )
     made.add_argument("--no-verify", action="store_true", help="do not compare checksums")
     return made

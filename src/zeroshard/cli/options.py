@@ -62,9 +62,9 @@ _MESH, _MEMORY, _OFFLOAD, _NETWORK = "tensor and pipeline parallelism", "memory 
 class TrainOptions:
     """The validated options of a run. Each field is the option of that name; the values of a `preset` are in its fields."""
 
-    stage: int = _option(3, "ZeRO stage: what is sharded", choices=(0, 1, 2, 3), type=int, group=_COMMON)
-    ranks: int | None = _option(None, "local ranks (default: the GPUs, without any 2)", type=int, group=_COMMON)
-    device: str = _option("auto", "auto: GPUs, one per rank, if there are", choices=DEVICES, group=_COMMON)
+    stage: int = _option(3, "ZeRO stage", choices=(0, 1, 2, 3), type=int, group=_COMMON)
+    ranks: int | None = _option(None, "local ranks (default: one per GPU; 2 without GPUs)", type=int, group=_COMMON)
+    device: str = _option("auto", "auto: a GPU per rank if there are enough", choices=DEVICES, group=_COMMON)
     precision: str = _option(
         "fp32", "fp32, bf16 or fp16; master weights are fp32 (default: bf16 on GPUs, fp32 on CPUs)", choices=PRECISIONS,
         metavar="DTYPE", group=_COMMON,
@@ -77,13 +77,13 @@ class TrainOptions:
     out: str | None = _option(None, "results (default: runs/<date>-<time>)", metavar="DIR", group=_COMMON)
     preset: str | None = _option(
         None, f"stage and offload by name: {', '.join(PRESETS)}; or model and stage of a published run: "
-        f"{', '.join(CASE_STUDIES)}; options beside it count",
+        f"{', '.join(CASE_STUDIES)}; other options override it",
         choices=(*PRESETS, *CASE_STUDIES), metavar="NAME", group=_COMMON,
     )  # fmt: skip
     config: str | None = _option(
-        None, "a plan that `zeroshard plan --auto` wrote; options beside it count", metavar="FILE", group=_COMMON
+        None, "a plan that `zeroshard plan --auto` wrote; other options override it", metavar="FILE", group=_COMMON
     )
-    scale: str | None = _option(None, "of a published run (default: tiny)", choices=SCALES, group=_MODEL)
+    scale: str | None = _option(None, "size of a published run (default: tiny)", choices=SCALES, group=_MODEL)
     layers: int | None = _option(None, "blocks, instead of those of --size", type=int, group=_MODEL)
     dim: int | None = _option(None, "width, instead of that of --size", type=int, group=_MODEL)
     heads: int | None = _option(None, "attention heads, instead of those of --size", type=int, group=_MODEL)
@@ -93,13 +93,13 @@ class TrainOptions:
     lr: float = _option(3e-3, "highest learning rate", type=float, group=_TRAINING)
     weight_decay: float = _option(0.1, "decay of AdamW", type=float, group=_TRAINING)
     max_grad_norm: float = _option(1.0, "clip to this norm; 0: never", type=float, group=_TRAINING)
-    seed: int = _option(0, "of weights, batches and the sample", type=int, group=_TRAINING)
+    seed: int = _option(0, "seed of weights, batches and the sample", type=int, group=_TRAINING)
     eval_every: int = _option(200, "steps between evaluations", type=int, group=_TRAINING)
     eval_bytes: int = _option(65536, "bytes of held-out text", type=int, group=_TRAINING)
     threads: int | None = _option(None, "CPU threads of a rank (default: cores / ranks)", type=int, group=_TRAINING)
     save_every: int = _option(0, "steps between checkpoints; 0: none", type=int, group=_OUTPUT)
     keep_last: int = _option(2, "checkpoints to keep", type=int, group=_OUTPUT)
-    save_in_background: bool = _option(False, "write checkpoints beside training", action="store_true", group=_OUTPUT)
+    save_in_background: bool = _option(False, "write checkpoints while training goes on", action="store_true", group=_OUTPUT)
     resume: str | None = _option(
         None, "go on with the newest checkpoint of this run (default: of --out, else of the newest run)", nargs="?", const="",
         metavar="DIR", group=_OUTPUT,
@@ -111,25 +111,23 @@ class TrainOptions:
         None, f"order of micro-batches in stages of pp: {', '.join(SCHEDULES)} (default: 1f1b)", choices=SCHEDULES, type=str.lower,
         metavar="NAME", group=_MESH,
     )  # fmt: skip
-    sequence_parallel: bool = _option(False, "cut norms along the sequence over tp", action="store_true", group=_MESH)
-    partition_activations: bool = _option(False, "cut kept block inputs over the ranks of tp", action="store_true", group=_MESH)
-    checkpoint_activations: bool = _option(
-        False, "keep inputs of blocks, compute the rest again", action="store_true", group=_MEMORY
-    )
+    sequence_parallel: bool = _option(False, "split norms along the sequence over tp", action="store_true", group=_MESH)
+    partition_activations: bool = _option(False, "split kept block inputs over the ranks of tp", action="store_true", group=_MESH)
+    checkpoint_activations: bool = _option(False, "keep inputs of blocks, recompute the rest", action="store_true", group=_MEMORY)
     tile_max_bytes: int | None = _option(None, "cut larger weights into tiles of this size", type=int, group=_MEMORY)
     max_live_parameters: int = _option(0, "elements kept gathered for backward", type=int, group=_MEMORY)
     prefetch_bucket_size: int | None = _option(None, "elements gathered ahead (default: 64 MiB)", type=int, group=_MEMORY)
     offload_optimizer: str = _option(
         "none", "TIER of optimizer states: none, cpu (host memory) or nvme (files)", **_TIER, group=_OFFLOAD
     )
-    offload_gradient: str | None = _option(None, "of gradients (default: cpu, with states)", **_TIER, group=_OFFLOAD)
-    offload_param: str = _option("none", "of parameters", **_TIER, group=_OFFLOAD)
-    offload_activations: str = _option("none", "of inputs of blocks", **_TIER, group=_OFFLOAD)
+    offload_gradient: str | None = _option(None, "TIER of gradients (cpu if states are offloaded)", **_TIER, group=_OFFLOAD)
+    offload_param: str = _option("none", "TIER of parameters", **_TIER, group=_OFFLOAD)
+    offload_activations: str = _option("none", "TIER of kept inputs of blocks", **_TIER, group=_OFFLOAD)
     offload_path: str | None = _option(
-        None, f"on a local disk, for nvme (default: {OFFLOAD_PATH}/)", metavar="DIR", group=_OFFLOAD
+        None, f"folder on a local disk, for nvme (default: {OFFLOAD_PATH}/)", metavar="DIR", group=_OFFLOAD
     )
     offload_ratio: float = _option(1.0, "share of states to offload", type=float, group=_OFFLOAD)
-    delayed_update: int | None = _option(None, "after N steps the host steps beside the device", type=int, group=_OFFLOAD)
+    delayed_update: int | None = _option(None, "step on the host beside computation, after N steps", type=int, group=_OFFLOAD)
     buffer_count: int = _option(8, "host buffers of a rank", type=int, group=_OFFLOAD)
     buffer_mib: int = _option(16, "MiB of each of these buffers", type=int, group=_OFFLOAD)
     pin_memory: bool = _option(
@@ -138,13 +136,13 @@ class TrainOptions:
     shard_size: int | None = _option(None, "shard over groups of N ranks (HSDP, MiCS)", type=int, group=_NETWORK)
     hpz: int = _option(1, "ranks of a secondary shard (hpZ)", type=int, group=_NETWORK)
     quantized_weights: str | None = _option(
-        None, f"parameters travel packed (qwZ): {', '.join(CODECS)}", choices=CODECS, metavar="NAME", group=_NETWORK
+        None, f"compress parameters (qwZ): {', '.join(CODECS)}", choices=CODECS, metavar="NAME", group=_NETWORK
     )
     quantized_gradients: str | None = _option(
-        None, f"gradients, too (qgZ): {', '.join(GRADIENT_CODECS)}", choices=GRADIENT_CODECS, metavar="NAME", group=_NETWORK
+        None, f"compress gradients (qgZ): {', '.join(GRADIENT_CODECS)}", choices=GRADIENT_CODECS, metavar="NAME", group=_NETWORK
     )
-    quantize_on_host: bool = _option(False, "pack between ranks that share memory, too", action="store_true", group=_NETWORK)
-    error_feedback: bool = _option(False, "add what packing lost to the next gradient", action="store_true", group=_NETWORK)
+    quantize_on_host: bool = _option(False, "compress between ranks that share memory, too", action="store_true", group=_NETWORK)
+    error_feedback: bool = _option(False, "add errors of compression to the next gradient", action="store_true", group=_NETWORK)
 
     def __post_init__(self) -> None:
         for name in ("ranks", "layers", "dim", "heads", "steps", "seq", "global_batch", "accumulate", "eval_every", "threads",

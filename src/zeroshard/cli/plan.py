@@ -49,7 +49,7 @@ class Options(PlanOptions):
         group=_SEARCH,
     )  # fmt: skip
     lossy: bool = _option(
-        False, "with --auto: also what changes results, parameters and gradients that travel packed", action="store_true",
+        False, "with --auto: also consider compression of parameters and gradients, which changes results", action="store_true",
         group=_SEARCH,
     )  # fmt: skip
     write_config: str | None = _option(
@@ -57,9 +57,9 @@ class Options(PlanOptions):
         group=_SEARCH,
     )  # fmt: skip
     offload_path: str | None = _option(
-        None, "with --auto: folder on a local disk of the machines that will train, for what rests there", group=_SEARCH
+        None, "with --auto: folder on a local disk of the machines that will train, for nvme", group=_SEARCH
     )
-    try_seconds: float = _option(30.0, "to look for changes that would make it fit; 0: none", type=float, group=_OUTPUT)
+    try_seconds: float = _option(30.0, "seconds to search for changes that make it fit; 0: none", type=float, group=_OUTPUT)
     brief: bool = _option(False, "print one line", action="store_true", group=_OUTPUT)
     full: bool = _option(False, "print the tables with all numbers after the page", action="store_true", group=_OUTPUT)
     json_full: bool = _option(
