@@ -1,4 +1,4 @@
-"""The published runs at full size on imagined ranks: memory of a rank by category, and bytes by axis, counted beside formulas.
+"""The published runs at full size on imagined ranks: counts beside formulas of a rank's memory, and of bytes sent by axis.
 
     python -m benchmarks.case_studies                       Turing-NLG, BLOOM, MT-NLG: the table of docs/learn/axes.md
     python -m benchmarks.case_studies bloom --micro-batches 128 --stages 0,6      a whole step; takes some minutes
@@ -12,8 +12,8 @@ padding counted.
 
     parameters 2 n     gradients 4 n, in fp32     masters 4 n / d     states 8 n / d
     tp   2 (t-1)/t m [5 L x                two all-reduces in forward, two in backward, one in the recomputed forward
-                      + x                  first stage: what the embedding puts out
-                      + x + 10 b s]        last stage: the gradient of what the head reads; three numbers of each token's loss,
+                      + x                  first stage: the output of the embedding
+                      + x + 10 b s]        last stage: the gradient of the head's input; three numbers of each token's loss,
                                            (in fp16 12 b s) one of them in bf16
          A recomputed forward ends where backward has all that it needs: before the last all-reduce of the block. Megatron-LM
          makes that all-reduce, too: 6 L x.

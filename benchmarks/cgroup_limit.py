@@ -15,7 +15,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 class CageUnavailable(RuntimeError):
-    """This system does not let this process set a memory limit."""
+    """Raised if this system does not let the process set a memory limit."""
 
 
 class MemoryCage:

@@ -1,4 +1,4 @@
-"""Packing and unpacking on one thread of the CPU beside a memory copy and the same arithmetic over whole tensors.
+"""A benchmark of quantization on one CPU thread, beside a memory copy and the same arithmetic over whole tensors.
 
     python -m benchmarks.codecs                         64 MB of fp32 values, blocks of 256
     python -m benchmarks.codecs --block 1024 --huge-pages

@@ -56,7 +56,7 @@ class Trainer:
     Attributes:
         step: (tokens, targets) -> detached loss of this rank's micro-batch; forward, backward, optimizer.
         at_rest: returns model-state bytes between steps, measured and by the formula, where the library reports them.
-        settings: what differs from the library's defaults, for the record.
+        settings: settings that differ from the library's defaults, for results.json.
         moved: returns the bytes moved between tiers so far, by link ("host -> disk").
         quiet: waits until this rank neither reads nor writes files.
         keeper: returns the functions that save and load (checkpoint_contenders.py).
@@ -98,7 +98,7 @@ def _autocast(contender: Contender, workload: Workload) -> str | None:
 
 
 def _build_local(contender: Contender, workload: Workload) -> Trainer:
-    """Build a model that is not sharded and sends nothing: the time of computation and a full AdamW on every rank."""
+    """Build the contender without communication: each rank computes alone, and steps all parameters with its own AdamW."""
     model = build_model(workload)
     if workload.meta:
         _fill(model.to_empty(device=workload.device))

@@ -94,7 +94,7 @@ class _Timed:
 
 
 def _medians(builders: dict[str, Callable[[], _Timed]], repeats: int, errors: dict[str, str]) -> Millis:
-    """Return median milliseconds by name of all that can be built; add the reason of each that cannot to `errors`."""
+    """Return by name the median milliseconds of what each builder makes; add the error of one that fails to `errors`."""
     built: dict[str, Callable[[], float]] = {}
     for name, builder in builders.items():
         try:

@@ -44,7 +44,7 @@ from .worker_group import turned
 from .workload import batch, blocks, build_model, build_optimizer
 
 RANKS, RANKS_HERE = 4, 2
-SHAPE = ModelShape(vocab_size=256, seq_len=32, dim=512, layers=3)  # little to compute for what it sends
+SHAPE = ModelShape(vocab_size=256, seq_len=32, dim=512, layers=3)  # few operations for the bytes that it sends
 UNITS = {"M": 1e6, "G": 1e9}
 GOAL_BANDWIDTH, SPEED_GOAL, BYTES_GOAL = 200e6, 2.5, 0.05
 LOSS_TOLERANCE = 2e-5  # between ways that compress nothing; see statistics.py

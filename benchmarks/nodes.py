@@ -29,7 +29,7 @@ _AS_ROOT = (*_UNSHARE, "sh", "-c", 'mount -t tmpfs tmpfs /run && exec "$@"', "sh
 
 
 class NodesUnavailable(RuntimeError):
-    """This machine does not let this process make network namespaces; the message says why, in one line."""
+    """Raised if this machine does not let the process make or use such nodes; the message says why, in one line."""
 
 
 class Nodes:

@@ -98,7 +98,7 @@ def race(contenders: list[Contender], workload: Workload, rounds: Rounds, log_di
             say(f"  round {index + 1} of {rounds.rounds} done")
         for outcome in outcomes:
             teams.attempt(outcome, partial(_measure_memory, outcome, rounds=rounds))
-            if workload.device == "cuda" and outcome.contender.offload:  # copies that can be seen
+            if workload.device == "cuda" and outcome.contender.offload:  # a Recorder sees its copies
                 teams.attempt(outcome, partial(_measure_overlap, outcome, rounds=rounds))
     return outcomes
 

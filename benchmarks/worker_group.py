@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class TeamFailed(RuntimeError):
-    """A contender could not go on; the message is one line for the table."""
+    """Raised when the team of a contender fails; the message is one line for the table."""
 
 
 class Team:

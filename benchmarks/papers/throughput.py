@@ -68,7 +68,7 @@ class Configuration:
 
     @property
     def checkpointing(self) -> str:
-        """Pa ("partitioned") in ZeRO-100B but for C1 and C3; "host" in C5, and for 170B, which ran as C5 (appendix, table 5)."""
+        """Checkpointing: Pa ("partitioned") in ZeRO-100B but C1 and C3; "host" in C5, and for 170B, which ran as C5 (table 5)."""
         if self.zero and (self.config == "C5" or self.model == "170B"):
             return "host"
         return "partitioned" if self.zero and self.mp > 1 and self.config not in ("C1", "C3") else "blocks"
