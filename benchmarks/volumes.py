@@ -22,9 +22,8 @@ from zeroshard.utils.torch_compat import FakeTensorMode
 from zeroshard.zero.runtime import runtime_of
 
 _DIM, _BLOCK, _RANK = 8192, 256, 4
-# Bytes sent over those of 16-bit values.
-_INT8, _INT4 = 1 / 2 + 2 / _BLOCK, 1 / 4 + 2 / _BLOCK  # codes, and a step (scale) of 4 bytes a block
-_TOP_K = 0.01 * 8 / 2  # of 1% of the values: value and index, 4 bytes each
+_INT8, _INT4 = 1 / 2 + 2 / _BLOCK, 1 / 4 + 2 / _BLOCK  # bytes over those in 16 bits: codes, and a step of 4 bytes a block
+_TOP_K = 0.01 * 8 / 2  # likewise, of 1% of the values: value and index, 4 bytes each
 _LOW_RANK = 4 * _RANK * 2 / _DIM  # two factors of a square matrix, each reduced and gathered in fp32
 
 Share = Callable[[int, int], float]  # (R, S) -> bytes that a rank sends, in units of M
