@@ -99,7 +99,7 @@ class Layout:
 
     @property
     def has_masters(self) -> bool:
-        """Whether fp32 masters are stepped: in lower precisions, and in fp32 if the step cannot reach the parameters."""
+        """True if fp32 masters are stepped: in lower precisions, and in fp32 if the step cannot reach the parameters."""
         steps_on_host, away = self.optimizer is not Tier.DEVICE, rests_away(self.parameter, self.separate)
         return self.precision != "fp32" or ((self.separate and self.parameter is Tier.DEVICE) if steps_on_host else away)
 
@@ -110,7 +110,7 @@ class Layout:
 
     @property
     def held(self) -> bool:
-        """Whether the rank adds up micro-batches' gradients in fp32: with `hold`, over pp, over tp if they rest on the device."""
+        """True if the rank adds up micro-batches' gradients in fp32: with `hold`, over pp, over tp if they rest on the device."""
         over_tp = self.tp > 1 and not rests_away(self.gradient, self.separate)
         return self.micro_batches > 1 and (self.hold or self.pp > 1 or over_tp)
 

@@ -87,7 +87,7 @@ def activations(
 
 @dataclass(frozen=True, eq=False)
 class Sizes:
-    """The elements of a stage's flat buffers on one rank. shards: of each buffer. stepped: of all whole ones without dp's padding.
+    """The elements of a stage's flat buffers on one rank. shards: of each buffer. stepped: of all, whole, without dp's padding.
 
     whole: of each home when it is gathered, by name. visits: the homes' names in the order of forward.
     """

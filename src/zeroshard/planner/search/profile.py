@@ -4,7 +4,7 @@
 
 A unit's parameters are two lists of numbers of elements: those that tensor parallelism divides (*cut*), and those that all of its
 ranks hold (*whole*). Other numbers are per token and of the whole model: a rank of tp has the cut part divided by tp, and all of
-the whole part. A unit's *home* is the one whose flat buffers hold its parameters: a norm's is the root, a tied head's the embedding.
+the whole part. A unit's *home* is the one whose flat buffers hold its parameters: a norm's the root, a tied head's the embedding.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class UnitProfile:
 
 @dataclass(frozen=True)
 class Home:
-    """A unit of zs.shard: parameters that are gathered and reduced together. origin: for a part, the name of the unit it is of."""
+    """A unit of zs.shard: parameters that are gathered and reduced together. origin: of a part, the name of the split unit."""
 
     name: str
     cut: tuple[int, ...]
@@ -112,7 +112,7 @@ class Home:
 
     @property
     def held(self) -> bool:
-        """Whether it stays gathered for a whole pass."""
+        """True if it stays gathered for a whole pass."""
         return self.name == ROOT
 
     def shards(self, tp: int, dp: int) -> tuple[int, ...]:

@@ -55,7 +55,7 @@ class Stretch:
 
     @property
     def is_head(self) -> bool:
-        """Whether it computes the loss: tp sums the gradient of its input, and three numbers of each token's loss."""
+        """True if it computes the loss; then tp sums the gradient of its input, and three numbers of each token's loss."""
         return self.units[0].saved_fp32 > 0 and not self.block
 
 

@@ -5,8 +5,8 @@
 
 The bound of a layout is the least time of its computation, or of its busiest link; layouts are simulated in the order of their
 bounds until no other can be faster, or `_MOST_SIMULATED` have been. Schedules by formula only rank layouts: the reported seconds
-are those of dry runs, as `zeroshard simulate` reports them for the same layout. Among layouts within 2% of the fastest the plainest
-is taken: states on the device before offloaded ones, data parallelism before other axes, lower stages before higher ones.
+are those of dry runs, as `zeroshard simulate` reports them for the same layout. Among layouts within 2% of the fastest, the
+plainest is taken: states on the device before offloaded ones, data parallelism before other axes, lower stages before higher.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def _excess(profile: Profile, layout: Layout, limits: Mapping[Tier, float]) -> f
 
 @functools.lru_cache(maxsize=4096)
 def _work(profile: Profile, pp: int, stage: int) -> tuple[float, int, int, float]:
-    """Return (flops per token, matrix products, elements per token summed over tp, blocks' flops per token) of a stage's forward."""
+    """Return for a stage's forward: flops per token, matrix products, elements per token that tp sums, blocks' flops per token."""
     units = profile.stages(pp)[stage]
     summed = sum(unit.tp_reduces * unit.boundary for unit in units)
     products = sum(unit.products or unit.kernels for unit in units)
