@@ -117,7 +117,7 @@ def plan(
             )  # fmt: skip
             return run.plan(batch, checkpointing, name or type(model).__name__, separate, hardware)
     except NO_NUMBERS as error:  # while the model is made, or moved
-        raise ConfigError(f"the model asks for numbers ({error.func}), and a plan has none: {_FIXED_SHAPES}") from error
+        raise ConfigError(f"the model reads values of tensors ({error.func}), and a plan has none: {_FIXED_SHAPES}") from error
     finally:
         imagination.reset(token)
 

@@ -140,7 +140,7 @@ class Recorder(Watcher):
 
     def _add(self, task: Task, last: bool = False) -> Ticket:
         if time.monotonic() > self._deadline:
-            raise OutOfTime("the dry run was to be over by now")
+            raise OutOfTime("the dry run takes longer than the time it was given")
         number = self.trace.add(task)
         if last:
             self._last = (number,)

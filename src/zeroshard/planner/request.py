@@ -22,6 +22,7 @@ GIB = 1 << 30
 FLAGS = {  # options of zs.shard that have another name on the command line
     "zero_hpz_partition_size": "hpz", "zero_quantized_weights": "quantized_weights", "zero_quantized_gradients": "quantized_gradients",
 }  # fmt: skip
+WHERE = {Tier.DEVICE: "", Tier.HOST: " of a node's host memory", Tier.DISK: " of a node's disk"}  # after bytes, in a sentence
 _ALIKE = 0.98  # phases with this share of the fullest one's bytes are named instead of it where they tell more
 
 
@@ -125,7 +126,7 @@ class Verdict:
         return max(self.used - self.capacity, 0)
 
     def __str__(self) -> str:
-        where = "" if self.tier is Tier.DEVICE else f" of a node's {self.tier.value}"
+        where = WHERE[self.tier]
         counted = f" (device overhead {gib(self.overhead)} counted)" if self.overhead else ""
         if self.fits:
             return f"fits: {gib(self.used)} of {gib(self.capacity)} GiB{where}{counted}, fullest in {self.phase}"

@@ -80,10 +80,10 @@ def memory(plan: Plan, most: int | None = None) -> Table:
             continue
         if tier is Tier.DEVICE:
             rows.append((f"{where}: the device's overhead", *cells([hardware.overhead_nbytes] * len(phases))))
-            rows.append((f"{where}: there is", *cells([hardware.device.memory_nbytes] * len(phases))))
+            rows.append((f"{where}: capacity", *cells([hardware.device.memory_nbytes] * len(phases))))
         else:
             there = hardware.host_memory_nbytes if tier is Tier.HOST else hardware.disk_nbytes
-            rows.append((f"{where}: there is, a rank of {ranks}", *cells([there // ranks] * len(phases))))
+            rows.append((f"{where}: capacity, 1 of {ranks} ranks", *cells([there // ranks] * len(phases))))
     return Table(f"Memory of rank {plan.rank} of {plan.ranks:,}, {name}", ("", *(phase.name for phase in phases)), tuple(rows))
 
 
@@ -133,7 +133,7 @@ def activations(plan: Plan) -> Table:
         (each, f"{len(sizes):,}", f"{max(sizes) / scale:,.2f}", f"{sum(sizes) / scale:,.2f}") for each, sizes in found[:_MOST]
     ]
     rows.append(("all", f"{sum(map(len, alike.values())):,}", "", f"{sum(map(sum, alike.values())) / scale:,.2f}"))
-    return Table(f"Kept for backward, of a micro-batch, {name}", ("unit", "of them", "the largest", "together"), tuple(rows))
+    return Table(f"Kept for backward by a micro-batch, {name}", ("unit", "count", "largest", "total"), tuple(rows))
 
 
 def headline(request: Request, verdict: Verdict) -> str:
@@ -179,7 +179,7 @@ def page(plan: Plan, verdict: Verdict | None = None) -> str:
         str(memory(plan, _PAGE)),
         "",
         f"Sends in a step, GB: {', '.join(sent) or 'nothing'}" + f"; copies: {', '.join(copied)}" * bool(copied),
-        f"Keeps for backward, of a micro-batch: {largest or 'nothing'}",
+        f"Kept for backward by a micro-batch: {largest or 'nothing'}",
     ]
     return "\n".join(lines)
 

@@ -40,7 +40,7 @@ def _meshes(request: Request) -> Iterator[Request]:
 
 
 def _states(request: Request) -> Iterator[Request]:
-    """Yield higher stages of ZeRO, and tiers further away. Stages 1 and 2 send as much as stage 0, stage 3 half as much again."""
+    """Yield higher stages of ZeRO, and tiers further away. In fp32, stages 0 to 2 send the same, stage 3 half as much again."""
     given = layout_of(request)
     order, now = list(Tier), (given.optimizer, given.gradient, given.parameter)
     for stage, choices in TIERS.items():

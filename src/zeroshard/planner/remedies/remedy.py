@@ -21,7 +21,7 @@ from ...errors import ConfigError
 from ..faults import OutOfTime
 from ..plan import Plan
 from ..recorder import deadline, telling
-from ..request import Request, Verdict, gb, gib, judge
+from ..request import WHERE, Request, Verdict, gb, gib, judge
 from ..search.layout import Layout
 from ..search.memory import activations, in_flight, memory_of
 from ..search.requested import layout_of, profile_of
@@ -188,10 +188,8 @@ def _fitting(formulas: _Formulas, until: float) -> list[_Choice]:
                 except ConfigError:  # not for this model or mesh
                     continue
                 if share <= 1:
-                    where = "" if tier is Tier.DEVICE else f" of a node's {tier.value}"
-                    found.append(
-                        _Choice(request, made, share, f"fits by formula: {gib(used)} of {gib(capacity)} GiB{where}", 0.0)
-                    )
+                    then = f"fits by formula: {gib(used)} of {gib(capacity)} GiB{WHERE[tier]}"
+                    found.append(_Choice(request, made, share, then, 0.0))
         if count > 1 and any(each.request.ranks == formulas.request.ranks for each in found):
             break
     return found

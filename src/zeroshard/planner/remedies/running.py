@@ -165,7 +165,7 @@ def _words(before: Request, after: Request) -> str:
         summed = ", and zs.accumulate around all but the last" if _summed(after) else ""
         return f"1/{times} of the sequences at a time in {times} times as many micro-batches{summed}"
     if after.ranks != before.ranks:
-        return f"{after.ranks // before.ranks} times as many ranks, each with the sequences that it has"
+        return f"{after.ranks // before.ranks} times as many ranks, with as many sequences on each"
     if "checkpointing" in found:
         given = after.checkpointing if isinstance(after.checkpointing, Mapping) else {}
         return f"zs.checkpoint_activations({', '.join(['model', *(f'{name}={value!r}' for name, value in given.items())])})"

@@ -466,12 +466,12 @@ def _reason(
         else:
             slower = timed(profile, lower, hardware)[0] / timed(profile, layout, hardware)[0] - 1
             sentences.append(
-                f"{what} would fit too, " + (f"and take {slower:.0%} longer." if slower > 0.005 else "and send the same.")
+                f"{what} would fit too, " + (f"and take {slower:.0%} longer." if slower > 0.005 else "and take as long.")
             )
     sentences.append(f"It is {best.bound.partition(';')[0]}.")
     if runner_up is not None:
         slower = runner_up.step_s / best.step_s - 1
-        cost = f"takes {slower:.0%} longer" if slower >= 0.005 else "is as fast, and less plain"
+        cost = f"takes {slower:.0%} longer" if slower >= 0.005 else "is as fast, but less plain"
         sentences.append(f"The runner-up, {runner_up.layout}, {cost}.")
     return " ".join(sentences)
 
@@ -500,7 +500,7 @@ def _too_large(profile: Profile, hardware: Hardware, shortest: tuple[float, Layo
     held = memory_of(profile, layout)
     states = sum(held[tier].get(name, 0) for tier in Tier for name in (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER))
     sizes = ", ".join(
-        f"{_gb(sum(held[tier].values()))} on {tier.value} ({_gb(limits[tier])} to be had)" for tier in Tier if held[tier]
+        f"{_gb(sum(held[tier].values()))} on {tier.value} ({_gb(limits[tier])} available)" for tier in Tier if held[tier]
     )
     return (
         f"{profile.name} of {profile.numel / 1e9:.3g}B parameters does not fit {layout.ranks} x {hardware.name} in any layout. The nearest, "
