@@ -20,7 +20,7 @@ from ..utils.torch_compat import DataDependentOutputException, DynamicOutputShap
 
 
 class OutOfTime(TimeoutError):
-    """A dry run takes longer than it was given."""
+    """Raised when a dry run takes longer than it was given."""
 
 
 NO_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)

@@ -23,7 +23,7 @@ FLAGS = {  # options of zs.shard that have another name on the command line
     "zero_hpz_partition_size": "hpz", "zero_quantized_weights": "quantized_weights", "zero_quantized_gradients": "quantized_gradients",
 }  # fmt: skip
 WHERE = {Tier.DEVICE: "", Tier.HOST: " of a node's host memory", Tier.DISK: " of a node's disk"}  # after bytes, in a sentence
-_ALIKE = 0.98  # phases with this share of the fullest one's bytes are named instead of it where they tell more
+_ALIKE = 0.98  # phases with at least this share of the fullest one's bytes count as equally full
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _fullest(plan: Plan, hardware: Hardware, ranks: int) -> Iterable[Verdict]:
         held = {phase.name: _joined(phase.held.get(each, {}) for each in alike) for phase in plan.phases}
         sums = {name: sum(found.values()) for name, found in held.items()}
         used = max(sums.values())
-        # among phases alike the fullest other than "first step", where optimizer states may still count as activations
+        # of equally full phases rather not "first step", where states that are being made may still count as activations
         name = max((each for each in sums if sums[each] >= _ALIKE * used), key=lambda each: (each != "first step", sums[each]))
         if tier is Tier.DEVICE:
             capacity, overhead = hardware.device.memory_nbytes, hardware.overhead_nbytes

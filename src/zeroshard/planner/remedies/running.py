@@ -34,7 +34,7 @@ from .remedy import ENOUGH, EQUAL, Step, burdens
 
 # assumed for a micro-batch, whose size is not known: what half of it would free does not depend on that, seconds do
 _SEQUENCES, _TOKENS = 16, 1024
-_BLOCK_KEEPS = 16  # times its input
+_BLOCK_KEEPS = 16  # times its input, which a block keeps for backward
 _OPTIONS = (
     "stage", "precision", "offload_optimizer", "offload_gradient", "offload_param", "offload_path", "shard_size",
     "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "prefetch_nbytes", "max_unit_numel",

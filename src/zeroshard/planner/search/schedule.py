@@ -194,7 +194,7 @@ class Stage:
         kernels = round((_BACKWARD_KERNELS if backward else factor) * sum(unit.kernels for unit in units))
         products = (2 if backward else 1) * sum(unit.products for unit in units)
         attention = attention_of(units, self.profile.seq, self.tokens / lay.tp, backward)
-        if attention is not None and backward:  # flops count it twice
+        if attention is not None and backward:  # `factor` counts it as 2 forwards, but it is 2.5
             flops += attention.flops * (1 - factor / _ATTENTION_BACKWARD)
         self._add(
             name, phase, {Resource.DEVICE: min(factor, 1) * moved}, (*self.last, *needed), chain=True, flops=flops,

@@ -258,7 +258,7 @@ def _excess(profile: Profile, layout: Layout, limits: Mapping[Tier, float]) -> f
 
 @functools.lru_cache(maxsize=4096)
 def _work(profile: Profile, pp: int, stage: int) -> tuple[float, int, int, float]:
-    """Return for a stage's forward: flops per token, matrix products, elements per token that tp sums, blocks' flops per token."""
+    """Return of a stage's forward: flops a token, matrix products, elements a token that tp sums, flops a token in blocks."""
     units = profile.stages(pp)[stage]
     summed = sum(unit.tp_reduces * unit.boundary for unit in units)
     products = sum(unit.products or unit.kernels for unit in units)

@@ -6,10 +6,10 @@
 Local ranks measure at the same time, as they share cores, memory and disks: products of matrices of several sizes (the efficiency
 curve), the kernels between them (norms, activation functions, softmax: bytes per second, and the cost of a launch), gathers and
 reductions, memory copies, the host's optimizer step, and files if a folder is named. One thread of a rank does all of these, so
-that none is hidden behind another: the file says so (`shared_cores`). Computation counts by processor time, times the ranks that share
-a core, so that other programs do not count; collectives, files and the step count by the clock. Files are written and read again
-and again, as states are, since a first read is slower. If reading and writing at once is hardly faster than one after the other,
-the file says that they take turns (`shared_disk`).
+that none is hidden behind another: the file says so (`shared_cores`). Computation counts by processor time, times the ranks that
+share a core, so that other programs do not count; collectives, files and the step count by the clock. Files are written and read
+again and again, as states are, since a first read is slower. If reading and writing at once is hardly faster than one after the
+other, the file says that they take turns (`shared_disk`).
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def median_ratio(over: list[float], under: list[float]) -> float:
 
 
 class Unmeasured(RuntimeError):
-    """A measurement has no result; the message says why, in one line."""
+    """Raised when a measurement has no result; the message says why, in one line."""
 
 
 def apart(function: Callable[..., Any], *args: object, log_file: object, timeout_s: float = LIMIT_S) -> Any:

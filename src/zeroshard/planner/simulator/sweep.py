@@ -2,7 +2,7 @@
 
 Words, for rows that differ in ranks alone: *speed-up*: the throughput over that of the fewest ranks; *ideal*: the ratio of ranks;
 *efficiency*: speed-up over ideal, at most 1. The *limit* is the fewest ranks at which the throughput of all ranks together no
-longer grows, or efficiency is below one half: there, communication costs as much as the added ranks bring.
+longer grows, or efficiency is below one half: from there on, added ranks mostly pay for communication.
 """
 
 from __future__ import annotations

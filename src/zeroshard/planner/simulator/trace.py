@@ -59,8 +59,8 @@ class Task:
     products nor attention. 0: not told apart. peers: number of ranks that meet in a collective.
     numel: parameters that are stepped (HOST, DEVICE). after: numbers of the tasks that must be over before it begins; below 0:
     tasks of the step before, counted from its last (-1). channel: the name that joins a send with its receive in another stage,
-    see `simulate.py`. distinct: whether a collective sends other bytes to each peer (an all-to-all), so that no rank can pass
-    bytes on to others, as in a ring.
+    see `simulate.py`. distinct: whether a collective sends other bytes to each peer (an all-to-all), so that ranks cannot pass
+    bytes on, as those of a ring do.
     """
 
     name: str
