@@ -115,7 +115,7 @@ class Recorder(Watcher):
             self._attention = attention if self._attention is None else self._attention + attention
         elif flops:
             self._products += 1
-        else:
+        else:  # bytes of products and attention do not count, see Task.products
             self._nbytes += nbytes
 
     def packed(self, nbytes: int) -> None:
@@ -192,7 +192,7 @@ class Recorder(Watcher):
     @contextlib.contextmanager
     def stepping(self, numel: int, nbytes: int) -> Iterator[None]:
         self.flush()
-        paused, self._paused = self._paused, True
+        paused, self._paused = self._paused, True  # these operators run on the host: one task stands for them
         with self.meter.looking_away():
             yield
         self._paused = paused

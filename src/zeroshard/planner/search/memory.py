@@ -122,7 +122,7 @@ class Sizes:
             for at, name in enumerate(order):
                 ahead = 0
                 for other in dict.fromkeys(each for each in order[at + 1 : at + 1 + LOOKAHEAD] if each != name):
-                    if ahead and ahead + nbytes[other] > prefetch_nbytes:
+                    if ahead and ahead + nbytes[other] > prefetch_nbytes:  # the next one is gathered in any case
                         break
                     ahead += nbytes[other]
                 most = max(most, nbytes[name] + ahead)

@@ -284,7 +284,7 @@ def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: in
     work: dict[str, Any] = {"flops": flops * tokens / lay.tp, "kernels": products, "products": products, "dtype": lay.precision}
     work["attention"] = attention_of(units, profile.seq, tokens / lay.tp, backward=False)
     forward = seconds({Resource.DEVICE: 0.0}, **work)[Resource.DEVICE]
-    computing = (3 + again) * forward * (count + lay.pp - 1)
+    computing = (3 + again) * forward * (count + lay.pp - 1)  # a backward is two forwards; pp - 1 more fill the pipeline
     if lay.tp > 1:
         sent = 2 * (lay.tp - 1) / lay.tp * summed * tokens * lay.itemsize * (2 + again / 2)
         computing += count * seconds({Resource.INSIDE: sent}, lay.tp)[Resource.INSIDE]
