@@ -200,7 +200,7 @@ def _halves(comm: DirectComm, parts: Parts) -> tuple[DirectComm, DirectComm]:
         comm.join(inner)
     else:
         inner = comm.subgroup(parts)
-    return inner, comm.subgroup([list(place) for place in zip(*parts, strict=True)])
+    return inner, comm.subgroup([list(ranks) for ranks in zip(*parts, strict=True)])
 
 
 def _replicate(topology: Topology, config: Config, ledger: Ledger, warm: Callable[[int], bool], groups: Parts) -> None:
