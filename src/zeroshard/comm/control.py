@@ -1,4 +1,4 @@
-"""How the ranks of a group agree, wait for one another and learn of failures (`Control`), on the host, in few bytes.
+"""The control messages of a group (`Control`): its ranks agree, wait for one another and learn of failures, on the host.
 
 A *fence* separates the times at which shards are written from those at which peers read them.
 """

@@ -8,6 +8,7 @@ qwZ                 CompressedGathers over the Comm of the shards
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -30,33 +31,29 @@ from .replicated import ReplicatedComm
 Parts = list[list[int]]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Topology:
     """The Comms of one model.
 
-    control: all data-parallel ranks, which agree on what comes next. shards: the ranks over which a buffer is sharded. values,
-    gradients: the Comms that gather and reduce; plain_gradients: that of gradients exempt from compression. weights, sent:
-    compression of gathers and of reductions. notes: sentences for a report. peers, world: see comm/mesh/axes.py; without model axes
-    they are `control`. places, stages: ranks in `world` of each place (the data-parallel ones) and of each pipeline stage.
+    control: all data-parallel ranks, which agree on what comes next. shards: the ranks over which a buffer is sharded, and the
+    Comm of what is sent uncompressed. values, gradients: the Comms that gather and reduce. weights, sent: compression of gathers
+    and of reductions, None where they are not compressed. notes: sentences for a report. peers, world: see comm/mesh/axes.py;
+    without model axes they are `control`. places, stages: ranks in `world` of each place (the data-parallel ones) and of each
+    pipeline stage.
     """
 
     control: DirectComm
+    peers: DirectComm
+    world: DirectComm
+    places: Parts
+    stages: Parts
     shards: Comm
     values: Comm
     gradients: Comm
-    plain_gradients: Comm
     weights: Compression | None = None
     sent: Compression | None = None
     errors: Errors = field(default_factory=Errors)
     notes: list[str] = field(default_factory=list)
-    peers: DirectComm = field(kw_only=True)
-    world: DirectComm = field(kw_only=True)
-    places: Parts = field(default_factory=list)
-    stages: Parts = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.places = self.places or [list(range(self.world.world_size))]
-        self.stages = self.stages or [list(range(self.world.world_size))]
 
     @classmethod
     def flat(
@@ -68,9 +65,9 @@ class Topology:
         stages: Parts | None = None,
     ) -> Topology:
         """Return a topology of one hop without compression."""
-        return cls(
-            comm, comm, comm, comm, comm, peers=peers or comm, world=world or comm, places=places or [], stages=stages or []
-        )  # fmt: skip
+        world = world or comm
+        everyone = [list(range(world.world_size))]
+        return cls(comm, peers or comm, world, places or everyone, stages or everyone, comm, comm, comm)
 
     @property
     def place(self) -> list[int]:
@@ -103,7 +100,7 @@ class Topology:
 
     def _all(self) -> Iterable[Comm]:
         # Comms whose `open` reserves more in others come first
-        return dict.fromkeys((self.gradients, self.plain_gradients, self.values, self.shards))
+        return dict.fromkeys((self.gradients, self.values, self.shards))
 
     def packs(self, name: str, dim: int) -> tuple[bool, bool]:
         """Return whether values, and whether gradients, of a parameter may be compressed."""
@@ -116,7 +113,7 @@ class Topology:
 
     def gradients_of(self, packed: bool, numel: int) -> Comm:
         """Return the Comm that reduces a group's gradients. packed: as in `values_of`."""
-        return self.gradients if packed and self.sent is not None and numel >= self.sent.min_numel else self.plain_gradients
+        return self.gradients if packed and self.sent is not None and numel >= self.sent.min_numel else self.shards
 
 
 def check(config: Config, comm: Comm, nodes: Parts | None = None) -> None:
@@ -148,13 +145,14 @@ def check(config: Config, comm: Comm, nodes: Parts | None = None) -> None:
 
 
 def open_topology(
-    config: Config, topology: Topology, ledger: Ledger, warm: Callable[[int], bool], mesh: Parts | None = None
+    config: Config, flat: Topology, ledger: Ledger, warm: Callable[[int], bool], mesh: Parts | None = None
 ) -> Topology:
     """Return the Comms of a model, made from a topology of one hop (collective).
 
     mesh: the ranks of each group of a two-axis mesh. warm: returns True once the given number of steps is over.
     """
-    comm = topology.control
+    comm, notes = flat.control, list(flat.notes)
+    packing = _Packing(config, ledger, warm, flat.errors, notes)
     size = config.shard_size or (len(mesh[0]) if mesh is not None else None)
     groups, nodes = None, None
     if size is not None and config.replicate_optimizer:
@@ -166,18 +164,84 @@ def open_topology(
     elif config.hierarchical is not False:
         nodes = _hosts(comm)  # two hops help NCCL as well: it gathers in rings, but an all-to-all sends from each rank to each
         if nodes is None and 1 < len(set(comm.nodes)) < comm.world_size:
-            topology.notes.append("nodes of unequally many ranks: everything goes in one hop, to each rank by itself")
+            notes.append("nodes of unequally many ranks: everything goes in one hop, to each rank by itself")
+    shards: Comm = comm
+    gradients: Comm
     if groups is not None and len(groups) > 1:
-        _replicate(topology, config, ledger, warm, groups)
+        inner, outer = _halves(comm, groups)
+        shards = ReplicatedComm(inner, outer, ledger)
+        inside, across = packing.reductions(inner), packing.reductions(outer)
+        gradients = shards if (inside, across) == (inner, outer) else ReplicatedComm(inside, across, ledger)
     elif nodes is not None and 1 < len(nodes) < comm.world_size:
-        keep = size is not None or config.zero_hpz_partition_size > 1
-        _in_two_hops(topology, config, ledger, warm, nodes, keep and config.row.parameter is Placement.SHARDED)
-    elif _packs_by_hop(config):
-        topology.gradients = _reduced(topology, comm, config, ledger, warm)
-    if config.zero_quantized_gradients is not None and not _packs_by_hop(config):
-        _factorize(topology, config, ledger, warm)
-    _pack_weights(topology, config, ledger, warm)
-    return topology
+        inner, outer = _halves(comm, nodes)
+        keep = (size is not None or config.zero_hpz_partition_size > 1) and config.row.parameter is Placement.SHARDED
+        shards = HierarchicalComm(comm, inner, outer, nodes, ledger, keep=keep)
+        if keep and comm.copies:
+            notes.append("ranks read each other's memory: a secondary shard saves nothing here")
+        inside, across = packing.reductions(inner), packing.reductions(outer)
+        gradients = shards
+        if (inside, across) != (inner, outer):
+            gradients = HierarchicalComm(comm, inside, across, nodes, ledger, sums=torch.float32)
+    else:
+        gradients = packing.reductions(comm)
+    gradients = packing.factors(gradients, comm)
+    values = packing.gathers(shards, comm)
+    return dataclasses.replace(
+        flat, shards=shards, values=values, gradients=gradients, notes=notes,
+        weights=config.zero_quantized_weights if values is not shards else None,
+        sent=config.zero_quantized_gradients if gradients is not shards else None,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """The Comms over others that send fewer bytes, as the options ask; a Comm is returned as it is where that saves nothing."""
+
+    config: Config
+    ledger: Ledger
+    warm: Callable[[int], bool]
+    errors: Errors
+    notes: list[str]
+
+    def reductions(self, comm: Comm) -> Comm:
+        """Return a Comm whose reductions are quantized or sparse: one hop of a reduction, or all of it."""
+        compression = self.config.zero_quantized_gradients
+        if compression is None or compression.codec == "low_rank" or comm.world_size == 1:
+            return comm
+        if self._skips(comm, compression, "gradients"):
+            return comm
+        active = functools.partial(self.warm, compression.warmup_steps)
+        feedback = compression.error_feedback or compression.codec == "top_k"  # top-k stalls without it
+        return CompressedReductions(comm, _codec(compression), self.ledger, active, self.errors, feedback=feedback)
+
+    def factors(self, comm: Comm, control: Comm) -> Comm:
+        """Return a Comm whose reductions send factors of matrices, over all hops at once."""
+        compression = self.config.zero_quantized_gradients
+        if compression is None or compression.codec != "low_rank" or comm.world_size * comm.replicas == 1:
+            return comm
+        if self._skips(control, compression, "gradients"):
+            return comm
+        return LowRankReductions(comm, compression.rank, self.ledger, functools.partial(self.warm, compression.warmup_steps))
+
+    def gathers(self, comm: Comm, control: Comm) -> Comm:
+        """Return a Comm whose gathers are quantized."""
+        compression = self.config.zero_quantized_weights
+        if compression is None or comm.world_size == 1:
+            return comm
+        reads = comm if comm.copies else control  # a gather in two hops is more than a copy
+        if self._skips(reads, compression, "parameters"):
+            return comm
+        active = functools.partial(self.warm, compression.warmup_steps)
+        return CompressedGathers(comm, _codec(compression), self.ledger, active, self.errors)
+
+    def _skips(self, comm: Comm, compression: Compression, what: str) -> bool:
+        """Return True where compression is of no use, because the ranks read each other's memory; note it for the report."""
+        if not comm.copies or compression.force:
+            return False
+        note = f"{what} travel plain between ranks that read each other's memory: packing would cost time and save none (force=True does it)"
+        if note not in self.notes:
+            self.notes.append(note)
+        return True
 
 
 def _even(world_size: int, size: int) -> Parts:
@@ -203,77 +267,7 @@ def _halves(comm: DirectComm, parts: Parts) -> tuple[DirectComm, DirectComm]:
     return inner, comm.subgroup([list(ranks) for ranks in zip(*parts, strict=True)])
 
 
-def _replicate(topology: Topology, config: Config, ledger: Ledger, warm: Callable[[int], bool], groups: Parts) -> None:
-    inner, outer = _halves(topology.control, groups)
-    shards = ReplicatedComm(inner, outer, ledger)
-    topology.shards = topology.values = topology.plain_gradients = topology.gradients = shards
-    if _packs_by_hop(config):
-        inside, across = (_reduced(topology, comm, config, ledger, warm) for comm in (inner, outer))
-        topology.gradients = ReplicatedComm(inside, across, ledger)
-
-
-def _in_two_hops(
-    topology: Topology, config: Config, ledger: Ledger, warm: Callable[[int], bool], nodes: Parts, keep: bool
-) -> None:
-    world = topology.control
-    inner, outer = _halves(world, nodes)
-    comm = HierarchicalComm(world, inner, outer, nodes, ledger, keep=keep)
-    topology.shards = topology.values = topology.plain_gradients = topology.gradients = comm
-    if keep and world.copies:
-        topology.notes.append("ranks read each other's memory: a secondary shard saves nothing here")
-    if _packs_by_hop(config):
-        inside, across = (_reduced(topology, part, config, ledger, warm) for part in (inner, outer))
-        topology.gradients = HierarchicalComm(world, inside, across, nodes, ledger, sums=torch.float32)
-
-
 def _codec(compression: Compression) -> Codec:
     if compression.codec == "top_k":
         return TopK(compression.ratio)
     return codec_of(compression.codec, compression.block)
-
-
-def _skips(topology: Topology, comm: Comm, compression: Compression, what: str) -> bool:
-    """Return True where compression is of no use, because the ranks read each other's memory; note it for the report."""
-    if not comm.copies or compression.force:
-        return False
-    note = f"{what} travel plain between ranks that read each other's memory: packing would cost time and save none (force=True does it)"
-    if note not in topology.notes:
-        topology.notes.append(note)
-    return True
-
-
-def _reduced(topology: Topology, comm: Comm, config: Config, ledger: Ledger, warm: Callable[[int], bool]) -> Comm:
-    """Return a Comm whose reductions are compressed; `comm` itself where that saves nothing."""
-    compression = config.zero_quantized_gradients
-    assert compression is not None
-    if comm.world_size == 1 or _skips(topology, comm, compression, "gradients"):
-        return comm
-    topology.sent = compression
-    active = functools.partial(warm, compression.warmup_steps)
-    feedback = compression.error_feedback or compression.codec == "top_k"  # top-k stalls without it
-    return CompressedReductions(comm, _codec(compression), ledger, active, topology.errors, feedback=feedback)
-
-
-def _packs_by_hop(config: Config) -> bool:
-    return config.zero_quantized_gradients is not None and config.zero_quantized_gradients.codec != "low_rank"
-
-
-def _factorize(topology: Topology, config: Config, ledger: Ledger, warm: Callable[[int], bool]) -> None:
-    compression = config.zero_quantized_gradients
-    assert compression is not None
-    comm = topology.plain_gradients
-    if comm.world_size * comm.replicas > 1 and not _skips(topology, topology.control, compression, "gradients"):
-        topology.sent = compression
-        topology.gradients = LowRankReductions(comm, compression.rank, ledger, functools.partial(warm, compression.warmup_steps))
-
-
-def _pack_weights(topology: Topology, config: Config, ledger: Ledger, warm: Callable[[int], bool]) -> None:
-    compression = config.zero_quantized_weights
-    if compression is None or topology.shards.world_size == 1:
-        return
-    reads = topology.shards if topology.shards.copies else topology.control  # a gather in two hops is more than a copy
-    if _skips(topology, reads, compression, "parameters"):
-        return
-    topology.weights = compression
-    active = functools.partial(warm, compression.warmup_steps)
-    topology.values = CompressedGathers(topology.shards, _codec(compression), ledger, active, topology.errors)
