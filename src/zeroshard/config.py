@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from .errors import ConfigError, did_you_mean
+from .utils.axes import PLANNED
 from .utils.compression import CODECS, GRADIENT_CODECS, Compression
 from .utils.option_kinds import (
     BOOL,
@@ -237,7 +238,7 @@ def read_layout(path: str | os.PathLike) -> dict[str, Any]:
             "DeepSpeed is for zeroshard.deepspeed.initialize(config=...)."
         )
     mesh = section["mesh"] if isinstance(section["mesh"], dict) else {}
-    if unknown := [axis for axis in mesh if axis not in ("pp", "dp", "tp")]:
+    if unknown := [axis for axis in mesh if axis not in PLANNED]:
         raise ConfigError(f"config: {path}: mesh: expected ranks along pp, dp and tp, got {unknown[0]!r}.")
     counts = {f"mesh: {axis}": size for axis, size in mesh.items()}
     counts |= {"mesh: dp": mesh.get("dp")} | {key: section[key] for key in _LAYOUT_KEYS[2:]}

@@ -19,8 +19,9 @@ import zeroshard as zs
 from ..config import PRESETS, Tier, read_layout
 from ..planner.models import CASE_STUDIES, CaseStudy, GPTConfig
 from ..planner.models.presets import SCALES
+from ..utils.axes import cuts_model
 from ..utils.compression import CODECS, GRADIENT_CODECS
-from ..utils.planned_mesh import cuts_model, planned_otherwise
+from ..utils.planned_mesh import planned_otherwise
 from .arguments import Parser, UsageError, add_options
 from .mesh_axes import MeshAxes
 
@@ -369,7 +370,7 @@ def _of_plan(chosen: argparse.Namespace) -> dict[str, Any]:
     kept = plan.get("checkpoint_activations") or {}
     row |= {"checkpoint_activations": bool(kept), "offload_activations": kept.get("offload", "none")}
     row["partition_activations"] = bool(kept.get("partition"))
-    if cuts_model(plan):
+    if cuts_model(plan["mesh"]):
         row["mesh"] = ",".join(f"{axis}={size}" for axis, size in plan["mesh"].items())
     elif chosen.mesh is None:
         row["ranks"] = plan["mesh"]["dp"]

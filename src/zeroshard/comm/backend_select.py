@@ -119,30 +119,6 @@ def is_imagined() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake"
 
 
-def of_mesh(mesh: Any, comm: Choice | None) -> tuple[Choice | None, list[list[int]] | None]:
-    """Return the group of a mesh's ranks, and for a mesh of two axes the ranks of each index of the outer axis (else None).
-
-    Raises ConfigError for anything but a DeviceMesh of 1 or 2 axes, and where both a mesh and a comm are given.
-    """
-    if mesh is None:
-        return comm, None
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2:
-        got = f"one of shape {tuple(mesh.mesh.shape)}" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
-        raise ConfigError(
-            f"mesh: expected a DeviceMesh of 1 or 2 axes, got {got}. Pass the axes of data parallelism alone, or name the others tp, ep or pp."
-        )
-    if comm is not None:
-        raise ConfigError("mesh and comm both say which ranks take part: give one of them.")
-    if mesh.ndim == 1:
-        return mesh, None
-    ranks = mesh.mesh.flatten().tolist()
-    group: Choice | None = None
-    if sorted(ranks) != list(range(dist.get_world_size())):
-        group = dist.new_group(sorted(ranks), use_local_synchronization=True)
-    places = {rank: place for place, rank in enumerate(sorted(ranks))}
-    return group, [[places[rank] for rank in row] for row in mesh.mesh.tolist()]
-
-
 def _of_group(group: Any, device: torch.device, stall_timeout_s: float, option: str) -> Comm:
     """Return the Comm of a process group's or mesh's ranks, each of which calls this (collective)."""
     if isinstance(group, DeviceMesh):

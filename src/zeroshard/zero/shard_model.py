@@ -341,7 +341,7 @@ class Builder:
             comm.expect(self.tag, [(slot.offset, slot.shape) for slot in layout.slots], layout.numel)
             grads = GradientBuffer(
                 layout, self.gradient_dtype(dtype), self.send_dtype(dtype), config, comm, self.ledger,
-                self.pool, self.tiers, self.tag, f"reduce {label}",
+                self.pool, self.tiers, self.tag, f"reduce {label}", self.topology.summed,
             )  # fmt: skip
         group = ParamGroup(bucket, layout, self.comm, values, grads)
         group.masters.whole = config.row.optimizer is Placement.REPLICATED

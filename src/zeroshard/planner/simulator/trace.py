@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from ...utils.axes import DP
+
 
 class Resource(str, Enum):
     """What tasks wait for. Links between ranks and of a host's memory and disks work beside computation."""
@@ -71,7 +73,7 @@ class Task:
     kernels: int = 0
     peers: int = 1
     numel: int = 0
-    axis: str = "dp"  # of a collective: whose ranks meet
+    axis: str = DP  # of a collective: whose ranks meet
     dtype: str = "fp32"  # in which is computed: its peak is the device's for it
     unit: str = ""  # of the model
     channel: str = ""
@@ -96,7 +98,7 @@ class Trace:
     tasks: list[Task] = field(default_factory=list)
     end: tuple[int, ...] = ()
     rank: int = 0
-    axes: dict[str, int] = field(default_factory=lambda: {"dp": 1})
+    axes: dict[str, int] = field(default_factory=lambda: {DP: 1})
     node_size: int = 1
     model_flops: float = 0.0
     tokens: int = 0
