@@ -82,8 +82,8 @@ def shard(
         comm: over which ranks. "auto", "shared" (ranks of one host, through memory) and "dist" (torch.distributed) mean all
             ranks. A process group, or a 1-D DeviceMesh (mesh["dp"]), means its ranks, and only these call shard.
         mesh: a DeviceMesh in the place of `comm`. Axes named "tp", "ep" and "pp" belong to tensor, expert and pipeline
-            parallelism, and the model consists of their DTensors or stages. States are sharded over the other axis; where there
-            are two, over the inner one, and alike along the outer one (HSDP).
+            parallelism, and the model consists of their DTensors or stages. States are sharded over the other axis, and
+            alike along "dp_replicate" (HSDP); of two axes with names of your own, or without names, along the outer one.
         weights: a safetensors file or folder, or any other checkpoint that `zs.load` takes. Each rank reads only its slices.
         sample: for stage="auto": an input of the model (or a tuple or mapping of inputs) of the size of a micro-batch. A forward
             without memory tells what activations take, and the first stage and tiers that fit are taken.

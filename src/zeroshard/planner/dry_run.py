@@ -115,8 +115,8 @@ def plan(
         # wherever it is asked: what is planned trains
         with torch.inference_mode(False), torch.enable_grad(), _built(model_fn) as model:
             run = _Run(
-                model, axes, rank, config, optimizer, micro_batches, recorder, node_size or math.prod(axes.values()), loss, parallel or {}, hold,
-                model_fn if whole else None,
+                model, axes, rank, config, optimizer, micro_batches, recorder, node_size or math.prod(axes.values()), loss,
+                parallel or {}, hold, model_fn if whole else None,
             )  # fmt: skip
             return run.plan(batch, checkpointing, name or type(model).__name__, separate, hardware)
     except NO_NUMBERS as error:  # while it is made, or moved

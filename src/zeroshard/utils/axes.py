@@ -18,8 +18,8 @@ class Axis:
 
     cuts_parameters: each holds a box of the tensors that are DTensors over the axis ("boxes"), or other parameters ("whole"); if
     "no", all hold the same ones. shards_states: ZeRO shards over the axis; if neither, its ranks are replicas. cuts_batch: each
-    reads another part of the batch. gradient: the "mean" or the "sum" over the axis. ZeRO reduces over axes that cut no parameters;
-    over the others, DTensors and the pipeline sum what they share.
+    reads another part of the batch. gradient: that of a parameter is the "mean" or the "sum" over the axis. ZeRO reduces along
+    axes that cut no parameters; along the others, DTensors and the pipeline do.
     """
 
     name: str

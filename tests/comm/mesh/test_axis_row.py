@@ -1,4 +1,4 @@
-"""A new axis is a row of utils/axes.py: "sp", along which each rank reads some tokens of each sequence, shards states together with dp.
+"""A new axis is a row of utils/axes.py: "sp", along which ranks read other tokens of a sequence, shards states together with dp.
 
 The model is an MLP for each token, so that ranks need nothing of each other's tokens. Four processes over gloo.
 """
@@ -73,7 +73,7 @@ def _on_ranks(rank, ranks):
     dist.init_process_group("gloo")
     meshes = {name: init_device_mesh("cpu", shape, mesh_dim_names=names) for name, (shape, names, _) in MESHES.items()}
     assert shards(meshes["dp x sp"]) == 2, "without a row: the inner of two axes alone"
-    with pytest.raises(zs.ConfigError, match=r"axes \('dp_replicate', 'dp_shard', 'sp'\): those not named of .*, got 3"):
+    with pytest.raises(zs.ConfigError, match=r"axes \('dp_replicate', 'dp_shard', 'sp'\)\. Axes not named of .*, got 3"):
         shards(meshes["replicas"])
     with pytest.raises(zs.ConfigError, match=r"mesh: expected a DeviceMesh with axes named of .*, got \('dp', 'sp'\)"):
         zs.parallelize(copy.deepcopy(MODEL), meshes["dp x sp"])

@@ -31,9 +31,10 @@ Parts = list[list[int]]
 class Axes:
     """The ranks of a mesh grouped by what they hold of the model, as indices among the ranks of `world`.
 
-    places: the data-parallel ranks of each place. stages: all ranks of each pipeline stage. parts: where an axis replicates states,
-    the groups that share them, as indices in a place. copies: names of model axes along which this rank is not the first; another
-    rank counts and saves what is not cut along one of them. summed: data-parallel ranks over which gradients are sums, not means.
+    places: the data-parallel ranks of each place. stages: all ranks of each pipeline stage. parts: where an axis of data
+    parallelism replicates states, the groups that share them, as indices in a place. copies: names of model axes along which this
+    rank is not the first; another rank counts and saves what is not cut along one of them. summed: number of data-parallel ranks
+    over which gradients are a sum, not a mean.
     """
 
     choice: backend_select.Choice | None
@@ -58,7 +59,7 @@ class Axes:
 
 
 def model_axes(mesh: Any) -> dict[str, int]:
-    """Return the number of ranks along each model axis of a layout, of a mesh; {} for anything that is not a mesh with named axes."""
+    """Return the number of ranks along "pp" and "tp" of a mesh; {} for anything that is not a mesh with named axes."""
     if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:
         return {}
     sizes = planned_sizes(dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)))
@@ -131,9 +132,9 @@ def _split(mesh: DeviceMesh) -> Axes:
         shards = data[-1:]  # by their order: the outer one replicates
         if len(data) > 2:
             raise ConfigError(
-                f"mesh: expected a DeviceMesh of 1 or 2 axes, got one of shape {tuple(mesh.shape)}, axes {names}: those not named of "
-                f"{tuple(AXES)} are of data parallelism, of which there may then be two (replicas and shards), got {len(data)}. Join "
-                "them with mesh[...]._flatten(), or name them for what they are."
+                f"mesh: expected a DeviceMesh of 1 or 2 axes, got one of shape {tuple(mesh.shape)}, axes {names}. Axes not named "
+                f"of {tuple(AXES)} are of data parallelism, of which there may then be two (replicas and shards), got "
+                f"{len(data)}. Join them with mesh[...]._flatten(), or name them for what they are."
             )
 
     def size(dims: list[int]) -> int:

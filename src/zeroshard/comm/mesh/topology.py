@@ -37,8 +37,8 @@ class Topology:
     control: all data-parallel ranks, which agree on what comes next. shards: the ranks over which a buffer is sharded. values,
     gradients: the Comms that gather and reduce; plain_gradients: that of gradients exempt from compression. weights, sent:
     compression of gathers and of reductions. notes: sentences for a report. peers, world: see comm/mesh/axes.py; without model axes
-    they are `control`. places, stages: ranks in `world` of each place (the data-parallel ones) and of each pipeline stage. summed: see
-    comm/mesh/axes.py.
+    they are `control`. places, stages: ranks in `world` of each place (the data-parallel ones) and of each pipeline stage.
+    summed: see comm/mesh/axes.py.
     """
 
     control: Comm
