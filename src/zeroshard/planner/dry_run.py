@@ -95,15 +95,14 @@ def plan(
         ConfigError: something cannot be divided, or the model cannot be built or run without numbers.
     """
     axes = _axes(ranks, axes)
-    if not _whole(rank, 0) or rank >= math.prod(axes.values()):
-        raise ConfigError(f"rank: expected one of 0 to {math.prod(axes.values()) - 1}, got {rank!r}.")
+    count = math.prod(axes.values())
+    if not _whole(rank, 0) or rank >= count:
+        raise ConfigError(f"rank: expected one of 0 to {count - 1}, got {rank!r}.")
     if isinstance(hardware, str):
         hardware = Hardware.named(hardware)
     if hardware is not None:
         separate = hardware.separate if separate is None else separate
-        node_size = (
-            hardware.devices_per_node if node_size is None and math.prod(axes.values()) > hardware.devices_per_node else node_size
-        )
+        node_size = hardware.devices_per_node if node_size is None and count > hardware.devices_per_node else node_size
     separate = True if separate is None else separate
     _check(model_fn, batch, loss, optimizer, micro_batches, node_size, hold=hold, separate=separate, whole=whole)
     config = Config.build(config, **options)
@@ -115,8 +114,8 @@ def plan(
         # wherever it is asked: what is planned trains
         with torch.inference_mode(False), torch.enable_grad(), _built(model_fn) as model:
             run = _Run(
-                model, axes, rank, config, optimizer, micro_batches, recorder, node_size or math.prod(axes.values()), loss,
-                parallel or {}, hold, model_fn if whole else None,
+                model, axes, rank, config, optimizer, micro_batches, recorder, node_size or count, loss, parallel or {}, hold,
+                model_fn if whole else None,
             )  # fmt: skip
             return run.plan(batch, checkpointing, name or type(model).__name__, separate, hardware)
     except NO_NUMBERS as error:  # while it is made, or moved
