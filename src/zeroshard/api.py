@@ -150,8 +150,7 @@ def _shard(
     local.keep()
     ledger, progress = Ledger(), Progress(config)
     tiers = open_tiers(config, group, ledger, specs, optimizer)
-    comms = Topology.flat(group, peers, world, axes.places, axes.stages)
-    comms.summed = axes.summed
+    comms = Topology.flat(group, peers, world, axes)
     comms = topology.open_topology(config, comms, ledger, progress.passed, axes.parts)
     units, pool = build_units(model, optimizer, config, comms, ledger, tiers, specs)
 

@@ -22,12 +22,11 @@ from ...utils.compression import Compression
 from ..base import Comm
 from ..codecs import TopK, codec_of
 from ..codecs.base import Codec
+from .axes import Axes, Parts
 from .compressed import CompressedGathers, CompressedReductions, Errors
 from .hierarchical import HierarchicalComm
 from .low_rank import LowRankReductions
 from .replicated import ReplicatedComm
-
-Parts = list[list[int]]
 
 
 @dataclass
@@ -61,17 +60,12 @@ class Topology:
         self.stages = self.stages or [list(range(self.world.world_size))]
 
     @classmethod
-    def flat(
-        cls,
-        comm: Comm,
-        peers: Comm | None = None,
-        world: Comm | None = None,
-        places: Parts | None = None,
-        stages: Parts | None = None,
-    ) -> Topology:
+    def flat(cls, comm: Comm, peers: Comm | None = None, world: Comm | None = None, axes: Axes | None = None) -> Topology:
         """Return a topology of one hop without compression."""
+        axes = axes or Axes(None)
         return cls(
-            comm, comm, comm, comm, comm, peers=peers or comm, world=world or comm, places=places or [], stages=stages or []
+            comm, comm, comm, comm, comm, peers=peers or comm, world=world or comm, places=axes.places or [], stages=axes.stages or [],
+            summed=axes.summed,
         )  # fmt: skip
 
     @property
