@@ -1,20 +1,20 @@
-"""`zeroshard bench`: zeroshard beside DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed, in one run.
+"""The benchmarks (`zeroshard bench`): zeroshard beside DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed, in one run.
 
 The package reads from top to bottom:
 
-    plan.py                   what is run: contenders, model, rounds (frozen dataclasses)
+    plan.py                   settings of a run: contenders, model, rounds (frozen dataclasses)
     workload.py               the model, its optimizer and the batches, equal for every contender
-    contenders.py             each library, set up as its documentation says; checkpoint_contenders.py: how it saves
+    contenders.py             each library, set up as its documentation says; checkpoint_contenders.py: saving and loading
     memory.py                 resident memory of a process, as the kernel counts it
-    disk_bandwidth.py         what a disk gives all ranks at once
-    overlap.py                how much copying lay beside computation, by CUDA events
-    worker.py                 one rank of one contender: a process that sleeps until it is told to step
-    worker_group.py           all ranks of one contender (a team), seen from the controller
+    overlap.py                share of copies that overlaps with computation, by CUDA events
+    worker.py                 one rank of one contender: a process that sleeps until the controller asks it to step
+    worker_group.py           the controller's side of the workers: the team of all ranks of one contender
     race.py                   the interleaved rounds
     statistics.py, tables.py  medians, ratios per round, bounds; goals and verdicts, tables as cells
-    micro_benchmark.py        turns and medians of what runs in one process: host_overhead.py, cpu_adam.py, codecs.py, disk.py
+    host_overhead.py, cpu_adam.py, codecs.py, disk.py    micro-benchmarks in one process
     checkpoints.py, gpu.py    saving and loading; one GPU: speed on each tier, and the largest models
-    report.py, plot.py        what each table shows, the goals; results.json, results.md; the PNG
+    network.py, parallel.py   a slow link between two nodes (nodes.py, proxied_nodes.py); a mesh of 8 ranks
+    report.py, plot.py        the columns of each table, the goals; results.json, results.md; the plots
     command.py                the command line
     larger_than_memory.py     a proof, not a comparison: training beyond memory, below an enforced limit (cgroup_limit.py)
 

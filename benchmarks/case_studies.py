@@ -1,23 +1,23 @@
-"""The published runs at full size on imagined ranks: memory of a rank by category, and bytes by axis, counted beside formulas.
+"""The published runs at full size on imagined ranks: counts beside formulas of a rank's memory, and of bytes sent by axis.
 
     python -m benchmarks.case_studies                       Turing-NLG, BLOOM, MT-NLG: the table of docs/learn/axes.md
-    python -m benchmarks.case_studies bloom --micro-batches 128 --stages 0,6      a whole step, some minutes
+    python -m benchmarks.case_studies bloom --micro-batches 128 --stages 0,6      a whole step; takes some minutes
 
-`zs.parallelize` itself runs two steps of one rank (place 0 along dp and tp) of each stage on fake tensors, with activations
-checkpointed. Bytes along tp and pp are linear in the micro-batches of a step, of which two are enough to see it.
+`zs.parallelize` itself runs two steps of one rank of each stage (rank 0 along dp and tp) on fake tensors, with activation
+checkpointing. Bytes sent along tp and pp are linear in the number of micro-batches of a step, so a step of two is enough.
 
 The formulas use numbers of the publications alone. h: width, V: tokens, s: sequence, b: sequences of a micro-batch, m: number of
 micro-batches, L: blocks of the stage, t, d: ranks along tp, dp; x = 2 b s h: bytes of an activation; n: parameters of the rank,
 padding counted.
 
     parameters 2 n     gradients 4 n, in fp32     masters 4 n / d     states 8 n / d
-    tp   2 (t-1)/t m [5 L x                two all-reduces in forward, two in backward, one in the forward that is repeated
-                      + x                  first stage: what the embedding puts out
-                      + x + 10 b s]        last stage: the gradient of what the head reads; three numbers of each token's loss,
+    tp   2 (t-1)/t m [5 L x                two all-reduces in forward, two in backward, one in the recomputed forward
+                      + x                  first stage: the output of the embedding
+                      + x + 10 b s]        last stage: the gradient of the head's input; three numbers of each token's loss,
                                            (in fp16 12 b s) one of them in bf16
-         A repeated forward ends where backward has all that it needs: before the last all-reduce of the block. Megatron-LM makes
-         that too: 6 L x.
-    pp   m x (but the last) + m x (but the first) + 4 V h / (t d) between first and last, whose embedding is one
+         A recomputed forward ends where backward has all that it needs: before the last all-reduce of the block. Megatron-LM
+         makes that all-reduce, too: 6 L x.
+    pp   m x (all but the last stage) + m x (all but the first) + 4 V h / (t d) (first and last, which share the embedding)
     dp   (d-1)/d (2 n to reduce + 2 n to gather)
 """
 
@@ -37,25 +37,25 @@ from zeroshard.testing import imagined_mesh
 from zeroshard.zero.runtime import runtime_of
 
 MEMORY, AXES = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER), ("tp", "pp", "dp")
-_ALIGNMENT = 32  # elements: where parameters begin in a flat buffer, and shards
+_ALIGNMENT = 32  # elements: parameters in a flat buffer, and shards, begin at multiples of it
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Of one rank: memory by category of model state, and what it sends in a step by axis."""
+    """The bytes of one rank: those it holds, by category of model state, and those it sends in a step, by axis of the mesh."""
 
     memory: dict[str, int]
     sent: dict[str, int]
 
 
 def micro_batch_of(study: CaseStudy) -> int:
-    """Sequences of a micro-batch; where they were not published, one, or with no pipeline all of them."""
+    """Return the sequences of a micro-batch. Not published: one, or, without a pipeline, the rank's whole batch."""
     layout = study.layout
     return layout.micro_batch or (1 if layout.pp > 1 else layout.global_batch // layout.dp)
 
 
 def blocks_of(study: CaseStudy) -> list[int]:
-    """Blocks of each stage. BLOOM's embedding and head count as one block each, MT-NLG's as none."""
+    """Return the number of blocks of each stage. BLOOM's embedding and head count as one block each, MT-NLG's as none."""
     layers, stages = study.full.layers, study.layout.pp
     if layers % stages == 0:
         return [layers // stages] * stages
@@ -74,7 +74,7 @@ def count(study: CaseStudy, stage: int, micro_batches: int = 2, recompute: bool 
             precision=layout.precision, loss_parallel=True,
         )  # fmt: skip
         if recompute:
-            zs.checkpoint_activations(run.model, blocks="Block")  # also where a stage has one
+            zs.checkpoint_activations(run.model, blocks="Block")  # named, so that it also finds them on a stage of one block
         tokens = torch.zeros(micro_batches * micro_batch_of(study), shape.seq_len, dtype=torch.long)
         for _ in range(2):
             run.step(tokens, tokens)
@@ -83,7 +83,7 @@ def count(study: CaseStudy, stage: int, micro_batches: int = 2, recompute: bool 
 
 
 def formula(study: CaseStudy, stage: int, micro_batches: int = 2, recompute: bool = True) -> Bytes:
-    """What `count` should find."""
+    """Return the bytes that `count` should find, by the formulas at the head of this file."""
     layout, shape, t, d = study.layout, study.full, study.layout.tp, study.layout.dp
     first, last = stage == 0, stage == layout.pp - 1
     buffers = _buffers(study, blocks_of(study)[stage], first, last)
@@ -109,10 +109,10 @@ def _up(numel: int) -> int:
 
 
 def _buffers(study: CaseStudy, blocks: int, first: bool, last: bool) -> list[list[int]]:
-    """Numbers of elements of this rank's parameters, by flat buffer: what is cut over tp, and what is whole, of each unit."""
+    """Return the element counts of a rank's parameters, by flat buffer. A block has two: of split and of whole parameters."""
     shape, t, h = study.full, study.layout.tp, study.full.dim
     cut = [3 * h * h // t, 3 * h // t, h * h // t, 4 * h * h // t, 4 * h // t, 4 * h * h // t]  # qkv, out, up, down
-    whole = [h] * 6  # of two norms, and the biases of what is cut by columns
+    whole = [h] * 6  # weights and biases of two norms; biases of the two layers whose weights are split by rows (out, down)
     embedding = [[shape.vocab_size * h // t]] * (first or last)  # also the head
     rest = (
         [shape.seq_len * h] * (first and shape.positions == "learned") + [h, h] * (first and shape.embedding_norm) + [h, h] * last
@@ -121,7 +121,7 @@ def _buffers(study: CaseStudy, blocks: int, first: bool, last: bool) -> list[lis
 
 
 def table(name: str, stages: list[int], micro_batches: int = 2) -> tuple[str, bool]:
-    """Counts beside formulas in bytes, as markdown; whether all are equal."""
+    """Return a markdown table of counts beside formulas, in bytes, and whether all of them are equal."""
     study = CASE_STUDIES[name]
     pairs = [(count(study, stage, micro_batches), formula(study, stage, micro_batches)) for stage in stages]
     lines = [f"| {name}, bytes | " + " | ".join(f"stage {stage} | formula" for stage in stages) + " |"]
@@ -136,10 +136,10 @@ def table(name: str, stages: list[int], micro_batches: int = 2) -> tuple[str, bo
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the tables; 1 where a count is not its formula."""
+    """Print the tables; return exit code 1 if a count differs from its formula, else 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.case_studies", description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASE_STUDIES)}; none: all")
-    parser.add_argument("--micro-batches", type=int, default=2, help="of the step that is counted")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(CASE_STUDIES)} (default: all)")
+    parser.add_argument("--micro-batches", type=int, default=2, help="micro-batches of the step that is counted")
     parser.add_argument(
         "--stages", type=lambda text: [int(number) for number in text.split(",")], help="default: first, middle, last"
     )

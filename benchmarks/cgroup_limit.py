@@ -1,8 +1,8 @@
-"""A memory limit for a group of processes, enforced by the kernel (cgroups), for proofs that something fits.
+"""A memory limit for a group of processes, enforced by the kernel (cgroups), to prove that a training run fits into it.
 
     with MemoryCage(6 << 30) as cage:   each process: cage.enter();   afterwards: cage.peak_nbytes()
 
-Version 1 and 2 of the interface; both need the right to make a group below this process's own (root, or delegation).
+Works with cgroups v1 and v2; both need the right to make a group below this process's own (root, or delegation).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 class CageUnavailable(RuntimeError):
-    """This system does not let us limit memory."""
+    """Raised if this system does not let the process set a memory limit."""
 
 
 class MemoryCage:
@@ -27,7 +27,7 @@ class MemoryCage:
         self.folder = self._parent() / f"zeroshard-{os.getpid()}-{secrets.token_hex(3)}"
 
     def _parent(self) -> Path:
-        """The folder of this process's own group."""
+        """Return the folder of this process's own cgroup."""
         lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
         if self.old:
             own = next((path for _, kinds, path in lines if "memory" in kinds.split(",")), "/")
@@ -47,11 +47,11 @@ class MemoryCage:
         return self
 
     def enter(self) -> None:
-        """Put the calling process, with what it uses from now on, into the cage."""
+        """Move the calling process into the group: memory that it allocates from now on counts against the limit."""
         (self.folder / "cgroup.procs").write_text(str(os.getpid()))
 
     def peak_nbytes(self) -> int:
-        """The most that all processes inside have used together so far, page cache included."""
+        """Return the most bytes that all processes inside have used together so far, page cache included."""
         return int((self.folder / ("memory.max_usage_in_bytes" if self.old else "memory.peak")).read_text())
 
     def __exit__(self, *_: object) -> None:

@@ -1,10 +1,10 @@
-"""Saving and loading of each library, as its own documentation tells a user to.
+"""The ways in which each library saves and loads checkpoints, as its own documentation tells a user to.
 
     zeroshard   zs.save, zs.load
     FSDP2       torch.distributed.checkpoint with get_state_dict and set_state_dict
     DeepSpeed   engine.save_checkpoint, engine.load_checkpoint
 
-DeepSpeed does not sync its files to the disk; whoever times it must (checkpoints.py does, for all alike).
+DeepSpeed does not sync its files to the disk, so whoever times it must; checkpoints.py does so for all contenders alike.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ Background = tuple[Callable[[], float], Callable[[], object]]
 
 @dataclass(frozen=True)
 class Keeper:
-    """save, load: path -> None. in_background: path -> functions that tell for how many seconds training has been held up
-    so far, and that wait for the end."""
+    """The functions by which a contender saves and loads. save, load: path -> None. in_background: starts a save to a path and
+    returns two functions: one returns the seconds that training has been held up so far, the other waits until the save ends."""
 
     save: Callable[[str], object]
     load: Callable[[str], object]
     in_background: Callable[[str], Background] | None = None
-    states: Callable[[], list[Tensor]] | None = None  # this rank's, as they rest in memory
+    states: Callable[[], list[Tensor]] | None = None  # returns this rank's saved states, as they lie in memory between steps
 
 
 def zeroshard_keeper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Keeper:
-    """Of a sharded model."""
+    """Return the Keeper of a model that `zs.shard` has sharded."""
 
     def in_background(path: str) -> Background:
         saving = zs.save(path, model, optimizer, asynchronous=True, overwrite=True)
@@ -59,11 +59,11 @@ def zeroshard_keeper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Keep
 
 
 def fsdp2_keeper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Keeper:
-    """Of a model under fully_shard."""
+    """Return the Keeper of a model that `fully_shard` has sharded."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    beside = torch.distributed.new_group(backend="gloo")  # its thread must not mix with the training's collectives
+    beside = torch.distributed.new_group(backend="gloo")  # async_save's thread must not mix with training's collectives
 
     def save(path: str) -> None:
         values, states = get_state_dict(model, optimizer)
@@ -85,7 +85,7 @@ def fsdp2_keeper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Keeper:
 
 
 def deepspeed_keeper(engine: Any) -> Keeper:
-    """Of a DeepSpeed engine."""
+    """Return the Keeper of a DeepSpeed engine."""
 
     def save(path: str) -> None:
         engine.save_checkpoint(path, tag="bench")
@@ -98,7 +98,7 @@ def deepspeed_keeper(engine: Any) -> Keeper:
 
 
 def copy_seconds(states: list[Tensor]) -> float:
-    """One memory copy of this rank's states to memory that has been touched. One, as a save makes one: repeated it is faster."""
+    """Return the seconds of copying this rank's states once to touched memory: once, as in a save; repeated copies are faster."""
     copies = [torch.empty_like(state).zero_() for state in states]
     begin = time.monotonic()
     for copy, state in zip(copies, states, strict=True):
@@ -107,5 +107,5 @@ def copy_seconds(states: list[Tensor]) -> float:
 
 
 def written_nbytes(path: str) -> int:
-    """Bytes of all files below a folder."""
+    """Return the bytes of all files below a folder."""
     return sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())

@@ -1,14 +1,13 @@
-"""Checkpoints: saving and loading beside torch.distributed.checkpoint with FSDP2 and DeepSpeed, to the same disk in one run.
+"""A benchmark of checkpoints: zeroshard beside torch.distributed.checkpoint with FSDP2, and DeepSpeed, on one disk in one run.
 
     python -m benchmarks.checkpoints --path /folder/on/a/local/disk [--sizes 34M,500M] [--rounds N]
 
-A *save* is timed until the bytes are on the disk: the library's call, from the first rank's begin to the last one's end (as the
-engine is timed), and then the file system is synced. Before a load the page cache is dropped, as after a restart (where the
-kernel lets us: else `cold` is false). Small models: all contenders are alive and take turns; large ones, of which two would not
-fit side by side: one contender after the other. Before each save its ranks write about as many bytes with the file engine, in
-bulk; ours do it again after the save. The disk has half a second before each of these, so that none waits for what it still has
-to do for the one before (as after a file has been removed). In each round all ranks also save in the background, and copy their
-states once in memory.
+The time of a *save* is that of the library's call, from the first rank's begin to the last rank's end, plus a sync of the file
+system. Before a load the page cache is dropped, as after a restart (`cold` is false where the kernel does not allow that). With
+a small model all contenders are alive and take turns; of large models no two fit in memory, so each contender runs alone. Before
+each save the contender's ranks write about as many bytes in bulk with zeroshard's file engine; zeroshard's ranks do so again
+after the save. A sync and a pause of half a second precede each of these, so that none waits for disk work of the one before. In
+each round zeroshard and FSDP2 also save in the background, and zeroshard's ranks copy their states once in memory.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from .worker import parameter_count
 from .worker_group import Team, Teams, turned
 
 CONTENDERS = (Contender("zs", 3), Contender("fsdp2"), Contender("ds", 3))
-SIZES = {  # name -> shape, whether contenders take turns, rounds: the less there is to do the more a moment's trouble weighs
+SIZES = {  # name -> shape, whether contenders take turns, rounds: short saves vary more, so they need more rounds
     "34M": (ModelShape(), True, 9),
     "500M": (ModelShape(dim=1536, layers=17, heads=12), False, 3),
 }
@@ -48,19 +47,19 @@ _SETTLE_S = 0.5
 
 @dataclass
 class Kept:
-    """What was measured of one contender: lists by round, seconds of the slowest rank."""
+    """The measurements of one contender. Lists have one element per round; times are seconds of the slowest rank."""
 
     contender: Contender
     skipped: str | None = None
     save_s: list[float] = field(default_factory=list)
     load_s: list[float] = field(default_factory=list)
-    stall_s: list[float] = field(default_factory=list)  # of saves in the background, but for the first of a round
-    lost_s: list[float] = field(default_factory=list)  # by which such a save and the step after it are longer than a step
-    first_stall_s: float = 0.0  # of the very first, whose buffers nobody has touched
+    stall_s: list[float] = field(default_factory=list)  # training held up by the second background save of each round
+    lost_s: list[float] = field(default_factory=list)  # time of such a save and the next step, less the time of a step
+    first_stall_s: float = 0.0  # stall of the very first background save, whose buffers are still untouched memory
     copy_s: list[float] = field(default_factory=list)  # one memory copy of a rank's states
-    engine_nbytes_per_s: list[float] = field(default_factory=list)  # of all ranks, mean of before and after the save
+    engine_nbytes_per_s: list[float] = field(default_factory=list)  # all ranks together; mean of before and after the save
     nbytes: int = 0
-    extra_nbytes: int = 0  # resident memory beyond that before the save, of the largest rank
+    extra_nbytes: int = 0  # resident memory during the save beyond that before it; the largest of all ranks
 
     @property
     def ran(self) -> bool:
@@ -71,18 +70,18 @@ class Kept:
 
     @property
     def total_s(self) -> float:
-        """Save and load, median of rounds."""
+        """The seconds of a save and a load together, median of rounds."""
         return median(a + b for a, b in zip(self.save_s, self.load_s, strict=True))
 
     @property
     def nbytes_per_s(self) -> float:
-        """Of saves."""
+        """The throughput of saves: bytes of the checkpoint over the median time of a save."""
         return self.nbytes / median(self.save_s)
 
 
 @dataclass(frozen=True)
 class Kepts:
-    """One size. cold: loads came from the disk."""
+    """The measurements of all contenders with a model of one size. cold: loads came from the disk, not the page cache."""
 
     size: str
     shape: ModelShape
@@ -94,7 +93,7 @@ class Kepts:
 
     @property
     def goals(self) -> list[Goal]:
-        """Ratios of medians."""
+        """The goals of zeroshard with their measured values; none where it did not run."""
         ours = self.of("zs")
         if ours is None:
             return []
@@ -108,7 +107,7 @@ class Kepts:
         return [Goal(f"{self.size}: {text}", value, limit, "checkpoints", at_least) for text, value, limit, at_least in rows]
 
     def to_peer(self, kept: Kept, kind: str) -> float | None:
-        """Time of a save and a load over that of a peer."""
+        """Return the time of a save and a load over that of the peer `kind`; None where the peer did not run."""
         peer = self.of(kind)
         return None if peer is None else kept.total_s / peer.total_s
 
@@ -117,7 +116,7 @@ def run(
     path: str, sizes: tuple[str, ...] = tuple(SIZES), rounds: int | None = None, log_dir: Path | None = None,
     say: Callable[[str], None] = print, only: tuple[str, ...] = (),
 ) -> list[Kepts]:  # fmt: skip
-    """Measure in a folder of `path`, which is removed afterwards. rounds: None: as many as each size wants."""
+    """Measure in a new folder below `path`, and remove it afterwards. rounds: None: the number in SIZES."""
     results = []
     log_dir = log_dir or Path(tempfile.mkdtemp(prefix="zeroshard-bench-"))
     for size in sizes:
@@ -147,7 +146,7 @@ def _measure(group: list[Kept], workload: Workload, rounds: int, folder: Path, l
 
 
 def _take_turn(kept: Kept, team: Team, folder: Path, nbytes: int) -> None:
-    """Save, load, save in the background, and (zeroshard) what memory and disk give by themselves. nbytes: about those saved."""
+    """Run one round of a contender, and append what was measured to `kept`. nbytes: about the size of its checkpoint."""
     path = str(folder)
     _settle()
     before = bandwidth(team.ask("write_bulk", nbytes // len(team.pids)))
@@ -167,9 +166,9 @@ def _take_turn(kept: Kept, team: Team, folder: Path, nbytes: int) -> None:
     team.ask("load", path)
     kept.load_s.append(time.monotonic() - begin)
     shutil.rmtree(path)
-    if kept.contender.kind != "ds":  # whose keeper has no such save
+    if kept.contender.kind != "ds":  # DeepSpeed's Keeper cannot save in the background
         os.sync()
-        first, _ = max(team.ask("save_in_background", path))  # makes the buffers, which a load takes back where memory is short
+        first, _ = max(team.ask("save_in_background", path))  # makes the buffers, which a load frees where memory is short
         if not kept.stall_s:
             kept.first_stall_s = first
         stall_s, lost_s = zip(*team.ask("save_in_background", path), strict=True)
@@ -182,13 +181,13 @@ def _take_turn(kept: Kept, team: Team, folder: Path, nbytes: int) -> None:
 
 
 def _settle() -> None:
-    """What was written is on the disk, and what was removed is forgotten."""
+    """Sync all files to the disk, and give the disk time to finish what it does for removed ones."""
     os.sync()
     time.sleep(_SETTLE_S)
 
 
 def drop_page_cache() -> bool:
-    """Forget what the kernel keeps of files; whether it let us."""
+    """Drop the kernel's page cache; return whether the kernel allowed it."""
     try:
         os.sync()
         Path("/proc/sys/vm/drop_caches").write_text("1")
@@ -198,7 +197,7 @@ def drop_page_cache() -> bool:
 
 
 def sheet(result: Kepts) -> Sheet:
-    """One size as a table."""
+    """Return the results of one size as a table."""
 
     def middle(name: str, scale: float = 1.0, form: str = ".2f") -> tuple[Callable[[Kept], float | None], str, float]:
         return lambda kept: median(getattr(kept, name)) if getattr(kept, name) else None, form, scale
@@ -230,13 +229,13 @@ def sheet(result: Kepts) -> Sheet:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; returns the exit code."""
+    """Run the command line; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoints", description=__doc__.splitlines()[0])
     parser.add_argument("--path", required=True, help="folder on a local disk")
-    parser.add_argument("--sizes", default=",".join(SIZES), help=f"of {', '.join(SIZES)}")
+    parser.add_argument("--sizes", default=",".join(SIZES), help=f"some of {', '.join(SIZES)}")
     usual = ", ".join(f"{size}: {rounds}" for size, (*_, rounds) in SIZES.items())
     parser.add_argument("--rounds", type=int, help=f"default: {usual}")
-    parser.add_argument("--only", default="", help="contenders, separated by commas")
+    parser.add_argument("--only", default="", help="names of contenders, separated by commas (default: all)")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     given = parser.parse_args(argv)
     only = tuple(name for name in given.only.split(",") if name)

@@ -1,15 +1,15 @@
-"""Packing and unpacking on one thread of the CPU beside a memory copy and the same arithmetic over whole tensors.
+"""A benchmark of quantization on one CPU thread, beside a memory copy and the same arithmetic over whole tensors.
 
     python -m benchmarks.codecs                         64 MB of fp32 values, blocks of 256
     python -m benchmarks.codecs --block 1024 --huge-pages
 
-Speed is bytes read and written per second: of fp32 values 4 to 1 (int8, fp8) or to 0.5 (int4) and the steps of the blocks; of
-the copy 4 to 4. Contenders take turns in each round; times are medians over rounds, ratios medians of the ratios within a
-round. *whole* is what one writes first: abs, amax, a division, round, clamp and a conversion, each over the whole tensor and
-into memory of its own, whose pages the system clears each time. With MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ set to
-17179869184 they are kept, as `keep_host_memory` keeps them. Values are compared in tests/comm/test_codecs.py.
+Speed is bytes read and written per second. Packing reads 4 bytes a value and writes 1 (int8, fp8) or 0.5 (int4), and a step
+(scale) for each block; the copy reads 4 and writes 4. Contenders take turns in each round; times are medians over rounds, ratios
+medians of the ratios within a round. *whole* is the obvious program: abs, amax, a division, round, clamp and a conversion, each
+over the whole tensor into a new tensor, whose pages the system clears each time. With MALLOC_MMAP_THRESHOLD_ and
+MALLOC_TRIM_THRESHOLD_ set to 17179869184 pages are reused, as with `keep_host_memory`. tests/comm/test_codecs.py compares values.
 
-DeepSpeed's quantizer is no contender: it has kernels for GPUs alone.
+DeepSpeed's quantizer is no contender: it has kernels for GPUs only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zeroshard.planner.simulator.micro_benchmark import median_ratio, seconds, t
 from .tables import PLAIN, Column, Goal, Sheet, goals_sheet, show
 
 COPY = "memory copy"
-SECTION_NUMEL, SECTION_ROUNDS = 1 << 24, 9  # of `zeroshard bench`: beyond any cache
+SECTION_NUMEL, SECTION_ROUNDS = 1 << 24, 9  # in `zeroshard bench`: 64 MiB, larger than processor caches
 COPY_GOAL, WHOLE_GOAL = 0.5, 2.0
 COLUMNS = (
     Column("", itemgetter("name")),
@@ -46,7 +46,7 @@ NOTE = "x whole: how many times faster than the same arithmetic over whole tenso
 
 
 def whole_pack(name: str, values: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Steps and codes by one operation after the other; `values` are whole blocks."""
+    """Return steps (scales) and codes of `values`, by operations over the whole tensor. Its length is a multiple of `block`."""
     blocks, most = values.view(-1, block), CODECS[name].most
     steps = blocks.abs().amax(1, keepdim=True) / most
     if name == "fp8":
@@ -56,7 +56,7 @@ def whole_pack(name: str, values: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def whole_unpack(name: str, steps: Tensor, codes: Tensor) -> Tensor:
-    """Values (nblocks, block) of what `whole_pack` made."""
+    """Return the values, (nblocks, block), that the steps and codes of `whole_pack` stand for."""
     if name == "int4":
         codes = torch.cat([(codes << 4) >> 4, codes >> 4], 1)
     return codes.float() * steps
@@ -66,10 +66,10 @@ def whole_unpack(name: str, steps: Tensor, codes: Tensor) -> Tensor:
 def measure(
     numel: int = 1 << 24, rounds: int = 9, *, block: int = DEFAULT_BLOCK, huge_pages: bool = False
 ) -> list[dict[str, Any]]:
-    """One row per contender, on one thread. numel: a multiple of the block.
+    """Measure all contenders on one thread; return one row for each. numel: number of values, a multiple of the block.
 
-    Keys: name, ms, bytes_per_value, gb_s (1e9 bytes read and written a second); of_copy: that over the memory copy's;
-    over_whole: speed over that of the same arithmetic over whole tensors, None for these and the copy.
+    Keys: name, ms, bytes_per_value, gb_s (1e9 bytes read and written a second); of_copy: gb_s over that of the memory copy;
+    over_whole: speed over that of the same arithmetic over whole tensors, None in the rows of the latter and of the copy.
     """
     new = partial(_new, huge_pages=huge_pages)
     values, out = new(4 * numel).view(torch.float32).normal_(), new(4 * numel).view(torch.float32).zero_()
@@ -117,7 +117,7 @@ def measure_section() -> list[dict[str, Any]]:
 
 
 def goals(rows: list[dict[str, Any]]) -> list[Goal]:
-    """From the rows of one `measure`."""
+    """Return the goals with the values that the rows of one `measure` give."""
     found = []
     for row in rows:
         if row["over_whole"] is not None:
@@ -127,12 +127,12 @@ def goals(rows: list[dict[str, Any]]) -> list[Goal]:
 
 
 def sheet(rows: list[dict[str, Any]]) -> Sheet:
-    """The rows of one `measure` as a table."""
+    """Return the rows of one `measure` as a table."""
     return Sheet.of("Block quantization of fp32 values, 1 thread", COLUMNS, rows, [(NOTE, PLAIN)])
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; see the head of this file."""
+    """Run the command line (see the head of this file); return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.codecs", description="Measure quantization on the CPU.")
     add = parser.add_argument
     add("--millions", type=int, default=16, help="values, in units of 2^20 (default: 16)")

@@ -9,8 +9,8 @@
     zeroshard bench --sections parallel          8 ranks: pipeline, data and tensor parallelism
     zeroshard bench --sections host              the micro-benchmarks only
 
-Writes results.json, results.md (the tables in Markdown), plots and one log per rank below --out. Fails (exit code 1) if losses
-disagree or a contender that was started failed; a missed goal is reported, not an error.
+Writes results.json, results.md (the tables in Markdown), plots and one log per rank below --out. The exit code is 1 if losses
+disagree or a contender that was started failed. A missed goal is reported; it is no error.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """One run: what is measured, how often, and by whom."""
+    """The settings of one run: the sections, workload, rounds and contenders, and the folder of the results."""
 
     workload: Workload
     rounds: Rounds
@@ -79,7 +79,7 @@ class Plan:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse, run, print, write; returns the exit code. Raises UsageError for a mistake in the call."""
+    """Run `zeroshard bench` with arguments (None: sys.argv); return its exit code. Raises UsageError for wrong arguments."""
     given = _parser().parse(sys.argv[1:] if argv is None else argv)
     console = make_console()
 
@@ -108,7 +108,7 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("--quick", action="store_true", help="a short list of contenders and few rounds, below 90 s")
     add("--only", type=_names, default=(), metavar="NAMES", help="contenders, separated by commas; none: all")
-    add("--precisions", type=_names, default=",".join(PRECISIONS), metavar="LIST", help="of the contenders")
+    add("--precisions", type=_names, default=",".join(PRECISIONS), metavar="LIST", help="precisions of the contenders")
     sections = "; ".join(f"{name}: {what}" for name, what in SECTIONS.items())
     add("--sections", type=_names, metavar="LIST", help=f"what to measure (default: all). {sections}")
     rounds = f"rounds (default: {ROUNDS}, {QUICK_ROUNDS} with --quick; {TIERS_ROUNDS} of the tiers)"
@@ -118,11 +118,11 @@ def _parser() -> Parser:
     add("--ranks", type=int, default=2, help="processes of each contender")
     add("--micro-batch", type=int, default=2, help="sequences of one forward pass of a rank, one in a step")
     for field in dataclasses.fields(ModelShape):
-        add("--" + field.name.replace("_", "-"), type=int, default=field.default, help="of the model")
-    add("--seed", type=int, default=1234, help="of weights and batches")
+        add("--" + field.name.replace("_", "-"), type=int, default=field.default, help=f"{field.name} of the model")
+    add("--seed", type=int, default=1234, help="seed of weights and batches")
     add("--pin-cores", action="store_true", help="bind rank r to core r")
-    add("--path", metavar="DIR", help="on a local disk, for what is offloaded to it (default: --out)")
-    add("--largest-seconds", type=float, default=120.0, metavar="S", help="GPU: of the search for each largest model; 0: none")
+    add("--path", metavar="DIR", help="folder on a local disk, for offload and checkpoints (default: --out)")
+    add("--largest-seconds", type=float, default=120.0, metavar="S", help="GPU: seconds to search each largest model; 0: none")
     usual = network.Plan.bandwidths
     add("--bandwidths", type=network.bandwidths_of, default=usual, metavar="LIST", help="network: bits a second (default: 200M)")
     add("--out", type=Path, help="folder of the results (default: runs/bench-<time>)")
@@ -164,9 +164,9 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 @contextmanager
 def swap_folder(given: str | None, out: Path) -> Iterator[str | None]:
-    """A new folder for everything that this run offloads to disk, removed at the end; None where that is no disk.
+    """Make a folder for all that this run offloads to disk, below `given` or else `out`, and remove it at the end.
 
-    Raises UsageError if a folder was named and cannot be used.
+    Yields its path; None where `out` is on no disk that can be used. Raises UsageError where `given` cannot be used.
     """
     try:
         SwapFolder(given or out, rank=0, needed_nbytes=0).close()
@@ -191,12 +191,12 @@ def _measure(plan: Plan, say: Say) -> Results:
     return Results(plan.workload, plan.rounds, tiers_rounds=plan.tiers_rounds, **fields)
 
 
-# Each section gives fields of Results; Unmeasured: it cannot be measured here.
+# The function of each section returns fields of Results, and raises Unmeasured where the machine cannot run the section.
 
 
 def _cpu(plan: Plan, say: Say) -> dict[str, Any]:
     outcomes = []
-    for precision in PRECISIONS:  # one heat each: the sleeping teams of both would need twice the memory
+    for precision in PRECISIONS:  # one race each: the sleeping teams of both would need twice the memory
         heat = [c for c in plan.contenders if c.precision == precision]
         if heat:
             say(f"{precision}: {len(heat)} contenders, {plan.rounds.rounds} rounds of {plan.rounds.steps} steps")
@@ -266,7 +266,7 @@ def _gpu(plan: Plan, say: Say) -> dict[str, Any]:
 
 
 def _finish(results: Results, out: Path, console: Any) -> int:
-    """Print, write, draw; returns the exit code."""
+    """Print the tables, write the files of results, draw the plots; return the exit code."""
     if not quiet():
         report.print_results(results, console)
     report.write_json(results, out / "results.json")
@@ -286,5 +286,5 @@ def _finish(results: Results, out: Path, console: Any) -> int:
 
 
 def _exit_code(results: Results) -> int:
-    """1 where the numbers cannot be trusted: a contender failed, or computed something else."""
+    """Return 1 where a contender failed, or its losses differ from those of the others; else 0."""
     return int(any(statistics.losses_agree(race) is False or any(o.failed for o in race) for race in results.races))

@@ -1,8 +1,8 @@
-"""Each library, set up as its own documentation tells a user to, behind one `step`.
+"""The contenders: each library, set up as its own documentation tells a user to, behind one function `step`.
 
-A builder gets the whole model with the weights of the seed and returns a `Trainer`. Imports of the peers are
-inside their builders: a worker loads the library that it measures and no other, so that resident memory is
-its own.
+A builder makes the whole model with the weights of the seed, shards it and returns a `Trainer`. Builders import
+the peers inside, so that a worker loads only the library that it measures, and its resident memory is that
+library's.
 
 Choices that favour a peer are made for it: DDP keeps gradients as views of its buckets (measured faster and
 smaller than its default), FSDP2 shards per block, DeepSpeed releases what it gathered (its defaults keep a
@@ -46,7 +46,7 @@ OFFLOADS: dict[str, dict[str, str]] = {
     "disk": {"offload_optimizer": "nvme"},
     "infinity": {"offload_optimizer": "nvme", "offload_gradient": "nvme", "offload_param": "nvme"},
 }
-_QUIET_S, _QUIET_LIMIT_S = 0.1, 30.0  # no transfer was begun for so long: none is under way; the longest wait
+_QUIET_S, _QUIET_LIMIT_S = 0.1, 30.0  # files are quiet when no transfer has begun for _QUIET_S; the longest wait for that
 
 
 @dataclass
@@ -55,14 +55,14 @@ class Trainer:
 
     Attributes:
         step: (tokens, targets) -> detached loss of this rank's micro-batch; forward, backward, optimizer.
-        at_rest: model-state bytes between steps, measured and by the formula, where the library says so.
-        settings: what differs from the library's defaults, for the record.
-        moved: bytes so far between tiers, by link.
+        at_rest: returns model-state bytes between steps, measured and by the formula, where the library reports them.
+        settings: settings that differ from the library's defaults, for results.json.
+        moved: returns the bytes moved between tiers so far, by link ("host -> disk").
         quiet: waits until this rank neither reads nor writes files.
-        keeper: how it saves and loads (checkpoint_contenders.py).
-        recorder: a context that records copies and computation on CUDA (overlap.py), where there is something to see.
-        close: removes files.
-        place: among ranks with batches of their own; None: the rank.
+        keeper: returns the functions that save and load (checkpoint_contenders.py).
+        recorder: returns a context that records copies and computation on CUDA (overlap.py); None without offload.
+        close: removes the files of what is offloaded to disk.
+        place: the rank's index along dp, which chooses its batches; None: its rank.
     """
 
     step: Callable[[Tensor, Tensor], Tensor]
@@ -79,7 +79,7 @@ class Trainer:
 def _plain_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, autocast: str | None = None
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """The ordinary loop of every PyTorch program; `autocast` names the device type for bf16 autocast."""
+    """Return a step of the ordinary PyTorch training loop. autocast: device type of bf16 autocast; None: no autocast."""
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         context = torch.autocast(autocast, torch.bfloat16) if autocast else contextlib.nullcontext()
@@ -98,7 +98,7 @@ def _autocast(contender: Contender, workload: Workload) -> str | None:
 
 
 def _build_local(contender: Contender, workload: Workload) -> Trainer:
-    """No exchange at all: what computing and a full AdamW take on every rank at once."""
+    """Build the contender without communication: each rank computes alone, and steps all parameters with its own AdamW."""
     model = build_model(workload)
     if workload.meta:
         _fill(model.to_empty(device=workload.device))
@@ -142,7 +142,7 @@ def _build_fsdp2(contender: Contender, workload: Workload) -> Trainer:
 
 @torch.no_grad()
 def _fill(model: nn.Module) -> None:
-    """Some weights for a model from the meta device, of which each rank has a part."""
+    """Fill a model that came from the meta device with random weights; of a DTensor each rank fills its part."""
     from torch.distributed.tensor import DTensor
 
     for param in model.parameters():
@@ -150,7 +150,7 @@ def _fill(model: nn.Module) -> None:
 
 
 def _build_deepspeed(contender: Contender, workload: Workload) -> Trainer:
-    """The real one, or (kind "engine") the same program by zeroshard's interface of that name."""
+    """Build the contender with DeepSpeed, or (kind "engine") with the same calls of zeroshard's module `zeroshard.deepspeed`."""
     deepspeed: Any = importlib.import_module("zeroshard.deepspeed" if contender.kind == "engine" else "deepspeed")
 
     settings = _deepspeed_settings(contender, workload)
@@ -189,7 +189,7 @@ def _deepspeed_settings(contender: Contender, workload: Workload) -> dict[str, o
         host = {"device": "cpu", "pin_memory": workload.device == "cuda"}
         zero |= {"offload_optimizer": host, "offload_param": host}
         options = optimizer_options(workload)
-        del options["fused"]  # it makes its own: CPUAdam
+        del options["fused"]  # DeepSpeed makes its own optimizer: CPUAdam
         settings["optimizer"] = {"type": "AdamW", "params": options}
     return settings
 
@@ -207,10 +207,10 @@ def _build_zeroshard(contender: Contender, workload: Workload) -> Trainer:
         return {"measured": dict(report.at_rest), "formula": dict(report.formula)}
 
     def quiet() -> None:
-        """Between steps the next step's states are read; `poll` does what forward and backward would."""
+        """Wait until prefetching of the next step's states has ended; `poll` drives it, as forward and backward would."""
         before, deadline = _file_nbytes(), time.monotonic() + _QUIET_LIMIT_S
         while time.monotonic() < deadline:
-            optimizer.core.poll()  # type: ignore[attr-defined]  # of a sharded one
+            optimizer.core.poll()  # type: ignore[attr-defined]  # sharded optimizers have `core`
             time.sleep(_QUIET_S)
             if (now := _file_nbytes()) == before:
                 return
@@ -224,12 +224,12 @@ def _build_zeroshard(contender: Contender, workload: Workload) -> Trainer:
         quiet=quiet if contender.on_disk else lambda: None,
         recorder=functools.partial(Recorder, runtime_of(model)) if contender.offload else None,
         keeper=functools.partial(checkpoint_contenders.zeroshard_keeper, model, optimizer),
-        close=runtime_of(model).tiers.close,  # nobody wants the values: the files go without being gathered
+        close=runtime_of(model).tiers.close,  # nobody needs the values: remove the files without reading them back
     )
 
 
 def _file_nbytes() -> list[str] | None:
-    """What this process has read from disks and written to them, as the kernel counts it when a transfer begins."""
+    """Return the kernel's lines with the bytes that this process has read and written; it counts when a transfer begins."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:
@@ -237,7 +237,7 @@ def _file_nbytes() -> list[str] | None:
     return [line for line in lines if line.startswith(("read_bytes", "write_bytes"))]
 
 
-BUILDERS: dict[str, Callable[[Contender, Workload], Trainer]] = {  # each sets a contender up; the process group exists already
+BUILDERS: dict[str, Callable[[Contender, Workload], Trainer]] = {  # by kind; each needs the process group to exist already
     "local": _build_local,
     "ddp": _build_ddp,
     "ddp+zero": _build_ddp,

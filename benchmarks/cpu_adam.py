@@ -1,4 +1,4 @@
-"""The host's Adam step beside memory copies, DeepSpeed's compiled CPUAdam and torch's own AdamW.
+"""A benchmark of the Adam step on the CPU: zeroshard beside memory copies, DeepSpeed's compiled CPUAdam and torch's AdamW.
 
     python -m benchmarks.cpu_adam                       64M parameters, 1 thread and as many as there are cores
     python -m benchmarks.cpu_adam --chunks              zeroshard over chunk lengths as well
@@ -10,13 +10,13 @@ A memory copy of a working set as large (16 bytes a parameter: 8 to 8) moves 16:
 written per second, as STREAM counts them. Contenders take turns in each round; times are medians over rounds, ratios
 medians of the ratios within a round. Values are not compared here (tests/optim/test_cpu_kernels.py does that).
 
-Each library has the memory that it works on when it offloads: zeroshard and the memory copy that of its host tier (mapped
-in huge pages), the peers torch's.
+Each library works on the kind of memory that it uses for offload: zeroshard (and the memory copy) on that of its host tier,
+mapped in huge pages; the peers on tensors that torch allocates.
 
-DeepSpeed's kernel takes parameters and gradients of one type: for the job it needs an fp32 copy of the gradients (made
+DeepSpeed's kernel takes parameters and gradients of one dtype: for the job it needs an fp32 copy of the gradients (made
 while they arrive from the device) and a cast of the masters (deepspeed/runtime/zero/stage_1_and_2.py does both, over
-whole tensors). Beside that are its kernel alone, fed fp32 gradients that somebody else has cast, zeroshard's kernel
-in the same place, and its bf16 mode, which has no masters: 22 bytes, other results.
+whole tensors). Other rows show its kernel alone, on fp32 gradients that were cast before, zeroshard's kernel on the same
+gradients, and DeepSpeed's bf16 mode, which has no masters: 22 bytes a parameter, other results.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .tables import WARNING, Column, Goal, Sheet, goals_sheet, show
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 OURS, COPY, DEEPSPEED, FOREACH, FUSED = "zeroshard", "memory copy", "deepspeed", "torch foreach", "torch fused"
 CHUNK_EXPONENTS = range(14, 21)
-SECTION_NUMEL, SECTION_ROUNDS = 1 << 25, 5  # of `zeroshard bench`; 512 MB a memory copy moves: far beyond any cache
+SECTION_NUMEL, SECTION_ROUNDS = 1 << 25, 5  # in `zeroshard bench`; a memory copy moves 512 MB: far more than caches hold
 COLUMNS = (
     Column("", itemgetter("name")),
     Column("ms", itemgetter("ms"), ".1f"),
@@ -56,7 +56,7 @@ COLUMNS = (
     Column("x time of ours", itemgetter("ratio"), ".2f"),
     Column("does", itemgetter("what")),
 )
-GOALS = (  # name of the peer, what is compared, at least
+GOALS = (  # name of the peer, the ratio that is compared, its least value
     (COPY, "bytes/s of the update over bytes/s of a memory copy", 0.9),
     (DEEPSPEED, "speed over DeepSpeed's CPUAdam, same job", 1.0),
     (FOREACH, "speed over torch's AdamW(foreach=True), same job", 4.0),
@@ -64,7 +64,7 @@ GOALS = (  # name of the peer, what is compared, at least
 
 
 class Memory:
-    """The tensors that contenders share, touched before anything is timed; 36 bytes a parameter."""
+    """The tensors that contenders share, 36 bytes a parameter; they are filled before anything is timed."""
 
     def __init__(self, numel: int, huge_pages: bool) -> None:
         self.numel, self._huge_pages = numel, huge_pages
@@ -86,7 +86,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Contender:
-    """bytes_per_parameter: what its passes read and write in memory; None where intermediate passes are not known."""
+    """A kernel to be timed. bytes_per_parameter: bytes that a step reads and writes; None where its passes are not known."""
 
     name: str
     bytes_per_parameter: int | None
@@ -95,7 +95,7 @@ class Contender:
 
 
 def _zeroshard(memory: Memory, threads: int, team: cpu_kernels.Team, chunks: bool) -> list[Contender]:
-    """Torch has `threads` threads when a contender steps; a team's use one each."""
+    """Return zeroshard's contenders. While one steps, torch has `threads` threads; each thread of `team` uses one of its own."""
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], **OPTIONS)
     options = optimizer.param_groups[0]
     kernel = cpu_kernels.kernel_for(optimizer, options)
@@ -119,7 +119,7 @@ def _zeroshard(memory: Memory, threads: int, team: cpu_kernels.Team, chunks: boo
 
 
 def _whole(memory: Memory, name: str, bytes_per_parameter: int | None, optimizer: Any) -> list[Contender]:
-    """An optimizer that steps the whole fp32 master: the job with casts around it."""
+    """Return the contender whose optimizer steps the whole fp32 master, with casts of gradients before and parameters after."""
 
     def job() -> None:
         memory.grad32.copy_(memory.grad)
@@ -138,8 +138,8 @@ def _torch(memory: Memory, name: str, **variant: Any) -> list[Contender]:
 
 
 def _deepspeed(memory: Memory) -> list[Contender]:
-    """Raises where the package is missing or its extension does not build."""
-    with contextlib.redirect_stdout(sys.stderr):  # it greets, and its compiler reports
+    """Return DeepSpeed's contenders. Raises where the package is missing or its extension does not build."""
+    with contextlib.redirect_stdout(sys.stderr):  # importing it prints a banner, and the output of its compiler
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         param, small = nn.Parameter(memory.master), nn.Parameter(memory.out)
@@ -154,12 +154,12 @@ def _deepspeed(memory: Memory) -> list[Contender]:
 
 
 def _peers(memory: Memory, deepspeed: bool) -> tuple[list[Contender], list[dict]]:
-    """Those that can run, and rows that say why the others cannot."""
+    """Return the peers that can run on this machine, and a row with the reason for each that cannot."""
     found, skipped = [], []
     if deepspeed:
         try:
             found += _deepspeed(memory)
-        except Exception as error:  # no package, no compiler, no ninja: each with an error of its own
+        except Exception as error:  # without the package, a compiler or ninja it raises errors of several types
             skipped = [{"name": DEEPSPEED, "skipped": one_line(error)}]
     found += _torch(memory, FUSED, fused=True) + _torch(memory, FOREACH, foreach=True)
     return found, skipped
@@ -170,11 +170,11 @@ def measure(
     numel: int = 1 << 26, rounds: int = 7, *, threads: int = 1,
     deepspeed: bool = True, chunks: bool = False, huge_pages: bool = False,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """One row per contender.
+    """Measure all contenders; return one row for each.
 
-    Keys: name, what, threads, core_share (of its threads' cores, while it stepped), ms, bytes_per_parameter, gb_s (1e9
-    bytes a second), g_parameters_s, and ratio: its time over zeroshard's for the job. The memory copy updates no
-    parameters: g_parameters_s and ratio are None. A contender that cannot run has name and skipped.
+    Keys: name, what, threads, core_share (processor time of the step over threads x wall time), ms, bytes_per_parameter,
+    gb_s (1e9 bytes a second), g_parameters_s (1e9 parameters a second), and ratio: its time over zeroshard's for the job.
+    The last two are None for the memory copy. The row of a contender that cannot run has name and skipped (the reason).
     """
     with closing(cpu_kernels.Team(threads)) as team, cpu_kernels.stepping_threads(threads):
         memory = Memory(numel, huge_pages=True)
@@ -186,7 +186,7 @@ def measure(
 
 
 def measure_section() -> dict[int, list[dict[str, Any]]]:
-    """Rows by number of threads, of one thread and of all cores."""
+    """Return the rows of `measure` by number of threads: one thread, and one for each core."""
     return {threads: measure(SECTION_NUMEL, SECTION_ROUNDS, threads=threads) for threads in thread_counts()}
 
 
@@ -196,7 +196,7 @@ def thread_counts() -> list[int]:
 
 @dataclass(frozen=True)
 class Sample:
-    """One step: wall time, and processor time of all threads."""
+    """The wall time of one step, and the processor time of all threads in it."""
 
     wall_s: float
     cpu_s: float
@@ -225,7 +225,7 @@ def _row(contender: Contender, samples: list[Sample], ours: list[Sample], numel:
 
 
 def goals(rows: list[dict[str, Any]]) -> list[Goal]:
-    """From the rows of one `measure`."""
+    """Return the goals with the values that the rows of one `measure` give."""
     by_name = {row["name"]: row for row in rows if "ms" in row}
     ours, found = by_name[OURS], []
     for peer, text, limit in GOALS:
@@ -236,7 +236,7 @@ def goals(rows: list[dict[str, Any]]) -> list[Goal]:
 
 
 def sheet(rows: list[dict[str, Any]]) -> Sheet:
-    """The rows of one `measure` as a table."""
+    """Return the rows of one `measure` as a table."""
     measured = [row for row in rows if "ms" in row]
     notes = [(f"{row['name']}: skipped: {row['skipped']}", WARNING) for row in rows if "skipped" in row]
     share = max(row["core_share"] for row in measured)
@@ -250,7 +250,7 @@ def _threads(row: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; see the head of this file."""
+    """Run the command line (see the head of this file); return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_adam", description="Measure the host's Adam step.")
     add = parser.add_argument
     add("--millions", type=int, default=64, help="parameters, in units of 2^20 (default: 64)")

@@ -1,12 +1,12 @@
-"""The file engine beside dd and fio: sequential direct writes and reads of one file, interleaved in one run.
+"""A benchmark of zeroshard's file engine beside dd and fio: sequential direct writes and reads of one file, in turns.
 
     python -m benchmarks.disk [--path FOLDER] [--nbytes N] [--rounds R]
 
-Each round runs every program once, in another order: it overwrites the same, fully written file, then reads it.
-Reported are medians in GB/s (1e9 bytes), and the ratio of the engine to the best of the others; the goal is GOAL. dd and
+Each round runs every program once, each time in another order: it overwrites one file, which is fully written, then reads
+it. Reported are medians in GB/s (1e9 bytes), and the ratio of the engine to the best of the others; the goal is GOAL. dd and
 fio run with several block sizes and queue depths, of which the best counts; fio is left out where it is not installed.
-The engine moves as much memory as the file has bytes, from `empty_aligned`, with huge pages; dd and fio use one small
-buffer again and again, which stays in the processor's cache.
+The engine's memory (from `empty_aligned`, with huge pages) is as large as the file; dd and fio reuse one small buffer,
+which stays in the processor's cache.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from zeroshard.planner.simulator.micro_benchmark import seconds, take_turns
 
 from .tables import PLAIN, WARNING, Column, Goal, Sheet, goals_sheet, show
 
-GOAL = 0.95  # of the best other program
+GOAL = 0.95  # least speed of the engine over that of the best other program
 ENGINE = "engine"
 MIB = 1 << 20
 ROUNDS, NBYTES = 5, 2 << 30
-SECTION_ROUNDS, SECTION_NBYTES = 4, 1 << 29  # of `zeroshard bench`
+SECTION_ROUNDS, SECTION_NBYTES = 4, 1 << 29  # in `zeroshard bench`
 MODES = ("write", "read")
 DD_BLOCKS_MIB = (1, 4, 16)
 FIO_RUNS = (("libaio", 1, 8), ("libaio", 4, 4), ("psync", 4, 1))  # I/O engine, block in MiB, queue depth
@@ -45,7 +45,7 @@ Program = Callable[[bool], float]  # True: write, False: read; returns seconds
 
 
 def run(path: str | os.PathLike = ".", nbytes: int = NBYTES, rounds: int = ROUNDS) -> dict:
-    """Measure, and remove the file again.
+    """Measure the engine, dd and fio on a new file below `path`, and remove the file.
 
     Args:
         path: a folder on the disk to measure.
@@ -64,10 +64,10 @@ def run(path: str | os.PathLike = ".", nbytes: int = NBYTES, rounds: int = ROUND
         raise ValueError(f"expected nbytes as a multiple of {largest} and at least one round, got {nbytes}, {rounds}")
     with SwapFolder(path, rank=0, needed_nbytes=nbytes) as folder, Engine() as engine:
         file = folder.file("bench", nbytes)
-        memory = empty_aligned(nbytes).random_(0, 256)  # no disk shall find zeros to leave out
+        memory = empty_aligned(nbytes).random_(0, 256)  # random, since some disks do not store zeros
         programs: dict[str, Program] = {ENGINE: functools.partial(_engine_s, engine, file, memory)}
         programs |= _others(Path(file.path), nbytes)
-        engine.write(file, 0, memory).wait()  # what follows overwrites, as steps do
+        engine.write(file, 0, memory).wait()  # so that all measured writes overwrite, as those of training steps do
         turns: dict[str, Callable[[], tuple[float, ...]]] = {
             name: functools.partial(_turn, program, nbytes) for name, program in programs.items()
         }
@@ -79,7 +79,7 @@ def run(path: str | os.PathLike = ".", nbytes: int = NBYTES, rounds: int = ROUND
 
 
 def _turn(program: Program, nbytes: int) -> tuple[float, ...]:
-    """GB/s of writing, then of reading."""
+    """Run a program once; return its GB/s of writing, then of reading."""
     return tuple(nbytes / program(writes) / 1e9 for writes in (True, False))
 
 
@@ -95,7 +95,7 @@ def _engine_s(engine: Engine, file: File, memory: Tensor, writes: bool) -> float
 
 
 def _others(path: Path, nbytes: int) -> dict[str, Program]:
-    """dd and fio, where they are installed."""
+    """Return the programs dd and fio by name, where they are installed, with each block size and queue depth."""
     programs: dict[str, Program] = {}
     if shutil.which("dd"):
         for block_mib in DD_BLOCKS_MIB:
@@ -108,7 +108,7 @@ def _others(path: Path, nbytes: int) -> dict[str, Program]:
 
 
 def _dd_s(path: Path, nbytes: int, block_mib: int, writes: bool) -> float:
-    """Seconds by dd's own clock."""
+    """Run dd; return the seconds that it reports."""
     command = ["dd", f"bs={block_mib}M", f"count={nbytes // (block_mib * MIB)}"]
     if writes:
         command += ["if=/dev/zero", f"of={path}", "oflag=direct", "conv=notrunc"]
@@ -122,11 +122,11 @@ def _dd_s(path: Path, nbytes: int, block_mib: int, writes: bool) -> float:
 
 
 def _fio_s(path: Path, nbytes: int, ioengine: str, block_mib: int, depth: int, writes: bool) -> float:
-    """Seconds by fio's own clock, without its start."""
+    """Run fio; return the seconds that it reports, which leave out its start."""
     mode = "write" if writes else "read"
     command = ["fio", "--name=bench", f"--filename={path}", f"--rw={mode}", f"--bs={block_mib}M", f"--size={nbytes}"]
     command += [f"--ioengine={ioengine}", f"--iodepth={depth}", "--direct=1", "--thread", "--overwrite=1"]
-    command += ["--scramble_buffers=0", "--output-format=json"]  # no time for making up data
+    command += ["--scramble_buffers=0", "--output-format=json"]  # fio spends no time on changing its data
     job = json.loads(_output(command).stdout)["jobs"][0][mode]
     return job["runtime"] / 1e3 * nbytes / job["io_bytes"]
 
@@ -139,13 +139,13 @@ def _output(command: Sequence[str]) -> subprocess.CompletedProcess:
 
 
 def goals(result: dict) -> list[Goal]:
-    """Of writing and reading."""
+    """Return the goals of writing and of reading with the values of a result of `run`."""
     what = "file engine / best of dd and fio"
     return [Goal(f"{what}, {mode}", result[mode]["ratio"], GOAL, "disk", at_least=True) for mode in MODES]
 
 
 def sheet(result: dict) -> Sheet:
-    """The result as a table."""
+    """Return a result of `run` as a table."""
 
     def speed(mode: str, name: str) -> str:
         speeds = result[mode]["gb_per_s"][name]
@@ -160,7 +160,7 @@ def sheet(result: dict) -> Sheet:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; a missed goal is reported, not an error."""
+    """Run the command line; return its exit code. A missed goal is reported; it is no error."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.disk", description=__doc__.splitlines()[0])
     parser.add_argument("--path", default=".", help="a folder on the disk to measure (default: here)")
     parser.add_argument("--nbytes", type=int, default=NBYTES, help=f"size of the file (default: {NBYTES})")

@@ -1,11 +1,11 @@
-"""One GPU, bf16: speed with each model state on each tier, and the largest model that each of these trains.
+"""Benchmarks on one GPU in bf16: speed with model states on each tier, and the largest model that each contender trains.
 
 Two parts. The first is a race like that on the CPU (race.py), on a model that fits everywhere: step time, TFLOPS, peak
 device memory, overlap of copies and computation. The second looks for the number of layers at which a contender stops
 fitting: each trial is a process of its own that builds the model on the meta device, makes two steps and ends.
 
-Arithmetic of a step, in floating-point operations (PaLM, arXiv 2204.02311, appendix B, of causal attention the half that
-is computed): 6 for each weight of a matrix and token, and 6 x layers x dim x seq for each token.
+Floating-point operations of a step (PaLM, arXiv 2204.02311, appendix B, with only the computed half of causal attention):
+for each token 6 for each weight of a matrix, and 6 x layers x dim x seq for attention.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .worker_group import Team, TeamFailed
 
 # Some 320M parameters, so that model states (18 bytes a parameter) outweigh activations.
 SHAPE = ModelShape(vocab_size=32768, seq_len=1024, dim=1024, layers=20, heads=16)
-# Of the largest model: 50M parameters a layer.
+# In the search for the largest model: 50M parameters a layer.
 WIDE_SHAPE = ModelShape(vocab_size=32768, seq_len=1024, dim=2048, layers=1, heads=16)
 
 TIERS = tuple(Contender("zs", 3, "bf16", offload) for offload in ("", "opthost", "host", "disk", "infinity"))
 PEERS = (Contender("fsdp2", None, "bf16", "offload"), Contender("ds", 3, "bf16", "offload"))
 CONTENDERS = (Contender("local", None, "bf16"), Contender("fsdp2", None, "bf16"), *TIERS, *PEERS)
 
-# Bytes a parameter on device, host and disk, rounded up: where a search begins, and what the host is not asked for.
+# Bytes a parameter on device, host and disk, rounded up, by offload: for a search's first size, and its limit on the host.
 STATE_NBYTES = {
     "": (18, 0, 0),  # bf16 parameter; fp32 gradient, master, two moments
     "opthost": (2, 16, 0),
@@ -44,15 +44,15 @@ STATE_NBYTES = {
     "infinity": (0, 0, 18),
     "offload": (0, 20, 0),
 }
-USABLE = 0.8  # of a memory, for model states
-SEARCH_S = 120.0  # for each row; a trial that has begun is finished
+USABLE = 0.8  # share of each memory that model states may fill in the first trial of a search
+SEARCH_S = 120.0  # for each contender; after it no trial is begun
 
 
 @dataclass(frozen=True)
 class Largest:
-    """What a search found. fits: layers of the largest model that was trained; fails: of the smallest that was not.
+    """The result of a search. fits: layers of the largest model that was trained; fails: layers of the smallest that was not.
 
-    complete: these two are as close as was asked for; else the time was over. why: what the last failure said.
+    complete: fits and fails differ by at most an eighth; False where the time was over. why: message of the last failure.
     """
 
     fits: int | None = None
@@ -69,12 +69,12 @@ class Largest:
 def search(
     attempt: Callable[[int], str | None], first: int, time_s: float, clock: Callable[[], float] = time.monotonic
 ) -> Largest:
-    """The largest number that fits, to an eighth: doubled or halved from `first`, then bisected.
+    """Search for the largest number of layers that fits, to an eighth: double or halve it from `first`, then bisect.
 
     Args:
-        attempt: layers -> None where they fit, else why not.
-        first: where to begin, at least 1.
-        time_s: no trial is begun after so long.
+        attempt: layers -> None where they fit, else the reason why not.
+        first: layers of the first trial, at least 1.
+        time_s: seconds after which no trial is begun.
     """
     end, found = clock() + time_s, Largest()
     while clock() < end:
@@ -88,7 +88,7 @@ def search(
 
 
 def _next(found: Largest, first: int) -> int | None:
-    """What to try, None where it is known well enough."""
+    """Return the number of layers to try next; None where fits and fails are close enough."""
     if found.fits is None:
         return first if found.fails is None else found.fails // 2 or None
     if found.fails is None:
@@ -98,20 +98,20 @@ def _next(found: Largest, first: int) -> int | None:
 
 
 def parameters(shape: ModelShape) -> int:
-    """Of the GPT: two embeddings, the head, blocks of two norms and 12 dim^2, the last norm."""
+    """Return the number of parameters of the GPT: two embeddings, the head, blocks of two norms and 12 dim^2, the last norm."""
     per_layer = 12 * shape.dim**2 + 2 * shape.dim
     return (2 * shape.vocab_size + shape.seq_len + 1) * shape.dim + shape.layers * per_layer
 
 
 def step_flops(workload: Workload) -> float:
-    """Of one rank's step; see the head of this file."""
+    """Return the floating-point operations of one rank's step; see the head of this file."""
     s = workload.shape
     weights = 12 * s.layers * s.dim**2 + s.vocab_size * s.dim
     return workload.sequences * s.seq_len * (6.0 * weights + 6.0 * s.layers * s.dim * s.seq_len)
 
 
 def first_layers(contender: Contender, room: tuple[int, int, int]) -> int:
-    """About as many layers as the tiers of a contender hold. room: bytes on device, host, disk."""
+    """Return about as many layers as the tiers of a contender hold. room: bytes on device, host and disk."""
     per_layer = 12 * WIDE_SHAPE.dim**2
     limits = [
         USABLE * have / (need * per_layer) for have, need in zip(room, STATE_NBYTES[contender.offload], strict=True) if need
@@ -120,8 +120,8 @@ def first_layers(contender: Contender, room: tuple[int, int, int]) -> int:
 
 
 def measure_speed(rounds: Rounds, seed: int, swap_path: str | None, log_dir: Path, say: Say) -> tuple[Workload, list[Outcome]]:
-    """The race on one GPU."""
-    layers = min(SHAPE.layers, max(1, torch.cuda.mem_get_info()[1] >> 31))  # the sleepers' states stay on the device
+    """Run the race on one GPU; return its workload and outcomes."""
+    layers = min(SHAPE.layers, max(1, torch.cuda.mem_get_info()[1] >> 31))  # states of sleeping contenders stay on the device
     shape = dataclasses.replace(SHAPE, layers=layers)
     workload = Workload(shape=shape, sequences=4, ranks=1, seed=seed, device="cuda", swap_path=swap_path)
     rounds = dataclasses.replace(rounds, steps=max(rounds.steps, 10), lead_in=1)
@@ -130,7 +130,7 @@ def measure_speed(rounds: Rounds, seed: int, swap_path: str | None, log_dir: Pat
 
 
 def measure_largest(seed: int, swap_path: str | None, log_dir: Path, say: Say, time_s: float = SEARCH_S) -> dict[str, Largest]:
-    """By contender name. One that cannot run has no number, and says why."""
+    """Search for the largest model of each contender, by its name. One that cannot run has fits=None, and the reason in why."""
     device_nbytes = torch.cuda.mem_get_info()[1]
     how: dict[str, Any] = {"seed": seed, "device": "cuda", "swap_path": swap_path, "meta": True, "checkpoint": True}
     workload = Workload(WIDE_SHAPE, sequences=1, ranks=1, **how)
@@ -149,7 +149,7 @@ def measure_largest(seed: int, swap_path: str | None, log_dir: Path, say: Say, t
 
 @dataclass(frozen=True)
 class Trial:
-    """Whether so many layers train: called with layers, gives None or why they do not."""
+    """A trial of one contender: called with a number of layers, it returns None if they train, else the reason why not."""
 
     contender: Contender
     workload: Workload
@@ -159,7 +159,7 @@ class Trial:
     def __call__(self, layers: int) -> str | None:
         shape = dataclasses.replace(self.workload.shape, layers=layers)
         needed = STATE_NBYTES[self.contender.offload][1] * parameters(shape)
-        if needed > 0.9 * self.host_nbytes:  # the kernel would end some process of this machine, and not ours first
+        if needed > 0.9 * self.host_nbytes:  # the kernel would kill a process, perhaps not ours
             return f"{needed / 2**30:.0f} GiB of host memory needed, {self.host_nbytes / 2**30:.0f} available"
         team = Team(self.contender, dataclasses.replace(self.workload, shape=shape), self.log_dir)
         try:
@@ -173,7 +173,7 @@ class Trial:
 
 
 def describe(largest: Largest) -> str:
-    """One line."""
+    """Return a result as one line of text."""
     if largest.fits is None or largest.numel is None:
         return f"none trained: {largest.why or 'no time'}"
     size = f"{largest.numel / 1e9:.2f}G parameters ({largest.fits} layers)"

@@ -1,12 +1,12 @@
-"""Two micro-benchmarks on one process, with communication that does nothing: what a library itself costs.
+"""Two micro-benchmarks in one process, with communication that does nothing: the time that a library itself takes.
 
 1. Host work per unit and step: a model of 32 units with 11 small parameters each, forward and backward;
-   (time sharded - time of the plain module) / 32. Collectives return at once, so what remains is hooks,
-   views, copies and bookkeeping.
+   (time of the sharded model - time of the plain model) / 32. Collectives return at once, so what remains is
+   the library's hooks, views, copies and bookkeeping.
 2. Optimizer step and gradient clipping on 300 small parameters.
 
 The world has two ranks of which only rank 0 exists: PyTorch's "fake" process group for FSDP2, zeroshard's
-`FakeComm` for zeroshard. Models take turns, so a slow moment of the machine hits all of them.
+`FakeComm` for zeroshard. Models take turns, so a slow moment of the machine slows all of them.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ Millis = dict[str, float]
 
 @dataclass(frozen=True)
 class HostWork:
-    """Medians in milliseconds by library (and, for the optimizer, its variant)."""
+    """Median times in milliseconds by library (and, for the optimizer, its variant)."""
 
-    step_ms: Millis = field(default_factory=dict)  # forward and backward, with "plain"
-    optimizer_ms: Millis = field(default_factory=dict)  # clipping and step, with "plain"
+    step_ms: Millis = field(default_factory=dict)  # forward and backward; "plain": of the model that is not sharded
+    optimizer_ms: Millis = field(default_factory=dict)  # clipping and step; "plain" as above
     errors: dict[str, str] = field(default_factory=dict)
 
     def unit_ms(self, library: str) -> float | None:
-        """Host work per unit and step, beyond the plain module's."""
+        """Return a library's milliseconds of host work per unit and step, beyond those of the plain model."""
         if library not in self.step_ms:
             return None
         return (self.step_ms[library] - self.step_ms["plain"]) / UNITS
 
     @property
     def best_fsdp2_optimizer(self) -> str | None:
-        """FSDP2's fastest AdamW: fused, foreach or one by one."""
+        """The name of FSDP2's fastest AdamW: fused, foreach or one by one."""
         variants = [name for name in self.optimizer_ms if name.startswith("fsdp2")]
         return min(variants, key=self.optimizer_ms.__getitem__, default=None)
 
@@ -82,19 +82,19 @@ def _measure_here(repeats: int) -> HostWork:
 
 @dataclass(frozen=True)
 class _Timed:
-    """`before` runs untimed (zero the gradients, or make some), then `action` is timed."""
+    """A timed action. `before` runs first, untimed: it zeroes the gradients, or makes some."""
 
     before: Callable[[], object]
     action: Callable[[], object]
 
     def __call__(self) -> float:
-        """Milliseconds."""
+        """Run both; return the milliseconds of `action`."""
         self.before()
         return 1e3 * seconds(self.action)
 
 
 def _medians(builders: dict[str, Callable[[], _Timed]], repeats: int, errors: dict[str, str]) -> Millis:
-    """Of what can be built here; `errors` gets why the rest cannot."""
+    """Return by name the median milliseconds of what each builder makes; add the error of one that fails to `errors`."""
     built: dict[str, Callable[[], float]] = {}
     for name, builder in builders.items():
         try:
@@ -107,7 +107,7 @@ def _medians(builders: dict[str, Callable[[], _Timed]], repeats: int, errors: di
 
 
 class SmallUnit(nn.Module):
-    """10 small parameters, 11 with a scale: two norms, three linear maps with biases."""
+    """A module of 10 small parameters, 11 with a scale: two norms, three linear layers with biases."""
 
     def __init__(self, with_scale: bool) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def _step_zeroshard() -> _Timed:
 
 
 def _optimize(wrap: Callable[[nn.Module], nn.Module], **variant: bool) -> _Timed:
-    """Clipping and step of an optimizer of PyTorch, on gradients of a constant: a fake world sums nothing."""
+    """Time clipping and step of a PyTorch optimizer, with constant gradients, since the fake group reduces none."""
     model = wrap(_optimizer_model())
     optimizer, parameters = _adamw(model, **variant), list(model.parameters())
     for parameter in parameters:

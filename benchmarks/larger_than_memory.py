@@ -1,10 +1,10 @@
-"""Training a model whose states exceed the memory: parameters, gradients and optimizer states on disk.
+"""A proof that a model trains whose states exceed the memory: parameters, gradients and optimizer states are on disk.
 
     python -m benchmarks.larger_than_memory --parameters 2e9 --limit-gib 6 --path /folder/on/a/local/disk
 
-Starts ranks inside one enforced memory limit (cgroup_limit.py), trains a GPT with everything on disk, and prints what it took:
-memory at peak, bytes moved, and the time of a step beside its bound, bytes moved / measured bandwidth of the disk.
-ZeRO-Infinity, arXiv 2104.07857.
+Starts ranks below one enforced memory limit (cgroup_limit.py), trains a GPT with all model states on disk, and prints the peak
+of memory, the bytes moved, and the time of a step beside its bound: bytes moved / measured bandwidth of the disk.
+See ZeRO-Infinity, arXiv 2104.07857.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .cgroup_limit import CageUnavailable, MemoryCage
 
 @dataclass(frozen=True)
 class Plan:
-    """What to train. path: folder of the tiers. limit_nbytes: of all ranks together; 0: none."""
+    """The settings of a run. path: folder of the disk tier. limit_nbytes: memory limit of all ranks together; 0: no limit."""
 
     parameters: float
     path: str
@@ -47,20 +47,20 @@ class Plan:
     timeout_s: float = 3600.0
 
     def shape(self) -> GPTConfig:
-        """A GPT of about so many parameters, most of them in its blocks."""
+        """Return the shape of a GPT of about `parameters` parameters, most of them in its blocks."""
         dim = round((self.parameters / (12 * self.layers)) ** 0.5 / 128) * 128
         return GPTConfig(vocab_size=8192, seq_len=self.seq, dim=max(dim, 128), layers=self.layers, heads=max(dim // 128, 1))
 
 
 @dataclass
 class Result:
-    """What one rank saw; `run` puts all ranks together. moved_nbytes: by link, of the last step."""
+    """The measurements of one rank, or, from `run`, of all ranks. moved_nbytes: bytes moved in the last step, by link."""
 
     parameters: int = 0
     states_nbytes: int = 0
     limit_nbytes: int = 0
-    peak_nbytes: int | None = None  # inside the limit, all ranks together
-    rss_peak_nbytes: int = 0  # shared pages counted once a rank
+    peak_nbytes: int | None = None  # memory that counts against the limit, all ranks together
+    rss_peak_nbytes: int = 0  # sum of resident memory over ranks: shared pages count once for each rank
     start_seconds: float = 0.0
     step_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -106,12 +106,12 @@ def _rank(rank: int, world_size: int, plan: Plan, cage: MemoryCage | None) -> Re
             print(f"step {len(out.step_seconds)}: {out.step_seconds[-1]:.1f} s, loss {out.losses[-1]:.3f}", flush=True)
     report = zs.report(model)
     out.parameters, out.states_nbytes = report.num_parameters, sum(report.at_rest.values())
-    runtime_of(model).tiers.close()  # nobody wants the values: remove the files without gathering them
+    runtime_of(model).tiers.close()  # nobody needs the values: remove the files without reading them back
     return out
 
 
 def run(plan: Plan) -> Result:
-    """Train as planned. Raises where a rank fails: with a limit, also by exceeding it."""
+    """Train as `plan` says; return the measurements of all ranks. Raises where a rank fails, also by exceeding the limit."""
     read, write = measure(plan.path)
     with MemoryCage(plan.limit_nbytes) if plan.limit_nbytes else nullcontext() as cage:
         ranks = run_processes(_rank, plan.ranks, plan, cage, timeout_s=plan.timeout_s)
@@ -132,7 +132,7 @@ def run(plan: Plan) -> Result:
 
 
 def describe(result: Result) -> str:
-    """The result as lines of text."""
+    """Return the result as lines of text."""
     gib = lambda nbytes: "not limited" if not nbytes else f"{nbytes / 2**30:.2f} GiB"  # noqa: E731
     moved = ", ".join(f"{link} {nbytes / 1e9:.1f} GB" for link, nbytes in result.moved_nbytes.items())
     per_parameter = result.states_nbytes / result.parameters
@@ -152,7 +152,7 @@ def describe(result: Result) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; returns the exit code."""
+    """Run the command line; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.larger_than_memory", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--parameters", type=float, default=2e9)

@@ -1,4 +1,4 @@
-"""Resident memory of a process, as the kernel counts it (Linux; None elsewhere).
+"""The resident memory of a process, as the kernel counts it (Linux; None elsewhere).
 
 Words: *RSS* counts every page that is mapped, also those that other processes map; *PSS* divides a shared
 page by the number of processes that map it, so PSS adds up over the ranks of one host. Libraries' code is
@@ -14,23 +14,23 @@ from pathlib import Path
 
 
 def peak_rss_nbytes() -> int | None:
-    """High-water mark of this process's RSS since its start or the last reset."""
+    """Return the highest RSS of this process, in bytes, since its start or the last reset."""
     return _kilobytes(Path("/proc/self/status"), "VmHWM")
 
 
 def reset_peak_rss() -> None:
-    """Start the high-water mark anew from the RSS of now; without effect where the kernel has no such file."""
+    """Reset the high-water mark to the current RSS; no effect where the kernel has no such file."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def rss_nbytes() -> int | None:
-    """RSS of this process, now."""
+    """Return the current RSS of this process, in bytes."""
     return _kilobytes(Path("/proc/self/status"), "VmRSS")
 
 
 def pss_nbytes(pid: int) -> int | None:
-    """Proportional set size of a process, now; None if it cannot be read."""
+    """Return the current PSS (proportional set size) of a process, in bytes; None if it cannot be read."""
     return _kilobytes(Path(f"/proc/{pid}/smaps_rollup"), "Pss")
 
 

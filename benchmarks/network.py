@@ -1,16 +1,16 @@
-"""Training over a slow link between two nodes of two ranks: what goes over it, and what a step takes.
+"""A benchmark of training over a slow link between two nodes of two ranks: bytes sent over the link, and time of a step.
 
     python -m benchmarks.network                                    200 Mbit/s, some 3 minutes on 2 cores
     python -m benchmarks.network --bandwidths 100M,200M,1G --json numbers.json
-    python -m benchmarks.network --proxied                          as where namespaces are refused
+    python -m benchmarks.network --proxied                          with a proxy instead of namespaces
 
-Nodes are network namespaces (nodes.py); where the machine refuses them, there is a proxy of that bandwidth between ranks
-(proxied_nodes.py). Ranks of one node share memory, as on one host, and FSDP2's use gloo there. All contenders are alive in
-the same four processes and take turns in each round; times are of the slowest rank, medians over rounds, ratios medians of
-the ratios within a round. Bytes are what the link's counters at node 0 saw (Ethernet, IP and TCP included, but for a proxy,
-and what ranks tell each other besides) beside the formulas of `zs.report`, summed over the ranks of that node. The *bound*
-of a step is those bytes over the bandwidth: the rest is computation, which four ranks do on whatever cores there are, and
-waiting.
+Nodes are network namespaces (nodes.py); where the machine refuses them, a proxy of that bandwidth stands between the nodes
+(proxied_nodes.py). Zeroshard's ranks of one node share memory, as on one host; FSDP2's use gloo there. All contenders are
+alive in the same four processes and take turns in each round; times are of the slowest rank, medians over rounds, ratios
+medians of the ratios within a round. Bytes sent are read from the link's counters at node 0. They include messages beside the
+collectives and, but for a proxy, headers of Ethernet, IP and TCP; the formulas of `zs.report` beside them, summed over node
+0's ranks, do not. The *bound* of a step is the bytes sent over the bandwidth; the rest of a step is computation, for which
+the four ranks share the machine's cores, and waiting.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from .worker_group import turned
 from .workload import batch, blocks, build_model, build_optimizer
 
 RANKS, RANKS_HERE = 4, 2
-SHAPE = ModelShape(vocab_size=256, seq_len=32, dim=512, layers=3)  # little to compute for what it sends
+SHAPE = ModelShape(vocab_size=256, seq_len=32, dim=512, layers=3)  # few operations for the bytes that it sends
 UNITS = {"M": 1e6, "G": 1e9}
 GOAL_BANDWIDTH, SPEED_GOAL, BYTES_GOAL = 200e6, 2.5, 0.05
-LOSS_TOLERANCE = 2e-5  # of what sends everything plain; see statistics.py
+LOSS_TOLERANCE = 2e-5  # between ways that compress nothing; see statistics.py
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train at stage 3. options: of zs.shard; None: FSDP2, over axes of `mesh` ranks. plain: nothing is packed."""
+    """One way to train at stage 3. options: for zs.shard; None: FSDP2 on a mesh of shape `mesh`. plain: nothing is compressed."""
 
     name: str
     label: str
@@ -84,7 +84,7 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """bandwidths: of the link, in bits a second. only: names of ways; none: all. proxied: nodes without namespaces."""
+    """The settings of a run. bandwidths: of the link, bits a second. only: names of ways; (): all. proxied: use no namespaces."""
 
     bandwidths: tuple[float, ...] = (GOAL_BANDWIDTH,)
     rounds: int = 3
@@ -100,14 +100,14 @@ class Plan:
 
 @dataclass
 class Crossed:
-    """What was measured of one way. step_s: by round, of the slowest rank; sent, theory: bytes that leave node 0 in a step."""
+    """The measurements of one way. step_s: by round, of the slowest rank. sent, theory: bytes that node 0 sends in a step."""
 
     name: str
     label: str
     plain: bool
     step_s: list[float] = field(default_factory=list)
     sent: list[float] = field(default_factory=list)
-    theory: float | None = None  # of FSDP2: not known
+    theory: float | None = None  # None for FSDP2, of which there is no formula
     losses: list[float] = field(default_factory=list)
 
     @property
@@ -117,7 +117,7 @@ class Crossed:
 
 @dataclass(frozen=True)
 class Crossing:
-    """One bandwidth, in bits a second."""
+    """The measurements of all ways at one bandwidth, in bits a second."""
 
     bandwidth: float
     numel: int
@@ -128,12 +128,12 @@ class Crossing:
         return next((way for way in self.ways if way.name == name), None)
 
     def times_faster(self, ours: Crossed | None, theirs: str) -> float | None:
-        """Than another way: median of the ratios within a round."""
+        """Return how many times faster a step of `ours` is than one of `theirs`: median of the ratios within a round."""
         other = self.of(theirs)
         return None if ours is None or other is None else median_ratio(other.step_s, ours.step_s)
 
     def bound_s(self, way: Crossed) -> float:
-        """Of a step: what node 0 sends, over the bandwidth."""
+        """Return the least seconds of a step: the bytes that node 0 sends in it, over the bandwidth."""
         return 8 * median(way.sent) / self.bandwidth
 
     @property
@@ -149,7 +149,7 @@ class Crossing:
 
     @property
     def losses_agree(self) -> bool:
-        """Whether all that send everything plain computed the same."""
+        """True if the losses of all ways that compress nothing are the same."""
         first, *others = [way.losses for way in self.ways if way.plain] or [[]]
         return all(abs(a - b) <= LOSS_TOLERANCE * abs(a) for other in others for a, b in zip(first, other, strict=True))
 
@@ -158,7 +158,7 @@ class Crossing:
 
 
 def run(plan: Plan) -> list[Crossing]:
-    """Measure at each bandwidth, between such nodes as this machine lets us make. Raises Unmeasured where a rank failed."""
+    """Measure at each bandwidth, with namespaces where this machine allows them. Raises Unmeasured where a rank failed."""
     try:
         if plan.proxied or why_not() is None:
             return measure(plan)
@@ -170,7 +170,7 @@ def run(plan: Plan) -> list[Crossing]:
 
 
 def measure(plan: Plan) -> list[Crossing]:
-    """As `run`, in namespaces of this process's own, or without any."""
+    """Measure at each bandwidth in namespaces that this process makes, or through a proxy if `plan.proxied`."""
     with (ProxiedNodes if plan.proxied else Nodes)(max(plan.bandwidths)) as nodes:
         ranks = run_processes(_rank, RANKS, plan, nodes, timeout_s=LIMIT_S)
     numel, here = ranks[0][0], [ways for _, ways in ranks]
@@ -195,13 +195,13 @@ def _in_user_namespace(plan: Plan) -> list[Crossing]:
 
 
 def serve(folder: str) -> None:
-    """Measure what the file `plan` says, into the file `results`."""
+    """Measure as the pickled Plan in the file `plan` of a folder says, and write the results to the file `results` there."""
     found = measure(pickle.loads((Path(folder) / "plan").read_bytes()))
     (Path(folder) / "results").write_bytes(pickle.dumps(found))
 
 
 def _rank(rank: int, world_size: int, plan: Plan, nodes: Nodes | ProxiedNodes) -> tuple[int, dict[float, list[Crossed]]]:
-    """The model's size, and by bandwidth what this rank saw of each way."""
+    """Train in all ways; return the model's number of parameters, and this rank's measurements by bandwidth."""
     nodes.enter(rank // RANKS_HERE, RANKS_HERE)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=nodes.init_method)
@@ -212,7 +212,7 @@ def _rank(rank: int, world_size: int, plan: Plan, nodes: Nodes | ProxiedNodes) -
         if rank == 0:
             nodes.shape(bandwidth)
         seen = {way.name: Crossed(way.name, way.label, way.plain) for way in plan.ways}
-        for index in range(-1, plan.rounds):  # the first warms up: memory, and the sockets' windows
+        for index in range(-1, plan.rounds):  # round -1 is not measured: it warms up memory and the sockets' windows
             for way in turned(plan.ways, max(index, 0)):
                 model, optimizer = trained[way.name]
                 steps = range(done[way.name], done[way.name] + plan.steps)
@@ -223,7 +223,7 @@ def _rank(rank: int, world_size: int, plan: Plan, nodes: Nodes | ProxiedNodes) -
                     seen[way.name].sent.append(sent)
                     seen[way.name].losses += losses
                 if way.options is not None:
-                    report = zs.report(model)  # the size of low-rank factors follows from each matrix: ranks count them
+                    report = zs.report(model)  # has no formula for low-rank factors, whose sizes vary by matrix: use counts
                     counted = way.options.get("zero_quantized_gradients") == "low_rank"
                     seen[way.name].theory = (
                         report.measured_between_nbytes_per_step if counted else report.theory_between_nbytes_per_step
@@ -236,7 +236,7 @@ def _rank(rank: int, world_size: int, plan: Plan, nodes: Nodes | ProxiedNodes) -
 def _turn(
     model: nn.Module, optimizer: torch.optim.Optimizer, workload: Workload, steps: range, rank: int, nodes: Nodes | ProxiedNodes
 ) -> tuple[float, float, list[float]]:
-    """Seconds a step, bytes a step that left this node, losses."""
+    """Train some steps; return the seconds of a step, the bytes that this node sent in a step, and the losses."""
     losses: list[Tensor] = []
     batches = [batch(workload, step, rank) for step in steps]
     dist.barrier()
@@ -248,7 +248,7 @@ def _turn(
         optimizer.zero_grad()
         losses.append(loss.detach())
     seconds = time.perf_counter() - begin
-    dist.barrier()  # all that this node has sent for these steps has been received
+    dist.barrier()  # until then other ranks of this node may still send for these steps
     return seconds / len(steps), (nodes.sent_nbytes() - sent) / len(steps), [loss.item() for loss in losses]
 
 
@@ -270,7 +270,7 @@ def _build(way: Way, workload: Workload) -> tuple[nn.Module, torch.optim.Optimiz
 
 
 def sheet(result: Crossing) -> Sheet:
-    """One bandwidth as a table."""
+    """Return the measurements at one bandwidth as a table."""
     columns = (
         Column("", lambda way: way.label),
         Column("ms", lambda way: median(way.step_s), ".0f", 1e3),
@@ -296,7 +296,7 @@ def sheet(result: Crossing) -> Sheet:
 
 
 def bandwidth_of(text: str) -> float:
-    """Bits a second, from "200M" or "1G"."""
+    """Return the bits a second that a text such as "200M" or "1G" stands for."""
     number, unit = text[:-1], text[-1:].upper()
     if unit not in UNITS or not number.replace(".", "", 1).isdigit() or not float(number):
         raise argparse.ArgumentTypeError(f"expected a bandwidth such as 200M or 1G, in bits a second, got {text!r}")
@@ -308,15 +308,15 @@ def bandwidths_of(text: str) -> tuple[float, ...]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; returns the exit code: 2 where nothing could be measured."""
+    """Run the command line; return its exit code, 2 where nothing could be measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.network", description=__doc__.splitlines()[0])
     add = parser.add_argument
     usual = Plan.bandwidths
     add("--bandwidths", type=bandwidths_of, default=usual, metavar="LIST", help="bits a second, such as 100M,1G (default: 200M)")
     add("--rounds", type=int, default=Plan.rounds, help=f"default: {Plan.rounds}")
-    add("--steps", type=int, default=Plan.steps, help=f"of a turn (default: {Plan.steps})")
-    add("--only", default="", metavar="NAMES", help=f"of {', '.join(way.name for way in WAYS)}")
-    add("--proxied", action="store_true", help="a proxy between the nodes, as where namespaces are refused")
+    add("--steps", type=int, default=Plan.steps, help=f"steps of a turn (default: {Plan.steps})")
+    add("--only", default="", metavar="NAMES", help=f"some of {', '.join(way.name for way in WAYS)}")
+    add("--proxied", action="store_true", help="use a proxy between the nodes instead of namespaces")
     add("--json", type=Path, help="also write the numbers here")
     given = parser.parse_args(argv)
     only = tuple(name for name in given.only.split(",") if name)

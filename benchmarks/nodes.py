@@ -5,8 +5,8 @@
     node 0: 10.77.0.1 zs0 --tbf-->            <--tbf-- zs0 10.77.0.2 :node 1       a pair of veth devices, shaped at both ends
 
 Ranks of one node share memory, as on one host; between nodes there is only the link, whose counters see every byte. The
-names are this process's own, and nothing is left of them at the end (of a process that was killed: until the next begins).
-It takes root, or a user namespace whose root one is: `in_user_namespace`. Where both are refused: proxied_nodes.py.
+namespaces are removed at the end; those of a process that was killed are removed when the next `Nodes` is entered.
+Needs root, or to be root of a user namespace: `in_user_namespace`. Where both are refused, use proxied_nodes.py.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _AS_ROOT = (*_UNSHARE, "sh", "-c", 'mount -t tmpfs tmpfs /run && exec "$@"', "sh
 
 
 class NodesUnavailable(RuntimeError):
-    """This machine does not let us make namespaces; the message says why, in one line."""
+    """Raised if this machine does not let the process make or use such nodes; the message says why, in one line."""
 
 
 class Nodes:
-    """Two namespaces and their link, while the context is open. To ranks it is passed as it is."""
+    """Two namespaces and their link, which exist while the context is open. It can be pickled and sent to ranks."""
 
-    init_method = "env://"  # of torch.distributed.init_process_group, once a rank has entered
+    init_method = "env://"  # for torch.distributed.init_process_group, after `enter`
 
     def __init__(self, rate_bits_per_s: float) -> None:
         self.rate_bits_per_s = rate_bits_per_s
@@ -50,7 +50,7 @@ class Nodes:
             first, second = self.names
             _run("ip", "link", "add", DEVICE, "netns", first, "type", "veth", "peer", "name", DEVICE, "netns", second)
             for node, name in enumerate(self.names):
-                _run("ip", "-n", name, "link", "set", DEVICE, "addrgenmode", "none")  # no chatter of IPv6 in the counters
+                _run("ip", "-n", name, "link", "set", DEVICE, "addrgenmode", "none")  # no IPv6 packets in the counters
                 _run("ip", "-n", name, "addr", "add", f"{self.address(node)}/24", "dev", DEVICE)
                 _run("ip", "-n", name, "link", "set", "lo", "up")
                 _run("ip", "-n", name, "link", "set", DEVICE, "up")
@@ -61,7 +61,7 @@ class Nodes:
         return self
 
     def shape(self, rate_bits_per_s: float) -> None:
-        """From now on the link has this bandwidth, each way."""
+        """Give the link this bandwidth, in bits a second, in each direction."""
         self.rate_bits_per_s = rate_bits_per_s
         burst = f"{burst_nbytes(rate_bits_per_s)}b"
         bucket = ("tbf", "rate", f"{rate_bits_per_s:.0f}bit", "burst", burst, "latency", _QUEUE)
@@ -73,14 +73,14 @@ class Nodes:
         return f"10.77.0.{node + 1}"
 
     def enter(self, node: int, ranks_here: int) -> None:
-        """Move the calling process to a node, with what launchers and gloo read there. By its first thread, before others are."""
+        """Move the calling process to a node, and set the variables that gloo reads. Call it before other threads start."""
         with open(f"{_FOLDER}/{self.names[node]}") as file:
             if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), f"setns to {self.names[node]}")
         os.environ |= {"MASTER_ADDR": self.address(0), "GLOO_SOCKET_IFNAME": DEVICE, "LOCAL_WORLD_SIZE": str(ranks_here)}
 
     def sent_nbytes(self) -> int:
-        """What has left the node of the calling process over the link so far, headers included."""
+        """Return the bytes that the calling process's node has sent over the link so far, headers included."""
         for line in Path("/proc/self/net/dev").read_text().splitlines():
             device, _, counters = line.partition(":")
             if device.strip() == DEVICE:
@@ -93,12 +93,12 @@ class Nodes:
 
 
 def burst_nbytes(rate_bits_per_s: float) -> int:
-    """What may leave a node at once after a pause."""
+    """Return the bytes that a node may send at once after a pause."""
     return max(_LEAST_BURST_NBYTES, int(rate_bits_per_s / 8 * _BURST_S))
 
 
 def _sweep() -> None:
-    """Remove what a process that was killed has left."""
+    """Remove the namespaces that killed processes have left."""
     for name in os.listdir(_FOLDER) if os.path.isdir(_FOLDER) else ():
         owner, _, _ = name.removeprefix(_PREFIX).partition("-")
         if name.startswith(_PREFIX) and owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
@@ -106,13 +106,13 @@ def _sweep() -> None:
 
 
 def _delete(name: str) -> None:
-    """A namespace with its end of the link, if there is one."""
+    """Remove a namespace, and its end of the link, if it exists."""
     with contextlib.suppress(NodesUnavailable):
         _run("ip", "netns", "del", name)
 
 
 def why_not() -> str | None:
-    """Why namespaces can not be made here, in one line; None where they can."""
+    """Return in one line why this process cannot make namespaces; None where it can."""
     try:
         with Nodes(1e9):
             return None
@@ -121,12 +121,12 @@ def why_not() -> str | None:
 
 
 def in_user_namespace(command: Sequence[str]) -> list[str]:
-    """The same command for who is not root: as root of a user namespace with mounts and devices of its own (util-linux)."""
+    """Return `command` run as root of a user namespace, with mounts and devices of its own (util-linux): needs no root."""
     return [*_AS_ROOT, *command]
 
 
 def user_namespace_refused() -> str | None:
-    """As `why_not`, in a user namespace: the same three programs there, without Python, which takes seconds to begin."""
+    """Return why a user namespace cannot make namespaces, else None. Runs the programs of `Nodes` in sh, faster than Python."""
     bucket = f"tc -n x qdisc replace dev {DEVICE} root tbf rate 1gbit burst {_LEAST_BURST_NBYTES} latency {_QUEUE}"
     try:
         _run(*in_user_namespace(["sh", "-c", f"ip netns add x && ip -n x link add {DEVICE} type veth && {bucket}"]))

@@ -1,12 +1,12 @@
-"""How much of the copying between device and host lay beside computation, by CUDA events.
+"""The share of copies between device and host that overlaps with computation, measured by CUDA events.
 
-    compute   |  B3  |  B2  |wait|  B1  |      pieces between a unit's parameters being there and its work being given out
+    compute   |  B3  |  B2  |wait|  B1  |      pieces: each is the computation of one unit
     down        g4 >>>   g3 >>>                gradients to the host, on a stream of their own
-    up          p2 >>  p1 >>>>>>>              parameters to the device, on another
+    up          p2 >>  p1 >>>>>>>              parameters to the device, on another stream
 
-The overlapped fraction is the time of copies that lies inside pieces of computation, over the time of all copies. Waits
-for a copy are not inside a piece: an event is recorded after the wait. The head of the model and the loss have no
-piece, so the fraction errs on the low side.
+The overlapped fraction is the time of copies that lies inside pieces of computation, over the time of all copies. A piece
+begins after the wait for the unit's copies, so waits are not inside. The head of the model and the loss have no piece, so
+the fraction is rather too low than too high.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Interval = tuple[float, float]  # begin, end
 
 
 def union(intervals: list[Interval]) -> list[Interval]:
-    """The same moments, as intervals that do not meet, in order."""
+    """Return the union of intervals as disjoint intervals, in order."""
     joined: list[Interval] = []
     for begin, end in sorted(intervals):
         if joined and begin <= joined[-1][1]:
@@ -34,14 +34,14 @@ def union(intervals: list[Interval]) -> list[Interval]:
 
 
 def covered(intervals: list[Interval], by: list[Interval]) -> float:
-    """Length of all intervals together (each by itself) that lies inside `by`."""
+    """Return the sum over `intervals` of the length of each that lies inside the union of `by`."""
     cover = union(by)
     return sum(max(0.0, min(end, e) - max(begin, b)) for begin, end in intervals for b, e in cover)
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Milliseconds of some steps. copies_ms, inside_ms: by direction, "up" (to the device) and "down"."""
+    """The milliseconds of copies and computation in some steps. Keys are directions: "up" (to the device) and "down"."""
 
     compute_ms: float
     copies_ms: dict[str, float]
@@ -49,7 +49,7 @@ class Overlap:
     copied_nbytes: dict[str, int]
 
     def fraction(self, *ways: str) -> float | None:
-        """Of the copying time (one way, or both) that lay beside computation; None where nothing was copied."""
+        """Return the share of the copying time (of directions `ways`; none: both) inside computation; None without copies."""
         total, inside = (sum(of[way] for way in ways or of) for of in (self.copies_ms, self.inside_ms))
         return inside / total if total else None
 
@@ -62,19 +62,19 @@ class Overlap:
 
 @dataclass
 class Recorder:
-    """While entered: marks every piece of computation and every copy of a sharded model. Afterwards `overlap`.
+    """A context that records every piece of computation and every copy of a sharded model; `overlap` returns the result.
 
-    It stands in for three methods of the runtime and its streams, on the objects, and takes its places back at the end.
+    While entered it replaces three methods, on the objects: of the runtime, of its streams and of its prefetcher.
     """
 
     runtime: Runtime
     pieces: list[tuple[Any, Any]] = field(default_factory=list)  # of computation: begin, end
     copies: list[tuple[str, int, Any, Any]] = field(default_factory=list)  # way, bytes, begin, end
-    begun: Any = None  # the piece under way
+    begun: Any = None  # event at the start of the piece under way
     origin: Any = None
 
     def __enter__(self) -> Recorder:
-        runtime: Any = self.runtime  # whose methods are exchanged
+        runtime: Any = self.runtime
         streams, prefetcher = runtime.comm.streams, runtime.prefetcher
         self._copy, self._open, self._give_out = streams.copy, runtime._open, prefetcher.staged
         streams.copy, runtime._open, prefetcher.staged = self.copy, self.open, self.give_out
@@ -83,26 +83,26 @@ class Recorder:
 
     def __exit__(self, *_: object) -> None:
         self.end_piece()
-        del self.runtime.comm.streams.copy, self.runtime._open, self.runtime.prefetcher.staged  # the class's again
+        del self.runtime.comm.streams.copy, self.runtime._open, self.runtime.prefetcher.staged  # the classes' methods again
 
     def mark(self, stream: Any = None) -> Any:
-        """A moment on a CUDA stream (None: that of the computation)."""
+        """Record and return a timing event on a CUDA stream (None: the current stream, on which computation runs)."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
         return event
 
     def since_origin(self, event: Any) -> float:
-        """Milliseconds."""
+        """Return the milliseconds from entering the context to an event."""
         return self.origin.elapsed_time(event)
 
     def open(self, unit: Any, backward: bool) -> None:
-        """A unit is made ready; what follows is its computation."""
+        """Make a unit ready, in place of `Runtime._open`; its piece of computation begins afterwards."""
         self.end_piece()
         self._open(unit, backward)
         self.begun = self.mark()
 
     def give_out(self, training: bool) -> None:
-        """A unit's computation has been given to the device; what follows may wait for the next unit's copies."""
+        """End a piece once its kernels are launched, in place of `Prefetcher.staged`: what follows may wait for other copies."""
         self.end_piece()
         self._give_out(training)
 
@@ -112,7 +112,7 @@ class Recorder:
             self.begun = None
 
     def copy(self, target: Tensor, source: Tensor, *, up: bool) -> Any:
-        """A copy, with its moments on its own stream: it begins when what it waits for is over."""
+        """Copy, in place of `Streams.copy`, and record the copy's begin and end on its stream, after its wait for computation."""
         streams = self.runtime.comm.streams
         way = "up" if up else "down"
         stream = getattr(streams, way)
@@ -123,7 +123,7 @@ class Recorder:
         return ticket
 
     def overlap(self) -> Overlap:
-        """After the device has done everything."""
+        """Return the result. Call it after torch.cuda.synchronize."""
         times = lambda begin, end: (self.since_origin(begin), self.since_origin(end))  # noqa: E731
         copies: dict[str, list[Interval]] = {"up": [], "down": []}
         nbytes = dict.fromkeys(copies, 0)

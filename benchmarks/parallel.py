@@ -1,17 +1,17 @@
-"""A mesh of 8 ranks on one host, pipeline 2 x data 2 x tensor 2: zeroshard beside PyTorch's FSDP2 over mesh["dp"].
+"""The contenders on a mesh of 8 ranks of one host, pipeline 2 x data 2 x tensor 2: zeroshard and PyTorch's FSDP2.
 
     model --cut_stages--> 2 stages --tensor_parallel.apply--> local shards --+-- zs.shard, ZeRO-1, 2, 3   (zs.parallelize)
                                                                              +-- fully_shard              (FSDP2)
                                                                              +-- replicate                (in place of DDP)
 
 Weights, cuts, styles of tensor parallelism, the schedule (1F1B of torch.distributed.pipelining), micro-batches, AdamW and
-batches are the same for all: what differs is who shards, gathers and reduces over mesh["dp"]. The peers are set up as one does
-with a pipeline: FSDP2 by block and for the stage, gathered between micro-batches (reshard_after_forward=False); `replicate`,
-which is FSDP2's way without shards: DistributedDataParallel fails in such modules (mixed tensors and DTensors). They are spared
-the division of gradients by the number of micro-batches: losses are divided.
+batches are the same for all; they differ in the library that shards, gathers and reduces over mesh["dp"]. The peers are set up
+as is usual with a pipeline: `fully_shard` on each block and on the stage, with reshard_after_forward=False, so that parameters
+stay gathered between micro-batches; `replicate` is FSDP2 without shards, since DistributedDataParallel fails on modules that mix
+tensors and DTensors. The peers need not divide gradients by the number of micro-batches, since their losses are divided.
 
-Turns, ratios and memory are those of race.py. Ranks are forked with their imports done (see worker_group.py). There are more
-ranks than cores, so a step takes as long as all ranks together need, and processor time says what that is.
+Turns, ratios and memory are those of race.py. Ranks are forked with their imports done (see worker_group.py). Where there are
+more ranks than cores, a step takes as long as the work of all ranks on these cores; see the processor time.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from zeroshard.parallel.parallelize import Parallel
 
 AXES, MESH, MICRO_BATCHES = ("pp", "dp", "tp"), (2, 2, 2), 4
-SHAPE = ModelShape(seq_len=32, dim=1024, layers=4, heads=16)  # wide: of narrow layers a step is mostly DTensor's own host work
+SHAPE = ModelShape(seq_len=32, dim=1024, layers=4, heads=16)  # wide: with narrow layers DTensor's host work dominates a step
 WORKLOAD = Workload(shape=SHAPE, sequences=MICRO_BATCHES, ranks=8, mesh=MESH, micro_batches=MICRO_BATCHES)
 TIME_GOAL, MEMORY_GOAL = 0.8, 0.9
-Step = Callable[[Tensor, Tensor], Tensor]  # (tokens, targets) of a place of data parallelism -> mean loss
+Step = Callable[[Tensor, Tensor], Tensor]  # (tokens, targets) of one index along dp -> mean loss
 
 
 def build(contender: Contender, workload: Workload) -> Trainer:
-    """One contender over the mesh of the workload; the process group exists already."""
+    """Build one contender on the mesh of the workload; the process group exists already."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh(workload.device, workload.mesh, mesh_dim_names=AXES)
@@ -61,13 +61,13 @@ def build(contender: Contender, workload: Workload) -> Trainer:
 
 
 def zeroshard(stage: int | None, workload: Workload, mesh: DeviceMesh) -> Parallel:
-    """As a user has it: one call."""
+    """Build zeroshard's contender as a user does, with one call of `zs.parallelize`."""
     optimizer = partial(build_optimizer, workload=workload)
     return zs.parallelize(build_model(workload), mesh, optimizer=optimizer, stage=stage, micro_batches=workload.micro_batches)
 
 
 def peer(kind: str, workload: Workload, mesh: DeviceMesh) -> tuple[nn.Module, Step, dict[str, object]]:
-    """Of PyTorch's own: this rank's stage, its step, and the settings that were chosen."""
+    """Build a contender of PyTorch; return this rank's stage, its step, and the settings that differ from the defaults."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     from zeroshard.parallel.parallelize import next_token_loss

@@ -1,7 +1,7 @@
-"""What a benchmark run consists of, as plain data: contenders, model, rounds.
+"""The settings of a benchmark run, as plain data: contenders, model, rounds.
 
-The controller builds a plan, and each worker process receives the same plan.
-A contender's name is its kind, its stage, what it offloads and, if it is not fp32, its precision: `zs3`, `ddp`,
+The controller builds them, and sends each worker process its contender and the workload.
+A contender's name is its kind, its stage, its offload and, if it is not fp32, its precision: `zs3`, `ddp`,
 `zs3-disk`, `fsdp2-offload-bf16`.
 """
 
@@ -16,13 +16,13 @@ LABELS = {
     "replicate": "replicate", "fsdp2": "FSDP2", "zs": "zeroshard", "ds": "DeepSpeed", "engine": "zeroshard.deepspeed",
 }  # fmt: skip
 
-OFFLOAD_LABELS = {  # what rests elsewhere; zeroshard's options for each are in contenders.py
+OFFLOAD_LABELS = {  # what is offloaded, and to where; zeroshard's options for each are in contenders.py
     "": "",
     "opthost": "opt. host",
     "host": "all host",
     "disk": "opt. disk",
     "infinity": "all disk",
-    "offload": "offload",  # of the peers: parameters, gradients and optimizer states on the host
+    "offload": "offload",  # for the peers: parameters, gradients and optimizer states on the host
 }
 
 
@@ -48,12 +48,12 @@ class Contender:
 
     @property
     def name(self) -> str:
-        """Key in results.json and on the command line, such as `zs3` or `fsdp2-bf16`."""
+        """The name in results.json and on the command line, such as `zs3` or `fsdp2-bf16`."""
         return "-".join(filter(None, (self.kind + self._stage, self.offload, self.suffix)))
 
     @property
     def label(self) -> str:
-        """Name in tables and plots."""
+        """The name in tables and plots."""
         return " ".join(filter(None, (LABELS[self.kind], self._stage, OFFLOAD_LABELS[self.offload], self.suffix)))
 
     @property
@@ -62,12 +62,12 @@ class Contender:
 
     @property
     def suffix(self) -> str:
-        """The precision in a name."""
+        """The end of the name: the precision, "" for fp32."""
         return "" if self.precision == "fp32" else self.precision
 
 
-# The order of the table, and of the start: where memory runs out, the rows of the goals are there already.
-# DeepSpeed has no bf16 row, since the goals name none.
+# In the order of the table and of the start: where memory runs out, the contenders that goals name have started already.
+# DeepSpeed has no bf16 row, since no goal names one.
 CONTENDERS = (
     *(Contender("zs", stage) for stage in range(4)),
     Contender("engine", 3),
@@ -78,7 +78,7 @@ CONTENDERS = (
     *(Contender(kind, precision="bf16") for kind in ("ddp", "fsdp2", "local")),
 )
 
-# The race of the tiers, with the same contenders in memory beside those that offload.
+# The race of the tiers: contenders that offload, and the same without offload.
 TIER_CONTENDERS = (
     Contender("zs", 3),
     *(Contender("zs", 3, offload=offload) for offload in ("host", "disk", "infinity")),
@@ -88,7 +88,7 @@ TIER_CONTENDERS = (
     Contender("ds", 3),
 )
 
-# Over a mesh of pipeline, data and tensor parallelism (parallel.py).
+# The race on a mesh of pipeline, data and tensor parallelism (parallel.py).
 MESH_CONTENDERS = (*(Contender("zs", stage) for stage in (1, 2, 3)), Contender("fsdp2"), Contender("replicate"))
 
 QUICK = ("zs2", "zs3", "ddp", "fsdp2", "zs3-bf16", "fsdp2-bf16")
@@ -97,7 +97,7 @@ ON_REQUEST = ("local-bf16",)  # run only when named
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shape of the GPT; the default is the 34M model of the goals."""
+    """The shape of the GPT; the default is the 34M model of the goals."""
 
     vocab_size: int = 8192
     seq_len: int = 128
@@ -115,7 +115,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Workload:
-    """What every contender computes: the same weights, batches and optimizer settings."""
+    """The work that every contender does: the same weights, batches and optimizer settings."""
 
     shape: ModelShape = ModelShape()
     sequences: int = 2  # per rank and step
@@ -125,10 +125,10 @@ class Workload:
     device: str = "cpu"  # "cpu" (gloo) or "cuda" (NCCL)
     pin_cores: bool = False
     swap_path: str | None = None  # folder on a local disk, for contenders that offload to it
-    meta: bool = False  # built on the meta device, with other weights for each contender: only to see whether it fits
-    mesh: tuple[int, ...] = ()  # ranks along pp, dp and tp, see parallel.py; (): all are data-parallel
-    micro_batches: int = 1  # of a pipeline: `sequences` of each rank are cut into so many
-    checkpoint: bool = False  # each block's forward is computed again in backward
+    meta: bool = False  # build on the meta device, with other weights for each contender: only to see whether the model fits
+    mesh: tuple[int, ...] = ()  # numbers of ranks along pp, dp and tp, see parallel.py; (): all ranks are data-parallel
+    micro_batches: int = 1  # with a pipeline: number of parts into which `sequences` of each rank are cut
+    checkpoint: bool = False  # activation checkpointing of each block
 
     def __post_init__(self) -> None:
         if min(self.ranks, self.sequences) < 1:
@@ -137,10 +137,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often: `warmup` unmeasured steps after the start, then `rounds` turns of `steps` steps.
+    """The numbers of steps and rounds: `warmup` unmeasured steps after the start, then `rounds` turns of `steps` steps.
 
-    lead_in: unmeasured steps at the start of each turn. Who uses a disk reads ahead, and finds that done after the turns
-    of the others; after one step it has what it has in a run of its own.
+    lead_in: unmeasured steps at the start of each turn. A contender that uses a disk prefetches the next step's states
+    while it waits for its turn, which makes the first step too fast; later steps are as fast as in a run of its own.
     """
 
     warmup: int = 3  # DeepSpeed traces and allocates in its first steps
@@ -150,7 +150,7 @@ class Rounds:
     lead_in: int = 0
 
     def first_step(self, index: int) -> int:
-        """Steps before the turn of a round."""
+        """Return the number of steps before the turn of round `index`."""
         return self.warmup + index * (self.lead_in + self.steps)
 
     def __post_init__(self) -> None:
@@ -161,13 +161,13 @@ class Rounds:
 def select(
     only: tuple[str, ...], precisions: tuple[str, ...], quick: bool = False, among: tuple[Contender, ...] = CONTENDERS
 ) -> list[Contender]:
-    """Contenders to run, in table order.
+    """Return the contenders to run, in table order.
 
     Args:
         only: names with or without a precision suffix; a kind ("zs", "ds") stands for all its stages.
             Empty for all, or for the short list if `quick`.
         precisions: keep these precisions.
-        among: those of one race. A name may also be of another race.
+        among: contenders of one race. `only` may also name contenders of other races.
     """
     chosen = [c for c in among if c.precision in precisions]
     if not only:
@@ -181,6 +181,6 @@ def select(
 
 
 def _aliases(contender: Contender) -> set[str]:
-    """Names that select a contender: its own, that without the precision, its kind (with nothing offloaded)."""
+    """Return the names that select a contender: its name, that without precision, and, without offload, its kind."""
     own = {contender.name, contender.name.removesuffix(f"-{contender.precision}")}
     return own if contender.offload else own | {contender.kind}

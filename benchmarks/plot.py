@@ -1,4 +1,4 @@
-"""plot.png: step time (median, quartiles) and peak resident memory of every contender, as bars."""
+"""The plots of races: step time (median, quartiles) and peak memory of every contender, as bars."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLOURS = {
 
 
 def draw(outcomes: list[Outcome], title: str, path: Path) -> bool:
-    """Draw what was measured; False, and no file, if there is nothing."""
+    """Draw the contenders that were measured into a PNG file; return False, and write no file, if there are none."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -51,7 +51,7 @@ def _draw_times(axis: Any, shown: list[Outcome]) -> None:
 
 
 def _draw_memory(axis: Any, shown: list[Outcome]) -> None:
-    """GPU memory where it was measured, else RSS, with PSS as a darker bar inside."""
+    """Draw bars of GPU memory where it was measured, else of RSS, with PSS as a darker bar inside."""
     rows, colours = range(len(shown)), [COLOURS[o.contender.kind] for o in shown]
     if any(o.cuda_peak for o in shown):
         bars = axis.barh(rows, [(o.cuda_peak or 0) / MIB for o in shown], color=colours)

@@ -1,14 +1,14 @@
-"""Prediction against reality: what a dry run says of memory and time, beside what two ranks of this machine take.
+"""A comparison of predictions with reality: memory and time by a dry run, and by two ranks of this machine.
 
     python -m benchmarks.predictions                              ten configurations, some three minutes
-    python -m benchmarks.predictions --only gpt-3 --details       those whose names contain it, and each category of bytes
-    python -m benchmarks.predictions --time hardware.toml         seconds too, on what `zeroshard calibrate` has written
+    python -m benchmarks.predictions --only gpt-3 --details       those whose names contain gpt-3, with categories of bytes
+    python -m benchmarks.predictions --time hardware.toml         seconds too, by a file that `zeroshard calibrate` wrote
     python -m benchmarks.predictions --time now                   the same, calibrated before and after each; six minutes
 
-Each is run three times: imagined; by two processes that train (resident memory, seconds); and by these once more, looked at
-operator by operator. *Entered*: bytes in ledgers, which the runtime allocates; *live*: and all other tensors. *Resident*: how much
-the kernel counts beyond what a process had before the model, memory that both ranks see in equal parts. *Processor*: seconds of a
-rank's own cores, in which other programs of the machine do not count. On a CPU device and host are one memory.
+Each configuration runs three times: on imagined ranks; by two processes that train (resident memory, seconds); and by these
+once more under `observe`, which sees each operator. *Entered*: bytes that the runtime allocates, from its ledger. *Live*: those
+and the bytes of all other tensors. *Resident*: growth of a rank's resident memory since before the model; shared memory counts
+half for each rank. *Processor*: processor time of a rank, which other programs do not lengthen. On a CPU, device is host memory.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from .tables import make_console
 
 RANKS = 2
 FOLDER, NOW = "FOLDER", "now"
-STEPS = 7  # timed, after the first
+STEPS = 7  # timed steps; one more comes before them
 LIMIT_S = 300.0
 
 
 def gpt() -> nn.Module:
-    """59M parameters."""
+    """Build a GPT of 59M parameters."""
     return GPT(GPTConfig(vocab_size=4096, seq_len=256, dim=1024, layers=4, heads=16))
 
 
 def llama() -> nn.Module:
-    """56M parameters; grouped queries, a gated MLP."""
+    """Build a Llama of 56M parameters, with grouped-query attention and a gated MLP."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(
@@ -71,7 +71,7 @@ def llama() -> nn.Module:
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration. FOLDER in an option is a folder of this run."""
+    """One configuration. The value FOLDER in `options` stands for a temporary folder of the run."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -79,14 +79,14 @@ class Case:
     options: Mapping[str, Any]
     micro_batches: int = 1
     checkpointing: bool = False
-    whole: bool = False  # each rank makes the model with its values
+    whole: bool = False  # True: each rank builds the model with values; False: on the meta device
 
     def shard_options(self, folder: str) -> dict[str, Any]:
-        """Of zs.shard."""
+        """Return the options for zs.shard."""
         return {key: folder if value == FOLDER else value for key, value in self.options.items()}
 
     def settings(self, folder: str) -> dict[str, Any]:
-        """Arguments of `plan` and `observe`."""
+        """Return the arguments for `zs.plan` and `observe`."""
         return {
             "batch": self.batch, "micro_batches": self.micro_batches, "hold": True, "checkpointing": self.checkpointing, "name": self.name,
             "whole": self.whole, **self.shard_options(folder),
@@ -110,10 +110,10 @@ CASES = (
 
 @dataclass(frozen=True)
 class Run:
-    """Of one rank of a real run.
+    """The measurements of one rank of a real run.
 
-    grown_nbytes: resident memory at its highest, by phase. steps: of each but the first (seconds, seconds of its cores). load:
-    processes that want to run, on average of a minute.
+    grown_nbytes: highest growth of resident memory, by phase. steps: of each step but the first (seconds, processor seconds).
+    load: the machine's load average over the last minute.
     """
 
     grown_nbytes: dict[str, int]
@@ -122,10 +122,10 @@ class Run:
 
 
 def measure(rank: int, world_size: int, case: Case, folder: str, steps: int) -> tuple[Run, Plan]:
-    """A process that trains as a user would, and then once more, looked at operator by operator."""
+    """Train in this process as a user would, then once more under `observe`; return the measurements of both."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    train(replace(case, micro_batches=1, batch=(1, 8)), folder, 1)  # torch and its libraries load, and keep, what they do once
+    train(replace(case, micro_batches=1, batch=(1, 8)), folder, 1)  # so that torch has loaded, and allocated, all it keeps
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # freed memory goes back to the system
     dist.barrier()
@@ -141,7 +141,7 @@ def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def train(case: Case, folder: str, steps: int, resident: Resident | None = None) -> list[tuple[float, float]]:
-    """Some steps, and a save where memory is looked at. Of each step: seconds, and seconds of this process's cores."""
+    """Train some steps, and save if `resident` is given. Return of each step (seconds, processor seconds of this process)."""
     model = case.model() if case.whole else _on_meta(case.model)
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = zs.shard(model, optimizer, **case.shard_options(folder))
@@ -173,14 +173,14 @@ def _backward(model: nn.Module, tokens: torch.Tensor, micro_batches: int) -> Non
 
 
 class Resident:
-    """This process's resident memory since now."""
+    """The growth of this process's resident memory since the object was made, by phase."""
 
     def __init__(self) -> None:
         self.before, self.grown = _own_nbytes(_field("VmRSS")), dict[str, int]()
         memory.reset_peak_rss()
 
     def note(self, phase: str) -> None:
-        """The highest since the last note."""
+        """Enter the highest growth since the last call for a phase."""
         self.grown[phase] = max(self.grown.get(phase, 0), _own_nbytes(_field("VmHWM")) - self.before)
         memory.reset_peak_rss()
 
@@ -190,12 +190,12 @@ def _field(name: str, path: str = "/proc/self/status") -> int:
 
 
 def _own_nbytes(resident: int) -> int:
-    """Without the peer's part of what both see."""
+    """Return resident bytes with shared memory divided by the number of processes that map it."""
     return resident - _field("RssShmem") + _field("Pss_Shmem", "/proc/self/smaps_rollup")
 
 
 def main() -> int:
-    """The tables."""
+    """Run the command line and print the tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.predictions", description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="configurations whose names contain this")
     parser.add_argument("--details", action="store_true", help="each category of bytes in each phase")
@@ -235,7 +235,7 @@ def _hardware(name: str | None) -> Hardware | None:
 
 
 def _nbytes(plan: Plan, without: tuple[str, ...] = ()) -> int:
-    """At the fullest moment of device and host before a save."""
+    """Return the bytes of device and host together in the fullest phase but the save, without categories in `without`."""
     phases = [phase.held for phase in plan.phases if phase.name != "save"]
     return max(
         sum(nbytes for tier in (Tier.DEVICE, Tier.HOST) for name, nbytes in held.get(tier, {}).items() if name not in without)

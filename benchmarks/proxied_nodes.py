@@ -1,19 +1,19 @@
-"""Two "nodes" on one machine in user space, where namespaces are refused: between them there is a proxy on loopback.
+"""Two "nodes" on one machine joined by a proxy on loopback, for machines that refuse network namespaces (nodes.py).
 
     with ProxiedNodes(rate_bits_per_s=200e6) as nodes:     each rank: nodes.enter(node), then
                                                            dist.init_process_group("gloo", init_method=nodes.init_method)
 
-    rank of node 1 --connects--> door of the proxy --connects--> where a rank of node 0 listens
-                                  token bucket and counter, of each node for what it sends
+    rank of node 1 --connects--> port of the proxy (a door) --connects--> port of a rank of node 0
+                                  for each direction a token bucket and a counter
 
-Gloo joins ranks in pairs: each publishes where it listens in the group's store; of two, the one with the higher address
-connects (compared by IP address first), the other waits. `_Readdressed` is a store through which a rank sees ranks of its
-own node where they are; to node 1, ranks of node 0 are at 0.0.0.0, the lowest address, which is loopback, and at a door's
-port; to node 0, ranks of node 1 are at 255.255.255.255, the highest, so that it waits. No privilege is needed, and nothing
-of torch is replaced. The store itself and the desks of failures go beside the proxy: they carry nothing of a step.
+Gloo joins ranks in pairs: each publishes its address and port in the group's store; of two, the one with the higher address
+connects (compared by IP address first), the other waits. The store `_Readdressed` shows a rank the true addresses of ranks
+of its own node. It shows node 1 the ranks of node 0 at 0.0.0.0 (the lowest address, which is loopback) and the port of a
+door; it shows node 0 the ranks of node 1 at 255.255.255.255, the highest, so that it waits. This needs no privilege and
+replaces nothing in torch. Connections to the store and to status servers bypass the proxy: steps send no data over them.
 
-The proxy is a thread of the process that opened the nodes. Beside namespaces it takes an eighth of a core at 200 Mbit/s, and
-fills the link where TCP reaches 92% of what `tc` lets through: steps are up to a tenth shorter (docs/log.md).
+The proxy is a thread of the process that opened the nodes. It takes an eighth of a core at 200 Mbit/s, and uses the whole
+bandwidth, where TCP between namespaces reaches 92% of it: steps are up to a tenth shorter (docs/log.md).
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 from .nodes import NodesUnavailable, burst_nbytes
 
 _SCHEME = "zeroshard-proxied"
-_CHUNK_NBYTES = 1 << 16  # of one connection at a time, so that all get their share
-_MARK = b"zeroshard node "  # then the node's number, in the bytes of a published address that IPv4 leaves free
-_LENGTH, _IPV4 = struct.Struct("@Q"), struct.Struct("@H2s4s")  # a length; family, port in network order, address
+_CHUNK_NBYTES = 1 << 16  # sent for one connection at a time, so that all connections get their share
+_MARK = b"zeroshard node "  # followed by the node's number; put into bytes of a published address that IPv4 does not use
+_LENGTH, _IPV4 = struct.Struct("@Q"), struct.Struct("@H2s4s")  # size_t; start of sockaddr_in: family, port, address
 _STORAGE_NBYTES = 128  # struct sockaddr_storage
 _LOWEST, _HIGHEST = bytes(4), b"\xff" * 4
 _entered: list[ProxiedNodes] = []  # the nodes of which the calling process is a rank
 
 
 class ProxiedNodes:
-    """Two nodes and the proxy between them, while the context is open. To ranks it is passed as it is. See `nodes.Nodes`."""
+    """Two nodes and the proxy between them, which exist while the context is open. Its methods are those of `nodes.Nodes`."""
 
     init_method = f"{_SCHEME}://"
 
     def __init__(self, rate_bits_per_s: float) -> None:
         self.rate_bits_per_s = rate_bits_per_s
-        self.node: int | None = None  # of the calling process
+        self.node: int | None = None  # the calling process's node, after `enter`
         self._proxy: _Proxy | None = None
         self._path = ""
 
     def __enter__(self) -> ProxiedNodes:
-        self._folder = tempfile.TemporaryDirectory(prefix="zeroshard-nodes-")  # for this user alone
+        self._folder = tempfile.TemporaryDirectory(prefix="zeroshard-nodes-")  # only this user can read it
         self._path = os.path.join(self._folder.name, "proxy")
         self._proxy = _Proxy(self._path, self.rate_bits_per_s)
         return self
@@ -70,18 +70,18 @@ class ProxiedNodes:
         return {"rate_bits_per_s": self.rate_bits_per_s, "node": None, "_proxy": None, "_path": self._path}
 
     def shape(self, rate_bits_per_s: float) -> None:
-        """From now on the link has this bandwidth, each way."""
+        """Give the link this bandwidth, in bits a second, in each direction."""
         self.rate_bits_per_s = rate_bits_per_s
         self._ask(f"shape {rate_bits_per_s}")
 
     def enter(self, node: int, ranks_here: int) -> None:
-        """Make the calling process a rank of a node; before it starts its group. All ranks stay those of one machine."""
+        """Make the calling process a rank of a node. Call it before init_process_group."""
         self.node = node
         os.environ |= {"ZEROSHARD_NODE": str(node), "GLOO_SOCKET_IFNAME": "lo"}
         _entered[:] = [self]
 
     def sent_nbytes(self) -> int:
-        """What has left the node of the calling process so far."""
+        """Return the bytes that the calling process's node has sent through the proxy so far."""
         if self.node is None:
             raise NodesUnavailable("this process is on no node")
         found = int(self._ask(f"sent {self.node}"))
@@ -90,7 +90,7 @@ class ProxiedNodes:
         return found
 
     def door(self, address: str, port: int) -> int:
-        """The port of loopback at which node 1 reaches what listens on node 0."""
+        """Return a port of loopback through which node 1 reaches this address and port of node 0."""
         return int(self._ask(f"door {address} {port}"))
 
     def _ask(self, request: str) -> str:
@@ -104,24 +104,24 @@ class ProxiedNodes:
 
 
 def _meet(url: str, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    """The rendezvous of the environment, with a store in which the proxy stands between the nodes."""
+    """Meet as "env://" does, with a store in which addresses of the other node are those of the proxy."""
     for store, rank, world_size in rendezvous("env://", **options):
         yield _Readdressed(store, _entered[0]), rank, world_size
 
 
-with contextlib.suppress(RuntimeError):  # this module was imported before, and the handler is there
+with contextlib.suppress(RuntimeError):  # the handler is registered already if this module is imported twice
     register_rendezvous_handler(_SCHEME, _meet)
 
 
 class _Readdressed(dist.Store):
-    """A store in which ranks of the other node are where the proxy is."""
+    """A store in which addresses of ranks of the other node are those of the proxy."""
 
     def __init__(self, store: Any, nodes: ProxiedNodes) -> None:
         super().__init__()
         self._store, self._nodes = store, nodes
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))  # C++ holds such a store but not its Python half, even at exit
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))  # C++ keeps using the store, but holds no reference to this object
 
-    def set(self, key: str, value: Any) -> None:  # torch tells of text, and brings bytes
+    def set(self, key: str, value: Any) -> None:  # torch's signature says str, but gloo passes bytes
         self._store.set(key, marked(value, self._nodes.node))
 
     def get(self, key: str) -> bytes:
@@ -137,7 +137,7 @@ class _Readdressed(dist.Store):
         return _Readdressed(self._store.clone(), self._nodes)
 
     def _seen(self, value: bytes) -> bytes:
-        """A value as this node's ranks are to see it."""
+        """Return a value of the store; if it is an address of a rank of the other node, with the proxy's address in it."""
         at = _address_in(value)
         if at is None or not value.startswith(_MARK, at + _IPV4.size + 8):
             return value
@@ -157,13 +157,13 @@ def _plainly(name: str) -> Any:
     return lambda self, *given, **named: getattr(self._store, name)(*given, **named)
 
 
-for _name in dir(dist.Store):  # all else is the store's own
+for _name in dir(dist.Store):  # all other methods are those of the wrapped store
     if not _name.startswith("_") and _name not in vars(_Readdressed) and callable(getattr(dist.Store, _name)):
         setattr(_Readdressed, _name, _plainly(_name))
 
 
 def _address_in(value: bytes) -> int | None:
-    """Where the socket address is in what gloo publishes of a rank: length, name of its host, length, address; else None."""
+    """Return the offset of the socket address in a value that gloo published (length, host name, length, address), or None."""
     name_nbytes = _LENGTH.unpack_from(value)[0] if len(value) > _LENGTH.size else 1 << 63
     at = 2 * _LENGTH.size + name_nbytes
     if len(value) < at + _STORAGE_NBYTES or _LENGTH.unpack_from(value, at - _LENGTH.size)[0] < _STORAGE_NBYTES:
@@ -172,7 +172,7 @@ def _address_in(value: bytes) -> int | None:
 
 
 def marked(value: bytes, node: int | None) -> bytes:
-    """A value of the store; if it is a rank's address, with the number of its node."""
+    """Return a value of the store; if it is a rank's address, with the number of its node in it."""
     at = _address_in(value) if isinstance(value, bytes) else None
     if at is None or node is None:
         return value
@@ -185,7 +185,7 @@ def marked(value: bytes, node: int | None) -> bytes:
 
 
 class _Way:
-    """What leaves one node: a token bucket, and a counter."""
+    """The token bucket and byte counter of one direction of the link."""
 
     def __init__(self, rate_bits_per_s: float) -> None:
         self.nbytes, self._free_at = 0, 0.0
@@ -196,7 +196,7 @@ class _Way:
         self._burst_s = burst_nbytes(rate_bits_per_s) / self._nbytes_per_s
 
     async def let_through(self, nbytes: int) -> None:
-        """Return when so many bytes may leave: in the order of calls."""
+        """Wait until the bucket lets so many bytes through, after those of earlier calls."""
         now = time.monotonic()
         self._free_at = max(self._free_at, now - self._burst_s) + nbytes / self._nbytes_per_s
         self.nbytes += nbytes
@@ -205,7 +205,7 @@ class _Way:
 
 
 class _Proxy:
-    """A thread with doors, and a socket at `path` where ranks ask for them."""
+    """The proxy's thread: it serves the doors, and a Unix socket at `path` through which ranks ask for them."""
 
     def __init__(self, path: str, rate_bits_per_s: float) -> None:
         self._path, self._ways = path, [_Way(rate_bits_per_s) for _ in range(2)]
@@ -243,12 +243,12 @@ class _Proxy:
         writer.close()
 
     async def _make_door(self, address: str, port: int) -> int:
-        """One for each that asks: it serves whom it was made for, with all that follows."""
+        """Open a new port that forwards connections to this address and port of node 0; return the port."""
 
         async def come_in(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
                 there, to_there = await asyncio.open_connection(address, port, limit=_CHUNK_NBYTES)
-            except OSError:  # it is gone
+            except OSError:  # the rank has ended
                 writer.close()
                 return
             lanes = [self._carry(reader, to_there, self._ways[1]), self._carry(there, writer, self._ways[0])]
@@ -268,7 +268,7 @@ class _Proxy:
 
     @staticmethod
     async def _until_one_ends(tasks: list[asyncio.Task], writers: list[asyncio.StreamWriter]) -> None:
-        """Gloo closes both directions at once. What was written before is still sent."""
+        """Wait for the end of one direction, then close both, as gloo does. Data written before is still sent."""
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:

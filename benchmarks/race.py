@@ -2,12 +2,12 @@
 
     start     zs3 warm up    ddp warm up    fsdp2 warm up
     round 0   zs3 k steps    ddp k steps    fsdp2 k steps
-    round 1   ddp k steps    fsdp2 k steps  zs3 k steps       (the order turns, so none always follows the same)
+    round 1   ddp k steps    fsdp2 k steps  zs3 k steps       (the order rotates)
     ...
     memory    zs3, ddp, fsdp2: a few untimed steps with PSS sampled from outside
 
 A machine that is slow for a minute slows all contenders of that round, so ratios are taken per round. After the turn of
-a contender that uses a disk, its ranks measure what that disk gives them in this round.
+a contender that uses a disk, its ranks measure the bandwidth of that disk in this round.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ SPARE_MEMORY_NBYTES = 1 << 30  # kept free when deciding whether one more conten
 
 @dataclass
 class Outcome:
-    """What was measured of one contender; `skipped` says why there is nothing, `failed` why it stopped."""
+    """The measurements of one contender. skipped: reason why it was not started; failed: error that ended it."""
 
     contender: Contender
-    trains_together: bool = True  # False where ranks do not exchange, so that losses are their own
+    trains_together: bool = True  # False if ranks exchange no gradients, so that each has losses of its own
     skipped: str | None = None
     failed: str | None = None
     settings: dict[str, object] = field(default_factory=dict)
     setup_s: float = 0.0
-    rounds_step_s: list[list[float]] = field(default_factory=list)  # [round][step], the slowest rank
-    cpu_s: list[float] = field(default_factory=list)  # per step of each round, all ranks together
+    rounds_step_s: list[list[float]] = field(default_factory=list)  # [round][step] seconds, see step_times
+    cpu_s: list[float] = field(default_factory=list)  # processor seconds a step by round, all ranks together
     system_s: list[float] = field(default_factory=list)
     minor_faults: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)  # every step since the start, mean over ranks
@@ -55,8 +55,8 @@ class Outcome:
     cuda_peak: int | None = None
     at_rest: dict[str, dict[str, int]] | None = None
     numel: int = 0
-    moved: list[dict[str, float]] = field(default_factory=list)  # bytes a step by link, of each round, all ranks together
-    disk: list[DiskSpeed] = field(default_factory=list)  # of each round, where states rest on disk
+    moved: list[dict[str, float]] = field(default_factory=list)  # by round: bytes a step by link, all ranks together
+    disk: list[DiskSpeed] = field(default_factory=list)  # by round, where states rest on disk
     overlap: Overlap | None = None
 
     @property
@@ -73,7 +73,7 @@ class Outcome:
         self.failed = why
 
     def record(self, **largest: list[int | None]) -> None:
-        """Keep the largest of each, None where nobody knows."""
+        """Set each attribute that is named to the largest value of its list; None where all values are None."""
         for name, values in largest.items():
             setattr(self, name, max((v for v in values if v is not None), default=None))
 
@@ -82,7 +82,7 @@ class Outcome:
 
 
 def race(contenders: list[Contender], workload: Workload, rounds: Rounds, log_dir: Path, say: Say) -> list[Outcome]:
-    """Run all contenders; always returns one outcome each, and ends all processes."""
+    """Run all contenders; return one outcome for each, also for those that fail. All processes have ended afterwards."""
     outcomes = [
         Outcome(c, trains_together=c.kind != "local" or workload.ranks == 1, skipped=missing_reason(c, workload))
         for c in contenders
@@ -98,13 +98,13 @@ def race(contenders: list[Contender], workload: Workload, rounds: Rounds, log_di
             say(f"  round {index + 1} of {rounds.rounds} done")
         for outcome in outcomes:
             teams.attempt(outcome, partial(_measure_memory, outcome, rounds=rounds))
-            if workload.device == "cuda" and outcome.contender.offload:  # copies that can be seen
+            if workload.device == "cuda" and outcome.contender.offload:  # a Recorder sees its copies
                 teams.attempt(outcome, partial(_measure_overlap, outcome, rounds=rounds))
     return outcomes
 
 
 def missing_reason(contender: Contender, workload: Workload) -> str | None:
-    """Why a contender cannot run here, or None."""
+    """Return the reason why a contender cannot run on this machine; None if it can."""
     if contender.on_disk and workload.swap_path is None:
         return "no folder on a local disk; name one with --path"
     if contender.kind == "ds" and importlib.util.find_spec("deepspeed") is None:
@@ -131,7 +131,7 @@ def _start(outcome: Outcome, workload: Workload, rounds: Rounds, log_dir: Path, 
 
 
 def _team_nbytes(team: Team) -> int:
-    """Memory that a running team takes."""
+    """Return the bytes of memory of a running team: sum of PSS over its ranks."""
     return sum(memory.pss_nbytes(pid) or 0 for pid in team.pids)
 
 
@@ -147,10 +147,10 @@ def _take_turn(outcome: Outcome, team: Team, rounds: Rounds, index: int) -> None
 
 
 def step_times(turns: list[Turn], steps: int) -> list[float]:
-    """Seconds per step of a turn: from the last rank's end of one step to the last rank's end of the next.
+    """Return the seconds of each step of a turn: from the last rank's end of one step to the last rank's end of the next.
 
-    Taking the slowest rank of each step alone would count a skew twice, once on each rank. On CUDA a turn has
-    one end, and each of its steps gets the mean.
+    The longest time of any rank would be too long: if rank 0 is late in one step and rank 1 in the next, a delay
+    counts twice. On CUDA a turn has one end, and each of its steps gets the mean.
     """
     ends = [max(column) for column in zip(*(t.ends for t in turns), strict=False)]
     starts = [min(t.start for t in turns), *ends[:-1]]
@@ -159,7 +159,7 @@ def step_times(turns: list[Turn], steps: int) -> list[float]:
 
 
 def _measure_memory(outcome: Outcome, team: Team, rounds: Rounds) -> None:
-    samples: list[list[int]] = []  # PSS of all ranks at one moment
+    samples: list[list[int]] = []  # [sample][rank] PSS
 
     def sample() -> None:
         values = [memory.pss_nbytes(pid) for pid in team.pids]

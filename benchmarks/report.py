@@ -1,14 +1,14 @@
-"""Results as tables for people, as results.md for documents, and as results.json for programs.
+"""The results of a run as tables on the terminal, as results.md for documents, and as results.json for programs.
 
-What each table shows (columns) and what each section aims at (GOALS) is data here; the sections that are programs of
-their own (cpu_adam.py, codecs.py, disk.py, checkpoints.py) bring theirs.
+The columns of each table and the goals of each section (GOALS) are data here; the sections that are programs of their
+own (cpu_adam.py, codecs.py, disk.py, checkpoints.py, network.py) have theirs in their files.
 
 results.json (schema 2): `machine`, `versions`, `workload`, `rounds`; `contenders`, one entry per contender with
 `status` ("ran", "skipped: why", "failed: why"), seconds per step, ratios, processor time, memory in bytes,
 losses; `core_share`, the part of a core that a rank got (near 1 on a quiet machine); `tiers`, the same as `contenders`
-with bytes moved, disk speeds and bounds by round; `host_work`; `hostadam`, `codecs`, `disk`, `checkpoints`, `network`:
-what these programs give; `parallel`, as `contenders`, of a mesh of ranks; `gpu` (contenders and the largest models, or why
-there is none); `goals`. What was not measured is null, never a guess.
+with bytes moved, disk speeds and bounds by round; `host_work`; `hostadam`, `codecs`, `disk`, `checkpoints`, `network`: the
+results of these programs; `parallel`: as `contenders`, on a mesh of ranks; `gpu`: contenders and the largest models, or the
+reason why there are none; `goals`. A value that was not measured is null.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .tables import BAD, GB, GOOD, MIB, PLAIN, WARNING, Column, Goal, Note, Shee
 
 SCHEMA = 2
 NOT_ASKED = "not asked for"
-PEERS = {"/DDP": "ddp", "/FSDP2": "fsdp2", "/DS3": "ds3"}  # columns of ratios, to the peer of the same precision
+PEERS = {"/DDP": "ddp", "/FSDP2": "fsdp2", "/DS3": "ds3"}  # columns of ratios: heading -> peer, in the same precision
 
 RACE_LEGEND = (
     "ms: median step. /DDP, /FSDP2, /DS3: median over rounds of the ratio to that peer in the same precision.\n"
@@ -50,7 +50,7 @@ MESH_LEGEND = "PSS, all: peak MiB of all ranks at one moment, shared pages once,
 OVERLAP_LEGEND = "copies: between device and host in 2 steps, by CUDA events; the share of their time inside computation."
 
 _ON_HOST, _BOUND = "stage 3, everything on the host", f"max({DISK_BOUND_FACTOR:g} bound, {DISK_MEMORY_FACTOR:g} in memory)"
-# section -> (what, at most, measure, its arguments after the section's samples). Below 1 zeroshard is faster or smaller.
+# section -> goals: (text, largest value, function that measures it, its arguments after the section's samples).
 GOALS: dict[str, tuple[tuple[Any, ...], ...]] = {
     "race": (
         ("stage 1 / DDP, step time", 0.95, time_ratio, "zs1", "ddp"),
@@ -86,14 +86,14 @@ GOALS: dict[str, tuple[tuple[Any, ...], ...]] = {
 
 
 def goals_of(section: str, samples: list[Outcome] | HostWork | None) -> list[Goal]:
-    """Those of one section of GOALS; none where it did not run."""
+    """Return the goals of one section of GOALS with their measured values; none if the section did not run."""
     rows = GOALS[section] if samples else ()
     return [Goal(text, measure(samples, *names), limit, section) for text, limit, measure, *names in rows]
 
 
 @dataclass(frozen=True)
 class Results:
-    """Everything that one run measured; `skipped` says by section why there is nothing, `gpu_skipped` why no GPU outcomes."""
+    """All measurements of one run. skipped: reason by section why there are none; gpu_skipped: that of the GPU section."""
 
     workload: Workload
     rounds: Rounds
@@ -115,12 +115,12 @@ class Results:
 
     @property
     def races(self) -> tuple[list[Outcome], ...]:
-        """Outcomes of each race; losses are compared within one."""
+        """The outcomes of each race. Losses are compared within a race."""
         return self.outcomes, self.tiers, self.parallel, self.gpu_outcomes
 
     @property
     def goals(self) -> list[Goal]:
-        """Those of the sections that ran."""
+        """The goals of the sections that ran."""
         found = goals_of("race", self.outcomes) + goals_of("host", self.host) + goals_of("tiers", self.tiers)
         found += goals_of("parallel", self.parallel)
         found += [goal for rows in self.hostadam.values() for goal in cpu_adam.goals(rows)]
@@ -130,7 +130,7 @@ class Results:
         return found + [goal for crossing in self.network for goal in crossing.goals]
 
     def sheets(self) -> Iterator[Sheet]:
-        """All tables, in the order in which the work was done."""
+        """Yield all tables, in the order in which the sections ran."""
         if self.outcomes:
             yield race_sheet("Step time and memory", self.workload, self.outcomes)
         if self.tiers:
@@ -156,7 +156,7 @@ class Results:
             yield goals_sheet(self.goals, self._trust())
 
     def _trust(self) -> list[Note]:
-        """What speaks against comparing this run with the goals."""
+        """Return a warning if this run cannot be compared with the goals: another model, or a busy machine."""
         outcomes = [*self.outcomes, *self.tiers]
         if outcomes and (self.workload.shape, self.workload.ranks) != (ModelShape(), 2):
             return [("The goals are set for the default model on 2 ranks; this run had others.", WARNING)]
@@ -170,7 +170,7 @@ class Results:
 
 
 def race_sheet(name: str, workload: Workload, outcomes: list[Outcome], *, tiers: bool = False) -> Sheet:
-    """Step time and memory of one race; with tiers also what moves and its bound."""
+    """Return the table of one race: step time and memory; with `tiers` also bytes moved and the bound that they set."""
     shape, numel = workload.shape, max((o.numel for o in outcomes), default=0)
     ranks = " x ".join(map(str, workload.mesh or (workload.ranks,)))
     title = (
@@ -212,7 +212,7 @@ def _race_columns(outcomes: list[Outcome], on_gpu: bool, tiers: bool) -> list[Co
 
 
 def _to_peer(outcomes: list[Outcome], base: str) -> Callable[[Outcome], float | None]:
-    """Step time over that of a peer of the same precision, nothing offloaded."""
+    """Return a function: outcome -> its step time over that of the peer `base` in the same precision without offload."""
 
     def ratio(outcome: Outcome) -> float | None:
         return time_ratio(outcomes, outcome.contender.name, "-".join(filter(None, (base, outcome.contender.suffix))))
@@ -241,7 +241,7 @@ def _loss_notes(outcomes: list[Outcome]) -> list[Note]:
 
 
 def host_sheet(host: HostWork) -> Sheet:
-    """The two micro-benchmarks: (what, milliseconds, of plain PyTorch)."""
+    """Return the table of the two micro-benchmarks: milliseconds, and their ratio to plain PyTorch."""
     rows: list[tuple[str, str, float | None, float | None]]
     rows = [(f"host work per unit and step, {library}", ".3f", host.unit_ms(library), None) for library in ("fsdp2", "zeroshard")]
     for name, ms in host.optimizer_ms.items():
@@ -252,7 +252,7 @@ def host_sheet(host: HostWork) -> Sheet:
 
 
 def gpu_sheets(workload: Workload, outcomes: list[Outcome], largest: dict[str, gpu.Largest]) -> Iterator[Sheet]:
-    """Speed on each tier, and the largest models."""
+    """Yield the tables of the GPU: the race, arithmetic and overlap of each contender, and the largest models."""
     yield race_sheet("GPU", workload, outcomes)
     flops = gpu.step_flops(workload)
 
@@ -285,13 +285,13 @@ def gpu_sheets(workload: Workload, outcomes: list[Outcome], largest: dict[str, g
 
 
 def print_results(results: Results, console: Any) -> None:
-    """All tables."""
+    """Print all tables."""
     for sheet in results.sheets():
         sheet.show(console)
 
 
 def write_markdown(results: Results, path: Path) -> None:
-    """Write results.md: all tables, ready to be pasted."""
+    """Write results.md: all tables in Markdown."""
     machine, load = _machine(), _machine()["load_at_end"]
     versions = ", ".join(f"{name} {version}" for name, version in _versions().items() if version)
     head = f"{machine['system']}, {machine['cores']} cores; {versions}" + (f"; load at the end {load[0]:.1f}" if load else "")

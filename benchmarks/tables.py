@@ -1,7 +1,7 @@
-"""Goals, and tables as plain cells: shown on the terminal by rich, written to results.md as Markdown.
+"""The goals and the tables of a run: shown on the terminal by rich, written to results.md as Markdown.
 
-A *sheet* is one table with its title and the lines below it, made of *columns* (what each shows of an item) and items:
-what a section shows is data. What was not measured is "-", never a guess.
+A *sheet* is one table of text cells with its title and the notes below it. It is made from *columns*, each of which says how
+to show a value of an item, and a list of items, one for each row. A value that was not measured is shown as "-".
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MIB, GB = 2**20, 1e9
-GOOD, BAD, WARNING, PLAIN = "green", "bold red", "yellow", "dim"  # of notes
-WORDS = ("", "does", "found")  # headings of columns that are text
+GOOD, BAD, WARNING, PLAIN = "green", "bold red", "yellow", "dim"  # rich's styles of notes
+WORDS = ("", "does", "found")  # headings of columns of text, which are aligned to the left
 VERDICTS = {"met": "green", "missed": "red", "not measured": "yellow"}
-TERMINAL_COLUMNS = 135  # where there is no terminal: a log file does not fold tables at 80
+TERMINAL_COLUMNS = 135  # width of tables where output is no terminal
 
-Note = tuple[str, str]  # line, style of rich
+Note = tuple[str, str]  # text, rich's style
 
 
 @dataclass(frozen=True)
 class Goal:
-    """One measured ratio beside its limit; `value` is None where something needed was not measured."""
+    """A measured ratio and its limit. value: None where a measurement that it needs is missing."""
 
     text: str
     value: float | None
     limit: float
     section: str  # "race", "host", "tiers", "hostadam", "codecs", "disk", "checkpoints", "network" or "parallel"
-    at_least: bool = False  # the limit is one from below
+    at_least: bool = False  # the goal is value >= limit; else value <= limit
 
     @property
     def verdict(self) -> str:
@@ -46,7 +46,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Column:
-    """value: what is shown of an item, None where it was not measured; it is multiplied by `scale`, then written in `form`."""
+    """A column. value: item -> value to show, None if not measured; it is multiplied by `scale`, then formatted with `form`."""
 
     heading: str
     value: Callable[[Any], Any]
@@ -60,7 +60,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Sheet:
-    """Cells as text, and the notes below them."""
+    """A table of text cells, with a title and notes."""
 
     title: str
     headings: tuple[str, ...] = ()
@@ -106,12 +106,12 @@ GOAL_COLUMNS = (
 
 
 def goals_sheet(goals: Iterable[Goal], notes: Iterable[Note] = ()) -> Sheet:
-    """Goals with their verdicts."""
+    """Return the table of goals with their verdicts."""
     return Sheet.of("Goals", GOAL_COLUMNS, goals, notes)
 
 
 def make_console() -> Console:
-    """Of rich, for standard output."""
+    """Return rich's console for standard output."""
     from rich.console import Console
 
     console = Console()

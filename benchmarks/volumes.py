@@ -1,9 +1,9 @@
-"""Bytes that a rank sends in a step, by option: the closed formulas beside what imagined ranks count, and the memory it costs.
+"""The bytes that a rank sends in a step, by option: formulas beside counts of imagined ranks, and the memory of each option.
 
     python -m benchmarks.volumes            8 nodes of 8 ranks, and 128 of 8: the tables of docs/learn/network.md
 
-The runtime itself runs a step of stage 3 in bf16 on fake tensors, whose sizes are true. The model has matrices alone, without
-padding. In units of M, the bytes of its parameters in 16 bits; R nodes of S ranks.
+The runtime itself runs a step of stage 3 in bf16 on fake tensors, which have sizes but no data. The model has only matrices, and
+needs no padding. Volumes are in units of M, the bytes of its parameters in 16 bits. There are R nodes of S ranks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from zeroshard.utils.torch_compat import FakeTensorMode
 from zeroshard.zero.runtime import runtime_of
 
 _DIM, _BLOCK, _RANK = 8192, 256, 4
-_INT8, _INT4 = 1 / 2 + 2 / _BLOCK, 1 / 4 + 2 / _BLOCK  # of what is sent in 16 bits: codes, and a step of 4 bytes a block
-_TOP_K = 0.01 * 8 / 2  # a value and its place, 4 bytes each
-_LOW_RANK = 4 * _RANK * 2 / _DIM  # of a square matrix: two factors, each reduced and gathered in fp32
+_INT8, _INT4 = 1 / 2 + 2 / _BLOCK, 1 / 4 + 2 / _BLOCK  # bytes over those in 16 bits: codes, and a step of 4 bytes a block
+_TOP_K = 0.01 * 8 / 2  # likewise, of 1% of the values: value and index, 4 bytes each
+_LOW_RANK = 4 * _RANK * 2 / _DIM  # two factors of a square matrix, each reduced and gathered in fp32
 
-Share = Callable[[int, int], float]  # of R nodes of S ranks
+Share = Callable[[int, int], float]  # (R, S) -> bytes that a rank sends, in units of M
 
 
 def _flat(volume: float) -> tuple[Share, Share]:
@@ -39,7 +39,7 @@ def _hops(between: float, inside: float) -> tuple[Share, Share]:
 
 @dataclass(frozen=True)
 class Row:
-    """Options, and of R and S the bytes that a rank sends between nodes and inside of its node, in units of M."""
+    """Options of zs.shard, and the formulas of the bytes that a rank then sends between nodes and inside of its node."""
 
     name: str
     options: Mapping[str, Any]
@@ -47,7 +47,7 @@ class Row:
 
 
 def rows(place: int) -> list[Row]:
-    """All rows, for nodes of `place` ranks."""
+    """Return all rows of the table, for nodes of `place` ranks."""
     weights = {"zero_quantized_weights": "int8"}
     int8, int4 = {"zero_quantized_gradients": "int8"}, {"zero_quantized_gradients": "int4"}
     flat, hpz, mics = {"hierarchical": False}, {"zero_hpz_partition_size": place}, {"shard_size": place}
@@ -70,7 +70,7 @@ def rows(place: int) -> list[Row]:
 
 @dataclass(frozen=True)
 class Measured:
-    """In units of M: what one rank has sent in a step, and holds."""
+    """The bytes that one rank has sent in a step, and those it holds, in units of M."""
 
     between: float
     inside: float
@@ -80,7 +80,7 @@ class Measured:
 
 
 def measure(row: Row, nodes: int, place: int) -> Measured:
-    """One step of the runtime on imagined ranks."""
+    """Run one step of the runtime on imagined ranks; return the counts of rank 0. place: ranks of a node."""
     with FakeTensorMode():
         matrices = [nn.Linear(_DIM, _DIM, bias=False) for _ in range(4)]
         model: nn.Module = nn.Sequential(nn.Sequential(*matrices[:2]), nn.Sequential(*matrices[2:]))
@@ -99,7 +99,7 @@ def measure(row: Row, nodes: int, place: int) -> Measured:
 
 
 def table(nodes: int, place: int) -> str:
-    """Formulas beside measurements, as markdown."""
+    """Return a markdown table of formulas beside measurements."""
     columns = ("", "between: formula", "measured", "inside: formula", "measured", "states", "secondary shards", "lost, kept")
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for row in rows(place):

@@ -1,16 +1,16 @@
-"""One rank of one contender: a process that sleeps on a pipe until it is told to step.
+"""The worker process of one rank of one contender: it sleeps on a pipe until the controller asks it to step.
 
 Messages from the controller and their answers (an exception is answered by `Failure`, then the process ends):
 
-    ("turn", first_step, steps, lead_in)  -> Turn     timed steps, after `lead_in` others
-    ("memory", first_step, steps)         -> Memory   untimed steps, with the high-water mark started anew
+    ("turn", first_step, steps, lead_in)  -> Turn     timed steps, after `lead_in` untimed ones
+    ("memory", first_step, steps)         -> Memory   untimed steps, after a reset of the memory's high-water mark
     ("overlap", first_step, steps)        -> Overlap  untimed steps with an event around each copy (CUDA)
-    ("disk", phase)                       -> Burst    reads, writes, or both, as fast as they go
-    ("save" | "load" | ..., path)         -> checkpoints, see checkpoints.py
+    ("disk", phase)                       -> Burst    reads, writes, or both, as fast as possible
+    ("save" | "load" | ..., path)         -> Saved, None, ...; see checkpoints.py
     ("quit",)                             -> (none)
     at the start                          -> Ready
 
-Output of the libraries goes to a log file of the rank, so that tables stay readable and nothing is lost.
+Output of the libraries goes to the rank's log file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .workload import batch, build_model
 
 @dataclass(frozen=True)
 class Post:
-    """Where one rank stands: who it is, where it meets the others, where it writes."""
+    """The arguments of one worker. meeting_file: of the group's file store; log_file: for the output of its process."""
 
     contender: Contender
     workload: Workload
@@ -58,10 +58,10 @@ class Ready:
 
 @dataclass(frozen=True)
 class Turn:
-    """Timed steps of one rank; times are CLOCK_MONOTONIC, so they compare across the ranks of a host."""
+    """The timed steps of one rank. Times are CLOCK_MONOTONIC, so those of ranks of a host can be compared."""
 
     start: float
-    ends: tuple[float, ...]  # one per step; on CUDA one for the turn, since a sync per step would slow it
+    ends: tuple[float, ...]  # one per step; on CUDA one per turn, since a sync per step would slow it
     losses: tuple[float, ...]
     cpu_s: float  # of all threads of this rank, user and system
     system_s: float
@@ -81,7 +81,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Saved:
-    """One rank's save; times are CLOCK_MONOTONIC. extra_nbytes: resident memory beyond that before, at peak."""
+    """One rank's save. Times are CLOCK_MONOTONIC. extra_nbytes: growth of resident memory during the save, at its peak."""
 
     begin: float
     end: float
@@ -90,13 +90,13 @@ class Saved:
 
 @dataclass(frozen=True)
 class Failure:
-    """Of which the log has more."""
+    """The answer of a worker that failed; its log has the traceback."""
 
     summary: str
 
 
 def serve(pipe: Connection, post: Post) -> None:
-    """Entry point of the process."""
+    """Run the worker process: answer messages until "quit"."""
     divert_output(post.log_file)
     rank = None
     try:
@@ -114,14 +114,14 @@ def serve(pipe: Connection, post: Post) -> None:
                 rank.close()
             except Exception:
                 traceback.print_exc()
-        # Destructors of process groups whose peer already left can wait for it: nothing is left to lose.
+        # Skip destructors: those of a process group may wait for a peer that has ended.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
 
 
 class _Rank:
-    """State of the worker between messages."""
+    """The state of a worker between messages; a message names the method that answers it."""
 
     def __init__(self, pipe: Connection, post: Post) -> None:
         begun = time.monotonic()
@@ -153,7 +153,7 @@ class _Rank:
         faults = after.ru_minflt - before.ru_minflt
         self.trainer.quiet()
         if self._on_cuda:
-            torch.cuda.empty_cache()  # the others use the same device
+            torch.cuda.empty_cache()  # the other contenders use the same device
         moved = {link: (now - moved_before.get(link, 0)) / len(batches) for link, now in self.trainer.moved().items()}
         return Turn(start, tuple(ends), tuple(float(x) for x in losses), user + system, system, faults, moved)
 
@@ -169,7 +169,7 @@ class _Rank:
         return Memory(peak, life_peak, self.baseline_rss, cuda_peak, self.trainer.at_rest(), losses)
 
     def overlap(self, first_step: int, steps: int) -> Overlap | None:
-        """None where nothing can be seen from here: a peer, or a CPU."""
+        """Record copies and computation of some steps; None without CUDA, or if the trainer has no recorder."""
         batches = self._batches(first_step, steps)
         if self.trainer.recorder is None or not self._on_cuda:
             return None
@@ -184,7 +184,7 @@ class _Rank:
         return self._probe.burst(phase)
 
     def save(self, path: str) -> Saved:
-        """Save a checkpoint."""
+        """Save a checkpoint; return its times and the growth of memory."""
         keeper = self._keeper
         memory.reset_peak_rss()
         before = memory.peak_rss_nbytes() or 0
@@ -197,7 +197,7 @@ class _Rank:
         self._keeper.load(path)
 
     def save_in_background(self, path: str) -> tuple[float, float]:
-        """Seconds that a save holds training up, and by which it and the step after it take longer than a step.
+        """Return the seconds that a background save holds training up, and by which it and the next step exceed a step.
 
         Returns when the checkpoint is complete.
         """
@@ -212,11 +212,11 @@ class _Rank:
         return held(), lost_s
 
     def copy_states(self) -> float:
-        """Seconds of one memory copy of this rank's states."""
+        """Return the seconds of one memory copy of this rank's states."""
         return copy_seconds(self._keeper.states())  # type: ignore[misc]
 
     def write_bulk(self, nbytes: int) -> Burst:
-        """So many bytes by the file engine."""
+        """Write a new file of `nbytes` with the file engine."""
         assert self.workload.swap_path is not None
         return write_bulk(self.workload.swap_path, nbytes)
 
@@ -231,7 +231,7 @@ class _Rank:
         return DiskProbe(self.workload.swap_path)
 
     def close(self) -> None:
-        """Remove files."""
+        """Remove the files of what is offloaded to disk."""
         self.trainer.close()
 
     def _batches(self, first_step: int, steps: int) -> list:
@@ -240,7 +240,7 @@ class _Rank:
 
 
 def _set_environment(post: Post) -> None:
-    """What a launcher such as torchrun sets; one computing thread per rank."""
+    """Set the variables that torchrun sets, and bind the process to a core if the workload says so."""
     if post.workload.pin_cores:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[post.rank % len(cores)]})
@@ -262,6 +262,6 @@ def _join_group(post: Post) -> None:
 
 
 def parameter_count(workload: Workload) -> int:
-    """Elements of the whole model, counted on the meta device: a contender may have sharded its own."""
+    """Return the number of elements of the whole model, from one on the meta device, since contenders shard theirs."""
     model = build_model(dataclasses.replace(workload, meta=True))
     return sum(p.numel() for p in model.parameters())

@@ -1,7 +1,7 @@
-"""All ranks of one contender, seen from the controller: start, ask, close; and the teams of one race.
+"""The controller's side of the worker processes: the team of all ranks of one contender, and the teams of one race.
 
-A team that fails (an exception, a dead process, no answer in time) raises `TeamFailed` once and is closed;
-the others go on.
+A team that fails (an exception, a dead process, no answer in time) raises `TeamFailed` and is closed; the
+others go on.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 
 class TeamFailed(RuntimeError):
-    """A contender could not go on; the message is one line for the table."""
+    """Raised when the team of a contender fails; the message is one line for the table."""
 
 
 class Team:
-    """One process per rank; they sleep on a pipe while other teams have their turn."""
+    """The processes of one contender, one per rank; they sleep on a pipe while other teams have their turn."""
 
     def __init__(self, contender: Contender, workload: Workload, log_dir: Path) -> None:
         self.contender = contender
@@ -60,7 +60,7 @@ class Team:
         self.ready = self._answers(START_TIMEOUT_S)
 
     def ask(self, *message: object, meanwhile: Callable[[], None] | None = None) -> list:
-        """Send one message to every rank; answers in rank order. `meanwhile` is called while waiting."""
+        """Send one message to every rank; return the answers in rank order. `meanwhile` is called repeatedly until all are in."""
         for rank, pipe in enumerate(self._pipes):
             try:
                 pipe.send(message)
@@ -113,14 +113,14 @@ class Team:
         self._fail(f"rank {rank} died (exit code {self._processes[rank].exitcode}); see its log")
 
     def _fail(self, reason: str) -> NoReturn:
-        for process in self._processes:  # its peers may wait in a collective for ever
+        for process in self._processes:  # the other ranks may wait in a collective for ever
             process.kill()
         self.close()
         raise TeamFailed(reason)
 
 
 class Record(Protocol):
-    """What was measured of a contender, or why nothing was."""
+    """An object with the measurements of a contender, or the reason why there are none."""
 
     contender: Contender
 
@@ -128,7 +128,7 @@ class Record(Protocol):
 
 
 class Teams(dict[str, Team]):
-    """Those that still run, by the contender's name; leaving the context ends their processes."""
+    """The teams that still run, by contender name; leaving the context ends their processes."""
 
     def __enter__(self) -> Teams:
         return self
@@ -138,7 +138,7 @@ class Teams(dict[str, Team]):
             team.close()
 
     def attempt(self, record: Record, action: Callable[[Team], object]) -> None:
-        """Do it with the contender's team if that still runs. One that fails leaves; the others go on."""
+        """Call `action` with the contender's team if it still runs. If it fails, note that in `record` and remove the team."""
         name = record.contender.name
         if name in self:
             try:
@@ -149,13 +149,13 @@ class Teams(dict[str, Team]):
 
 
 def turned(items: list[T], index: int) -> list[T]:
-    """The order of a round: it turns, so that nobody always follows the same."""
+    """Return `items` rotated by the index of the round, so that each has each place in the order."""
     at = index % len(items) if items else 0
     return items[at:] + items[:at]
 
 
 def _forked() -> multiprocessing.context.BaseContext:
-    """Processes that begin with everything imported: with many ranks to a core imports would take minutes."""
+    """Return a context that forks processes with all imports done: with many ranks on a core, imports would take minutes."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     multiprocessing.set_forkserver_preload(list(PRELOADED))
@@ -164,7 +164,7 @@ def _forked() -> multiprocessing.context.BaseContext:
 
 @contextmanager
 def one_thread_per_rank() -> Iterator[None]:
-    """Children inherit the variable; it must be set before they import torch."""
+    """Set OMP_NUM_THREADS=1 for processes that are started in the context; they read it when they import torch."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:

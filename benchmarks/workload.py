@@ -1,7 +1,7 @@
-"""The work that every contender does: one model, one optimizer, one stream of batches.
+"""The model, the optimizer and the stream of batches, which are the same for every contender.
 
-Weights come from `seed` alone, batches from (seed, step, rank), so two contenders at the same step hold the
-same numbers and their losses can be compared.
+Weights depend only on `seed`, batches on (seed, step, rank), so two contenders that compute correctly have the
+same losses at each step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .plan import Workload
 
 
 def build_model(workload: Workload) -> nn.Module:
-    """The GPT with the weights of the seed, whole, on the workload's device, in fp32 (meta: no weights, nowhere)."""
+    """Build the whole GPT in fp32 on the workload's device, with the weights of the seed; with `meta`, on the meta device."""
     torch.manual_seed(workload.seed)
     with torch.device("meta" if workload.meta else "cpu"):
         model = GPT(GPTConfig(**dataclasses.asdict(workload.shape)))
@@ -34,25 +34,25 @@ def build_model(workload: Workload) -> nn.Module:
 
 
 def build_optimizer(parameters: Iterable[Tensor], workload: Workload) -> torch.optim.Optimizer:
-    """Fused AdamW, for every contender: the kernel must not decide between libraries."""
+    """Build a fused AdamW; all contenders use it, so that they differ in the library only, not in the kernel."""
     return torch.optim.AdamW(parameters, **optimizer_options(workload))
 
 
 def optimizer_options(workload: Workload) -> dict[str, Any]:
-    """Keyword arguments of AdamW, for wrappers that build the optimizer themselves."""
+    """Return keyword arguments of AdamW, also for libraries that build the optimizer themselves."""
     return {"lr": workload.lr, "weight_decay": 0.1, "fused": True}
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks, which FSDP2's documentation says to shard one by one."""
+    """Return the repeated blocks of the model; FSDP2's documentation advises to apply fully_shard to each."""
     return [child for module in model.modules() if isinstance(module, nn.ModuleList) for child in module.children()]
 
 
 def batch(workload: Workload, step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of one rank and step, each (sequences, seq_len).
+    """Return tokens and targets of one rank and step, each (sequences, seq_len).
 
-    Small tokens are likelier (u^3), so the loss falls within a few steps, and an optimizer that does not
-    step, or steps with other settings, shows in the final loss.
+    Small token ids are likelier (u^3), so the loss falls within a few steps, and the final loss shows an
+    optimizer that does not step, or steps with other settings.
     """
     s = workload.shape
     generator = torch.Generator().manual_seed(workload.seed + 1_000_003 * step + 7919 * rank)

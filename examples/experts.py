@@ -48,7 +48,9 @@ class Experts(nn.Module):
 def train(rank: int, start: Experts) -> None:
     model = copy.deepcopy(start)  # zs.shard changes a model in place
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    model, optimizer = zs.shard(model, optimizer, stage=3, units=(Expert,), map_shared=False)  # units: gathered together
+    # units: what is gathered together, here each expert. map_shared=False: ranks of one host copy what they gather, as ranks of
+    # several hosts do; otherwise they would read each other's memory, and nothing would be gathered.
+    model, optimizer = zs.shard(model, optimizer, stage=3, units=(Expert,), map_shared=False)
 
     draw, tokens = torch.Generator().manual_seed(rank), [0] * EXPERTS
     for step in range(60):

@@ -1,4 +1,4 @@
-"""Hybrid sharding (HSDP, MiCS): states are sharded inside of a group of ranks, and alike in all groups.
+"""Hybrid sharding (HSDP, MiCS): states are sharded inside of each group of ranks, and all groups hold the same.
 
 Run: python examples/hsdp.py (4 threads are the ranks), or torchrun --nproc-per-node 4 examples/hsdp.py.
 Prints for stage 3 over all four ranks, and over groups of two, what a rank keeps (twice as much in groups), and the losses, which

@@ -1,7 +1,7 @@
-"""Parameters, gradients and optimizer states rest in files: states rest there, and blocks come to memory for as long as they compute.
+"""Parameters, gradients and optimizer states lie in files, and each block comes to memory for as long as it computes.
 
 Run: python examples/offload_to_disk.py FOLDER, where FOLDER is on a local disk (without one, a temporary folder).
-Prints the loss, which falls from 5.6 to below 2, and the report, which says how many bytes rest on the disk and moved.
+Prints the loss, which falls from 5.6 to below 2, and the report: how many bytes lie on the disk, and how many a step moves.
 """
 
 import sys

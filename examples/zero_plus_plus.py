@@ -12,7 +12,7 @@ import torch.distributed as dist
 import zeroshard as zs
 from zeroshard.planner.models import GPT, GPTConfig
 
-# Stage 3 alone sends parameters twice and gradients once, between nodes only to the rank of the same place.
+# Stage 3 alone sends parameters twice and gradients once, between nodes only to the same local rank.
 PLAIN = {"stage": 3, "precision": "bf16"}
 # hpZ: each node keeps a copy of the parameters that forward has gathered, and backward gathers inside of the node.
 KEPT = PLAIN | {"zero_hpz_partition_size": 2}

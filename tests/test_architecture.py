@@ -177,6 +177,21 @@ def test_every_file_opens_with_what_it_is_for():
     assert not found, f"{found}: open each with a docstring that says what the file is for"
 
 
+FRAGMENTS = set("What Of Whether How Where As Those Which So When That If Who Why".split())
+
+
+def test_docstrings_stand_by_themselves():
+    """A function's begins with a verb ("Return ..."), a class's or a module's with what it is ("A ...", "The ...")."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [
+        f"{path.parent.name}/{path.name}: {getattr(node, 'name', 'the module')}: {text.splitlines()[0]}"
+        for path in [*FILES, *sorted((Path(__file__).parents[1] / "benchmarks").rglob("*.py"))]
+        for node in ast.walk(parsed(path))
+        if isinstance(node, kinds) and (text := ast.get_docstring(node)) and text.split()[0].rstrip(",") in FRAGMENTS
+    ]
+    assert not found, "begin each with a verb, or with what it is:\n" + "\n".join(found)
+
+
 def test_files_and_functions_can_be_read_in_one_go():
     found = []
     for path in FILES:

@@ -2,5 +2,5 @@
 
     tables.TABLES[name]() -> Table            names: zero-table1, infinity-fig2a, ...; `zeroshard papers` shows them
 
-`data/` holds what was printed; each file says of which paper and table it is, and whether it was printed or read off a chart.
+`data/` holds the published values; each file names its paper and table, and says whether they were printed or read off a chart.
 """

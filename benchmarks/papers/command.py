@@ -19,7 +19,7 @@ from .tables import TABLES, check_names, write
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print; returns the exit code, `ExitCode.NO` where a computed value differs from a printed one and nothing says why."""
+    """Print the tables; return the exit code: `ExitCode.NO` if a computed value differs from the printed one without a note."""
     options = parser().parse(argv)
     try:
         names = check_names(options.names)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _written(table: Table, folder: Path) -> list[Path]:
-    """The files of a table; where matplotlib is not installed, a line says so in place of the picture. Raises OSError."""
+    """Write the files of a table, and return their paths. Prints a line if matplotlib is not installed. Raises OSError."""
     drawn(folder / f"{table.name}.png", write, table, folder)
     return sorted(folder.glob(f"{table.name}.*"))
 
@@ -58,13 +58,13 @@ def _show(table: Table) -> None:
 
 
 def parser() -> Parser:
-    """The command line of `zeroshard papers`."""
+    """Return the parser of `zeroshard papers`."""
     made = Parser(
         prog="zeroshard papers",
         usage="%(prog)s [options] [NAME ...]",
         description="Compute the published tables and figures of ZeRO and its successors, and show them beside what was printed.",
     )
-    made.add_argument("names", nargs="*", help=f"of {', '.join(TABLES)} (default: all)", metavar="NAME")
+    made.add_argument("names", nargs="*", help=f"some of {', '.join(TABLES)} (default: all)", metavar="NAME")
     made.add_argument("--out", type=Path, help="also write markdown, CSV and figures (PNG) into this folder", metavar="DIR")
     made.add_argument("--list", action="store_true", help="print the names alone")
     return made

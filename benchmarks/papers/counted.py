@@ -1,6 +1,6 @@
-"""What the runtime itself counts on imagined ranks: bytes that a rank holds, and sends, at any number of parameters.
+"""The bytes that a rank holds and sends, as the runtime counts them on imagined ranks, at any number of parameters.
 
-The model is four matrices with `numel` elements in all, on fake tensors: sizes are true and there is no memory.
+The model is four matrices of `numel` elements together, on fake tensors, which have sizes but no data.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ STATES = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER)
 PAPERS: dict[str, Any] = {
     "precision": "fp16",
     "gradient_dtype": torch.float16,
-}  # 2 + 2 + 12 bytes a parameter, as in the papers; by default
-# reduced gradients rest in fp32, and it would be 2 + 4 + 12
+}  # 2 + 2 + 12 bytes a parameter, as in the papers; with zs.shard's defaults
+# reduced gradients are kept in fp32, so it would be 2 + 4 + 12
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Bytes of one rank after a step: model states (elsewhere: of them, off the device), secondary shards, the most that gathered
-    parameters and buffers of gradients took; what it has sent, and of that to other nodes by collective."""
+    """The bytes of one rank after a step. states: at rest, by category; elsewhere: those off the device; gathered, buffers: peaks
+    of gathered parameters and of gradient buffers; sent_nbytes: sent in all; between: sent to other nodes, by collective."""
 
     numel: int
     states: dict[str, int]
@@ -49,7 +49,7 @@ class Counted:
 
 
 def count(numel: int, ranks: int, *, matrices: int = 4, node_size: int | None = None, **options: Any) -> Counted:
-    """One step of rank 0 of `ranks`."""
+    """Run one step of rank 0 of `ranks` on fake tensors; return its bytes. options: for zs.shard."""
     rows = next(n for n in range(math.isqrt(numel // matrices), 0, -1) if numel // matrices % n == 0)
     columns = numel // matrices // rows
     with FakeTensorMode():
@@ -75,9 +75,9 @@ def count(numel: int, ranks: int, *, matrices: int = 4, node_size: int | None = 
 
 
 def tensor_parallel_elements(hidden: int, heads: int, batch: int, seq: int, tp: int) -> float:
-    """Elements that a block's all-reduces send over a ring of `tp` ranks with its forward repeated, without the factor (tp-1)/tp.
+    """Return the elements that a block's all-reduces send over a ring of `tp` ranks with recomputation, divided by (tp-1)/tp.
 
-    The real collectives of models of two and of three blocks, of which the difference is one block's.
+    They are the difference of the collectives that run in models of three and of two blocks.
     """
 
     def sent(layers: int) -> float:

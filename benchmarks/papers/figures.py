@@ -1,4 +1,4 @@
-"""Figures as PNG: what was printed beside what was computed, as bars; curves as lines."""
+"""The figures as PNG: printed beside computed values as bars; curves as lines."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from .table import Table
 
 _PRINTED, _COMPUTED = "#8d99ae", "#1b7f79"
-_LABELS = 150  # characters that stand side by side below a figure
+_LABELS = 150  # characters of labels that fit side by side below a figure; more are rotated
 
 
 def draw(table: Table, path: Path) -> list[Path]:
-    """Write the figure of a table that has one; its path, or nothing."""
+    """Write the figure of a table, if it has one; return a list of its path, or an empty list."""
     if not table.bars and table.curves is None:
         return []
     import matplotlib
@@ -37,7 +37,7 @@ def draw(table: Table, path: Path) -> list[Path]:
 
 
 def _draw_curves(axis: Any, table: Table, kind: str) -> None:
-    """The lines whose names begin with `kind`: each kind has a panel, since lines of two kinds may coincide."""
+    """Draw the lines whose names begin with `kind`. Each kind has a panel, since lines of two kinds may coincide."""
     assert table.curves is not None
     across, up, lines = table.curves
     for name, (xs, ys) in lines.items():
@@ -47,7 +47,7 @@ def _draw_curves(axis: Any, table: Table, kind: str) -> None:
 
 
 def _draw_bars(axis: Any, table: Table) -> None:
-    """Of the columns that have printed values; of all, where nothing was printed."""
+    """Draw bars of the columns that have printed values; of all columns, if none has."""
     shown = ({cell.column for cell in table.compared} or {cell.column for cell in table.cells}) - set(table.apart)
     cells = [cell for cell in table.cells if cell.column in shown and _number(cell.computed) is not None]
     labels = [f"{cell.row}\n{cell.column}" if len(shown) > 1 else cell.row for cell in cells]

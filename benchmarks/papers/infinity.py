@@ -1,4 +1,4 @@
-"""ZeRO-Infinity, arXiv 2104.07857: memory (figure 2a), the efficiency that a bandwidth leaves (section 4.2), what it asks for."""
+"""The tables of ZeRO-Infinity, arXiv 2104.07857: memory (figure 2a), tiles (6b), efficiency by bandwidth (section 4.2)."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _MISPRINT = "a misprint: 4 hd x 4 hd bytes are {} GiB at this width, as in the r
 
 
 def numel_of(layers: int, hidden: int, heads: int) -> int:
-    """Parameters of the matrices of `layers` blocks of the library's GPT: 12 hd^2 each."""
+    """Return the number of parameters in the matrices of `layers` blocks of the library's GPT: 12 hd^2 for each block."""
     with torch.device("meta"):
         block = Block(GPTConfig(dim=hidden, heads=heads))
     return layers * sum(each.numel() for each in block.parameters() if each.ndim == 2)
 
 
 def fig2a() -> Table:
-    """Memory of models of 0.1 to 100T parameters."""
+    """Compute figure 2a: memory of models of 0.1T to 100T parameters."""
     file, cells = printed("zero_infinity_fig2a"), []
     for row in file.rows:
         layers, hidden, heads = (int(row[name]) for name in ("layers", "hidden", "heads"))
         numel = numel_of(layers, hidden, heads)
         awm = SEQ * (16 * hidden + 2 * heads * SEQ)  # elements of a block and a sequence
-        operator = counted.count(4 * hidden * hidden, 16, matrices=1, stage=3)  # hd -> 4 hd, its gradient beside it
+        operator = counted.count(4 * hidden * hidden, 16, matrices=1, stage=3)  # a linear layer hd -> 4 hd
         found = {
             "params_T": (numel / 1e12, CODE),
             "model_states_TB": (_STATES_NBYTES * numel / TIB, FORMULA),
@@ -56,17 +56,17 @@ def fig2a() -> Table:
 
 
 def efficiency(intensity: float, bandwidth: float, peak: float) -> float:
-    """Of computation that waits for what it reads: flops a byte, bytes/s, flops/s. Section 4.2."""
+    """Return the efficiency of computation that waits for its reads (section 4.2). Units: flops a byte, bytes/s, flops/s."""
     return intensity * bandwidth / (intensity * bandwidth + peak)
 
 
 def intensities(batch: int, hidden: int = 8192, interval: int = 1) -> dict[str, float]:
-    """Flops a byte of parameters and gradients, of optimizer states, of activation checkpoints. Section 4.1."""
+    """Return flops a byte of parameters and gradients, of optimizer states, and of activation checkpoints (section 4.1)."""
     return {"parameters": SEQ * batch, "states": SEQ * batch / 4, "checkpoints": 24 * hidden * interval}
 
 
 def fig6b() -> Table:
-    """Largest width of a linear map hd -> 4 hd, cut in tiles, with memory in pieces of 2 GiB."""
+    """Compute figure 6b: the largest width of a linear layer hd -> 4 hd, cut into tiles, with memory in pieces of 2 GiB."""
     file, cells = printed("zero_infinity_measured"), []
     for row in (row for row in file.rows if row["fig"] == "6b"):
         tiles = int(row["x"].split()[1])
@@ -78,7 +78,7 @@ def fig6b() -> Table:
 
 
 def requirements() -> Table:
-    """Efficiency at the bandwidths that the paper asks for, and the curves of figure 3."""
+    """Compute the efficiency at the bandwidths that section 4.2 asks for, and the curves of figure 3."""
     peak, cells = float(stated("infinity_peak")["value"]) * 1e12, []
     for name, kind, batch, unit in (("params", "parameters", 1, 1e9), ("states", "states", 2, 1e12)):
         bandwidth, least = stated(f"infinity_{name}_bandwidth"), stated(f"infinity_{name}_efficiency")

@@ -1,7 +1,7 @@
-"""TFLOPS a device of runs that others have published, on V100, A100 and H100: no constant of the simulator was chosen on them.
+"""The TFLOPS a device of runs that others published, on V100, A100 and H100. No constant of the simulator was fitted to them.
 
-Each is simulated with one task after the other, but for those whose software sends beside computation (column `beside` of
-data/throughput_others.csv). Stages of a pipeline are not interleaved here, as some of Megatron-LM's were.
+Each run is simulated with one task after the other, but for those whose software overlaps communication with computation
+(column `beside` of data/throughput_others.csv). Pipelines have one stage a rank here; some of Megatron-LM's interleave several.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .reference import Row, printed
 from .table import SIMULATED, Cell, Table, rank_correlation
 from .throughput import REDUCED, WITHIN, as_published, of_2019
 
-# Times that FlashAttention-2 is as fast as FlashAttention in Triton, which MPT's benchmarks used (submit_benchmarks.py, --attn_impl): 1.3 to 1.5
-# forward and about 2 backward (FlashAttention-2, arXiv 2307.08691, section 4.1), where forward takes a quarter of the time.
+# Speed of FlashAttention-2 over FlashAttention in Triton, which MPT's benchmarks used (submit_benchmarks.py, --attn_impl): 1.3
+# to 1.5 forward, about 2 backward (FlashAttention-2, arXiv 2307.08691, section 4.1); forward takes a quarter of the time.
 _TRITON = 1.85
 _STATES = {"device": Tier.DEVICE, "host": Tier.HOST}
 _WHY = {
@@ -44,7 +44,7 @@ _WHY = {
 
 
 def step_seconds(profile: Profile, layout: Layout, hardware: Hardware, beside: bool, reduced: float = 1.0) -> float:
-    """Of a step. It grows by the same with each micro-batch once all stages have one, so few of them are simulated."""
+    """Return the simulated seconds of a step. Of many micro-batches few are simulated: each further one adds the same time."""
     full, more = layout.pp + 1, layout.pp + 5
     if layout.micro_batches > more:
         first, last = (step_seconds(profile, replace(layout, micro_batches=n), hardware, beside, reduced) for n in (full, more))
@@ -54,7 +54,7 @@ def step_seconds(profile: Profile, layout: Layout, hardware: Hardware, beside: b
 
 
 def _hardware(row: Row) -> Hardware:
-    """The row's device with the libraries of its time: products of 2019 on a V100, and attention by Triton in MPT's runs."""
+    """Return the row's hardware with the libraries of its time: those of 2019 on a V100, Triton's attention in MPT's runs."""
     hardware = Hardware.named(row["device"])
     device = hardware.device
     if "v100" in row["device"] and row["kernels"] == "eager":
@@ -66,7 +66,7 @@ def _hardware(row: Row) -> Hardware:
 
 
 def tflops(row: Row) -> float:
-    """As the row's source counts."""
+    """Return the simulated TFLOPS a device of a run, with the operations counted as the row's source counts them."""
     gpus, tp, pp, layers, hidden, heads, vocab, seq, stage, micro, sequences = (
         int(row[name])
         for name in ("gpus", "tp", "pp", "layers", "hidden", "heads", "vocab", "seq", "stage", "micro_batch", "sequences")

@@ -1,4 +1,4 @@
-"""What was printed: the files in `data/`, each a CSV below three lines that name its paper, its table and how it was obtained."""
+"""The published values: CSV files in `data/`, each below three lines that name the paper, the table and how it was read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Row = dict[str, str]
 
 @dataclass(frozen=True)
 class Printed:
-    """One file. how: "printed", or digitized from a chart."""
+    """The content of one file. how: "printed", or digitized from a chart."""
 
     paper: str
     table: str
@@ -26,7 +26,7 @@ class Printed:
 
 @functools.cache
 def printed(name: str) -> Printed:
-    """`data/<name>.csv`."""
+    """Read `data/<name>.csv`."""
     lines = (files(__package__) / "data" / f"{name}.csv").read_text().splitlines()
     facts = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# "))
     rows = tuple(csv.DictReader(line for line in lines if not line.startswith("# ")))
@@ -35,5 +35,5 @@ def printed(name: str) -> Printed:
 
 @functools.cache
 def stated(key: str) -> Row:
-    """A single number of running text: paper, where, what, value, unit."""
+    """Return a number that a paper states in its text: paper, where, what, value, unit."""
     return next(row for row in printed("stated").rows if row["key"] == key)

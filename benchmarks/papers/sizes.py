@@ -1,7 +1,7 @@
-"""Largest models of the papers' figures: the most layers whose states, activations and buffers fit, by `search.memory_of`.
+"""The largest models of the papers' figures: the most layers whose states, activations and buffers fit, by `memory_of`.
 
-ZeRO figures 6 and 7 (memory of C1 to C5), ZeRO-Offload figure 7, ZeRO-Infinity figure 6a. From simulator/hardware.toml: what a
-DGX-2 is (ZeRO-Infinity figure 2b), and ZeRO-Offload's table 4.
+ZeRO figures 6 and 7 (memory of C1 to C5), ZeRO-Offload figure 7, ZeRO-Infinity figure 6a. From simulator/hardware.toml: the
+memory and bandwidths of DGX-2 nodes (ZeRO-Infinity figure 2b), and ZeRO-Offload's table 4.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .table import CODE, Cell, Table, digits
 from .throughput import HARDWARE, SEQ, WITHIN, Configuration
 from .zero import DEVICE_NBYTES
 
-_TILED = {"micro_batch": 5, "checkpointing": "host", "max_unit_numel": 1 << 29}  # of 1T: appendix, table 4; tiles of 1 GB
-_GRADIENT_NBYTES = 6  # fp16, and the fp32 copy that is stepped: 20 bytes a parameter in all (ZeRO-Infinity, section 3)
+_TILED = {"micro_batch": 5, "checkpointing": "host", "max_unit_numel": 1 << 29}  # of the 1T model: table 4; tiles of 1 GB
+_GRADIENT_NBYTES = 6  # in fp16, and in fp32 for the step: 20 bytes a parameter in all (ZeRO-Infinity, section 3)
 _STATES_OFF = {"optimizer": Tier.HOST, "gradient": Tier.HOST}
 _C2 = "Pa alone frees more than was used: the states of 60B are 17 GB; the next shape that was tried is not told"
 _TRIED = "the largest that was tried, not the largest that fits: 170B ran as C5 as well (figure 2)"
@@ -34,7 +34,7 @@ _MEGATRON = (
     "checkpoints of Megatron-LM are whole on each of them"
 )
 _SLOWER = "the one size of the five that is slower than 3.9e9 parameters/s (3.3e9): larger and smaller ones are not"
-_ROUND = 0.08  # by which names of models may be rounded
+_ROUND = 0.08  # largest relative rounding in names of models
 _NAMED = {
     "70B": "a misprint: 125 layers of 8192 are 100B, as in table 1; 70B have 87",
     "1.4B": "40 layers of 1536 are 1.1B, 1.2B with embeddings",
@@ -45,24 +45,24 @@ _CACHED = "what the allocator has cached, which grows as far as there is memory;
 
 
 def device_nbytes(profile: Profile, layout: Layout) -> int:
-    """Of the fullest rank, with the context."""
+    """Return the device memory of the fullest rank, in bytes, with the CUDA context."""
     hardware = Hardware.named(HARDWARE)
     stages = {0, layout.pp - 1}
     return hardware.overhead_nbytes + max(sum(memory_of(profile, layout, stage)[Tier.DEVICE].values()) for stage in stages)
 
 
 def fits(profile: Profile, layout: Layout) -> bool:
-    """In the memory of each device, of its host and of its disks."""
+    """Return True if a layout fits into the memory of each device, of its host and of its disks."""
     hardware = Hardware.named(HARDWARE)
     ranks = min(layout.ranks, hardware.devices_per_node)
     found = memory_of(profile, layout)
     limits = {Tier.HOST: hardware.host_memory_nbytes, Tier.DISK: hardware.disk_nbytes}
     shared = all(ranks * sum(found.get(tier, {}).values()) <= nbytes for tier, nbytes in limits.items())
-    return shared and device_nbytes(profile, layout) <= DEVICE_NBYTES  # the 7% up to 32 GiB are left to the allocator's holes
+    return shared and device_nbytes(profile, layout) <= DEVICE_NBYTES  # 32e9: 7% of 32 GiB are left to fragmentation
 
 
 def largest(hidden: int, heads: int, layout: Layout) -> float:
-    """Parameters, in billions, of the most layers that fit."""
+    """Return the parameters, in billions, of a GPT with the most layers that fit."""
 
     def fit(layers: int) -> bool:
         shape = GPTConfig(51200, SEQ, hidden, layers, heads, bias=True, tied=True)
@@ -78,7 +78,7 @@ def largest(hidden: int, heads: int, layout: Layout) -> float:
 
 
 def zero_fig6() -> Table:
-    """Largest model of C1 to C5: the shape and batch of the appendix, with more or fewer layers."""
+    """Compute ZeRO's figure 6: the largest model of C1 to C5, with the appendix's shape and batch but for the layers."""
     file, cells = printed("zero_measured"), []
     shapes = {row["config"]: Configuration.of(row) for row in printed("zero_appendix").rows if row["fig_arxiv_v3"] == "6"}
     for row in (row for row in file.rows if row["fig_arxiv"] == "6"):
@@ -96,7 +96,7 @@ def zero_fig6() -> Table:
 
 
 def zero_cached() -> Table:
-    """Memory of 40B and 100B as C1 to C5, and which of them do not fit."""
+    """Compute ZeRO's figure 7: memory of the 40B and 100B models with C1 to C5, and which of them do not fit."""
     file, cells = printed("zero_measured"), []
     measured = {(row["model"], row["config"]): row["value"] for row in file.rows if row["fig_arxiv"] == "7"}
     for row in (row for row in printed("zero_appendix").rows if row["fig_arxiv_v3"] == "7"):
@@ -113,7 +113,7 @@ def zero_cached() -> Table:
 
 
 def infinity_fig6a() -> Table:
-    """Largest model of 16 devices, a DGX-2."""
+    """Compute ZeRO-Infinity's figure 6a: the largest model of 16 devices, a DGX-2."""
     ranks, tiers = 16, {"optimizer": Tier.HOST, "gradient": Tier.HOST, "parameter": Tier.HOST}
     systems: dict[str, tuple[int, int, Layout]] = {
         "Data parallel": (1536, 16, _layout(dp=ranks, stage=0)),
@@ -132,11 +132,11 @@ def infinity_fig6a() -> Table:
 
 
 def offload_fig7() -> Table:
-    """Largest model of 1, 4 and 16 devices."""
+    """Compute ZeRO-Offload's figure 7: the largest model of 1, 4 and 16 devices."""
     systems: dict[str, tuple[int, int, Layout]] = {}
     notes = dict.fromkeys(("4 GPU, Megatron", "16 GPU, Megatron"), _MEGATRON)
     for ranks in (1, 4, 16):
-        mp = {1: 1, 4: 2, 16: 8}[ranks]  # of ZeRO-Offload: table 3
+        mp = {1: 1, 4: 2, 16: 8}[ranks]  # degree of model parallelism of ZeRO-Offload: table 3
         width = 9216 if mp == 8 else 8192 if mp == 2 else 4096
         systems |= {
             f"{ranks} GPU, PyTorch": (1536, 16, _layout(dp=ranks, stage=0)),
@@ -152,7 +152,7 @@ def offload_fig7() -> Table:
 
 
 def adam_rates() -> Table:
-    """Seconds of CPU-Adam, at one rate."""
+    """Compute ZeRO-Offload's table 4: seconds of a CPU-Adam step, at one rate of parameters/s."""
     rate, cells = Hardware.named(HARDWARE).host_step_rate, []
     rows = [row for row in printed("zero_offload").rows if row["what"] == "table4_adam_latency"]
     for row in rows:
@@ -169,7 +169,7 @@ def adam_rates() -> Table:
 
 
 def fig2b() -> Table:
-    """A cluster of DGX-2 nodes from one node's numbers."""
+    """Compute ZeRO-Infinity's figure 2b: memory and bandwidths of a cluster of DGX-2, from those of one node."""
     hardware, file, cells = Hardware.named(HARDWARE), printed("zero_infinity_fig2b"), []
     device, place = hardware.device, hardware.devices_per_node
     for row in file.rows:
@@ -203,7 +203,7 @@ def fig2b() -> Table:
 
 
 def _between_gpus(ranks: int) -> float | None:
-    """GB/s of gathers: inside of a node of one device, between nodes of all of them."""
+    """Return the GB/s of gathers: of one device inside of a node, of all devices of a node between nodes."""
     hardware = Hardware.named(HARDWARE)
     if ranks == 1:
         return None
@@ -213,7 +213,7 @@ def _between_gpus(ranks: int) -> float | None:
 
 
 def shapes() -> Table:
-    """Parameters of the configurations of ZeRO-Infinity's tables, 12 layers hidden^2, beside their names."""
+    """Compute the parameters, 12 layers hidden^2, of the configurations of ZeRO-Infinity's tables, beside their names."""
     cells = []
     for name in ("zero_infinity_table1", "zero_infinity_appendix"):
         for row in printed(name).rows:

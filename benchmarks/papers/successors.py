@@ -1,4 +1,4 @@
-"""ZeRO++ (arXiv 2306.10209): volumes and memory. DeepSpeed's estimators: the golden values of its documentation."""
+"""The volumes and memory of ZeRO++ (arXiv 2306.10209), and the values that DeepSpeed's documentation gives for its estimators."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .table import RUNTIME, Cell, Table, digits
 
 _NODES, _PLACE = 128, 8
 _KINDS = {"forward": "forward all-gather", "backward": "backward all-gather", "reduce": "gradient reduction"}
-_BLOCK, _SCALE_NBYTES = 256, 4  # qwZ and qgZ: values of a block, and what its scale takes
-_SCALED = 1 << 10  # models that are offloaded are counted at so many times fewer parameters: the host's buffers are real
+_BLOCK, _SCALE_NBYTES = 256, 4  # qwZ and qgZ: values of a block, and bytes of its scale
+_SCALED = 1 << 10  # the runtime counts at 1/_SCALED of the parameters, since with offload it allocates host buffers
 
 
 def zeropp_volumes() -> Table:
-    """What a node sends to others in a step."""
+    """Compute ZeRO++'s table 1: the bytes that a node sends to others in a step, in units of M."""
     numel, cells = 256 << 20, []
     packed: dict[str, Any] = {
         "zero_hpz_partition_size": _PLACE,
@@ -40,7 +40,7 @@ def zeropp_volumes() -> Table:
 
 
 def zeropp_memory() -> Table:
-    """hpZ at 100B parameters."""
+    """Compute ZeRO++'s section 4.2: memory of hpZ at 100B parameters."""
     found = counted.count(100_000_000_000, 1024, node_size=16, stage=3, zero_hpz_partition_size=16)
     nbytes, plain = found.states_nbytes + found.secondary, counted.count(100_000_000_000, 1024, stage=0).states_nbytes
     cells = []
@@ -51,7 +51,7 @@ def zeropp_memory() -> Table:
 
 
 def estimators() -> Table:
-    """DeepSpeed's estimates, and beside them what the runtime keeps."""
+    """Compute DeepSpeed's estimates, and beside them the bytes of model states that the runtime keeps."""
     file, cells = printed("deepspeed_estimators"), []
     for row in file.rows:
         offload: dict[str, Any] = {name: row[name] for name in ("offload_optimizer", "offload_param") if row[name] == "cpu"}
@@ -86,9 +86,9 @@ def estimators() -> Table:
 
 
 def estimate(row: Row) -> tuple[float, float]:
-    """Bytes of the host and of a GPU by DeepSpeed's rules, as its documentation gives them.
+    """Return the bytes of the host and of a GPU by the rules that DeepSpeed's documentation gives.
 
-    P parameters, L of the largest layer, n GPUs a node, N in all. On the host 1.5 times what it says, for buffers.
+    The host's bytes include a factor of 1.5 for buffers, as DeepSpeed's do.
     """
     numel, largest, place, ranks = float(row["params"]), float(row["largest_layer_params"]), int(row["gpus_per_node"]), 0
     ranks = place * int(row["nodes"])

@@ -1,8 +1,8 @@
-"""A published table beside its computation: cells of a printed and a computed value, how they compare and are shown.
+"""The class of published tables: cells with a printed and a computed value, how they are compared and shown.
 
 52.5 = 52.5        equal in every printed digit
 30.3 ~ 28.1 -7%    within the cell's tolerance
-1.95 # 1.56 [1]    different; note 1 says why
+1.95 # 1.56 [1]    different; note 1 gives the reason
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
-RUNTIME, CODE, FORMULA, SIMULATED = "runtime", "library", "formula", "simulated"  # what has computed a cell
+RUNTIME, CODE, FORMULA, SIMULATED = "runtime", "library", "formula", "simulated"  # how a cell was computed
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One number. computed: as text, with as many digits as were printed. by: the runtime on imagined ranks, a function of the
-    library, a closed formula, or a simulation. within: largest relative difference that still is agreement. note: why it differs.
+    """One number of a table. computed: text with as many digits as were printed. by: RUNTIME (on imagined ranks), CODE (a library
+    function), FORMULA or SIMULATED. within: largest relative difference of values that agree. note: reason of a difference.
     """
 
     row: str
@@ -32,7 +32,7 @@ class Cell:
 
     @property
     def difference(self) -> float | None:
-        """Relative, of what is a number."""
+        """The relative difference of the computed from the printed value; None if one of them is no number."""
         try:
             return float(self.computed) / float(self.printed) - 1.0
         except (ValueError, ZeroDivisionError):
@@ -57,8 +57,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """source: paper and table. remarks: what holds for all of it. bars: the figure's axis, where the cells make a bar chart,
-    but for those of the columns `apart`; curves: x axis, y axis and lines by name, where they make a plot."""
+    """A published table. source: paper and table. remarks: lines on the whole table. bars: axis label of a bar chart of the cells
+    without those of the columns `apart`; "": no chart. curves: x label, y label and lines by name of a plot."""
 
     name: str
     title: str
@@ -83,7 +83,7 @@ class Table:
         return [cell for cell in self.cells if not cell.agrees and not cell.note]
 
     def grid(self) -> tuple[list[str], list[list[str]]]:
-        """Header and rows of text."""
+        """Return the header and the rows as text."""
         columns = list(dict.fromkeys(cell.column for cell in self.cells))
         places = {(cell.row, cell.column): cell for cell in self.cells}
         notes = {note: number for number, note in enumerate(self.notes, 1)}
@@ -94,7 +94,7 @@ class Table:
         return [self.corner, *columns], rows
 
     def verdict(self) -> str:
-        """One sentence on how many cells agree."""
+        """Return a sentence on how many cells agree."""
         compared, agreed = self.compared, [cell for cell in self.compared if cell.agrees]
         if not compared:
             return ""
@@ -102,7 +102,7 @@ class Table:
         return f"{len(agreed)} of {len(compared)} agree; computed: {makers}"
 
     def below(self) -> list[str]:
-        """The lines below the grid."""
+        """Return the lines below the grid."""
         lines = [f"[{number}] {note}" for number, note in enumerate(self.notes, 1)]
         return [line for line in (*lines, *self.remarks, self.verdict(), f"Source: {self.source}") if line]
 
@@ -113,7 +113,7 @@ class Table:
         return "\n".join([*lines, "", *(f"{line}  " for line in self.below()), ""])
 
     def csv(self) -> str:
-        """One cell a line."""
+        """Return the cells as CSV, one a line."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(("row", "column", "printed", "computed", "difference", "agrees", "by", "note"))
@@ -125,17 +125,17 @@ class Table:
 
 
 def digits(value: float, printed: str, truncate: bool = False) -> str:
-    """`value` with the decimals of `printed`, halves rounded up (the papers' way), or cut off."""
+    """Return `value` as text with as many decimals as `printed`; halves are rounded up, as in the papers, or all cut off."""
     exact = Decimal(repr(value))
     exact = (
         exact.quantize(Decimal(1).scaleb(-9), ROUND_HALF_UP) if abs(exact) < 10**9 else exact
-    )  # binary fractions: 1.8749999999
+    )  # a binary fraction such as 1.8749999999 is 1.875
     decimals = len(printed.partition(".")[2])
     return str(exact.quantize(Decimal(1).scaleb(-decimals), ROUND_DOWN if truncate else ROUND_HALF_UP))
 
 
 def rank_correlation(pairs: Iterable[tuple[float, float]]) -> float:
-    """Spearman's: 1 where both orders are the same. Equal values share their mean rank."""
+    """Return Spearman's rank correlation: 1 where both orders are the same. Equal values share their mean rank."""
     first, second = zip(*pairs, strict=True)
 
     def ranks(values: tuple[float, ...]) -> list[float]:

@@ -1,4 +1,4 @@
-"""The tables by name. Each is computed when it is asked for."""
+"""The tables by name. Each is a function that computes the table."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TABLES: dict[str, Callable[[], Table]] = {
 
 
 def check_names(names: Sequence[str]) -> list[str]:
-    """All names where none is given. Raises ConfigError for one that is not in the list."""
+    """Return the names without duplicates, or all names if none is given. Raises ConfigError for an unknown name."""
     for name in names:
         if name not in TABLES:
             raise ConfigError(f"papers: unknown table {name!r}.{did_you_mean(name, TABLES)} Known: {', '.join(TABLES)}.")
@@ -46,7 +46,7 @@ def check_names(names: Sequence[str]) -> list[str]:
 
 
 def write(table: Table, folder: Path) -> list[Path]:
-    """<name>.md, <name>.csv and, of what is a chart, <name>.png; the paths."""
+    """Write <name>.md, <name>.csv and, if the table has a figure, <name>.png; return their paths."""
     from . import figures
 
     folder.mkdir(parents=True, exist_ok=True)

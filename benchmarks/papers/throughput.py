@@ -1,12 +1,12 @@
-"""TFLOPS a device of published configurations, by simulating a step: ZeRO, figures 2, 3, 7 and 8; ZeRO-Infinity, figure 5.
+"""The TFLOPS a device of published configurations, by simulating a step: ZeRO, figures 2, 3, 7, 8; ZeRO-Infinity, figure 5.
 
-    configuration --Profile.of_shape, trace_of--> what a rank does --as_published--> --simulate on `v100-32gb`--> seconds
+    configuration --Profile.of_shape, trace_of--> tasks of a rank --as_published--> tasks --simulate on `v100-32gb`--> seconds
 
-Devices and links are those of simulator/hardware.toml, which says where each number is from; none is from these charts. What was
-chosen on them is one number, `REDUCED`, on ZeRO's nine bars of figure 2: little more than the least with which all are within a
-fifth. `as_published` says in what these runs differ from this library: nothing was sent beside computation (Megatron-LM reduces
-gradients after backward, and so did DeepSpeed unless overlap_comm was set), and Megatron-LM repeats all of a block, its last
-all-reduce too.
+Devices and links are those of simulator/hardware.toml, which gives the source of each number; none is from these charts. One
+number, `REDUCED`, was fitted to ZeRO's nine bars of figure 2: it is little more than the least with which all are within 20%.
+`as_published` has the differences of these runs from this library: no communication overlapped with computation (Megatron-LM
+reduces gradients after backward, and so did DeepSpeed unless overlap_comm was set), and Megatron-LM recomputes all of a block,
+including its last all-reduce.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .table import SIMULATED, Cell, Table, rank_correlation
 
 HARDWARE, SEQ, WITHIN = "v100-32gb", 1024, 0.2
 _RATE = "TFLOPS a device"
-REDUCED = 1.4  # times the seconds that links as printed need for what data parallelism sends: DeepSpeed and Megatron-LM, 2019-20
-# Products on a V100 with the libraries of 2019 and 2020: 62 to 78 TFLOPS for hidden 8K to 64K on a DGX-2, of 2,048 tokens (ZeRO-Infinity, section
-# 4.2); below that the shape of square products as in hardware.toml.
+REDUCED = 1.4  # factor on the time that data parallelism's traffic needs on these links, in DeepSpeed and Megatron-LM of 2019-20
+# Matrix products on a V100 with the libraries of 2019 and 2020: 62 to 78 TFLOPS for hidden 8K to 64K and 2,048 tokens on a DGX-2
+# (ZeRO-Infinity, section 4.2); for smaller ones the curve of square products in hardware.toml.
 _PRODUCTS = Curve((4e6, 2.7e8, 1.7e10, 1.1e12, 7e13), (0.0025, 0.16, 0.44, 0.496, 0.624))
-_STAGES = {"": 2, "C1": 1, "C2": 1, "C3": 2, "C4": 2, "C5": 2}  # of ZeRO; figures 2 and 3 are of ZeRO-100B, which is Pos+g
+_STAGES = {"": 2, "C1": 1, "C2": 1, "C3": 2, "C4": 2, "C5": 2}  # ZeRO stage by config; "": ZeRO-100B of figures 2 and 3, Pos+g
 _TIERS = {"GPU": Tier.DEVICE, "CPU": Tier.HOST, "NVMe": Tier.DISK}
 _WHY = {
     ("40B", "Baseline"): "as printed it takes 95 ms a block, and 60B takes 37, which sends as much a block between nodes (batch "
@@ -43,7 +43,7 @@ _WHY = {
 
 @dataclass(frozen=True)
 class Configuration:
-    """A published run. config: C1 to C5 of ZeRO-R, or "". batch: sequences of a model-parallel group."""
+    """A published run. config: C1 to C5 of ZeRO-R, or "". mp: ranks of a model-parallel group; batch: sequences of a group."""
 
     model: str
     system: str
@@ -68,16 +68,16 @@ class Configuration:
 
     @property
     def checkpointing(self) -> str:
-        """Pa in ZeRO-100B, but for C1 and C3; on the host in C5, and for 170B, which ran as C5 (appendix, table 5)."""
+        """Checkpointing: Pa ("partitioned") in ZeRO-100B but C1 and C3; "host" in C5, and for 170B, which ran as C5 (table 5)."""
         if self.zero and (self.config == "C5" or self.model == "170B"):
             return "host"
         return "partitioned" if self.zero and self.mp > 1 and self.config not in ("C1", "C3") else "blocks"
 
     @property
     def profile(self) -> Profile:
-        """A GPT with the vocabulary of GPT-2, padded as Megatron-LM pads it (arXiv 1909.08053, section 3).
+        """The profile of a GPT with GPT-2's vocabulary, padded as Megatron-LM pads it (arXiv 1909.08053, section 3).
 
-        With the kernels of 2019."""
+        Kernels are eager, as in 2019."""
         vocab = -(-50257 // (128 * self.mp)) * 128 * self.mp
         shape = GPTConfig(vocab, SEQ, self.hidden, self.layers, self.heads, bias=True, tied=True)
         return Profile.of_shape(shape, self.model, kernels="eager")
@@ -97,13 +97,13 @@ class Configuration:
 
 
 def of_2019(hardware: Hardware) -> Hardware:
-    """A DGX-2 with the libraries of ZeRO's time: slower products, attention as products, and gradients by all-reduces over trees."""
+    """Return a DGX-2 with the libraries of ZeRO's time: slower products, attention as products, all-reduces over trees."""
     links = {**hardware.links, Resource.BETWEEN: replace(hardware.links[Resource.BETWEEN], trees=True)}
     return replace(hardware, device=replace(hardware.device, efficiency=_PRODUCTS, attention=None), links=links)
 
 
 def as_published(trace: Trace, kept: int = 1, reduced: float = 1.0) -> Trace:
-    """The same work, one task after the other. kept: ranks that share what goes to the host (Pa). reduced: REDUCED."""
+    """Return the trace with one task after the other. kept: ranks that share each copy to the host (Pa). reduced: REDUCED."""
     times = {"keep": 1 / kept, "fetch": 1 / kept, "reduce": reduced, "publish": reduced}
     tasks = []
     for number, task in enumerate(trace.tasks):
@@ -114,9 +114,9 @@ def as_published(trace: Trace, kept: int = 1, reduced: float = 1.0) -> Trace:
 
 @functools.lru_cache(maxsize=256)
 def tflops(configuration: Configuration, published: bool = True) -> float:
-    """TFLOPS of a device as the papers count them: 8 x parameters x tokens, recomputation among it.
+    """Return the TFLOPS of a device as the papers count them: 8 x parameters x tokens, which includes recomputation.
 
-    published: as the run was; else with what this library's runtime sends beside computation.
+    published: without overlap of communication, as the run was; else with the overlap of this library's runtime.
     """
     profile, layout = configuration.profile, replace(configuration.layout, stops_early=not published, hops="one", rings=True)
     (trace,) = trace_of(profile, layout)
@@ -125,7 +125,7 @@ def tflops(configuration: Configuration, published: bool = True) -> float:
 
 
 def _figure(name: str, number: str, title: str, label: Any) -> Table:
-    """One figure: each configuration of the appendix, printed where the chart was read."""
+    """Return the table of one figure: each configuration of the appendix, with printed values where the chart was read."""
     measured = {
         (row["model"], "ZeRO" if row["system"] == "ZeRO" else "Baseline", row["gpus"], row["config"]): row["value"]
         for row in printed("zero_measured").rows
@@ -158,7 +158,7 @@ def _figure(name: str, number: str, title: str, label: Any) -> Table:
 
 @functools.cache
 def fig2() -> Table:
-    """Models of 1.5B to 170B on 400 devices, ZeRO-100B beside Megatron-LM, and how many times faster."""
+    """Compute ZeRO's figure 2: ZeRO-100B beside Megatron-LM on 400 devices, 1.5B to 170B parameters, and the speedups."""
     table = _figure("zero-fig2", "2", "ZeRO, figure 2: throughput, ZeRO-100B and Megatron-LM", lambda c: c.model)
     found = {(cell.row, cell.column): cell for cell in table.cells}
     speedups = []
@@ -173,7 +173,7 @@ def fig2() -> Table:
 
 @functools.cache
 def fig3() -> Table:
-    """60B on 64 to 400 devices: faster than in proportion, since what memory is freed goes to a larger batch."""
+    """Compute ZeRO's figure 3: 60B on 64 to 400 devices, with superlinear speedup, since freed memory allows larger batches."""
     table = _figure("zero-fig3", "3", "ZeRO, figure 3: 60B on 64 to 400 devices", lambda c: f"{c.gpus}")
     gpus = [cell for cell in table.cells if cell.column == "ZeRO"]
     totals = [
@@ -192,7 +192,7 @@ def fig3() -> Table:
 
 
 def fig8() -> Table:
-    """Without model parallelism on 128 devices."""
+    """Compute ZeRO's figure 8: 128 devices without model parallelism."""
     table = _figure(
         "zero-fig8", "4", "ZeRO, figure 8 (4 of the arXiv version): 128 devices without model parallelism", lambda c: c.model
     )
@@ -207,7 +207,7 @@ def fig8() -> Table:
 
 
 def fig7() -> Table:
-    """C1 to C5: which batch fits decides."""
+    """Compute ZeRO's figure 7: throughput of C1 to C5, which differ in the batch that fits."""
     return _figure(
         "zero-fig7", "8", "ZeRO, figure 7 (8 of the arXiv version): throughput of C1 to C5", lambda c: f"{c.model} {c.config}"
     )
@@ -215,7 +215,7 @@ def fig7() -> Table:
 
 @functools.cache
 def infinity_fig5() -> Table:
-    """ZeRO-Infinity's runs of 10B to 20T: one task after the other, and with what this library sends beside computation."""
+    """Compute ZeRO-Infinity's figure 5: runs of 10B to 20T, with one task after the other, and with this library's overlap."""
     file, cells, totals = printed("zero_infinity_table1"), [], {}
     for row in file.rows:
         states, mp = _TIERS[row["opt_state_on"]], int(row["mp"])

@@ -1,4 +1,4 @@
-"""ZeRO, arXiv 1910.02054: memory of model states (tables 1 and 2), volumes of communication, ZeRO-R's buffers and activations."""
+"""The tables of ZeRO, arXiv 1910.02054: memory of model states (tables 1, 2), communication, ZeRO-R's buffers and activations."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from . import counted
 from .reference import printed, stated
 from .table import CODE, FORMULA, RUNTIME, Cell, Table, digits
 
-DEVICE_NBYTES = 32e9  # V100, as the paper counts it
+DEVICE_NBYTES = 32e9  # memory of a V100, as the paper counts it
 STAGES = {"Pos": 1, "Pos+g": 2, "Pos+g+p": 3}
 _SIZES = {"7.5B": 7_500_000_000, "128B": 128_000_000_000, "1T": 10**12}
 
 
 def table1() -> Table:
-    """Every cell is a run of the stage with as many parameters and ranks."""
+    """Compute ZeRO's table 1; for each cell the runtime runs the stage with as many parameters and ranks."""
     file, cells, fitted = printed("zero_table1"), [], set()
     for row in file.rows:
         for column, text in list(row.items())[1:]:
             size, stage = column.split("_")
             found = counted.count(_SIZES[size], int(row["dp"]), matrices=1, stage=STAGES[stage]).states_nbytes
-            # flat buffers begin at multiples of 32 elements: a few kB in all are padding, and not the table's
+            # rounding removes the few kB of padding of flat buffers, which the table does not count
             nbytes = round(found / 1e9, 4)
             first = column not in fitted and nbytes * 1e9 <= DEVICE_NBYTES
             fitted |= {column} if first else set()
@@ -33,7 +33,7 @@ def table1() -> Table:
 
 
 def table2() -> Table:
-    """Bytes a parameter from the runtime; the largest model of 32 GB, to one decimal, times the model-parallel degree."""
+    """Compute ZeRO's table 2: 32 GB over the runtime's bytes a parameter, to one decimal, times the model-parallel degree."""
     file, cells = printed("zero_table2"), []
     per_parameter = {f"theory_{name}": _bytes_a_parameter(stage) for name, stage in {"baseline": 0, **STAGES}.items()}
     for row in file.rows:
@@ -57,14 +57,14 @@ def _bytes_a_parameter(stage: int, ranks: int = 64) -> float:
 
 
 def _billions(value: float) -> str:
-    """2B, 7.6B, 0.5T, 2T: as table 2 writes sizes; powers of two of 128B are round there."""
+    """Return a size as table 2 writes it: 2B, 7.6B; powers of two from 512B as 0.5T, 1T and 2T."""
     if value >= 500:
         return {512: "0.5T", 1024: "1T", 2048: "2T"}[int(value)]
     return f"{value:.1f}".removesuffix(".0") + "B"
 
 
 def volumes() -> Table:
-    """Elements that a rank sends in a step, in units of the parameters."""
+    """Compute ZeRO's sections 7 and 8: elements that a rank sends in a step, in units of the number of parameters."""
     numel, ranks, cells = 4 << 20, 64, []
     for stage, key in enumerate(("volume_dp", "volume_Pos", "volume_Pos+g", "volume_Pos+g+p")):
         row, found = stated(key), counted.count(numel, ranks, stage=stage)
@@ -96,7 +96,7 @@ def volumes() -> Table:
 
 
 def zero_r() -> Table:
-    """Activations, Pa, Pa+cpu and buffers of constant size: the numbers of the text."""
+    """Compute the numbers that ZeRO's text gives of ZeRO-R: activations, Pa, Pa+cpu and buffers of constant size."""
     cells = []
 
     def add(key: str, value: float, by: str, note: str = "", truncate: bool = False) -> None:

@@ -121,7 +121,7 @@ if not TYPE_CHECKING:
 
 
 def _advise(shortage: out_of_memory.Shortage) -> list[str]:
-    """The planner's changes for a model that has run out of memory: imported with the first such error."""
+    """Return the planner's changes for a model that has run out of memory; the planner is imported with the first such error."""
     return importlib.import_module(".planner.remedies.running", __name__).advise(shortage)
 
 

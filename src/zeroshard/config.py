@@ -89,7 +89,7 @@ _OPTIMIZER_ONLY = ("ratio", "fused")
 
 @dataclass(frozen=True)
 class Offload:
-    """Where one model state rests. A text in its place is its `device`.
+    """The tier of one model state. An option that takes it also takes a str: its `device`.
 
     device: "none", "cpu" (host memory) or "nvme" (files on a local disk).
     path: nvme: an existing folder on that disk. A folder of this run is made in it, and removed at the end. None:
@@ -518,7 +518,7 @@ class Config:
 
 
 class ConfigFields(TypedDict, total=False):
-    """What `zs.Config` takes. None stands for a field that is not given."""
+    """The keyword arguments of `zs.Config`. None stands for an argument that is not given."""
 
     stage: int | Literal["auto"] | None
     precision: str | torch.dtype | None
@@ -566,6 +566,6 @@ class ConfigFields(TypedDict, total=False):
 
 
 class ShardOptions(ConfigFields, total=False):
-    """What `zs.shard` takes: the fields, and the name of a preset over which they are laid."""
+    """The keyword options of `zs.shard`: fields of Config, and a preset, whose values they override."""
 
     preset: str | None

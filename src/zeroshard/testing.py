@@ -1,21 +1,21 @@
-"""Ranks for tests. `run_threads`: N ranks as threads of one process with real data, for tests that take milliseconds.
+"""Functions that run ranks for tests. `run_threads`: N ranks as threads of one process, for tests that take milliseconds.
 
     results = run_threads(4, train, config)     # train(rank, config) in four threads; zs.shard works in each
 
-`imagined_mesh`: one rank of any mesh whose other ranks do not exist, on tensors without memory.
+`imagined_mesh`: one rank of any mesh whose other ranks do not exist, on fake tensors.
 
     with imagined_mesh({"pp": 12, "dp": 8, "tp": 4}, rank=0) as mesh:
         run = zs.parallelize(model, mesh, ...)
 
-Threads share all state that a process has once. State that each rank has of its own, and state that ranks share:
+Threads share the state of their process. State that each rank has of its own, and state that ranks share:
 
-| own | grad mode, autocast's switch, default device, saved-tensor hooks, modes of dispatch, functorch's levels: torch's own rule |
-| own | the cache of torch.nn.utils.parametrize.cached (PEFT's experts use it): `run_threads` sees to it |
+| own | grad mode, autocast's switch, default device, saved-tensor hooks, dispatch modes, functorch's levels: all thread-local |
+| own | the cache of torch.nn.utils.parametrize.cached (PEFT's experts use it): `run_threads` makes it thread-local |
 | shared, as are objects | hooks for all modules (register_module_*_hook), flags of torch.backends and torch.__future__, the default process group |
-| shared, in C | the random generator: draw with a torch.Generator of your own, or before. The default dtype. Autocast's cache of casts: who leaves autocast empties all ranks'. Levels of forward-mode AD: two ranks at once in one are refused. Anomaly mode, the profiler, deterministic algorithms, kernels of attention (sdpa_kernel) |
+| shared, in C | the random generator: draw with a torch.Generator of your own, or before. The default dtype. Autocast's cache of casts: a rank that leaves autocast clears it for all ranks. Levels of forward-mode AD: torch raises if two ranks enter one at once. Anomaly mode, the profiler, deterministic algorithms, kernels of attention (sdpa_kernel) |
 | shared, in other libraries | Transformers replaces functions of torch.nn.init while it makes a model, and the default dtype; its and PEFT's tables of classes; Accelerate's state |
 
-Test what changes shared state while ranks run in processes (`zeroshard.comm.launch.run_processes`). Automatic garbage
+For tests that change shared state while ranks run, use processes (`zeroshard.comm.launch.run_processes`). Automatic garbage
 collection is off until the threads have ended.
 """
 

@@ -30,14 +30,14 @@ def test_a_plan_is_a_page_with_the_verdict_first(capsys):
     assert lines[0].startswith("fits: 1.2 of 80.0 GiB (device overhead 1.1 counted), fullest in step")
     assert lines[1] == "quickstart (3.83M parameters) on 2 h100-80gb, stage 2, fp32, 1 x 1 x 64 tokens a rank"
     assert "Sends in a step, GB: dp 0.0153" in printed  # 2 Psi (N-1)/N elements of 4 bytes
-    for words in ("Memory of rank 0 of 2", "device: optimizer states", "device: there is", "Keeps for backward", "blocks.*"):
+    for words in ("Memory of rank 0 of 2", "device: optimizer states", "device: capacity", "Kept for backward", "blocks.*"):
         assert words in printed
     assert len(lines) <= 25
 
 
 def test_full_adds_all_tables(capsys):
     _, printed = run(capsys, "plan", *SMALL, "--full")
-    assert "Sent, copied, read and written in a step" in printed and "Kept for backward, of a micro-batch" in printed
+    assert "Sent, copied, read and written in a step" in printed and "Kept for backward by a micro-batch" in printed
 
 
 def test_the_verdict_stands_before_the_search_for_what_would_make_it_fit(capsys, small_device, monkeypatch):

@@ -170,7 +170,7 @@ def in_backward(hidden):
         (lambda: Net(in_backward), ["backward fails", "test_faults.py:", "ZeroDivisionError"]),
         (
             lambda: Net(lambda hidden: hidden * hidden.sum().item()),
-            ["forward asks for numbers", "test_faults.py:", "without asserts"],
+            ["forward reads values of tensors", "test_faults.py:", "without asserts"],
         ),
         (
             lambda: nn.Sequential(nn.Embedding(64, 16), nn.Linear(15, 64)),
@@ -206,7 +206,7 @@ def test_optimizers_that_read_numbers_are_named_with_the_remedy():
                        (lambda parameters: zs.whole_matrix(torch.optim.Adafactor)(parameters), "Adafactor")):  # fmt: skip
         with pytest.raises(
             ConfigError,
-            match=rf"{name}.step asks for numbers .*another optimizer whose states have the same sizes.*optimizer=None",
+            match=rf"{name}.step reads values of tensors .*another optimizer whose states have the same sizes.*optimizer=None",
         ):
             planned(Net, optimizer=make)
     with pytest.raises(ConfigError, match="optimizer: the function that makes it fails.*TypeError"):

@@ -26,15 +26,15 @@ def checkpoint_nbytes(
 
 @dataclass(frozen=True)
 class ActivationReport:
-    """What the activation checkpoints of a model take on this rank. Sizes are bytes; places are "device", "host" and "disk".
+    """The memory of a model's activation checkpoints on this rank. Sizes are bytes; places are "device", "host" and "disk".
 
     Attributes:
-        held: slices that are kept now, by place.
-        peak: the most that were kept at one moment, by place.
-        staging: buffers beside them, by place: on the device peers read from them, on the host files do.
-        arena: memory or files that are set aside, by place.
-        whole_peak: what the same checkpoints would take without partitioning.
-        formula: the most checkpoints at a time x bytes of the largest / N.
+        held: bytes of slices that are kept now, by place.
+        peak: the most bytes that were kept at one moment, by place.
+        staging: buffers in addition, by place: peers read from those on the device; on the host they are for files.
+        arena: memory or files that are reserved, by place.
+        whole_peak: the peak that the same checkpoints would have without partitioning.
+        formula: the largest number of checkpoints at one moment x bytes of the largest / N.
         gathers: collectives that gathered slices in backward.
         allocations: how often memory or files were taken from the system; constant once training is steady.
     """

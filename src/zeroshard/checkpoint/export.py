@@ -41,7 +41,7 @@ _CHUNK_NUMEL = 2 << 20  # elements read, converted and written at a time
 
 @dataclass(frozen=True)
 class Exported:
-    """What `zs.export` wrote.
+    """The files that `zs.export` wrote.
 
     Attributes:
         files: names of the files in the folder `path`, or of the one file.

@@ -23,7 +23,7 @@ _LISTINGS = 5  # attempts at listing a folder from which checkpoints are being r
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `zs.inspect_checkpoint` found in one checkpoint.
+    """The content of one checkpoint, as `zs.inspect_checkpoint` found it.
 
     Attributes:
         kind: "zeroshard", or the format of another library, of which less is known.

@@ -55,7 +55,7 @@ _IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}
 
 @dataclass
 class Loaded:
-    """What `zs.load` found: the checkpoint's path, step and facts; `extra`, the saved values by name, without those that need
+    """The result of `zs.load`: the checkpoint's path, step and facts; `extra`, the saved values by name, without those that need
     `trusted=True`; and `rng`, which says whether random generators were "restored", "reseeded" or "left".
     """
 

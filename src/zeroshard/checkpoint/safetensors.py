@@ -248,7 +248,7 @@ def _put(group: ParamGroup, index: int, value: Tensor) -> None:
 def save_safetensors(model: nn.Module, path: str | os.PathLike, dtype: torch.dtype | None = None) -> None:
     """Write a sharded model's state dict to one safetensors file, without gathering anything (collective).
 
-        Each rank writes its own slices, from wherever they rest, some MiB at a time. Rank 0 also writes buffers, and what comes from
+    Each rank writes its own slices, from wherever they rest, some MiB at a time. Rank 0 also writes buffers, and what comes from
     ranks that do not see the file. Names, shapes and bits are those of `zs.full_state_dict(model)`. Tied tensors are written
     once, under their first name, with the other names in the metadata, as `safetensors.torch.save_model` does. On a mesh with
     model axes parameters are whole, and the file has all stages of a pipeline. The file has another name until it is complete.

@@ -72,7 +72,7 @@ class Save:
 
     Threads: the rank's main thread calls the methods; a background save's thread sets the events and `_error`; `wait` joins it.
 
-        Attributes:
+    Attributes:
         path: where the checkpoint is when it is complete.
         nbytes: bytes of this rank's file.
         snapshot_nbytes: host memory that holds the copy while it is written; it is kept for the next asynchronous save.

@@ -13,7 +13,7 @@ from ..utils.version import __version__
 from .arguments import EXTRAS, UsageError, closest, how_to_install, verbose
 from .exit_codes import ExitCode
 
-COMMANDS = {  # name -> (module with main(argv) -> int, what it does)
+COMMANDS = {  # name -> (module with main(argv) -> int, its description in `zeroshard --help`)
     "train": ("zeroshard.cli.train", "train a byte-level GPT on a folder of text"),
     "plan": ("zeroshard.cli.plan", "tell what a run will hold and send, and whether it fits, before it runs"),
     "simulate": ("zeroshard.cli.simulate", "tell how long a step of a run will take, and what bounds it"),
@@ -26,11 +26,11 @@ COMMANDS = {  # name -> (module with main(argv) -> int, what it does)
     "bench": ("benchmarks", "measure zeroshard beside its peers"),
     "completion": ("zeroshard.cli.completion", "print what bash or zsh needs to complete these commands"),
 }
-_FLAGS = ("-q", "--quiet", "-v", "--verbose")  # of every command: they may stand before its name, too
+_FLAGS = ("-q", "--quiet", "-v", "--verbose")  # options of every command, which may also stand before its name
 
 
 def usage() -> str:
-    """The text of `zeroshard --help`."""
+    """Return the text of `zeroshard --help`."""
     lines = ["usage: zeroshard COMMAND [options]", "", "ZeRO stages 0 to 3 in pure Python on PyTorch.", "", "commands:"]
     lines += [f"  {name:12}{what}" for name, (_, what) in COMMANDS.items()]
     lines += ["", "options of every command:", "  -q, --quiet    print the result alone", "  -v, --verbose  print more"]
@@ -39,7 +39,7 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit code."""
+    """Run a subcommand; return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     flags = [argv.pop(0) for _ in range(len(argv)) if argv[0] in _FLAGS]
     if not argv or argv[0] in ("-h", "--help"):
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.DONE
     try:
         code = command_of(argv[0])([*flags, *argv[1:]])
-        sys.stdout.flush()  # here, where it can be told that nobody reads
+        sys.stdout.flush()  # a BrokenPipeError must be raised here, where it is handled
         return int(code)
     except UsageError as error:
         return report_error(str(error))
@@ -75,7 +75,7 @@ def _broke_off() -> int:
 
 
 def _unread() -> bool:
-    """Whether who read the output is gone (`zeroshard plan ... | head`); if so, what is left of it goes nowhere."""
+    """Return True if the reader of stdout has ended (`zeroshard plan ... | head`), and then discard the rest of the output."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)
     gone = any(event & select.POLLERR for _, event in output.poll(0))
@@ -85,7 +85,7 @@ def _unread() -> bool:
 
 
 def report_error(message: str) -> int:
-    """Print a mistake in the call on one line of stderr, with --verbose below its traceback; returns its exit code."""
+    """Print the message of a usage error on one line of stderr, with --verbose after its traceback; return ExitCode.USAGE."""
     if verbose() and sys.exc_info()[0] is not None:
         traceback.print_exc()
     print(f"zeroshard: error: {message}", file=sys.stderr, flush=True)
@@ -103,7 +103,7 @@ def command_of(name: str) -> Callable[[list[str]], int]:
 
 
 def find_benchmarks(command: str) -> None:
-    """Make `benchmarks`, which is in the repository and not in an installed wheel, importable.
+    """Make the package `benchmarks` importable, which is in the repository but not in an installed wheel.
 
     Raises:
         UsageError: zeroshard was installed without its repository.

@@ -1,7 +1,7 @@
-"""Command-line parsing whose errors are one line, name the option and suggest the remedy.
+"""The parser of all commands. Its errors are one line, name the option and suggest the remedy.
 
-Every command parses by `Parser`, which adds the two options that all of them have: `--quiet` leaves the result alone,
-`--verbose` prints more. `sheets.show` and the commands ask `quiet()` and `verbose()` what the caller chose.
+Every command parses with `Parser`, which adds the two options that all of them have: with `--quiet` a command prints
+its result only, with `--verbose` more than usual. `quiet()` and `verbose()` return whether they were given.
 """
 
 import argparse
@@ -16,36 +16,36 @@ EXTRAS = {  # library -> the extra of pyproject.toml that installs it
     "psutil": "bench",
 }  # fmt: skip
 _chosen = {"quiet": False, "verbose": False}
-_asked: list[bool] = []  # not empty while `parser_of` asks a command for its parser
+_asked: list[bool] = []  # not empty while `parser_of` calls a command to get its parser
 
 
 def quiet() -> bool:
-    """Whether the command prints its result alone."""
+    """Return True if --quiet was given: the command prints its result only."""
     return _chosen["quiet"]
 
 
 def verbose() -> bool:
-    """Whether the command prints more than usual."""
+    """Return True if --verbose was given: the command prints more than usual."""
     return _chosen["verbose"]
 
 
 class UsageError(Exception):
-    """A mistake of the person who called the command: shown as one line, without a traceback."""
+    """A mistake in the call of a command; it is shown as one line, without a traceback."""
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?` if `word` resembles one of `known`, else an empty text."""
+    """Return "; did you mean ...?" if `word` resembles one of `known`, else ""."""
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {found[0]}?" if found else ""
 
 
 def how_to_install(library: str) -> str:
-    """The command that installs an optional library, in a clone of this repository."""
+    """Return the shell command that installs an optional library, in a clone of this repository."""
     return f"pip install -e '.[{EXTRAS[library]}]'"
 
 
 def _formatter() -> type[argparse.HelpFormatter]:
-    """argparse's own, or that of rich-argparse where it is installed and a terminal shows colours."""
+    """Return the class of help formatters: that of rich-argparse if it is installed and stdout a terminal, else argparse's."""
     if not sys.stdout.isatty():
         return argparse.ArgumentDefaultsHelpFormatter
     try:
@@ -56,7 +56,7 @@ def _formatter() -> type[argparse.HelpFormatter]:
 
 
 def _help_formatter(prog: str) -> argparse.HelpFormatter:
-    """A formatter that shows defaults, except where there is none or the help already tells it, and short names for values."""
+    """Return a formatter that shows short names for values, and defaults unless the help text already has them."""
 
     class _Help(_formatter()):  # type: ignore[misc]
         def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -72,9 +72,9 @@ def _help_formatter(prog: str) -> argparse.HelpFormatter:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that raises `UsageError` instead of leaving the process, and knows what was meant.
+    """An ArgumentParser that raises `UsageError` instead of ending the process, and suggests names for unknown options.
 
-    renamed: old spellings of options, each with the option to write instead; they are refused by that name.
+    renamed: old name of an option -> its new name. An old name raises `UsageError`, which says the new one.
     """
 
     renamed: dict[str, str]
@@ -90,7 +90,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see {self.prog} --help")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse all of `argv`; the first argument that is not an option of this command is an error."""
+        """Parse all of `argv`. Raises UsageError for an unknown option."""
         if _asked:
             raise _Answer(self)
         for word in argv:
@@ -109,11 +109,11 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Answer(Exception):
-    """Carries the parser of a command out of it."""
+    """The exception by which a command's `parse` hands its parser to `parser_of`."""
 
 
 def parser_of(main: Callable[[list[str]], int]) -> Parser:
-    """The parser of a command. `main` is called, and left where it would parse, before it does anything."""
+    """Return the parser of a command: call its `main`, which makes the parser first, and leave it when it parses."""
     _asked.append(True)
     try:
         main([])
@@ -124,11 +124,11 @@ def parser_of(main: Callable[[list[str]], int]) -> Parser:
     raise AssertionError(f"{main.__module__}.main parses by no Parser")
 
 
-_LONG = 20  # characters of choices, which then stand in the help and not in the place of the value
+_LONG = 20  # choices of more characters are listed in the help text, not in place of the value
 
 
 def add_options(parser: Parser, kind: type) -> None:
-    """One option for each field of a dataclass that has metadata: help, group (its heading in --help) and argparse's settings."""
+    """Add an option for each field of a dataclass with metadata: help, group (heading in --help), and argparse's settings."""
     groups: dict[str, argparse._ArgumentGroup] = {}
     for option in fields(kind):
         if not option.metadata:

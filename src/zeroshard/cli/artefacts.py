@@ -1,6 +1,6 @@
 """The folder of a run: metrics.jsonl, checkpoints/, model.safetensors, config.json, sample.txt, plot.png, report.json.
 
-metrics.jsonl comes first and report.json last, so the one says that there is a run, and the other that it is finished.
+metrics.jsonl is written first and report.json last: the first shows that there is a run, the last that it is finished.
 """
 
 import json
@@ -24,25 +24,25 @@ CONFIG, PLOT = "config.json", "plot.png"
 
 
 class RunFolder:
-    """Writes the results of rank 0. A run folder never overwrites another run's."""
+    """The folder of a run, into which rank 0 writes its results. It never overwrites the results of another run."""
 
-    path: Path  # of the folder
-    records: list[dict[str, Any]]  # what metrics.jsonl holds: one row per step or look at the held-out text
+    path: Path
+    records: list[dict[str, Any]]  # rows of metrics.jsonl: one per step or evaluation on the held-out text
 
     def __init__(self, path: Path, records: list[dict[str, Any]]) -> None:
-        """records: rows that are there already, of a run that is resumed. Others there are dropped."""
+        """Open the folder `path`, and write metrics.jsonl anew. records: its first rows, those of a run that is resumed."""
         self.path, self.records = path, records
         self.write_text(METRICS, "".join(json.dumps(row) + "\n" for row in records))
         self._metrics = open(self.path / METRICS, "a", buffering=1)  # noqa: SIM115  # open for the whole run
 
     @classmethod
     def create(cls, out: str | None) -> "RunFolder":
-        """A new run's. Raises UsageError."""
+        """Make the folder of a new run (None: below runs/). Raises UsageError."""
         return cls(cls._create(out), [])
 
     @staticmethod
     def recorded(path: Path, step: int) -> list[dict[str, Any]]:
-        """The rows of a run up to `step`, from which it goes on: those of later steps were not saved."""
+        """Return the rows of metrics.jsonl up to `step`, that of the checkpoint from which the run is resumed."""
         records = []
         for line in (path / METRICS).read_text().splitlines() if (path / METRICS).exists() else ():
             try:
@@ -55,9 +55,9 @@ class RunFolder:
 
     @staticmethod
     def with_checkpoints(out: str | None, resume: str) -> Path:
-        """The folder of the run to resume: `resume`, --out, or the newest run that has checkpoints. Raises UsageError.
+        """Return the folder of the run to resume: `resume`, --out, or the newest run that has checkpoints. Raises UsageError.
 
-        One that was ended before it saved its first checkpoint is as good.
+        A folder that is named may also hold an unfinished run without checkpoints.
         """
         named = resume or out
         if named is not None:
@@ -71,12 +71,12 @@ class RunFolder:
 
     @staticmethod
     def unfinished(path: Path) -> bool:
-        """Whether a folder holds a run that was ended before all its results were written."""
+        """Return True if a folder holds a run that ended before all its results were written."""
         return (path / METRICS).is_file() and not (path / REPORT).exists()
 
     @staticmethod
     def finished(path: Path, step: int) -> bool:
-        """Whether a folder holds all results of a run that took `step` steps."""
+        """Return True if a folder holds all results of a run of `step` steps."""
         try:
             reported = json.loads((path / REPORT).read_text())["last_step"]["step"]
         except (OSError, ValueError, KeyError, TypeError):
@@ -112,7 +112,7 @@ class RunFolder:
         self.write_text(name, json.dumps(values, indent=2) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
-        """Make a file, or replace it: with all its content or not at all."""
+        """Write a file atomically: it replaces an old one only once all its content is written."""
         scratch = self.path / f".{name}.{secrets.token_hex(3)}.tmp"
         try:
             scratch.write_text(text, encoding="utf-8")
@@ -124,7 +124,7 @@ class RunFolder:
     def write_plot(self, baselines: Mapping[str, float]) -> None:
         """Draw loss (bits per byte) and resident memory over time; `baselines` are compressors in bits per byte.
 
-        Where matplotlib is not installed, a line says how to install it.
+        Prints how to install matplotlib if it is not installed.
         """
         drawn(self.path / PLOT, lambda: plot(self.records, baselines).savefig(self.path / PLOT, dpi=120))
 
@@ -133,7 +133,7 @@ class RunFolder:
 
 
 def plot(records: list[dict[str, Any]], baselines: Mapping[str, float]) -> "Figure":
-    """The figure of a run, from the rows of metrics.jsonl."""
+    """Return the figure of a run, drawn from the rows of metrics.jsonl."""
     from matplotlib.figure import Figure
 
     steps = [row for row in records if "loss" in row]

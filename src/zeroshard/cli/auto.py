@@ -1,8 +1,8 @@
-"""`zeroshard plan --auto`: the layout that trains fastest within memory, and the configuration that says so.
+"""The search of `zeroshard plan --auto`: the fastest layout that fits into memory, and its configuration file.
 
     zeroshard plan gpt-13b --ranks 64 --hardware a100-80gb --auto --global-batch 512 --write-config layout.json
 
-The file is what `zeroshard train --config`, zs.shard(config=...) and zeroshard.deepspeed read.
+`zeroshard train --config`, zs.shard(config=...) and zeroshard.deepspeed read this file.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from ..planner.tables import Table
 
 
 def choose(request: Request, global_batch: int, fixed: dict[str, Any], lossy: bool) -> tuple[Request, list[Plan], Found]:
-    """The fastest request for this model on these ranks, its plans, and what else was found. Raises ConfigError."""
+    """Search for the fastest layout of a request; return its request, its plans, and the search's result. Raises ConfigError."""
     made: dict[Layout, tuple[Request, list[Plan]]] = {}
 
     def verify(layout: Layout) -> Plan:
@@ -41,7 +41,7 @@ def choose(request: Request, global_batch: int, fixed: dict[str, Any], lossy: bo
 
 
 def table(found: Found) -> Table:
-    """The best and the runner-up."""
+    """Return a table of the best layout and the runner-up."""
     shown = {"the fastest": found.best, "runner-up": found.runner_up}
     rows = [_row(name, each, found.hardware.spread) for name, each in shown.items() if each is not None]
     counts = ", ".join(f"{number:,} {name}" for name, number in found.considered.items())
@@ -57,5 +57,5 @@ def _row(name: str, each: Candidate, spread: Sequence[float]) -> tuple[str, ...]
 
 
 def write(found: Found, path: str, offload_path: str | None) -> None:
-    """The configuration. Raises ConfigError."""
+    """Write the configuration of the best layout to a file. Raises ConfigError."""
     write_config(found, path, offload_path=offload_path)

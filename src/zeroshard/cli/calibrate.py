@@ -1,4 +1,4 @@
-"""`zeroshard calibrate`: measure this machine, and write a hardware file for `zeroshard plan` and `zeroshard simulate`."""
+"""The command `zeroshard calibrate`: measure this machine, and write a hardware file for `zeroshard plan` and `simulate`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,9 +8,9 @@ from .sheets import say
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, print what was found, write the file."""
+    """Measure, print the results and write the file; return the exit code."""
     options = parser().parse(argv)
-    from ..planner.simulator.calibrate import command  # torch takes a second: --help needs none
+    from ..planner.simulator.calibrate import command  # importing torch takes a second, and --help does not need it
 
     try:
         return command(options.ranks, options.path, options.out, say)
@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> Parser:
-    """The command line of `zeroshard calibrate`."""
+    """Return the parser of `zeroshard calibrate`."""
     made = Parser(prog="zeroshard calibrate", description="Measure this machine for zeroshard plan and zeroshard simulate.")
     made.add_argument("--ranks", type=int, default=2, help="processes that measure at the same time")
     made.add_argument("--path", metavar="DIR", help="a folder on the local disk to measure (default: no disk)")

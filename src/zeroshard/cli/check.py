@@ -1,13 +1,13 @@
-"""`zeroshard check`: what becomes of each key of a DeepSpeed configuration, before a run finds out.
+"""The command `zeroshard check`: show how zeroshard treats each key of a DeepSpeed configuration.
 
     zeroshard check ds_config.json
     zeroshard check ds_config.json --ranks 64 --json
 
 served       zeroshard does what the key says
 translated   it does so by the option of zs.shard that is shown
-ignored      nothing follows from the key, for the reason that is shown
-off, open    the key asks for nothing; it is "auto", which the program that reads the file fills in
-refused      `deepspeed.initialize` would raise an error (exit code 1), with the remedy that is shown
+ignored      the key has no effect, for the reason that is shown
+off, open    the value asks for nothing (off), or is "auto", which the program that reads the file fills in (open)
+refused      `deepspeed.initialize` would raise an error with the remedy that is shown; the exit code is 1
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 
 def main(argv: Sequence[str]) -> int:
-    """Judge and print; returns the exit code."""
+    """Judge a configuration file and print the result; return the exit code."""
     options = parser().parse(argv)
     try:
         given = read_config(options.config)
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def judged(given: dict[str, Any], ranks: int | None) -> list[Judgement]:
-    """Each key with what becomes of it; an error that no single key makes has a row of its own."""
+    """Return each key with its treatment; an error that is due to several keys has a row of its own, "(together)"."""
     found = list(judge(given))
     accepted = given
     for each in found:
@@ -84,11 +84,11 @@ def _translated(each: Judgement, options: dict[str, Any]) -> Judgement:
 
 
 def _config(given: dict[str, Any], ranks: int | None) -> DeepSpeedConfig:
-    """The configuration as a run of `ranks` reads it; None: as many as its three batch sizes say, else 1."""
+    """Return the configuration of a run of `ranks`; None: the number that follows from its three batch sizes, else 1."""
     auto = [name for name in _BATCH if given.get(name) == "auto"]
     given = {name: value for name, value in given.items() if name not in auto}
     if auto and not {*_BATCH[:2]} & given.keys():
-        given["train_micro_batch_size_per_gpu"] = 1  # whatever the program fills in
+        given["train_micro_batch_size_per_gpu"] = 1  # stands for the value that the program fills in
     sizes = [size for size in map(given.get, _BATCH) if isinstance(size, int) and size > 0]
     if ranks is None and len(sizes) == len(_BATCH):
         ranks = max(sizes[0] // (sizes[1] * sizes[2]), 1)
@@ -96,7 +96,7 @@ def _config(given: dict[str, Any], ranks: int | None) -> DeepSpeedConfig:
 
 
 def _problem(given: dict[str, Any], ranks: int | None) -> str | None:
-    """The first error that a run would meet; None without one."""
+    """Return the message of the first error that a run would raise; None without one."""
     try:
         config = _config(given, ranks)
         shard_options(config)
@@ -107,14 +107,14 @@ def _problem(given: dict[str, Any], ranks: int | None) -> str | None:
         optimizer = build_optimizer(config, [parameter])
         if config.scheduler_name is not None:
             schedule_from_config(config.scheduler_name, config.scheduler_params, optimizer)
-    except Exception as error:  # of DeepSpeed's interface, of pydantic, of the class that is named
+    except Exception as error:  # from zeroshard.deepspeed, pydantic, or the optimizer's or scheduler's class
         texts = [each["msg"] for each in error.errors()] if hasattr(error, "errors") else [str(error)]
         return " ".join(texts[0].split())
     return None
 
 
 def _without(config: dict[str, Any], written: str) -> dict[str, Any]:
-    """The configuration without one key."""
+    """Return the configuration without one key."""
     name, _, rest = written.partition(".")
     if rest and isinstance(config.get(name), dict):
         return {**config, name: _without(config[name], rest)}
@@ -126,12 +126,12 @@ def _shown(value: Any) -> str:
 
 
 def parser() -> Parser:
-    """The command line of `zeroshard check`."""
+    """Return the parser of `zeroshard check`."""
     made = Parser(
         prog="zeroshard check", usage="%(prog)s [options] FILE",
         description="Tell what becomes of each key of a DeepSpeed configuration; exit code 1 if one is refused.",
     )  # fmt: skip
     made.add_argument("config", metavar="FILE", help="a DeepSpeed configuration (JSON), as deepspeed.initialize takes it")
-    made.add_argument("--ranks", type=int, help="of the run (default: as the three batch sizes say, else 1)")
+    made.add_argument("--ranks", type=int, help="ranks of the run (default: as the three batch sizes say, else 1)")
     made.add_argument("--json", action="store_true", help="print JSON: an object with file, refused, counts and keys")
     return made

@@ -1,4 +1,4 @@
-"""`zeroshard completion`: what a shell needs to complete the commands and their options, made by shtab.
+"""The command `zeroshard completion`: print a shell script, made by shtab, that completes commands and their options.
 
 source <(zeroshard completion bash)                              in bash, for this session
 zeroshard completion zsh > "${fpath[1]}/_zeroshard"              in zsh, for all sessions to come
@@ -15,9 +15,9 @@ SHELLS = ("bash", "zsh")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the script. Where shtab is not installed, `zeroshard` says how to install it."""
+    """Print the script; return the exit code."""
     options = parser().parse(argv)
-    import shtab  # zeroshard: where it is not installed, `main` of this package says how to install it
+    import shtab  # if it is not installed, `main` of this package prints how to install it
 
     whole = argparse.ArgumentParser(prog="zeroshard")
     commands = whole.add_subparsers()
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             made = parser_of(command_of(name))
         except UsageError:
-            continue  # an installed wheel has no races and no papers
+            continue  # bench and papers, which are not in an installed wheel
         for action in made._actions:
             places = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY, "OUT": shtab.FILE}
             if action.metavar in places:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> Parser:
-    """The command line of `zeroshard completion`."""
+    """Return the parser of `zeroshard completion`."""
     made = Parser(
         prog="zeroshard completion", usage="%(prog)s [options] SHELL",
         description="Print the script by which a shell completes these commands: source <(zeroshard completion bash)",

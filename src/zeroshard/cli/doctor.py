@@ -1,10 +1,10 @@
-"""`zeroshard doctor`: what this machine and environment offer, and what would go wrong, in one screen.
+"""The command `zeroshard doctor`: show the facts of this machine and environment, and problems that training would meet.
 
     zeroshard doctor
     zeroshard doctor --json
 
-`findings` judges the facts of environment.py: a PROBLEM prevents training (exit code 1), a WARNING makes it slow or some
-of it fail, a NOTE says what else there is to know. Each names the remedy.
+`findings` judges the facts of environment.py: a PROBLEM prevents training (exit code 1), a WARNING makes training slow or
+some features fail, a NOTE is for information. Each names the remedy.
 """
 
 import dataclasses
@@ -21,15 +21,15 @@ from .ranks import VARIABLES
 from .sheets import Sheet, gigabytes, print_json, show
 
 PROBLEM, WARNING, NOTE = "problem", "warning", "note"
-OLDEST_TORCH = (2, 11)  # pyproject.toml
-_LITTLE_MEMORY_NBYTES = 2 << 30  # torch and its libraries take half of it
-_LITTLE_SHARED_MEMORY_NBYTES = 1 << 30  # containers start with 64 MiB
+OLDEST_TORCH = (2, 11)  # as in pyproject.toml
+_LITTLE_MEMORY_NBYTES = 2 << 30  # less gives a warning, as for the next two; torch and its libraries take half of it
+_LITTLE_SHARED_MEMORY_NBYTES = 1 << 30  # containers have 64 MiB by default
 _LITTLE_DISK_NBYTES = 5 << 30
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What would go wrong, why, and what to do."""
+    """A problem, warning or note on this environment, with its remedy."""
 
     level: str
     what: str
@@ -37,7 +37,7 @@ class Finding:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Look, judge and print; returns the exit code: 1 if something prevents training."""
+    """Print the facts and findings; return the exit code, 1 if something prevents training."""
     options = parser().parse(argv)
     here = look()
     found = sorted(findings(here), key=lambda finding: (PROBLEM, WARNING, NOTE).index(finding.level))
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> Parser:
-    """The command line of `zeroshard doctor`."""
+    """Return the parser of `zeroshard doctor`."""
     made = Parser(
         prog="zeroshard doctor",
         description="Show what this machine and environment offer, and what would go wrong; exit code 1 if nothing can train here.",
@@ -67,7 +67,7 @@ def parser() -> Parser:
 
 
 def facts_of(here: Environment) -> Iterator[tuple[str, str]]:
-    """(name, value) of each fact, as a reader wants it."""
+    """Yield (name, value) of each fact, as text for the terminal."""
     host = here.host
     yield "Python", f"{here.python}, {here.executable}"
     yield (
@@ -111,7 +111,7 @@ def facts_of(here: Environment) -> Iterator[tuple[str, str]]:
 
 
 def findings(here: Environment) -> Iterator[Finding]:
-    """What would go wrong here, and the remedy of each."""
+    """Yield the findings on an environment."""
     yield from _of_torch(here)
     yield from _of_gpus(here)
     yield from _of_host(here)
@@ -121,7 +121,7 @@ def findings(here: Environment) -> Iterator[Finding]:
 
 
 def _release(here: Environment) -> str:
-    """'2.13.0' of torch 2.13.0+cu130."""
+    """Return torch's release without the build: "2.13.0" for 2.13.0+cu130."""
     return here.torch.split("+")[0]
 
 

@@ -1,7 +1,7 @@
-"""What this machine and this Python environment offer to training: facts, without a judgement (doctor.py has those).
+"""The facts of this machine and Python environment that matter to training; doctor.py judges them.
 
-Nothing is changed and no peer is imported; what can only be known by trying (a backend, a GPU, direct I/O, a step of two
-ranks) is tried at the smallest size. Sizes are bytes, None what the system does not tell.
+`look` changes nothing and imports no peer (a library of PEERS). It tries a backend, each GPU, direct I/O and a step of two
+ranks, each at the smallest size. Sizes are bytes; None stands for values that the system does not tell.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ except ImportError:  # no POSIX system
     resource = None  # type: ignore[assignment]
 
 PEERS = ("transformers", "accelerate", "lightning", "pytorch-lightning", "peft", "trl", "deepspeed")
-EXTRAS = {  # optional libraries of the commands -> what is missing without them
+EXTRAS = {  # optional library of the commands -> its use
     "rich": "tables in frames", "matplotlib": "pictures",
 }  # fmt: skip
 BACKENDS = ("gloo", "nccl", "mpi")
@@ -46,7 +46,7 @@ _SHARED_MEMORY = "/dev/shm"
 
 @dataclass(frozen=True)
 class Gpu:
-    """problem: why the smallest kernel failed on it."""
+    """A GPU. problem: error of the smallest kernel on it; None if it ran."""
 
     name: str
     nbytes: int
@@ -56,7 +56,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Disk:
-    """A folder. direct: its files can be read and written without the page cache; problem: why no file could be made."""
+    """A folder. direct: its files can be read and written without the page cache; problem: error of making a file in it."""
 
     role: str
     path: str
@@ -68,21 +68,21 @@ class Disk:
 
 @dataclass(frozen=True)
 class Host:
-    """memory_left: by the name of each limit what it leaves. locked_nbytes: that may be pinned (ulimit -l), None: any."""
+    """The host. memory_left: bytes that each limit leaves, by its name. locked_nbytes: limit of pinned memory; None: none."""
 
-    cores: int  # that this process may use
+    cores: int  # cores that this process may use
     machine_cores: int
     memory_nbytes: int | None
     memory_left: dict[str, int]
     locked_nbytes: int | None
     memfd: bool  # ranks of one host can share memory
-    shared_memory_nbytes: int | None  # of /dev/shm
+    shared_memory_nbytes: int | None  # size of /dev/shm
     shared_memory_free_nbytes: int | None
 
 
 @dataclass(frozen=True)
 class DeepSpeed:
-    """What `import deepspeed` would find. resolves_to: "nothing", "deepspeed", "zeroshard"."""
+    """The module that `import deepspeed` would find. resolves_to: "nothing", "deepspeed" or "zeroshard"."""
 
     resolves_to: str
     path: str | None = None
@@ -90,7 +90,7 @@ class DeepSpeed:
 
 @dataclass(frozen=True)
 class Environment:
-    """All of it. None in `trials`: it works; else why it does not."""
+    """All facts. trials: name of what was tried -> its error; None if it works."""
 
     python: str
     executable: str
@@ -100,7 +100,7 @@ class Environment:
     build: str  # "CUDA 13.0", "ROCm 7.0" or "CPU"
     backends: dict[str, bool]
     gpus: list[Gpu]
-    driver: str | None  # of NVIDIA, whether torch can use it or not
+    driver: str | None  # version of NVIDIA's driver, also if torch cannot use it
     host: Host
     disks: list[Disk]
     packages: dict[str, str | None]
@@ -111,7 +111,7 @@ class Environment:
 
 
 def look() -> Environment:
-    """Find all of it out; seconds, most of them torch's for its first optimizer."""
+    """Find all facts. This takes seconds, most of which torch needs for its first optimizer."""
     backends = {name: dist.is_available() and bool(getattr(dist, f"is_{name}_available")()) for name in BACKENDS}
     trials: dict[str, Callable[[], Any]] = {"a step of two ranks": lambda: run_threads(2, _step, timeout_s=30.0)}
     if backends["gloo"]:
@@ -137,16 +137,16 @@ def look() -> Environment:
 
 
 def _problem(trial: Callable[[], Any]) -> str | None:
-    """Why it fails, on one line; None if it does not."""
+    """Call `trial`; return its error on one line, None if it does not raise."""
     try:
         trial()
-    except Exception as error:  # of whatever kind: it is shown
+    except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return None
 
 
 def _step(rank: int) -> None:
-    """The smallest training step that gathers, reduces and steps."""
+    """Train a small model for one step that gathers, reduces and steps."""
     with torch.random.fork_rng(devices=[]):
         model = nn.Linear(8, 8)
     model, optimizer = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, keep_host_memory=False)
@@ -156,14 +156,14 @@ def _step(rank: int) -> None:
 
 
 def _gloo() -> None:
-    """A group of one, with no store of torchrun's and not the default one: it opens the network device, as ranks will."""
+    """Make a gloo group of one rank with a store of its own: it opens the network device, as groups of several ranks do."""
     group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
     group.allreduce([torch.ones(1)]).wait()
 
 
 def _gpu(index: int) -> Gpu:
     known = torch.cuda.get_device_properties(index)
-    problem = _problem(lambda: (torch.ones(1, device=f"cuda:{index}") + 1).item())  # noqa: PLW0108  # all of it may fail
+    problem = _problem(lambda: (torch.ones(1, device=f"cuda:{index}") + 1).item())  # noqa: PLW0108  # each call may fail
     return Gpu(known.name, known.total_memory, f"{known.major}.{known.minor}", problem)
 
 
@@ -190,7 +190,7 @@ def _host() -> Host:
         memory_nbytes=pages,
         memory_left={
             limit.name: limit.nbytes for limit in limits() if pages is None or limit.nbytes <= pages
-        },  # else it limits nothing
+        },  # a limit above the machine's memory has no effect
         locked_nbytes=locked,
         memfd=hasattr(os, "memfd_create"),
         shared_memory_nbytes=shared.f_blocks * shared.f_frsize if shared else None,
@@ -204,7 +204,7 @@ def _disk(role: str, path: str) -> Disk:
     def probe() -> None:
         nonlocal free, direct
         free = shutil.disk_usage(path).free
-        with contextlib.redirect_stderr(io.StringIO()):  # that there is no direct I/O is shown as a fact
+        with contextlib.redirect_stderr(io.StringIO()):  # hides the warning about direct I/O, which facts_of shows
             file = open_file(name, 4096, create=True)
         direct = file.direct
         file.close()
@@ -222,10 +222,10 @@ def _version(name: str) -> str | None:
 
 
 def _deepspeed() -> DeepSpeed:
-    """By where it would be found, without importing it."""
+    """Return the module that `import deepspeed` would find, without importing it."""
     try:
         spec = util.find_spec("deepspeed")
-    except (ImportError, ValueError):  # a finder that refuses, a module without a spec
+    except (ImportError, ValueError):  # raised by a finder, or for a module without a spec
         spec = None
     if spec is None:
         return DeepSpeed("nothing")

@@ -4,7 +4,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """How a command ended. A command that a signal n ended has the code 128 + n, as shells count."""
+    """The exit code of a command. If signal n ended the command, it is 128 + n, as in shells."""
 
     DONE = 0
     NO = 1

@@ -1,4 +1,4 @@
-"""`zeroshard inspect`: what a run, a checkpoint, or every checkpoint of a folder holds, and whether its checksums hold.
+"""The command `zeroshard inspect`: show the content of a run, a checkpoint, or a folder of checkpoints; verify checksums.
 
 zeroshard inspect runs/7
 zeroshard inspect runs/7/checkpoints
@@ -19,11 +19,11 @@ from .artefacts import CHECKPOINTS, CONFIG, METRICS, MODEL, REPORT, RunFolder
 from .exit_codes import ExitCode
 from .sheets import Sheet, megabytes, print_json, show
 
-MOST = 90  # checkpoints that --json lists: the newest
+MOST = 90  # newest checkpoints that --json lists at most
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print; returns the exit code, `ExitCode.NO` if a checksum does not hold."""
+    """Inspect and print; return the exit code, `ExitCode.NO` if a checksum differs."""
     options = parser().parse(argv)
     where, run, found = Path(options.folder), None, []
     if options.name is None and (where / METRICS).is_file():
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_facts(folder: Path) -> dict[str, Any]:
-    """What the files of a run say about it; of one that was not finished less."""
+    """Return facts of a run from its files: fewer for a run that was not finished."""
     records = RunFolder.recorded(folder, sys.maxsize)
     steps, looks = [row for row in records if "loss" in row], [row for row in records if "held_out_bits_per_byte" in row]
     config, report = _read(folder / CONFIG), _read(folder / REPORT)
@@ -76,7 +76,7 @@ def _shape(model: dict[str, Any] | None) -> str | None:
 def _read(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
-    except (OSError, ValueError):  # of a run that was not finished
+    except (OSError, ValueError):  # missing if the run was not finished
         return {}
 
 
@@ -99,14 +99,14 @@ def _show(run: dict[str, Any] | None, found: list[zs.Inspection]) -> None:
 
 
 def _summary(one: zs.Inspection) -> dict[str, Any]:
-    """One of several checkpoints, for a line of JSON."""
+    """Return facts of one of several checkpoints, for a line of JSON."""
     facts = {key: one.facts.get(key) for key in ("world_size", "stage", "precision", "time")}
     return {"path": one.path, "step": one.step, **facts, "numel": one.numel, "nbytes": one.nbytes, "checksums": one.checksums,
             "damage": one.damage}  # fmt: skip
 
 
 def _overview(found: list[zs.Inspection]) -> Sheet:
-    """Of a folder of checkpoints, one a row."""
+    """Return the table of a folder of checkpoints, one per row."""
     header = ("checkpoint", "step", "ranks", "stage", "precision", "parameters", "size", "saved", "checksums")
     rows = []
     for one in found:
@@ -117,7 +117,7 @@ def _overview(found: list[zs.Inspection]) -> Sheet:
 
 
 def _details(one: zs.Inspection) -> Sheet:
-    """Of one checkpoint, one fact a row."""
+    """Return the table of one checkpoint, one fact per row."""
     rows = {"format": one.kind, "step": one.step, "checksums": one.checksums}
     rows |= {key.replace("_", " "): value for key, value in one.facts.items() if value is not None}
     rows["parameters"] = f"{one.numel:,} in {one.tensors} tensors"
@@ -137,15 +137,15 @@ def _files(one: zs.Inspection) -> Sheet:
 
 
 def parser() -> Parser:
-    """The command line of `zeroshard inspect`."""
+    """Return the parser of `zeroshard inspect`."""
     made = Parser(
         prog="zeroshard inspect", usage="%(prog)s [options] DIR",
         description="Show what is in a run or a checkpoint, and verify its checksums; exit code 1 if one does not hold.",
     )  # fmt: skip
     made.add_argument("folder", help="a run of `zeroshard train`, a checkpoint, or a folder of checkpoints", metavar="DIR")
-    made.add_argument("--name", help="of one checkpoint in a folder of them (default: all)")
+    made.add_argument("--name", help="one checkpoint in a folder of checkpoints (default: all)")
     made.add_argument(
-        "--json", action="store_true", help="print JSON: a list of checkpoints; of a run an object with run and checkpoints"
+        "--json", action="store_true", help="print JSON: a list of checkpoints; for a run an object with run and checkpoints"
     )
     made.add_argument("--no-verify", action="store_true", help="do not compare checksums")
     return made

@@ -1,9 +1,9 @@
-"""The option `--mesh`: how many ranks stand along each axis of a mesh, and how that is said on one line.
+"""The option `--mesh`: the numbers of ranks along the axes of a mesh, as text on one line.
 
-    dp=2,pp=2,tp=2      8 ranks; rank = (pp place x dp + dp place) x tp + tp place
+    dp=2,pp=2,tp=2      8 ranks; rank = (pp index x dp + dp index) x tp + tp index
 
-Whatever the order in which they are given, ranks of tp are neighbours, which send most, and those of pp are farthest
-apart, which send least: so that tp stays inside of a node where it can.
+In whatever order the axes are given, ranks along tp, which send most, are neighbours, and ranks along pp, which send
+least, are farthest apart, so that tp stays inside of a node where possible.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ AXES = ("pp", "dp", "tp")  # outermost first
 
 @dataclass(frozen=True)
 class MeshAxes:
-    """Ranks along each axis."""
+    """The numbers of ranks along the axes of a mesh."""
 
-    pp: int = 1  # stages of blocks
-    dp: int = 1  # groups that share the batch, and the model states by ZeRO
-    tp: int = 1  # parts of each weight
+    pp: int = 1  # pipeline stages
+    dp: int = 1  # data parallelism with ZeRO: parts of the batch
+    tp: int = 1  # tensor parallelism: parts of each weight
 
     @classmethod
     def parse(cls, text: str) -> MeshAxes:
-        """The axes that `dp=2,pp=2` names; others are 1. Raises UsageError."""
+        """Parse a text such as `dp=2,pp=2`; axes that are not named are 1. Raises UsageError."""
         found: dict[str, int] = {}
         for part in text.split(","):
             name, _, count = (word.strip() for word in part.partition("="))
@@ -48,15 +48,15 @@ class MeshAxes:
 
     @property
     def cuts_model(self) -> bool:
-        """Whether a rank has only a part of the model: more than data parallelism."""
+        """True if a rank has only a part of the model: with tensor or pipeline parallelism."""
         return self.pp * self.tp > 1
 
     def data_place(self, rank: int) -> int:
-        """Which part of the batch a rank reads: its place along dp."""
+        """Return a rank's index along dp: that of the part of the batch that it reads."""
         return rank // self.tp % self.dp
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise UsageError unless these are the ranks of the mesh; says the nearest mesh that they would be."""
+        """Raise UsageError, which suggests a mesh or number of ranks, unless the mesh has as many ranks."""
         if ranks == self.ranks:
             return
         model, got = self.pp * self.tp, f"--mesh: expected axes that multiply to the {ranks} ranks, got {self} = {self.ranks}"
@@ -67,7 +67,7 @@ class MeshAxes:
         raise UsageError(f"{got}; pp x tp = {model} needs a multiple of it: try {near} ranks")
 
     def check_model(self, shape: GPTConfig) -> None:
-        """Raise UsageError unless heads divide over tp, and each stage of pp gets a block."""
+        """Raise UsageError unless tp divides the attention heads, and each stage of pp gets a block."""
         if shape.heads % self.tp:
             divisors = [count for count in range(1, shape.heads + 1) if shape.heads % count == 0]
             near = {max(d for d in divisors if d <= self.tp), min((d for d in divisors if d > self.tp), default=shape.heads)}

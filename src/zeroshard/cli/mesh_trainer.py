@@ -1,13 +1,13 @@
-"""The training loop of `zeroshard train` where ranks have parts of the model: all that the command asks of `zs.parallelize`.
+"""The training loop of `zeroshard train` where ranks have parts of the model, with `zs.parallelize`.
 
     zs.parallelize(model, mesh, optimizer=make, config=..., micro_batches=..., ...) -> run
         make(parameters) -> optimizer          called with the parameters of this rank's part of the model
-        run.model, run.optimizer               this rank's part; what zs.report, zs.save and zs.close take
+        run.model, run.optimizer               this rank's part of the model, and its optimizer; zs.report and zs.save take them
         run.step(inputs, targets) -> loss      forward and backward of all micro-batches, the optimizer's step; mean loss
         run.evaluate(inputs, targets) -> nats  without gradients; summed loss over the targets that are not IGNORED
 
-Inputs and targets, each (rows, seq), are the part of the batch that belongs to this rank's place along dp; ranks that
-differ in pp or tp give the same ones, and are given the same number.
+Inputs and targets, each (rows, seq), are the part of the batch for this rank's index along dp. Ranks that differ only in
+pp or tp pass the same inputs and targets, and get the same result.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from .options import TrainOptions
 from .ranks import Ranks
 from .trainer import Trainer
 
-IGNORED = -100  # as a target: no loss, as in torch's cross_entropy
+IGNORED = -100  # a target without loss, as in torch's cross_entropy
 
 
 def parallelize(options: TrainOptions, ranks: Ranks) -> Any:
-    """The model over the mesh. The same seed gives every rank the same weights, of which it keeps its part."""
+    """Return the `zs.Parallel` of the model. The same seed gives every rank the same weights, of which it keeps its part."""
     torch.manual_seed(options.seed)
     axes = options.axes
     mesh = init_device_mesh(ranks.device.type, tuple(getattr(axes, name) for name in AXES), mesh_dim_names=AXES)
-    with torch.device("meta" if options.scale == "full" else ranks.device):  # no rank could hold a published model
+    with torch.device("meta" if options.scale == "full" else ranks.device):  # a published model in full may not fit on a rank
         model = GPT(options.model_config())
     make = functools.partial(torch.optim.AdamW, lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
     return zs.parallelize(
         model, mesh, optimizer=make, config=options.sharding(), micro_batches=options.accumulate,
-        sequence_parallel=options.sequence_parallel, loss_parallel=options.config is not None,  # as it was planned
+        sequence_parallel=options.sequence_parallel, loss_parallel=options.config is not None,  # plans count on loss_parallel
         schedule=options.schedule,
     )  # fmt: skip
 
 
 class MeshTrainer(Trainer):
-    """One run on one rank of a mesh. Text is shared along dp; the ranks of one place there read the same rows."""
+    """The run on one rank of a mesh. Text is divided along dp; ranks of the same index along dp read the same rows."""
 
     @property
     def data_place(self) -> int:
@@ -66,14 +66,14 @@ class MeshTrainer(Trainer):
         return self.run.model, self.run.optimizer
 
     def forecast(self) -> None:
-        """None: a forecast is of a step of data parallelism."""
+        """Return None: forecasts are for data parallelism only."""
 
     def _take_step(self, step: int) -> float:
         inputs, targets = self.batches.part(step, self.data_place, self.data_places)  # each (rows, seq), all micro-batches
         return float(self.run.step(inputs.to(self.ranks.device), targets.to(self.ranks.device)))
 
     def _scored_nats(self, windows: Tensor, scored: Tensor) -> float:  # (count, seq + 1), (count, seq)
-        """Rows are given in the shape of a training step's, which is what the stages of a pipeline expect."""
+        """Return the summed loss. Batches have the shape of a training step's, which the stages of a pipeline expect."""
         rows, total = self.options.global_batch // self.data_places, 0.0
         missing = -len(windows) % rows
         windows, scored = F.pad(windows, (0, 0, 0, missing)), F.pad(scored, (0, 0, 0, missing))

@@ -1,8 +1,8 @@
-"""The options of `zeroshard train`: their defaults, help and validation in one frozen dataclass.
+"""The options of `zeroshard train`, with their defaults, help and validation, in one frozen dataclass.
 
 `--global-batch` counts sequences of one optimizer step over all ranks and micro-batches, so the same command reads the same
 text on any number of ranks:   global batch = ranks x accumulate x sequences of one forward pass.
-On a mesh of ranks (`--mesh`), those along its axis dp read different text, and take the place of the ranks there.
+On a mesh of ranks (`--mesh`) the number of ranks along dp takes the place of that of all ranks.
 """
 
 import argparse
@@ -35,21 +35,21 @@ DEVICES = ("auto", "cpu", "cuda")
 OFFLOADS = ("none", "cpu", "nvme")
 # names of torch.distributed.pipelining
 SCHEDULES = ("gpipe", "1f1b", "loopedbfs", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev")
-_PLANNED = {  # option -> what zs.shard calls it
+_PLANNED = {  # option -> its name in zs.shard
     **{name: name for name in ("stage", "precision", "offload_optimizer", "offload_gradient", "offload_param", "offload_path", "shard_size")},
     "hpz": "zero_hpz_partition_size", "quantized_weights": "zero_quantized_weights", "quantized_gradients": "zero_quantized_gradients",
 }  # fmt: skip
 _WITHOUT_OPTION = ("max_unit_numel", "prefetch_nbytes", "hierarchical")
-OFFLOAD_PATH = "runs"  # on the disk of the working directory
+OFFLOAD_PATH = "runs"  # default folder of offload to nvme, in the working directory
 
 
 def _option(default: Any, text: str, **settings: Any) -> Any:
-    """A field of options. settings: those of argparse; group: the heading in --help below which the option stands."""
+    """Return a dataclass field for an option with help `text`. settings: of argparse, and `group`, its heading in --help."""
     return field(default=default, metadata={"help": text, **settings})
 
 
 def usual_precision(gpu: bool) -> str:
-    """The precision of every command where none is given."""
+    """Return the default precision of a run on GPUs or CPUs."""
     return "bf16" if gpu else "fp32"
 
 
@@ -61,11 +61,11 @@ _MESH, _MEMORY, _OFFLOAD, _NETWORK = "tensor and pipeline parallelism", "memory 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """A validated call of `zeroshard train`. Each field is the option of that name; what `preset` stands for is in the others."""
+    """The validated options of a run. Each field is the option of that name; the values of a `preset` are in its fields."""
 
-    stage: int = _option(3, "ZeRO stage: what is sharded", choices=(0, 1, 2, 3), type=int, group=_COMMON)
-    ranks: int | None = _option(None, "local ranks (default: the GPUs, without any 2)", type=int, group=_COMMON)
-    device: str = _option("auto", "auto: GPUs, one per rank, if there are", choices=DEVICES, group=_COMMON)
+    stage: int = _option(3, "ZeRO stage", choices=(0, 1, 2, 3), type=int, group=_COMMON)
+    ranks: int | None = _option(None, "local ranks (default: one per GPU; 2 without GPUs)", type=int, group=_COMMON)
+    device: str = _option("auto", "auto: a GPU per rank if there are enough", choices=DEVICES, group=_COMMON)
     precision: str = _option(
         "fp32", "fp32, bf16 or fp16; master weights are fp32 (default: bf16 on GPUs, fp32 on CPUs)", choices=PRECISIONS,
         metavar="DTYPE", group=_COMMON,
@@ -78,13 +78,13 @@ class TrainOptions:
     out: str | None = _option(None, "results (default: runs/<date>-<time>)", metavar="DIR", group=_COMMON)
     preset: str | None = _option(
         None, f"stage and offload by name: {', '.join(PRESETS)}; or model and stage of a published run: "
-        f"{', '.join(CASE_STUDIES)}; options beside it count",
+        f"{', '.join(CASE_STUDIES)}; other options override it",
         choices=(*PRESETS, *CASE_STUDIES), metavar="NAME", group=_COMMON,
     )  # fmt: skip
     config: str | None = _option(
-        None, "a plan that `zeroshard plan --auto` wrote; options beside it count", metavar="FILE", group=_COMMON
+        None, "a plan that `zeroshard plan --auto` wrote; other options override it", metavar="FILE", group=_COMMON
     )
-    scale: str | None = _option(None, "of a published run (default: tiny)", choices=SCALES, group=_MODEL)
+    scale: str | None = _option(None, "size of a published run (default: tiny)", choices=SCALES, group=_MODEL)
     layers: int | None = _option(None, "blocks, instead of those of --size", type=int, group=_MODEL)
     dim: int | None = _option(None, "width, instead of that of --size", type=int, group=_MODEL)
     heads: int | None = _option(None, "attention heads, instead of those of --size", type=int, group=_MODEL)
@@ -94,13 +94,13 @@ class TrainOptions:
     lr: float = _option(3e-3, "highest learning rate", type=float, group=_TRAINING)
     weight_decay: float = _option(0.1, "decay of AdamW", type=float, group=_TRAINING)
     max_grad_norm: float = _option(1.0, "clip to this norm; 0: never", type=float, group=_TRAINING)
-    seed: int = _option(0, "of weights, batches and the sample", type=int, group=_TRAINING)
+    seed: int = _option(0, "seed of weights, batches and the sample", type=int, group=_TRAINING)
     eval_every: int = _option(200, "steps between evaluations", type=int, group=_TRAINING)
     eval_bytes: int = _option(65536, "bytes of held-out text", type=int, group=_TRAINING)
     threads: int | None = _option(None, "CPU threads of a rank (default: cores / ranks)", type=int, group=_TRAINING)
     save_every: int = _option(0, "steps between checkpoints; 0: none", type=int, group=_OUTPUT)
     keep_last: int = _option(2, "checkpoints to keep", type=int, group=_OUTPUT)
-    save_in_background: bool = _option(False, "write checkpoints beside training", action="store_true", group=_OUTPUT)
+    save_in_background: bool = _option(False, "write checkpoints while training goes on", action="store_true", group=_OUTPUT)
     resume: str | None = _option(
         None, "go on with the newest checkpoint of this run (default: of --out, else of the newest run)", nargs="?", const="",
         metavar="DIR", group=_OUTPUT,
@@ -112,25 +112,23 @@ class TrainOptions:
         None, f"order of micro-batches in stages of pp: {', '.join(SCHEDULES)} (default: 1f1b)", choices=SCHEDULES, type=str.lower,
         metavar="NAME", group=_MESH,
     )  # fmt: skip
-    sequence_parallel: bool = _option(False, "cut norms along the sequence over tp", action="store_true", group=_MESH)
-    partition_activations: bool = _option(False, "cut kept block inputs over the ranks of tp", action="store_true", group=_MESH)
-    checkpoint_activations: bool = _option(
-        False, "keep inputs of blocks, compute the rest again", action="store_true", group=_MEMORY
-    )
+    sequence_parallel: bool = _option(False, "split norms along the sequence over tp", action="store_true", group=_MESH)
+    partition_activations: bool = _option(False, "split kept block inputs over the ranks of tp", action="store_true", group=_MESH)
+    checkpoint_activations: bool = _option(False, "keep inputs of blocks, recompute the rest", action="store_true", group=_MEMORY)
     tile_max_bytes: int | None = _option(None, "cut larger weights into tiles of this size", type=int, group=_MEMORY)
     max_live_parameters: int = _option(0, "elements kept gathered for backward", type=int, group=_MEMORY)
     prefetch_bucket_size: int | None = _option(None, "elements gathered ahead (default: 64 MiB)", type=int, group=_MEMORY)
     offload_optimizer: str = _option(
         "none", "TIER of optimizer states: none, cpu (host memory) or nvme (files)", **_TIER, group=_OFFLOAD
     )
-    offload_gradient: str | None = _option(None, "of gradients (default: cpu, with states)", **_TIER, group=_OFFLOAD)
-    offload_param: str = _option("none", "of parameters", **_TIER, group=_OFFLOAD)
-    offload_activations: str = _option("none", "of inputs of blocks", **_TIER, group=_OFFLOAD)
+    offload_gradient: str | None = _option(None, "TIER of gradients (cpu if states are offloaded)", **_TIER, group=_OFFLOAD)
+    offload_param: str = _option("none", "TIER of parameters", **_TIER, group=_OFFLOAD)
+    offload_activations: str = _option("none", "TIER of kept inputs of blocks", **_TIER, group=_OFFLOAD)
     offload_path: str | None = _option(
-        None, f"on a local disk, for nvme (default: {OFFLOAD_PATH}/)", metavar="DIR", group=_OFFLOAD
+        None, f"folder on a local disk, for nvme (default: {OFFLOAD_PATH}/)", metavar="DIR", group=_OFFLOAD
     )
     offload_ratio: float = _option(1.0, "share of states to offload", type=float, group=_OFFLOAD)
-    delayed_update: int | None = _option(None, "after N steps the host steps beside the device", type=int, group=_OFFLOAD)
+    delayed_update: int | None = _option(None, "step on the host beside computation, after N steps", type=int, group=_OFFLOAD)
     buffer_count: int = _option(8, "host buffers of a rank", type=int, group=_OFFLOAD)
     buffer_mib: int = _option(16, "MiB of each of these buffers", type=int, group=_OFFLOAD)
     pin_memory: bool = _option(
@@ -139,13 +137,13 @@ class TrainOptions:
     shard_size: int | None = _option(None, "shard over groups of N ranks (HSDP, MiCS)", type=int, group=_NETWORK)
     hpz: int = _option(1, "ranks of a secondary shard (hpZ)", type=int, group=_NETWORK)
     quantized_weights: str | None = _option(
-        None, f"parameters travel packed (qwZ): {', '.join(CODECS)}", choices=CODECS, metavar="NAME", group=_NETWORK
+        None, f"compress parameters (qwZ): {', '.join(CODECS)}", choices=CODECS, metavar="NAME", group=_NETWORK
     )
     quantized_gradients: str | None = _option(
-        None, f"gradients, too (qgZ): {', '.join(GRADIENT_CODECS)}", choices=GRADIENT_CODECS, metavar="NAME", group=_NETWORK
+        None, f"compress gradients (qgZ): {', '.join(GRADIENT_CODECS)}", choices=GRADIENT_CODECS, metavar="NAME", group=_NETWORK
     )
-    quantize_on_host: bool = _option(False, "pack between ranks that share memory, too", action="store_true", group=_NETWORK)
-    error_feedback: bool = _option(False, "add what packing lost to the next gradient", action="store_true", group=_NETWORK)
+    quantize_on_host: bool = _option(False, "compress between ranks that share memory, too", action="store_true", group=_NETWORK)
+    error_feedback: bool = _option(False, "add errors of compression to the next gradient", action="store_true", group=_NETWORK)
 
     def __post_init__(self) -> None:
         for name in ("ranks", "layers", "dim", "heads", "steps", "seq", "global_batch", "accumulate", "eval_every", "threads",
@@ -186,7 +184,7 @@ class TrainOptions:
             self._expect(name, getattr(self, name) is None or getattr(self, name) > 0, "a positive integer")
         try:
             config = self.sharding()
-        except zs.ConfigError as error:  # says what is wrong in the names of Config, which are those of the options
+        except zs.ConfigError as error:  # its message names fields of Config, which have the names of the options
             raise UsageError(str(error)) from None
         packs = bool(self.quantized_weights or self.quantized_gradients)
         self._expect(
@@ -208,7 +206,7 @@ class TrainOptions:
             raise UsageError(f"--{name.replace('_', '-')}: expected {expected}, got {getattr(self, name)}")
 
     def model_config(self) -> GPTConfig:
-        """The model's shape: the preset of `--size`, or a published run's, with what was given one by one."""
+        """Return the model's shape: that of --size or of a published run, changed by --layers, --dim and --heads."""
         if self.case_study is not None:
             shape = self.case_study.config(self.scale or SCALES[0])
         else:
@@ -219,16 +217,16 @@ class TrainOptions:
 
     @property
     def case_study(self) -> CaseStudy | None:
-        """The published run that `preset` names, if it names one."""
+        """The published run that `preset` names; None if it names none."""
         return CASE_STUDIES.get(self.preset or "")
 
     @property
     def axes(self) -> MeshAxes:
-        """The axes of `--mesh`; all 1 without it, whatever the number of ranks."""
+        """The axes of `--mesh`; without it all are 1, whatever the number of ranks."""
         return MeshAxes() if self.mesh is None else MeshAxes.parse(self.mesh)
 
     def sharding(self) -> zs.Config:
-        """The options of zs.shard."""
+        """Return the configuration for zs.shard."""
         return zs.Config(
             **self._planned(),
             stage=self.stage,
@@ -247,7 +245,7 @@ class TrainOptions:
         )
 
     def _planned(self) -> dict[str, Any]:
-        """What the file of `config` says beside what has an option of its own."""
+        """Return the options of zs.shard in the file of `config` that have no option of this command."""
         planned = {} if self.config is None else read_layout(self.config)["shard"]
         return {name: planned[name] for name in _WITHOUT_OPTION if name in planned}
 
@@ -262,33 +260,33 @@ class TrainOptions:
         )  # fmt: skip
 
     def activations(self) -> zs.Offload:
-        """Where the inputs of checkpointed blocks rest."""
+        """Return the tier of inputs of checkpointed blocks."""
         return self._offload(self.offload_activations)
 
     @property
     def offloads(self) -> bool:
-        """Whether a model state rests off the device."""
+        """True if a model state rests off the device."""
         config = self.sharding()
         tiers = (config.offload_optimizer.tier, config.offload_gradient.tier, config.offload_param.tier)
         return any(tier is not Tier.DEVICE for tier in tiers)
 
     @property
     def uses_tiers(self) -> bool:
-        """Whether a model state or activations rest off the device."""
+        """True if a model state or activations rest off the device."""
         return self.offloads or self.offload_activations != "none"
 
     @property
     def uses_disk(self) -> bool:
-        """Whether anything rests in files."""
+        """True if a model state or activations rest on disk."""
         return "nvme" in (self.offload_optimizer, self.offload_gradient, self.offload_param, self.offload_activations)
 
     @property
     def checkpoints(self) -> bool:
-        """Whether activations are checkpointed."""
+        """True if activations are checkpointed."""
         return self.checkpoint_activations or self.partition_activations or self.offload_activations != "none"
 
     def check_batch(self, world_size: int) -> None:
-        """Raise unless the mesh has as many ranks, and the batch divides evenly over them and over micro-batches."""
+        """Raise UsageError unless the mesh has as many ranks, and the batch divides over them and over micro-batches."""
         if self.mesh is not None:
             try:
                 self.axes.check_ranks(world_size)
@@ -304,7 +302,7 @@ class TrainOptions:
             )
 
     def _of_config(self, world_size: int) -> str:
-        """Where the mesh is that of a plan's file: which, and what to do."""
+        """Return the end of an error message, with the remedy, if the mesh is that of a plan's file; else ""."""
         if self.config is None or read_layout(self.config)["mesh"] != asdict(self.axes):
             return ""
         again = (
@@ -313,17 +311,17 @@ class TrainOptions:
         return f"; the mesh is that of --config {self.config}: plan again with `{again}`"
 
     def planned_otherwise(self, world_size: int) -> str:
-        """A sentence where the file of `config` was made for other ranks; "" where for these, or without one."""
+        """Return a sentence that says so if the file of `config` was made for other numbers of ranks; else ""."""
         axes = asdict(self.axes) if self.mesh is not None else {"dp": world_size}
         return "" if self.config is None else planned_otherwise(self.config, read_layout(self.config), axes)
 
     def to_dict(self) -> dict[str, Any]:
-        """All options, ready for JSON."""
+        """Return all options as plain types, for JSON."""
         return asdict(self)
 
 
 def parser() -> Parser:
-    """The command line of `zeroshard train`."""
+    """Return the parser of `zeroshard train`."""
     made = Parser(
         prog="zeroshard train", description="Train a byte-level GPT on a folder of text, sharded by ZeRO.",
         renamed={"--batch": "--global-batch", "--micro-batches": "--accumulate"},
@@ -333,15 +331,15 @@ def parser() -> Parser:
 
 
 def parse_train(argv: Sequence[str]) -> TrainOptions:
-    """Options from the command line; `UsageError` names the one that is wrong."""
+    """Parse the command line into options. Raises UsageError, which names the option that is wrong."""
     command = parser()
     chosen = command.parse(argv)
-    command.set_defaults(**_other_defaults(chosen))  # another row of defaults: what was given beside it counts
+    command.set_defaults(**_other_defaults(chosen))  # then parse again: options that were given override these defaults
     return TrainOptions(**vars(command.parse(argv)))
 
 
 def _other_defaults(chosen: argparse.Namespace) -> dict[str, Any]:
-    """What a preset and a mesh stand for, where nothing else is given."""
+    """Return the defaults that follow from a preset, a plan's file and a mesh."""
     if chosen.preset in PRESETS:
         row: dict[str, Any] = dict(PRESETS[chosen.preset])
     else:
@@ -360,7 +358,7 @@ def _other_defaults(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def _of_plan(chosen: argparse.Namespace) -> dict[str, Any]:
-    """The options that a plan's file stands for. Raises UsageError for a file that is none."""
+    """Return the options that a plan's file contains. Raises UsageError if the file is no plan."""
     try:
         plan = read_layout(chosen.config)
     except zs.ConfigError as error:
@@ -378,7 +376,7 @@ def _of_plan(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def _published(study: CaseStudy, scale: str | None) -> dict[str, Any]:
-    """The stage and the length of sequences of a published run; at full scale also its batch and precision."""
+    """Return the stage and the sequence length of a published run; at full scale also its batch and precision."""
     row: dict[str, Any] = {"stage": study.layout.stage, "seq": study.config(scale or SCALES[0]).seq_len, "ngram_rows": 0}
     if scale == "full":
         row |= {"global_batch": study.layout.global_batch, "precision": study.layout.precision}

@@ -1,4 +1,4 @@
-"""`zeroshard plan`: know before you run. What a rank will hold and send, whether it fits, and what would make it fit.
+"""The command `zeroshard plan`: show what a rank of a run will hold and send, whether it fits, and changes that make it fit.
 
     zeroshard plan llama-3-70b --ranks 64 --hardware h100-80gb
     zeroshard plan gpt-1t --mesh dp=16,pp=8,tp=8 --checkpoint-activations --out runs/plan
@@ -6,7 +6,7 @@
     zeroshard plan mine:vision --example mine:images --micro-batch 32
     zeroshard plan gpt-13b --ranks 64 --auto --global-batch 512 --write-config layout.json
 
-Exit code 0: it fits; 1: it does not; 2: a mistake in the call.
+Exit code 0: the run fits; 1: it does not; 2: a mistake in the call.
 """
 
 import json
@@ -38,7 +38,7 @@ _SEARCH = "search for the fastest layout"
 
 @dataclass(frozen=True)
 class Options(PlanOptions):
-    """Of `zeroshard plan`."""
+    """The options of `zeroshard plan`."""
 
     auto: bool = _option(
         False, "search stage, tiers, mesh, batches and checkpointing for the fastest layout that fits", action="store_true",
@@ -49,7 +49,7 @@ class Options(PlanOptions):
         group=_SEARCH,
     )  # fmt: skip
     lossy: bool = _option(
-        False, "with --auto: also what changes results, parameters and gradients that travel packed", action="store_true",
+        False, "with --auto: also consider compression of parameters and gradients, which changes results", action="store_true",
         group=_SEARCH,
     )  # fmt: skip
     write_config: str | None = _option(
@@ -57,9 +57,9 @@ class Options(PlanOptions):
         group=_SEARCH,
     )  # fmt: skip
     offload_path: str | None = _option(
-        None, "with --auto: folder on a local disk of the machines that will train, for what rests there", group=_SEARCH
+        None, "with --auto: folder on a local disk of the machines that will train, for nvme", group=_SEARCH
     )
-    try_seconds: float = _option(30.0, "to look for changes that would make it fit; 0: none", type=float, group=_OUTPUT)
+    try_seconds: float = _option(30.0, "seconds to search for changes that make it fit; 0: none", type=float, group=_OUTPUT)
     brief: bool = _option(False, "print one line", action="store_true", group=_OUTPUT)
     full: bool = _option(False, "print the tables with all numbers after the page", action="store_true", group=_OUTPUT)
     json_full: bool = _option(
@@ -70,19 +70,19 @@ class Options(PlanOptions):
         super().__post_init__()
         if self.global_batch is not None and self.global_batch < 1:
             raise UsageError(f"--global-batch: expected a positive integer, got {self.global_batch}")
-        if not self.try_seconds >= 0:  # not a number is none, too
+        if not self.try_seconds >= 0:  # also true for NaN
             raise UsageError(f"--try-seconds: expected seconds of at least 0, got {self.try_seconds:g}")
         for name in ("global_batch", "lossy", "write_config", "offload_path"):
             if getattr(self, name) and not self.auto:
                 raise UsageError(f"--{name.replace('_', '-')}: expected none without --auto")
         path = self.write_config
-        if path is not None and (not Path(path).parent.is_dir() or Path(path).is_dir()):  # before the search
+        if path is not None and (not Path(path).parent.is_dir() or Path(path).is_dir()):  # check before the long search
             raise UsageError(f"--write-config: expected the name of a file in a folder that there is, got {path!r}")
         if self.auto and (self.offload_optimizer or self.offload_gradient or self.offload_param):
             raise UsageError("--auto: expected no --offload option: where states rest is searched")
 
     def fixed(self, request: Request) -> dict[str, Any]:
-        """What --auto leaves as it is given."""
+        """Return the settings that were given, which --auto does not search."""
         found: dict[str, Any] = dict(request.axes) if self.mesh is not None else {}
         found |= {"stage": self.stage} if self.stage is not None else {}
         found |= {"hpz": self.hpz} if self.hpz > 1 else {}
@@ -91,7 +91,7 @@ class Options(PlanOptions):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plan and print; returns the exit code."""
+    """Plan and print; return the exit code."""
     options = parse(
         Options, "zeroshard plan", "Tell what a run will hold and send, and whether it fits, without running it.", argv,
         {"--config": "--write-config (--config is an input, of zeroshard train)"},
@@ -119,7 +119,7 @@ def _planned(options: Options) -> int:
         if options.out is not None:
             _write(Path(options.out), request, plans, verdict, [*([auto.table(layouts)] if layouts else []), *sheets], notes)
     text, brief = not (options.json or options.json_full), options.brief or quiet()
-    if text:  # the verdict first: what would make it fit is looked for after it
+    if text:  # print the verdict before the search for remedies, which takes seconds
         print(tables.headline(request, verdict) if brief else tables.page(verdict.plan, verdict), flush=True)
     look = not (verdict.fits or brief or options.auto) and options.try_seconds > 0
     found: list[Remedy] = []
@@ -141,7 +141,7 @@ def _print(
     verdict: Verdict, found: Sequence[Remedy], sheets: Sequence[tables.Table], layouts: Found | None, notes: Sequence[str],
     options: Options, look: bool,
 ) -> None:  # fmt: skip
-    """What stands below the page."""
+    """Print the lines below the page: remedies, tables and notes."""
     if layouts is not None:
         sheets = [auto.table(layouts), *sheets]
     if found:
@@ -161,11 +161,11 @@ def _print(
 def _write(
     folder: Path, request: Request, plans: Sequence[Plan], verdict: Verdict, sheets: Sequence[tables.Table], notes: list[str]
 ) -> None:
-    """The pictures, the page and report.json. Raises UsageError."""
+    """Write the pictures, the page and report.json into a folder. Raises UsageError."""
     from ..planner.pictures import draw_memory, write_page
     from ..planner.simulator.timeline import draw_timeline
 
-    # of a pipeline the other stages would have to be planned too: `zeroshard simulate` does
+    # simulating a pipeline needs plans of all stages, which `zeroshard simulate` makes
     done = request.simulated(plans) if request.axes["pp"] == 1 else None
     make_folder(folder)
     memory, timeline, pictures = folder / "memory.png", folder / "timeline.png", {}
@@ -182,7 +182,7 @@ def _write(
 
 
 def make_folder(folder: Path) -> None:
-    """Raise UsageError for a folder in which nothing can be written."""
+    """Make a folder. Raises UsageError if no file can be written in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -192,7 +192,7 @@ def make_folder(folder: Path) -> None:
 
 
 def facts(request: Request, verdict: Verdict, found: Sequence[Remedy]) -> dict[str, Any]:
-    """All of the plan of the fullest rank, the verdict and what would make it fit, in plain types."""
+    """Return the whole plan of the fullest rank, the verdict and the remedies, in types that JSON has."""
     plan = {name: plain(getattr(verdict.plan, name)) for name in verdict.plan.__dataclass_fields__ if name != "hardware"}
     return {
         "plan": plan,
@@ -203,7 +203,7 @@ def facts(request: Request, verdict: Verdict, found: Sequence[Remedy]) -> dict[s
 
 
 def summary(request: Request, verdict: Verdict, found: Sequence[Remedy], layouts: Found | None) -> dict[str, Any]:
-    """What the page says, in plain types: at most 100 lines of JSON."""
+    """Return the content of the page in types that JSON has: at most 100 lines."""
     plan, config = verdict.plan, verdict.plan.config
     run = {"model": plan.model, "num_parameters": plan.num_parameters, "hardware": request.hardware.name, "mesh": dict(plan.axes),
            "stage": config.stage, "precision": config.precision, "micro_batch": request.rows, "seq": request.seq,
@@ -238,7 +238,7 @@ def _remedy(each: Remedy) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """For JSON: enums as their values, dtypes and other objects as their text."""
+    """Return a value in types that JSON has: enums as their values, dtypes and other objects as text."""
     if is_dataclass(value) and not isinstance(value, type):
         return {name: plain(getattr(value, name)) for name in value.__dataclass_fields__}
     if isinstance(value, dict) or hasattr(value, "items"):

@@ -1,4 +1,4 @@
-"""What `zeroshard plan` and `zeroshard simulate` are asked: their common options, and the request that these are."""
+"""The common options of `zeroshard plan` and `zeroshard simulate`, and the planner's request that they make."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from .arguments import Parser, UsageError, add_options
 from .mesh_axes import MeshAxes
 from .options import OFFLOADS, PRECISIONS, SCHEDULES, _option
 
-RENAMED = {  # old spellings of options -> what to write instead
+RENAMED = {  # old name of an option -> new name
     "--device": "--hardware (--device is a torch device, of zeroshard train)", "--batch": "--micro-batch",
     "--micro-batches": "--accumulate", "--activation-checkpointing": "--checkpoint-activations",
 }  # fmt: skip
@@ -25,7 +25,7 @@ _SAME = ("stage", "precision", "offload_optimizer", "offload_gradient", "offload
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Each field is the option of that name; `model` stands first, without one."""
+    """The common options. Each field is the option of that name, but for `model`, the positional argument."""
 
     model: str
     ranks: int | None = _option(None, "ranks in all (default: the mesh's, else a node)", type=int, group=_RUN)
@@ -45,43 +45,39 @@ class PlanOptions:
     precision: str | None = _option(
         None, "compute precision; master weights stay fp32 (default: bf16 on GPUs, fp32 on CPUs)", choices=PRECISIONS, group=_RUN
     )
-    stage: int | None = _option(None, "ZeRO stage: what is sharded (default: 3)", choices=(0, 1, 2, 3), type=int, group=_RUN)
+    stage: int | None = _option(None, "ZeRO stage (default: 3)", choices=(0, 1, 2, 3), type=int, group=_RUN)
     checkpoint_activations: bool = _option(
-        False, "keep the inputs of blocks alone, and compute the rest again in backward", action="store_true", group=_MEMORY
+        False, "keep only the inputs of blocks, and recompute the rest in backward", action="store_true", group=_MEMORY
     )
     partition_activations: bool = _option(
         False, "keep a part of each input on each rank of tp (with --mesh tp=2)", action="store_true", group=_MEMORY
     )
     max_live_parameters: int = _option(
-        0, "keep units gathered for backward while at most so many elements are", type=int, group=_MEMORY
+        0, "keep units gathered for backward, up to this number of elements", type=int, group=_MEMORY
     )
-    max_unit_numel: int | None = _option(
-        None, "split units of more elements at their children, as far as they have any", type=int, group=_MEMORY
-    )
+    max_unit_numel: int | None = _option(None, "split units of more elements into their child modules", type=int, group=_MEMORY)
     prefetch_bucket_size: int | None = _option(
         None, "elements gathered ahead of use (default: 64 MiB of them)", type=int, group=_MEMORY
     )
     offload_optimizer: str | None = _option(
-        None, "where optimizer states rest and are stepped: cpu, nvme (files)", choices=OFFLOADS, group=_OFFLOAD
+        None, "tier of optimizer states: cpu, nvme (files); both step on the host", choices=OFFLOADS, group=_OFFLOAD
     )
     offload_gradient: str | None = _option(
-        None, "where gradients rest (default: cpu if the states are offloaded)", choices=OFFLOADS, group=_OFFLOAD
+        None, "tier of gradients (default: cpu if the states are offloaded)", choices=OFFLOADS, group=_OFFLOAD
     )
-    offload_param: str | None = _option(None, "where parameters rest", choices=OFFLOADS, group=_OFFLOAD)
+    offload_param: str | None = _option(None, "tier of parameters", choices=OFFLOADS, group=_OFFLOAD)
     offload_activations: str = _option(
-        "none", "checkpoint activations, and keep the inputs there", choices=OFFLOADS, group=_OFFLOAD
+        "none", "checkpoint activations, and keep inputs of blocks on this tier", choices=OFFLOADS, group=_OFFLOAD
     )
     delayed_update: int | None = _option(
-        None, "after so many steps the host steps beside the next step's computation", type=int, group=_OFFLOAD
+        None, "after so many steps, step on the host while the next step computes", type=int, group=_OFFLOAD
     )
     shard_size: int | None = _option(
-        None, "shard over groups of so many ranks, alike in all groups (HSDP, MiCS)", type=int, group=_NETWORK
+        None, "shard over groups of so many ranks, replicate over groups (HSDP, MiCS)", type=int, group=_NETWORK
     )
-    hpz: int = _option(
-        1, "nodes of so many ranks keep a secondary shard of parameters, stage 3 (hpZ); 1: none", type=int, group=_NETWORK
-    )
-    quantized_weights: str | None = _option(None, "parameters travel packed (qwZ)", choices=CODECS, group=_NETWORK)
-    quantized_gradients: str | None = _option(None, "gradients travel packed (qgZ)", choices=GRADIENT_CODECS, group=_NETWORK)
+    hpz: int = _option(1, "ranks that share a secondary copy of parameters, stage 3 (hpZ); 1: none", type=int, group=_NETWORK)
+    quantized_weights: str | None = _option(None, "compress parameters (qwZ)", choices=CODECS, group=_NETWORK)
+    quantized_gradients: str | None = _option(None, "compress gradients (qgZ)", choices=GRADIENT_CODECS, group=_NETWORK)
     hierarchical: bool | None = _option(
         None, "two hops, between nodes and inside of them", action=argparse.BooleanOptionalAction, group=_NETWORK
     )
@@ -89,7 +85,7 @@ class PlanOptions:
         None, "order of micro-batches in stages of pp (default: 1f1b)", choices=SCHEDULES, type=str.lower, group=_NETWORK
     )
     sequence_parallel: bool = _option(
-        False, "cut norms and dropout along the sequence over the ranks of tp", action="store_true", group=_NETWORK
+        False, "split norms and dropout along the sequence over the ranks of tp", action="store_true", group=_NETWORK
     )
     out: str | None = _option(None, "folder for pictures, the page and report.json", metavar="DIR", group=_OUTPUT)
     json: bool = _option(False, "print JSON in place of text, at most 100 lines", action="store_true", group=_OUTPUT)
@@ -101,7 +97,7 @@ class PlanOptions:
                 raise UsageError(f"--{name.replace('_', '-')}: expected a positive integer, got {value}")
 
     def request(self) -> Request:
-        """What is to be planned. Raises UsageError, and ConfigError of the model, the hardware and zs.shard."""
+        """Return the planner's request. Raises UsageError, and ConfigError for the model, the hardware or options of zs.shard."""
         hardware = Hardware.named(self.hardware)
         source, axes = source_of(self.model), self._axes(hardware)
         if self.example is not None:
@@ -119,7 +115,7 @@ class PlanOptions:
             self.accumulate or (2 * axes.pp if axes.pp > 1 else 1), self.node_size, self._shard(hardware), self._checkpointing(),
             {name: getattr(self, name) for name in ("schedule", "sequence_parallel") if getattr(self, name)},
         )  # fmt: skip
-        request.config  # noqa: B018  # raises what is wrong with it
+        request.config  # noqa: B018  # raises ConfigError if it is wrong
         return request
 
     def _axes(self, hardware: Hardware) -> MeshAxes:
@@ -138,7 +134,7 @@ class PlanOptions:
         found = {name: value for name, value in given.items() if value not in (None, "none") and value != usual.get(name, ...)}
         found.setdefault("stage", 3)
         found.setdefault("precision", "bf16" if hardware.separate else "fp32")
-        return found | ({"offload_path": "."} if "nvme" in found.values() else {})  # nothing is written
+        return found | ({"offload_path": "."} if "nvme" in found.values() else {})  # planning writes no file there
 
     def _checkpointing(self) -> bool | dict[str, Any]:
         found: dict[str, Any] = {"partition": True} if self.partition_activations else {}
@@ -148,7 +144,7 @@ class PlanOptions:
 
 
 def parse(kind: type[PlanOptions], program: str, description: str, argv: Sequence[str], renamed: Mapping[str, str]) -> Any:
-    """Options from the command line; `UsageError` names the one that is wrong. renamed: old spellings, beside RENAMED."""
+    """Parse the command line into options of `kind`. Raises UsageError. renamed: old -> new names, in addition to RENAMED."""
     parser = Parser(prog=program, usage="%(prog)s [options] MODEL", description=description, renamed=RENAMED | dict(renamed))
     parser.add_argument(
         "model", metavar="MODEL",

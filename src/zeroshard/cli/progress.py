@@ -1,6 +1,6 @@
-"""Progress of a run: a live bar on a terminal where rich is installed, else lines; nothing on ranks other than 0.
+"""The progress of a run: a live bar on a terminal where rich is installed, else lines; rank 0 alone shows it.
 
-With `--quiet` nothing is printed, with `--verbose` a line for every step.
+With `--quiet` it prints nothing, with `--verbose` a line for every step.
 """
 
 import sys
@@ -13,12 +13,12 @@ PLAIN_EVERY_S = 10.0
 
 
 def clock(seconds: float) -> str:
-    """Seconds as m:ss."""
+    """Return seconds as m:ss."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 def _bar() -> Any:
-    """A bar of rich; None where there is no terminal, or no rich."""
+    """Return rich's progress bar; None if stdout is no terminal, or rich is not installed."""
     if not sys.stdout.isatty():
         return None
     try:
@@ -33,12 +33,12 @@ def _bar() -> Any:
 
 
 class TrainingProgress:
-    """Shows loss, tokens per second and the remaining time; `note` prints a line above the bar."""
+    """A display of loss, tokens per second and the remaining time; `note` prints a line above it."""
 
     bar: Any  # rich.progress.Progress, or None
 
     def __init__(self, shown: bool) -> None:
-        """shown: whether this rank prints anything."""
+        """Make a display. shown: False if this rank prints nothing."""
         self.shown = shown and not quiet()
         self.started = self.printed = time.monotonic()
         self.bar = _bar() if self.shown and not verbose() else None
@@ -55,7 +55,7 @@ class TrainingProgress:
             self.bar.stop()
 
     def update(self, fraction: float, step: int, loss: float, rate: float) -> None:
-        """Tell that `fraction` of the run is done; `loss` in bits per byte, `rate` in tokens per second."""
+        """Show that `fraction` of the run is done; `loss` in bits per byte, `rate` in tokens per second."""
         if self.bar is not None:
             self.bar.update(self.task, completed=fraction, step=step, loss=loss, rate=rate)
             return
@@ -67,7 +67,7 @@ class TrainingProgress:
             print(f"step {step:5d}  {fraction:4.0%}  loss {loss:.3f} bits/byte  {rate:,.0f} tokens/s  left {left}", flush=True)
 
     def note(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line that stays on the terminal."""
         if self.bar is not None:
             self.bar.console.print(text, highlight=False)
         elif self.shown:

@@ -1,7 +1,7 @@
 """The ranks of a command: joining the process group, choosing the device, and small exchanges between ranks.
 
 A command runs alone (no RANK in the environment, no process group), or as one of several ranks that torchrun or
-`zeroshard.comm.launch.spawn` started. What only some ranks know (an error, a clock) is exchanged, so all do the same.
+`zeroshard.comm.launch.spawn` started. Ranks exchange errors and rank 0's clock, so that all of them do the same.
 """
 
 import os
@@ -19,7 +19,7 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=120)  # a rank that waits longer than thi
 
 
 def available_cores() -> int:
-    """Cores this process may use, counting a container's CPU quota."""
+    """Return the number of cores that this process may use, within a container's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         with open("/sys/fs/cgroup/cpu.max") as file:
@@ -30,7 +30,7 @@ def available_cores() -> int:
 
 
 def launched() -> bool:
-    """Whether a launcher started this process as one of several ranks."""
+    """Return True if a launcher started this process as a rank. Raises UsageError if some of its variables are missing."""
     present = [name for name in VARIABLES if name in os.environ]
     if "RANK" not in present and "WORLD_SIZE" not in present:
         return False
@@ -42,7 +42,7 @@ def launched() -> bool:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the ranks of the command."""
+    """The rank of this process, and exchanges with the other ranks of the command."""
 
     rank: int
     world_size: int
@@ -53,7 +53,7 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, *values: float) -> torch.Tensor:
-        """One row of float64 per rank: (world_size, len(values)), on the CPU."""
+        """Gather the values of all ranks: return float64, (world_size, len(values)), on the CPU."""
         row = torch.tensor(values, dtype=torch.float64, device=self.device)
         if self.world_size == 1:
             return row[None].cpu()
@@ -76,7 +76,7 @@ class Ranks:
                 raise UsageError(f"{name}: expected the same on all ranks, got {answers[0][0]} on rank 0, {other} on rank {rank}")
 
     def of_first(self, value: str | None) -> str:
-        """What rank 0 gives, on all ranks."""
+        """Broadcast rank 0's value; return it on all ranks."""
         values = [value]
         if self.world_size > 1:
             dist.broadcast_object_list(values, 0)
@@ -100,13 +100,13 @@ def join(device: str, threads: int | None) -> Ranks:
         torch.cuda.set_device(chosen)
     else:
         torch.set_num_threads(threads or max(1, available_cores() // local_ranks))
-    if together:  # also with one rank: zeroshard refuses to guess when RANK is set
+    if together:  # also for one rank: zs.shard requires a process group when RANK is set
         dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
     return Ranks(rank, world_size, chosen)
 
 
 def choose_device(device: str, local_rank: int, local_ranks: int) -> torch.device:
-    """The device of a local rank; "auto" takes GPUs only if each rank gets its own."""
+    """Return the device of a local rank; "auto" chooses GPUs only if each rank gets its own."""
     gpus = torch.cuda.device_count()
     if device == "cuda" and gpus < local_ranks:
         raise UsageError(

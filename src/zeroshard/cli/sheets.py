@@ -1,6 +1,6 @@
-"""Tables and panels of text on the terminal: drawn by rich where that is installed, in plain columns where it is not.
+"""The tables and panels of text on the terminal: drawn by rich if it is installed, else in plain columns.
 
-With `--quiet` nothing of this is printed.
+With `--quiet` they are not printed.
 """
 
 import json
@@ -16,14 +16,14 @@ from typing import Any
 from .arguments import how_to_install, quiet
 
 WIDTH = 160  # characters of a line in a file or a pipe
-_NARROWEST = 12  # characters of a column that is wrapped
+_NARROWEST = 12  # characters below which no column is wrapped
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """Rows of cells. header: names of the columns, or none. numbers: whether all columns but the first are set to the right.
+    """A table of text cells. header: names of the columns, or (). numbers: align all columns but the first to the right.
 
-    total: the number of rows at the end that stand apart, since they sum up those above. caption: a line below.
+    total: number of rows at the end that are set apart, since they sum up those above. caption: a line below the table.
     """
 
     rows: Sequence[Sequence[str]]
@@ -35,7 +35,7 @@ class Sheet:
 
 
 def width() -> int:
-    """Characters of a line: those of the terminal, or of COLUMNS, else WIDTH."""
+    """Return the characters of a line: those of the terminal or of the variable COLUMNS, else WIDTH."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit():
         return shutil.get_terminal_size().columns
     return WIDTH
@@ -77,7 +77,7 @@ def _plain(sheet: Sheet) -> list[str]:
 
 
 def _fitted(widths: list[int]) -> list[int]:
-    """The widths of columns, of which the widest give way until a line has room for all."""
+    """Return the widths of columns, after narrowing the widest ones until all fit on a line."""
     widths = list(widths)
     while sum(widths) + 2 * (len(widths) - 1) > width() and max(widths) > _NARROWEST:
         widths[widths.index(max(widths))] -= 1
@@ -99,13 +99,13 @@ def panel(title: str, text: str) -> None:
 
 
 def say(text: str = "") -> None:
-    """Print a line that is no result: `--quiet` leaves it out."""
+    """Print a line that is not part of the result; with `--quiet` print nothing."""
     if not quiet():
         print(text, flush=True)
 
 
 def drawn(path: Path, draw: Callable[..., Any], *arguments: Any) -> bool:
-    """Draw a picture; False, after a line on stderr, where matplotlib is not installed."""
+    """Call `draw` for a picture; if matplotlib is not installed, say so on stderr and return False."""
     try:
         draw(*arguments)
     except ModuleNotFoundError as error:
@@ -119,7 +119,7 @@ def drawn(path: Path, draw: Callable[..., Any], *arguments: Any) -> bool:
 
 
 def print_json(value: Any) -> None:
-    """Print JSON on stdout. What fits on a line stands on one, and so does an object of plain values: a reader sees a table."""
+    """Print JSON on stdout, each value on one line if it fits, and each nested object of plain values, as rows of a table."""
     print(_json(value, ""))
 
 
@@ -138,10 +138,10 @@ def _json(value: Any, indent: str) -> str:
 
 
 def megabytes(nbytes: float) -> str:
-    """Bytes in MB (1e6), in as many digits as tell something."""
+    """Return bytes as text in MB (1e6), with three decimals below 10 MB, else one."""
     return f"{nbytes / 1e6:,.3f} MB" if nbytes < 1e7 else f"{nbytes / 1e6:,.1f} MB"
 
 
 def gigabytes(nbytes: float) -> str:
-    """Bytes in GB (1e9)."""
+    """Return bytes as text in GB (1e9)."""
     return f"{nbytes / 1e9:,.1f} GB"

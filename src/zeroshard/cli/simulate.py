@@ -1,9 +1,9 @@
-"""`zeroshard simulate`: how long a step takes, what bounds it, and how that changes with ranks, batch and links.
+"""The command `zeroshard simulate`: show how long a step takes, what bounds it, and how ranks, batch and links change it.
 
     zeroshard simulate llama-3-70b --ranks 64 --hardware h100-80gb --out runs/step
     zeroshard simulate gpt-100b --hardware v100-32gb --sweep ranks=64,128,256,512 --utilisation 0.5,0.75,1
 
-The step is that of `zeroshard plan`: what the runtime does on imagined ranks, in the time that the hardware takes for it.
+The step is that of `zeroshard plan`: the runtime's work on imagined ranks, with the time that the hardware takes for it.
 """
 
 import math
@@ -32,7 +32,7 @@ _SIMULATED = "simulation"
 
 @dataclass(frozen=True)
 class Options(PlanOptions):
-    """Of `zeroshard simulate`."""
+    """The options of `zeroshard simulate`."""
 
     utilisation: str = _option(
         "1", "share of each link's bandwidth that is achieved; several with a comma, for a sweep", group=_SIMULATED
@@ -45,7 +45,7 @@ class Options(PlanOptions):
     )
 
     def swept(self, request: Request) -> dict[str, list[int]]:
-        """Ranks and sequences of a rank to simulate."""
+        """Return the lists of numbers of ranks and of micro-batch sizes to simulate."""
         found = {"ranks": [request.ranks], "micro-batch": [request.rows]}
         seen: set[str] = set()
         for part in self.sweep.split(";") if self.sweep is not None else ():
@@ -79,7 +79,7 @@ def _numbers(name: str, text: str) -> list[float]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Simulate and print; returns the exit code."""
+    """Simulate and print; return the exit code."""
     options = parse(
         Options,
         "zeroshard simulate",
@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _maker(request: Request) -> Any:
-    """Traces for so many ranks, along dp, and sequences of a rank."""
+    """Return a function: (ranks, rows) -> traces of the request with so many ranks in all, and sequences of a micro-batch."""
     model = request.axes["pp"] * request.axes["tp"]
 
     def make(ranks: int, rows: int) -> Any:
@@ -124,7 +124,7 @@ def _told(request: Request, utilisation: float, latency_s: float | None, options
         verdict = judge(plans, request)
         done = request.simulated(plans, utilisation, latency_s)
     table = _busy(done)
-    if not options.json:  # the verdict first
+    if not options.json:  # print the verdict before drawing pictures
         print(_line(done, request))
         if not verdict.fits:
             print(f"but it is {verdict}; `zeroshard plan` with the same options says what to change")

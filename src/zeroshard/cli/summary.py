@@ -1,4 +1,4 @@
-"""What a run prints at its beginning and its end: who runs, how good it got, memory, communication, a sample."""
+"""The text that a run prints at its start and its end: ranks, model and data; quality, memory, communication, a sample."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -28,20 +28,20 @@ STAGES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to, beside the report of the sharding."""
+    """The results of a run, in addition to the report of `zs.report`."""
 
     scores: Mapping  # bits per byte of the held-out text: before_training, compressors, after_training
     last: StepResult
     step_traffic: Mapping[str, tuple[int, int]]  # kind -> calls, bytes that a rank sends in one training step
     step_moved: Mapping[str, int]  # link between tiers -> bytes that a rank moves in one training step
-    forecast: Forecast | None  # of a step, where states or activations are offloaded
+    forecast: Forecast | None  # of a step; None unless states or activations are offloaded
     median_seconds: float  # of a step
-    activations: zs.ActivationReport | None  # where they are checkpointed
+    activations: zs.ActivationReport | None  # None unless they are checkpointed
     options: TrainOptions
     sample: str
 
     def facts(self, report: zs.Report) -> dict[str, Any]:
-        """For report.json."""
+        """Return the entries for report.json."""
         return {
             "held_out_bits_per_byte": self.scores,
             "last_step": asdict(self.last),
@@ -55,9 +55,9 @@ class Outcome:
 
 
 def opening(options: TrainOptions, ranks: Ranks, corpus: Corpus) -> None:
-    """Say what is about to run."""
+    """Print the ranks, the model and the data of a run that is about to start."""
     config = options.model_config()
-    with torch.device("meta"):  # a rank may have a part of it
+    with torch.device("meta"):  # count on a new model, since a rank may have only a part
         numel = sum(parameter.numel() for parameter in GPT(config).parameters())
     ngrams = f"hashed n-grams in tables of {config.ngram_rows} rows, " if config.ngram_rows else ""
     mesh = f" ({options.axes})" if options.mesh is not None else ""
@@ -80,7 +80,7 @@ def opening(options: TrainOptions, ranks: Ranks, corpus: Corpus) -> None:
 
 
 def closing(folder: RunFolder, report: zs.Report, outcome: Outcome) -> None:
-    """Print the results; with `--quiet` one line."""
+    """Print the results; with `--quiet` only one line."""
     last, options = outcome.last, outcome.options
     tokens = last.step * options.global_batch * options.seq
     say(
@@ -107,7 +107,7 @@ def closing(folder: RunFolder, report: zs.Report, outcome: Outcome) -> None:
 
 
 def quality(scores: Mapping) -> Sheet:
-    """Held-out bits per byte beside those of compressors."""
+    """Return a table of held-out bits per byte beside those of compressors."""
     rows = [("nothing", "8.000"), ("the model before training", f"{scores['before_training']:.3f}")]
     rows += [(name, f"{bits:.3f}") for name, bits in scores["compressors"].items()]
     rows.append(("the model after training", f"{scores['after_training']:.3f}"))
@@ -116,7 +116,7 @@ def quality(scores: Mapping) -> Sheet:
 
 
 def memory(report: zs.Report) -> Sheet:
-    """Bytes per rank by category: measured, by the formula, and what DDP would keep."""
+    """Return a table of bytes per rank by category: measured, by the formula, and those that DDP would keep."""
     rows = [(name, report.at_rest[name], report.formula.get(name, 0), report.ddp.get(name, 0)) for name in report.at_rest]
     total: Any = ("total", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True)))
     cells = []
@@ -131,7 +131,7 @@ def memory(report: zs.Report) -> Sheet:
 
 
 def tiers(report: zs.Report, activations: zs.ActivationReport | None) -> Sheet | None:
-    """Where model states, buffers and activation checkpoints rest. None if everything is on the device."""
+    """Return a table of model states, buffers and activation checkpoints by tier; None if all are on the device."""
     host, disk = (report.elsewhere.get(tier, {}) for tier in ("host", "disk"))
     rows = []
     for name, total in report.at_rest.items():
@@ -154,7 +154,7 @@ def _of_one_pass(outcome: Outcome) -> str:
 
 
 def communication(report: zs.Report, outcome: Outcome) -> Sheet:
-    """What a rank sends in one training step, beside theory, and in the whole run with its evaluations."""
+    """Return a table of what a rank sends in one training step, beside theory, and in the whole run with its evaluations."""
     rows = [(f"one step: {kind}", f"{count:,}", megabytes(nbytes)) for kind, (count, nbytes) in outcome.step_traffic.items()]
     measured = sum(nbytes for _, nbytes in outcome.step_traffic.values())
     totals = report.communication.values()
@@ -168,7 +168,7 @@ def communication(report: zs.Report, outcome: Outcome) -> Sheet:
 
 
 def moves(report: zs.Report, outcome: Outcome) -> Sheet | None:
-    """What a rank moves between tiers in one training step, beside theory. None where nothing is moved."""
+    """Return a table of bytes that a rank moves between tiers in one training step, beside theory; None if none move."""
     links = sorted({*outcome.step_moved, *report.theory_moved_per_step})
     if not links:
         return None

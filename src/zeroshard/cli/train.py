@@ -1,11 +1,11 @@
-"""`zeroshard train`: train a byte-level GPT on a folder of text, on local ranks or under torchrun.
+"""The command `zeroshard train`: train a byte-level GPT on a folder of text, on local ranks or under torchrun.
 
-    zeroshard train --ranks 2                 starts two ranks of itself (see comm/launch.py), each of which joins
+    zeroshard train --ranks 2                 starts two processes (see comm/launch.py), each a rank
     torchrun --nproc-per-node 2 -m zeroshard train
     zeroshard train --ranks 1                 one process, no process group
     zeroshard train --preset bloom --mesh dp=2,pp=2,tp=2      a published architecture in small, on a mesh of eight ranks
 
-Rank 0 prints and writes; a mistake in the call is one line and a non-zero exit code on all ranks.
+Rank 0 prints and writes files. A mistake in the call prints one line, and all ranks end with a non-zero exit code.
 """
 
 import os
@@ -37,7 +37,7 @@ from .trainer import StepResult, Trainer
 
 
 def main(argv: Sequence[str]) -> int:
-    """Start the ranks, or be one; returns the exit code."""
+    """Run as a rank if a launcher started this process, else start the ranks; return the exit code."""
     options = parse_train(argv)
     if launched():
         return _join_and_run(options)
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _join_and_run(options: TrainOptions) -> int:
-    """Run as a rank; no error of one rank leaves another waiting."""
+    """Run as a rank; an error on one rank ends all ranks. Return the exit code."""
     ranks = join(options.device, options.threads)
     try:
         run(options, ranks)
@@ -66,8 +66,8 @@ def _join_and_run(options: TrainOptions) -> int:
 
 
 def _fail(ranks: Ranks, error: BaseException) -> NoReturn:
-    """Say what happened to this rank and end it; peers may be inside a collective, so it does not wait for them."""
-    if isinstance(error, zs.PeerFailed):  # that rank prints the traceback
+    """Print the error, announce it to peers, and end the process at once: peers may be inside a collective."""
+    if isinstance(error, zs.PeerFailed):  # the rank that failed prints the traceback
         text = f"stopped: {str(error).splitlines()[0]}"
     elif isinstance(error, KeyboardInterrupt):
         text = "interrupted"
@@ -118,7 +118,7 @@ def run(options: TrainOptions, ranks: Ranks) -> None:
 
 
 def _prepare(options: TrainOptions, ranks: Ranks) -> Corpus:
-    """What can fail on one rank only: all ranks go on, or all raise the same error."""
+    """Check the options and read the text; if that fails on any rank, all ranks raise the same error (collective)."""
     corpus, error = None, None
     try:
         options.check_batch(ranks.world_size)
@@ -135,7 +135,7 @@ def _prepare(options: TrainOptions, ranks: Ranks) -> Corpus:
             )
     except UsageError as found:
         error = str(found)
-    except (ValueError, OSError) as found:  # of read_corpus
+    except (ValueError, OSError) as found:  # from read_corpus
         error = f"--{found}" if isinstance(found, ValueError) else f"--data: {found}"
     ranks.agree("text of --data", corpus.digest if corpus is not None else None, error)
     assert corpus is not None, "else there is an error, which all raise"
@@ -143,7 +143,7 @@ def _prepare(options: TrainOptions, ranks: Ranks) -> Corpus:
 
 
 def _open_folder(options: TrainOptions, ranks: Ranks) -> tuple[RunFolder | None, Path]:
-    """Rank 0's new folder (None: of a run that is resumed, or on another rank), and its path on all ranks."""
+    """Make or find the run's folder (collective); return rank 0's RunFolder (None on resume or other ranks), and the path."""
     folder, path, error = None, None, None
     try:
         if ranks.first and options.resume is not None:
@@ -158,9 +158,9 @@ def _open_folder(options: TrainOptions, ranks: Ranks) -> tuple[RunFolder | None,
 
 
 def _resume(trainer: Trainer, path: Path) -> RunFolder | None:
-    """Go on with a run's newest checkpoint, or from its beginning where there is none yet; rank 0's folder (collective).
+    """Load a run's newest checkpoint, if it has one; return rank 0's folder, None on other ranks (collective).
 
-    Raises UsageError. A run that took all its steps, but was ended before its results were written, gets them.
+    If all steps were taken but the results were not written, no error is raised, and the caller writes them. Raises UsageError.
     """
     found, folder, error = trainer.resume(path / CHECKPOINTS), None, None
     if trainer.ranks.first:
@@ -189,7 +189,7 @@ def _resume(trainer: Trainer, path: Path) -> RunFolder | None:
 
 
 def _train(trainer: Trainer, folder: RunFolder | None, checkpoints: Path) -> tuple[float, list[StepResult]]:
-    """The run itself; returns bits per byte of the held-out text before it, and all steps."""
+    """Train; return the bits per byte of the held-out text before training, and the results of all steps."""
     options, results, saving = trainer.options, [], None
     before = _held_out_before(trainer, folder)
     tokens_per_step = options.global_batch * options.seq
@@ -207,14 +207,14 @@ def _train(trainer: Trainer, folder: RunFolder | None, checkpoints: Path) -> tup
                 if folder is not None:
                     folder.record(step=result.step, seconds=result.seconds, held_out_bits_per_byte=bits)
             if options.save_every and (result.step % options.save_every == 0 or result.fraction == 1.0):
-                saving = trainer.save(checkpoints)  # when all rows of the step are there: later ones are dropped by a resume
+                saving = trainer.save(checkpoints)  # after all rows of the step, since a resume keeps rows up to this step
     if saving is not None:
         saving.wait()
     return before, results
 
 
 def _held_out_before(trainer: Trainer, folder: RunFolder | None) -> float:
-    """Bits per byte before the first step; of a run that is resumed, as it was recorded."""
+    """Return held-out bits per byte before the first step; for a run that is resumed, as recorded (collective)."""
     recorded = folder.records[0].get("held_out_bits_per_byte") if folder is not None and folder.records else None
     known = trainer.ranks.gather(-1.0 if recorded is None else recorded)[0, 0]
     if known >= 0:
@@ -226,11 +226,11 @@ def _held_out_before(trainer: Trainer, folder: RunFolder | None) -> float:
 
 
 def _steps_of(records: list[dict[str, Any]]) -> list[StepResult]:
-    """The steps among the rows of metrics.jsonl."""
+    """Return the results of steps from rows of metrics.jsonl."""
     rows = [row for row in records if "loss" in row]
     return [StepResult(**{**row, "memory_nbytes": tuple(row["memory_nbytes"])}) for row in rows]
 
 
 def median_seconds(steps: list[StepResult]) -> float:
-    """The median time of a step. The first two, which make states and touch memory, only count where there are no others."""
+    """Return the median seconds of a step, without the first two, which allocate states, unless there are no others."""
     return statistics.median(step.step_seconds for step in steps[2:] or steps)

@@ -2,9 +2,9 @@
 
     one step:  [forward, backward] * accumulate -> optimizer step -> heartbeat (loss, memory, clock of all ranks)
 
-The only lines that know about sharding are in `build`; the loop is that of plain PyTorch. The heartbeat gives every
-rank the mean loss and rank 0's clock, so all agree when the time limit ends the run and which learning rate is next.
-Where ranks have only parts of the model, mesh_trainer.py takes the steps.
+The sharding is in `build` alone; the loop is that of plain PyTorch. The heartbeat gives every rank the mean loss and
+rank 0's clock, so that all agree on the next learning rate and on the end of the run by the time limit.
+mesh_trainer.py takes the steps where ranks have only parts of the model.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ from .arguments import UsageError
 from .options import OFFLOAD_PATH, TrainOptions
 from .ranks import Ranks
 
-WARMUP_FRACTION = 0.05  # of the run
-DECAY_FRACTION = 0.6  # of the run: the learning rate falls in a straight line to (nearly) zero
+WARMUP_FRACTION = 0.05  # share of the run in which the learning rate rises
+DECAY_FRACTION = 0.6  # share of the run, at its end, in which it falls linearly to FINAL_LR_FRACTION of its highest value
 FINAL_LR_FRACTION = 0.02
-SAME_WHEN_RESUMED = ("seed", "global_batch", "seq")  # options that say which text a step reads
-EVAL_ROWS = 16  # sequences of one forward pass without gradients
+SAME_WHEN_RESUMED = ("seed", "global_batch", "seq")  # options that determine the text that a step reads
+EVAL_ROWS = 16  # sequences of one forward pass in evaluations
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What all ranks know after a step."""
+    """The results of a step, which all ranks have."""
 
     step: int  # steps done
     loss: float  # nats per byte, mean over the global batch
@@ -49,16 +49,16 @@ class StepResult:
     lr: float
     seconds: float  # of training, by rank 0's clock
     step_seconds: float  # of this step, on this rank
-    fraction: float  # of the run that is done, 0..1
+    fraction: float  # share of the run that is done, 0..1
     memory_nbytes: tuple[int, ...]  # (world_size,) resident memory (CPU) or allocated memory (GPU) of each rank
 
 
 def build(options: TrainOptions, ranks: Ranks) -> tuple[GPT, torch.optim.Optimizer]:
-    """The sharded model and optimizer. The same seed gives every rank the same weights."""
+    """Build and shard the model and optimizer. The same seed gives every rank the same weights."""
     torch.manual_seed(options.seed)
     config = options.sharding()
-    on_meta = config.offload_param.tier is not Tier.DEVICE  # a model that no rank is to hold whole, not even now
-    on_meta = on_meta and (ranks.device.type == "cuda") == torch.cuda.is_available()  # meta tells nothing of the device
+    on_meta = config.offload_param.tier is not Tier.DEVICE  # so that no rank ever holds the whole model
+    on_meta = on_meta and (ranks.device.type == "cuda") == torch.cuda.is_available()  # zs.shard takes CUDA if available
     with torch.device("meta") if on_meta else contextlib.nullcontext():
         model = GPT(options.model_config())
     model = model if on_meta else model.to(ranks.device)
@@ -74,7 +74,7 @@ def build(options: TrainOptions, ranks: Ranks) -> tuple[GPT, torch.optim.Optimiz
 
 
 def _difference(after: dict, before: dict) -> dict[str, tuple[int, int]]:
-    """Calls and bytes by kind of collective between two readings of `Report.communication`."""
+    """Return calls and bytes by kind of collective between two readings of `Report.communication`."""
     found = {}
     for kind, traffic in after.items():
         count, nbytes = (before[kind].count, before[kind].nbytes) if kind in before else (0, 0)
@@ -84,7 +84,7 @@ def _difference(after: dict, before: dict) -> dict[str, tuple[int, int]]:
 
 
 def _explained(error: zs.CheckpointError) -> str:
-    """Why a checkpoint cannot be resumed from, and what to do, on one line."""
+    """Return on one line why a checkpoint cannot be resumed from, and the remedy."""
     first, *differences = str(error).splitlines()
     shown = "; ".join(line.strip() for line in differences[:3])
     more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
@@ -97,9 +97,9 @@ def _explained(error: zs.CheckpointError) -> str:
 
 
 class Trainer:
-    """One run on one rank: `steps()` trains, `held_out_loss()` and `sample()` look at the model."""
+    """The run on one rank: `steps()` trains, `held_out_loss()` and `sample()` evaluate the model."""
 
-    model: nn.Module  # sharded; an ordinary module to everything here
+    model: nn.Module  # sharded; used like any module
     optimizer: torch.optim.Optimizer
     batches: Batches
     step_traffic: dict[str, tuple[int, int]]  # kind of collective -> calls and bytes this rank sent in the last step
@@ -108,7 +108,7 @@ class Trainer:
     def __init__(self, options: TrainOptions, ranks: Ranks, corpus: Corpus) -> None:
         self.options, self.ranks = options, ranks
         self.batches = Batches(corpus.train, options.seq, options.global_batch, options.seed)
-        self.step, self.seconds = 0, 0.0  # done so far, by rank 0's clock
+        self.step, self.seconds = 0, 0.0  # steps done, and seconds of training by rank 0's clock
         self.identity = {"corpus": corpus.digest, **{name: getattr(options, name) for name in SAME_WHEN_RESUMED}}
         self.held_out = corpus.held_out[: options.eval_bytes]
         self.step_traffic, self.step_moved = {}, {}
@@ -116,7 +116,7 @@ class Trainer:
 
     @property
     def data_place(self) -> int:
-        """Which of the `data_places` equal parts of a batch this rank reads."""
+        """The index, below `data_places`, of the part of each batch that this rank reads."""
         return self.ranks.rank
 
     @property
@@ -127,7 +127,7 @@ class Trainer:
         return build(self.options, self.ranks)
 
     def steps(self) -> Iterator[StepResult]:
-        """Train until the steps or the time are used up; the last step's gradients are kept for the report."""
+        """Train until all steps are taken or the time is used up; yield each step's result. Keeps the last step's gradients."""
         started, step, fraction = time.monotonic() - self.seconds, self.step, self._fraction(self.step, self.seconds)
         while fraction < 1.0:
             before, begin = zs.report(self.model), time.monotonic()
@@ -141,7 +141,7 @@ class Trainer:
             beat = self.ranks.gather(loss, self._memory_nbytes(), time.monotonic() - started)  # (world, 3)
             seconds = float(beat[0, 2])
             self.step, self.seconds, fraction = step, seconds, self._fraction(step, seconds)
-            record = self.optimizer.last_step  # type: ignore[attr-defined]  # of a sharded one
+            record = self.optimizer.last_step  # type: ignore[attr-defined]  # sharded optimizers have it
             memory_nbytes = tuple(int(nbytes) for nbytes in beat[:, 1])
             mean = float(beat[:, 0].mean())
             yield StepResult(
@@ -151,16 +151,16 @@ class Trainer:
 
     @property
     def complete(self) -> bool:
-        """Whether all steps have been taken, or the time is used up."""
+        """True if all steps have been taken, or the time is used up."""
         return self._fraction(self.step, self.seconds) >= 1.0
 
     def _fraction(self, step: int, seconds: float) -> float:
-        """Of the run that is done."""
+        """Return the share of the run that is done after so many steps and seconds."""
         fraction = step / self.options.steps
         return fraction if self.options.time_limit is None else max(fraction, seconds / self.options.time_limit)
 
     def save(self, folder: Path) -> zs.Save:
-        """A checkpoint of all that the run needs to go on (collective)."""
+        """Save a checkpoint with all that `resume` needs (collective)."""
         traffic = self.ranks.of_first(json.dumps([self.step_traffic, self.step_moved]))  # rank 0's, which reports it
         run = {"step": self.step, "seconds": self.seconds, "traffic": traffic, **self.identity}
         return zs.save(
@@ -169,11 +169,11 @@ class Trainer:
         )  # fmt: skip
 
     def resume(self, folder: Path) -> Path | None:
-        """Go on with the newest checkpoint of a folder; which, or None: there is none (collective). Raises UsageError."""
+        """Load the newest checkpoint of a folder; return its path, None if there is none (collective). Raises UsageError."""
         try:
             found = zs.load(folder, self.model, self.optimizer, extra={"run": None})
         except zs.CheckpointIncomplete as error:
-            # not "none yet": to begin again would lose what is there without a word
+            # do not return None: the run would start anew and overwrite what is there
             raise UsageError(f"--resume: {_explained(error)}") from error
         except zs.CheckpointNotFound:
             return None
@@ -189,25 +189,25 @@ class Trainer:
         return found.path
 
     def forecast(self) -> Forecast | None:
-        """What a step will take, from a few measurements (collective)."""
+        """Predict the time of a step from a few measurements (collective)."""
         return forecast(self.model, lambda: self._micro_batch(0, 0), accumulate=self.options.accumulate)
 
     def _micro_batch(self, step: int, micro: int) -> Tensor:
-        """The loss of this rank's part of a micro-batch, as a share of the step's."""
+        """Return the loss of this rank's part of a micro-batch, divided by the number of micro-batches."""
         tokens, targets = self.batches.part(
             step, self.data_place, self.data_places, micro, self.options.accumulate
         )  # each (rows, seq)
         return self.model(tokens.to(self.ranks.device), targets.to(self.ranks.device)) / self.options.accumulate
 
     def _take_step(self, step: int) -> float:
-        """One step of the optimizer; returns the mean loss of this rank's part of the batch."""
+        """Take one step of the optimizer; return the mean loss of this rank's part of the batch."""
         self.optimizer.zero_grad()
         loss = self._accumulate(step)
         self.optimizer.step()
         return loss
 
     def _accumulate(self, step: int) -> float:
-        """Forward and backward of all micro-batches of this rank; returns their mean loss."""
+        """Run forward and backward of all micro-batches of this rank; return their mean loss."""
         total = 0.0
         for micro in range(self.options.accumulate):
             loss = self._micro_batch(step, micro)
@@ -216,7 +216,7 @@ class Trainer:
         return total
 
     def _set_lr(self, fraction: float) -> float:
-        """Warm up, hold, fall: the trapezoid as a function of the done fraction of the run."""
+        """Set the learning rate after `fraction` of the run, and return it: it rises, stays, then falls (a trapezoid)."""
         warmup = min(1.0, (fraction + 1e-3) / WARMUP_FRACTION)
         decay = min(1.0, (1.0 - fraction) / DECAY_FRACTION)
         lr = self.options.lr * max(FINAL_LR_FRACTION, warmup * decay)
@@ -231,10 +231,10 @@ class Trainer:
 
     @torch.no_grad()
     def held_out_loss(self, *, overlap: bool = False) -> float:
-        """Bits per byte of the held-out text; with `overlap`, each byte sees at least half a sequence before it.
+        """Return bits per byte of the held-out text; with `overlap`, at least half a sequence precedes each scored byte.
 
-        The first byte, which nothing predicts, counts as 8 bits. Ranks share the windows in equal numbers, with
-        unscored ones to fill up, because at stage 3 each forward pass is collective.
+        The first byte, which has no context, counts as 8 bits. All ranks get the same number of windows, padded with
+        unscored ones, because at stage 3 each forward pass is collective.
         """
         seq = self.options.seq
         windows, scored = held_out_windows(self.held_out, seq, max(1, seq // 2) if overlap else seq)
@@ -258,7 +258,7 @@ class Trainer:
         return total
 
     def sample(self, prompt: str) -> str:
-        """Let the model continue `prompt`; all ranks take part and get the same text."""
+        """Let the model continue `prompt`; return the text, the same on all ranks (collective)."""
         if not self.options.sample_bytes:
             return ""
         tokens = torch.tensor([list(prompt.encode())], device=self.ranks.device)  # (1, prompt)
@@ -271,7 +271,7 @@ class Trainer:
         return "".join(c for c in text if c.isprintable() or c in "\n\t")
 
     def close(self) -> None:
-        """Give up the model, which no rank may be able to hold whole, and remove files of what was offloaded (collective)."""
+        """End the sharding without restoring the whole model, which may fit on no rank, and remove offload files (collective)."""
         if self.options.checkpoints:
             zs.checkpoint_activations(self.model, off=True)
         zs.close(self.model, restore=False)

@@ -1,9 +1,9 @@
-"""Progress of a plan, a search or a simulation: from the second second on, a line on stderr every few seconds.
+"""The progress of a plan, a search or a simulation: after one second, a line on stderr every few seconds.
 
     ... 2 s: dry run of rank 0: forward, blocks.12
     ... 5 s: 24,000 layouts looked at
 
-With --quiet there is none. A thread of its own prints what was told last, so that a long silence of the work is no silence of the command.
+A thread prints the text that the planner passed last to `recorder.telling`. With --quiet nothing is printed.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _FIRST_S, _EVERY_S = 1.0, 3.0
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[None]:
-    """Tell on stderr how far the work inside has come, but with --quiet. what: what it begins with."""
+    """Print the progress of the work in the context on stderr, unless --quiet was given. what: the first text to print."""
     if quiet():
         yield
         return

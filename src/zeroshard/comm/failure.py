@@ -27,7 +27,7 @@ _SELF = -1
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a group of ranks can not go on.
+    """The failure that ends the work of a group of ranks.
 
     rank: world rank of the one that failed first. error: the exception that all ranks raise; None: PeerFailed.
     """

@@ -28,7 +28,7 @@ class Streams:
     side: torch.cuda.Stream  # a GPU's stream for sums of gradients
 
     def packed(self, nbytes: int) -> None:
-        """Of an imagined device: a kernel packs or unpacks what travels, so many bytes read and written (planning)."""
+        """Tell a planner's device of a kernel that packs or unpacks messages, with the bytes that it reads and writes."""
 
     def run_beside(self, work: Callable[[], Any]) -> tuple[Any, Any]:
         """Run `work` on the side stream, after the work enqueued on the current stream so far; return (its result, a ticket)."""

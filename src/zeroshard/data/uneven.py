@@ -5,8 +5,8 @@
     zs.stop_together    both stop after step 2
 
 A rank whose data has ended still has a shard of every state, which the others need for their all-gathers, reduce-scatters, norms
-and steps. They tell it what comes next (zero/attendance.py), and it takes part without running the model: it unshards the same
-units, reduces zeros, and steps its shards with their options.
+and steps. They send it their next event (zero/attendance.py), and it takes part without running the model: it unshards the same
+units, reduces zeros, and steps its shards with the other ranks' options.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def join(model: nn.Module) -> Iterator[None]:
 
 
 class _Peer:
-    """Takes part in the other ranks' collectives on a rank whose data has ended, until all have ended."""
+    """The part that a rank whose data has ended takes in the other ranks' collectives, until all have ended."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime, self.attendance = runtime, runtime.attendance

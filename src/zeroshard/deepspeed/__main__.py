@@ -11,7 +11,7 @@ USAGE = "usage: python -m zeroshard.deepspeed script.py [arguments]  |  python -
 
 
 def main() -> None:
-    """Take the script's place: its argv, its folder first on the path."""
+    """Run a script or module in this process, with its own sys.argv, and its folder first on sys.path."""
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
         print(USAGE, file=sys.stdout if arguments[:1] in (["-h"], ["--help"]) else sys.stderr)

@@ -41,9 +41,9 @@ _SLAB_MULTIPLE = 4096  # elements: slabs begin at page boundaries in any dtype
 
 @dataclass(eq=False)
 class Job:
-    """One run to step.
+    """The step of one run of parameters.
 
-    options: those of its parameter group; attributes: numbers that the optimizer keeps on itself; both as before the step.
+    options: those of its parameter group; attributes: numbers among the optimizer's attributes; both from before the step.
     gradient: where it rests; factor: what it is still to be multiplied by. publish: write the parameters as well. names, scalars:
     of its states after the step (names None: before the first chunk of a first step).
     """

@@ -301,9 +301,9 @@ class Parallel:
         return inputs.chunk(self.micro_batches), targets.chunk(self.micro_batches)
 
     def _accumulated(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
-        """Without a pipeline: one micro-batch after the other; the last one reduces.
+        """Run the micro-batches of a step without a pipeline, one after the other; the backward of the last one reduces.
 
-        Where gradients rest off the device each one reduces: whole sums in fp32 would stay on the device, for which it has no room.
+        If gradients rest off the device each backward reduces, since the device has no room for whole sums in fp32.
         """
         losses = []
         runtime = runtime_of(self.model)

@@ -325,7 +325,7 @@ class Pipeline:
         return sum(told.unbind(), torch.zeros((), device=self.device))
 
     def _explain(self, error: RuntimeError) -> None:
-        """If a connection to another stage broke because a rank failed, raise PeerFailed with that rank's error."""
+        """Raise PeerFailed, with the failed rank's error, if `error` is a connection to a stage that broke because of it."""
         world, deadline = self.runtimes[0].world, time.monotonic() + _PATIENCE_S
         if not any(word in str(error).lower() for word in ("connection", "gloo", "nccl", "timed out")):
             return
@@ -417,7 +417,7 @@ class Pipeline:
 
 
 def whole(loss: Tensor) -> Tensor:
-    """Of a loss that is a DTensor, as loss_parallel makes it, the value."""
+    """Return the whole value of a loss, which loss_parallel makes a DTensor."""
     return loss.full_tensor() if is_distributed(loss) else loss
 
 

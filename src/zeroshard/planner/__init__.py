@@ -1,1 +1,1 @@
-"""Know before you run: the runtime on imagined ranks, and what that says of memory, communication and time."""
+"""The planner: dry runs of the runtime on imagined ranks tell the memory, communication and time of a run before it starts."""

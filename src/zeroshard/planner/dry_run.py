@@ -1,11 +1,11 @@
-"""The dry run: the runtime itself on imagined ranks and fake tensors, for two steps. What it holds and does is the plan.
+"""The dry run: two steps of the runtime itself, on imagined ranks and fake tensors. What it holds and does is the plan.
 
     model on meta --zs.shard or zs.parallelize--> two steps of one rank --recorder--> Plan
                      over FakeComm                 first: states are made, the order of units is learnt
                                                    second: as all that follow
 
-Sizes, collectives, copies and the order of all things are those of a real run; numbers there are none. What depends on numbers
-(routing of experts, tokens that are dropped) is not seen.
+Sizes, collectives, copies and their order are those of a real run, but tensors have no values: what depends on values (routing of
+experts, dropped tokens) is not seen.
 """
 
 from __future__ import annotations
@@ -71,28 +71,28 @@ def plan(
 
     Args:
         model_fn: a function that makes the model; it is called on the meta device.
-        ranks: data-parallel ranks.
-        axes: in the place of ranks, ranks along "pp", "dp" and "tp".
-        rank: the rank that is looked at.
-        batch: what a micro-batch reads: (rows, seq) of tokens, or a function that makes it.
-        loss: (model, what batch makes) -> loss. None: cross-entropy of the next token, for a model of tokens -> logits.
-        micro_batches: forwards and backwards of a step.
+        ranks: number of data-parallel ranks.
+        axes: number of ranks along "pp", "dp" and "tp", in place of `ranks`.
+        rank: the rank that is planned.
+        batch: the input of a micro-batch: (rows, seq) of tokens, or a function that makes it.
+        loss: a function (model, micro-batch) -> loss. None: cross-entropy of the next token, for a model of tokens -> logits.
+        micro_batches: number of forwards and backwards in a step.
         hold: run all micro-batches but the last under zs.accumulate. Otherwise each is reduced, as `zeroshard train` does. Over
             pp or tp they are always held.
         hardware: what the plan is judged by: a name ("a100-80gb", see simulator/hardware.toml), the path of a .toml, or a
             Hardware.
-        node_size: ranks of a node; None: the hardware's devices, or without hardware all ranks.
+        node_size: number of ranks on a node; None: the hardware's devices of a node, or without hardware all ranks.
         separate: whether the device has a memory of its own (a GPU); False: ranks on CPUs, which share memory within a node.
             None: as the hardware says, without hardware True.
-        checkpointing: activations of blocks are checkpointed: True, or options of zs.checkpoint_activations, of which
+        checkpointing: whether blocks checkpoint their activations: True, or options of zs.checkpoint_activations, of which
             partition=True means over the ranks of tp.
         whole: each rank makes the model with all its values before it is sharded. Otherwise it is made on the meta device, or
             under zs.init.
-        config, options: as of zs.shard.
+        config, options: as for zs.shard.
         parallel: further options of zs.parallelize (schedule, sequence_parallel, ...).
 
     Raises:
-        ConfigError: something cannot be divided, or the model cannot be built or run without numbers.
+        ConfigError: an argument is wrong, or the model cannot be divided so, or cannot be built or run without values.
     """
     axes = _axes(ranks, axes)
     count = math.prod(axes.values())
@@ -111,21 +111,21 @@ def plan(
     token = imagination.set(kind)
     try:
         _check_options(axes, parallel or {}, checkpointing)
-        # wherever it is asked: what is planned trains
+        # a plan is of training, even if the caller is under torch.no_grad() or torch.inference_mode()
         with torch.inference_mode(False), torch.enable_grad(), _built(model_fn) as model:
             run = _Run(
                 model, axes, rank, config, optimizer, micro_batches, recorder, node_size or count, loss, parallel or {}, hold,
                 model_fn if whole else None,
             )  # fmt: skip
             return run.plan(batch, checkpointing, name or type(model).__name__, separate, hardware)
-    except NO_NUMBERS as error:  # while it is made, or moved
-        raise ConfigError(f"the model asks for numbers ({error.func}), and a plan has none: {_FIXED_SHAPES}") from error
+    except NO_NUMBERS as error:  # while the model is made, or moved
+        raise ConfigError(f"the model reads values of tensors ({error.func}), and a plan has none: {_FIXED_SHAPES}") from error
     finally:
         imagination.reset(token)
 
 
 def _check_options(axes: Mapping[str, int], parallel: Mapping[str, Any], checkpointing: bool | Mapping[str, Any]) -> None:
-    """What is unknown or would have no effect is refused."""
+    """Refuse options that are unknown or would have no effect."""
     _check_names("parallel", parallel, parallelize, ("model", "mesh", "optimizer", "micro_batches", "config", "options"))
     _check_names(
         "checkpointing", {} if isinstance(checkpointing, bool) else checkpointing, checkpoint_activations, ("model", "off")
@@ -139,7 +139,7 @@ def _check_options(axes: Mapping[str, int], parallel: Mapping[str, Any], checkpo
 
 
 def _check_names(what: str, given: object, verb: Callable, apart: tuple[str, ...]) -> None:
-    """Options of a verb of zs, of which those named `apart` are given otherwise."""
+    """Refuse a name in `given` that is no parameter of `verb`, a function of zs, or is in `apart`: those `plan` passes itself."""
     known = [name for name in inspect.signature(verb).parameters if name not in apart]
     if not isinstance(given, Mapping):
         raise ConfigError(
@@ -157,9 +157,9 @@ def observe(
     optimizer: Callable | None = torch.optim.AdamW, micro_batches: int = 1, hold: bool = False, separate: bool = False, whole: bool = False,
     checkpointing: bool | Mapping[str, Any] = False, name: str = "", config: Config | None = None, **options: Unpack[ShardOptions],
 ) -> Plan:  # fmt: skip
-    """What `plan` says, found in a real run: two steps of these ranks on real tensors, looked at operator by operator (collective).
+    """Run two steps on real ranks and tensors, look at each operator, and return the plan of what they did (collective).
 
-    Arguments as of `plan`; the ranks are those of the process group, or threads. What is asked of both must be equal.
+    Arguments as of `plan`; the ranks are those of the process group, or threads. Tests require that both return the same numbers.
     """
     with torch.device("meta"):
         model = model_fn()
@@ -174,9 +174,9 @@ def observe(
 
 
 def stages(model_fn: Callable[[], nn.Module], axes: Mapping[str, int], *, every: bool = False, **options: Any) -> list[Plan]:
-    """Plans of ranks of the first, a middle and the last stage of a pipeline (every: of all of them), in their order. Options as of `plan`.
+    """Return plans of a rank in the first, a middle and the last stage of a pipeline (every: in each). Options as of `plan`.
 
-    The first stage holds the activations of most micro-batches, the last one logits.
+    The first stage holds the activations of the most micro-batches, the last one the logits.
     """
     sizes = _axes(None, axes)
     numbers = range(sizes[PP]) if every else sorted({0, sizes[PP] // 2, sizes[PP] - 1})
@@ -245,7 +245,7 @@ def _built(model_fn: Callable[[], nn.Module]) -> Iterator[nn.Module]:
 
 
 def _without_memory(model: nn.Module) -> nn.Module:
-    """The model, or where it is one that was built before, a copy without values: the plan changes what it is given."""
+    """Return the model, or if it was built before a copy without values, since a dry run changes the model that it is given."""
     tensors = [*model.parameters(), *model.buffers()]
     if all(param.is_meta for param in model.parameters()):
         return model
@@ -258,7 +258,7 @@ def _without_memory(model: nn.Module) -> nn.Module:
 
 @dataclass
 class _Run:
-    """Two steps of one rank. make_model: with values, where they are made before it is sharded. real: ranks and tensors are there."""
+    """Two steps of one rank. make_model: makes the model with its values (`whole`). real: ranks and tensors are not imagined."""
 
     model: nn.Module
     axes: dict[str, int]
@@ -422,7 +422,7 @@ class _Run:
         self.activations = _kept(recorder)
 
     def _save(self, runtimes: list[Runtime]) -> None:
-        """Without `asynchronous`: states pass through buffers that go round, wherever they rest."""
+        """Save as zs.save does without `asynchronous`: states pass through rotating buffers, wherever they rest."""
         if self.real:
             with tempfile.TemporaryDirectory() as folder:
                 save(runtimes[0].comm.exchange(folder.encode(), "where to save")[0].decode(), self.model, self.optimizer)
@@ -463,7 +463,7 @@ def _next_token(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def _follow(runtime: Runtime, recorder: Recorder) -> Iterator[Any]:
-    """Tell the recorder which unit the rank is in: forward by modules, backward by the gradients of their outputs."""
+    """Hook modules (for forward) and their outputs' gradients (for backward) to tell the recorder which unit the rank is in."""
     for unit in runtime.units:
         for module in unit.modules:
             yield module.register_forward_pre_hook(_entered(unit.name, recorder), prepend=True)
@@ -490,7 +490,7 @@ def _left(name: str, recorder: Recorder) -> Callable:
 
 
 def _kept(recorder: Recorder) -> dict[str, int]:
-    """Bytes that units keep for backward of a micro-batch: what forward has added from one to the next."""
+    """Return the bytes that each unit keeps for backward of one micro-batch: what forward adds from one unit to the next."""
     kept: dict[str, int] = {}
     before = 0
     for moment in recorder.moments:

@@ -1,10 +1,10 @@
-"""A mixture of experts where there is no data, so that nobody knows which tokens go to which expert.
+"""The experts of a mixture in a dry run, which has no data and so does not know which tokens go to which expert.
 
     tokens (n, dim) -> sort by expert (n * top_k, dim) -> products, gate, product -> back in order, weighted sum (n, dim)
 
-So Transformers' "grouped_mm" computes, with which it trains by itself; its shapes and its flops do not depend on the routing. But its
-kernel takes nothing but bf16 where tensors have no data, and the other implementations look at the routing, or copy an
-expert for each token. `grouped_experts` has the shapes and flops of "grouped_mm", in any dtype.
+This is how Transformers' "grouped_mm", its default in training, computes; its shapes and flops do not depend on the routing. But
+on tensors without data its kernel accepts bf16 only, and the other implementations read the routing, or copy an expert for
+each token. `grouped_experts` has the shapes and flops of "grouped_mm" in any dtype.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch import Tensor
 
 from ..errors import ConfigError
 
-NAME = "zeroshard_planner"  # of `grouped_experts`, among Transformers' implementations
+NAME = "zeroshard_planner"  # by which Transformers knows `grouped_experts`
 
 
 def group_experts(model: Any) -> None:
-    """Let a model of Transformers compute its experts by `grouped_experts`."""
+    """Make a model of Transformers compute its experts by `grouped_experts`."""
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    except ImportError as error:  # earlier ones have a module for each expert, which looks at the routing
+    except ImportError as error:  # earlier versions have a module for each expert, and read the routing
         raise ConfigError("a model with experts is planned with transformers 5 or later: pip install -U transformers") from error
     ALL_EXPERTS_FUNCTIONS.register(NAME, grouped_experts)
     if not model._can_set_experts_implementation():
-        raise ConfigError(f"{type(model).__name__}: its experts look at the routing of tokens, of which there is none in a plan.")
+        raise ConfigError(f"{type(model).__name__}: its experts read the routing of tokens, which a plan does not have.")
     model.set_experts_implementation(NAME)
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Rows (S, in) by each one's expert of weights (experts, in, out): (S, out). Only shapes, bytes and flops are those of a grouped
-    product: all rows go to one expert, since no routing changes these."""
+    """A product of rows (S, in) and each one's expert of weights (experts, in, out): (S, out). Its shapes, bytes and flops are
+    right, its values are not: all rows go to the first expert, since the routing changes only values."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def grouped_experts(experts: Any, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
-    """(tokens, dim), of hidden (tokens, dim) with chosen experts and their scores (tokens, top_k). Its numbers mean nothing."""
+    """Return the output (tokens, dim) for hidden (tokens, dim), chosen and scores (tokens, top_k). Its values mean nothing."""
     tokens, top_k = chosen.shape
     sorted_experts, order = torch.sort(chosen.reshape(-1))
     rows = hidden[order // top_k]  # (tokens * top_k, dim)

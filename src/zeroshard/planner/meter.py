@@ -1,9 +1,9 @@
 """The meter: all memory that an imagined rank holds, and the fullest moment of each phase.
 
-    the ledger     what the library holds, by category and tier
-    storages       what operators make and no ledger's entry claims: activations, temporaries among them
+    the ledger     bytes that the library holds, by category and tier
+    storages       those that operators allocate and no entry of a ledger claims: activations and temporaries
 
-A ledger tells of each entry (`listening`), who runs operators of each new storage (`born`); a storage is alive until it is freed.
+A ledger reports each change of its entries (`listening`), `Operators` each new storage (`born`), which counts until it is freed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _ROUNDED = 512  # bytes: blocks of torch's caching allocators
 
 
 class Meter:
-    """phase: one of `plan.PHASES`, told by who follows the rank. optimizing: forward and backward are over.
+    """The memory of one imagined rank. phase: one of `plan.PHASES`, set by the recorder. optimizing: backward is over.
 
-    fullest: bytes by category at the fullest moment of a phase. looking: new storages count.
+    fullest: bytes by category at the fullest moment of each phase, by (phase, tier). looking: whether new storages count.
     """
 
     def __init__(self, separate: bool = True) -> None:
-        """separate: the device has a memory of its own; else the fullest moment is that of device and host together."""
+        """separate: whether the device has a memory of its own; else the fullest moment is that of device and host together."""
         self._memories = ((Tier.DEVICE,), (Tier.HOST,), (Tier.DISK,)) if separate else ((Tier.DEVICE, Tier.HOST), (Tier.DISK,))
         self._highest: dict[tuple[str, tuple[Tier, ...]], int] = {}
         self.phase, self.optimizing, self.looking = "load", False, True
@@ -40,25 +40,25 @@ class Meter:
         self.alive_nbytes = 0
         self._alive: dict[int, int] = {}  # bytes of storages that no ledger counts
         self._heap_nbytes = 0  # of blocks that come from the C library's heap
-        self._heap_highest = {False: 0, True: 0}  # in the second step: of forward and backward, and of the optimizer's step
+        self._heap_highest = {False: 0, True: 0}  # most of `_heap_nbytes` by `optimizing`, since the second step began
         self._moment_of: dict[str, bool] = {}  # phase -> whether its fullest moment was while stepping
         self._stretch_nbytes = 0
-        self._stretch: Held = {}  # the fullest moment since `stretch` was last called
+        self._stretch: Held = {}  # bytes by category at the fullest moment since `stretch` was last called
 
     def enter(self, phase: str) -> None:
-        """What follows is of another phase."""
+        """Begin another phase: what is held from now on counts for it."""
         if self.phase == "load":
             self._heap_highest = {False: 0, True: 0}
         self.phase, self.optimizing = phase, phase == "step"
         self.sample()
 
     def begin(self) -> None:
-        """What follows is the step that is told of."""
+        """Begin the second step, the one that the plan describes."""
         self._heap_highest = {False: 0, True: 0}
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Ledgers that are opened meanwhile are watched."""
+        """Watch every ledger that is opened in this block."""
         token = listener.set(self)
         try:
             yield
@@ -67,7 +67,7 @@ class Meter:
 
     @contextlib.contextmanager
     def looking_away(self) -> Iterator[None]:
-        """What is made meanwhile has, or gets, an entry."""
+        """Do not count storages made in this block: a ledger has, or will have, an entry for each."""
         before, self.looking = self.looking, False
         try:
             yield
@@ -75,13 +75,13 @@ class Meter:
             self.looking = before
 
     def watch(self, ledger: Ledger) -> None:
-        """Whose entries count from now on."""
+        """Count the entries of a ledger from now on."""
         ledger.changed = self.sample
         self.ledgers.append(ledger)
         self.sample()
 
     def born(self, storage: torch.UntypedStorage) -> None:
-        """A new storage: alive until it is not."""
+        """Count a new storage until it is freed."""
         nbytes = -(-storage.nbytes() // _ROUNDED) * _ROUNDED
         key = torch_compat.storage_id(storage)
         self._alive[key] = nbytes
@@ -96,10 +96,10 @@ class Meter:
         self._heap_nbytes -= nbytes
 
     def kept(self, phase: str) -> int:
-        """Bytes of the C library's heap that are free at the fullest moment of a phase: what others have left is in pieces.
+        """Return the bytes of the C library's heap that are free at the fullest moment of a phase: holes that other phases left.
 
-        Of ranks with a quiet heap (memory/host_memory.py): there what loading has freed serves again, but the step's larger
-        blocks find no room between those of forward and backward, and the other way round. More than KEEP_NBYTES goes back.
+        This holds for ranks with `quiet_heap` (memory/host_memory.py): they use again what loading has freed, but the step's
+        larger blocks do not fit between those of forward and backward, nor vice versa. The C library keeps at most KEEP_NBYTES.
         """
         computing, stepping = (
             max(0, highest - self._heap_nbytes) for highest in (self._heap_highest[False], self._heap_highest[True])
@@ -112,11 +112,11 @@ class Meter:
         self.alive_nbytes -= self._alive.pop(key, 0)
 
     def claim(self, tensor: Tensor) -> None:
-        """A ledger counts it."""
+        """Stop counting a tensor's storage, which a ledger counts from now on."""
         self._forget(torch_compat.storage_id(tensor.untyped_storage()))
 
     def held(self, tier: Tier) -> Held:
-        """Bytes by category now."""
+        """Return the bytes that a tier holds now, by category."""
         found: Held = {}
         for ledger in self.ledgers:
             for name, nbytes in _entered(ledger, tier).items():
@@ -127,7 +127,7 @@ class Meter:
         return found
 
     def stretch(self) -> Held:
-        """Bytes by category at the fullest moment since the last call, of device and host together where they are one memory."""
+        """Return bytes by category at the fullest moment since the last call, of the device (on CPUs with the host's)."""
         found, self._stretch_nbytes, self._stretch = self._stretch, 0, {}
         return found or self._held_together()
 
@@ -139,13 +139,13 @@ class Meter:
         return found
 
     def sample(self) -> None:
-        """Note what is held, where it is more than before in this phase."""
+        """Store what is held now as the phase's fullest moment, if it is not less than at that moment so far."""
         for tiers in self._memories:
             total = sum(sum(each.values()) for ledger in self.ledgers for each in (_entered(ledger, tier) for tier in tiers))
             total += self.alive_nbytes if Tier.DEVICE in tiers else 0
             if Tier.DEVICE in tiers and total >= self._stretch_nbytes:
                 self._stretch_nbytes, self._stretch = total, self._held_together()
-            # of equal ones the last: what was just made has its entry by then
+            # among equal moments the last: by then a ledger's entry names the storage that was just made
             if total >= self._highest.get((self.phase, tiers), 0):
                 self._highest[self.phase, tiers] = total
                 self._moment_of[self.phase] = self.optimizing if Tier.DEVICE in tiers else self._moment_of.get(self.phase, False)

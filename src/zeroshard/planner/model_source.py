@@ -1,12 +1,12 @@
-"""What `zeroshard plan` and `zeroshard simulate` take as MODEL, as something that can be built without memory and fed a batch.
+"""The MODEL of `zeroshard plan` and `zeroshard simulate`: a source of models that are built without memory and fed a batch.
 
     gpt-60b, llama-3-70b, bloom, quickstart     a preset: shapes.csv, planner/models/presets.py, the model of ./quickstart
     config.json, a folder with one              a Hugging Face configuration, built by Transformers
     meta-llama/Llama-3.1-8B                     a Hugging Face model id, whose config.json lies in the local cache
     package.module:function                     the user's own: a function without arguments that returns a module
 
-What does not read tokens is fed by an *example*: a function that makes the arguments of a forward pass (`example_of`).
-Which tokens go to which of a model's experts is data, and there is none: see experts.py.
+A model that does not read tokens is fed by an *example*: a function that makes the arguments of a forward pass (`example_of`).
+A model with experts computes them as in experts.py, since no data says which tokens go to which expert.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from .faults import first_line, where
 from .models import CASE_STUDIES, GPT, GPTConfig
 
 SHAPES = Path(__file__).with_name("shapes.csv")
-# `zeroshard train` without options
+# the model of `zeroshard train` without options
 QUICKSTART = GPTConfig(vocab_size=256, seq_len=256, dim=128, layers=3, heads=4, ngram_rows=8192)
 ROUTING = "experts: Transformers' grouped products (grouped_mm), whose memory and flops are the same however tokens are routed"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a decoder. None: not known."""
+    """The sizes of a decoder: numbers of layers and heads, width of the hidden state. None: not known."""
 
     layers: int | None = None
     hidden: int | None = None
@@ -48,8 +48,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that can be built. default_seq, max_seq: tokens of a sequence; vocab: tokens there are. notes: what a plan of it takes for
-    granted. source: of its numbers. config: where it is a GPT of planner/models/gpt.py."""
+    """A model that can be built. default_seq, max_seq: tokens of a sequence; vocab: size of the vocabulary. notes: assumptions of
+    its plans. source: where its sizes are published. config: of a GPT of planner/models/gpt.py, else None."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -63,7 +63,7 @@ class ModelSource:
     example: Callable[[int], Any] | None = None  # rows -> what a micro-batch reads, where that is not tokens
 
     def build(self) -> nn.Module:
-        """The model, tokens (rows, seq) -> logits, or an output that has them; call it under `torch.device("meta")`.
+        """Build the model, tokens (rows, seq) -> logits, or an output that has them; call this under `torch.device("meta")`.
 
         Raises ConfigError, which names the module that cannot be built so.
         """
@@ -87,14 +87,14 @@ class ModelSource:
         return model
 
     def batch(self, rows: int, seq: int | None = None) -> tuple[Tensor, Tensor]:
-        """Tokens and targets, (rows, seq) each, all zeros, on the default device."""
+        """Return tokens and targets, (rows, seq) each, all zeros, on the default device."""
         seq = seq or self.default_seq
         if self.max_seq is not None and seq > self.max_seq:
             raise ConfigError(f"seq: expected at most the {self.max_seq:,} tokens that {self.name} can read, got {seq:,}.")
         return torch.zeros(rows, seq, dtype=torch.long), torch.zeros(rows, seq, dtype=torch.long)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """The mean cross-entropy, in fp32 as training computes it; what gives one number for tokens is its own loss."""
+        """Return the mean cross-entropy in fp32, as training computes it; if the model returns one number, this is the loss."""
         tokens, targets = batch
         output = model(tokens)
         logits = getattr(output, "logits", output[0] if isinstance(output, tuple) else output)
@@ -105,7 +105,7 @@ class ModelSource:
 
 
 def source_of(text: str) -> ModelSource:
-    """The model that `text` names: a preset, a Hugging Face configuration, or `module:function`. Raises ConfigError."""
+    """Return the model that `text` names: a preset, a Hugging Face configuration, or `module:function`. Raises ConfigError."""
     path, name = Path(text), text.lower()
     if name in names():
         return _preset(name)
@@ -127,13 +127,13 @@ def source_of(text: str) -> ModelSource:
 
 @cache
 def names() -> tuple[str, ...]:
-    """All presets."""
+    """Return the names of all presets."""
     return ("quickstart", *_shapes(), *CASE_STUDIES)
 
 
 @cache
 def _shapes() -> dict[str, dict[str, Any]]:
-    """Rows of shapes.csv by name, numbers as numbers."""
+    """Return the rows of shapes.csv by name, with digits as int."""
     with SHAPES.open(newline="", encoding="utf-8") as file:
         rows = [{key: int(text) if text.isdigit() else text for key, text in row.items()} for row in csv.DictReader(file)]
     return {str(row["name"]): row for row in rows}
@@ -170,7 +170,7 @@ def _gpt(name: str, config: GPTConfig, source: str) -> ModelSource:
 
 
 def _of_shape(row: dict[str, Any]) -> nn.Module:
-    """Llama or Mixtral, by Transformers' own classes."""
+    """Build a Llama (or a Mixtral, if the row has experts) by Transformers' own classes."""
     transformers = _transformers(row["name"])
     sizes = {
         "num_hidden_layers": row["layers"], "hidden_size": row["hidden"], "num_attention_heads": row["heads"],
@@ -205,7 +205,7 @@ def _configuration(path: Path) -> ModelSource:
 
 
 def _cached(model_id: str) -> ModelSource:
-    """A Hugging Face model by its id: its configuration as it lies in the local cache. Nothing is downloaded."""
+    """Return a Hugging Face model by its id, from the configuration in the local cache. Nothing is downloaded."""
     _transformers(model_id)
     from huggingface_hub import try_to_load_from_cache
 
@@ -219,10 +219,10 @@ def _cached(model_id: str) -> ModelSource:
 
 
 def example_of(source: ModelSource, text: str) -> ModelSource:
-    """The same model, fed by `module:function`: a tensor, or a tuple or dictionary of arguments of one forward pass.
+    """Return the same model, fed by `module:function`, which makes a tensor, or a tuple or dictionary of a forward's arguments.
 
-    The function is called with the rows of a micro-batch where it takes an argument. What the model returns is its loss where that is
-    one number, or has a `loss`; else the mean of its first tensor stands in for one.
+    The function is called with the rows of a micro-batch if it takes an argument. The loss is the model's output if that is one
+    number, or the output's `loss`; else the mean of its first tensor of floats stands in for one.
     """
     function = _imported("--example", text)
     takes_rows = bool(inspect.signature(function).parameters)
@@ -237,7 +237,7 @@ def example_of(source: ModelSource, text: str) -> ModelSource:
 
 
 def example_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Of a model that is fed by an example; see `example_of`."""
+    """Return the loss of a model that is fed by an example; see `example_of`."""
     output = model(**batch) if isinstance(batch, dict) else model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
     if isinstance(loss := getattr(output, "loss", None), Tensor):
         return loss
@@ -249,7 +249,7 @@ def example_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _of_config(config: Any) -> nn.Module:
-    """A causal language model of a Hugging Face configuration: attention by torch's own kernels, parameters in fp32."""
+    """Build the causal language model of a Hugging Face configuration: attention by torch's own kernels, parameters in fp32."""
     transformers = _transformers(config.model_type)
     config.use_cache = False
     classes = transformers.AutoModelForCausalLM._model_mapping[type(config)]
@@ -275,7 +275,7 @@ def _transformers(name: str) -> Any:
 
 
 def _imported(what: str, text: str) -> Callable:
-    """`module:function`, found as Python finds modules, first in the working directory. what: the argument that names it."""
+    """Import `module:function`, looking in the working directory first. what: the argument that names it, for error messages."""
     module_name, _, name = text.partition(":")
     if not module_name or not name:
         raise ConfigError(f"{what}: expected module:function, got {text!r}.")
@@ -301,7 +301,7 @@ def _imported(what: str, text: str) -> Callable:
 
 
 def _function(text: str) -> ModelSource:
-    """The user's own model, and what it tells of itself."""
+    """Return the user's own model, with the sizes that its `config` or its embeddings tell."""
     function = _imported("model", text)
     with torch.device("meta"):
         model = ModelSource(text, function, 1024, 2).build()
@@ -321,6 +321,6 @@ def _first(config: Any, known: tuple[str, ...]) -> int | None:
 
 
 def _at(error: BaseException) -> str:
-    """ "in Head (model.py:12): "; "" where nobody's own code was at work."""
+    """Return "in Head (model.py:12): ", the line that raised the error; "" if only torch and this library were at work."""
     place = where(error)
     return place and f"{place}: "

@@ -1,4 +1,4 @@
-"""Operators of an imagined rank, one by one on fake tensors: what each computes, moves, makes and sends.
+"""The operators of an imagined rank, seen one by one on fake tensors: what each computes, moves, allocates and sends.
 
 operators     flops, bytes read and written          -> the recorder's computation
               storages that are new                  -> the meter
@@ -27,18 +27,18 @@ from .faults import check_dtypes
 from .recorder import Recorder
 from .simulator.trace import AttentionWork, Resource, Trace
 
-_FLOPS = {  # of operators that torch's table lacks
+_FLOPS = {  # flops of operators that torch's table lacks
     "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),
     "_scaled_dot_product_flash_attention_for_cpu_backward":
         lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape),
 }  # fmt: skip
-_OVERWRITE = ("copy_", "zero_", "fill_", "normal_", "uniform_")  # do not read what they write to
+_OVERWRITE = ("copy_", "zero_", "fill_", "normal_", "uniform_")  # these do not read the tensor that they write
 _NAMES = {dtype: name for name, dtype in PRECISIONS.items()}
 
 
 @dataclass(frozen=True)
 class Groups:
-    """What collectives and sends of torch's own mean. axes: name of a process group -> (axis, ranks, the link that joins them).
+    """The mesh behind the process groups of torch's own collectives. axes: a group's name -> (axis, number of ranks, their link).
 
     stage: this rank's place along pp; stage_link: the link to the stages beside it.
     """
@@ -49,7 +49,7 @@ class Groups:
 
 
 class Operators(TorchDispatchMode):
-    """Tells a recorder, and its meter, of every operator."""
+    """A dispatch mode that reports every operator to a recorder and its meter."""
 
     def __init__(self, recorder: Recorder, groups: Groups) -> None:
         super().__init__()
@@ -63,13 +63,13 @@ class Operators(TorchDispatchMode):
             self.subclasses = (ShardedTensor, DTensor)
 
     def begin(self, trace: Trace) -> None:
-        """What follows is written to a new trace."""
+        """Write all that follows to a new trace."""
         self._messages.clear()
         self.recorder.begin(trace)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any(issubclass(kind, self.subclasses) for kind in types):
-            return NotImplemented  # first what it makes of it
+            return NotImplemented  # the subclass unwraps itself first, and its operators on plain tensors come here
         check_dtypes(func, args)
         result = func(*args, **(kwargs or {}))
         if func.namespace == "_c10d_functional":
@@ -81,7 +81,7 @@ class Operators(TorchDispatchMode):
         return result
 
     def _operator(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        """New memory, and what is computed."""
+        """Report the storages that an operator allocates to the meter, its flops and bytes to the recorder."""
         lists = [x for given in args if isinstance(given, (tuple, list)) for x in _tensors(given)]
         results = _tensors(result if isinstance(result, (tuple, list)) else (result,))
         if not results and not lists:
@@ -101,7 +101,7 @@ class Operators(TorchDispatchMode):
             self.recorder.compute(flops, _moved_nbytes(func, tensors, written, made), dtype, attention)
 
     def _collective(self, func: Any, args: tuple, result: Any) -> None:
-        """Of tensor parallelism: started, and waited for by wait_tensor."""
+        """Report a functional collective of tensor parallelism: its start, and at wait_tensor the wait for it."""
         name = _name(func)
         if name == "wait_tensor":
             storage = args[0].untyped_storage()
@@ -116,7 +116,7 @@ class Operators(TorchDispatchMode):
             self._under_way[result.untyped_storage()] = ticket
 
     def _message(self, func: Any, args: tuple) -> None:
-        """Between stages: a send goes on beside, what is received is needed next."""
+        """Report a send or receive between stages: a send runs beside the computation, a receive is waited for at once."""
         name, here = _name(func), self.groups.stage
         if name not in ("send", "recv_"):
             return
@@ -132,7 +132,7 @@ class Operators(TorchDispatchMode):
 
 
 def _name(func: Any) -> str:
-    """Without its namespace."""
+    """Return an operator's name without its namespace."""
     return func._schema.name.partition("::")[2]
 
 
@@ -141,7 +141,7 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 def _attention(func: Any, args: tuple, kwargs: dict, flops: float) -> AttentionWork | None:
-    """What a fused kernel of attention computes; None of any other operator. With a mask of its own it computes the whole square."""
+    """Return the work of a fused attention kernel, else None. With an explicit mask it computes the whole square of scores."""
     if not flops or "scaled_dot_product" not in _name(func):
         return None
     given: dict[str, Any] = {
@@ -154,14 +154,14 @@ def _attention(func: Any, args: tuple, kwargs: dict, flops: float) -> AttentionW
 
 
 def _fresh(results: Sequence[Tensor], given: Sequence[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Storages of results that none of what was given lies in."""
+    """Return the storages of an operator's results that none of its inputs lies in, by id."""
     known = {torch_compat.storage_id(x.untyped_storage()) for x in given}
     storages = (x.untyped_storage() for x in results)
     return {torch_compat.storage_id(storage): storage for storage in storages if torch_compat.storage_id(storage) not in known}
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
-    """Tensors that an operator changes in place."""
+    """Return the tensors that an operator changes in place."""
     given = [
         (argument, args[n] if n < len(args) else kwargs.get(argument.name)) for n, argument in enumerate(func._schema.arguments)
     ]
@@ -170,7 +170,7 @@ def _written(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
 
 
 def _moved_nbytes(func: Any, given: Sequence[Tensor], written: Sequence[Tensor], made: Sequence[Tensor]) -> int:
-    """Bytes that an operator reads and writes, each tensor once."""
+    """Return the bytes that an operator reads and writes: each tensor once, those changed in place once for each."""
     over = written if _name(func) in _OVERWRITE else ()
     read = {id(x): x.nbytes for x in given if not any(x is each for each in over)}
     return sum(read.values()) + sum(x.nbytes for x in (*written, *made))

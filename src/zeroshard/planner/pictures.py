@@ -45,7 +45,7 @@ tr.total td { border-top: 1px solid #ccc; font-weight: 600; } img { max-width: 1
 
 
 def draw_memory(plan: Plan, request: Request, path: str | Path) -> None:
-    """A PNG of the device's memory by category over one step, and before and after it, with the device's end where that is near.
+    """Draw a PNG of the device's memory by category over a step and the phases around it, with the capacity if that is near.
 
     Each visit of a unit is shown at its fullest moment, so that the picture's top is the plan's peak.
     """
@@ -83,7 +83,7 @@ def draw_memory(plan: Plan, request: Request, path: str | Path) -> None:
 
 
 def _held(phase: Phase, separate: bool) -> Held:
-    """Bytes by category of the memory that computes."""
+    """Return bytes by category of the device; on CPUs with the host's, which are the same memory."""
     found: Held = {}
     for tier in (Tier.DEVICE,) if separate else (Tier.DEVICE, Tier.HOST):
         for name, nbytes in phase.held.get(tier, {}).items():
@@ -92,7 +92,7 @@ def _held(phase: Phase, separate: bool) -> Held:
 
 
 def _mark_phases(axis: Any, moments: Sequence[Moment]) -> None:
-    """A line where a phase begins, and names of some units, as many as can be read."""
+    """Draw a line where each phase begins, and write the names of as many units as can be read."""
     places = list(enumerate(moments))
     for phase, group in itertools.groupby(places, key=lambda each: each[1].phase):
         first = next(group)[0]
@@ -113,7 +113,7 @@ def write_page(
     pictures: Mapping[str, Path],
     notes: Sequence[str] = (),
 ) -> None:
-    """One HTML file with all of it. pictures: PNG files by title, which become a part of the page."""
+    """Write one HTML file with the verdict, notes, pictures and tables. pictures: PNG files by title, which become part of it."""
     said = html.escape(heading)
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{said}</title><style>{_STYLE}</style>", f"<h1>{said}</h1>",

@@ -1,7 +1,7 @@
-"""A plan: what one rank will hold, phase by phase and tier by tier, and what it will do in a step. Data alone, and its text.
+"""The plan: the bytes that one rank will hold in each phase and tier, and the tasks that it will do in a step. Data and its text.
 
-`dry_run.py` makes it by running the runtime itself on imagined ranks; nothing in it is estimated but what a device's own
-libraries take besides (`Hardware.overhead_nbytes`).
+`dry_run.py` makes it by running the runtime itself on imagined ranks; only the memory that a device's own libraries take is an
+estimate (`Hardware.overhead_nbytes`).
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from .simulator.hardware import Hardware
 from .simulator.trace import Trace
 
 PHASES = ("load", "first step", "forward", "backward", "step", "save")
-ACTIVATIONS = "activations"  # and all else that computation holds: inputs, logits, temporaries
-KEPT = "kept by the C library"  # CPUs: holes in the heap that other phases have left, see memory/host_memory.py
+ACTIVATIONS = "activations"  # and all else that operators allocate: inputs, logits, temporaries
+KEPT = "kept by the C library"  # only on CPUs: holes that other phases have left in the heap, see memory/host_memory.py
 
 Held = dict[str, int]  # bytes by category: those of memory/ledger.py, and ACTIVATIONS
 
 
 @dataclass(frozen=True)
 class Phase:
-    """The fullest moment of a phase, of each tier by itself; of device and host together where they are one memory."""
+    """The bytes held at the fullest moment of a phase, found for each tier by itself (on CPUs for device and host together)."""
 
     name: str
     held: dict[Tier, Held]
 
     def nbytes(self, tier: Tier) -> int:
-        """At that tier's fullest moment."""
+        """Return the bytes that a tier holds at its fullest moment of this phase."""
         return sum(self.held.get(tier, {}).values())
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The visit of one unit of the model in the second step.
+    """A visit of the rank to one unit of the model, in forward or backward of the second step.
 
     held: bytes by category when the device is fullest during the visit, of device and host together where they are one memory.
-    left: bytes by category of the device when the visit ends.
+    left: bytes by category that the device holds when the visit ends.
     """
 
     phase: str
@@ -52,18 +52,18 @@ class Moment:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """What one rank of a run will hold and do. `print(plan)` shows the verdict and a page of numbers, `print(plan.table())` all
-    of them.
+    """The memory that one rank of a run will hold and the work that it will do. `print(plan)` shows the verdict and a page of
+    numbers, `print(plan.table())` all numbers.
 
     Attributes:
-        axes: ranks along each axis of the mesh.
+        axes: number of ranks along each axis of the mesh.
         trace: the second step, as tasks of the simulator.
-        report: the runtime's own report after it.
+        report: the runtime's own report after that step.
         sent: bytes that this rank sends in a step, by axis.
         activations: bytes that a micro-batch keeps for backward, by unit.
-        units: elements of each unit's parameters, rounded up as in its flat buffer; of the whole model, or of a stage of a
-            pipeline.
-        hardware: what the plan is judged by; None: no hardware was named.
+        units: number of elements of each unit's parameters, rounded up as in its flat buffer; on a mesh with pp or tp only this
+            rank's part of them.
+        hardware: the devices and hosts that the plan is judged by; None: no hardware was named.
         batch: (rows, seq) of a micro-batch; None: a function made it.
     """
 
@@ -72,7 +72,7 @@ class Plan:
     axes: dict[str, int]
     config: Config
     micro_batches: int
-    tokens: int  # of a step, of this rank
+    tokens: int  # that this rank reads in a step
     num_parameters: int  # of the whole model
     separate: bool  # the device has a memory of its own
     phases: tuple[Phase, ...]
@@ -90,7 +90,7 @@ class Plan:
         return math.prod(self.axes.values())
 
     def peak(self, tier: Tier | str, phases: Iterable[str] = PHASES) -> int:
-        """Bytes at the fullest moment of these phases.
+        """Return the most bytes that a tier holds at any moment of these phases.
 
         tier: one of zs.Tier, or its value: "device", "host", "disk". phases: of PHASES. Raises ConfigError for anything else.
         """
@@ -107,8 +107,8 @@ class Plan:
         return max((phase.nbytes(tier) for phase in self.phases if phase.name in chosen), default=0)
 
     def table(self) -> str:
-        """All numbers as text: memory by category and phase, what is sent, and what each unit keeps for backward."""
-        return import_module(".tables", __package__).full(self)  # which is made of plans: imported when one is printed
+        """Return all numbers as text: memory by category and phase, what is sent, and what each unit keeps for backward."""
+        return import_module(".tables", __package__).full(self)  # tables.py imports this module, so it is imported here
 
     def __str__(self) -> str:
         return import_module(".tables", __package__).page(self)

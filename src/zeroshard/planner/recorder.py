@@ -1,10 +1,10 @@
-"""The recorder: a trace of what an imagined rank does, and where in the step and in the model it is.
+"""The recorder, which writes a trace of what an imagined rank does and knows where in the step and in the model the rank is.
 
     computation    of operators (`operators.py`): flops and bytes, one task between two others      -> the device
     collectives    FakeComm and tensor parallelism's functional ones                                -> tasks on links
     copies, files  ImaginedStreams, ImaginedRest                                                    -> tasks between tiers
 
-What the rank does itself is one order of tasks; what it starts is beside it, and joins it where it is waited for (`Ticket`).
+The rank's own tasks follow one another; what it starts (a gather, a copy) runs beside them until it waits for its `Ticket`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _LINKS = {
     (Tier.DEVICE, Tier.HOST): Resource.DOWN, (Tier.HOST, Tier.DEVICE): Resource.UP,
     (Tier.DISK, Tier.HOST): Resource.READ, (Tier.HOST, Tier.DISK): Resource.WRITE,
 }  # fmt: skip
-# of time.monotonic(): later, a dry run ends with OutOfTime
+# the value of time.monotonic() after which a dry run raises OutOfTime
 deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
-# is told where a dry run, a search or a simulation is, for a line of progress
+# a function that shows a line of progress: where a dry run, a search or a simulation is
 telling: ContextVar[Callable[[str], None] | None] = ContextVar("telling", default=None)
 
 
 class Recorder(Watcher):
-    """Writes one trace; `begin` starts it anew. meter: of what is held meanwhile, which is told the phase.
+    """A watcher of one rank that writes its trace; `begin` starts a new one. meter: measures what the rank holds meanwhile.
 
-    phase, unit: where the rank is, told by who drives it. backward: told by who watches autograd.
+    phase: of the step, set by `enter`. unit, backward: the unit at work, and whether its backward is, set by `at`.
     """
 
     def __init__(self, separate: bool = True) -> None:
@@ -50,8 +50,8 @@ class Recorder(Watcher):
         self.moments: list[Moment] = []
         self.forward_flops = 0.0
         self._last: Ticket = ()
-        self._joined: set[int] = set()  # what was waited for once, and what comes is after
-        self._before: list[Task] = []  # of the trace before
+        self._joined: set[int] = set()  # tasks that were waited for: all later ones come after them anyway
+        self._before: list[Task] = []  # tasks of the trace before this one
         self._flops: dict[str, float] = {}
         self._nbytes, self._kernels, self._products = 0.0, 0, 0
         self._attention: AttentionWork | None = None
@@ -62,13 +62,13 @@ class Recorder(Watcher):
     # -- where the rank is -----------------------------------------------------------------------------------
 
     def enter(self, phase: str) -> None:
-        """What follows is of another phase: one of `plan.PHASES`."""
+        """Begin another phase, one of `plan.PHASES`."""
         self.flush()
         self.phase, self.backward = phase, False
         self.meter.enter(phase)
 
     def at(self, unit: str, backward: bool) -> None:
-        """The rank has come to a unit of the model."""
+        """Note that the rank has come to a unit of the model ("": to none), in its forward or backward."""
         if (unit, backward) != (self.unit, self.backward):
             self.flush()
             self.moments.append(Moment(self.meter.phase, self.unit, self.meter.stretch(), self.meter.held(Tier.DEVICE)))
@@ -78,7 +78,7 @@ class Recorder(Watcher):
             self.meter.phase = "backward" if backward and self.phase == "forward" else self.phase
 
     def computed(self) -> None:
-        """Forward and backward are over."""
+        """Note that forward and backward are over."""
         self.at("", False)
         self.meter.optimizing = True
         if self.phase == "forward":
@@ -87,7 +87,7 @@ class Recorder(Watcher):
     # -- the trace -------------------------------------------------------------------------------------------
 
     def begin(self, trace: Trace) -> None:
-        """A new trace; what was started before is over."""
+        """Write all that follows to a new trace, whose first task waits for nothing."""
         self.flush()
         self._before = self.trace.tasks
         self.trace, self._last, self._joined, self.moments, self.forward_flops = trace, (), set(), [], 0.0
@@ -96,8 +96,8 @@ class Recorder(Watcher):
         self._began += 1
 
     def end(self) -> None:
-        """The step is over, and the next would begin: as this one did. What it waited for of the one before is also of this one,
-        where both end alike."""
+        """End the step, which the next one would repeat. A wait for a task of the step before is kept only where this step has an
+        equal task as far from its end, for which the next step would wait."""
         self.flush()
         tasks, before = self.trace.tasks, self._before
         for number, task in enumerate(tasks):
@@ -107,7 +107,7 @@ class Recorder(Watcher):
         self.trace.end = tuple(number for number in self._last if number >= 0)
 
     def compute(self, flops: float, nbytes: float, dtype: str, attention: AttentionWork | None = None) -> None:
-        """The device computes. attention: where the flops are those of a fused kernel of it."""
+        """Add one kernel to what the device computed since the last task. attention: its work, if it is fused attention."""
         if self._paused:
             return
         self._flops[dtype] = self._flops.get(dtype, 0.0) + flops
@@ -116,16 +116,16 @@ class Recorder(Watcher):
             self._attention = attention if self._attention is None else self._attention + attention
         elif flops:
             self._products += 1
-        else:
+        else:  # bytes of products and attention do not count, see Task.products
             self._nbytes += nbytes
 
     def packed(self, nbytes: int) -> None:
-        """A kernel packs or unpacks what travels, on the device's own order."""
+        """Add a kernel that packs or unpacks what a collective sends, in order with the device's other kernels."""
         dtype = max(self._flops, key=lambda name: self._flops[name], default="fp32")
         self.compute(0.0, nbytes, dtype)
 
     def flush(self) -> None:
-        """What was computed since the last task becomes one."""
+        """Make one task of all that was computed since the last task."""
         if not self._kernels:
             return
         dtype = max(self._flops, key=lambda name: self._flops[name])
@@ -141,7 +141,7 @@ class Recorder(Watcher):
 
     def _add(self, task: Task, last: bool = False) -> Ticket:
         if time.monotonic() > self._deadline:
-            raise OutOfTime("the dry run was to be over by now")
+            raise OutOfTime("the dry run takes longer than the time it was given")
         number = self.trace.add(task)
         if last:
             self._last = (number,)
@@ -156,7 +156,7 @@ class Recorder(Watcher):
         channel: str = "",
         distinct: bool = False,
     ) -> Ticket:
-        """A task beside the rank's own order, after what it has done so far."""
+        """Start a task that runs beside the rank's own ones, after those so far; return the ticket to wait for."""
         self.flush()
         task = Task(
             name, self.meter.phase, nbytes, self._last, unit=self.unit, peers=peers, axis=axis, channel=channel, distinct=distinct
@@ -175,7 +175,7 @@ class Recorder(Watcher):
     def waited(self, ticket: Ticket) -> None:
         numbers = tuple(number for number in ticket if number >= 0)
         if -self._began not in ticket:  # it was started in the step before, or earlier
-            numbers = tuple(n - len(self._before) for n in numbers) if 1 - self._began in ticket else ()
+            numbers = tuple(n - len(self._before) for n in numbers) if 1 - self._began in ticket else ()  # below 0: Task.after
         new = [number for number in dict.fromkeys(numbers) if number not in self._last and number not in self._joined]
         if new:
             self.flush()
@@ -193,7 +193,7 @@ class Recorder(Watcher):
     @contextlib.contextmanager
     def stepping(self, numel: int, nbytes: int) -> Iterator[None]:
         self.flush()
-        paused, self._paused = self._paused, True
+        paused, self._paused = self._paused, True  # these operators run on the host: one task stands for them
         with self.meter.looking_away():
             yield
         self._paused = paused

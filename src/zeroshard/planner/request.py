@@ -1,6 +1,6 @@
-"""A run that is asked about: model, hardware, mesh, batch and options; its plans; and whether it fits.
+"""The request: a run's model, hardware, mesh, batch and options; its plans; and the verdict, whether it fits.
 
-A plan is of one rank. Of a pipeline the ranks that may be fullest are looked at: those of the first stage, which has most
+A plan is of one rank. Of a pipeline the ranks that may be fullest are planned: those of the first stage, which has the most
 micro-batches under way, and of the last, which has the logits.
 """
 
@@ -21,16 +21,17 @@ from .simulator.simulate import Simulation, simulate
 from .simulator.trace import Trace
 
 GIB = 1 << 30
-FLAGS = {  # options of zs.shard that the command calls otherwise
+FLAGS = {  # options of zs.shard that have another name on the command line
     "zero_hpz_partition_size": "hpz", "zero_quantized_weights": "quantized_weights", "zero_quantized_gradients": "quantized_gradients",
 }  # fmt: skip
-_ALIKE = 0.98  # of the fullest phase
+WHERE = {Tier.DEVICE: "", Tier.HOST: " of a node's host memory", Tier.DISK: " of a node's disk"}  # after bytes, in a sentence
+_ALIKE = 0.98  # phases with at least this share of the fullest one's bytes count as equally full
 
 
 @dataclass(frozen=True)
 class Request:
-    """axes: ranks along "pp", "dp" and "tp". rows: sequences of a micro-batch of one rank; seq: tokens of each. options: of zs.shard;
-    parallel: further ones of zs.parallelize. checkpointing: False, True, or options of zs.checkpoint_activations."""
+    """A run to plan. axes: ranks along "pp", "dp", "tp". rows: sequences of a rank's micro-batch, of `seq` tokens. options: of
+    zs.shard; parallel: further ones of zs.parallelize. checkpointing: False, True, or options of zs.checkpoint_activations."""
 
     source: ModelSource
     hardware: Hardware
@@ -60,7 +61,7 @@ class Request:
         return Config.build(None, **self.options)
 
     def plan(self, stage: int = 0) -> Plan:
-        """Of the first rank of a stage of the pipeline. Raises ConfigError."""
+        """Return the plan of the first rank of a stage of the pipeline. Raises ConfigError."""
         from .dry_run import plan
 
         heads, layers, tp, pp = self.source.shape.heads, self.source.shape.layers, self.axes[TP], self.axes[PP]
@@ -85,31 +86,31 @@ class Request:
             rank=stage * self.ranks_of_stage, node_size=self.ranks_of_node if self.ranks > self.ranks_of_node else None,
             hardware=self.hardware, checkpointing=self.checkpointing, parallel=self.parallel, **self.options,
         )  # fmt: skip
-        if example is not None:  # a sample is what a token is elsewhere
+        if example is not None:  # here `tokens` counts samples, from which throughput is computed
             made.trace.tokens = self.rows * self.micro_batches
             made = replace(made, tokens=made.trace.tokens)
         return made
 
     def plans(self) -> list[Plan]:
-        """Of the ranks that may be fullest."""
+        """Return the plans of the ranks that may be fullest."""
         return [self.plan(stage) for stage in sorted({0, self.axes[PP] - 1})]
 
     def traces(self, known: Iterable[Plan] = ()) -> list[Trace]:
-        """Of one rank of each stage. known: plans that were made already."""
+        """Return the trace of one rank of each stage. known: plans that were made already."""
         made = {plan.rank: plan.trace for plan in known}
         return [made.get(n * self.ranks_of_stage) or self.plan(n).trace for n in range(self.axes[PP])]
 
     def simulated(self, known: Iterable[Plan] = (), utilisation: float = 1.0, latency_s: float | None = None) -> Simulation:
-        """A step on the hardware: what `zeroshard simulate` and `zeroshard plan --auto` say of it. known: as of `traces`."""
+        """Simulate a step on the hardware, as `zeroshard simulate` and `zeroshard plan --auto` do. known: as of `traces`."""
         return simulate(self.traces(known), self.hardware, utilisation, latency_s)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether it fits, by the memory that comes nearest to its end, or is most beyond it.
+    """The answer whether a run fits, by the memory that is fullest relative to its capacity.
 
-    plan: of the fullest rank. tier, phase, held: where and when that is. used, capacity: bytes; of a device with `overhead`, what its
-    context and libraries take; of the host and of disks those of a node.
+    plan: of the fullest rank. tier, phase, held: of its fullest moment. used, capacity: bytes of a device, with `overhead` (its
+    context and libraries); of the host and the disk those of a whole node.
     """
 
     plan: Plan
@@ -126,11 +127,11 @@ class Verdict:
 
     @property
     def short(self) -> int:
-        """Bytes that are missing."""
+        """The bytes that are missing, 0 if the run fits."""
         return max(self.used - self.capacity, 0)
 
     def __str__(self) -> str:
-        where = "" if self.tier is Tier.DEVICE else f" of a node's {self.tier.value}"
+        where = WHERE[self.tier]
         counted = f" (device overhead {gib(self.overhead)} counted)" if self.overhead else ""
         if self.fits:
             return f"fits: {gib(self.used)} of {gib(self.capacity)} GiB{where}{counted}, fullest in {self.phase}"
@@ -141,19 +142,19 @@ class Verdict:
 
 
 def judge(plans: Sequence[Plan], request: Request) -> Verdict:
-    """By the rank and the memory that are fullest, relative to what there is."""
+    """Return the verdict on the rank and the memory that are fullest, relative to the capacity."""
     found = [each for plan in plans for each in _fullest(plan, request.hardware, request.ranks_of_node)]
     return max(found, key=lambda each: each.used / each.capacity)
 
 
 def judge_alone(plan: Plan, hardware: Hardware) -> Verdict:
-    """The verdict on one rank on this hardware, in nodes as they were planned."""
+    """Return the verdict on one rank on this hardware, with as many ranks on a node as were planned."""
     ranks = min(plan.ranks, plan.trace.node_size)
     return max(_fullest(plan, hardware, ranks), key=lambda each: each.used / each.capacity)
 
 
 def _fullest(plan: Plan, hardware: Hardware, ranks: int) -> Iterable[Verdict]:
-    """Of one rank, each memory that it uses. ranks: of a node."""
+    """Yield a verdict on each memory that one rank uses. ranks: number of ranks on a node."""
     device = {Tier.DEVICE} if plan.separate else {Tier.DEVICE, Tier.HOST}  # one memory
     for tier in Tier:
         alike = device if tier in device else {tier}
@@ -162,7 +163,7 @@ def _fullest(plan: Plan, hardware: Hardware, ranks: int) -> Iterable[Verdict]:
         held = {phase.name: _joined(phase.held.get(each, {}) for each in alike) for phase in plan.phases}
         sums = {name: sum(found.values()) for name, found in held.items()}
         used = max(sums.values())
-        # later steps say by categories what the first one is still making
+        # of equally full phases rather not "first step", where states that are being made may still count as activations
         name = max((each for each in sums if sums[each] >= _ALIKE * used), key=lambda each: (each != "first step", sums[each]))
         if tier is Tier.DEVICE:
             capacity, overhead = hardware.device.memory_nbytes, hardware.overhead_nbytes
@@ -181,11 +182,11 @@ def _joined(parts: Iterable[Held]) -> Held:
 
 
 def gib(nbytes: float) -> str:
-    """In GiB, in as many digits as tell something."""
+    """Return bytes in GiB, as text with as many digits as matter."""
     amount = nbytes / GIB
     return f"{amount:,.1f}" if amount >= 1 else f"{amount:.3g}"
 
 
 def gb(nbytes: float) -> str:
-    """In GB, three digits or more."""
+    """Return bytes in GB, as text with three digits or more."""
     return f"{nbytes / 1e9:,.0f}" if nbytes >= 1e12 else f"{nbytes / 1e9:.3g}"

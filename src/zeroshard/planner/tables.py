@@ -1,4 +1,4 @@
-"""What a plan says, as text: a page with the verdict first (`page`), and tables with all numbers. Bytes are those of one rank."""
+"""The text of a plan: a page with the verdict first (`page`), and tables with all numbers. Bytes are those of one rank."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ LINKS = {
     Resource.READ: "disk -> host", Resource.WRITE: "host -> disk",
 }  # fmt: skip
 _MOST = 8  # rows of activations
-_PAGE = 5  # categories of a tier that a page shows by name
+_PAGE = 5  # categories of a tier that a page shows by name; `page` sums the others up
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells are text; header: of each column."""
+    """A table of text cells. header: the name of each column."""
 
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
     def __str__(self) -> str:
-        """In columns: the first to the left, the others to the right."""
+        """Return aligned columns: the first to the left, the others to the right."""
         columns = list(zip(self.header, *self.rows, strict=True))
         widths = [max(map(len, column)) for column in columns]
         lines = []
@@ -43,14 +43,14 @@ class Table:
 
 
 def scale_of(nbytes: float) -> tuple[int, str]:
-    """(bytes, name) of the unit in which this has two digits before the point, or more."""
-    return next((unit for unit in UNITS if nbytes >= 10 * unit[0]), UNITS[-1] if nbytes < 10 * UNITS[1][0] else UNITS[1])
+    """Return (bytes, name) of the largest unit in which `nbytes` is 10 or more; KiB for less."""
+    return next((unit for unit in UNITS if nbytes >= 10 * unit[0]), UNITS[-1])
 
 
 def memory(plan: Plan, most: int | None = None) -> Table:
-    """A row per tier and category, a column per phase; each phase at its fullest moment, of each tier by itself.
+    """Return a row per tier and category, a column per phase: bytes at the phase's fullest moment, found for each tier by itself.
 
-    most: categories of a tier by name, the largest; the others are one row.
+    most: number of categories of a tier with rows of their own, the largest; the others are one row.
     """
     peak = max(plan.peak(tier) for tier in Tier)
     unit, name = scale_of(peak)
@@ -81,15 +81,15 @@ def memory(plan: Plan, most: int | None = None) -> Table:
             continue
         if tier is Tier.DEVICE:
             rows.append((f"{where}: the device's overhead", *cells([hardware.overhead_nbytes] * len(phases))))
-            rows.append((f"{where}: there is", *cells([hardware.device.memory_nbytes] * len(phases))))
+            rows.append((f"{where}: capacity", *cells([hardware.device.memory_nbytes] * len(phases))))
         else:
             there = hardware.host_memory_nbytes if tier is Tier.HOST else hardware.disk_nbytes
-            rows.append((f"{where}: there is, a rank of {ranks}", *cells([there // ranks] * len(phases))))
+            rows.append((f"{where}: capacity, 1 of {ranks} ranks", *cells([there // ranks] * len(phases))))
     return Table(f"Memory of rank {plan.rank} of {plan.ranks:,}, {name}", ("", *(phase.name for phase in phases)), tuple(rows))
 
 
 def communication(plan: Plan) -> Table:
-    """What the rank sends, copies, reads and writes in a step: by axis and kind."""
+    """Return the GB that the rank sends, copies, reads and writes in a step, a row per axis and kind."""
     found: dict[tuple[str, str], dict[Resource, float]] = {}
     counts: dict[tuple[str, str], int] = {}
     for task in plan.trace.tasks:
@@ -112,7 +112,7 @@ def communication(plan: Plan) -> Table:
 
 
 def _kind(task: Task) -> str:
-    """ "gather" of "gather blocks.3", "all_reduce" of "tp all_reduce"."""
+    """Return the kind of a collective: "gather" for a task "gather blocks.3", "all_reduce" for "tp all_reduce"."""
     words = task.name.split()
     return words[1] if words[0] == task.axis and len(words) > 1 else words[0]
 
@@ -123,7 +123,7 @@ def _moved(axis: str, kind: str, times: int, moved: dict[Resource, float]) -> tu
 
 
 def activations(plan: Plan) -> Table:
-    """What a micro-batch keeps for backward: units whose names differ in numbers alone are one row."""
+    """Return the bytes that a micro-batch keeps for backward; units whose names differ only in numbers are one row."""
     alike: dict[str, list[int]] = {}
     for unit, nbytes in plan.activations.items():
         if nbytes > 0:
@@ -134,16 +134,16 @@ def activations(plan: Plan) -> Table:
         (each, f"{len(sizes):,}", f"{max(sizes) / scale:,.2f}", f"{sum(sizes) / scale:,.2f}") for each, sizes in found[:_MOST]
     ]
     rows.append(("all", f"{sum(map(len, alike.values())):,}", "", f"{sum(map(sum, alike.values())) / scale:,.2f}"))
-    return Table(f"Kept for backward, of a micro-batch, {name}", ("unit", "of them", "the largest", "together"), tuple(rows))
+    return Table(f"Kept for backward by a micro-batch, {name}", ("unit", "count", "largest", "total"), tuple(rows))
 
 
 def headline(request: Request, verdict: Verdict) -> str:
-    """All that matters on one line."""
+    """Return one line: model, ranks, options, the verdict and the bytes sent."""
     return f"{run_of(verdict.plan)}: {verdict}; {_sends(verdict.plan)}"
 
 
 def run_of(plan: Plan) -> str:
-    """What was planned: model, ranks, stage, precision and batch."""
+    """Describe what was planned: model, ranks, stage, precision and batch."""
     axes = ", ".join(f"{axis}={size}" for axis, size in plan.axes.items() if size > 1)
     mesh = f" ({axes})" if cuts_model(plan.axes) else ""
     shape = (
@@ -163,7 +163,7 @@ def _sends(plan: Plan) -> str:
 
 
 def page(plan: Plan, verdict: Verdict | None = None) -> str:
-    """The verdict, what was planned, and about 20 lines of numbers. verdict: where it is not this rank's alone."""
+    """Return the verdict, what was planned, and about 20 lines of numbers. verdict: None: that on this rank alone."""
     found = verdict or (judge_alone(plan, plan.hardware) if plan.hardware is not None else None)
     first = f"{found}{_unit_of(plan, found.phase)}" if found is not None else _where_it_fits(plan)
     sent = [f"{axis} {gb(nbytes)}" for axis, nbytes in plan.sent.items() if nbytes]
@@ -180,7 +180,7 @@ def page(plan: Plan, verdict: Verdict | None = None) -> str:
         str(memory(plan, _PAGE)),
         "",
         f"Sends in a step, GB: {', '.join(sent) or 'nothing'}" + f"; copies: {', '.join(copied)}" * bool(copied),
-        f"Keeps for backward, of a micro-batch: {largest or 'nothing'}",
+        f"Kept for backward by a micro-batch: {largest or 'nothing'}",
     ]
     return "\n".join(lines)
 
@@ -190,14 +190,14 @@ def _unit_name(table: Table) -> str:
 
 
 def _unit_of(plan: Plan, phase: str) -> str:
-    """ ", at blocks.3": the unit of the model during whose visit the device was fullest in this phase."""
+    """Return ", at blocks.3": the unit of the model during whose visit the device was fullest in this phase."""
     visits = [each for each in plan.moments if each.phase == phase]
     fullest = max(visits, key=lambda each: sum(each.held.values()), default=None)
     return f", at {fullest.unit}" if fullest is not None and fullest.unit else ""
 
 
 def _where_it_fits(plan: Plan) -> str:
-    """Of a plan without hardware: what it needs of a device, and on which known hardware that is there."""
+    """Return, for a plan without hardware, the memory that it needs of a device and the known hardware that has as much."""
     phase = max(plan.phases, key=lambda each: each.nbytes(Tier.DEVICE))
     known = [each for each in map(Hardware.named, NAMES) if each.separate == plan.separate]
     fits = [each.name for each in known if judge_alone(plan, each).fits]
@@ -208,11 +208,11 @@ def _where_it_fits(plan: Plan) -> str:
 
 
 def full(plan: Plan) -> str:
-    """All tables, one below the other."""
+    """Return all tables, one below the other."""
     return "\n\n".join(map(str, (memory(plan), communication(plan), activations(plan))))
 
 
 def count(number: int) -> str:
-    """As sizes of models are written: 3.83M, 70.6B, 1.01T."""
+    """Return a number as sizes of models are written: 3.83M, 70.6B, 1.01T."""
     unit, name = next((unit for unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")) if number >= unit[0]), (1, ""))
     return f"{number / unit:.3g}{name}"

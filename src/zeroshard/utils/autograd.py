@@ -23,7 +23,7 @@ def in_backward() -> bool:
 
 
 def transforming() -> bool:
-    """Return whether this thread is inside a derivative of torch.func, whose backward hooks on our tensors cannot notice."""
+    """Return whether this thread is inside a derivative of torch.func; hooks on our tensors do not see its backward."""
     return torch_compat.in_derivative()
 
 

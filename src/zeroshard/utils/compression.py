@@ -1,4 +1,4 @@
-"""What travels as fewer bytes than it has: an option of `zs.shard`, as `Offload` is."""
+"""The compression of collectives: the values of zs.shard's options zero_quantized_weights and zero_quantized_gradients."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _EXEMPT = ("*norm*", "*router*", "*embed*")
 
 @dataclass(frozen=True)
 class Compression:
-    """How one kind of collective is packed. A text in its place is its `codec`, and True is "int8".
+    """The compression of one kind of collective. An option that takes it also takes a str, its `codec`, and True for "int8".
 
-    codec: "int8", "int4" (symmetric, by blocks), "fp8" (e4m3, by blocks); for gradients also "top_k" and "low_rank". "none".
+    codec: "int8", "int4" (symmetric, by blocks), "fp8" (e4m3, by blocks), or "none"; for gradients also "top_k", "low_rank".
     block: elements that share a scale: a power of two from 32 to 16384.
-    warmup_steps: so many steps at the beginning are not packed.
-    exempt: name patterns of parameters that are not packed, beside all that are no matrices (norms, biases).
-    min_numel: a parameter with fewer elements in one unit is not packed.
-    error_feedback: gradients: what packing loses is kept and added to the next gradient. Takes 4 bytes an element on each rank.
-    ratio: "top_k": the part of the elements that is sent, above 0, at most 0.5.
+    warmup_steps: number of first steps without compression.
+    exempt: name patterns of parameters without compression, in addition to all that are no matrices (norms, biases).
+    min_numel: parameters with fewer elements in one unit are not compressed.
+    error_feedback: gradients: keep the error of compression and add it to the next gradient. Takes 4 bytes an element and rank.
+    ratio: "top_k": the fraction of the elements that is sent, above 0, at most 0.5.
     rank: "low_rank": columns of the two factors.
-    force: pack also between ranks that read each other's memory, which gains nothing.
+    force: compress also between ranks that share memory, which sends nothing faster.
     """
 
     codec: str = "int8"
@@ -62,12 +62,12 @@ class Compression:
             raise ConfigError(f"compression exempt: expected a tuple of name patterns, got {self.exempt!r}.")
 
     def spares(self, name: str, dim: int) -> bool:
-        """Whether a parameter of this name and number of dimensions travels plain."""
+        """Return whether a parameter of this name and number of dimensions is sent without compression."""
         return dim < 2 or any(fnmatchcase(name, pattern) for pattern in self.exempt)
 
     @classmethod
     def of(cls, given: object, option: str, codecs: tuple[str, ...]) -> Compression | None:
-        """From a Compression, a codec's name, True or False, a mapping of fields, or None."""
+        """Return the Compression that an option's value (a Compression, codec, bool or mapping of fields) means; None: none."""
         if given is None or given is False:
             return None
         if isinstance(given, Mapping):

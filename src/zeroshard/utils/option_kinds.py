@@ -55,7 +55,7 @@ FOLDER = Kind("the path of a folder", lambda value: isinstance(value, (str, os.P
 
 
 def option(default: Any, kind: Kind) -> Any:
-    """Make the dataclass field of an option, which bears its kind."""
+    """Make the dataclass field of an option, with its kind in the field's metadata."""
     return field(default=default, metadata={"kind": kind})
 
 

@@ -1,4 +1,4 @@
-"""A layout's file beside the run that reads it: was it planned for these ranks?"""
+"""Checks whether a layout's file was planned for the ranks of the run that reads it."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class Exchanged:
         return result
 
     def hand_back(self) -> None:
-        """After the call, apply the callee's changes of copied containers to the caller's, with the caller's own tensors."""
+        """Apply the callee's changes of copied containers to the caller's, with the caller's own tensors, after the call."""
         given = {id(new): old for old, new in self._exchanged}
         for (old, new), before in zip(self._exchanged, self._before, strict=True):
             now: Any = _content(new)

@@ -149,7 +149,7 @@ def carry_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def post_accumulate_hooks(tensor: torch.Tensor) -> dict[int, Callable]:
-    """The hooks of a tensor that run when its gradient is complete: torch's own table, in which they may be exchanged."""
+    """Return torch's own table of a tensor's hooks that run when its gradient is complete; its entries may be replaced."""
     return tensor._post_accumulate_grad_hooks or {}
 
 

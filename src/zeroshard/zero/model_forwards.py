@@ -12,14 +12,14 @@ from .unit import Unit
 
 @dataclass(eq=False)
 class ModelForward:
-    """One of them. frame: of the model's call, None if unknown (a compiled call). given: its arguments, None if none is cast."""
+    """One running forward of a model. frame: of its call; None if compiled. given: its arguments if any is cast, else None."""
 
     frame: FrameType | None
     given: Exchanged | None
 
 
 class ModelForwards:
-    """All of them; they nest where a model calls itself. False where none runs.
+    """The running forwards of a model, which nest if it calls itself. False if none runs.
 
     training: the model was entered with gradients enabled. viewed: units whose forward has returned views of their memory, which
     therefore stay gathered until the outermost forward ends.
@@ -35,7 +35,7 @@ class ModelForwards:
 
     @property
     def outermost(self) -> ModelForward:
-        """The first of those that run; there must be one."""
+        """The first of the running forwards; there must be one."""
         return self._running[0]
 
     def begin(self, frame: FrameType | None, given: Exchanged | None) -> None:

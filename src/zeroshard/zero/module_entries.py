@@ -1,4 +1,4 @@
-"""What the modules of a unit hold in the place of its parameters.
+"""The entries of a unit's parameters in its modules' `_parameters`.
 
 at rest            the sharded parameters (of a replicated unit: the parameters)
 while it is used   the compute parameters, views of the flat buffer            swap_in  ... swap_out

@@ -1,10 +1,10 @@
-"""Out of memory inside of a sharded model: the error says what this rank holds, and which changes make it less.
+"""The errors of a sharded model that is out of memory: they say what this rank holds, and which changes make it less.
 
-    torch's error, or the host's  -->  Shortage (what holds what)  -->  DeviceMemoryError, or HostMemoryError, from that error
+    torch's or the host's error  -->  Shortage (bytes by category)  -->  DeviceMemoryError or HostMemoryError, raised from it
 
-An error comes by here from a forward of the whole model, from a backward, from a step and from zs.shard. The message is made of the
-ledger's numbers and of formulas on them: nothing is allocated on the device. The changes are the planner's (remedies/), whose
-modules are above this one and take a second to import: the package says where they are, and they are imported with the first error.
+The whole model's forward, a backward, a step and zs.shard pass their errors to this module. It makes the message from numbers of
+the ledger and formulas on them, and allocates nothing on the device. The planner (remedies/) finds the changes; its modules are
+above this one and take a second to import, so the package sets `advise`, which imports them with the first error.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from .parameter import ParamSpec
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-FAILURES = (RuntimeError, MemoryError)  # what a failed allocation raises, among other errors
+FAILURES = (RuntimeError, MemoryError)  # types of the errors of failed allocations, and of others
 _ON_HOST = "DefaultCPUAllocator: can't allocate memory"  # torch's words, in a RuntimeError
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-_COME_AND_GO = (GATHERED, STAGING, PARTIAL)  # some were given back while the error came here: of these the peak tells
+_COME_AND_GO = (GATHERED, STAGING, PARTIAL)  # partly released while the error propagated, so the message has their peak
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """What is known of a rank whose allocation has failed.
+    """The facts of a rank whose allocation has failed.
 
-    model: its class. units: elements of each parameter, by unit. trained: the share of them that an optimizer steps.
-    beyond: bytes that are allocated beside the ledger's: activations, and what the program keeps. asked: bytes of the allocation
-    that failed; 0: not known. separate: the device has a memory of its own. checkpointed: blocks are computed again in backward.
+    model: name of its class. units: elements of each parameter, by unit. trained: fraction of the elements that need gradients.
+    beyond: allocated bytes that the ledger does not count: activations, and the program's own. asked: bytes of the allocation
+    that failed; 0: unknown. separate: the device has memory of its own. checkpointed: activation checkpointing is used.
     """
 
     model: str
@@ -61,7 +61,7 @@ advise: Callable[[Shortage], list[str]] = lambda shortage: []  # noqa: E731  # a
 
 
 def tell(error: BaseException, runtime: Runtime, where: str) -> None:
-    """Raise what replaces an error that came from `where`. Returns where memory is not what was missing, or it was told before."""
+    """Raise the error that replaces an out-of-memory error from `where`. Return if `error` is another, or replaced already."""
     if _is_shortage(error):
         units = {unit.name: [spec for group in unit.groups for spec in group.specs] for unit in runtime.units}
         where = f"{where} of step {runtime.progress.steps + 1}"
@@ -71,19 +71,19 @@ def tell(error: BaseException, runtime: Runtime, where: str) -> None:
 def tell_of_building(
     error: BaseException, model: nn.Module, config: Config, ledger: Ledger, comm: Comm, plans: list[UnitPlan]
 ) -> None:
-    """As `tell`, while zs.shard makes the buffers of the units."""
+    """Raise the error that replaces an out-of-memory error, as `tell` does, while zs.shard makes the buffers of the units."""
     if _is_shortage(error):
         _raise(error, _told(error, model, config, ledger, comm, "zs.shard", {plan.name: plan.specs for plan in plans}))
 
 
 class Telling:
-    """A context: an allocation that fails inside is told as one of `where`."""
+    """A context that replaces an out-of-memory error inside by one that names `where`."""
 
     def __init__(self, runtime: Runtime, where: str) -> None:
         self.runtime, self.where = runtime, where
 
     def __enter__(self) -> None:
-        """Nothing is done before an error comes."""
+        """Do nothing: only `__exit__` does."""
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None:
@@ -103,7 +103,7 @@ def _raise(error: BaseException, other: Exception) -> NoReturn:
 
 
 def _is_shortage(error: BaseException) -> bool:
-    """Of the device or the host, and not told yet."""
+    """Return whether memory of the device or the host ran out, in an error that was not replaced yet."""
     if isinstance(error, (DeviceMemoryError, HostMemoryError)):
         return False
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _ON_HOST in str(error)
@@ -130,13 +130,13 @@ def _told(
 
 
 def _amount(pattern: str, error: BaseException) -> int:
-    """Bytes that the error's text names; 0 where it does not."""
+    """Return the bytes that the error's message names; 0 if it names none."""
     found = re.search(pattern, str(error))
     return round(float(found[1]) * _UNITS.get(found[2], 1)) if found else 0
 
 
 def _checkpointed(model: nn.Module) -> bool:
-    """By zs.checkpoint_activations, by torch's wrapper or by Transformers' switch."""
+    """Return whether activations are checkpointed, by zs.checkpoint_activations, torch's wrapper or Transformers' switch."""
     return any(
         "_zeroshard_activations" in module.__dict__
         or type(module).__name__ == "CheckpointWrapper"
@@ -146,7 +146,7 @@ def _checkpointed(model: nn.Module) -> bool:
 
 
 def _held(error: BaseException, shortage: Shortage) -> Iterator[str]:
-    """What the rank holds, in lines."""
+    """Yield the lines that say what the rank holds."""
     ledger, config, comm = shortage.ledger, shortage.config, shortage.comm
     yield str(error).split("\n")[0] or type(error).__name__
     yield (
@@ -169,10 +169,10 @@ def _held(error: BaseException, shortage: Shortage) -> Iterator[str]:
 
 
 def _changes(shortage: Shortage) -> Iterator[str]:
-    """What would make it less, in lines."""
+    """Yield the lines with changes that reduce memory."""
     try:
         found = advise(shortage)
-    except Exception as error:  # whatever it is, what torch said must reach the program
+    except Exception as error:  # torch's message must reach the program in any case
         yield f"What would make it less could not be computed: {type(error).__name__}: {error}"
         return
     if found:
@@ -181,7 +181,7 @@ def _changes(shortage: Shortage) -> Iterator[str]:
 
 
 def size(nbytes: float) -> str:
-    """In the largest unit of which there is one, in three digits."""
+    """Return bytes as text with three digits, in the largest unit that is at most `nbytes`."""
     unit = next((name for name in ("GiB", "MiB", "KiB") if nbytes >= _UNITS[name]), "")
     amount = nbytes / _UNITS[unit]
     return f"{amount:.3g} {unit or 'bytes'}" if amount < 1000 else f"{amount:,.0f} {unit or 'bytes'}"

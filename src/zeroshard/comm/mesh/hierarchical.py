@@ -1,11 +1,11 @@
-"""Collectives in two hops: one between nodes, among the ranks with the same place (index in their node), one inside each node.
+"""Collectives in two hops: one between nodes, among the ranks with the same local rank (number in their node), one inside.
 
-    world of R nodes x S places          ranks are numbered place by place:   rank = place * R + node
+    world of R nodes x S local ranks     ranks are numbered by local rank:    rank = local_rank * R + node
 
     gather   shard --between--> R adjacent shards --inside--> all                    each byte enters a node once
     reduce   whole --inside, sum--> R shards --between, sum--> my shard              each sum leaves a node once
 
-Because of that numbering the shards of one place are neighbours in the flat buffer, and slices need not be reordered,
+Because of that numbering the shards of one local rank are neighbours in the flat buffer, and slices need not be reordered,
 as ZeRO++'s qgZ has to (arXiv 2306.10209, section 4.3).
 
 The result of a gather's first hop may be kept until the shards are written: a *secondary shard* (hpZ, ibid. section 4.2),
@@ -46,12 +46,14 @@ class HierarchicalComm(Wrapper):
         self, world: Comm, inner: Comm, outer: Comm, parts: Sequence[Sequence[int]], ledger: Ledger, *, keep: bool = False,
         sums: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        """inner: this rank's node; outer: the ranks with its place. parts: the ranks of each node, by place. keep: keep secondary
-        shards. sums: dtype of sums between the hops of a reduction where hops are compressed; otherwise that of its source.
+        """inner: this rank's node; outer: the ranks with its local rank. parts: the ranks of each node, by local rank.
+
+        keep: keep secondary shards. sums: dtype of sums between the hops of a reduction where hops are compressed; otherwise
+        that of its source.
         """
         super().__init__(world)
         self.inner, self.outer, self.ledger, self.keep, self.sums = inner, outer, ledger, keep, sums
-        self._order = [node[place] for place in range(inner.world_size) for node in parts]
+        self._order = [node[local_rank] for local_rank in range(inner.world_size) for node in parts]
         self.rank = self._order.index(world.rank)
         self.copies = self.drains_all = False
         self.shares_memory = inner.shares_memory or outer.shares_memory
@@ -125,12 +127,12 @@ class HierarchicalComm(Wrapper):
         self._sums_nbytes = max(self._sums_nbytes, numel * self.outer.world_size * widest.itemsize)
 
     def needed(self, values: Sequence[Reserved], slices: Sequence[Reserved]) -> int:
-        places = self.outer.world_size
-        rows = [numel * places * dtype.itemsize for numel, dtype in values]
+        nodes = self.outer.world_size
+        rows = [numel * nodes * dtype.itemsize for numel, dtype in values]
         summed = [(numel, self.sums or dtype) for numel, dtype in slices]
-        sums = max((numel * places * dtype.itemsize for numel, dtype in summed), default=0)
+        sums = max((numel * nodes * dtype.itemsize for numel, dtype in summed), default=0)
         held = sum(rows) if self.keep else _BUFFERS * max(rows, default=0)
-        hops = self.inner.needed([], [(numel * places, dtype) for numel, dtype in slices]) + self.outer.needed([], summed)
+        hops = self.inner.needed([], [(numel * nodes, dtype) for numel, dtype in slices]) + self.outer.needed([], summed)
         return held + _BUFFERS * sums + hops
 
     def open(self) -> None:

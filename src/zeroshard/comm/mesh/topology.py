@@ -196,7 +196,7 @@ def _halves(comm: Comm, parts: Parts) -> tuple[Comm, Comm]:
         comm.join(inner)
     else:
         inner = comm.subgroup(parts)
-    return inner, comm.subgroup([list(place) for place in zip(*parts, strict=True)])
+    return inner, comm.subgroup([list(ranks) for ranks in zip(*parts, strict=True)])
 
 
 def _replicate(topology: Topology, config: Config, ledger: Ledger, warm: Callable[[int], bool], groups: Parts) -> None:

@@ -66,7 +66,7 @@ def _passed_on(path: str, name: str) -> Any:
 
 
 def _text(path: str) -> str:
-    """What to say of a name that is not there."""
+    """Return the error message for a name that does not exist."""
     parts = path.split(".")
     keys = (path, parts[-1], *(".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)))
     remedy = next((INSTEAD[key] for key in keys if key in INSTEAD), None)

@@ -75,7 +75,7 @@ class _UnscaledGradient(torch.autograd.Function):
 
 
 class DeepSpeedEngine(Checkpoints, nn.Module):
-    """What `initialize` returns. Built by setup.py; attributes that it lacks are the module's.
+    """The engine that `initialize` (setup.py) returns. Attributes that it lacks are looked up in the module.
 
     module: the sharded model. basic_optimizer: the sharded optimizer, of the given class. optimizer: wrapper of it with
     DeepSpeed's interface (engine_optimizer.py), None for inference.

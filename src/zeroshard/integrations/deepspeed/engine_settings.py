@@ -32,7 +32,7 @@ _QUESTIONS = {  # method of the engine -> attribute path in the configuration
 
 
 class Settings:
-    """What the engine is made of: its configuration, under the names of its methods."""
+    """Mixin of the engine: methods that return values of its configuration."""
 
     _config: Any
     optimizer: Any
@@ -82,11 +82,11 @@ class Settings:
         return self.get_data_types()[0] if given is None else given
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """(global batch, micro-batch of a rank, micro-batches of a step)."""
+        """Return (global batch, micro-batch of a rank, micro-batches of a step)."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change how many micro-batches make a step. Raises ValueError where it is not a whole number."""
+        """Set the global batch by the number of micro-batches per step. Raises ValueError if that is not a whole number."""
         micro = self._config.train_micro_batch_size_per_gpu * self.dp_world_size
         if train_batch_size % micro:
             raise ValueError(
@@ -105,12 +105,12 @@ class Settings:
         return self._of_groups("lr")
 
     def get_mom(self) -> list[Any]:
-        """Of each group its momentum, or its betas."""
+        """Return the momentum, or the betas, of each parameter group."""
         optimizer = self.optimizer
         return [] if optimizer is None else [group.get("momentum", group.get("betas", 0.0)) for group in optimizer.param_groups]
 
     def optimizer_name(self) -> str | None:
-        """Of the class that was given; else the configuration's."""
+        """Return the class name of the optimizer that `initialize` was given, else the name in the configuration."""
         return self._config.optimizer_name if self.client_optimizer is None else self._client_name
 
     def postscale_gradients(self) -> bool:

@@ -1,4 +1,4 @@
-"""Whole weights: of an engine, to save in one file for other programs; of an opened checkpoint, in host memory."""
+"""Functions for whole weights: of an engine, to save them in one file for other programs; of a checkpoint, in host memory."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def read_whole(opened: Opened, dtype: torch.dtype | None, wanted: Callable[[str]
 
 
 class WholeWeights(Settings):
-    """What the engine is made of: its weights, whole."""
+    """Mixin of the engine: methods that return, save and load whole weights."""
 
     module: nn.Module
 
     def module_state_dict(
         self, destination: Any = None, prefix: str = "", keep_vars: bool = False, exclude_frozen_parameters: bool = False
     ) -> dict[str, Any]:
-        """The module's state dict; at stage 3 whole (collective)."""
+        """Return the module's state dict; at stage 3 with whole tensors (collective)."""
         if self.zero_optimization_partition_weights():
             state: dict[str, Any] = {f"{prefix}{name}": value for name, value in api.full_state_dict(self.module).items()}
         else:
@@ -78,7 +78,7 @@ class WholeWeights(Settings):
         return {name: found.pop(name) for name in order if name in found} | found if first else None
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """Whole weights on the host of rank 0, None on others (collective)."""
+        """Return whole weights in host memory on rank 0, None on others (collective)."""
         if not self.zero_optimization_partition_weights():
             raise ValueError("this function requires ZeRO-3 mode")
         return self._whole_on_rank_0(exclude_frozen_parameters)

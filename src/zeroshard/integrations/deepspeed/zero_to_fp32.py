@@ -61,7 +61,7 @@ def _folder(checkpoint_dir: Any, tag: Any) -> Path:
 
 
 def _open(folder: Path, exclude_frozen: bool, verify: bool = True) -> tuple[Opened, list[str]]:
-    """The checkpoint, and names of what is wanted of it."""
+    """Open a checkpoint; return it, and the names of the tensors to convert."""
     opened = open_any(Alone(), folder, verify=verify, values=False)
     told = opened.shared_extras["engine"]() if "engine" in opened.shared_extras else opened.facts
     if exclude_frozen and "frozen" not in told:

@@ -88,7 +88,7 @@ class Sharding(_Strategy):
 
     @property
     def checkpoint_io(self) -> Any:
-        """For checkpoints that are one file."""
+        """The plugin that writes and reads checkpoints that are one file."""
         return super().checkpoint_io
 
     @checkpoint_io.setter

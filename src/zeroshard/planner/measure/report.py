@@ -30,7 +30,7 @@ STATES = (PARAMETERS, GRADIENTS, OPTIMIZER)
 
 @dataclass(frozen=True)
 class Report:
-    """What this rank holds and has sent. All sizes are bytes; `print` shows them as a table (docs/start/report.md explains it).
+    """The memory that this rank holds and the bytes that it has sent; `print` shows them as a table (see docs/start/report.md).
 
     Attributes:
         at_rest: held now, by model state.
@@ -47,7 +47,7 @@ class Report:
         measured_between_nbytes_per_step: the part of it that went to other nodes.
         secondary: secondary shards (hpZ).
         lost: what packing gradients has lost and error feedback keeps.
-        compression_errors: relative error of what was packed, by unit, when it was last looked at.
+        compression_errors: relative error of what was packed, by unit, when it was last measured.
         numbers: the dtypes of the parameters.
         deviations: sentences on options that have no effect in this run.
     """

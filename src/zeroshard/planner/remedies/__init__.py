@@ -1,1 +1,1 @@
-"""What would make a plan fit: changes of the run, ranked by formula, tried by dry runs."""
+"""Remedies: changes of a run that would make its plan fit, ranked by formulas, tried by dry runs."""

@@ -1,8 +1,8 @@
-"""Changes of a run that may make it fit, by kind, and the options of the command that say them.
+"""Changes of a run that may make it fit, by kind, and the command-line options that express them.
 
     mesh, ranks -> stage, tiers -> sequences at a time -> activation checkpointing -> units -> what nodes keep
 
-A change of several kinds is made in this order: what is there to choose from depends on those before. Only what applies is offered.
+Changes of several kinds are made in this order, since the choices of a kind depend on those before. Only what applies is offered.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ..search.requested import CHECKPOINTING, layout_of
 from ..search.search import TIERS
 
 _TIMES = (2, 4, 8, 16)
-_FIELDS = ("axes", "rows", "checkpointing")  # of a request, beside its options
+_FIELDS = ("axes", "rows", "checkpointing")  # fields of a request that a change sets, beside its options
 _DEVICES = {Tier.HOST: "cpu", Tier.DISK: "nvme"}
 
 
 def _meshes(request: Request) -> Iterator[Request]:
-    """The same ranks over tp and pp, which leaves the sequences of a step; then more ranks of dp, which add some."""
+    """Yield the same ranks with more tp and pp, and as many sequences in a step; then more ranks of dp, which add sequences."""
     axes, source = request.axes, request.source
     for tp, pp in itertools.product((1, *_TIMES), repeat=2):
         whole = axes[TP] * tp, axes[PP] * pp
         # two blocks a stage, or more
         if tp * pp == 1 or axes[DP] % (tp * pp) or (pp > 1 and 2 * whole[1] > (source.shape.layers or 0)):
             continue
-        heads = source.shape.heads if source.config is not None else None  # of others formulas know nothing
+        heads = source.shape.heads if source.config is not None else None  # formulas know tp of no other models than GPTs
         if tp > 1 and (not heads or heads % whole[0] or source.vocab % whole[0] or whole[0] > request.ranks_of_node):
             continue
         mesh = {PP: whole[1], DP: axes[DP] // tp // pp, TP: whole[0]}
@@ -41,7 +41,7 @@ def _meshes(request: Request) -> Iterator[Request]:
 
 
 def _states(request: Request) -> Iterator[Request]:
-    """Higher stages of ZeRO, and states further away. Stages 1 and 2 send what plain data parallelism sends, stage 3 half as much again."""
+    """Yield higher stages of ZeRO, and tiers further away. In fp32, stages 0 to 2 send the same, stage 3 half as much again."""
     given = layout_of(request)
     order, now = list(Tier), (given.optimizer, given.gradient, given.parameter)
     for stage, choices in TIERS.items():
@@ -58,21 +58,21 @@ def _states(request: Request) -> Iterator[Request]:
                 continue
             names = ("offload_optimizer", "offload_gradient", "offload_param")
             moved = {name: tier for name, tier, old in zip(names, tiers, now, strict=True) if tier is not old}
-            if tiers[1] is Tier.HOST and stage > 1:  # as is usual with an optimizer that is not on the device
+            if tiers[1] is Tier.HOST and stage > 1:  # the default with an offloaded optimizer
                 moved.pop("offload_gradient", None)
             path = {"offload_path": request.options.get("offload_path") or "."} if Tier.DISK in moved.values() else {}
             yield _with(request, stage=stage, **{name: _DEVICES[tier] for name, tier in moved.items()}, **path)
 
 
 def _rows(request: Request) -> Iterator[Request]:
-    """Fewer sequences at a time, more often: the same step."""
+    """Yield fewer sequences at a time in more micro-batches: the same step."""
     halves = (request.rows >> times for times in range(1, request.rows.bit_length()))
     for rows in (each for each in halves if request.rows % each == 0):
         yield replace(request, rows=rows, micro_batches=request.rows // rows * request.micro_batches)
 
 
 def _checkpoints(request: Request) -> Iterator[Request]:
-    """Blocks again; a part of each checkpoint on each rank of tp (Pa: ZeRO, arXiv 1910.02054, section 6.1); checkpoints on the host."""
+    """Yield checkpointed blocks; partitioned over tp (Pa: ZeRO, arXiv 1910.02054, section 6.1); with checkpoints on the host."""
     kept = layout_of(request).checkpointing
     if kept == "none":
         yield replace(request, checkpointing=True)
@@ -84,7 +84,7 @@ def _checkpoints(request: Request) -> Iterator[Request]:
 
 
 def _units(request: Request) -> Iterator[Request]:
-    """Blocks gathered in parts: attention, and each map of the MLP, of 4 dim^2 elements and biases."""
+    """Yield blocks gathered in parts: attention, and each linear layer of the MLP, of at most 4 dim^2 elements and biases."""
     hidden = request.source.shape.hidden
     largest = 4 * hidden * (hidden + 2) if hidden else 0
     fine = request.config.max_unit_numel is not None and request.config.max_unit_numel <= largest
@@ -93,7 +93,7 @@ def _units(request: Request) -> Iterator[Request]:
 
 
 def _kept_in_nodes(request: Request) -> Iterator[Request]:
-    """Secondary shards packed (ZeRO++), or none; states shared by larger groups."""
+    """Yield packed secondary shards (ZeRO++), or none; or states that are sharded over larger groups."""
     config = request.config
     if config.zero_hpz_partition_size > 1:
         if config.zero_quantized_weights is None:
@@ -113,14 +113,14 @@ KINDS = (_meshes, _states, _rows, _checkpoints, _units, _kept_in_nodes)
 
 
 def changes(before: Request, after: Request) -> dict[str, Any]:
-    """What the other request has in place of this one's, by name."""
+    """Return the options and fields in which `after` differs from `before`, by name, with the values of `after`."""
     names = {*before.options, *after.options} - {"offload_path"}
     found = {name: after.options.get(name) for name in sorted(names) if after.options.get(name) != before.options.get(name)}
     return found | {name: getattr(after, name) for name in _FIELDS if getattr(after, name) != getattr(before, name)}
 
 
 def flags(before: Request, after: Request) -> str:
-    """The options of the command that make one request of the other."""
+    """Return the command-line options that turn `before` into `after`."""
     found = changes(before, after)
     kept = after.checkpointing if isinstance(after.checkpointing, Mapping) else {}
     before_kept = before.checkpointing if isinstance(before.checkpointing, Mapping) else {}

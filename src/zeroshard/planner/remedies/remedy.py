@@ -1,10 +1,10 @@
-"""What would make a plan fit: the cheapest changes of the run, each with what it frees and what it costs.
+"""The search for remedies: the cheapest changes of a run that make its plan fit, each with what it frees and what it costs.
 
-    a choice a kind, and choices of several kinds -> those that fit by formula, none with a change that it fits without
+    a change of one kind, and of several kinds    -> those that fit by formula, without changes that are not needed
                                                   -> the cheapest by formula, simulated -> a dry run each, while there is time
 
-Kinds of changes: mesh and ranks, stage and tiers, sequences at a time, activation checkpointing, units, what nodes keep. Cheap is
-what takes few seconds a step, all steps of the same sequences; more ranks come last. What fits by formula and was not tried is said so.
+Kinds of changes: mesh and ranks, stage and tiers, sequences at a time, activation checkpointing, units, what nodes keep. The cost
+is the seconds of a step; changes that need more ranks come last. A remedy that no dry run has confirmed says "fits by formula".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...utils.axes import PP
 from ..faults import OutOfTime
 from ..plan import Plan
 from ..recorder import deadline, telling
-from ..request import Request, Verdict, gb, gib, judge
+from ..request import WHERE, Request, Verdict, gb, gib, judge
 from ..search.layout import Layout
 from ..search.memory import activations, in_flight, memory_of
 from ..search.requested import layout_of, profile_of
@@ -34,20 +34,20 @@ from ..simulator.trace import Resource, Trace
 from .changes import KINDS, changes, flags
 
 ENOUGH = 3  # remedies that are shown
-_MOST_CHANGES = 4  # of one remedy
-_SIMULATED = 8  # of those that fit, the cheapest by their bounds
-_SURE = 0.95  # of the memory: formulas alone are believed up to here
+_MOST_CHANGES = 4  # in one remedy
+_SIMULATED = 8  # choices that are simulated: those that fit, the cheapest by their bounds
+_SURE = 0.95  # share of the memory up to which formulas alone are believed
 EQUAL = 1.02  # times within this factor are taken to be the same: the plainest comes first
 _LINKS = (Resource.INSIDE, Resource.BETWEEN)
 _COPIES = {"host": (Resource.DOWN, Resource.UP), "disk": (Resource.READ, Resource.WRITE)}
-_LOADED = 1.02  # times: less is not worth a word
+_LOADED = 1.02  # a load that grows by a smaller factor is not mentioned
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """flags: what to add to the command. then: what it is with them, a sentence; verdict: of its dry run, None: by formula.
+    """A change that makes the run fit. flags: to add to the command. then: the verdict with them. verdict: None: by formula.
 
-    frees: bytes, of the memory that was short. seconds: of a step. cost: in words.
+    frees: bytes of the memory that was short. seconds: of a step. cost: in words.
     """
 
     flags: str
@@ -60,9 +60,9 @@ class Remedy:
 
 
 def remedies(request: Request, plans: Sequence[Plan], seconds: float = 60.0) -> list[Remedy]:
-    """The cheapest changes after which it fits, at most ENOUGH: those that a dry run has confirmed, then those by formula.
+    """Return the cheapest changes after which the run fits, at most ENOUGH: those confirmed by a dry run, then those by formula.
 
-    seconds: of looking; formulas take a third of them at the most, and a dry run that is not over by then is given up. 0: no look.
+    seconds: the time for it, of which formulas get a third; a dry run that is not over by the end is given up. 0: return [].
     """
     if seconds <= 0:
         return []
@@ -77,9 +77,9 @@ def remedies(request: Request, plans: Sequence[Plan], seconds: float = 60.0) -> 
         while left and len(confirmed) < ENOUGH:
             confirmed += _tried(formulas, plans, left[0])
             left = left[1:]
-    except OutOfTime:  # of left[0] formulas are all that is known
+    except OutOfTime:  # left[0] and those after it remain as they are by formula
         pass
-    except ConfigError:  # a model of which there is no profile
+    except ConfigError:  # no profile can be made of this model
         return []
     finally:
         deadline.reset(token)
@@ -92,7 +92,7 @@ def remedies(request: Request, plans: Sequence[Plan], seconds: float = 60.0) -> 
 
 @dataclass(frozen=True)
 class _Choice:
-    """A changed request that fits by formula. share: what it takes of the memory that it fills most; seconds: of a step."""
+    """A changed request that fits by formula. share: used over capacity of the memory that it fills most. seconds: of a step."""
 
     request: Request
     changes: frozenset
@@ -102,9 +102,9 @@ class _Choice:
 
 
 class _Formulas:
-    """What requests hold and take by formulas. Their errors at the given run, which a dry run tells, are taken to be theirs at others.
+    """The memory and the seconds of requests by formulas, corrected by what the dry run of the given request says.
 
-    error, pace: of the device's memory and of a step's seconds, what the dry run says by what formulas say.
+    error, pace: the given request's device memory, and seconds of a step: the dry run's over the formulas'.
     """
 
     def __init__(self, request: Request, plans: Sequence[Plan]) -> None:
@@ -115,18 +115,18 @@ class _Formulas:
         if self.verdict.tier is Tier.DEVICE:
             stage = self.verdict.plan.rank // request.ranks_of_stage
             self.error = (self.verdict.used - self.verdict.overhead) / self._held(self.layout, stage)[Tier.DEVICE]
-        if request.axes[PP] == 1:  # else the first and the last stage do not make a step
+        if request.axes[PP] == 1:  # else a step cannot be simulated, as only the first and the last stage were planned
             self.pace = simulate(plans[0].trace, request.hardware).step_s / self.seconds(request)
 
     def _states_of(self, layout: Layout, stage: int) -> dict[Tier, int]:
-        """Of a layout of micro-batches of one sequence: all but activations."""
+        """Return the bytes of a rank by tier without activations. The layout's micro-batches must be of one sequence."""
         held = memory_of(self.profile, layout, stage)
         kept, working = activations(self.profile, layout.pp, stage, layout.itemsize, layout.tp, layout.checkpointing)
         own = {Tier.DEVICE: kept[0] * in_flight(layout, stage) + working, Tier.HOST: kept[1] * in_flight(layout, stage)}
         return {tier: round(sum(found.values()) - self.profile.seq * own.get(tier, 0.0)) for tier, found in held.items()}
 
     def _held(self, layout: Layout, stage: int) -> dict[Tier, float]:
-        """Bytes of a rank by tier."""
+        """Return the bytes of a rank by tier."""
         few = replace(layout, micro_batch=1, micro_batches=min(layout.micro_batches, 2), checkpointing="none")
         held: dict[Tier, float] = dict(self._states(few, stage))
         (device, host), working = activations(self.profile, layout.pp, stage, layout.itemsize, layout.tp, layout.checkpointing)
@@ -138,7 +138,7 @@ class _Formulas:
         return held
 
     def fullest(self, request: Request) -> tuple[float, Tier, float, float]:
-        """(used / capacity, tier, used, capacity) of the memory that is fullest, as `judge` counts them."""
+        """Return (used / capacity, tier, used, capacity) of the memory that is fullest, as `judge` counts them."""
         hardware, layout, ranks, found = request.hardware, layout_of(request), request.ranks_of_node, []
         capacities = {
             Tier.DEVICE: hardware.device.memory_nbytes,
@@ -152,7 +152,7 @@ class _Formulas:
         return max(found, key=lambda each: each[0])
 
     def frees(self, request: Request) -> int:
-        """Bytes of the memory that was short."""
+        """Return the bytes that the changed request frees of the memory that was short."""
         tier, times = self.verdict.tier, self.error if self.verdict.tier is Tier.DEVICE else request.ranks_of_node
         before, after = (
             max(self._held(lay, stage)[tier] for stage in {0, lay.pp - 1}) for lay in (self.layout, layout_of(request))
@@ -167,9 +167,9 @@ class _Formulas:
 
 
 def _fitting(formulas: _Formulas, until: float) -> list[_Choice]:
-    """Choices that fit, of few changes before those of more: without such that fit with a part of theirs.
+    """Return choices that fit, those of fewer changes first, and none that would fit with a part of its changes.
 
-    One or two changes are looked at, more where that finds nothing on the ranks there are.
+    At most two changes are combined; more only if that finds nothing on the given number of ranks.
     """
     found: list[_Choice] = []
     for count in range(1, _MOST_CHANGES + 1):
@@ -180,7 +180,7 @@ def _fitting(formulas: _Formulas, until: float) -> list[_Choice]:
                 if (tell := telling.get()) is not None:
                     tell(f"looking for changes that make it fit: {len(found)} by formula so far")
                 named = changes(formulas.request, request)
-                # most rows come first
+                # any smaller number of rows is one and the same change: the largest that fits is found first
                 made = frozenset((name, "fewer" if name == "rows" else str(value)) for name, value in named.items())
                 if any(each.changes <= made for each in found):
                     continue
@@ -189,17 +189,15 @@ def _fitting(formulas: _Formulas, until: float) -> list[_Choice]:
                 except ConfigError:  # not for this model or mesh
                     continue
                 if share <= 1:
-                    where = "" if tier is Tier.DEVICE else f" of a node's {tier.value}"
-                    found.append(
-                        _Choice(request, made, share, f"fits by formula: {gib(used)} of {gib(capacity)} GiB{where}", 0.0)
-                    )
+                    then = f"fits by formula: {gib(used)} of {gib(capacity)} GiB{WHERE[tier]}"
+                    found.append(_Choice(request, made, share, then, 0.0))
         if count > 1 and any(each.request.ranks == formulas.request.ranks for each in found):
             break
     return found
 
 
 def _changed(request: Request, chosen: Sequence[Any]) -> Iterator[Request]:
-    """One change of each kind."""
+    """Yield requests with one change of each chosen kind."""
     if not chosen:
         yield request
         return
@@ -208,7 +206,7 @@ def _changed(request: Request, chosen: Sequence[Any]) -> Iterator[Request]:
 
 
 def _ranked(formulas: _Formulas, fitting: list[_Choice], until: float) -> list[_Choice]:
-    """The cheapest first. The simulator is asked about those with the lowest bounds; more ranks only where there are too few else."""
+    """Return the cheapest first. The lowest bounds are simulated; choices of more ranks only if there are too few others."""
     found: list[_Choice] = []
     for ranks in sorted({each.request.ranks for each in fitting}):
         if len(found) >= ENOUGH:
@@ -221,7 +219,7 @@ def _ranked(formulas: _Formulas, fitting: list[_Choice], until: float) -> list[_
 
 
 def _cheapest_first(found: Sequence[Any]) -> list[Any]:
-    """Fewer ranks first, then fewer seconds; of what takes the same within EQUAL, the plainest."""
+    """Order by ranks, then by seconds; among those that take the same time within EQUAL, the plainest comes first."""
     left, ordered = sorted(found, key=lambda each: (each.request.ranks, each.seconds)), []
     while left:
         same = [each for each in left if each.request.ranks == left[0].request.ranks and each.seconds <= EQUAL * left[0].seconds]
@@ -234,7 +232,7 @@ def _cheapest_first(found: Sequence[Any]) -> list[Any]:
 
 
 def _tried(formulas: _Formulas, plans: Sequence[Plan], choice: _Choice) -> list[Remedy]:
-    """The remedy, if it is one by its dry run."""
+    """Make a dry run of a choice; return the remedy if it fits by that, else []."""
     before, after = formulas.request, choice.request
     try:
         changed = after.plans()
@@ -254,7 +252,7 @@ def _tried(formulas: _Formulas, plans: Sequence[Plan], choice: _Choice) -> list[
 
 
 def _at(plans: Sequence[Plan], verdict: Verdict) -> dict[str, int]:
-    """What the changed run holds where the given one is fullest: the same rank, tier and phase."""
+    """Return what the changed run holds where the given one is fullest: on the same rank and tier, in the same phase."""
     plan = next((each for each in plans if each.rank == verdict.plan.rank), plans[0])
     phase = next((each for each in plan.phases if each.name == verdict.phase), None)
     return phase.held.get(verdict.tier, {}) if phase is not None else {}
@@ -273,7 +271,7 @@ def _by_formula(formulas: _Formulas, choice: _Choice) -> Remedy:
 
 @dataclass(frozen=True)
 class Step:
-    """trace: of the first rank. host: bytes that it holds there at its fullest. seconds: of a step. ranks: of all."""
+    """The load of a step. trace: of the first rank. host: bytes of host memory that it takes at the most. ranks: of the run."""
 
     trace: Trace
     host: int
@@ -282,12 +280,12 @@ class Step:
 
 
 def _cost(old: Step, new: Step) -> str:
-    """What a step takes, and does more, in words."""
+    """Describe the seconds of a step before and after a change, and what it does more."""
     return "; ".join([f"{two_digits(new.seconds)} s a step, not {two_digits(old.seconds)}", *burdens(old, new)])
 
 
 def burdens(old: Step, new: Step) -> list[str]:
-    """What a step does more, in words."""
+    """Describe what a step does more after a change, a phrase for each resource."""
     said = []
     sent = [sum(step.trace.total(link) for link in _LINKS) for step in (old, new)]
     if sent[1] > _LOADED * sent[0]:

@@ -1,10 +1,10 @@
-"""What would make a model fit that is running and has met the end of a memory: the planner's changes, by formula alone.
+"""Advice for a running model that is out of memory: the planner's changes that would make it fit, by formulas alone.
 
     Shortage (units of the live model, what it holds)  -->  a request and a profile  -->  the cheapest change of each kind  -->  lines
 
-No dry run: the error is to be raised within seconds, and the model is there without the function that has made it. Bytes of model
-states are those of the runtime. What activations take is measured, and given to the blocks alike; that a block keeps 16 times its
-input is a GPT's ratio (planner/search/profile.py). Seconds are computed on hardware like this one, serve to compare, and are not told.
+No dry run: the error must be raised within seconds, and the function that made the model is not known. Bytes of model states are
+those of the runtime. Activations are measured, and divided equally among the blocks; that a block keeps 16 times its input is a
+GPT's ratio (planner/search/profile.py). Seconds are those of similar hardware; they only rank changes, and are not shown.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from ..simulator.hardware import Hardware
 from .changes import KINDS, changes
 from .remedy import ENOUGH, EQUAL, Step, burdens
 
-# Of a micro-batch: how many there are is not known. What half of them would free does not depend on it, seconds do.
+# assumed for a micro-batch, whose size is not known: what half of it would free does not depend on that, seconds do
 _SEQUENCES, _TOKENS = 16, 1024
-_BLOCK_KEEPS = 16  # times its input
+_BLOCK_KEEPS = 16  # times its input, which a block keeps for backward
 _OPTIONS = (
     "stage", "precision", "offload_optimizer", "offload_gradient", "offload_param", "offload_path", "shard_size",
     "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "prefetch_nbytes", "max_unit_numel",
 )  # fmt: skip
-_SMALL = 0.01  # of what the device holds: to free less is no remedy
+_SMALL = 0.01  # share of what the device holds: a change that frees less is no remedy
 
 
 @dataclass(frozen=True)
 class _Change:
-    """enough: it frees as many bytes as were asked for. frees: bytes of the device. seconds: of a step. plain: how little is changed."""
+    """A change. enough: it frees as much as was asked. frees: bytes of the device. seconds: of a step. plain: see `plainness`."""
 
     text: str
     enough: bool
@@ -56,7 +56,7 @@ class _Change:
 
 
 def advise(shortage: Shortage) -> list[str]:
-    """The cheapest changes, at most ENOUGH, a line for each: what to write, what it frees, what it costs. At most one of a kind."""
+    """Return the cheapest changes, at most ENOUGH, one of a kind, as lines: what to write, what it frees, what it costs."""
     request, profile = _request(shortage), _profile(shortage)
     found = [_best([*_of_kind(kind, request, profile, shortage)]) for kind in KINDS]
     ordered = sorted(filter(None, found), key=lambda each: (not each.enough, each.ranks, each.seconds))
@@ -76,7 +76,7 @@ def _request(shortage: Shortage) -> Request:
 
 
 def _hardware(shortage: Shortage) -> Hardware:
-    """What is known that is most like this device."""
+    """Return the known hardware that is most like this device."""
     if shortage.comm.device.type != "cuda":
         return replace(Hardware.named("cpu"), separate=shortage.separate)
     name = torch.cuda.get_device_name(shortage.comm.device).lower()
@@ -85,7 +85,7 @@ def _hardware(shortage: Shortage) -> Hardware:
 
 
 def _profile(shortage: Shortage) -> Profile:
-    """Its units, with the activations that were measured given to the blocks alike, for each of the sequences."""
+    """Return the live model's profile, with the measured activations divided equally among the blocks."""
     sizes = {name: sum(numels) for name, numels in shortage.units.items()}
     blocks = [name for name in sizes if name != ROOT] or [*sizes]
     itemsize = shortage.config.compute_dtype.itemsize
@@ -123,7 +123,7 @@ def _of_kind(kind: Any, request: Request, profile: Profile, shortage: Shortage) 
 
 
 def _best(found: list[_Change]) -> _Change | None:
-    """The cheapest that frees enough; if none does, the one that frees most."""
+    """Return the cheapest change that frees enough; if none does, the one that frees most."""
     enough = [each for each in found if each.enough]
     if enough:
         fastest = min(each.seconds for each in enough)
@@ -132,7 +132,7 @@ def _best(found: list[_Change]) -> _Change | None:
 
 
 def _held(profile: Profile, layout: Layout, shortage: Shortage) -> dict[str, float]:
-    """Bytes of the device by category. Frozen parameters have no gradients and no states."""
+    """Return bytes of the device by category. Frozen parameters have no gradients and no optimizer states."""
     by_tier = memory_of(profile, layout)
     held: dict[str, float] = dict(by_tier[Tier.DEVICE])
     if not layout.separate:
@@ -150,7 +150,7 @@ def _step(profile: Profile, layout: Layout, request: Request) -> Step:
 
 
 def _summed(request: Request) -> bool:
-    """Micro-batches are added up on the rank, at stages whose gradients are whole there in any case."""
+    """Check whether a rank adds up micro-batches: at stages where it holds whole gradients anyway, this takes no more memory."""
     return request.micro_batches > 1 and request.config.row.gradient is not Placement.SHARDED
 
 
@@ -159,14 +159,14 @@ def _layout(request: Request) -> Layout:
 
 
 def _words(before: Request, after: Request) -> str:
-    """What to write in the program."""
+    """Describe the change by what to write in the program."""
     found = changes(before, after)
     if after.rows != before.rows:
         times = before.rows // after.rows
         summed = ", and zs.accumulate around all but the last" if _summed(after) else ""
         return f"1/{times} of the sequences at a time in {times} times as many micro-batches{summed}"
     if after.ranks != before.ranks:
-        return f"{after.ranks // before.ranks} times as many ranks, each with the sequences that it has"
+        return f"{after.ranks // before.ranks} times as many ranks, with as many sequences on each"
     if "checkpointing" in found:
         given = after.checkpointing if isinstance(after.checkpointing, Mapping) else {}
         return f"zs.checkpoint_activations({', '.join(['model', *(f'{name}={value!r}' for name, value in given.items())])})"

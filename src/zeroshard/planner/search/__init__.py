@@ -1,1 +1,1 @@
-"""The layout that trains fastest within memory: models as numbers, schedules by formula, the search."""
+"""The search for the layout that trains fastest within memory, with profiles of models and schedules by formula."""

@@ -1,7 +1,7 @@
 """A layout: how a step of a model is spread over ranks and tiers, as options of zs.shard, and what its collectives send.
 
-Ranks are numbered pp outermost, tp innermost, as `zeroshard train --mesh` numbers them: tp stays inside of a node where it can.
-Volumes are those of docs/learn/network.md, of R nodes, and S ranks of each, of those along dp; benchmarks/volumes.py counts them.
+Ranks are numbered pp outermost, tp innermost, as `zeroshard train --mesh` numbers them: tp stays inside a node where it can.
+Volumes follow docs/learn/network.md, for dp over R nodes with S ranks on each; benchmarks/volumes.py counts them in real runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CHECKPOINT_WORDS = {
     "host": ("activations checkpointed on the host",),
 }  # fmt: skip
 HOPS = ("one", "two")
-_PACKED = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}  # bytes a value, to which comes a step of 4 bytes a block of 256
+_PACKED = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}  # bytes a value; in addition each block of 256 has a step of 4 bytes
 _STEP_NBYTES = 4 / 256
 _DEVICE_NAMES = {Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.DISK: "nvme"}
 
@@ -30,18 +30,18 @@ Bytes = dict[Resource, float]
 
 @dataclass(frozen=True)
 class Layout:
-    """dp, pp, tp: ranks along each axis. stage: of ZeRO, over dp. optimizer, gradient, parameter: where these states rest.
+    """A way to spread a step. dp, pp, tp: ranks along each axis. stage: of ZeRO. optimizer, gradient, parameter: where they rest.
 
-    micro_batch: sequences of one forward of one rank. micro_batches: of a step. hold: zs.accumulate around all but the last, as in
-        zs.parallelize; else each is reduced.
-    checkpointing: of activations: "none"; "blocks" keep their inputs; "partitioned": a part of them on each rank of tp; "host": there.
+    micro_batch: sequences of one forward of one rank. micro_batches: their number in a step. hold: run all but the last under
+        zs.accumulate, as zs.parallelize does; else each is reduced.
+    checkpointing: "none"; "blocks": each keeps its input; "partitioned": ranks of tp keep a part each; "host": the host keeps it.
     shard_size (HSDP, MiCS), hpz, quantized_weights, quantized_gradients, prefetch_nbytes, max_unit_numel: see Config.
-    node_size: ranks of a node.
-    hops: of what crosses nodes: "two", as by default, or "one" (hierarchical=False; NCCL's rings of a gather are the simulator's).
-    gradient_itemsize: bytes in which gradients rest. state_itemsize: bytes an element of optimizer states, masters apart.
-    separate: the device has a memory of its own. rings: reductions go around rings of ranks, as in published runs; this library's go
-        from each rank straight to each (comm/base.py:collect), so that nothing is passed on inside of nodes. stops_early: a repeated forward ends where backward has all that it needs, as torch's
-        checkpoints do; those of Megatron-LM and DeepSpeed repeat all of it.
+    node_size: ranks of a node. hops: a collective across nodes takes "two", the default, or "one" (hierarchical=False), where the
+        bytes are those sent to each peer directly; the simulator makes rings of them.
+    gradient_itemsize: bytes of a gradient's element at rest. state_itemsize: of an element's optimizer states, without masters.
+    separate: the device has a memory of its own. rings: reductions go around rings of ranks, as in published runs; in this
+        library each rank sends to each directly (comm/base.py:collect). stops_early: a recomputed forward ends where backward has
+        all that it needs, as in torch's checkpoints; those of Megatron-LM and DeepSpeed repeat all of it.
     """
 
     dp: int = 1
@@ -90,44 +90,44 @@ class Layout:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a parameter, and of an element of activations."""
+        """Bytes of an element of parameters and of activations."""
         return 4 if self.precision == "fp32" else 2
 
     @property
     def shards(self) -> int:
-        """Ranks that share a parameter's elements."""
+        """Number of ranks over which each parameter is sharded."""
         return self.shard_size or self.dp
 
     @property
     def has_masters(self) -> bool:
-        """fp32 copies are stepped: of lower precisions, and where who steps has no values within reach (zero/shard_model.py)."""
+        """True if fp32 masters are stepped: in lower precisions, and in fp32 if the step cannot reach the parameters."""
         steps_on_host, away = self.optimizer is not Tier.DEVICE, rests_away(self.parameter, self.separate)
         return self.precision != "fp32" or ((self.separate and self.parameter is Tier.DEVICE) if steps_on_host else away)
 
     @property
     def steps_on(self) -> Resource:
-        """What computes the optimizer's step. On ranks that are cores of a host it is these, wherever states rest."""
+        """The resource that computes the optimizer's step: DEVICE if ranks are a host's cores, wherever states rest."""
         return Resource.DEVICE if self.optimizer is Tier.DEVICE or not self.separate else Resource.HOST
 
     @property
     def held(self) -> bool:
-        """Gradients of all micro-batches but the last are added up on the rank, in fp32: over pp, and over tp where they rest there."""
+        """True if the rank adds up micro-batches' gradients in fp32: with `hold`, over pp, over tp if they rest on the device."""
         over_tp = self.tp > 1 and not rests_away(self.gradient, self.separate)
         return self.micro_batches > 1 and (self.hold or self.pp > 1 or over_tp)
 
     @property
     def sequences(self) -> int:
-        """Of a step, over all ranks."""
+        """Number of sequences of a step, over all ranks."""
         return self.dp * self.micro_batch * self.micro_batches
 
     def place(self, ranks: int | None = None) -> tuple[int, int]:
-        """(R, S): nodes, and ranks of each, of `ranks` neighbours along dp (all of them)."""
+        """Return (R, S): how many nodes `ranks` neighbours along dp (None: all) are on, and how many of them are on each."""
         ranks = self.dp if ranks is None else ranks
         inside = min(ranks, max(self.node_size // self.tp, 1))
         return (ranks // inside, inside) if ranks % inside == 0 else (ranks, 1)
 
     def options(self, path: str | None = None) -> dict[str, Any]:
-        """Of zs.shard. path: the folder of what rests on disk."""
+        """Return the layout as options of zs.shard. path: the folder for what rests on disk."""
         found: dict[str, Any] = {"stage": self.stage, "precision": self.precision}
         for name in ("optimizer", "gradient", "parameter"):
             if getattr(self, name) is not Tier.DEVICE:
@@ -164,7 +164,7 @@ class Layout:
 
 
 def exchange(layout: Layout, nbytes: float, ranks: int, reduce: bool = False, inside_only: bool = False) -> list[Bytes]:
-    """What one rank sends, hop after hop, to gather (or reduce-scatter) `nbytes` among `ranks` neighbours along dp."""
+    """Return what one rank sends, hop after hop, to gather (or reduce-scatter) `nbytes` among `ranks` neighbours along dp."""
     nodes, inside = layout.place(ranks)
     if inside_only:
         nodes, ranks = 1, inside
@@ -181,55 +181,55 @@ def exchange(layout: Layout, nbytes: float, ranks: int, reduce: bool = False, in
 
 
 def _near(layout: Layout) -> Resource:
-    """The link between neighbours along dp that are one node."""
+    """Return the link between neighbours along dp in one node; BETWEEN if tp fills the node."""
     return Resource.INSIDE if layout.tp < layout.node_size else Resource.BETWEEN
 
 
 def packed_nbytes(codec: str | None, itemsize: int) -> float:
-    """Bytes an element that travels."""
+    """Return the bytes of an element as it is sent: packed by a codec, or as it is."""
     return itemsize if codec is None else _PACKED[codec] + _STEP_NBYTES
 
 
 class Volumes:
-    """What a home's collectives send, hop by hop, on one rank of a layout."""
+    """The bytes that the collectives of a home send on one rank of a layout, hop by hop."""
 
     def __init__(self, layout: Layout, home: Home) -> None:
         self.layout, self.row = layout, STAGES[layout.stage]
         self.shards = home.shards(layout.tp, layout.shards)
-        self.numel = sum(self.shards) * layout.shards  # of the buffers, padding counted
+        self.numel = sum(self.shards) * layout.shards  # elements of the buffers, with their padding
         self._weight, self._grad = self.weight_nbytes(layout, home.packs), self.gradient_nbytes(layout, home.packs)
 
     @property
     def packed_weight_nbytes(self) -> float:
-        """Bytes an element of parameters that travel packed; 0: as they are."""
+        """Bytes of an element of parameters that are sent packed; 0: they are sent as they are."""
         return self._weight if self._weight != self.layout.itemsize else 0.0
 
     @property
     def packed_gradient_nbytes(self) -> float:
-        """Bytes an element of gradients that travel packed; 0: as they are."""
+        """Bytes of an element of gradients that are sent packed; 0: they are sent as they are."""
         return self._grad if self._grad != self.layout.itemsize else 0.0
 
     @staticmethod
     def weight_nbytes(layout: Layout, packs: bool = True) -> float:
-        """Bytes an element of parameters on their way."""
+        """Return the bytes of an element of parameters as it is sent."""
         return packed_nbytes(layout.quantized_weights if packs else None, layout.itemsize)
 
     @staticmethod
     def gradient_nbytes(layout: Layout, packs: bool = True) -> float:
-        """Bytes an element of gradients on their way."""
+        """Return the bytes of an element of gradients as it is sent."""
         return packed_nbytes(layout.quantized_gradients if packs else None, layout.itemsize)
 
     def gather(self, first: bool) -> list[Bytes]:
-        """Before a pass (stage 3). first: of the step; later ones are served by secondary shards where there are any."""
+        """Return the hops of a gather before a pass (stage 3). first: of the step; later ones read secondary shards, if any."""
         lay = self.layout
         return exchange(lay, self.numel * self._weight, lay.shards, inside_only=lay.hpz > 1 and not first)
 
     def reduce(self) -> list[Bytes]:
-        """Of one backward: between groups the shards are added up; at stage 0 sums are gathered."""
+        """Return the hops of one backward's reduction: then groups add up their shards, and at stage 0 the sums are gathered."""
         lay, groups = self.layout, self.layout.dp // self.layout.shards
         hops = exchange(lay, self.numel * self._grad, lay.shards, reduce=True)
         if groups > 1:
-            sent = self.numel / lay.shards * (self._grad + lay.itemsize)  # a sum, and plain what it comes to
+            sent = self.numel / lay.shards * (self._grad + lay.itemsize)  # a reduction, perhaps packed, and a plain gather
             link = Resource.BETWEEN if lay.dp > lay.place()[1] else _near(lay)
             hops = [*hops, {link: sent * (groups - 1) / groups}]
         if self.row.gradient is Placement.REPLICATED:
@@ -237,7 +237,7 @@ class Volumes:
         return hops
 
     def publish(self) -> list[Bytes]:
-        """After the step (stages 1 and 2)."""
+        """Return the hops of the gather of parameters after the step (stages 1 and 2)."""
         lay = self.layout
         if self.row.parameter is Placement.SHARDED or self.row.optimizer is not Placement.SHARDED:
             return []

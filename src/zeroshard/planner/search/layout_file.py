@@ -4,7 +4,7 @@
     {"train_batch_size": ..., "bf16": ..., "zero_optimization": ...,        a DeepSpeed configuration, in its own words
      "zeroshard": {"shard": ..., "mesh": ..., "micro_batches": ..., ...}}   what the others read (config.py:read_layout)
 
-DeepSpeed itself passes over the section that it does not know.
+DeepSpeed itself ignores the section "zeroshard", which it does not know.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _GRADIENTS = {2: "fp16", 4: "fp32"}
 
 
 def write_config(found: Found, path: str | Path, *, offload_path: str | None = None) -> dict[str, Any]:
-    """Write the best layout to a file; what was written.
+    """Write the best layout to a file; return what was written.
 
-    offload_path: a folder on a local disk, where the layout rests states there. Raises ConfigError where it is missing.
+    offload_path: the folder on a local disk for states that rest there. Raises ConfigError if the layout needs one and has none.
     """
     best = found.best
     config = deepspeed_config(best.layout, offload_path)
@@ -36,7 +36,7 @@ def write_config(found: Found, path: str | Path, *, offload_path: str | None = N
 
 
 def section(layout: Layout, offload_path: str | None = None) -> dict[str, Any]:
-    """What is zeroshard's own in the file."""
+    """Return zeroshard's own section of the file."""
     _check(layout, offload_path)
     kept = {"blocks": {"offload": "none"}, "partitioned": {"offload": "none", "partition": True}, "host": {"offload": "cpu"}}
     return {
@@ -48,7 +48,7 @@ def section(layout: Layout, offload_path: str | None = None) -> dict[str, Any]:
 
 
 def deepspeed_config(layout: Layout, offload_path: str | None = None) -> dict[str, Any]:
-    """The layout in DeepSpeed's words, as far as it has some: it knows neither the mesh nor where gradients rest."""
+    """Return the layout as a DeepSpeed configuration, as far as it can say it: neither the mesh nor where gradients rest."""
     _check(layout, offload_path)
     zero: dict[str, Any] = {"stage": layout.stage}
     for name, tier in (("offload_optimizer", layout.optimizer), ("offload_param", layout.parameter)):

@@ -1,4 +1,4 @@
-"""What a rank of a layout holds, by formulas: bytes by tier and category at the fullest moment of the device.
+"""The memory of a rank of a layout by formulas: bytes by tier and category at the fullest moment of the device.
 
 Model states, gathered units and buffers are those of the runtime to the byte; activations are estimates from the profile.
 """
@@ -24,10 +24,10 @@ from .profile import Home, Profile, UnitProfile, homes_of
 
 
 def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, dict[str, int]]:
-    """Bytes that a rank of a pipeline's stage holds, by tier and category of memory/ledger.py, at the fullest moment of the device.
+    """Return the bytes of a rank of a stage, by tier and category of memory/ledger.py, at the fullest moment of the device.
 
-    Model states are those of the runtime to the byte (on disk: to the page). Activations are estimates: without the allocator's
-    holes, and with what the model's formulas leave out (buffers, masks). The context of the device is `Hardware.overhead_nbytes`.
+    Model states are those of the runtime to the byte (on disk: to the page). Activations are estimates, without the allocator's
+    holes and what the model's formulas leave out (buffers, masks). The context of the device is `Hardware.overhead_nbytes`.
     """
     row, sizes = STAGES[layout.stage], Sizes.of(profile, layout.pp, stage, layout.tp, layout.shards, layout.max_unit_numel)
     own, whole = sizes.own, sizes.own * layout.shards
@@ -44,7 +44,7 @@ def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, di
     spread = row.gradient is Placement.SHARDED
     add(GRADIENTS, layout.gradient if spread else Tier.DEVICE, (own if spread else whole) * layout.gradient_itemsize)
     add(MASTERS, layout.optimizer, states * 4 * layout.has_masters)
-    moments = sizes.stepped if replicated else own  # the end of a whole buffer is not stepped
+    moments = sizes.stepped if replicated else own  # the padding at the end of a whole buffer is not stepped
     add(OPTIMIZER, layout.optimizer, moments * layout.state_itemsize)
     if sharded and layout.shards > 1:
         add(GATHERED, Tier.DEVICE, sizes.gathered(0 if away else layout.prefetch_nbytes, layout.itemsize))
@@ -61,7 +61,7 @@ def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, di
 
 
 def in_flight(layout: Layout, stage: int) -> int:
-    """Micro-batches of which a stage keeps activations at once, by the schedule 1F1B (Megatron-LM, arXiv 2104.04473, section 2.2)."""
+    """Return how many micro-batches' activations a stage keeps at once, by 1F1B (Megatron-LM, arXiv 2104.04473, section 2.2)."""
     return min(layout.micro_batches, layout.pp - stage) if layout.pp > 1 else 1
 
 
@@ -69,7 +69,7 @@ def in_flight(layout: Layout, stage: int) -> int:
 def activations(
     profile: Profile, pp: int, stage: int, itemsize: int, tp: int, checkpointing: str
 ) -> tuple[tuple[float, float], float]:  # fmt: skip
-    """Bytes a token of a stage: ((kept on the device, on the host) of a micro-batch, what comes and goes in backward at its fullest)."""
+    """Return bytes per token of a stage: ((kept on the device, on the host) of a micro-batch, backward's most temporaries)."""
     device = host = working = 0.0
     boundary = 0
     for unit in profile.stages(pp)[stage]:
@@ -87,9 +87,9 @@ def activations(
 
 @dataclass(frozen=True, eq=False)
 class Sizes:
-    """Of the flat buffers of one stage on one rank, in elements. shards: of each buffer. stepped: of whole buffers without their ends.
+    """The elements of a stage's flat buffers on one rank. shards: of each buffer. stepped: of all, whole, without dp's padding.
 
-    whole: of the gathered homes by name; visits: their order in forward.
+    whole: of each home when it is gathered, by name. visits: the homes' names in the order of forward.
     """
 
     shards: tuple[int, ...]
@@ -104,7 +104,7 @@ class Sizes:
     @staticmethod
     @functools.lru_cache(maxsize=4096)
     def of(profile: Profile, pp: int, stage: int, tp: int, shards: int, max_unit_numel: int | None = None) -> Sizes:
-        """shards: ranks over which a buffer is cut."""
+        """Return the sizes of a stage. shards: number of ranks over which a buffer is cut."""
         units = profile.stages(pp)[stage]
         homes = homes_of(units, max_unit_numel)
         each = [home.shards(tp, shards) for home in homes]
@@ -115,14 +115,14 @@ class Sizes:
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019
     def gathered(self, prefetch_nbytes: int, itemsize: int) -> int:
-        """Bytes at the fullest moment of stage 3: of the root, the unit in use, and those gathered ahead of it."""
+        """Return the gathered bytes at the fullest moment of stage 3: the root, the unit in use, and those gathered ahead."""
         nbytes = {name: numel * itemsize for name, numel in self.whole.items()}
         held, most = sum(nbytes[name] for name in nbytes.keys() - set(self.visits)), 0
         for order in (self.visits, self.visits[::-1]):
             for at, name in enumerate(order):
                 ahead = 0
                 for other in dict.fromkeys(each for each in order[at + 1 : at + 1 + LOOKAHEAD] if each != name):
-                    if ahead and ahead + nbytes[other] > prefetch_nbytes:
+                    if ahead and ahead + nbytes[other] > prefetch_nbytes:  # the next one is gathered in any case
                         break
                     ahead += nbytes[other]
                 most = max(most, nbytes[name] + ahead)
@@ -130,7 +130,7 @@ class Sizes:
 
 
 def _visits(units: Sequence[UnitProfile], homes: list[Home]) -> list[str]:
-    """Names of the homes that forward gathers, in its order; of one that is split, its parts."""
+    """Return the names of the homes that forward gathers, in its order; of a split home, those of its parts."""
     apart: dict[str, list[str]] = defaultdict(list)
     for home in (home for home in homes if not home.held):
         apart[home.origin or home.name].append(home.name)
@@ -138,7 +138,7 @@ def _visits(units: Sequence[UnitProfile], homes: list[Home]) -> list[str]:
 
 
 def _add_buffers(layout: Layout, row: Row, sizes: tuple[int, ...], add: Callable[[str, Tier, float], None]) -> None:
-    """Of constant size: gradients that leave, shards that come to be gathered, what the host's step brings (zero/shard_model.py)."""
+    """Add buffers of constant size (zero/shard_model.py): for gradients to send, shards to gather, states of the host's step."""
     resting = row.gradient is not Placement.SHARDED and layout.itemsize == layout.gradient_itemsize
     sent = [] if resting else [size * layout.shards * layout.itemsize for size in sizes]
     add(STAGING, Tier.DEVICE, max(sent, default=0) * min(STAGING_BUFFERS, len(sent)))
@@ -156,7 +156,7 @@ def _add_buffers(layout: Layout, row: Row, sizes: tuple[int, ...], add: Callable
 
 
 def _arena_nbytes(layout: Layout, sizes: tuple[int, ...]) -> int:
-    """Memory through which the host's step brings what is out of its reach (memory/estimate.py)."""
+    """Return the bytes of the arena through which the host's step brings states that it cannot reach (memory/estimate.py)."""
     config = Config(**layout.options(path="/"))
     columns, master = (StateColumn(""),) * (layout.state_itemsize // 4), torch.float32 if layout.has_masters else None
     groups = [Group(0, size, config.compute_dtype, torch.float32, config.offload_optimizer, master, columns) for size in sizes]

@@ -1,11 +1,10 @@
-"""A model as numbers: an ordered list of units, with what each holds, computes and keeps. `schedule.py` makes a step of it.
+"""The profile of a model: an ordered list of units, with what each holds, computes and keeps. `schedule.py` makes a step of it.
 
     tokens -> embedding -> position -> block 1 -> ... -> block L -> norm -> head -> loss       forward; backward is the reverse
 
 A unit's parameters are two lists of numbers of elements: those that tensor parallelism divides (*cut*), and those that all of its
-ranks hold (*whole*). All else is of one token, and of the whole model: what a rank of `tp` has of it is the part that is cut divided
-by tp, and the part that is whole. A unit's *home* is the one whose flat buffers its parameters lie in: a norm's is the root, a tied
-head's the embedding.
+ranks hold (*whole*). Other numbers are per token and of the whole model: a rank of tp has the cut part divided by tp, and all of
+the whole part. A unit's *home* is the one whose flat buffers hold its parameters: a norm's the root, a tied head's the embedding.
 """
 
 from __future__ import annotations
@@ -23,37 +22,38 @@ from ..models.gpt import NGRAM_LENGTHS, GPTConfig
 from ..plan import ACTIVATIONS, Plan
 from ..simulator.trace import AttentionWork, Resource
 
-_PASSES, BACKWARD_PASSES = 2.4, 2.5  # over what a forward keeps: what its kernels move; and of that, a backward's (dry runs)
+# from dry runs: bytes that a forward's kernels move over those that it keeps, and bytes that a backward's move over a forward's
+_PASSES, BACKWARD_PASSES = 2.4, 2.5
 _FLASH, _FUSED, _EAGER = "flash", "fused", "eager"
 KERNELS = {
-    # What kernels beside products read and write, in elements a token: hidden, divided by tp and whole, and scores (a head and a
-    # token of the sequence); of a forward, and of a backward. Counted kernel by kernel, each input and output once: products of
-    # scores too, whose arithmetic is the smaller part; masks of dropout are half an element.
+    # Elements per token that kernels other than products read and write, in a forward and in a backward: over the hidden size,
+    # (divided by tp, whole), and over the scores (heads x seq). Each input and output of a kernel counts once; products of scores
+    # count too, since their arithmetic is the smaller part of their time; a mask of dropout is half an element.
     _FUSED: ((10, 11, 6.5), (25, 23, 9.5)),  # Megatron-LM since 1.0: scale, mask, softmax; bias, GELU; bias, dropout, residual
     _EAGER: ((30, 19, 12.5), (31, 23, 13.5)),  # Megatron-LM of 2019: each of these by itself, and copies for heads
 }
-_PARALLEL_LOSS = 1.75  # torch's loss over parts of the vocabulary makes so many times as much meanwhile (counted by dry runs)
-ROOT = "(root)"  # what is gathered from the beginning of a pass to its end
+_PARALLEL_LOSS = 1.75  # temporaries of torch's loss over a divided vocabulary, over those of the plain loss (from dry runs)
+ROOT = "(root)"  # the unit that stays gathered from the beginning of a pass to its end
 
 
 @dataclass(frozen=True)
 class UnitProfile:
-    """One place of the forward, with parameters or with another's.
+    """A part of the model that forward visits once, with parameters of its own or those of another unit.
 
-    cut, whole: elements of its parameters, see the head of this file. home: "": they are a unit of their own.
-    flops: of a forward, a token (a multiplication and an addition are two); backward takes twice as many.
-    last_flops: of them, of the last map: a repeated forward ends where backward has all that it needs, before it.
-    attention: of flops, those of fused attention, over the whole square of scores; causal: whose half is skipped.
+    cut, whole: elements of its parameters, see the head of this file. home: "": they are a unit of zs.shard by themselves.
+    flops: of a forward, per token (a multiplication and an addition are two); backward takes twice as many.
+    last_flops: those of its last linear map, which a recomputed forward skips, since backward does not need the output.
+    attention: those of fused attention, over the whole square of scores; causal: whether half of it is skipped.
     kernels: launches of a forward. products: those of them that are matrix products; 0: not told apart.
-    moved: elements a token that the others read and write, in the dtype that computes: divided by tp and whole, of a forward and
-        of a backward; (): as many passes over what is kept as dry runs count.
-    saved_cut, saved_whole: elements a token, in the dtype that computes, that autograd keeps for backward; its input is among
-        them (`boundary` of the one before). saved_fp32: those that are fp32 in any case, divided by tp.
-    working_cut, working_whole, working_fp32: further elements a token at the fullest moment of its backward.
-    boundary: elements a token that it hands on.
+    moved: elements per token that the other kernels read and write, in the dtype of computation: (divided by tp, whole) of a
+        forward, and of a backward; (): estimated from what is kept (_PASSES).
+    saved_cut, saved_whole: elements per token, in the dtype of computation, that autograd keeps for backward, with the unit's
+        input (the `boundary` of the unit before). saved_fp32: elements that are fp32 in any case, divided by tp.
+    working_cut, working_whole, working_fp32: further elements per token at the fullest moment of its backward.
+    boundary: elements per token of its output.
     tp_reduces: all-reduces of its output over tp in a forward; as many in a backward.
-    block: one of those that repeat: recomputed under activation checkpointing, and between which stages of pp are cut.
-    packs: parameters and gradients travel packed where that is asked for (zs.Compression.exempt says which do not).
+    block: whether it is one of the repeated blocks, which checkpointing recomputes, and between which stages of pp are cut.
+    packs: whether parameters and gradients are sent packed if that is asked for (zs.Compression.exempt names those that are not).
     """
 
     name: str
@@ -80,15 +80,15 @@ class UnitProfile:
 
     @property
     def numel(self) -> int:
-        """Elements of its parameters, of all ranks of tp together."""
+        """Number of elements of its parameters, over all ranks of tp."""
         return sum(self.cut) + sum(self.whole)
 
     def saved_nbytes(self, itemsize: int, tp: int = 1) -> float:
-        """Bytes a token that a forward keeps for backward."""
+        """Return the bytes per token that a forward keeps for backward."""
         return itemsize * (self.saved_cut / tp + self.saved_whole) + 4 * self.saved_fp32 / tp
 
     def moved_nbytes(self, itemsize: int, tp: int, backward: bool) -> float:
-        """Bytes a token that kernels move between the device's memory and its cores in a forward, or a backward."""
+        """Return the bytes per token that kernels move between the device's memory and its cores in a forward, or a backward."""
         if self.moved:
             cut, whole = self.moved[backward]
             return itemsize * (cut / tp + whole)
@@ -96,14 +96,14 @@ class UnitProfile:
         return forward * (BACKWARD_PASSES if backward else 1)
 
     def working_nbytes(self, itemsize: int, tp: int = 1) -> float:
-        """Bytes a token that come and go in its backward, at the fullest moment."""
+        """Return the bytes per token of temporaries at the fullest moment of its backward."""
         parts = _PARALLEL_LOSS if tp > 1 else 1.0
         return itemsize * (self.working_cut / tp + self.working_whole) + 4 * self.working_fp32 / tp * parts
 
 
 @dataclass(frozen=True)
 class Home:
-    """A unit of zs.shard: parameters that are gathered and reduced together. origin: of a part, the one that was split."""
+    """A unit of zs.shard: parameters that are gathered and reduced together. origin: of a part, the name of the split unit."""
 
     name: str
     cut: tuple[int, ...]
@@ -113,20 +113,20 @@ class Home:
 
     @property
     def held(self) -> bool:
-        """Gathered for a whole pass."""
+        """True if it stays gathered for a whole pass."""
         return self.name == ROOT
 
     def shards(self, tp: int, dp: int) -> tuple[int, ...]:
-        """Elements of one rank's shard of each flat buffer; times dp: of the buffer (tensor/flat_layout.py)."""
+        """Return the elements of one rank's shard of each flat buffer, which has dp times as many (tensor/flat_layout.py)."""
         groups = [[n // tp for n in self.cut], self.whole] if tp > 1 else [[*self.cut, *self.whole]]
         totals = [sum(round_up(n, ALIGNMENT) for n in group) for group in groups if group]
         return tuple(round_up(-(-total // dp), ALIGNMENT) for total in totals)
 
 
 def homes_of(units: Sequence[UnitProfile], max_unit_numel: int | None = None) -> list[Home]:
-    """What zs.shard makes units of, in the order in which forward comes to them, the root first.
+    """Return the units that zs.shard makes, in the order in which forward comes to them, the root first.
 
-    max_unit_numel: larger ones are split, each matrix by itself; the runtime puts its bias with it, which is a matter of padding.
+    max_unit_numel: larger units are split, a matrix in each part; the runtime adds its bias to it, which differs only in padding.
     """
     found: dict[str, list[UnitProfile]] = {}
     for unit in units:
@@ -155,9 +155,9 @@ def _split(home: Home, max_unit_numel: int | None) -> list[Home]:
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """units: in the order of forward. seq: tokens of a sequence. heads: tp divides them; 1: nothing is known of tp.
+    """A model as units, in the order of forward. seq: tokens of a sequence. heads: tp must divide them; 1: only tp = 1 is known.
 
-    tied: the unit whose parameters the first and the last stage of a pipeline both hold.
+    tied: the name of the unit whose parameters the first and the last stage of a pipeline both hold.
     """
 
     name: str
@@ -168,12 +168,12 @@ class Profile:
 
     @functools.cached_property
     def numel(self) -> int:
-        """Parameters of the model."""
+        """Number of parameters of the model."""
         return sum(unit.numel for unit in self.units)
 
     @functools.cached_property
     def flops(self) -> float:
-        """Of a forward, a token."""
+        """Flops of a forward, per token."""
         return sum(unit.flops for unit in self.units)
 
     @functools.cached_property
@@ -182,7 +182,7 @@ class Profile:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  # a profile lives as long as a search
     def stages(self, pp: int) -> tuple[tuple[UnitProfile, ...], ...]:
-        """Units of each of `pp` stages of a pipeline, cut as `zs.parallelize` cuts: by numbers of parameters.
+        """Return the units of each of `pp` stages of a pipeline, cut as `zs.parallelize` cuts: by numbers of parameters.
 
         Raises ConfigError for more stages than blocks.
         """
@@ -210,10 +210,10 @@ class Profile:
 
     @classmethod
     def of_shape(cls, shape: GPTConfig, name: str = "GPT", *, kernels: str = _FLASH) -> Profile:
-        """Of a GPT (planner/models/gpt.py) by formulas, which tests/planner/search/test_profile.py holds against the model itself.
+        """Return the profile of a GPT (planner/models/gpt.py) by formulas (tested in tests/planner/search/test_profile.py).
 
-        kernels: "flash" (torch's): scores of attention are not kept; of KERNELS: two matrices (seq, seq) a head are. Attention
-        counts 4 seq dim flops a token, the whole square, as publications count (Megatron-LM, arXiv 2104.04473, appendix).
+        kernels: "flash" (torch's): attention keeps no scores; one of KERNELS: it keeps two matrices (seq, seq) a head. Attention
+        counts 4 seq dim flops per token, the whole square, as publications count (Megatron-LM, arXiv 2104.04473, appendix).
         """
         h, ratio, bias, vocab = shape.dim, shape.mlp_ratio, shape.bias, shape.vocab_size
         square = 0 if kernels == _FLASH else shape.heads * shape.seq_len
@@ -224,9 +224,9 @@ class Profile:
             cut=(3 * h * h, *[3 * h] * bias, h * h, ratio * h * h, *[ratio * h] * bias, ratio * h * h),
             whole=(*[h] * (2 + 2 * bias), *[h] * (2 * bias)),  # two norms, and biases of what is cut by columns
             flops=2 * linear + 4 * shape.seq_len * h, last_flops=2 * ratio * h * h, kernels=10,
-            products=4 if kernels == _FLASH else 6, attention=4 * shape.seq_len * h * (kernels == _FLASH), moved=moved, saved_cut=(4 + 2 * ratio) * h + 2 * square, saved_whole=4 * h, saved_fp32=shape.heads,
-            working_cut=2 * ratio * h + square, working_whole=2 * h,
-            boundary=h, tp_reduces=2, block=True, packs=True,
+            products=4 if kernels == _FLASH else 6, attention=4 * shape.seq_len * h * (kernels == _FLASH), moved=moved,
+            saved_cut=(4 + 2 * ratio) * h + 2 * square, saved_whole=4 * h, saved_fp32=shape.heads,
+            working_cut=2 * ratio * h + square, working_whole=2 * h, boundary=h, tp_reduces=2, block=True, packs=True,
         )  # fmt: skip
 
         def home(numel: int) -> str:
@@ -253,11 +253,11 @@ class Profile:
     def of_plan(
         cls, plan: Plan, seq: int, checkpointed: Plan | None = None, halved: Plan | None = None, heads: int = 1
     ) -> Profile:
-        """Of any model, from a dry run on ranks of data parallelism alone: its units, with what they computed, kept and reduced.
+        """Return the profile of any model, from a dry run over dp alone: its units, with what they computed and kept.
 
-        seq: tokens of a sequence of the dry run. checkpointed: the same with activation checkpointing, which tells what blocks then
-        keep; without it they can not be checkpointed. halved: the same with tp = 2: what is less there is what tensor parallelism
-        divides, which heads ranks can do; without it layouts have tp = 1.
+        seq: tokens of its sequences. checkpointed: the same run with activation checkpointing, which shows what blocks then keep;
+        None: they cannot be checkpointed. halved: the same run with tp = 2: what is less there is what tp divides; None: layouts
+        have tp = 1. heads: the most ranks of tp.
         """
         if cuts_model(plan.axes) or plan.ranks == 1:
             raise ConfigError(
@@ -282,13 +282,13 @@ class Profile:
         again = (
             0 if checkpointed is None else _working_nbytes(checkpointed) - max(plan.activations.get(name, 0) for name in blocks)
         )
-        # the loss is computed after the last
+        # temporaries of the loss, which follows the last unit, count as that unit's
         working = dict.fromkeys(blocks, max(again, 0)) | {list(sizes)[-1]: _working_nbytes(plan)}
         sums = _sums_over_tp(halved) if halved is not None else {}
         units = []
         for name, numel in sizes.items():
             saved, cut, saved_cut = plan.activations.get(name, 0), 0, 0
-            if halved is not None:  # what two ranks divide: twice what one of them has less
+            if halved is not None:  # what two ranks divide is twice what one of them has less
                 cut = min(max(2 * (numel - halved.units.get(name, numel)), 0), numel)
                 saved_cut = min(max(2 * (saved - halved.activations.get(name, saved)), 0), max(saved, 0))
             units.append(UnitProfile(
@@ -304,7 +304,7 @@ class Profile:
 
 
 def _sums_over_tp(plan: Plan) -> dict[str, int]:
-    """All-reduces over tp in a forward, by unit."""
+    """Return the number of all-reduces over tp in a forward, by unit."""
     found: dict[str, int] = {}
     for task in plan.trace.tasks:
         if task.axis == TP and task.phase == "forward" and task.name.endswith("all_reduce"):
@@ -313,6 +313,6 @@ def _sums_over_tp(plan: Plan) -> dict[str, int]:
 
 
 def _working_nbytes(plan: Plan) -> int:
-    """What computation holds at its fullest moment beside what is kept for backward."""
+    """Return the bytes that computation holds at its fullest moment beyond what is kept for backward."""
     held = (phase.held.get(Tier.DEVICE, {}).get(ACTIVATIONS, 0) for phase in plan.phases if phase.name in ("forward", "backward"))
     return max(max(held, default=0) - sum(plan.activations.values()), 0)

@@ -1,4 +1,4 @@
-"""A request of the planner in the words of the search, and the other way round: its profile, its layout."""
+"""Conversions from a request of the planner to a layout and a profile of the search, and back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PACKED = {"shard_size", "mics_shard_size", "zero_quantized_gradients", "hierarc
 
 
 def of_layout(request: Request, layout: Layout) -> Request:
-    """The same run in another layout."""
+    """Return the same run in another layout."""
     return replace(
         request, axes=layout.mesh, rows=layout.micro_batch, micro_batches=layout.micro_batches, options=layout.options("."),
         checkpointing=CHECKPOINTING[layout.checkpointing],
@@ -29,7 +29,7 @@ def of_layout(request: Request, layout: Layout) -> Request:
 
 
 def layout_of(request: Request) -> Layout:
-    """What formulas see of it; options that they do not know are as if they were not given."""
+    """Return the layout of a request, as far as formulas know its options; they ignore the others."""
     config, kept = request.config, request.checkpointing
     named = kept if isinstance(kept, Mapping) else {}
     checkpointing = "host" if "offload" in named else "partitioned" if "partition" in named else "blocks" if kept else "none"
@@ -48,9 +48,9 @@ def layout_of(request: Request) -> Layout:
 
 
 def profile_of(request: Request, plans: Sequence[Plan] = ()) -> Profile:
-    """By formulas where the model is a GPT of ours, else by dry runs: over data parallelism alone, with checkpoints, and with tp = 2.
+    """Return the model's profile: of this library's GPT by formulas, else by dry runs over dp, with checkpoints, and with tp = 2.
 
-    plans: those that were made of the request: where its ranks are of data parallelism alone, one dry run less is needed.
+    plans: of the request, made already: if its ranks are those of data parallelism alone, one of them replaces the first dry run.
     """
     source = request.source
     if source.config is not None:
@@ -59,7 +59,7 @@ def profile_of(request: Request, plans: Sequence[Plan] = ()) -> Profile:
     if plans and alone and request.config.stage and not request.checkpointing and not _PACKED & set(request.options):
         whole, known = request, plans[0]
     else:
-        ranks = max(request.ranks_of_node, 2)  # one node: all of a unit travels at once
+        ranks = max(request.ranks_of_node, 2)  # one node, so that a unit is gathered in one hop
         whole = replace(
             request, axes=planned_sizes({DP: ranks}), node_size=ranks, rows=1, micro_batches=1, checkpointing=False, parallel={},
             options={"stage": 3, "precision": request.config.precision},
@@ -67,7 +67,7 @@ def profile_of(request: Request, plans: Sequence[Plan] = ()) -> Profile:
         known = whole.plan()
     try:
         checkpointed = replace(whole, checkpointing=True).plan()
-    except ConfigError:  # nothing repeats
+    except ConfigError:  # the model has no blocks
         checkpointed = None
     halved, ranks = None, 1
     if source.example is None:
@@ -77,6 +77,6 @@ def profile_of(request: Request, plans: Sequence[Plan] = ()) -> Profile:
         whole = replace(whole, axes={**whole.axes, TP: 2}, node_size=2 * whole.axes[DP])
         try:
             halved = whole.plan()
-        except ConfigError:  # its ranks can not share it
+        except ConfigError:  # this model cannot be divided over tp
             halved = None
     return Profile.of_plan(known, request.seq, checkpointed, halved, ranks)

@@ -1,4 +1,4 @@
-"""The schedule of a step: what each rank of a layout does, as traces in the runtime's own order (docs/design.md, "How a step runs").
+"""The schedule of a step by formulas: traces in the runtime's own order (docs/design.md, "How a step runs").
 
 link      |G1|G2|  |G3|  ...            |R3|G1|R2| ...   | publish |       G gather (stage 3), R reduce
 device       | F1 | F2 | F3 | B3' B3 |  | B2' B2 |  ...  | step |          B' recomputation
@@ -19,25 +19,24 @@ from .layout import Bytes, Layout, Volumes, rests_away
 from .memory import memory_of
 from .profile import BACKWARD_PASSES, Home, Profile, UnitProfile, homes_of
 
-_BACKWARD_KERNELS = 3  # of a forward's, counted by dry runs of a GPT
-_ATTENTION_BACKWARD = (
-    2.5  # times the flops of a forward: five products of scores, not two (FlashAttention-2, arXiv 2307.08691, section 4.1)
-)
-_STEP_NBYTES = 36  # an element that torch's AdamW moves beside one pass over all it has: its kernels are not fused
+_BACKWARD_KERNELS = 3  # times the kernels of a forward, counted by dry runs of a GPT
+# times the flops of a forward: five products of scores, not two (FlashAttention-2, arXiv 2307.08691, section 4.1)
+_ATTENTION_BACKWARD = 2.5
+_STEP_NBYTES = 36  # per element, which torch's AdamW moves beyond one pass over all that it steps: its kernels are not fused
 __all__ = ["Layout", "Stage", "memory_of", "trace_of"]
 
 
 def trace_of(profile: Profile, layout: Layout, *, groups: int | None = None) -> list[Trace]:
-    """What a rank of each stage of the pipeline does in a step, in the runtime's order.
+    """Return the traces of a step, of one rank of each stage of the pipeline, in the runtime's order.
 
-    groups: at most so many stretches of blocks a stage, each as one task: fewer tasks, and fewer places where communication
-    can hide; None: each block by itself. The work is the same.
+    groups: the most stretches of blocks in a stage, each of which is one task: fewer tasks, and fewer places where communication
+    can hide; None: each block is a task. The work is the same.
     """
     return [Stage(profile, layout, stage, groups).step() for stage in range(layout.pp)]
 
 
 def attention_of(units: Sequence[UnitProfile], seq: int, tokens: float, backward: bool) -> AttentionWork | None:
-    """What fused attention of these units computes for so many tokens, in sequences of seq."""
+    """Return the work of these units' fused attention for so many tokens in sequences of `seq`; None if they have none."""
     flops = sum(unit.attention for unit in units) * tokens * (_ATTENTION_BACKWARD if backward else 1.0)
     having = [unit for unit in units if unit.attention]
     return AttentionWork(flops, seq, all(unit.causal for unit in having), len(having)) if having else None
@@ -45,7 +44,7 @@ def attention_of(units: Sequence[UnitProfile], seq: int, tokens: float, backward
 
 @dataclass(frozen=True)
 class Stretch:
-    """Neighbouring visits of one kind: a task each of forward, backward and their collectives. homes: what is gathered for it."""
+    """Neighbouring units that forward and backward compute in one task each. homes: the units of zs.shard gathered for them."""
 
     name: str
     units: tuple[UnitProfile, ...]
@@ -57,12 +56,12 @@ class Stretch:
 
     @property
     def is_head(self) -> bool:
-        """The loss is computed: over tp the gradient of what it reads is summed, and three numbers of each token's loss are."""
+        """True if it computes the loss; then tp sums the gradient of its input, and three numbers of each token's loss."""
         return self.units[0].saved_fp32 > 0 and not self.block
 
 
 class Stage:
-    """Writes the trace of one rank of one stage of a pipeline."""
+    """A stage of a pipeline; `step` writes the trace of one of its ranks."""
 
     def __init__(self, profile: Profile, layout: Layout, stage: int, groups: int | None = None) -> None:
         self.profile, self.layout, self.stage, self.row = profile, layout, stage, STAGES[layout.stage]
@@ -74,11 +73,11 @@ class Stage:
         self.trace = Trace(rank=stage * layout.dp * layout.tp, axes=layout.mesh, node_size=layout.node_size)
         self.trace.tokens = self.tokens * layout.micro_batches
         self.trace.model_flops = 3 * sum(unit.flops for unit in self.units) / layout.tp * self.trace.tokens
-        self.last: tuple[int, ...] = ()  # of the program's own order
-        self.gathers: dict[str, tuple[int, ...]] = {}  # under way or done, by home
+        self.last: tuple[int, ...] = ()  # the latest tasks in the program's own order
+        self.gathers: dict[str, tuple[int, ...]] = {}  # tasks that a gathered home waits for, by home
         self.reduced: dict[str, tuple[int, ...]] = {}
         self.seen: set[str] = set()  # homes whose secondary shards are there
-        self.starts: list[tuple[int, ...]] = []  # the end of each visit, for what is fetched ahead
+        self.starts: list[tuple[int, ...]] = []  # the task that ends each visit: fetches ahead start after an earlier one
         self.sharded = self.row.parameter is Placement.SHARDED
 
     def _stretches(self, groups: int | None) -> list[Stretch]:
@@ -122,7 +121,7 @@ class Stage:
         return number
 
     def _hops(self, name: str, phase: str, hops: list[Bytes], after: tuple[int, ...], **more: Any) -> tuple[int, ...]:
-        """A collective, hop after hop; what to wait for."""
+        """Add a collective, hop after hop; return the tasks to wait for."""
         for nbytes in hops:
             after = (self._add(name, phase, nbytes, after, **more),)
         return after
@@ -185,7 +184,7 @@ class Stage:
         return ()
 
     def _compute(self, name: str, phase: str, stretch: Stretch, factor: float, needed: tuple[int, ...]) -> None:
-        """factor: of a forward's flops."""
+        """Add the computation of a stretch. factor: times a forward's flops; above 1: a backward."""
         lay, units = self.layout, stretch.units
         flops = factor * sum(unit.flops for unit in units) / lay.tp * self.tokens
         item = lay.itemsize
@@ -196,7 +195,7 @@ class Stage:
         kernels = round((_BACKWARD_KERNELS if backward else factor) * sum(unit.kernels for unit in units))
         products = (2 if backward else 1) * sum(unit.products for unit in units)
         attention = attention_of(units, self.profile.seq, self.tokens / lay.tp, backward)
-        if attention is not None and backward:  # flops count it twice
+        if attention is not None and backward:  # `factor` counts it as 2 forwards, but it is 2.5
             flops += attention.flops * (1 - factor / _ATTENTION_BACKWARD)
         self._add(
             name, phase, {Resource.DEVICE: min(factor, 1) * moved}, (*self.last, *needed), chain=True, flops=flops,
@@ -205,7 +204,7 @@ class Stage:
         self.starts.append(self.last)
 
     def _kept(self, stretch: Stretch) -> float:
-        """Bytes of the inputs of a stretch's blocks, on this rank."""
+        """Return the bytes of the inputs of a stretch's blocks that this rank keeps."""
         divided = self.layout.tp if self.layout.checkpointing == "partitioned" else 1
         return self.tokens * sum(unit.boundary for unit in stretch.units) * self.layout.itemsize / divided
 
@@ -217,7 +216,7 @@ class Stage:
             self.last = tuple({*self.last, *self.gathers.pop(home.name, ())})
 
     def _ready(self, upcoming: list[Stretch], phase: str) -> None:
-        """Gather the first, and those after it as far as is gathered ahead, now: beside the first one's computation."""
+        """Gather the first stretch, and beside its computation those after it that the runtime would gather ahead."""
         if not self.sharded or (self.layout.shards == 1 and self.layout.parameter is Tier.DEVICE):
             return
         ahead = 0.0
@@ -235,7 +234,7 @@ class Stage:
             return
         lay, volumes = self.layout, self.volumes[home.name]
         nbytes = sum(volumes.shards) * lay.itemsize
-        if rests_away(lay.parameter, lay.separate):  # buffers let it come some visits ahead
+        if rests_away(lay.parameter, lay.separate):  # buffers let it start some visits ahead
             earlier = self.starts[-3] if len(self.starts) > 2 else ()
             if lay.parameter is Tier.DISK:
                 earlier = (self._add(f"read {home.name}", phase, {Resource.READ: nbytes}, earlier, unit=home.name),)
@@ -253,7 +252,7 @@ class Stage:
         self.gathers[home.name] = done
 
     def _pack(self, name: str, phase: str, nbytes: float, after: tuple[int, ...], home: Home) -> int:
-        """A kernel that packs or unpacks what travels: it reads and writes each byte once (comm/codecs/triton_kernels.py)."""
+        """Add a kernel that packs or unpacks what is sent: it reads and writes each byte once (comm/codecs/triton_kernels.py)."""
         return self._add(name, phase, {Resource.DEVICE: nbytes}, after, kernels=1, unit=home.name)
 
     def _needed(self, stretch: Stretch) -> tuple[int, ...]:
@@ -295,7 +294,7 @@ class Stage:
     # -- other axes ------------------------------------------------------------------------------------------
 
     def _tp_nbytes(self, sent: float) -> Bytes:
-        """What a rank sends to all of tp, by the link to each: ranks of its node, and those of others where tp has more than a node."""
+        """Return by link the bytes `sent` to all of tp: inside the node, and between nodes if tp has more ranks than a node."""
         tp, node = self.layout.tp, self.layout.node_size
         if tp <= node:
             return {Resource.INSIDE: sent}
@@ -303,9 +302,9 @@ class Stage:
         return {link: sent * share for link, share in shares.items() if share}
 
     def _tp(self, stretch: Stretch, phase: str, reduces: int) -> None:
-        """All-reduces over tp, for which computation waits: 2 (t - 1) / t of the bytes each. kernels: how many they are."""
+        """Add so many all-reduces over tp, for which computation waits; each sends 2 (tp - 1) / tp of its bytes."""
         lay = self.layout
-        told = stretch.is_head and phase == "forward"  # of the loss: the largest logit and the sum in fp32, the target's logit
+        told = stretch.is_head and phase == "forward"  # the loss sums the largest logit and the sum in fp32, the target's logit
         if lay.tp == 1 or not (reduces or told):
             return
         width = max(unit.boundary for unit in stretch.units) or max(unit.boundary for unit in self.units)
@@ -316,7 +315,7 @@ class Stage:
         )  # fmt: skip
 
     def _boundary_before(self) -> int:
-        """Elements a token that the stage reads."""
+        """Return the elements per token that the stage receives from the one before."""
         return next((unit.boundary for unit in self.profile.stages(self.layout.pp)[self.stage - 1][::-1] if unit.boundary), 0)
 
     def _send(self, phase: str, channel: str, width: int) -> None:
@@ -327,7 +326,7 @@ class Stage:
     # -- the optimizer ---------------------------------------------------------------------------------------
 
     def _read_ahead(self) -> None:
-        """What of the states is in buffers when the step begins has been read while forward and backward ran."""
+        """Add the read from disk of the first states to step, which runs beside forward and backward."""
         self.early: dict[str, tuple[int, ...]] = {}
         if self.layout.optimizer is Tier.DISK:
             home = self.homes[0]
@@ -338,11 +337,11 @@ class Stage:
 
     @property
     def _state_itemsize(self) -> int:
-        """Bytes an element of masters and states."""
+        """Bytes of an element's masters and optimizer states."""
         return self.layout.state_itemsize + 4 * self.layout.has_masters
 
     def _update(self) -> None:
-        """After the norm, which needs all gradients: each home's shard, on its tier, and what follows from it."""
+        """Add the optimizer's step once all gradients are there (for the norm): each home's shard on its tier, then gathers."""
         lay = self.layout
         steps: list[int] = []
         if lay.pp > 1 and self.profile.tied and self.stage in (0, lay.pp - 1):
@@ -368,7 +367,7 @@ class Stage:
             self._hops(f"publish {home.name}", "step", hops, (number,), peers=lay.shards, unit=home.name)
 
     def _sum_tied(self) -> None:
-        """The first and the last stage add up their gradients of what both hold, in fp32 (parallel/tied.py)."""
+        """Add the sum over the first and the last stage of their gradients of tied parameters, in fp32 (parallel/tied.py)."""
         lay, volumes = self.layout, self.volumes[self.profile.tied]
         numel = volumes.numel if self.row.gradient is Placement.REPLICATED else sum(volumes.shards)
         link = Resource.BETWEEN if lay.dp * lay.tp >= lay.node_size else Resource.INSIDE
@@ -376,7 +375,7 @@ class Stage:
         self.reduced[self.profile.tied] = (done,)
 
     def _host_step(self, home: Home, numel: int, states: float, moved: float, begin: tuple[int, ...], steps: list[int]) -> int:
-        """Reads, the step of the host's cores, writes and the parameters' way back; the number of what is waited for."""
+        """Add reads, the step of the host's cores, writes and the parameters' way back; return the task to wait for."""
         lay, after = self.layout, list(begin)
         if lay.optimizer is Tier.DISK:
             read = self.early.get(home.name)

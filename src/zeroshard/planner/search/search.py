@@ -3,10 +3,10 @@
     all layouts --memory_of--> those that fit --a closed bound of their time--> in its order: schedules by formula, simulated
                 --> the fastest few kinds: dry runs, simulated again --> the fastest
 
-The bound of a layout is what its computation, or its busiest link, takes at the least; the simulator is asked in the order of the
-bounds until no other can be faster, or `_MOST_SIMULATED` have been. Schedules by formula rank layouts. The seconds that are reported
-are those of dry runs, as `zeroshard simulate` reports them for the same layout. Among layouts within 2% of the fastest the plainest
-is taken: what rests on the device before what is offloaded, data parallelism before other axes, lower stages before higher ones.
+The bound of a layout is the least time of its computation, or of its busiest link; layouts are simulated in the order of their
+bounds until no other can be faster, or `_MOST_SIMULATED` have been. Schedules by formula only rank layouts: the reported seconds
+are those of dry runs, as `zeroshard simulate` reports them for the same layout. Among layouts within 2% of the fastest, the
+plainest is taken: states on the device before offloaded ones, data parallelism before other axes, lower stages before higher.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .memory import Sizes, memory_of
 from .profile import Profile
 from .schedule import attention_of, trace_of
 
-MARGIN = 0.1  # of the device's memory, for what the formulas leave out: holes between blocks, temporaries
+MARGIN = 0.1  # share of the memory that is left for what the formulas do not count: holes between blocks, temporaries
 _MOST_SIMULATED, _MOST_TASKS = 96, 3000
 _CONFIRMED = 3  # kinds of layouts whose dry runs are simulated
-_LARGE_UNIT = 0.05  # of the device's memory: blocks that take more when they are gathered may be split
+_LARGE_UNIT = 0.05  # share of the device's memory: blocks that take more when they are gathered may be split
 _EQUAL = 1.02  # times within this factor are taken to be the same
 
 _D, _H, _S = Tier.DEVICE, Tier.HOST, Tier.DISK
@@ -51,15 +51,15 @@ TIERS: dict[int, tuple[tuple[Tier, Tier, Tier], ...]] = {  # stage -> where opti
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits. step_s: of a step of the whole batch. memory: of its fullest rank, by tier and category.
+    """A layout that fits. step_s: seconds of a step of the whole batch. memory: bytes of its fullest rank, by tier and category.
 
-    by_formula: seconds and memory are those of formulas; else those of a dry run.
+    by_formula: whether seconds and memory are those of formulas; else those of a dry run.
     """
 
     layout: Layout
     step_s: float
     tflops: float  # of a device
-    tokens_per_s: float  # of all
+    tokens_per_s: float  # of all devices
     bound: str  # what bounds the step, a sentence
     memory: Mapping[Tier, Mapping[str, int]]
     by_formula: bool = True
@@ -70,9 +70,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """What `search` found. considered: how many layouts there were ("layouts"), fitted ("fit"), were simulated, verified, refused.
+    """The result of a search. considered: how many "layouts" there were; how many "fit", were "simulated", "verified", "refused".
 
-    runner_up: the fastest of another kind than `best`: another stage, mesh, tier or way to keep activations.
+    runner_up: the fastest of another kind than `best`: with another stage, mesh, tier or way to keep activations.
     """
 
     best: Candidate
@@ -97,17 +97,17 @@ def search(
     verify: Callable[[Layout], Plan] | None = None,
     simulated: Callable[[Layout], Simulation] | None = None,
 ) -> Found:
-    """The fastest layout that fits, and the runner-up.
+    """Find the fastest layout that fits, and the runner-up.
 
     Args:
-        devices: ranks. global_batch: sequences of a step, over all of them.
+        devices: number of ranks. global_batch: sequences of a step, over all ranks.
         fixed: fields of Layout that are given, and not searched ({"tp": 1, "pp": 1}).
-        lossy: also what changes results: parameters and gradients that travel packed.
-        margin: this share of the device's memory stays free of what the formulas count.
-        verify: makes a dry run of a layout (`zs.plan`), of the fullest rank; what does not fit by it is left out.
-        simulated: simulates the dry run of a layout that was verified; without it seconds are those of formulas.
+        lossy: whether layouts may change results: send parameters and gradients packed.
+        margin: share of each memory that must stay free by the formulas.
+        verify: a function that makes a dry run (`zs.plan`) of a layout's fullest rank; what does not fit by it is left out.
+        simulated: a function that simulates the dry run of a verified layout; None: seconds are those of formulas.
 
-    Raises ConfigError where the numbers divide in no way, or nothing fits, which says by how much.
+    Raises ConfigError if no layout divides the numbers evenly, or none fits; the message then says by how much.
     """
     _check(profile, devices, global_batch, fixed or {}, margin)
     limits = _limits(hardware, devices, margin)
@@ -171,11 +171,11 @@ def _divisors(number: int) -> list[int]:
 def _layouts(
     profile: Profile, hardware: Hardware, devices: int, global_batch: int, precision: str, fixed: Mapping[str, Any], lossy: bool
 ) -> Iterator[Layout]:  # fmt: skip
-    """All that divide heads, blocks, ranks and batch evenly."""
+    """Yield the layouts that divide heads, blocks, ranks and batch evenly."""
     node_size = min(fixed.get("node_size", hardware.devices_per_node), devices)
     checkpoints = ("none", "blocks", "host", "partitioned") if any(unit.boundary for unit in profile.blocks) else ("none",)
     for tp in _divisors(math.gcd(profile.heads, devices)):
-        if tp > node_size:  # its sums, for which computation waits, would pass between nodes
+        if tp > node_size:  # computation would wait for all-reduces between nodes
             continue
         for pp in _divisors(devices // tp):
             dp = devices // tp // pp
@@ -183,7 +183,7 @@ def _layouts(
                 continue
             rows = global_batch // dp
             for micro_batch in _divisors(rows):
-                if pp > 1 and rows // micro_batch < pp:  # most of the pipeline would stand still
+                if pp > 1 and rows // micro_batch < pp:  # stages would be idle most of the time
                     continue
                 common = {DP: dp, PP: pp, TP: tp, "micro_batch": micro_batch, "micro_batches": rows // micro_batch,
                           "precision": precision, "node_size": node_size, "separate": hardware.separate}  # fmt: skip
@@ -198,7 +198,7 @@ def _layouts(
 def _variants(
     hardware: Hardware, common: dict[str, Any], fixed: Mapping[str, Any], lossy: bool, split: int | None
 ) -> Iterator[Layout]:  # fmt: skip
-    """Stages, tiers, what is done between nodes, and units (split: elements from which they are, stage 3)."""
+    """Yield a mesh and batch with all stages, tiers, ways to send between nodes and (split: at stage 3) sizes of units."""
     if any(name in common and common[name] != value for name, value in fixed.items()):
         return
     dp, inside = common[DP], max(common["node_size"] // common[TP], 1)
@@ -212,7 +212,7 @@ def _variants(
             extras = _between_nodes(stage, several, inside, lossy)
             for extra in extras + [{**extra, "max_unit_numel": split} for extra in extras if split and stage == 3]:
                 given = {**common, **states, **extra, **fixed}
-                # what a fixed field brings and zs.shard refuses: secondary shards need two hops and no groups, both divide dp
+                # a fixed field may lead to what zs.shard refuses: secondary shards need two hops and no groups, both divide dp
                 refused = given.get("hpz", 1) > 1 and (given.get("shard_size") is not None or given.get("hops") == "one")
                 refused = refused or bool(dp % given.get("hpz", 1) or dp % (given.get("shard_size") or 1))
                 if not refused and all(given[name] == value for name, value in (common | states).items()):
@@ -236,7 +236,7 @@ def _between_nodes(stage: int, several: bool, inside: int, lossy: bool) -> list[
 
 
 def _limits(hardware: Hardware, devices: int, margin: float) -> dict[Tier, float]:
-    """Bytes of each tier that one rank may take."""
+    """Return the bytes of each tier that one rank may take."""
     ranks = min(hardware.devices_per_node, devices)
     own = (hardware.device.memory_nbytes - hardware.overhead_nbytes) * (1 - margin)
     shared = {Tier.HOST: hardware.host_memory_nbytes, Tier.DISK: hardware.disk_nbytes}
@@ -244,7 +244,7 @@ def _limits(hardware: Hardware, devices: int, margin: float) -> dict[Tier, float
 
 
 def _excess(profile: Profile, layout: Layout, limits: Mapping[Tier, float]) -> float:
-    """What the fullest rank takes of the tier that it fills most, as a share of that."""
+    """Return the fullest rank's bytes over its limit, on the tier where this is most; above 1 the layout does not fit."""
     worst = 0.0
     for stage in {0, layout.pp - 1}:
         held = {tier: float(sum(found.values())) for tier, found in memory_of(profile, layout, stage).items()}
@@ -259,7 +259,7 @@ def _excess(profile: Profile, layout: Layout, limits: Mapping[Tier, float]) -> f
 
 @functools.lru_cache(maxsize=4096)
 def _work(profile: Profile, pp: int, stage: int) -> tuple[float, int, int, float]:
-    """Of a forward of a stage: flops a token, matrix products, elements a token summed over tp, the flops a token in blocks."""
+    """Return of a stage's forward: flops a token, matrix products, elements a token that tp sums, flops a token in blocks."""
     units = profile.stages(pp)[stage]
     summed = sum(unit.tp_reduces * unit.boundary for unit in units)
     products = sum(unit.products or unit.kernels for unit in units)
@@ -267,7 +267,7 @@ def _work(profile: Profile, pp: int, stage: int) -> tuple[float, int, int, float
 
 
 def bound(profile: Profile, layout: Layout, hardware: Hardware) -> float:
-    """Seconds that a step takes at the least: what it computes, or the busiest link, and the step of the optimizer after it."""
+    """Return the least seconds of a step: its computation, or its busiest link, and the optimizer's step after that."""
     return max(_stage_bound(profile, layout, hardware, stage) for stage in {0, layout.pp // 2, layout.pp - 1})
 
 
@@ -285,7 +285,7 @@ def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: in
     work: dict[str, Any] = {"flops": flops * tokens / lay.tp, "kernels": products, "products": products, "dtype": lay.precision}
     work["attention"] = attention_of(units, profile.seq, tokens / lay.tp, backward=False)
     forward = seconds({Resource.DEVICE: 0.0}, **work)[Resource.DEVICE]
-    computing = (3 + again) * forward * (count + lay.pp - 1)
+    computing = (3 + again) * forward * (count + lay.pp - 1)  # a backward is two forwards; pp - 1 more fill the pipeline
     if lay.tp > 1:
         sent = 2 * (lay.tp - 1) / lay.tp * summed * tokens * lay.itemsize * (2 + again / 2)
         computing += count * seconds({Resource.INSIDE: sent}, lay.tp)[Resource.INSIDE]
@@ -324,10 +324,10 @@ def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: in
 
 
 def timed(profile: Profile, layout: Layout, hardware: Hardware) -> tuple[float, Simulation]:
-    """Seconds of a step, and the simulation that they are from.
+    """Return the seconds of a step, and the simulation that they come from.
 
-    Where there are many micro-batches two shorter steps are simulated, and each further micro-batch takes what their difference says;
-    where a stage has many blocks they are simulated in stretches. Both are exact once the pipeline is full and blocks are alike.
+    Of many micro-batches only a few are simulated, in two steps whose difference is the time of two more; many blocks of a stage
+    are simulated in stretches. Both are exact once the pipeline is full and blocks are alike.
     """
     short = layout.pp + 2
     counts = (layout.micro_batches,) if layout.micro_batches <= short + 2 else (short, short + 2)
@@ -354,7 +354,7 @@ def _candidate(profile: Profile, layout: Layout, hardware: Hardware) -> Candidat
 def _simulated(
     profile: Profile, hardware: Hardware, fitting: list[tuple[float, Layout]], counts: Counter[str]
 ) -> list[Candidate]:
-    """The fastest first, plainer ones before those that are hardly faster. fitting: in the order of their bounds."""
+    """Simulate layouts in the order of their bounds (`fitting`); return the fastest first, plainer before hardly faster ones."""
     found: list[Candidate] = []
     best = second = math.inf  # second: of another kind than the best
     for least, layout in fitting:
@@ -382,7 +382,7 @@ def _in_order(found: list[Candidate]) -> list[Candidate]:
 
 
 def _kind(layout: Layout) -> tuple:
-    """What makes two layouts different ways, and not the same way with another micro-batch."""
+    """Return the fields that make two layouts different in kind; layouts of one kind differ only in details (the micro-batch)."""
     return (*_states(layout), layout.pp, layout.tp, layout.checkpointing, layout.hpz, layout.shard_size, layout.quantized_weights)
 
 
@@ -412,13 +412,13 @@ def _confirmed(
     limits: Mapping[Tier, float],
     counts: Counter[str],
 ) -> list[Candidate]:
-    """The fastest kinds that fit by dry runs, with the seconds and the memory of these, in order. Raises ConfigError where none fits."""
+    """Return the fastest kinds that fit by dry runs, with the seconds and memory of these. Raises ConfigError if none fits."""
     found: list[Candidate] = []
     kinds: set[tuple] = set()
     for each in ranked:
         if len(found) == _CONFIRMED:
             break
-        if _kind(each.layout) in kinds:  # the same way with another micro-batch: slower by formula
+        if _kind(each.layout) in kinds:  # one of the same kind, faster by formula, fits
             continue
         counts["verified"] += 1
         _tell(f"dry run of {each.layout}")
@@ -453,7 +453,7 @@ def _gb(nbytes: float) -> str:
 def _reason(
     profile: Profile, hardware: Hardware, best: Candidate, runner_up: Candidate | None, limits: Mapping[Tier, float]
 ) -> str:
-    """Why it is this one: what plainer ones lack, and what the runner-up costs."""
+    """Explain the choice: what a plainer layout would take, what bounds this one, and what the runner-up takes."""
     layout = best.layout
     room = _gb(limits[Tier.DEVICE])
     seconds = seconds_with_spread(best.step_s, hardware.spread)
@@ -467,18 +467,18 @@ def _reason(
         else:
             slower = timed(profile, lower, hardware)[0] / timed(profile, layout, hardware)[0] - 1
             sentences.append(
-                f"{what} would fit too, " + (f"and take {slower:.0%} longer." if slower > 0.005 else "and send the same.")
+                f"{what} would fit too, " + (f"and take {slower:.0%} longer." if slower > 0.005 else "and take as long.")
             )
     sentences.append(f"It is {best.bound.partition(';')[0]}.")
     if runner_up is not None:
         slower = runner_up.step_s / best.step_s - 1
-        cost = f"takes {slower:.0%} longer" if slower >= 0.005 else "is as fast, and less plain"
+        cost = f"takes {slower:.0%} longer" if slower >= 0.005 else "is as fast, but less plain"
         sentences.append(f"The runner-up, {runner_up.layout}, {cost}.")
     return " ".join(sentences)
 
 
 def _without(layout: Layout) -> Layout | None:
-    """The next plainer one: nothing offloaded, else one stage less."""
+    """Return the next plainer layout: with nothing offloaded, else one stage lower; None at stage 0."""
     if any(tier is not Tier.DEVICE for tier in _states(layout)[1:]):
         return replace(layout, optimizer=Tier.DEVICE, gradient=Tier.DEVICE, parameter=Tier.DEVICE)
     if layout.stage == 0:
@@ -501,7 +501,7 @@ def _too_large(profile: Profile, hardware: Hardware, shortest: tuple[float, Layo
     held = memory_of(profile, layout)
     states = sum(held[tier].get(name, 0) for tier in Tier for name in (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER))
     sizes = ", ".join(
-        f"{_gb(sum(held[tier].values()))} on {tier.value} ({_gb(limits[tier])} to be had)" for tier in Tier if held[tier]
+        f"{_gb(sum(held[tier].values()))} on {tier.value} ({_gb(limits[tier])} available)" for tier in Tier if held[tier]
     )
     return (
         f"{profile.name} of {profile.numel / 1e9:.3g}B parameters does not fit {layout.ranks} x {hardware.name} in any layout. The nearest, "

@@ -1,1 +1,1 @@
-"""A step in time: traces, hardware, what each task waits for."""
+"""The simulator: when each task of a step runs, from traces of its ranks and the hardware."""

@@ -4,12 +4,12 @@
     zeroshard calibrate --ranks 4 --path /mnt/nvme --out my.toml
 
 Local ranks measure at the same time, as they share cores, memory and disks: products of matrices of several sizes (the efficiency
-curve), the kernels between them (norms, activation functions, softmax: bytes a second, and what a launch costs), gathers and
-reductions, memory copies, the host's optimizer step, and files where a folder is named. A rank's thread does all of these by
-itself, so that none is hidden behind another: the file says so (`shared_cores`). What a rank computes is timed by its processor
-time, times the ranks that share a core, as other programs should not count; what it does with others by the clock. A disk's
-files are written and read again and again, as states are: a first read is slower. Where both at once are hardly faster than one
-after the other, the file says that they take turns (`shared_disk`).
+curve), the kernels between them (norms, activation functions, softmax: bytes per second, and the cost of a launch), gathers and
+reductions, memory copies, the host's optimizer step, and files if a folder is named. One thread of a rank does all of these, so
+that none is hidden behind another: the file says so (`shared_cores`). Computation counts by processor time, times the ranks that
+share a core, so that other programs do not count; collectives, files and the step count by the clock. Files are written and read
+again and again, as states are, since a first read is slower. If reading and writing at once is hardly faster than one after the
+other, the file says that they take turns (`shared_disk`).
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ SIDES = (32, 64, 128, 256, 512, 1024)  # of square matrices
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 STEPPED_NUMEL, EXCHANGED_NUMEL, COPIED_NUMEL = 4 << 20, 2 << 20, 16 << 20  # of a rank: more than caches hold
 SMALL_NBYTES = 4 << 20  # of a request, as those of an optimizer's slabs; the large ones are REQUEST_NBYTES
-BLOCK_ROWS, BLOCK_DIM = 512, 1024  # tokens and hidden size of what is between products
+BLOCK_ROWS, BLOCK_DIM = 512, 1024  # tokens and hidden size of the kernels between products
 LIMIT_S = 600.0
 
 
 @dataclass(frozen=True)
 class Amount:
-    """How much a rank measures. turn_s: of one measurement; numel: at most of any of its tensors; rounds: of files, and one before."""
+    """The extent of measurements. turn_s: seconds of each. numel: the most of a tensor. rounds: of files, after a first one."""
 
     sides: tuple[int, ...] = SIDES
     turn_s: float = 0.3
@@ -64,23 +64,23 @@ class Amount:
 
 @dataclass(frozen=True)
 class Found:
-    """By one rank. flops: flops/s by dtype, in the order of sides; bandwidths in bytes/s; stepped: parameters/s."""
+    """The rates that one rank measured. flops: flops/s by dtype, in the order of sides; stepped: parameters/s."""
 
     flops: dict[str, list[float]]
     launch_s: float
-    between: float  # what kernels between products read and write
-    copied: float  # what a copy reads and writes
+    between: float  # bytes/s that kernels between products read and write
+    copied: float  # bytes/s that a copy reads and writes
     hop_s: float
-    exchanged: float
+    exchanged: float  # bytes/s that a gather or a reduction sends
     stepped: float
     bursts: dict[str, list[Burst]]  # by phase, of each round
 
 
 def calibrate(ranks: int = 2, path: str | None = None, amount: Amount = Amount(), name: str = "") -> Hardware:
-    """Measure this machine with so many processes of one thread; a minute at most.
+    """Measure this machine with so many processes of one thread; this takes a minute at most.
 
-    path: a folder on the disk that offloaded states go to; None: none is measured, and what is offloaded there has no link.
-    Raises ConfigError for a number of ranks below 1, SwapError for a folder that can not be used.
+    path: a folder on the disk that offloaded states go to; None: no disk is measured, and the hardware has no links to one.
+    Raises ConfigError for a number of ranks below 1, SwapError for a folder that cannot be used.
     """
     if ranks < 1:
         raise ConfigError(f"--ranks: expected at least 1, got {ranks}")
@@ -91,7 +91,7 @@ def calibrate(ranks: int = 2, path: str | None = None, amount: Amount = Amount()
 
 
 def command(ranks: int, path: str | None, out: Path, say: Callable[[str], None]) -> int:
-    """Measure this machine, tell what was found by `say`, write the hardware file; returns the exit code of `zeroshard calibrate`."""
+    """Measure this machine, report by `say`, write the hardware file; return the exit code of `zeroshard calibrate`."""
     say(f"calibration: {ranks} ranks of one thread each, at the same time")
     if not out.absolute().parent.is_dir() or out.is_dir():
         raise ConfigError(f"--out: expected the path of a file in a folder that exists, got {out}")
@@ -107,7 +107,7 @@ def command(ranks: int, path: str | None, out: Path, say: Callable[[str], None])
 
 
 def report(hardware: Hardware) -> list[str]:
-    """What was measured, of each rank while all work."""
+    """Return lines that show what was measured: the rates of each rank while all ranks work."""
     device, curve = hardware.device, hardware.device.efficiency
     peaks = ", ".join(f"{name} {flops / 1e9:,.1f}" for name, flops in device.peak_flops.items())
     shares = ", ".join(f"{share:.0%} at {flops:.0e}" for flops, share in zip(curve.flops, curve.fraction, strict=True))
@@ -148,23 +148,23 @@ def _hardware(found: Sequence[Found], ranks: int, path: str | None, amount: Amou
 
 
 def _speed(found: Sequence[Found], phase: str) -> float:
-    """Bytes a second of all ranks together, the median of the rounds."""
+    """Return the bytes per second of all ranks together, the median of the rounds."""
     return median(bandwidth(list(bursts)) for bursts in zip(*(each.bursts[phase] for each in found), strict=True))
 
 
 def _requests(found: Sequence[Found], phase: str) -> Link:
-    """Of a rank, by requests of two sizes: what a byte takes, and what a request takes besides."""
+    """Return a rank's link to the disk, by requests of two sizes: the time of a byte, and the latency of a request."""
     large, small = (
         size / (_speed(found, which) / len(found)) for size, which in ((REQUEST_NBYTES, phase), (SMALL_NBYTES, f"small {phase}"))
     )
     per_byte = (large - small) / (REQUEST_NBYTES - SMALL_NBYTES)
-    if not 0 < per_byte < small / SMALL_NBYTES:  # small ones are as fast, or it was a matter of luck
+    if not 0 < per_byte < small / SMALL_NBYTES:  # small requests are as fast per byte, or noise hides the difference
         return Link(REQUEST_NBYTES / large, 0.0)
     return Link(1 / per_byte, small - SMALL_NBYTES * per_byte)
 
 
 def _take_turns(disk: DiskSpeed) -> bool:
-    """Both at once are nearer to one after the other than to both at full speed."""
+    """Check whether reads and writes at once are nearer to one after the other than to both at full speed."""
     in_turn, at_full_speed = 2 / (1 / disk.read + 1 / disk.write), 2 * min(disk.read, disk.write)
     return disk.both < (in_turn + at_full_speed) / 2
 
@@ -212,7 +212,7 @@ def _bursts(comm: Comm, path: str, amount: Amount) -> dict[str, list[Burst]]:
 
 
 def _turn(comm: Comm, action: Callable[[], object], turn_s: float) -> float:
-    """Seconds of one call: the median of those within a turn that all ranks begin together, after one that does not count."""
+    """Return the seconds of one call: the median over a turn that all ranks begin together, after one call to warm up."""
     action()
     comm.exchange(b"", "calibrate: turn")
     samples, begin = list[float](), time.perf_counter()
@@ -224,7 +224,7 @@ def _turn(comm: Comm, action: Callable[[], object], turn_s: float) -> float:
 
 
 def _product(comm: Comm, side: int, dtype: torch.dtype, turn_s: float) -> float:
-    """Flops/s of a linear layer's three products (forward, gradients of input and weight), without their launches."""
+    """Return the flops/s of a linear layer's three products (forward, gradients of input and weight), without their launches."""
 
     def three(side: int) -> float:
         given, weight = torch.randn(side, side, dtype=dtype), torch.randn(side, side, dtype=dtype)
@@ -235,7 +235,7 @@ def _product(comm: Comm, side: int, dtype: torch.dtype, turn_s: float) -> float:
 
 
 def _between(comm: Comm, rows: int, dim: int, turn_s: float) -> tuple[float, float]:
-    """(seconds, bytes) of a kernel between a block's products, the mean over forward and backward."""
+    """Return (seconds, bytes) of a kernel between a block's products, the mean over forward and backward."""
     norm, given = nn.LayerNorm(dim), torch.randn(rows, dim, requires_grad=True)
 
     def block() -> None:
@@ -250,7 +250,7 @@ def _between(comm: Comm, rows: int, dim: int, turn_s: float) -> tuple[float, flo
 
 
 class _Counter(TorchDispatchMode):
-    """Kernels, and the bytes of tensors that they read and make."""
+    """A dispatch mode that counts kernels, and the bytes of the tensors that they read and make."""
 
     kernels = nbytes = 0
 
@@ -267,14 +267,14 @@ class _Counter(TorchDispatchMode):
 
 
 def _exchanged(comm: Comm, numel: int, turn_s: float) -> tuple[float, float]:
-    """(seconds, bytes sent) of a gather or reduction of `numel` elements, the mean of both."""
+    """Return (seconds, bytes sent) of a gather or reduction of `numel` elements, the mean of both."""
     shard = max(1, numel // comm.world_size)
     full = torch.empty(shard * comm.world_size)
     mine, whole = comm.allocate(shard, torch.float32, whole=False), comm.allocate(full.numel(), torch.float32, whole=True)
     mine.tensor.fill_(1.0)
     whole.tensor.fill_(1.0)
     samples = []
-    for number in range(max(3, round(turn_s / 0.01))):  # as often on every rank: peers take part
+    for number in range(max(3, round(turn_s / 0.01))):  # equally often on every rank, since all take part in each
 
         def both(number: int = number) -> None:
             comm.fence_write()
@@ -288,7 +288,7 @@ def _exchanged(comm: Comm, numel: int, turn_s: float) -> tuple[float, float]:
 
 
 def _step_rate(comm: Comm, numel: int) -> float:
-    """Parameters a second of the host's AdamW over states that are offloaded to it."""
+    """Measure the parameters per second of the host's AdamW over states that are offloaded to it."""
     from ... import api
 
     model = nn.Linear(1024, max(1, numel * comm.world_size // 1024), bias=False)

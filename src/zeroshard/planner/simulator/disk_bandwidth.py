@@ -1,8 +1,8 @@
-"""What a disk can do for several processes at once: the bandwidth in the bound of a step that uses it.
+"""The bandwidth of a disk that several processes use at once: it bounds a step that reads and writes states there.
 
-All ranks of a contender get one message at the same time, and each moves NBYTES in requests of REQUEST_NBYTES, all
-handed to the engine at once: writes, reads, or both side by side. Bandwidth is the bytes of all ranks over the time from
-the first one's begin to the last one's end.
+All ranks are told to begin at the same time, and each moves NBYTES in requests of REQUEST_NBYTES, all handed to the engine
+at once: writes, reads, or both side by side. Bandwidth is the bytes of all ranks over the time from the first rank's begin
+to the last rank's end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NBYTES, REQUEST_NBYTES = 192 << 20, 16 << 20
 
 @dataclass(frozen=True)
 class Burst:
-    """One rank's transfers; times are CLOCK_MONOTONIC."""
+    """The transfers of one rank; begin and end are seconds of CLOCK_MONOTONIC."""
 
     begin: float
     end: float
@@ -33,36 +33,36 @@ class Burst:
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """Bytes per second of all ranks together: writing alone, reading alone, half of each at the same time."""
+    """The bytes per second of all ranks together: writing alone, reading alone, half of each at the same time."""
 
     write: float
     read: float
     both: float
 
     def seconds(self, read_nbytes: float, write_nbytes: float) -> float:
-        """The least time for so many bytes: one after the other, or side by side, whichever this disk does faster."""
+        """Return the least seconds for so many bytes: reads and writes one after the other, or side by side if that is faster."""
         return min(read_nbytes / self.read + write_nbytes / self.write, (read_nbytes + write_nbytes) / self.both)
 
 
 def bandwidth(bursts: list[Burst]) -> float:
-    """Bytes per second of all ranks together."""
+    """Return the bytes per second of all ranks together."""
     return sum(b.nbytes for b in bursts) / (max(b.end for b in bursts) - min(b.begin for b in bursts))
 
 
 class DiskProbe:
-    """A file of this process, which nobody else sees, and the memory for one request of each kind."""
+    """A hidden file of this process, which `burst` writes and reads."""
 
     def __init__(self, folder: str, nbytes: int = NBYTES) -> None:
         self.file = _hidden_file(folder, 2 * nbytes)  # the first half is written, the second read
         self.nbytes = nbytes
-        self._move(writes=True, reads=False, at=nbytes)  # what was never written is read without the disk
+        self._move(writes=True, reads=False, at=nbytes)  # blocks that were never written would be read without the disk
 
     def burst(self, phase: str, request_nbytes: int = REQUEST_NBYTES) -> Burst:
-        """One of PHASES."""
+        """Run one of PHASES over the file; return its begin, end and bytes."""
         return self._move(writes=phase != "read", reads=phase != "write", at=0, request_nbytes=request_nbytes)
 
     def _move(self, *, writes: bool, reads: bool, at: int, request_nbytes: int = REQUEST_NBYTES) -> Burst:
-        """The memory is given back at once: it is no part of what the contender uses."""
+        """Write and read, with buffers that are freed at once, so that they do not count in a measurement of memory."""
         size = min(request_nbytes, self.nbytes)
         source, target, handles = _noise(size), empty_aligned(size).zero_(), []
         with Engine() as engine:
@@ -78,7 +78,7 @@ class DiskProbe:
 
 
 def write_bulk(folder: str, nbytes: int) -> Burst:
-    """Write a new file of so many bytes, with its space taken beforehand, and sync it: the engine alone."""
+    """Write a new file of so many bytes through the engine alone, with its space reserved beforehand, and sync it."""
     source, begin = _noise(REQUEST_NBYTES), time.monotonic()
     file = _hidden_file(folder, nbytes, reserve=True)
     with Engine() as engine:
@@ -91,7 +91,7 @@ def write_bulk(folder: str, nbytes: int) -> Burst:
 
 
 def _hidden_file(folder: str, nbytes: int, reserve: bool = False) -> File:
-    """It has no name any more, and goes with the process."""
+    """Create a file and remove its name, so that it disappears with the process."""
     name = Path(folder) / f".zeroshard-probe-{os.getpid()}-{secrets.token_hex(4)}"
     file = open_file(name, nbytes, create=True, reserve=reserve)
     os.unlink(name)
@@ -99,7 +99,7 @@ def _hidden_file(folder: str, nbytes: int, reserve: bool = False) -> File:
 
 
 def _noise(nbytes: int) -> Tensor:
-    """Bytes that no disk can leave out or compress; a MiB of them, again and again."""
+    """Return bytes that no disk can skip or compress: a random MiB, again and again."""
     memory, begin = empty_aligned(nbytes), min(nbytes, 1 << 20)
     memory[:begin].random_(0, 256)
     for part in memory[begin:].split(begin):

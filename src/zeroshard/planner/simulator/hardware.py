@@ -1,7 +1,7 @@
 """Hardware: what devices, links, hosts and disks can do, from `hardware.toml` or a file like it, and how long a task takes.
 
-Words: a *device* computes, on a CPU it is the cores of one rank. A *link* is what one device has of a way for bytes while all
-devices of its node use it. *Fraction*: what kernels achieve of the device's peak.
+Words: a *device* computes; on a CPU it is the cores of one rank. A *link* is one device's share of a connection that all devices
+of its node use at the same time. *Fraction*: the part of the device's peak that kernels achieve.
 
     a file:  name, devices_per_node, ...    [device]  [device.peak_flops]  [device.efficiency]    [links.inside] ...    [source]
 
@@ -25,22 +25,22 @@ from ...utils.axes import TP
 from .trace import AttentionWork, Resource, Task, Trace
 
 _FILE = Path(__file__).with_name("hardware.toml")
-# types of fields
+# type of a field -> Python types that a file may have there, and how an error names them
 _OTHERS: dict[str, tuple[Any, str]] = {
     "str": (str, "a text"),
     "Mapping": (Mapping, "a table"),
     "tuple": ((list, tuple), "a list of numbers"),
     "Attention": (Mapping, "a table"),
 }
-NETWORK = (Resource.INSIDE, Resource.BETWEEN)  # whose latency may be given from outside
+NETWORK = (Resource.INSIDE, Resource.BETWEEN)  # links whose latency a simulation may replace
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The fraction of the peak that a kernel achieves, by its floating-point operations: small matrices fill no device.
+    """The fraction of the peak that a kernel achieves, by its floating-point operations: small matrices do not fill a device.
 
-    flops: of one kernel, ascending; of a task the mean of kernels with flops (`Task.products`), or of all. fraction: there.
-    Between two points it follows the logarithm of flops, beyond the ends it stays.
+    flops: of one kernel, ascending (of a task, the mean over its `products`, or else all its kernels). fraction: at these flops.
+    Between two points it is linear in the logarithm of flops, beyond the ends it is constant.
     """
 
     flops: tuple[float, ...]
@@ -59,7 +59,7 @@ class Curve:
             )
 
     def at(self, flops: float) -> float:
-        """Of a kernel of so many."""
+        """Return the fraction that a kernel of so many flops achieves."""
         place = bisect.bisect_left(self.flops, flops)
         if place in (0, len(self.flops)):
             return self.fraction[min(place, len(self.flops) - 1)]
@@ -72,8 +72,8 @@ class Curve:
 class Attention:
     """The fraction of the peak that fused attention achieves by the tokens of a sequence, forward and backward together.
 
-    tokens: ascending. full: of all scores. causal: of those below the diagonal, which alone are computed then. Between two points
-    both follow the logarithm of tokens, beyond the ends they stay. Backward counts 2.5 times a forward: five products, not two.
+    tokens: ascending. full: the fraction over all scores. causal: over those below the diagonal, where only these are computed.
+    Points are joined as in `Curve`. A backward counts as 2.5 forwards: five products, not two.
     """
 
     tokens: tuple[float, ...]
@@ -83,21 +83,21 @@ class Attention:
     def __post_init__(self) -> None:
         for name in ("tokens", "full", "causal"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        Curve(self.tokens, self.full), Curve(self.tokens, self.causal)  # raise what is wrong with them
+        Curve(self.tokens, self.full), Curve(self.tokens, self.causal)  # they raise ConfigError for wrong numbers
 
     def seconds(self, work: AttentionWork, peak: float) -> float:
-        """peak: flops/s of the device in the dtype of the scores."""
+        """Return the seconds of the work. peak: flops/s of the device in the dtype of the scores."""
         fraction = Curve(self.tokens, self.causal if work.causal else self.full).at(work.tokens)
         return (0.5 if work.causal else 1.0) * work.flops / (peak * fraction)
 
 
 @dataclass(frozen=True)
 class Link:
-    """bandwidth: bytes/s of one device, in one direction, while all devices of the node send. latency_s: of one hop or request.
+    """A link. bandwidth: bytes/s of one device, in one direction, while all of its node send. latency_s: of a hop or request.
 
     alone: bytes/s of one device while those beside it are idle; None: the same. group: bytes/s with which one all-reduce over tp
-    enters a node however many of its ranks take part, since its trees go over so many ports; None: those of all of them. What dp
-    gathers and reduces goes around rings, over all ports; trees: it does not, all collectives are such all-reduces.
+    enters a node, however many of its ranks take part, since its trees use only some ports; None: the sum of the ranks' rates.
+    trees: `group` holds for dp's collectives too; else these go around rings, over all ports.
     """
 
     bandwidth: float
@@ -107,15 +107,15 @@ class Link:
     trees: bool = False
 
     def rate(self, ranks: int, devices: int) -> float:
-        """Bytes/s of one of `ranks` that use it on a node of so many devices."""
+        """Return the bytes/s of each of the `ranks` that use the link on a node with so many devices."""
         return min(self.alone or self.bandwidth, self.bandwidth * max(1.0, devices / ranks))
 
 
 @dataclass(frozen=True)
 class Device:
-    """memory_bandwidth: bytes/s. peak_flops: flops/s by dtype ("fp32", "bf16", "fp16"), dense. kernel_latency_s: of a launch.
+    """A device. memory_bandwidth: bytes/s. peak_flops: dense flops/s by dtype ("fp32", "bf16"). kernel_latency_s: of a launch.
 
-    efficiency: of matrix products. attention: of fused attention; None: it is taken for matrix products.
+    efficiency: of matrix products. attention: of fused attention; None: it counts as matrix products.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Device:
     attention: Attention | None = None
 
     def peak(self, dtype: str) -> float:
-        """Flops/s. Raises ConfigError where this device has no number for the dtype."""
+        """Return the peak flops/s in a dtype. Raises ConfigError if this device has no number for it."""
         if dtype not in self.peak_flops:
             known = ", ".join(self.peak_flops)
             raise ConfigError(f"{self.name}: no peak_flops for {dtype!r} (known: {known}).{did_you_mean(dtype, self.peak_flops)}")
@@ -140,10 +140,10 @@ class Hardware:
 
     host_memory_nbytes, disk_nbytes, host_memory_bandwidth (bytes/s), host_step_rate (parameters/s of an optimizer such as Adam,
     states in fp32): of a node, shared by its ranks. overhead_nbytes: of each device's memory, taken by its context and libraries.
-    separate: the device has a memory of its own. shared_cores: one set of cores per rank computes, copies and communicates, so
-    that none of these goes on beside another (all but disks is one resource). shared_disk: reads and writes take turns, side by side
-    they are no faster than one after the other. spread: real seconds of a step over simulated ones, the lowest and the highest of
-    eight in ten published runs; (): none were compared. source: where each number is from.
+    separate: the device has a memory of its own. shared_cores: the same cores of a rank compute, copy and communicate, so that
+    none of these runs beside another (all but disks is one resource). shared_disk: reads and writes at the same time are no
+    faster than one after the other. spread: two ratios of a step's real seconds to simulated ones, between which eight in ten
+    published runs lie; (): none were compared. source: where each number is from.
     """
 
     name: str
@@ -168,7 +168,7 @@ class Hardware:
 
     @staticmethod
     def named(name: str) -> Hardware:
-        """One of NAMES, or what a file of that path holds. Raises ConfigError."""
+        """Return one of NAMES, or the hardware in the .toml file of that path. Raises ConfigError."""
         if name.endswith(".toml"):
             return Hardware.load(name)
         if name not in NAMES:
@@ -179,17 +179,17 @@ class Hardware:
 
     @staticmethod
     def load(path: str | Path) -> Hardware:
-        """From a file as `save` and `zeroshard calibrate` write it. Raises ConfigError, which names the key."""
+        """Read a file such as `save` and `zeroshard calibrate` write. Raises ConfigError, which names the key."""
         return _of_table(_read(Path(path)), str(path))
 
     def save(self, path: str | Path) -> None:
-        """To a file that `load` reads."""
+        """Write a file that `load` reads."""
         lines: list[str] = []
         _write_table(lines, "", {f.name: getattr(self, f.name) for f in fields(self)})
         Path(path).write_text("\n".join(lines).lstrip("\n") + "\n")
 
     def link(self, resource: Resource) -> Link:
-        """Raises ConfigError where there is none."""
+        """Return the link of a resource. Raises ConfigError if there is none."""
         if resource not in self.links:
             known = ", ".join(each.value for each in self.links)
             raise ConfigError(
@@ -199,16 +199,16 @@ class Hardware:
         return self.links[resource]
 
     def lane(self, resource: Resource) -> Resource:
-        """The resource in whose line a task waits for `resource`: shared cores are the host's, a shared disk is that of reads."""
+        """Return the resource in whose queue a task waits for `resource`: HOST if cores are shared, READ for a shared disk."""
         if resource in (Resource.READ, Resource.WRITE):
             return Resource.READ if self.shared_disk else resource
         return Resource.HOST if self.shared_cores else resource
 
 
 def seconds(task: Task, hardware: Hardware, trace: Trace, utilisation: float = 1.0, latency: float | None = None) -> float:
-    """How long a task takes once it has all its resources.
+    """Return the seconds that a task takes once it has all its resources.
 
-    It is the slowest of its resources, or their sum where they are the same cores. utilisation: the share of each link's
+    They are those of its slowest resource, or the sum over those that are the same cores. utilisation: the share of each link's
     bandwidth that is achieved. latency: seconds of a hop between ranks in place of the hardware's.
     """
     times = resource_seconds(task, hardware, trace, utilisation, latency)
@@ -223,7 +223,7 @@ def seconds(task: Task, hardware: Hardware, trace: Trace, utilisation: float = 1
 def resource_seconds(
     task: Task, hardware: Hardware, trace: Trace, utilisation: float = 1.0, latency: float | None = None
 ) -> dict[Resource, float]:
-    """How long a task keeps each of its resources at work; see `seconds`."""
+    """Return the seconds for which a task keeps each of its resources at work; arguments as of `seconds`."""
     ranks = max(1, min(trace.node_size, hardware.devices_per_node))
     times: dict[Resource, float] = {}
     for resource, nbytes in task.nbytes.items():
@@ -243,8 +243,8 @@ def resource_seconds(
 
 
 def _compute_seconds(task: Task, nbytes: float, device: Device) -> float:
-    """Of one kernel: its arithmetic or its memory, whichever is slower (the roofline). Of many, which run one after the other:
-    the arithmetic of those with flops and the memory of the others. Launches come on top."""
+    """Return the seconds of a task's kernels: of one, its arithmetic or its memory, whichever is slower (the roofline); of many,
+    one after the other, the arithmetic of those with flops and the memory of the others. Launches come on top."""
     launches = task.kernels * device.kernel_latency_s
     memory = nbytes / device.memory_bandwidth
     if not task.flops:
@@ -260,17 +260,17 @@ def _compute_seconds(task: Task, nbytes: float, device: Device) -> float:
 
 
 def _hops(task: Task) -> int:
-    """Messages one after the other: the depth of a tree. NCCL takes trees or its logarithmic algorithm (PAT) for what is small;
-    of what is large and goes around a ring, latency is hidden behind the bytes of other chunks."""
+    """Return how many messages follow one another: the depth of a tree. NCCL sends what is small by trees or its logarithmic
+    algorithm (PAT); what is large goes around a ring, where the latency is hidden behind the bytes of other chunks."""
     return max(1, math.ceil(math.log2(max(1, task.peers))))
 
 
 def _crossing(task: Task, resource: Resource, nbytes: float) -> tuple[float, float]:
-    """Bytes that one device's link carries, and by how many devices of a node it is carried together.
+    """Return the bytes that one device's link carries, and how many devices of the node share the transfer.
 
-    A trace counts what a rank sends if it sends to each peer by itself. Gathers and reductions of n ranks, r of them on a node,
-    go around rings instead: what comes to a node comes once, over the links of all r, and is passed on inside. In an exchange
-    of different bytes with every peer (`Task.distinct`) nothing can be passed on.
+    A trace counts bytes as if a rank sent to each peer directly. Gathers and reductions of n ranks, r of them on a node, go
+    around rings instead: bytes enter a node once, over the links of all r, and are passed on inside. In an exchange of
+    different bytes with every peer (`Task.distinct`) nothing can be passed on.
     """
     inside, between = task.nbytes.get(Resource.INSIDE, 0.0), task.nbytes.get(Resource.BETWEEN, 0.0)
     if resource not in NETWORK or task.distinct or not (inside and between):
@@ -317,7 +317,7 @@ def _of_table(table: Mapping[str, Any], where: str) -> Hardware:
 
 
 def _checked(table: Any, kind: type, where: str) -> dict[str, Any]:
-    """A table with all keys of a dataclass that need be, no others, and only sensible numbers."""
+    """Check that a table has the needed keys of a dataclass, no unknown ones, and values of their types; return it as a dict."""
     if not isinstance(table, Mapping):
         raise ConfigError(f"{where}: expected a table, got {table!r}")
     known = {f.name: f for f in fields(kind)}
@@ -350,7 +350,7 @@ def _checked(table: Any, kind: type, where: str) -> dict[str, Any]:
 
 
 def _write_table(lines: list[str], name: str, table: Mapping[str, Any]) -> None:
-    """Its values, then its tables. JSON's strings, numbers and lists of numbers are TOML's too."""
+    """Append a table's values, then its inner tables. JSON's strings, numbers and lists of numbers are valid TOML."""
     values: dict[str, Any] = {}
     inner: dict[str, Mapping[str, Any]] = {}
     for key, value in table.items():

@@ -1,4 +1,4 @@
-"""What the micro-benchmarks share: rounds in which all take turns, medians, and a process of their own.
+"""Helpers of the micro-benchmarks: rounds in which all contenders take turns, medians, and a fresh process for a function.
 
 warm up   copy   ours   peer          not counted
 round 1   peer   copy   ours          who follows whom changes: a large cache holds what the last one left
@@ -23,7 +23,7 @@ LIMIT_S = 3600.0
 
 
 def take_turns(contenders: dict[str, Callable[[], Sample]], rounds: int, warmup: int = 0) -> dict[str, list[Sample]]:
-    """What each gave in each round, after `warmup` rounds that do not count."""
+    """Call each contender once a round, in a new order; return what each gave, round by round, after the `warmup` rounds."""
     samples: dict[str, list[Sample]] = {name: [] for name in contenders}
     for number in range(warmup + rounds):
         for name in random.Random(number).sample(list(contenders), len(contenders)):
@@ -34,23 +34,23 @@ def take_turns(contenders: dict[str, Callable[[], Sample]], rounds: int, warmup:
 
 
 def seconds(action: Callable[[], object]) -> float:
-    """How long it takes."""
+    """Return the seconds that an action takes."""
     begin = time.perf_counter()
     action()
     return time.perf_counter() - begin
 
 
 def median_ratio(over: list[float], under: list[float]) -> float:
-    """Median of the ratios within a round."""
+    """Return the median of the ratios within each round."""
     return median(a / b for a, b in zip(over, under, strict=True))
 
 
 class Unmeasured(RuntimeError):
-    """There is no result here; the message says why, in one line."""
+    """Raised when a measurement has no result; the message says why, in one line."""
 
 
 def apart(function: Callable[..., Any], *args: object, log_file: object, timeout_s: float = LIMIT_S) -> Any:
-    """The function's result from a fresh process, whose output goes to a file. Unmeasured: it raised, died or hung there."""
+    """Call a function in a fresh process whose output goes to a file; return its result. Raises Unmeasured if it fails."""
     (ended,) = run_processes(_call, 1, function, args, str(log_file), timeout_s=timeout_s, check=False)
     if not ended.ok:
         raise Unmeasured(f"the process ended by {describe_exit(ended.exitcode)}, at most {timeout_s:.0f} s")
@@ -61,7 +61,7 @@ def apart(function: Callable[..., Any], *args: object, log_file: object, timeout
 
 
 def _call(rank: int, world_size: int, function: Callable[..., Any], args: tuple[object, ...], log_file: str) -> tuple[Any, str]:
-    divert_output(log_file)  # of DeepSpeed and the compiler of its extension
+    divert_output(log_file)  # DeepSpeed, and the compiler of its extension, print much
     try:
         return function(*args), ""
     except Exception as error:
@@ -70,13 +70,13 @@ def _call(rank: int, world_size: int, function: Callable[..., Any], args: tuple[
 
 
 def one_line(error: BaseException) -> str:
-    """What went wrong, for a table."""
+    """Return an error's type and first line, for a table."""
     text = str(error).strip() or repr(error)
     return f"{type(error).__name__}: {text.splitlines()[0]}"
 
 
 def divert_output(log_file: str) -> None:
-    """This process prints to a file from now on."""
+    """Send all further output of this process to a file."""
     Path(log_file).parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)

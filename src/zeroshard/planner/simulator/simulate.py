@@ -7,15 +7,15 @@
 A task is startable when all it waits for (`after`) is over and its message has come (`channel`); it begins when those that were
 startable before it have left its resources.
 
-Each resource serves tasks in the order in which they become startable, and at the same moment in the trace's. Order within a
-stream is among what tasks wait for (a trace says it by `after`); across streams a task that still waits holds up nobody: the sum
-that ends a reduction is started early, waits for its bytes, and computation goes on. Not modelled is that NCCL runs collectives
-of one group as they were started. A trace, of one stage of a pipeline, has its resources to itself.
+Each resource serves tasks in the order in which they become startable, at the same moment in the order of the trace. A trace
+expresses the order within a stream by `after`; across streams, a task that still waits holds up no other: the sum that ends a
+reduction is started early and waits for its bytes, while computation goes on. Not modelled: NCCL runs the collectives of a group
+in the order in which they were started. Each trace (of a stage of a pipeline) has its resources to itself.
 
 The k-th receive on a channel, a task without resources, ends with the k-th send on it by another trace.
 
-What a step starts and does not wait for (reads of the next one's states) goes on beside the next step: then what is shown is one of
-several steps in a row, from where its ranks begin it to where they go on, with what is left of the one before.
+What a step starts and does not wait for (reads of the next step's states) goes on beside the next step. Then several steps in a
+row are simulated, and the last is shown: from where its ranks begin it to where they go on, with what is left of the step before.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ Span = tuple[int, int, float, float]  # trace, task, begin, end
 class Simulation:
     """One step of all stages. Times are in seconds from its beginning.
 
-    busy: how long tasks occupy each resource, in the trace where it is longest. critical: of the tasks of which each began when
-    the one before it ended, the last of them ending the step: seconds by resource; they add up to step_s. waits: the same by
-    resource and kind of task ("gather"). exposed_s: how long nothing is computed while bytes move, of the trace with most.
+    busy: how long tasks occupy each resource, in the trace where it is longest. critical: seconds by resource on the critical
+    path, whose tasks each began when the one before ended, up to the step's end; they add up to step_s. waits: the same by
+    resource and kind of task ("gather"). exposed_s: seconds in which bytes move and nothing is computed, in the trace with most.
     """
 
     step_s: float
@@ -64,7 +64,7 @@ class Simulation:
 
     @property
     def bound(self) -> str:
-        """What bounds the step, a sentence."""
+        """A sentence that says which resource bounds the step."""
         if not self.step_s:
             return "an empty step"
         resource = max(self.critical, key=self.critical.__getitem__)
@@ -79,17 +79,17 @@ class Simulation:
 
 @dataclass
 class _Graph:
-    """Tasks of all traces by one number each: what they wait for, and in which lines they stand."""
+    """The tasks of all traces, each with a number: which tasks each one waits for, and the queues of its resources."""
 
     tasks: list[Task]
     places: list[tuple[int, int]]  # trace and number of each
     before: list[list[int]]
-    lines: list[list[deque[int]]]  # of each task: those of its resources
+    lines: list[list[deque[int]]]  # of each task: the queues of its resources
 
 
 @dataclass
 class _Flow:
-    """Steps in a row: when each task begins and ends. waited: whose end let it begin. goals: what is over when each step is."""
+    """Steps in a row: when each task begins and ends. waited: whose end let it begin. goals: the tasks that end each step."""
 
     graph: _Graph
     times: list[float]
@@ -100,17 +100,17 @@ class _Flow:
 
     @property
     def leaves_something(self) -> bool:
-        """The last step goes on after its ranks have gone on."""
+        """True if tasks of the last step still run when its ranks go on to the next."""
         return self.step[1] < max(self.ends, default=0.0)
 
     @property
     def step(self) -> tuple[float, float]:
-        """When the last one begins and ends."""
+        """The seconds at which the last step begins and ends."""
         before, last = ([0.0] + [max((self.ends[n] for n in goals), default=0.0) for goals in self.goals])[-2:]
         return before, last
 
     def spans(self) -> list[Span]:
-        """What there is between the beginning and the end of the last step, whatever step it is of; times from its beginning."""
+        """Return all that runs during the last step, also of the steps before it; times are from the last one's beginning."""
         begin, end = self.step
         return [
             (*place, max(b - begin, 0.0), min(e, end) - begin)
@@ -119,7 +119,7 @@ class _Flow:
         ]
 
     def path(self) -> Iterator[tuple[int, float]]:
-        """Back from the task that ends the last step: tasks of which each began when the next one here ended, and their seconds."""
+        """Yield (task, seconds) backwards from the task that ends the last step; each began when the one yielded next ended."""
         begin, _ = self.step
         number = max(self.goals[-1], key=self.ends.__getitem__, default=None)
         while number is not None and self.ends[number] > begin:
@@ -131,7 +131,7 @@ class _Flow:
 def simulate(
     traces: Trace | Sequence[Trace], hardware: Hardware, utilisation: float = 1.0, latency_s: float | None = None
 ) -> Simulation:
-    """The step that these traces are.
+    """Simulate the step that these traces are of.
 
     Args:
         traces: of one rank, or of one rank of each stage of a pipeline, joined by their tasks' channels.
@@ -193,12 +193,12 @@ def _flow(traces: Sequence[Trace], steps: int, hardware: Hardware, utilisation: 
 
 
 def kind_of(task: Task) -> str:
-    """The first word of its name: "gather", "forward"."""
+    """Return the first word of a task's name: "gather", "forward"."""
     return task.name.partition(" ")[0]
 
 
 def _graph(traces: Sequence[Trace], sizes: Sequence[int], hardware: Hardware) -> _Graph:
-    """sizes: tasks of one step of each trace."""
+    """Number the tasks of all traces, and join receives with their sends. sizes: number of tasks in one step of each trace."""
     graph = _Graph([], [], [], [])
     sends: dict[str, list[int]] = defaultdict(list)
     receives: list[tuple[str, int]] = []
@@ -229,9 +229,9 @@ def _graph(traces: Sequence[Trace], sizes: Sequence[int], hardware: Hardware) ->
 
 
 def _run(graph: _Graph, times: Sequence[float]) -> tuple[list[float], list[float], list[int | None]]:
-    """Begins, ends, and the task whose end let each begin.
+    """Return begins, ends, and the task whose end let each begin.
 
-    A task stands in the lines of all its resources from when it is startable; at the head of all of them it runs, and leaves them
+    A task joins the queues of all its resources when it becomes startable; at the head of all of them it runs, and it leaves them
     when it is over.
     """
     total = len(times)
@@ -281,7 +281,7 @@ def _run(graph: _Graph, times: Sequence[float]) -> tuple[list[float], list[float
 
 
 def _circle(graph: _Graph, stuck: set[int]) -> str:
-    """Who waits for whom."""
+    """Name tasks that wait for each other in a circle, for an error message."""
     path: list[int] = []
     number = min(stuck)
     while number not in path:
@@ -301,7 +301,7 @@ def _busy(spans: Sequence[Span], traces: Sequence[Trace], hardware: Hardware) ->
 
 
 def _exposed(trace: Trace, spans: Sequence[Span]) -> float:
-    """Seconds in which links are busy and nothing is computed."""
+    """Return the seconds in which links are busy and nothing is computed."""
     changes: list[tuple[float, int, int]] = []
     for _, number, begin, end in spans:
         task = trace.tasks[number]

@@ -1,4 +1,4 @@
-"""Numbers of a simulation as they are shown: two digits, and the range in which published runs lie around such a number.
+"""The text of a simulation's numbers: two digits, and the range in which published runs lie around such a number.
 
 Each hardware has its `spread`: the real seconds of a step over the simulated ones, from the lowest to the highest of eight in ten
 published runs (`zeroshard papers`). A prediction of 2.0 s with a spread of 0.8 to 1.5 is shown as "2.0 s (1.6 to 3.0)".
@@ -14,7 +14,7 @@ UNKNOWN = "no published run on such devices was compared: the range is not known
 
 
 def two_digits(value: float) -> str:
-    """0.86, 1.8, 25, 1,200: with as many digits as a simulation can answer for."""
+    """Return a number with as many digits as a simulation can answer for: 0.86, 1.8, 25, 1,200."""
     if not value or not math.isfinite(value):
         return f"{value:g}"
     decimals = 1 - math.floor(math.log10(abs(value)))
@@ -24,17 +24,17 @@ def two_digits(value: float) -> str:
 
 
 def seconds_with_spread(value: float, spread: Sequence[float]) -> str:
-    """Seconds of a step. spread: lowest and highest of real over simulated; (): not known."""
+    """Return a step's seconds with their range. spread: lowest and highest of real over simulated seconds; (): not known."""
     return _with_range(value, [value * each for each in spread])
 
 
 def rate_with_spread(value: float, spread: Sequence[float]) -> str:
-    """Of a number that falls where a step takes longer: flops or tokens a second."""
+    """Return a rate (flops or tokens a second) with its range; it falls as the seconds of a step grow."""
     return _with_range(value, [value / each for each in reversed(spread)])
 
 
 def said_of(spread: Sequence[float]) -> str:
-    """What the range beside a number means."""
+    """Explain the range beside a number, or why there is none."""
     return RANGE if spread else UNKNOWN
 
 

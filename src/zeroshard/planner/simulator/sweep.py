@@ -1,8 +1,8 @@
 """Sweeps: how a step scales with ranks, batch, achieved bandwidth and latency, and where communication cancels the gain.
 
 Words, for rows that differ in ranks alone: *speed-up*: the throughput over that of the fewest ranks; *ideal*: the ratio of ranks;
-*efficiency*: speed-up over ideal, at most 1. The *limit* is the fewest ranks at which the throughput of all ranks together no longer grows,
-or efficiency is below one half: from there on more ranks are bought for communication.
+*efficiency*: speed-up over ideal, at most 1. The *limit* is the fewest ranks at which the throughput of all ranks together no
+longer grows, or efficiency is below one half: from there on, added ranks mostly pay for communication.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _US = 1e6
 
 @dataclass(frozen=True)
 class Setting:
-    """What stays the same along a curve. micro_batch: sequences of a rank; latency_s: of a hop, None: the hardware's."""
+    """The values that are the same along a curve. micro_batch: sequences of a rank; latency_s: of a hop, None: the hardware's."""
 
     micro_batch: int
     utilisation: float
@@ -55,13 +55,13 @@ class Row:
 
     @property
     def efficiency(self) -> float:
-        """1 where more ranks gain more than their number, since each of them steps fewer optimizer states."""
+        """Speed-up over ideal, at most 1: it could be more, since each of more ranks steps fewer optimizer states."""
         return min(self.speedup / self.ideal, 1.0)
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Where communication cancels the gain along one curve; ranks is None where it does not in this sweep."""
+    """The ranks at which communication cancels the gain along one curve; None: it does not in this sweep."""
 
     setting: Setting
     ranks: int | None
@@ -73,7 +73,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Rows by setting, in each by ranks."""
+    """The rows of a sweep, ordered by setting, then by ranks."""
 
     rows: tuple[Row, ...]
     hardware: Hardware
@@ -84,11 +84,11 @@ class Sweep:
 
     @property
     def limits(self) -> list[Limit]:
-        """Of curves, which have more than one number of ranks."""
+        """The limits of all curves that have more than one number of ranks."""
         return [_limit(setting, rows) for setting, rows in self.curves.items() if len(rows) > 1]
 
     def grid(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """The header and the rows of a table."""
+        """Return the header and the rows of a table."""
         header = ("ranks", "micro-batch", "bandwidth", "latency", "step", "TFLOPS a device", "tokens/s", "speed-up", "efficiency")
         rows: list[tuple[str, ...]] = []
         for row in self.rows:
@@ -102,7 +102,7 @@ class Sweep:
         return header, rows
 
     def draw(self, path: str | Path, title: str = "") -> None:
-        """A PNG: throughput over ranks on logarithmic axes with the ideal and the limits, and TFLOPS a device."""
+        """Draw a PNG: throughput over ranks on logarithmic axes with the ideal and the limits, and TFLOPS a device."""
         import matplotlib
 
         matplotlib.use("Agg")
@@ -140,7 +140,7 @@ def sweep(
 ) -> Sweep:  # fmt: skip
     """Simulate each of ranks x micro-batch x utilisation x latency.
 
-    make: gives the traces for so many ranks and such a micro-batch; it is called once for each pair. Raises ConfigError for an
+    make: a function (ranks, micro-batch) that returns the traces; it is called once for each pair. Raises ConfigError for an
     empty list or a number below 1.
     """
     ranks, micro_batches = sorted(set(ranks)), sorted(set(micro_batches))

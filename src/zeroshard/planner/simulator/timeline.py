@@ -26,7 +26,7 @@ _LETTERS_IN, _EDGED = 17, 0.003  # letters an inch; the share of the step from w
 
 
 def write_chrome_trace(simulation: Simulation, path: str | Path) -> None:
-    """One process per trace, one thread per resource; times in microseconds, bytes and flops among a task's arguments."""
+    """Write a Chrome trace: a process per trace, a thread per resource; times in microseconds, bytes and flops as arguments."""
     resources = list(Resource)
     events: list[dict] = [
         {"ph": "M", "name": "process_name", "pid": number, "args": {"name": _stage(simulation, number)}}
@@ -50,7 +50,7 @@ def write_chrome_trace(simulation: Simulation, path: str | Path) -> None:
 
 
 def draw_timeline(simulation: Simulation, path: str | Path, title: str = "") -> None:
-    """A PNG with all lanes in which something is done."""
+    """Draw a PNG with all lanes in which something is done."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -101,7 +101,7 @@ def _lanes_of(task: Task, hardware: Hardware) -> list[Resource]:
 
 
 def _lanes(simulation: Simulation) -> list[tuple[int, Resource]]:
-    """Trace and resource of each lane, from top to bottom."""
+    """Return trace and resource of each lane, from top to bottom."""
     used = {
         (n, lane) for n, trace in enumerate(simulation.traces) for t in trace.tasks for lane in _lanes_of(t, simulation.hardware)
     }
@@ -114,7 +114,7 @@ def _stage(simulation: Simulation, number: int) -> str:
 
 
 def _coloured_by(task: Task) -> str:
-    """The phase where it computes and no kind has a colour, else the kind."""
+    """Return a task's phase if it computes and its kind has no colour, else its kind."""
     kind = kind_of(task)
     return task.phase if kind not in COLOURS and any(resource in COMPUTES for resource in task.nbytes) else kind
 

@@ -1,12 +1,12 @@
-"""A trace: what one rank of one training step does, as tasks that wait for each other. Data alone; the simulator gives them time.
+"""A trace: the work of one rank in one step, as tasks that wait for each other. Only data; the simulator finds their times.
 
     chain     | forward 1 |--------| forward 2 |...      tasks of the program's own order: each after the one before
                     :             :
     inside           | gather 2  |                       started where the program starts it, waited for where it waits
 
-A task occupies its resources together, from its beginning to its end, in the order in which tasks can begin. A rank's
-program order, what it starts ahead and where it waits are those of the runtime that was traced (`planner/recorder.py`), or of a
-schedule that was written from a model's profile (`schedule.py`).
+A task occupies all its resources from its beginning to its end; each resource serves tasks in the order in which they can begin.
+The program order, what is started ahead and where the rank waits are those of the runtime that was traced
+(`planner/recorder.py`), or of a schedule that was written from a model's profile (`schedule.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...utils.axes import DP
 
 
 class Resource(str, Enum):
-    """What tasks wait for. Links between ranks and of a host's memory and disks work beside computation."""
+    """A resource that a task occupies. Links, between ranks or to the host's memory and disks, work beside computation."""
 
     DEVICE = "device"  # computes
     HOST = "host"  # the host's cores: optimizer steps of offloaded states
@@ -33,10 +33,10 @@ class Resource(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class AttentionWork:
-    """What fused kernels of attention compute in a task.
+    """The work of fused attention kernels in a task.
 
-    flops: over the whole square of scores, as models count them, in a backward two and a half times those of a forward. tokens: of a
-    sequence. causal: the half above the diagonal is skipped. kernels: launches.
+    flops: over the whole square of scores, as models count them; a backward's are 2.5 times a forward's. tokens: of a sequence.
+    causal: whether the half above the diagonal is skipped. kernels: launches.
     """
 
     flops: float
@@ -45,24 +45,24 @@ class AttentionWork:
     kernels: int
 
     def __add__(self, other: AttentionWork) -> AttentionWork:
-        """Of both, one after the other; of sequences as long as those that compute more."""
+        """Return the work of both, one after the other; tokens and causal are those of the one with more flops."""
         larger = max(self, other, key=lambda each: each.flops)
         return AttentionWork(self.flops + other.flops, larger.tokens, larger.causal, self.kernels + other.kernels)
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Work of one rank.
+    """A piece of one rank's work.
 
     name: "gather blocks.3", "forward blocks.3". phase: "forward", "backward", "step". nbytes: bytes by resource: what this rank
-    sends over a link (INSIDE, BETWEEN), copies, reads or writes; of DEVICE and HOST what it moves between memory and cores.
-    flops: of DEVICE or HOST, a multiplication and an addition are two; attention: those of fused attention among them. kernels:
-    launches on the device. products: matrix products among them, to which (as to attention) nbytes of DEVICE do not belong then;
-    0: not told apart. peers: ranks that meet in a collective.
+    sends over a link (INSIDE, BETWEEN), copies, reads or writes; on DEVICE and HOST what it moves between memory and cores.
+    flops: on DEVICE or HOST; a multiplication and an addition are two. attention: those of fused attention among them. kernels:
+    launches on the device. products: matrix products among them; nbytes of DEVICE are then those of the kernels that are neither
+    products nor attention. 0: not told apart. peers: number of ranks that meet in a collective.
     numel: parameters that are stepped (HOST, DEVICE). after: numbers of the tasks that must be over before it begins; below 0:
-    of the step before, counted from its last (-1). channel: of a send or receive between stages: what joins the two, see
-    `simulate.py`. distinct: of a collective: each peer gets other bytes (an all-to-all), so nothing can be passed on from rank
-    to rank, as it is in a ring.
+    tasks of the step before, counted from its last (-1). channel: the name that joins a send with its receive in another stage,
+    see `simulate.py`. distinct: whether a collective sends other bytes to each peer (an all-to-all), so that ranks cannot pass
+    bytes on, as those of a ring do.
     """
 
     name: str
@@ -73,9 +73,9 @@ class Task:
     kernels: int = 0
     peers: int = 1
     numel: int = 0
-    axis: str = DP  # of a collective: whose ranks meet
-    dtype: str = "fp32"  # in which is computed: its peak is the device's for it
-    unit: str = ""  # of the model
+    axis: str = DP  # along which the ranks of a collective meet
+    dtype: str = "fp32"  # of the computation: each dtype has its own peak flops
+    unit: str = ""  # of the model, whose work it is
     channel: str = ""
     distinct: bool = False
     products: int = 0
@@ -88,11 +88,11 @@ class Task:
 
 @dataclass
 class Trace:
-    """Tasks in the order in which they were started; a task's number is its place.
+    """The tasks of a rank's step in the order in which they were started; a task's number is its place.
 
-    end: what the rank has waited for when it goes on to the next step; empty: everything. rank: whose. axes: ranks along each
-    axis of the mesh. node_size: ranks of a node. model_flops: of the step, without repeated forwards: what the throughput of a
-    model is counted by. tokens: of the step, of this rank.
+    end: tasks that the rank has waited for when it goes on to the next step; empty: all. axes: number of ranks along each axis of
+    the mesh. node_size: ranks of a node. model_flops: of the step on this rank, without recomputed forwards, as throughput is
+    counted. tokens: those that this rank reads in the step.
     """
 
     tasks: list[Task] = field(default_factory=list)
@@ -104,13 +104,13 @@ class Trace:
     tokens: int = 0
 
     def add(self, task: Task) -> int:
-        """Append a task; its number."""
+        """Append a task; return its number."""
         assert all(number < len(self.tasks) for number in task.after), f"{task.name} waits for a task to come"
         self.tasks.append(task)
         return len(self.tasks) - 1
 
     def repeated(self, times: int) -> Trace:
-        """The same step several times, each begun where the rank goes on from the one before."""
+        """Return a trace of the same step several times, each begun where the rank goes on from the one before."""
         size, end, tasks = len(self.tasks), self.end or tuple(range(len(self.tasks))), []
         for first in range(0, times * size, size):
             for task in self.tasks:
@@ -121,12 +121,12 @@ class Trace:
         return replace(self, tasks=tasks, end=tuple((times - 1) * size + number for number in end))
 
     def total(self, resource: Resource, phases: Iterable[str] | None = None) -> float:
-        """Bytes of one resource in a step."""
+        """Return the bytes of one resource in a step. phases: only those of these phases."""
         chosen = None if phases is None else set(phases)
         return sum(t.nbytes.get(resource, 0.0) for t in self.tasks if chosen is None or t.phase in chosen)
 
     def scaled(self, factors: Mapping[Resource, float]) -> Trace:
-        """With other numbers of bytes by resource: of another number of ranks, say."""
+        """Return a trace with the bytes of each resource times a factor: for another number of ranks, say."""
         tasks = [
             replace(t, nbytes={resource: amount * factors.get(resource, 1.0) for resource, amount in t.nbytes.items()})
             for t in self.tasks
