@@ -14,7 +14,7 @@ DP, TP, EP, PP = "dp", "tp", "ep", "pp"
 
 @dataclass(frozen=True)
 class Axis:
-    """What ranks along an axis share.
+    """Row of the table: what the ranks along an axis hold and compute.
 
     cuts_parameters: each holds a box of the tensors that are DTensors over the axis ("boxes"), or other parameters ("whole"); if
     "no", all hold the same ones. shards_states: ZeRO shards over the axis; if neither, its ranks are replicas. cuts_batch: each
