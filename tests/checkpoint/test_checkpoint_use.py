@@ -334,7 +334,7 @@ def test_names_of_extras_that_would_be_taken_for_one_another_are_refused(tmp_pat
 
     def rank_run(rank: int) -> None:
         model, optimizer = build("tied")
-        with pytest.raises(zs.ConfigError, match=r"extra\['a.0'\]: that is what rank 0's 'a' is called"):
+        with pytest.raises(zs.ConfigError, match=r"extra\['a.0'\]: the checkpoint uses this name for rank 0's 'a'"):
             zs.save(tmp_path, model, optimizer, extra={"a": rank, "a.0": "shared"})
         zs.save(tmp_path, model, optimizer, extra={"a": 1, "a.0": "shared"})
         assert zs.load(tmp_path, model, optimizer).extra == {"a": 1, "a.0": "shared"}

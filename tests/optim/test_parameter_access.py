@@ -169,7 +169,7 @@ def test_whose_parameters():
         )
         with pytest.raises(zs.ZeroshardError, match="given to zs.shard"):
             zs.value_of(BASE.first.weight)
-        with zs.gathered(model), pytest.raises(zs.ZeroshardError, match="first.weight is whole inside zs.gathered"):
+        with zs.gathered(model), pytest.raises(zs.ZeroshardError, match="first.weight is gathered by zs.gathered"):
             zs.value_of(model.first.weight)
 
     run_threads(2, run)

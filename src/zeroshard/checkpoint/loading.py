@@ -166,7 +166,7 @@ def _agree(runtime: Runtime, path: Any, optimizer: Any, name: str | None, verify
     for rank, (_, other, _) in enumerate(everyone):
         if other != first:
             what = [f"{key}: {first[key]!r} and {value!r}" for key, value in other.items() if value != first[key]]
-            raise ConfigError(f"zs.load: ranks 0 and {rank} call it differently: {'; '.join(what)}.")
+            raise ConfigError(f"zs.load: ranks 0 and {rank} passed different arguments: {'; '.join(what)}.")
     return Stages(runtime, core, [told for *_, told in everyone])
 
 

@@ -69,7 +69,8 @@ def _told(error: Exception, rank: int | None, label: str, path: str | os.PathLik
     if isinstance(error, ZeroshardError):
         return error
     text = (str(error).splitlines() or [""])[0]
-    return CheckpointError(f"{path or 'a checkpoint'} ({who}{doing}): {type(error).__name__}: {text}; nothing was changed.")
+    what = f"{type(error).__name__}: {text}"
+    return CheckpointError(f"{path or 'a checkpoint'} could not be read ({who}at: {doing}): {what}; nothing was changed.")
 
 
 def find_checkpoint(comm: Comm | Alone, path: str | os.PathLike, name: str | None) -> Path:

@@ -57,7 +57,7 @@ class ParameterPart(ABC):
         home = home_of(param)
         if is_gathered(param):
             raise ZeroshardError(
-                f"{whole_now[id(param)].home.name} is whole inside zs.gathered: ask for its {self.what} outside of it."
+                f"{whole_now[id(param)].home.name} is gathered by zs.gathered: read or set its {self.what} outside of that `with` block."
             )
         if not isinstance(home, ParamHome):
             raise ZeroshardError(
@@ -257,8 +257,8 @@ def whole_states(group: ParamGroup, index: int, entries: dict[str, Any]) -> dict
     for key in sorted({key for _, _, theirs in everyone for key in theirs}):
         if not all(key in other or key in theirs for other, _, theirs in everyone):  # equal on every rank, so all raise
             raise ConfigError(
-                f"optimizer state {key!r} of {group.specs[index].name} is an object of which some ranks have none, and not plain "
-                "data that could be sent to them."
+                f"optimizer state {key!r} of {group.specs[index].name}: some ranks hold none of this parameter and need the state from "
+                "others, which can not send this object. Let the optimizer keep it as numbers, strings, tensors, lists or dictionaries."
             )
     result: dict[str, Any] = {key: plain[key] for key in plain if key in kept}
     for other, dtypes, _ in everyone:

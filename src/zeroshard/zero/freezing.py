@@ -63,6 +63,6 @@ class Freezing:
             ranks = [rank for rank, numbers in everyone.items() if number in numbers]
             texts.append(f"{self._names[number]} is frozen (requires_grad=False) on ranks {ranks} alone")
         raise ModelChanged(
-            f"{'; '.join(texts)}: its gradient would be the mean over the others. Freeze and unfreeze the same parameters on every "
-            "rank. The gradients since the last zero_grad are dropped."
+            f"{'; '.join(texts)}: its gradient would be the mean over the other ranks alone. Freeze and unfreeze the same parameters on "
+            "every rank, and run the batches since the last zero_grad again: their gradients are dropped."
         )

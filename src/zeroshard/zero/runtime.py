@@ -396,7 +396,8 @@ class Runtime:
             return
         if not in_backward():
             raise ShardedAccessError(
-                f"{unit.name}: what autograd has saved of its parameters was asked for outside of a backward, where they are released."
+                f"{unit.name}: a parameter was read through autograd's saved tensors (grad_fn._saved_...) outside of backward, where it is "
+                "released. Read the parameter itself, in `with zs.gathered(model):`."
             )
         self.begin_unit_backward(unit)
         if unit.pinned:  # inside zs.gathered, whose whole copies are other tensors than the saved ones

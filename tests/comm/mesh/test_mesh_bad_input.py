@@ -32,7 +32,7 @@ WRONG = {
     "zero_quantized_gradients: expected True, one of int8": {"zero_quantized_gradients": 8},
     "zero_quantized_gradients: unknown field 'blok'. Did you mean": {"zero_quantized_gradients": {"codec": "int4", "blok": 64}},
     "compression block: expected a power of two": {"zero_quantized_gradients": {"codec": "int4", "block": 48}},
-    "mesh: expected a DeviceMesh of 1 or 2 axes, and others named of ('tp', 'ep', 'pp'), got list": {"mesh": [[0, 1], [2, 3]]},
+    "mesh: expected a DeviceMesh of 1 or 2 data-parallel axes, any others named tp or ep or pp; got list": {"mesh": [[0, 1], [2, 3]]},
 }  # fmt: skip
 
 
