@@ -270,7 +270,7 @@ def move(optimizer):
 
 def append(optimizer):
     optimizer.param_groups.append({**optimizer.param_groups[0], "params": []})
-    return "there are 3 groups, then 2"
+    return "there are 3 groups, then there were 2"
 
 
 @SOME_STAGES

@@ -170,7 +170,7 @@ def in_backward(hidden):
         (lambda: Net(in_backward), ["backward fails", "test_faults.py:", "ZeroDivisionError"]),
         (
             lambda: Net(lambda hidden: hidden * hidden.sum().item()),
-            ["forward asks for numbers", "test_faults.py:", "without asserts"],
+            ["forward reads values of tensors", "test_faults.py:", "without asserts"],
         ),
         (
             lambda: nn.Sequential(nn.Embedding(64, 16), nn.Linear(15, 64)),
@@ -206,7 +206,7 @@ def test_optimizers_that_read_numbers_are_named_with_the_remedy():
                        (lambda parameters: zs.whole_matrix(torch.optim.Adafactor)(parameters), "Adafactor")):  # fmt: skip
         with pytest.raises(
             ConfigError,
-            match=rf"{name}.step asks for numbers .*another optimizer whose states have the same sizes.*optimizer=None",
+            match=rf"{name}.step reads values of tensors .*another optimizer whose states have the same sizes.*optimizer=None",
         ):
             planned(Net, optimizer=make)
     with pytest.raises(ConfigError, match="optimizer: the function that makes it fails.*TypeError"):
@@ -216,7 +216,7 @@ def test_optimizers_that_read_numbers_are_named_with_the_remedy():
 
 
 def test_a_batch_over_tp_is_one_tensor():
-    with pytest.raises(ConfigError, match="batch: over axes pp and tp it is tokens .*got dict"):
+    with pytest.raises(ConfigError, match="batch: with axes pp or tp expected one tensor .*got dict"):
         zs.plan(lambda: GPT(GPTConfig(vocab_size=64, seq_len=16, dim=16, layers=2, heads=2)), axes={"tp": 2}, batch=dict)
 
 

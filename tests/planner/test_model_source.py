@@ -131,7 +131,7 @@ def test_experts_that_cannot_be_grouped_are_refused():
         def _can_set_experts_implementation(self):
             return False
 
-    with pytest.raises(ConfigError, match="Other: its experts look at the routing"):
+    with pytest.raises(ConfigError, match="Other: its experts read to which expert"):
         group_experts(Other())
 
 

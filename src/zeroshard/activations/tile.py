@@ -200,7 +200,7 @@ def _why_not(held: list[Holder], holders: dict[nn.Parameter, list[Holder]]) -> s
             known = "weights of nn.Linear, nn.Embedding and experts with Transformers' interface alone can be cut"
             return f"{where} is a {type(module).__name__}; {known}"
         if "forward" in module.__dict__ or torch_compat.compiled_call(module) is not None:
-            return f"the forward of {where} was replaced or compiled; tile first"
+            return f"the forward of {where} was replaced or compiled; call zs.tile() before that"
         bias = _bias(module)
         if bias is not None and len(holders[bias]) > 1:
             return f"the bias of {where} is shared"

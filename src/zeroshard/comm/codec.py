@@ -189,7 +189,7 @@ def _take(data: bytes, at: int, depth: int) -> tuple[Any, int]:
         return _MADE[tag](*parts), end
     length, at = _LENGTH.unpack_from(data, at)[1], at + 9
     if length > len(data) - at:  # every value has at least one byte
-        raise _malformed(data, f"a value of {length} bytes begins at byte {at}")
+        raise _malformed(data, f"{length} bytes or values are announced at byte {at}, which do not follow")
     if tag in _CONTENT:
         return _CONTENT[tag](data[at : at + length]), at + length
     if tag not in b"ltd":

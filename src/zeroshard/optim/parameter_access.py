@@ -185,7 +185,7 @@ class _Gradient(ParameterPart):
         return grad.full_tensor().clone() if isinstance(grad, ShardedTensor) else None if grad is None else grad.clone()
 
     def _problem(self) -> str | None:
-        return None if self.group.trainable else "it is frozen (requires_grad=False) and takes none"
+        return None if self.group.trainable else "the parameter is frozen (requires_grad=False) and takes no gradient"
 
     def _prepare(self) -> None:
         self.group.runtime.flush()
@@ -239,7 +239,7 @@ class OptimizerStatePart(ParameterPart):
         if self.key in self._entries():
             return None
         frozen = "" if self.group.trainable else " (it is frozen)"
-        return f"there is none of this name{frozen}: states exist after the first step, or a load"
+        return f"the parameter has no state of this name{frozen}: states exist after the first step, or a load"
 
     def _set(self, value: Tensor) -> None:
         write_entry(self._core, self.param, self.key, value)

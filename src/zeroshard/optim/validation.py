@@ -20,10 +20,10 @@ from .whole_matrix import check_whole, declared
 # attribute by which torch.distributed.optim marks parameters that it steps in backward
 _IN_BACKWARD = "_in_backward_optimizers"
 _NOT_ELEMENTWISE = {
-    "ADAFACTOR": "has states of a parameter's rows and columns (those of torch and of Transformers are served)",
-    "LARS": "scales each parameter's update by the norms of the whole",
+    "ADAFACTOR": "has states of a parameter's rows and columns (use the Adafactor of torch or of Transformers)",
+    "LARS": "scales each parameter's update by norms of the whole parameter",
     "LBFGS": "takes products of whole gradients, and calls its closure several times",
-    "LAMB": "scales each parameter's update by the norms of the whole",
+    "LAMB": "scales each parameter's update by norms of the whole parameter",
     "MUON": "works on whole matrices",
     "SHAMPOO": "works on whole matrices",
     "SOAP": "works on whole matrices",

@@ -27,7 +27,9 @@ def group_experts(model: Any) -> None:
         raise ConfigError("a model with experts is planned with transformers 5 or later: pip install -U transformers") from error
     ALL_EXPERTS_FUNCTIONS.register(NAME, grouped_experts)
     if not model._can_set_experts_implementation():
-        raise ConfigError(f"{type(model).__name__}: its experts look at the routing of tokens, of which there is none in a plan.")
+        raise ConfigError(
+            f"{type(model).__name__}: its experts read to which expert each token is routed, and a plan has no values of tensors."
+        )
     model.set_experts_implementation(NAME)
 
 

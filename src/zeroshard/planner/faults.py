@@ -84,10 +84,12 @@ def told(what: str, unit: Callable[[], str], remedy: str = "") -> Iterator[None]
         place = where(cause)
         at = f" in or after unit {own!r}" * bool(own) + f", {place}" * bool(place)
         if isinstance(cause, NO_NUMBERS):
-            raise ConfigError(f"{what} asks for numbers ({cause.func}){at}, and a plan has none: {remedy}") from error
+            raise ConfigError(f"{what} reads values of tensors ({cause.func}){at}, and a plan has none: {remedy}") from error
         if not place and _is_ours(cause):
             raise
-        raise ConfigError(f"{what} fails{at}: {type(cause).__name__}: {first_line(cause)}. A run would fail so, too.") from error
+        raise ConfigError(
+            f"{what} fails{at}: {type(cause).__name__}: {first_line(cause)}. A run would fail in the same way."
+        ) from error
 
 
 def where(error: BaseException) -> str:

@@ -174,7 +174,7 @@ def _reason(row: Any, held: Mapping[Tier, int], room: Mapping[Tier, int], tried:
     known = (
         f"beside {_gib(kept)} of activations"
         if kept is not None
-        else "with a third left for activations: sample= tells what they take"
+        else "with a third left for activations (pass sample= to measure them)"
     )
     before = f"; {tried[-1]} does not fit" if tried else ""
     return f"stage='auto': {_words(row)} takes {_gib(held[Tier.DEVICE])} of the {_gib(room[Tier.DEVICE])} of a rank's device, {known}{before}"

@@ -41,7 +41,7 @@ class Freezing:
             if required and not group.trainable:
                 raise ModelChanged(
                     f"requires_grad of parameter {group.specs[index].name} was switched on, but it was frozen at zs.shard(): it has "
-                    "no place for a gradient and no optimizer states. Let it require a gradient at zs.shard() and freeze it "
+                    "no buffer for a gradient and no optimizer states. Let it require a gradient at zs.shard() and freeze it "
                     "afterwards, which may be done at any time; or zs.close(model) first, unfreeze it, and zs.shard() again."
                 )
         for (group, index), required in zip(self._places, now, strict=True):

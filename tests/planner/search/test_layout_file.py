@@ -128,7 +128,7 @@ def test_a_search_is_written_with_its_prediction(tmp_path):
 
 def test_a_mesh_is_not_for_shard_alone(tmp_path):
     model = nn.Linear(4, 4)
-    with pytest.raises(ConfigError, match="give it to zs.parallelize"):
+    with pytest.raises(ConfigError, match="pass it to zs.parallelize"):
         zs.shard(model, config=written(LAYOUTS["mesh"], tmp_path))
 
 
@@ -142,7 +142,7 @@ def test_bad_files_are_said(tmp_path):
     other.write_text("{")
     with pytest.raises(UsageError, match="--config: .* is not JSON"):
         parse_train(["--config", str(other)])
-    with pytest.raises(ConfigError, match="offload_path: this layout rests states on disk"):
+    with pytest.raises(ConfigError, match="offload_path: this layout keeps states on disk"):
         section(LAYOUTS["offloaded"])
 
 
