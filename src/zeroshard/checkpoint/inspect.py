@@ -117,7 +117,7 @@ def _inspect(folder: Path, verify: bool) -> Inspection | None:
         checksums, damage = DAMAGED if isinstance(error, CheckpointCorrupt) else UNREADABLE, str(error)
     except _MALFORMED as error:
         what = f"{type(error).__name__}: {error}"
-        checksums, damage = UNREADABLE, f"{folder / places.MANIFEST} is no manifest of this version: {what}"
+        checksums, damage = UNREADABLE, f"{folder / places.MANIFEST} can not be read by this version of zeroshard: {what}"
     return replace(found, checksums=checksums, damage=damage)
 
 
