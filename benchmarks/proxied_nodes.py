@@ -86,9 +86,7 @@ class ProxiedNodes:
             raise NodesUnavailable("this process has not entered a node: call enter() first")
         found = int(self._ask(f"sent {self.node}"))
         if not found:
-            raise NodesUnavailable(
-                "nothing was sent through the proxy: this version of torch publishes gloo's addresses otherwise"
-            )
+            raise NodesUnavailable("nothing was sent through the proxy: this torch publishes gloo's addresses in another form")
         return found
 
     def door(self, address: str, port: int) -> int:

@@ -204,9 +204,7 @@ class Store:
         if isinstance(packed, Saved):
             return packed.restore()
         if self.closed:
-            raise ZeroshardError(
-                "backward() needs activations that zs.checkpoint_activations(model, off=True) has dropped: call backward() before that."
-            )
+            raise ZeroshardError("call backward() before zs.checkpoint_activations(model, off=True), which drops what it needs.")
         self._reap()
         with torch.no_grad(), self._told():
             self.slices.agree(packed.forward)

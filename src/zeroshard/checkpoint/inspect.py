@@ -88,9 +88,7 @@ def _look(where: Path, name: str | None, verify: bool) -> list[Inspection]:
     folder = places.find(where, name)
     one = _inspect(folder, verify)
     if one is None:
-        raise CheckpointNotFound(
-            f"{folder} was removed while it was read, as by a run that saves there with keep_last: inspect a later one."
-        )
+        raise CheckpointNotFound(f"{folder} was removed while it was read, as by a run with keep_last: inspect a later one.")
     return [one]
 
 

@@ -174,9 +174,7 @@ def _check_kind(path: Path, body: dict[str, Any]) -> None:
         raise CheckpointError(f"{path}: digest, digest_nbytes: expected {DIGEST} of {DIGEST_NBYTES:,} bytes each, got {digest}.")
     absent = [key for key in _FACTS if key not in body]
     if absent:
-        raise CheckpointError(
-            f"{path} lacks {', '.join(absent)}, which zs.load needs and zs.save writes: another program changed it."
-        )
+        raise CheckpointError(f"{path} lacks {', '.join(absent)}, which zs.save writes: another program changed it.")
 
 
 def _check_places(path: Path, manifest: Manifest) -> None:

@@ -262,8 +262,7 @@ class Writing:
                 with self._write_errors():
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder))
             raise ConfigError(
-                f"zs.save: {self.plan.root}: rank {self.comm.rank} does not see the folder that rank 0 made there; name a folder on a "
-                "filesystem that all ranks share."
+                f"zs.save: {self.plan.root}: rank {self.comm.rank} does not see the folder of rank 0; name a shared filesystem."
             )
         self.contents = holding.collect(
             self.runtime, self.core, frozen=not self.plan.trained_only, names=self.stages, slices=self.slices

@@ -166,9 +166,7 @@ def _call(rank: int, peer: int, address: bytes, secret: bytes, deadline: float) 
         except ConnectionRefusedError:
             raise PeerFailed(peer, "its process ended before this rank could connect to it", "connecting") from None
         except TimeoutError:
-            raise StallError(
-                f"rank {rank}: rank {peer} has not answered within stall_timeout_s: is its process stopped?"
-            ) from None
+            raise StallError(f"rank {rank}: no answer from rank {peer} within stall_timeout_s: is it stopped?") from None
         except BaseException:
             sock.close()
             raise

@@ -280,9 +280,7 @@ def _receive(sock: socket.socket, nbytes: int) -> bytes:
 def _receive_framed(sock: socket.socket) -> bytes:
     (nbytes,) = _LENGTH.unpack(_receive(sock, _LENGTH.size))
     if nbytes > _MOST_NBYTES:
-        raise MalformedMessage(
-            f"a caller announced a message of {nbytes} bytes, more than the {_MOST_NBYTES} that a rank accepts"
-        )
+        raise MalformedMessage(f"a message of {nbytes} bytes was announced, more than {_MOST_NBYTES}")
     return _receive(sock, nbytes)
 
 

@@ -102,9 +102,7 @@ class ShardedSampler(Sampler[int]):
         """
         batch_size = batch_size if batch_size is not None else getattr(loader, "batch_size", None)
         if not batch_size:
-            raise ConfigError(
-                "zs.ShardedSampler.follow: the loader has no batch_size: pass sampler.follow(loader, batch_size=...)."
-            )
+            raise ConfigError("zs.ShardedSampler.follow: the loader has no batch_size: pass follow(loader, batch_size=...).")
         if self._drawn and isinstance(loader, Iterator):
             raise ConfigError(
                 "zs.ShardedSampler.follow: expected a loader, got an iterator, which may have drawn samples from this sampler already "

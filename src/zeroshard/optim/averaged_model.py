@@ -47,9 +47,7 @@ def ema(model: nn.Module, decay: float = 0.999) -> AveragedModel:
     if isinstance(decay, bool) or not isinstance(decay, Real) or not 0.0 <= decay <= 1.0:
         raise ConfigError(f"zs.ema: decay: expected a number between 0 and 1, got {decay!r}.")
     if runtime.optimizer is None:
-        raise ZeroshardError(
-            "zs.ema averages steps, and this model was sharded without an optimizer: zs.shard(model, optimizer, ...)."
-        )
+        raise ZeroshardError("zs.ema averages over steps: expected a model that was sharded with an optimizer.")
     return AveragedModel(model, runtime, float(decay))
 
 

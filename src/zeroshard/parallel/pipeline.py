@@ -263,7 +263,7 @@ class Pipeline:
         ):
             given = [(place.index, place.count) for place in places if place is not None]
             return (
-                f"rank {self.rank} of the pipeline runs stages {own} of {count} with schedule {schedule}: expected these, got (stage, stages) "
+                f"rank {self.rank} of the pipeline runs stages {own} of {count} with schedule {schedule}: expected these, got "
                 f"{given}."
             )
         return next(filter(None, map(self._unserved, self.runtimes)), None) if self.ranks > 1 else None

@@ -380,9 +380,7 @@ def _check_uses(model: nn.Module, uses: _Uses, count: int, path: str) -> None:
         )
     for name, phases in uses.phases.items():
         if phases - {_FIRST, _LAST}:
-            raise ConfigError(
-                f"{name} of {type(model).__name__} is used {sorted(phases)[-1]}: several stages would need it. {remedy}"
-            )
+            raise ConfigError(f"{name} of {type(model).__name__} is used {sorted(phases)[-1]}: several stages need it. {remedy}")
 
 
 # -- the stages --------------------------------------------------------------------------------------------------

@@ -99,9 +99,7 @@ class _Cut:
         self.colwise = [name for name, style in self.modules.items() if style in COLWISE and isinstance(style, str)]
         self.stacks = list(_stacks(model, self.colwise)) if sequence_parallel else []
         if sequence_parallel and not self.stacks:
-            raise ConfigError(
-                "sequence_parallel: no list of blocks (nn.ModuleList) of the model holds linear layers that the styles cut."
-            )
+            raise ConfigError("sequence_parallel: no list of blocks (nn.ModuleList) holds layers that the styles cut.")
         self.islands = list(_islands(model, styles))
         self.entries = self._entries()
         self.norms = self._norms()
@@ -463,7 +461,7 @@ def _check(model: nn.Module, mesh: DeviceMesh, styles: ParallelStyles, loss_para
         raise ConfigError("loss_parallel can not add a router's loss to the loss: set model.config.output_router_logits=False.")
     if loss_parallel and styles.head is None:
         raise ConfigError(
-            f"loss_parallel: no style cuts the head of {type(model).__name__}. Give the head a style, or leave it out."
+            f"loss_parallel: no style cuts the head of {type(model).__name__}. Give it one, or leave out this option."
         )
     wrong = divides(model, mesh.size(), styles)
     if wrong:

@@ -28,7 +28,7 @@ def group_experts(model: Any) -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, grouped_experts)
     if not model._can_set_experts_implementation():
         raise ConfigError(
-            f"{type(model).__name__}: its experts read to which expert each token is routed, and a plan has no values of tensors."
+            f"{type(model).__name__}: its experts read to which expert tokens are routed, and a plan has no values."
         )
     model.set_experts_implementation(NAME)
 

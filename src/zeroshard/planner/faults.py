@@ -87,9 +87,7 @@ def told(what: str, unit: Callable[[], str], remedy: str = "") -> Iterator[None]
             raise ConfigError(f"{what} reads values of tensors ({cause.func}){at}, and a plan has none: {remedy}") from error
         if not place and _is_ours(cause):
             raise
-        raise ConfigError(
-            f"{what} fails{at}: {type(cause).__name__}: {first_line(cause)}. A run would fail in the same way."
-        ) from error
+        raise ConfigError(f"{what} fails{at}: {type(cause).__name__}: {first_line(cause)}. A run would fail, too.") from error
 
 
 def where(error: BaseException) -> str:

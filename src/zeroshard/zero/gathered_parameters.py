@@ -319,9 +319,7 @@ def refuse(problems: dict[str, list[str]]) -> None:
     """Raise ShardedWriteError for the first problem that `Gathering.agree` found."""
     for what, names in problems.items():
         how = " without write=True" if what == "written" else ""
-        raise ShardedWriteError(
-            f"parameters {what} inside zs.gathered(){how}: {', '.join(names[:6])}. Nothing was kept. {_REMEDIES[what]}"
-        )
+        raise ShardedWriteError(f"{what} inside zs.gathered(){how}: {', '.join(names[:6])}. Nothing was kept. {_REMEDIES[what]}")
 
 
 def _check_equal(wholes: list[_Whole], told: list[list[Any]]) -> None:

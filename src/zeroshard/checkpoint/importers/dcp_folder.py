@@ -45,9 +45,7 @@ class _Unpickler(pickle.Unpickler):
         """Return an allowed class of torch.distributed.checkpoint. Raises CheckpointError for any other."""
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
-        raise CheckpointError(
-            f".metadata holds a {module}.{name}, which is not loaded: torch.distributed.checkpoint writes none there."
-        )
+        raise CheckpointError(f".metadata holds a {module}.{name}, which is not loaded: DCP writes none there.")
 
 
 def open_distributed(path: Path, trusted: bool = False) -> Opened:

@@ -220,9 +220,7 @@ class HierarchicalComm(Wrapper):
         return Hops(self.comm, first, between, self.volume("reduce", out.numel(), source.tensor.dtype), label)
 
     def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Work:
-        raise NotImplementedError(
-            "collect() is not possible in two hops, which sum within a node before the second: use reduce()"
-        )
+        raise NotImplementedError("collect() is not possible in two hops, of which the first sums: use reduce()")
 
     # -- control ---------------------------------------------------------------------------------------------
 

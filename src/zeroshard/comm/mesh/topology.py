@@ -166,9 +166,7 @@ def open_topology(
     elif config.hierarchical is not False:
         nodes = _hosts(comm)  # two hops help NCCL as well: it gathers in rings, but an all-to-all sends from each rank to each
         if nodes is None and 1 < len(set(comm.nodes)) < comm.world_size:
-            topology.notes.append(
-                "nodes have unequally many ranks: data is sent in one hop, to each rank by itself, not node by node"
-            )
+            topology.notes.append("nodes have unequally many ranks: data is sent in one hop, to each rank by itself")
     if groups is not None and len(groups) > 1:
         _replicate(topology, config, ledger, warm, groups)
     elif nodes is not None and 1 < len(nodes) < comm.world_size:
