@@ -189,8 +189,8 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
             raise ZeroshardError(f"{name} belongs to a model that is sharded already: zs.close() that one first.")
         if param.is_inference():
             raise ConfigError(
-                f"{name} was made under torch.inference_mode(), and such tensors can not be placed anew: build the model outside "
-                "of it, or under torch.no_grad(). zs.shard() itself may be called anywhere."
+                f"{name} was made under torch.inference_mode(), and such a tensor can not be moved to other memory: build the model "
+                "outside of it, or under torch.no_grad(). zs.shard() itself may be called anywhere."
             )
     if next(model.parameters(), None) is None:
         raise ConfigError(f"{type(model).__name__} has no parameters to shard.")
@@ -297,7 +297,7 @@ def _at_least_0(name: str, value: Any) -> float:
 def _core(runtime: Runtime) -> OptimizerCore:
     optimizer = runtime.optimizer
     if optimizer is None:
-        raise ZeroshardError("this model was sharded without an optimizer: zs.shard(model, optimizer, ...).")
+        raise ZeroshardError("this model was sharded without an optimizer: zs.close(model), and zs.shard(model, optimizer, ...).")
     return optimizer.core
 
 

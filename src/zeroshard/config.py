@@ -162,7 +162,7 @@ class Offload:
             raise ConfigError(f"{name}: {given} names no device, so nothing would be offloaded: add 'device': 'cpu'.")
         for key in _OPTIMIZER_ONLY:
             if key in given and name != "offload_optimizer":
-                raise ConfigError(f"{name}: {key} is of the optimizer's states alone: give it to offload_optimizer.")
+                raise ConfigError(f"{name}: {key} applies to optimizer states only: give it to offload_optimizer.")
         return cls(**given)
 
 
@@ -413,7 +413,7 @@ class Config:
         }
         for name, (placement, stages) in needs.items():
             if name != "offload_optimizer" and getattr(self, name).tier is not Tier.DEVICE and getattr(self, name).ratio != 1:
-                raise ConfigError(f"{name}: ratio is of the optimizer's states alone. Give this state an Offload without it.")
+                raise ConfigError(f"{name}: ratio applies to optimizer states only. Give {name} an Offload without it.")
             if getattr(self, name).tier is not Tier.DEVICE and placement is not Placement.SHARDED:
                 raise ConfigError(
                     f"{name}={getattr(self, name).device!r} needs stage {stages}: at stage {self.stage} this state is "
@@ -437,11 +437,11 @@ class Config:
             )
         if self.zero_hpz_partition_size > 1 and self.shard_size is not None:
             raise ConfigError(
-                "zero_hpz_partition_size and shard_size: parameters are sharded over all ranks, or over groups. Give one."
+                "zero_hpz_partition_size shards parameters over all ranks, shard_size over groups of ranks: give one of them."
             )
         if self.zero_hpz_partition_size > 1 and self.hierarchical is False:
             raise ConfigError(
-                "hierarchical=False with zero_hpz_partition_size: secondary shards are what a first hop brings. Give one of them."
+                "hierarchical=False with zero_hpz_partition_size: secondary shards need communication in two hops. Give one of them."
             )
         if self.zero_quantized_weights is not None and self.row.optimizer is not Placement.SHARDED:
             raise ConfigError("zero_quantized_weights needs stage 1, 2 or 3: at stage 0 no parameters are sent.")

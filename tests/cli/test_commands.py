@@ -96,7 +96,7 @@ def test_verbose_shows_where_a_mistake_was_found(capsys):
     error = capsys.readouterr().err
     assert "Traceback" in error and error.splitlines()[-1].startswith("zeroshard: error: expected a dict, the path")
     assert main(["papers", "-q", "-v"]) == 2
-    assert "--quiet: expected none beside --verbose" in capsys.readouterr().err
+    assert "--quiet and --verbose exclude each other" in capsys.readouterr().err
 
 
 # -- exit codes ----------------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def test_a_descriptor_that_is_not_what_was_announced(pair):
     data = transport.encode(("exchange", "label", 1 << 40))
     socket.send_fds(pair[0]._peers[1], [transport._HEADER.pack(len(data), True) + data], [descriptor])
     os.close(descriptor)
-    with pytest.raises(MalformedMessage, match="bytes has 5"):
+    with pytest.raises(MalformedMessage, match="bytes and sent 5"):
         pair[1].receive(1.0)
 
 

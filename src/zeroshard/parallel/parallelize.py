@@ -129,8 +129,8 @@ def _optimizers(make: MakeOptimizer, modules: list[nn.Module], mesh: DeviceMesh)
     if problems:
         rank, text = min(problems.items())
         raise ConfigError(
-            f"optimizer: on rank {rank} ({len(problems)} of {mesh.size()} ranks) it raised {text} It is called with the parameters of "
-            "the rank's part alone, those of its blocks: expected an optimizer for any part of the model."
+            f"optimizer: on rank {rank} ({len(problems)} of {mesh.size()} ranks) the function raised {text} It gets the parameters of that "
+            "rank's part of the model only: let it make an optimizer of any part."
         ) from cause
     return made
 

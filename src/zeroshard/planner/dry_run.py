@@ -134,7 +134,7 @@ def _check_options(axes: Mapping[str, int], parallel: Mapping[str, Any], checkpo
         raise ConfigError(f"parallel: {', '.join(parallel)} are options of zs.parallelize, for axes pp and tp; got {dict(axes)}.")
     if isinstance(checkpointing, Mapping) and checkpointing.get("partition") is True and axes[TP] == 1:
         raise ConfigError(
-            f'checkpointing: "partition": True is over the ranks of tp, of which there is one: {dict(axes)}. Leave it out.'
+            f'checkpointing: "partition": True needs two or more ranks of tp, got the axes {dict(axes)}. Leave it out.'
         )
 
 
@@ -285,7 +285,7 @@ class _Run:
         meshed = cuts_model(self.axes)
         if meshed and self.loss is not None:
             raise ConfigError(
-                "loss: over axes pp and tp the model is one of tokens -> logits, and parallel={'loss': ...} compares them."
+                "loss: with axes pp or tp the model must map tokens to logits: give a loss of (logits, targets) as parallel={'loss': ...}."
             )
         with self._world(meshed) as mesh, self.recorder.meter.listening():
             operators = Operators(self.recorder, Groups() if mesh is None else self._groups(mesh))
@@ -333,7 +333,7 @@ class _Run:
             self.model = self.make_model()
             if not self.real and not all(isinstance(param, FakeTensor) for param in self.model.parameters()):
                 raise ConfigError(
-                    "whole: expected a function that makes the model anew; this one was built before, and would be changed."
+                    "whole=True needs a function that builds a new model; it returned one that was built before, and would be changed."
                 )
         with self._told("optimizer: the function that makes it"):
             optimizer = None if self.make_optimizer is None else self.make_optimizer(self.model.parameters())
@@ -381,7 +381,7 @@ class _Run:
         def step(batches: list[Any]) -> None:
             if not all(isinstance(each, Tensor) for each in batches):
                 raise ConfigError(
-                    f"batch: over axes pp and tp it is tokens (rows, seq), one tensor; got {type(batches[0]).__name__}."
+                    f"batch: with axes pp or tp expected one tensor of tokens (rows, seq), got {type(batches[0]).__name__}."
                 )
             tokens = torch.cat(batches)
             with self._told("forward and backward"):

@@ -26,8 +26,8 @@ def planned_otherwise(path: object, plan: Mapping[str, Any], axes: Mapping[str, 
 
     again = f"zeroshard plan MODEL --ranks {math.prod(found.values())}" + f" --node-size {node_size}" * apart
     return (
-        f"config: {path} is a layout for {words(planned, nodes[0])}, and these are {words(found, nodes[1])}: what it says of memory, time and "
-        f"batches does not hold here. Plan again: {again} --auto --global-batch {plan.get('global_batch', 'N')} --write-config {path}"
+        f"config: {path} was planned for {words(planned, nodes[0])}, and this run has {words(found, nodes[1])}: its forecast of memory and "
+        f"time and its batch sizes do not hold here. Plan again: {again} --auto --global-batch {plan.get('global_batch', 'N')} --write-config {path}"
     )
 
 

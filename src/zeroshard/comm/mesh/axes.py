@@ -83,8 +83,8 @@ def _axes_of(mesh: Any, comm: backend_select.Choice | None, distributed: dict[st
         if distributed:
             name = next(iter(distributed))
             raise ConfigError(
-                f"{name} is a DTensor: over which ranks its shards are data-parallel is for the mesh to say. Pass the whole mesh "
-                "(mesh=mesh, with axes named dp and tp), or its axis of data parallelism (comm=mesh['dp'])."
+                f"{name} is a DTensor, so zs.shard() must be told which ranks hold the same shard of it (data parallelism). Pass the whole "
+                "mesh (mesh=mesh, with axes named dp and tp), or its axis of data parallelism (comm=mesh['dp'])."
             )
         return Axes(comm)
     _check(mesh, comm)
@@ -96,12 +96,12 @@ def _axes_of(mesh: Any, comm: backend_select.Choice | None, distributed: dict[st
 def _check(mesh: Any, comm: Any) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(
-            f"mesh: expected a DeviceMesh of 1 or 2 axes, and others named of {MODEL_AXES}, got {type(mesh).__name__}."
+            f"mesh: expected a DeviceMesh of 1 or 2 data-parallel axes, any others named {' or '.join(MODEL_AXES)}; got {type(mesh).__name__}."
         )
     if comm is not None:
         raise ConfigError("mesh and comm both say which ranks take part: give one of them.")
     if mesh.get_coordinate() is None:
-        raise ConfigError("mesh: this rank is not in it. Only its ranks call zs.shard.")
+        raise ConfigError("mesh: this rank is not in the mesh. Call zs.shard() on the ranks of the mesh only.")
 
 
 def _check_distributed(mesh: DeviceMesh, model: list[str], distributed: dict[str, Any]) -> None:
@@ -111,13 +111,14 @@ def _check_distributed(mesh: DeviceMesh, model: list[str], distributed: dict[str
             wrong = [axis for axis in axes if axis not in model]
             known = f"the axes {tuple(model)} of the mesh" if model else f"an axis named one of {MODEL_AXES}; the mesh has none"
             raise ConfigError(
-                f"{name} is a DTensor over {f'the axes {wrong}' if wrong else 'a mesh without names'}: expected {known}. What is sharded over "
-                "an axis of data parallelism already (fully_shard) is not for zs.shard."
+                f"{name} is a DTensor over {f'the axes {wrong}' if wrong else 'a mesh without axis names'}: expected {known}. Name the axes of "
+                "model parallelism so (mesh_dim_names=); zs.shard() takes no model that fully_shard has sharded over data-parallel ranks."
             )
         places = torch.isin(tensor.device_mesh.mesh, mesh.mesh)
         if not bool(places.all()):
             raise ConfigError(
-                f"{name} is a DTensor over ranks {tensor.device_mesh.mesh.tolist()}, which are not all in the mesh."
+                f"{name} is a DTensor over ranks {tensor.device_mesh.mesh.tolist()}, which are not all in the mesh. Pass the mesh from which "
+                "the DTensor's mesh was sliced."
             )
 
 

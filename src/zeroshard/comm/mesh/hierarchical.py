@@ -222,7 +222,7 @@ class HierarchicalComm(Wrapper):
         return Hops(self.comm, first, between, self.volume("reduce", out.numel(), source.tensor.dtype), label)
 
     def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Work:
-        raise NotImplementedError("two hops sum twice: reduce")
+        raise NotImplementedError("collect() is not possible in two hops, of which the first sums: use reduce()")
 
     # -- control ---------------------------------------------------------------------------------------------
 

@@ -31,7 +31,8 @@ class PlannedLayout:
         plan = read_layout(path)
         if mesh is None and comm is None and cuts_model(plan["mesh"]):
             raise ConfigError(
-                f"config: {path} is a layout for the mesh {plan['mesh']}: give it to zs.parallelize, or the mesh beside it."
+                f"config: {path} was planned for the mesh {plan['mesh']}, which cuts the model: pass it to zs.parallelize, or pass that "
+                "mesh to zs.shard as well (mesh=)."
             )
         axes = model_axes(mesh) if comm is None else {axis: size for axis, size in plan["mesh"].items() if axis in MODEL_AXES}
         if other_model_axes(plan, axes):

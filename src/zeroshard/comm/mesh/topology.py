@@ -162,7 +162,7 @@ def open_topology(
     elif config.hierarchical is not False:
         nodes = _hosts(comm)  # two hops help NCCL as well: it gathers in rings, but an all-to-all sends from each rank to each
         if nodes is None and 1 < len(set(comm.nodes)) < comm.world_size:
-            topology.notes.append("nodes of unequally many ranks: everything goes in one hop, to each rank by itself")
+            topology.notes.append("nodes have unequally many ranks: data is sent in one hop, to each rank by itself")
     if groups is not None and len(groups) > 1:
         _replicate(topology, config, ledger, warm, groups)
     elif nodes is not None and 1 < len(nodes) < comm.world_size:
@@ -216,7 +216,7 @@ def _in_two_hops(
     comm = HierarchicalComm(world, inner, outer, nodes, ledger, keep=keep)
     topology.shards = topology.values = topology.plain_gradients = topology.gradients = comm
     if keep and world.copies:
-        topology.notes.append("ranks read each other's memory: a secondary shard saves nothing here")
+        topology.notes.append("ranks read each other's memory, so a secondary shard saves nothing here")
     if _packs_by_hop(config):
         inside, across = (_reduced(topology, part, config, ledger, warm) for part in (inner, outer))
         topology.gradients = HierarchicalComm(world, inside, across, nodes, ledger, sums=torch.float32)
@@ -232,7 +232,7 @@ def _skips(topology: Topology, comm: Comm, compression: Compression, what: str) 
     """Return True where compression is of no use, because the ranks read each other's memory; note it for the report."""
     if not comm.copies or compression.force:
         return False
-    note = f"{what} travel plain between ranks that read each other's memory: packing would cost time and save none (force=True does it)"
+    note = f"{what} are sent unquantized between ranks that read each other's memory: packing saves no time (zs.Compression(force=True) packs them)"
     if note not in topology.notes:
         topology.notes.append(note)
     return True

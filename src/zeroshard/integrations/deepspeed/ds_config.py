@@ -206,7 +206,7 @@ class DeepSpeedConfig:
         given.pop(SECTION, None)
         if cuts_model(plan["mesh"]):
             raise DeepSpeedConfigError(
-                f"{SECTION}.mesh = {plan['mesh']}: the engine has data parallelism alone. Give the file to zs.parallelize or `zeroshard train`, "
+                f"{SECTION}.mesh = {plan['mesh']}: the engine is data-parallel only. Give the file to zs.parallelize or `zeroshard train`, "
                 "or plan for data parallelism alone."
             )
         otherwise = planned_otherwise(path, plan, {DP: self.world_size}) if plan["mesh"] else ""

@@ -472,7 +472,7 @@ def _reason(
     sentences.append(f"It is {best.bound.partition(';')[0]}.")
     if runner_up is not None:
         slower = runner_up.step_s / best.step_s - 1
-        cost = f"takes {slower:.0%} longer" if slower >= 0.005 else "is as fast, but less plain"
+        cost = f"takes {slower:.0%} longer" if slower >= 0.005 else "is as fast, but less simple"
         sentences.append(f"The runner-up, {runner_up.layout}, {cost}.")
     return " ".join(sentences)
 
