@@ -265,8 +265,8 @@ _CHOSEN: Any = None  # default of a field whose value __post_init__ sets
 
 @dataclass(frozen=True)
 class Config:
-    """Every option of `zs.shard`. Immutable, and validated when built. `Config.preset(name)`, or preset= beside the options, sets
-    those for which a name of the field stands: "ddp", "zero-1", "zero-2", "zero-3", "zero-offload", "zero-3-offload",
+    """Every option of `zs.shard`. Immutable, and validated when built. `Config.preset(name)`, or preset=name beside the options,
+    sets several of them at once. The names: "ddp", "zero-1", "zero-2", "zero-3", "zero-offload", "zero-3-offload",
     "zero-infinity" (which needs offload_path).
 
     stage: 0, 1, 2 or 3: what is sharded.
@@ -281,7 +281,8 @@ class Config:
     prefetch_nbytes: how many bytes may be gathered ahead of use. One unit always is, also with 0.
     gradient_dtype: dtype in which reduced gradients rest and accumulate.
     reduce_dtype: dtype in which gradients are sent; None: the precision's. Sums are always fp32.
-    master_weights: keep fp32 masters and states when the precision is below fp32; False is logged.
+    master_weights: keep fp32 masters and states when the precision is below fp32. False: parameters and states have that
+        precision, and rank 0 prints a line.
     dtypes: a dtype for some modules: {class name or name pattern: dtype or its name}, e.g. {"LayerNorm": "fp32"}. It holds for
         all that is inside the module, and the nearest match wins. Inputs and outputs are cast where the dtype changes. A key that
         matches no module names parameters ({"router.weight": "fp32"}), for which no input is cast. Norms with running statistics

@@ -18,7 +18,8 @@ _EXEMPT = ("*norm*", "*router*", "*embed*")
 class Compression:
     """How one kind of collective is packed. A text in its place is its `codec`, and True is "int8".
 
-    codec: "int8", "int4" (symmetric, by blocks), "fp8" (e4m3, by blocks); for gradients also "top_k" and "low_rank". "none".
+    codec: "int8", "int4" (symmetric, by blocks), "fp8" (e4m3, by blocks); for gradients also "top_k" and "low_rank". "none":
+        nothing is packed.
     block: elements that share a scale: a power of two from 32 to 16384.
     warmup_steps: so many steps at the beginning are not packed.
     exempt: name patterns of parameters that are not packed, beside all that are no matrices (norms, biases).
