@@ -269,7 +269,7 @@ class Config:
     sets several of them at once. The names: "ddp", "zero-1", "zero-2", "zero-3", "zero-offload", "zero-3-offload",
     "zero-infinity" (which needs offload_path).
 
-    stage: 0, 1, 2 or 3: what is sharded.
+    stage: 0, 1, 2 or 3: what is sharded. `zs.shard` also takes "auto" (see its `sample`).
     precision: dtype of parameters, activations and sent gradients: "fp32", "bf16" or "fp16". Frozen parameters have no fp32
         masters: they are rounded, and stay so in exports and after zs.close (see `dtypes`).
     units: what is gathered and reduced together: "auto" (the classes that repeat in a container), "model" (one unit), "leaf" (one
