@@ -266,11 +266,11 @@ _CHOSEN: Any = None  # default of a field whose value __post_init__ sets
 
 @dataclass(frozen=True)
 class Config:
-    """Every option of `zs.shard`. Immutable, and validated when built. `Config.preset(name)`, or preset= beside the options, sets
-    those for which a name of the field stands: "ddp", "zero-1", "zero-2", "zero-3", "zero-offload", "zero-3-offload",
+    """Every option of `zs.shard`. Immutable, and validated when built. `Config.preset(name)`, or preset=name beside the options,
+    sets several of them at once. The names: "ddp", "zero-1", "zero-2", "zero-3", "zero-offload", "zero-3-offload",
     "zero-infinity" (which needs offload_path).
 
-    stage: 0, 1, 2 or 3: what is sharded.
+    stage: 0, 1, 2 or 3: what is sharded. `zs.shard` also takes "auto" (see its `sample`).
     precision: dtype of parameters, activations and sent gradients: "fp32", "bf16" or "fp16". Frozen parameters have no fp32
         masters: they are rounded, and stay so in exports and after zs.close (see `dtypes`).
     units: what is gathered and reduced together: "auto" (the classes that repeat in a container), "model" (one unit), "leaf" (one
@@ -282,7 +282,8 @@ class Config:
     prefetch_nbytes: how many bytes may be gathered ahead of use. One unit always is, also with 0.
     gradient_dtype: dtype in which reduced gradients rest and accumulate.
     reduce_dtype: dtype in which gradients are sent; None: the precision's. Sums are always fp32.
-    master_weights: keep fp32 masters and states when the precision is below fp32; False is logged.
+    master_weights: keep fp32 masters and states when the precision is below fp32. False: parameters and states have that
+        precision, and rank 0 prints a line.
     dtypes: a dtype for some modules: {class name or name pattern: dtype or its name}, e.g. {"LayerNorm": "fp32"}. It holds for
         all that is inside the module, and the nearest match wins. Inputs and outputs are cast where the dtype changes. A key that
         matches no module names parameters ({"router.weight": "fp32"}), for which no input is cast. Norms with running statistics

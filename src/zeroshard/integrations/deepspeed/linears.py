@@ -119,7 +119,7 @@ class TiledLinear(nn.Module):
         return torch.cat(outputs, dim=-1)
 
     @torch.no_grad()
-    def copy_params_from(self, other: nn.Module) -> None:
+    def copy_params_from(self, other: nn.Linear) -> None:
         """Copy the values of a layer of the same sizes (at stage 3 collective)."""
         assert other.weight.shape == (self.out_features, self.in_features), (
             f"copy_params_from: expected a weight of shape {(self.out_features, self.in_features)}, got {tuple(other.weight.shape)}"
