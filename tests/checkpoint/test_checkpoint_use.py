@@ -114,7 +114,7 @@ def test_c12_fifty_asynchronous_saves_do_not_grow(tmp_path):
     assert after[2] <= before[2]
     for thread in after[1] - before[1]:
         assert thread.name == "zeroshard-sign"  # it is not waited for, but has been told to end
-        thread.join(10)
+        thread.join()
         assert not thread.is_alive()
     assert names(tmp_path / "run") == ["latest", "step-00000049", "step-00000050"]
 

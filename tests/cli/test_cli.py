@@ -29,7 +29,7 @@ def text(tmp_path_factory):
 
 def _zeroshard(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "zeroshard", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def _train(text, out, *arguments: str) -> list[str]:
@@ -200,7 +200,7 @@ def test_help_and_version(capsys):
 
 def test_who_reads_only_the_beginning_is_no_error():
     command = f"{sys.executable} -m zeroshard plan quickstart --ranks 2 --json -q | head -c 0; echo ${{PIPESTATUS[0]}}"
-    found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert found.stdout.split() == [str(128 + 13)] and not found.stderr  # as of a program that SIGPIPE has ended
 
 

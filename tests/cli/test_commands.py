@@ -196,5 +196,5 @@ def test_a_shell_can_read_its_script(shell, capsys):
     if shell == "bash":
         ask = 'ask() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _shtab_zeroshard; echo "${COMPREPLY[@]}"; }\n'
         asked = "ask zeroshard tr\nask zeroshard train --offload-o\nask zeroshard train --stage ''\n"
-        done = subprocess.run(["bash", "-c", script + ask + asked], capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run(["bash", "-c", script + ask + asked], capture_output=True, text=True, check=True)
         assert done.stdout.splitlines() == ["train", "--offload-optimizer", "0 1 2 3"]

@@ -192,5 +192,5 @@ def test_an_exchange_has_left_this_rank_when_it_returns(pair):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join()
     assert left == {0: True, 1: True}

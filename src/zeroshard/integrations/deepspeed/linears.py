@@ -119,10 +119,10 @@ class TiledLinear(nn.Module):
         return torch.cat(outputs, dim=-1)
 
     @torch.no_grad()
-    def copy_params_from(self, other: nn.Linear) -> None:
+    def copy_params_from(self, other: nn.Module) -> None:
         """Copy the values of a layer of the same sizes (at stage 3 collective)."""
         assert other.weight.shape == (self.out_features, self.in_features), (
-            f"copy_params_from: expected a weight of shape {(self.out_features, self.in_features)}, got {tuple(other.weight.shape)}"
+            f"copy_params_from: expected a weight of shape {(self.out_features, self.in_features)}, got {other.weight.shape}"
         )
         assert (getattr(other, "bias", None) is not None) == self.use_bias, (
             f"copy_params_from: expected a layer {'with' if self.use_bias else 'without'} a bias, as this one is"
