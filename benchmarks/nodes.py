@@ -85,7 +85,7 @@ class Nodes:
             device, _, counters = line.partition(":")
             if device.strip() == DEVICE:
                 return int(counters.split()[8])
-        raise NodesUnavailable(f"this process is on no node: it has no device {DEVICE}")
+        raise NodesUnavailable(f"this process has not entered a node (Nodes.enter): it has no network device {DEVICE}")
 
     def __exit__(self, *_: object) -> None:
         for name in self.names:
@@ -137,7 +137,7 @@ def user_namespace_refused() -> str | None:
 
 def _run(*command: str) -> None:
     if shutil.which(command[0]) is None:
-        raise NodesUnavailable(f"no program `{command[0]}` (iproute2, util-linux)")
+        raise NodesUnavailable(f"the program `{command[0]}` is not installed: install iproute2 and util-linux")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"

@@ -83,10 +83,10 @@ class ProxiedNodes:
     def sent_nbytes(self) -> int:
         """Return the bytes that the calling process's node has sent through the proxy so far."""
         if self.node is None:
-            raise NodesUnavailable("this process is on no node")
+            raise NodesUnavailable("this process has not entered a node: call enter() first")
         found = int(self._ask(f"sent {self.node}"))
         if not found:
-            raise NodesUnavailable("nothing has come through the proxy: this torch publishes gloo's addresses in another form")
+            raise NodesUnavailable("nothing was sent through the proxy: this torch publishes gloo's addresses in another form")
         return found
 
     def door(self, address: str, port: int) -> int:
@@ -214,7 +214,7 @@ class _Proxy:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="zeroshard-proxy", daemon=True)
         self._thread.start()
         if not self._open.wait(10):
-            raise NodesUnavailable("the proxy has not begun: see the error of its thread")
+            raise NodesUnavailable("the proxy did not start within 10 s: see what its thread printed")
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # it has ended

@@ -2,7 +2,8 @@
 
 Run: python examples/averages.py (2 threads are the ranks), or torchrun --nproc-per-node 2 examples/averages.py.
 Prints the loss on held-out data by the parameters of the last step and by their average, which is lower: steps are large here, and
-the average lies between where they lead (no parameters reach less than 1, the noise of the targets). Then the names in the average.
+the average lies between the points to which they lead. No parameters reach less than 1, the variance of the targets' noise. Then
+the names of the parameters that are averaged.
 """
 
 import copy

@@ -130,6 +130,22 @@ def test_imports_go_one_way():
     assert not found, "\n".join(found)
 
 
+# tensor parallelism, pipelines and the command line are about axes of these names; "tp" is also a section of DeepSpeed's files
+KNOWS_AXES = ("utils.axes", "parallel", "cli", "integrations.deepspeed.config_keys")
+
+
+def test_names_of_model_axes_are_in_one_table():
+    """Elsewhere rules read the columns of utils/axes.py, and names are its constants."""
+    found = [
+        f"{module}, line {node.lineno}: {node.value!r}"
+        for module in MODULES
+        if not any(f"{module}.".startswith(f"{each}.") for each in KNOWS_AXES)
+        for node in ast.walk(parsed(MODULES[module]))
+        if isinstance(node, ast.Constant) and node.value in ("tp", "pp", "ep")
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_codecs_are_arithmetic_alone():
     """A codec knows no rank and sends nothing: of comm it takes the length of a chunk (comm/sums.py)."""
     codecs = [name for name in MODULES if name.startswith("comm.codecs")]

@@ -23,7 +23,7 @@ print(*build.get_outputs(include_bytecode=False), sep="\\n")
 @pytest.mark.limit(60)
 def test_a_wheel_has_every_file():
     pytest.importorskip("setuptools")  # comes with torch
-    done = subprocess.run([sys.executable, "-c", ASK], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run([sys.executable, "-c", ASK], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     inside = set(done.stdout.split())
     files = [path.relative_to(ROOT / "src") for path in (ROOT / "src" / "zeroshard").rglob("*") if path.is_file()]

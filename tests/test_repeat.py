@@ -1,6 +1,7 @@
 """What the tests themselves are run by: `./test --repeat N`, and the limit of each test."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,5 +84,6 @@ def test_the_limit_of_a_test_is_of_processor_time_and_of_standing_still(tmp_path
     command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", "-p", "no:xdist", str(file)]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
     assert run.returncode == 1 and "2 failed, 1 passed" in run.stdout, run.stdout + run.stderr
-    assert "test_stands_still: not finished: 0 s of processor time in 2 s; its limit is 2 s" in run.stdout
+    # in 2 s, or in 4: on a busy machine its thread waits for a core before it stands still
+    assert re.search(r"test_stands_still: not finished: 0 s of processor time in \d+ s; its limit is 2 s", run.stdout)
     assert "test_works_too_long_in_a_child: not finished: " in run.stdout

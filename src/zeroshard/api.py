@@ -82,8 +82,8 @@ def shard(
         comm: over which ranks. "auto", "shared" (ranks of one host, through memory) and "dist" (torch.distributed) mean all
             ranks. A process group, or a 1-D DeviceMesh (mesh["dp"]), means its ranks, and only these call shard.
         mesh: a DeviceMesh in the place of `comm`. Axes named "tp", "ep" and "pp" belong to tensor, expert and pipeline
-            parallelism, and the model consists of their DTensors or stages. States are sharded over the other axis; where there
-            are two, over the inner one, and alike along the outer one (HSDP).
+            parallelism, and the model consists of their DTensors or stages. States are sharded over the other axis, and
+            alike along "dp_replicate" (HSDP); of two axes with names of your own, or without names, along the outer one.
         weights: a safetensors file or folder, or any other checkpoint that `zs.load` takes. Each rank reads only its slices.
         sample: for stage="auto": an input of the model (or a tuple or mapping of inputs) of the size of a micro-batch. A forward
             without memory tells what activations take, and the first stage and tiers that fit are taken.
@@ -150,7 +150,7 @@ def _shard(
     local.keep()
     ledger, progress = Ledger(), Progress(config)
     tiers = open_tiers(config, group, ledger, specs, optimizer)
-    comms = Topology.flat(group, peers, world, axes.places, axes.stages)
+    comms = Topology.flat(group, peers, world, axes)
     comms = topology.open_topology(config, comms, ledger, progress.passed, axes.parts)
     units, pool = build_units(model, optimizer, config, comms, ledger, tiers, specs)
 
@@ -189,8 +189,8 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
             raise ZeroshardError(f"{name} belongs to a model that is sharded already: zs.close() that one first.")
         if param.is_inference():
             raise ConfigError(
-                f"{name} was made under torch.inference_mode(), and such tensors can not be placed anew: build the model outside "
-                "of it, or under torch.no_grad(). zs.shard() itself may be called anywhere."
+                f"{name} was made under torch.inference_mode(), and such a tensor can not be moved to other memory: build the model "
+                "outside of it, or under torch.no_grad(). zs.shard() itself may be called anywhere."
             )
     if next(model.parameters(), None) is None:
         raise ConfigError(f"{type(model).__name__} has no parameters to shard.")
@@ -297,7 +297,7 @@ def _at_least_0(name: str, value: Any) -> float:
 def _core(runtime: Runtime) -> OptimizerCore:
     optimizer = runtime.optimizer
     if optimizer is None:
-        raise ZeroshardError("this model was sharded without an optimizer: zs.shard(model, optimizer, ...).")
+        raise ZeroshardError("this model was sharded without an optimizer: zs.close(model), and zs.shard(model, optimizer, ...).")
     return optimizer.core
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from .errors import ConfigError, did_you_mean
+from .utils.axes import PLANNED
 from .utils.compression import CODECS, GRADIENT_CODECS, Compression
 from .utils.option_kinds import (
     BOOL,
@@ -161,7 +162,7 @@ class Offload:
             raise ConfigError(f"{name}: {given} names no device, so nothing would be offloaded: add 'device': 'cpu'.")
         for key in _OPTIMIZER_ONLY:
             if key in given and name != "offload_optimizer":
-                raise ConfigError(f"{name}: {key} is of the optimizer's states alone: give it to offload_optimizer.")
+                raise ConfigError(f"{name}: {key} applies to optimizer states only: give it to offload_optimizer.")
         return cls(**given)
 
 
@@ -237,7 +238,7 @@ def read_layout(path: str | os.PathLike) -> dict[str, Any]:
             "DeepSpeed is for zeroshard.deepspeed.initialize(config=...)."
         )
     mesh = section["mesh"] if isinstance(section["mesh"], dict) else {}
-    if unknown := [axis for axis in mesh if axis not in ("pp", "dp", "tp")]:
+    if unknown := [axis for axis in mesh if axis not in PLANNED]:
         raise ConfigError(f"config: {path}: mesh: expected ranks along pp, dp and tp, got {unknown[0]!r}.")
     counts = {f"mesh: {axis}": size for axis, size in mesh.items()}
     counts |= {"mesh: dp": mesh.get("dp")} | {key: section[key] for key in _LAYOUT_KEYS[2:]}
@@ -265,11 +266,11 @@ _CHOSEN: Any = None  # default of a field whose value __post_init__ sets
 
 @dataclass(frozen=True)
 class Config:
-    """Every option of `zs.shard`. Immutable, and validated when built. `Config.preset(name)`, or preset= beside the options, sets
-    those for which a name of the field stands: "ddp", "zero-1", "zero-2", "zero-3", "zero-offload", "zero-3-offload",
+    """Every option of `zs.shard`. Immutable, and validated when built. `Config.preset(name)`, or preset=name beside the options,
+    sets several of them at once. The names: "ddp", "zero-1", "zero-2", "zero-3", "zero-offload", "zero-3-offload",
     "zero-infinity" (which needs offload_path).
 
-    stage: 0, 1, 2 or 3: what is sharded.
+    stage: 0, 1, 2 or 3: what is sharded. `zs.shard` also takes "auto" (see its `sample`).
     precision: dtype of parameters, activations and sent gradients: "fp32", "bf16" or "fp16". Frozen parameters have no fp32
         masters: they are rounded, and stay so in exports and after zs.close (see `dtypes`).
     units: what is gathered and reduced together: "auto" (the classes that repeat in a container), "model" (one unit), "leaf" (one
@@ -281,7 +282,8 @@ class Config:
     prefetch_nbytes: how many bytes may be gathered ahead of use. One unit always is, also with 0.
     gradient_dtype: dtype in which reduced gradients rest and accumulate.
     reduce_dtype: dtype in which gradients are sent; None: the precision's. Sums are always fp32.
-    master_weights: keep fp32 masters and states when the precision is below fp32; False is logged.
+    master_weights: keep fp32 masters and states when the precision is below fp32. False: parameters and states have that
+        precision, and rank 0 prints a line.
     dtypes: a dtype for some modules: {class name or name pattern: dtype or its name}, e.g. {"LayerNorm": "fp32"}. It holds for
         all that is inside the module, and the nearest match wins. Inputs and outputs are cast where the dtype changes. A key that
         matches no module names parameters ({"router.weight": "fp32"}), for which no input is cast. Norms with running statistics
@@ -412,7 +414,7 @@ class Config:
         }
         for name, (placement, stages) in needs.items():
             if name != "offload_optimizer" and getattr(self, name).tier is not Tier.DEVICE and getattr(self, name).ratio != 1:
-                raise ConfigError(f"{name}: ratio is of the optimizer's states alone. Give this state an Offload without it.")
+                raise ConfigError(f"{name}: ratio applies to optimizer states only. Give {name} an Offload without it.")
             if getattr(self, name).tier is not Tier.DEVICE and placement is not Placement.SHARDED:
                 raise ConfigError(
                     f"{name}={getattr(self, name).device!r} needs stage {stages}: at stage {self.stage} this state is "
@@ -436,11 +438,11 @@ class Config:
             )
         if self.zero_hpz_partition_size > 1 and self.shard_size is not None:
             raise ConfigError(
-                "zero_hpz_partition_size and shard_size: parameters are sharded over all ranks, or over groups. Give one."
+                "zero_hpz_partition_size shards parameters over all ranks, shard_size over groups of ranks: give one of them."
             )
         if self.zero_hpz_partition_size > 1 and self.hierarchical is False:
             raise ConfigError(
-                "hierarchical=False with zero_hpz_partition_size: secondary shards are what a first hop brings. Give one of them."
+                "hierarchical=False with zero_hpz_partition_size: secondary shards need communication in two hops. Give one of them."
             )
         if self.zero_quantized_weights is not None and self.row.optimizer is not Placement.SHARDED:
             raise ConfigError("zero_quantized_weights needs stage 1, 2 or 3: at stage 0 no parameters are sent.")

@@ -1,7 +1,7 @@
 """The errors of zeroshard. Each message names the problem, the rank or parameter, and a remedy.
 
-User mistakes are also ValueError or TypeError, so that ordinary handlers catch them; failures of the run
-(a lost peer, a stall) derive from `ZeroshardError` alone.
+Some are also the error that Python or torch has for their kind (ValueError, MemoryError, ...), so that ordinary handlers
+catch them; failures of the run (a lost peer, a stall) derive from `ZeroshardError` alone.
 """
 
 from __future__ import annotations

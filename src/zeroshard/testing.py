@@ -91,8 +91,8 @@ def imagined_mesh(axes: dict[str, int], rank: int = 0) -> Iterator[DeviceMesh]:
     """
     if dist.is_initialized():
         raise ConfigError(
-            "an imagined mesh makes a process group of its own, and this process is in one: plan axes pp and tp before "
-            "torch.distributed.init_process_group(), or in a process of its own (`zeroshard plan`)."
+            "a plan over axes pp and tp makes a process group of its own, and this process has one already: plan before "
+            "torch.distributed.init_process_group(), or in another process (`zeroshard plan`)."
         )
     torch_compat.clear_sharding_caches()  # they cache meshes by shape, and so would return another rank's groups
     dist.init_process_group("fake", rank=rank, world_size=math.prod(axes.values()), store=torch_compat.FakeStore())

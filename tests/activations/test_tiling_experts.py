@@ -357,7 +357,7 @@ def test_what_stays_whole_is_named_with_the_reason(capsys):
     zs.tile(model, max_bytes=LIMIT)
     said = capsys.readouterr().err
     for words in (
-        "moe.weight (25,600 bytes): moe is a Batched, whose use of it is not known; nn.Linear, nn.Emb",
+        "moe.weight (25,600 bytes): moe is a Batched; weights of nn.Linear, nn.Emb",
         "tied.model.layers.0.mlp.experts (14,400 bytes): a parameter of tied.model.layers.0.mlp.experts is shared",
         "spread.model.layers.0.mlp.experts (14,400 bytes): the experts of spread.model.layers.0.mlp.experts are spread",
         "common.model.layers.0.mlp.experts has buffers that its experts share: scale",

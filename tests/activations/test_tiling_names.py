@@ -325,7 +325,7 @@ def test_nothing_is_lost_silently_and_nothing_changes_before_all_is_checked():
     model(torch.ones(1, DIM)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    with pytest.raises(zs.ConfigError, match="before the first step"):
+    with pytest.raises(zs.ConfigError, match="before the optimizer's first step"):
         zs.tile(model, max_bytes=1000, optimizer=optimizer)
 
 

@@ -89,7 +89,7 @@ def test_what_is_no_checkpoint_is_never_replaced(saver, tmp_path, overwrite):
     (tmp_path / "data" / "precious.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
     for name in ("data", "file"):
-        with pytest.raises(zs.CheckpointError, match=f"{name} exists and is no checkpoint.* another step or name"):
+        with pytest.raises(zs.CheckpointError, match=f"{name} exists and is not a checkpoint.* another step or name"):
             saver.save(1, name=name, overwrite=overwrite)
     assert names(tmp_path) == ["data", "file"] and names(tmp_path / "data") == ["precious.txt"]
 

@@ -336,7 +336,9 @@ def test_names_of_extras_like_those_of_other_ranks_are_refused(extras, taken, tm
         model, optimizer = made()
         given = {name: rank if value is None else value for name, value in extras.items()}
         if taken:
-            with pytest.raises(zs.ConfigError, match=rf"extra\['{taken}'\]: that is what rank {taken[2:]}'s 'a' is called"):
+            with pytest.raises(
+                zs.ConfigError, match=rf"extra\['{taken}'\]: the checkpoint uses this name for rank {taken[2:]}'s 'a'"
+            ):
                 zs.save(tmp_path, model, optimizer, extra=given)
         else:
             zs.save(tmp_path, model, optimizer, extra=given)

@@ -238,11 +238,11 @@ def overlapping(body: dict) -> None:
 
 @pytest.mark.parametrize(("change", "error", "told"), [
     (lambda body: body.update(format="another"), zs.CheckpointError, "format: expected 'zeroshard-checkpoint', got 'another'"),
-    (lambda body: body.update(version="1"), zs.CheckpointError, "not what its format asks for: TypeError"),
+    (lambda body: body.update(version="1"), zs.CheckpointError, "does not follow the format of zs.save.*TypeError"),
     (lambda body: body.update(digest_nbytes=4096), zs.CheckpointError, "expected xxh3-64 of 1,048,576 bytes each, got .*4096"),
     (lambda body: body.update(digest="crc"), zs.CheckpointError, "expected xxh3-64 .* got .'crc'"),
-    (lambda body: body.pop("step"), zs.CheckpointError, "step: missing"),
-    (lambda body: body.pop("ties"), zs.CheckpointError, "asks for: KeyError: 'ties'"),
+    (lambda body: body.pop("step"), zs.CheckpointError, "manifest.json lacks step"),
+    (lambda body: body.pop("ties"), zs.CheckpointError, "does not follow the format of zs.save.*KeyError: 'ties'"),
     (lambda body: body["tensors"][NAME].update(dtype="float3"), zs.CheckpointError, "AttributeError: .*float3"),
     (lambda body: body["files"][0].update(name="../x/rank-00000.distcp"), zs.CheckpointCorrupt, "names of files in its folder"),
     (lambda body: body["objects"]["zeroshard.state"].__setitem__(1, 10**9), zs.CheckpointCorrupt, "zeroshard.state within the"),
@@ -251,8 +251,8 @@ def overlapping(body: dict) -> None:
     (lambda body: boxes(body)[0].__setitem__(1, -64), zs.CheckpointCorrupt, BEYOND),
     (lambda body: boxes(body)[0].__setitem__(3, 10**9), zs.CheckpointCorrupt, BEYOND),
     (lambda body: boxes(body)[0].__setitem__(4, [1, 0]), zs.CheckpointCorrupt, f"boxes of {NAME} within"),
-    (lambda body: boxes(body).append(boxes(body)[0]), zs.CheckpointCorrupt, f"elements of {NAME}, found of"),
-    (lambda body: boxes(body).clear(), zs.CheckpointCorrupt, f"elements of {NAME}, found of 0"),
+    (lambda body: boxes(body).append(boxes(body)[0]), zs.CheckpointCorrupt, f"elements of {NAME}, found [0-9]"),
+    (lambda body: boxes(body).clear(), zs.CheckpointCorrupt, f"elements of {NAME}, found 0"),
     (overlapping, zs.CheckpointCorrupt, f"every element of {NAME} once, found element"),
 ])  # fmt: skip
 @pytest.mark.parametrize("verify", [True, "before", False])

@@ -247,10 +247,10 @@ def test_python_and_numpy_are_seeded_anew_by_a_load(tmp_path):
     ({"optimizer": "another"}, "optimizer: expected the one that zs.shard"),
     ({"verify": "never"}, "verify: expected True, 'before' or False, got 'never'"),
     ({"path": 3}, "path: expected that of a folder, got 3"),
-    ({"verify": "before"}, "ranks 0 and 1 call it differently: verify: True and 'before'"),
-    ({"name": "y"}, "ranks 0 and 1 call it differently: name: 'x' and 'y'"),
-    ({"path": "elsewhere"}, "ranks 0 and 1 call it differently: path: .* and '.*elsewhere'"),
-    ({"optimizer": None}, "ranks 0 and 1 call it differently: optimizer: 'given' and None"),
+    ({"verify": "before"}, "ranks 0 and 1 passed different arguments: verify: True and 'before'"),
+    ({"name": "y"}, "ranks 0 and 1 passed different arguments: name: 'x' and 'y'"),
+    ({"path": "elsewhere"}, "ranks 0 and 1 passed different arguments: path: .* and '.*elsewhere'"),
+    ({"optimizer": None}, "ranks 0 and 1 passed different arguments: optimizer: 'given' and None"),
 ], ids=str)  # fmt: skip
 def test_ranks_that_call_it_differently_hear_how(change, words, tmp_path):
     save_pair(tmp_path)

@@ -92,9 +92,9 @@ def test_what_can_not_be_is_refused_before_anything_is_written(given, words, tmp
 def test_ranks_that_ask_for_different_things_are_told(tmp_path):
     def rank_run(rank: int) -> None:
         model, optimizer = build("tied")
-        with pytest.raises(zs.ConfigError, match="ranks 0 and 1 call it differently: step: 0 and 1"):
+        with pytest.raises(zs.ConfigError, match="ranks 0 and 1 passed different arguments: step: 0 and 1"):
             zs.save(tmp_path, model, optimizer, name="x", step=rank)
-        with pytest.raises(zs.ConfigError, match=r"extra: rank 0 gives \['a0'\], rank 1 \['a1'\]"):
+        with pytest.raises(zs.ConfigError, match=r"extra: rank 0 gave \['a0'\], rank 1 \['a1'\]"):
             zs.save(tmp_path, model, optimizer, extra={f"a{rank}": 1})
         zs.close(model)
 

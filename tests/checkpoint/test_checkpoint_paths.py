@@ -100,7 +100,9 @@ def test_a_link_to_nowhere_is_named(below, tmp_path):
 
     def run(rank: int) -> None:
         model, _ = zs.shard(nn.Linear(2, 2), stage=2)
-        with pytest.raises(zs.CheckpointError, match="link is a link to nowhere, where nothing is: make that folder, or remove"):
+        with pytest.raises(
+            zs.CheckpointError, match="link is a link to nowhere, which does not exist: make that folder, or remove"
+        ):
             zs.save(tmp_path / "link" / below, model)
         zs.close(model)
 
@@ -110,6 +112,6 @@ def test_a_link_to_nowhere_is_named(below, tmp_path):
 
 def test_a_name_that_a_link_to_nowhere_has_is_taken(model, tmp_path):
     (tmp_path / "x").symlink_to("nowhere")
-    with pytest.raises(zs.CheckpointError, match="x exists and is no checkpoint"):
+    with pytest.raises(zs.CheckpointError, match="x exists and is not a checkpoint"):
         zs.save(tmp_path, model, name="x", overwrite=True)
     assert os.listdir(tmp_path) == ["x"]

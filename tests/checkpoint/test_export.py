@@ -147,8 +147,8 @@ class Rare(nn.Module):
 
 
 @pytest.mark.parametrize(("make", "words"), [
-    (lambda: Rare("__metadata__"), "no place for a tensor called '__metadata__'; use format='torch'"),
-    (lambda: Rare("a", torch.complex128), "turn is torch.complex128, which safetensors has no place for; use format='torch'"),
+    (lambda: Rare("__metadata__"), "can not hold a tensor called '__metadata__'; use format='torch'"),
+    (lambda: Rare("a", torch.complex128), "turn is torch.complex128, which safetensors can not hold; use format='torch'"),
 ], ids=["name", "dtype"])  # fmt: skip
 def test_what_safetensors_has_no_place_for_goes_to_torch(make, words, tmp_path):
     model, _ = zs.shard(make(), None)
@@ -284,7 +284,7 @@ def test_what_modules_keep_besides_tensors_is_in_files_of_torch_save(tmp_path):
 def test_what_an_export_can_not_hold_is_said(tmp_path, capfd):
     save_noting(tmp_path / "run")
     assert zs.export(tmp_path / "run", tmp_path / "out").tensors == 4
-    assert "safetensors holds tensors alone: left out 0._extra_state; format='torch'" in capfd.readouterr().err
+    assert "safetensors holds tensors only: left out 0._extra_state; format='torch'" in capfd.readouterr().err
     save_noting(tmp_path / "other", Notes())
     zs.export(tmp_path / "other", tmp_path / "other.pt", format="torch")
     assert "classes that torch does not load by itself: 0._extra_state; load it with strict=False" in capfd.readouterr().err
@@ -328,7 +328,7 @@ def test_trained_parameters_alone_are_exported_as_they_are_and_it_says_so(tmp_pa
     got = load_file(tmp_path / "out" / "model.safetensors")
     assert done.trained_only and got.keys() < state.keys() and not [name for name in got if "into" in name]
     assert not differences(got, {name: state[name] for name in got})
-    assert "trained parameters alone (7 were left out)" in capfd.readouterr().err
+    assert "trained parameters only (7 were left out)" in capfd.readouterr().err
 
 
 def damage(root):
@@ -364,7 +364,7 @@ def test_a_disk_that_refuses_leaves_nothing(format, call, tmp_path, monkeypatch)
 @pytest.mark.parametrize(("options", "words"), [
     ({"dtype": torch.int8}, "floating-point"), ({"format": "onnx"}, "one of safetensors, torch, got 'onnx'"),
     ({"max_shard_nbytes": 0}, "at least 1"), ({"config": "nowhere.json"}, "expected a dictionary, or a config.json"),
-    ({"config": {}, "format": "torch"}, "no place for it"), ({"config": {"x": {1, 2}}}, "what JSON can hold"),
+    ({"config": {}, "format": "torch"}, "can not hold it"), ({"config": {"x": {1, 2}}}, "what JSON can hold"),
 ], ids=str)  # fmt: skip
 def test_mistakes_are_named(options, words, tmp_path):
     with pytest.raises(zs.ConfigError, match=words):

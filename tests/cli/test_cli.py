@@ -29,7 +29,7 @@ def text(tmp_path_factory):
 
 def _zeroshard(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "zeroshard", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def _train(text, out, *arguments: str) -> list[str]:
@@ -115,13 +115,13 @@ def test_one_rank_with_two_micro_batches_trains_the_same_model(two_ranks, text, 
         (["train", "--delayed-update", "5"], ["delayed_update needs offload_optimizer"]),
         (["train", "--offload-optimizer", "disk"], ["--offload-optimizer", "'disk'", "nvme"]),
         (["train", "--offload-optimizer", "cpu", "--buffer-count", "1"], ["buffer_count of at least 2", "got 1"]),
-        (["train", "--offload-optimizer", "cpu", "--offload-path", "x"], ["--offload-path", "without nvme", "got x"]),
-        (["train", "--offload-ratio", "0.5"], ["--offload-ratio", "none without --offload-optimizer", "got 0.5"]),
-        (["train", "--buffer-mib", "8"], ["--buffer-mib", "none without an --offload option"]),
+        (["train", "--offload-optimizer", "cpu", "--offload-path", "x"], ["--offload-path", "only with nvme", "got x"]),
+        (["train", "--offload-ratio", "0.5"], ["--offload-ratio", "only with --offload-optimizer", "got 0.5"]),
+        (["train", "--buffer-mib", "8"], ["--buffer-mib", "only with an --offload option"]),
         (["train", "--tile-max-bytes", "0"], ["--tile-max-bytes", "positive"]),
         (["train", "--preset", "zero3"], ["--preset", "zero3", "zero-3"]),
         (["train", "--preset", "zero-2", "--offload-param", "cpu"], ["offload_param='cpu' needs stage 3"]),
-        (["train", "--no-pin-memory"], ["--no-pin-memory", "none without an --offload option"]),
+        (["train", "--no-pin-memory"], ["--no-pin-memory", "only with an --offload option"]),
     ],
 )
 def test_a_mistake_is_one_line_with_option_and_remedy(arguments, words, capsys):
@@ -200,7 +200,7 @@ def test_help_and_version(capsys):
 
 def test_who_reads_only_the_beginning_is_no_error():
     command = f"{sys.executable} -m zeroshard plan quickstart --ranks 2 --json -q | head -c 0; echo ${{PIPESTATUS[0]}}"
-    found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert found.stdout.split() == [str(128 + 13)] and not found.stderr  # as of a program that SIGPIPE has ended
 
 

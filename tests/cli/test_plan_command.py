@@ -225,14 +225,14 @@ def test_a_mistake_is_one_line_with_the_nearest_choice(command, arguments, words
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["plan", "quickstart", "--lossy"], ["--lossy", "none without --auto"]),
+        (["plan", "quickstart", "--lossy"], ["--lossy", "only with --auto"]),
         (["plan", "quickstart", "--auto", "--global-batch", "0"], ["--global-batch", "positive", "got 0"]),
         (["plan", "quickstart", "--try-seconds", "nan"], ["--try-seconds", "at least 0", "got nan"]),
         (["simulate", "quickstart", "--sweep", ""], ["--sweep", "expected ranks=8,16"]),
         (["simulate", "quickstart", "--sweep", "ranks=inf"], ["--sweep", "positive numbers", "'inf'"]),
         (["simulate", "quickstart", "--sweep", "ranks=2;ranks=4"], ["--sweep", "ranks twice"]),
         (["simulate", "quickstart", "--latency", "nan"], ["--latency", "positive numbers", "'nan'"]),
-        (["plan", "quickstart", "--auto", "--offload-param", "cpu"], ["--auto", "no --offload option"]),
+        (["plan", "quickstart", "--auto", "--offload-param", "cpu"], ["--auto", "leave out the --offload options"]),
         (
             ["plan", "quickstart", "--auto", "--mesh", "dp=4", "--global-batch", "6"],
             ["batch of 6 sequences", "the nearest: 4 or 8"],

@@ -48,7 +48,7 @@ def test_bytes_that_are_no_value_raise_one_error(data, draw):
     try:
         value = decode(bytes(data))
     except zs.ZeroshardError as error:
-        assert type(error) is errors.MalformedMessage and "not what a rank tells" in str(error)
+        assert type(error) is errors.MalformedMessage and "from another rank can not be decoded" in str(error)
     else:  # another value
         assert sendable(value)
 

@@ -159,7 +159,7 @@ def test_a_descriptor_that_is_not_what_was_announced(pair):
     data = transport.encode(("exchange", "label", 1 << 40))
     socket.send_fds(pair[0]._peers[1], [transport._HEADER.pack(len(data), True) + data], [descriptor])
     os.close(descriptor)
-    with pytest.raises(MalformedMessage, match="bytes has 5"):
+    with pytest.raises(MalformedMessage, match="bytes and sent 5"):
         pair[1].receive(1.0)
 
 
@@ -192,5 +192,5 @@ def test_an_exchange_has_left_this_rank_when_it_returns(pair):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join()
     assert left == {0: True, 1: True}

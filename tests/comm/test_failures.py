@@ -243,7 +243,7 @@ def told():
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     script = subprocess.Popen([sys.executable, "-c", script], env=environment, start_new_session=True, **pipes)
     try:
-        return script.communicate(timeout=150)[0]
+        return script.communicate()[0]
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(script.pid, signal.SIGKILL)

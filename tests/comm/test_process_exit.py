@@ -31,7 +31,7 @@ for _ in range(4):
 def _ends(comm: str, group: str, times: int) -> None:
     command = [sys.executable, "-c", SCRIPT, comm, group, str(times)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stdout.split("\n")[0] == str([0] * times), done.stdout + done.stderr
     assert "terminate" not in done.stderr and "Error" not in done.stderr, done.stderr
 

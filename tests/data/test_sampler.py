@@ -78,10 +78,10 @@ def test_a_position_that_nobody_followed_is_not_saved(workers):
     begin = sampler.state_dict()
     for number, _ in enumerate(loader, 1):
         if number == 3:
-            with pytest.raises(zs.ConfigError, match=r"expected a loop over sampler.follow\(loader\)"):
+            with pytest.raises(zs.ConfigError, match=r"after a plain loop .*Loop over sampler.follow\(loader\)"):
                 sampler.state_dict()
             break
-    with pytest.raises(zs.ConfigError, match="lose or repeat samples"):
+    with pytest.raises(zs.ConfigError, match="lose or repeat some"):
         sampler.state_dict()
     sampler.load_state_dict(begin)
     assert sampler.state_dict() == begin
@@ -107,7 +107,7 @@ def test_of_two_loops_the_later_is_counted(left, workers):
     if left == "dropped":
         first.close()
     else:
-        with pytest.raises(zs.ConfigError, match="since this loop .* was begun"):
+        with pytest.raises(zs.ConfigError, match="while this loop was running"):
             next(first)
     for batch in second:
         read += batch.tolist()

@@ -265,7 +265,7 @@ for mib in (256, 1024):
 # limits that other systems do not enforce
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS and /proc")
 def test_b23_a_real_limit_of_the_address_space_is_seen():
-    run = subprocess.run([sys.executable, "-c", CAGED], capture_output=True, text=True, timeout=150, check=False)
+    run = subprocess.run([sys.executable, "-c", CAGED], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     *refusal, end = run.stdout.splitlines()
     assert end == "sharded"

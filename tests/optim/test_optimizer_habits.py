@@ -180,9 +180,9 @@ def test_states_that_can_not_be_are_refused(options):
             state["exp_avg"] = torch.zeros(3)
         with pytest.raises(zs.ConfigError, match=r"shape \(9, 5\), got \(\)"):
             state["exp_avg"].data = torch.zeros(())
-        with pytest.raises(zs.ConfigError, match=r"a tensor of shape \(2,\) is no parameter that this optimizer steps"):
+        with pytest.raises(zs.ConfigError, match=r"a tensor of shape \(2,\), which is not a parameter that this optimizer steps"):
             optimizer.state[torch.zeros(2)] = {"step": 1}
-        with pytest.raises(zs.ConfigError, match="'all' is no parameter"):
+        with pytest.raises(zs.ConfigError, match="'all', which is not a parameter"):
             optimizer.state["all"]["step"] = 1
         with pytest.raises(KeyError):
             optimizer.state.pop(torch.zeros(2))
@@ -270,7 +270,7 @@ def move(optimizer):
 
 def append(optimizer):
     optimizer.param_groups.append({**optimizer.param_groups[0], "params": []})
-    return "there are 3 groups, then 2"
+    return "there are 3 groups, then there were 2"
 
 
 @SOME_STAGES

@@ -146,7 +146,7 @@ def test_what_does_not_fit_raises_on_every_rank_and_changes_nothing(mode, tmp_pa
             if part.replicated:
                 with pytest.raises(zs.ConfigError, match="ranks .1. gave other values than rank 0"):
                     part.set_full(torch.full((14, 7), float(rank)))
-        with pytest.raises(zs.ConfigError, match="none of this name"):
+        with pytest.raises(zs.ConfigError, match="no state of this name"):
             zs.state_of(weight, "momentum").set_full(torch.ones(14, 7))
         with pytest.raises(zs.ConfigError, match="frozen"):
             zs.gradient_of(frozen).set_full(torch.ones(14))
@@ -169,7 +169,7 @@ def test_whose_parameters():
         )
         with pytest.raises(zs.ZeroshardError, match="given to zs.shard"):
             zs.value_of(BASE.first.weight)
-        with zs.gathered(model), pytest.raises(zs.ZeroshardError, match="first.weight is whole inside zs.gathered"):
+        with zs.gathered(model), pytest.raises(zs.ZeroshardError, match="first.weight is gathered by zs.gathered"):
             zs.value_of(model.first.weight)
 
     run_threads(2, run)

@@ -297,7 +297,7 @@ def test_averages_and_trained_parameters_alone(results):
 def test_what_is_wrong_is_told_on_every_rank(results):
     expected = (
         r"ModelMismatch: ranks have written different values.*norm\.bias",
-        r"ConfigError: zs\.save: ranks 0 and 1 call it differently: .*step: 0 and 1",
+        r"ConfigError: zs\.save: ranks 0 and 1 passed different arguments: .*step: 0 and 1",
         "CheckpointNotFound: ",
         r"CheckpointMismatch: .*head\.weight: saved \(7, 8\), wanted \(10, 8\)",
         r"CheckpointMismatch: extra\['of_rank'\] was saved by 4 ranks.*there are as many in another mesh now",

@@ -179,7 +179,7 @@ def test_one_reduction_a_step_and_a_sentence_on_every_rank():
     for once, *said in run_processes(_once_and_bad_input, WORLD, timeout_s=100):
         assert once == (once[1], once[1], True), "each group is reduced once, and that begins inside of the last backward"
         sentences = (
-            "a batch of [6] rows", "data-parallel ranks", "have built different ones", "fp16", "data-parallel ranks alone",
+            "a batch of [6] rows", "data-parallel ranks", "have built different pipelines", "fp16", "data-parallel ranks alone",
             "2 stages a rank", "schedule: expected", "have given different batches",
         )  # fmt: skip
         for sentence, text in zip(sentences, said, strict=True):

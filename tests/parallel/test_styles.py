@@ -170,10 +170,10 @@ WRONG = {
     "wte.weight is tied to that of lm_head, which these styles cut": (gpt2, 2, {"styles": {"transformer.wte": None}}),
     "there are no tensor-parallel styles for Sequential": (lambda: nn.Sequential(nn.Linear(8, 8)), 2, {}),
     "loss_parallel: no style cuts the head": (gpt, 2, {"styles": {"head": None, "embedding": None}, "loss_parallel": True}),
-    "loss_parallel: no router's loss": (lambda: mixtral(output_router_logits=True), 2, {"loss_parallel": True}),
-    "sequence_parallel: model.layers.0.self_attn.q_norm (Qwen3RMSNorm) lies in a block and has no style": (
+    "loss_parallel can not add a router's loss": (lambda: mixtral(output_router_logits=True), 2, {"loss_parallel": True}),
+    "sequence_parallel: model.layers.0.self_attn.q_norm (Qwen3RMSNorm) is in a block and has no style": (
         qwen3, 2, {"styles": {"model.layers.*.self_attn.q_norm": None}, "sequence_parallel": True}),
-    "sequence_parallel: the model has no list of blocks": (
+    "sequence_parallel: no list of blocks": (
         lambda: nn.Sequential(nn.Linear(8, 8)), 2, {"styles": {"0": "colwise"}, "sequence_parallel": True}),
 }  # fmt: skip
 

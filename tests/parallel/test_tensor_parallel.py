@@ -236,8 +236,8 @@ class Cells:
         _, model, optimizer = self.fresh()
         kept = model.blocks[0].up.weight
         for words, options in (
-            ("embedding.weight is a DTensor: over which ranks", {}),
-            ("embedding.weight is a DTensor: over which ranks", {"comm": dist.group.WORLD}),
+            ("embedding.weight is a DTensor, so zs.shard\\(\\) must be told which ranks", {}),
+            ("embedding.weight is a DTensor, so zs.shard\\(\\) must be told which ranks", {"comm": dist.group.WORLD}),
             (
                 "embedding.weight is a DTensor over the axes \\['tp'\\]: expected an axis named",
                 {"mesh": init_device_mesh("cpu", (2, 2))},

@@ -137,7 +137,7 @@ def test_bad_input_gets_a_sentence():
         zs.plan(Chooses, batch=lambda: torch.zeros(4, 8), loss=lambda model, x: model(x).sum(), ranks=2)
     with pytest.raises(ConfigError, match="schedule are options of zs.parallelize, for axes pp and tp"):
         zs.plan(lambda: GPT(SHAPE), batch=(1, 8), ranks=4, parallel={"schedule": "1f1b"})
-    with pytest.raises(ConfigError, match="over the ranks of tp, of which there is one"):
+    with pytest.raises(ConfigError, match="needs two or more ranks of tp"):
         zs.plan(lambda: GPT(SHAPE), batch=(1, 8), ranks=4, checkpointing={"partition": True})
     with pytest.raises(ConfigError, match="can not be built on the meta device"):
         zs.plan(lambda: nn.Linear(4, int(torch.ones(2).sum())), batch=(1, 8), ranks=2)
@@ -183,7 +183,7 @@ def test_a_mesh_is_not_imagined_inside_of_a_process_group(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
         assert planned(ranks=2).sent["dp"] > 0
-        with pytest.raises(ConfigError, match="in a process of its own"):
+        with pytest.raises(ConfigError, match="plan before torch.distributed.init_process_group"):
             planned(axes={"tp": 2, "dp": 2})
         assert torch.distributed.get_backend() == "gloo"
     finally:

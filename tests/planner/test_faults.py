@@ -216,7 +216,7 @@ def test_optimizers_that_read_numbers_are_named_with_the_remedy():
 
 
 def test_a_batch_over_tp_is_one_tensor():
-    with pytest.raises(ConfigError, match="batch: over axes pp and tp it is tokens .*got dict"):
+    with pytest.raises(ConfigError, match="batch: with axes pp or tp expected one tensor .*got dict"):
         zs.plan(lambda: GPT(GPTConfig(vocab_size=64, seq_len=16, dim=16, layers=2, heads=2)), axes={"tp": 2}, batch=dict)
 
 

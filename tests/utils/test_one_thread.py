@@ -46,7 +46,7 @@ def in_thread(name: str, work) -> list:
 
     thread = threading.Thread(target=body, name=name)
     thread.start()
-    thread.join(20)
+    thread.join()
     assert not thread.is_alive()
     return found
 
@@ -229,7 +229,7 @@ def test_two_threads_do_not_exchange_at_once():
             with pytest.raises(zs.ThreadsMet, match="the communicator of rank 0: thread 'rank0' came in while thread 'first'"):
                 comm.exchange(b"second", "another meeting")
             go.set()
-            waiting.join(20)
+            waiting.join()
         else:
             assert go.wait(20)
             assert comm.exchange(b"mine", "a meeting") == [b"first", b"mine"]

@@ -57,8 +57,8 @@ OPTIONS = {
     "offload device": ({"offload_optimizer": {"device": ["cpu"]}}, r"device: expected 'none', 'cpu' or 'nvme', got \['cpu'\]"),
     "offload pinned": ({"offload_optimizer": {"device": "cpu", "pin_memory": "no"}}, "pin_memory: expected True or False"),
     "offload nowhere": ({"offload_param": {"ratio": 0.5}}, "offload_param: {'ratio': 0.5} names no device.*add 'device'"),
-    "offload half": ({"offload_param": zs.Offload("cpu", ratio=0.5)}, "offload_param: ratio is of the optimizer's states alone"),
-    "offload fused": ({"offload_param": {"device": "cpu", "fused": True}}, "fused is of the optimizer's states alone"),
+    "offload half": ({"offload_param": zs.Offload("cpu", ratio=0.5)}, "offload_param: ratio applies to optimizer states only"),
+    "offload fused": ({"offload_param": {"device": "cpu", "fused": True}}, "fused applies to optimizer states only"),
 }
 
 

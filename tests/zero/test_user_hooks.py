@@ -231,7 +231,7 @@ def test_a_hook_that_writes_the_parameter_is_told(stage):
         model.last.bias.register_post_accumulate_grad_hook(hook)
         model, _ = zs.shard(model, None, stage=stage, map_shared=False)
         with pytest.raises(
-            zs.ShardedWriteError, match="last.bias: a hook has written it in backward.*give zs.shard one optimizer"
+            zs.ShardedWriteError, match="last.bias: a hook has written this parameter in backward.*give zs.shard one optimizer"
         ):
             square(model, BATCHES[0][rank]).backward()
         zs.close(model)

@@ -263,15 +263,15 @@ class CheckpointedForward(_Forward):
         self.looked = True
         if opaque is not None:
             self.store.say(
-                f"{self.name} takes tensors inside a {opaque}, which are not stored: plain arguments are, and tuples, lists and "
-                "dicts of tensors."
+                f"{self.name} takes tensors inside a {opaque}, which are not stored: pass them as arguments, or in tuples, lists and "
+                "dicts."
             )
 
     def _hooks(self) -> contextlib.AbstractContextManager:
         if _outer_checkpoint() or _in_backward():
             self.store.say(
-                f"{self.name} runs inside a checkpoint of the model's own, so its input is not stored: pass blocks=None to "
-                "store what the model's checkpoints keep."
+                f"{self.name} runs inside a torch.utils.checkpoint of the model's own, so its input is not stored: pass blocks=None "
+                "to store what the model's own checkpoints keep."
             )
             return contextlib.nullcontext()
         return self.store.hooks(self.name)
@@ -290,7 +290,7 @@ class ForwardOfCheckpoints(_Forward):
         if self.store.packed == before:
             self.store.say(
                 "this forward stored nothing: it called no torch.utils.checkpoint with an input of at least "
-                f"{self.store.min_numel} elements that requires a gradient. Let zs.checkpoint_activations find the blocks."
+                f"{self.store.min_numel} elements that requires a gradient. Leave out blocks=None, so that blocks are found."
             )
         return output
 

@@ -108,8 +108,8 @@ class DiskPlace(Place[FileKept]):
             self.folder.check_space(foreseen - mine, max(foreseen * self.ranks - everyone, foreseen - mine))
         except SwapError as error:
             raise SwapError(
-                f"{error}. It is for activation checkpoints, {1 + self.foreseen} in a forward as far as is known, all like the "
-                "first: if that one is larger than the others, say with arena_nbytes= what all of them take"
+                f"{error}. The need was estimated as {1 + self.foreseen} activation checkpoints in a forward, each as large as the first: "
+                "if the others are smaller, give the bytes of all of them as arena_nbytes="
             ) from None
         self._checked_nbytes = needed  # not `foreseen`, which is a guess
 

@@ -41,7 +41,7 @@ class LinearTile(Tile, nn.Linear):
 
     @property
     def reset_parameters(self) -> Any:
-        raise AttributeError("a tile is initialised by its whole, in the order of the whole")
+        raise AttributeError("a tile has no reset_parameters: call that of the tiled layer, which initialises all its tiles")
 
 
 class EmbeddingTile(Tile, nn.Embedding):
@@ -55,7 +55,7 @@ class EmbeddingTile(Tile, nn.Embedding):
 
     @property
     def reset_parameters(self) -> Any:
-        raise AttributeError("a tile is initialised by its whole, in the order of the whole")
+        raise AttributeError("a tile has no reset_parameters: call that of the tiled layer, which initialises all its tiles")
 
 
 class TiledLinear(Tiled):

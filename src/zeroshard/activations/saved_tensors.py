@@ -175,7 +175,7 @@ class Store:
         if tensor.device.type != self.place.device.type:
             self.say(
                 f"activations on {tensor.device} are not stored: the model was on {self.place.device} when "
-                "zs.checkpoint_activations was called. Move the model first."
+                "zs.checkpoint_activations was called. Move the model before that call."
             )
             return False
         return True
@@ -205,7 +205,7 @@ class Store:
         if isinstance(packed, Saved):
             return packed.restore()
         if self.closed:
-            raise ZeroshardError("backward() after zs.checkpoint_activations(model, off=True): run it before.")
+            raise ZeroshardError("call backward() before zs.checkpoint_activations(model, off=True), which drops what it needs.")
         self._reap()
         with torch.no_grad(), self._told():
             self.slices.agree(packed.forward)

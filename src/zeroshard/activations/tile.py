@@ -197,10 +197,10 @@ def _why_not(held: list[Holder], holders: dict[nn.Parameter, list[Holder]]) -> s
         module, where = holder.module, holder.prefix or "the model"
         experts = tiled_experts.are_experts(module)
         if not experts and (type(module) not in (nn.Linear, nn.Embedding) or holder.attribute != "weight"):
-            known = "nn.Linear, nn.Embedding and experts with Transformers' interface are"
-            return f"{where} is a {type(module).__name__}, whose use of it is not known; {known}"
+            known = "weights of nn.Linear, nn.Embedding and experts with Transformers' interface alone can be cut"
+            return f"{where} is a {type(module).__name__}; {known}"
         if "forward" in module.__dict__ or torch_compat.compiled_call(module) is not None:
-            return f"the forward of {where} was replaced or compiled; tile first"
+            return f"the forward of {where} was replaced or compiled; call zs.tile() before that"
         bias = _bias(module)
         if bias is not None and len(holders[bias]) > 1:
             return f"the bias of {where} is shared"
@@ -226,7 +226,7 @@ def _cut(weights: dict[str, nn.Parameter], held: list[Holder], limit: int, dtype
         return Cut(weights, held, 1, _bounds(first.shape[1], most))
     what = f"one row of {held[0].name} {tuple(first.shape)}" if len(weights) == 1 else f"one expert of {held[0].prefix}"
     column = ", and than one column" if linear else ""
-    raise ConfigError(f"max_bytes: {limit} bytes are less than {what}, {row} bytes{column}. Give at least that.")
+    raise ConfigError(f"max_bytes: {limit} bytes are less than {what}, {row} bytes{column}. Give at least {row}.")
 
 
 def _bounds(extent: int, most: int) -> list[int]:
@@ -300,14 +300,15 @@ def _check_cut(cut: Cut, optimizer: torch.optim.Optimizer | None) -> None:
     for name, param in params.items():
         if isinstance(param, ShardedTensor) and cut.dim != 0:
             raise NotImplementedError(
-                f"{name}: columns of a parameter born under zs.init() can not be cut. Build on the meta device."
+                f"{name}: a row is larger than max_bytes, and columns of a parameter made under zs.init() can not be cut. Raise max_bytes, "
+                "or build the model on the meta device in place of zs.init()."
             )
         if param.grad is not None:
-            raise ConfigError(f"{name} has a gradient: optimizer.zero_grad(set_to_none=True) before zs.tile().")
+            raise ConfigError(f"{name} has a gradient: call optimizer.zero_grad(set_to_none=True) before zs.tile().")
         if torch_compat.has_hooks(param):
             raise ConfigError(f"{name} has hooks, which expect a whole gradient: register them on the tiles after zs.tile().")
         if optimizer is not None and optimizer.state.get(param):
-            raise ConfigError(f"the optimizer has states of {name}: tile before the first step.")
+            raise ConfigError(f"the optimizer has states of {name}: call zs.tile() before the optimizer's first step.")
 
 
 # -- the cut ---------------------------------------------------------------------------------------------------

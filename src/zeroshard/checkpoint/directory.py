@@ -88,7 +88,7 @@ def check_free(root: Path, name: str, overwrite: bool) -> None:
     if not os.path.lexists(target):
         return
     if not (target / MANIFEST).is_file():
-        raise CheckpointError(f"{target} exists and is no checkpoint, so nothing replaces it; save with another step or name.")
+        raise CheckpointError(f"{target} exists and is not a checkpoint, so zs.save keeps it; save with another step or name.")
     if not overwrite:
         raise _taken(target)
 
@@ -128,7 +128,7 @@ def make_folders(path: Path) -> None:
     while not path.exists():
         if path.is_symlink():
             where = os.readlink(path)
-            raise CheckpointError(f"{path} is a link to {where}, where nothing is: make that folder, or remove the link.")
+            raise CheckpointError(f"{path} is a link to {where}, which does not exist: make that folder, or remove the link.")
         missing.append(path)
         path = path.parent
     for folder in reversed(missing):
@@ -161,8 +161,8 @@ class Draft:
         if self._lock is None and (device := root.stat().st_dev) not in _said:
             _said.add(device)
             print(
-                f"zeroshard: {root}: this filesystem has no file locks (flock); what a killed save leaves there is removed by a "
-                "later one on the same host, or after a day",
+                f"zeroshard: {root}: this filesystem has no file locks (flock); files that a killed save leaves there are removed by a "
+                "later save on the same host, or after a day",
                 file=sys.stderr,
             )
 

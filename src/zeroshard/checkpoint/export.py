@@ -151,7 +151,7 @@ def _check_arguments(dtype: Any, format: str, max_shard_nbytes: int, config: Any
     if isinstance(max_shard_nbytes, bool) or not isinstance(max_shard_nbytes, int) or max_shard_nbytes < 1:
         raise ConfigError(f"zs.export: max_shard_nbytes: expected an integer of at least 1, got {max_shard_nbytes!r}.")
     if config is not None and format == "torch":
-        raise ConfigError("zs.export: config: a file of torch.save has no place for it; use format='safetensors'.")
+        raise ConfigError("zs.export: config: a file of torch.save can not hold it; use format='safetensors'.")
 
 
 def _check_target(out: str | os.PathLike, format: str) -> Path:
@@ -223,11 +223,11 @@ def _say(line: str) -> None:
 def _read_objects(opened: Opened, format: str) -> dict[str, Any]:
     """Return modules' extra states that are no tensors, by name, if the format can hold them; print what is left out."""
     if opened.trained_only:
-        _say(f"{opened.path} holds trained parameters alone ({len(opened.frozen)} were left out): so does the export")
+        _say(f"{opened.path} holds trained parameters only ({len(opened.frozen)} were left out): so does the export")
     if format == "safetensors":
         if opened.module_readers:
             names = _listed(opened.module_readers)
-            _say(f"safetensors holds tensors alone: left out {names}; format='torch' has a place for them")
+            _say(f"safetensors holds tensors only: left out {names}; format='torch' holds them as well")
         return {}
     objects, refused = {}, []
     for name, reader in opened.module_readers.items():
@@ -277,7 +277,7 @@ class _Exporting:
         """Write one file of torch.save. Return its name."""
         for name, (dtype, _) in self.tensors.items():
             if not dcp.storable(dtype):
-                raise ConfigError(f"zs.export: {name} is {dtype}, which this format has no place for{_way_on(dtype)}.")
+                raise ConfigError(f"zs.export: {name} is {dtype}, which this format can not hold{_way_on(dtype)}.")
         self._reserve(path.parent)
         offsets = dcp.make_state_dict_file(path, self.tensors, self.ties, self.objects)
         for name, (dtype, shape) in self.tensors.items():
@@ -289,9 +289,9 @@ class _Exporting:
         """Write a folder of safetensors files, index and config. Return the files' names."""
         for name, (dtype, _) in self.tensors.items():
             if dtype not in SAFETENSORS_NAMES:
-                raise ConfigError(f"zs.export: {name} is {dtype}, which safetensors has no place for{_way_on(dtype)}.")
+                raise ConfigError(f"zs.export: {name} is {dtype}, which safetensors can not hold{_way_on(dtype)}.")
         if _METADATA in self.tensors.keys() | self.ties.keys():
-            raise ConfigError(f"zs.export: safetensors has no place for a tensor called {_METADATA!r}; use format='torch'.")
+            raise ConfigError(f"zs.export: safetensors can not hold a tensor called {_METADATA!r}; use format='torch'.")
         folder.mkdir()
         self._reserve(folder)
         shards = self._shards(max_shard_nbytes)

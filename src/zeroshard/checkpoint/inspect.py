@@ -88,7 +88,7 @@ def _look(where: Path, name: str | None, verify: bool) -> list[Inspection]:
     folder = places.find(where, name)
     one = _inspect(folder, verify)
     if one is None:
-        raise CheckpointNotFound(f"{folder} was removed while it was read: its run goes on, and keeps the last ones alone.")
+        raise CheckpointNotFound(f"{folder} was removed while it was read, as by a run with keep_last: inspect a later one.")
     return [one]
 
 
@@ -115,7 +115,7 @@ def _inspect(folder: Path, verify: bool) -> Inspection | None:
         checksums, damage = DAMAGED if isinstance(error, CheckpointCorrupt) else UNREADABLE, str(error)
     except _MALFORMED as error:
         what = f"{type(error).__name__}: {error}"
-        checksums, damage = UNREADABLE, f"{folder / places.MANIFEST} is no manifest of this version: {what}"
+        checksums, damage = UNREADABLE, f"{folder / places.MANIFEST} can not be read by this version of zeroshard: {what}"
     return replace(found, checksums=checksums, damage=damage)
 
 

@@ -166,7 +166,7 @@ def _agree(runtime: Runtime, path: Any, optimizer: Any, name: str | None, verify
     for rank, (_, other, _) in enumerate(everyone):
         if other != first:
             what = [f"{key}: {first[key]!r} and {value!r}" for key, value in other.items() if value != first[key]]
-            raise ConfigError(f"zs.load: ranks 0 and {rank} call it differently: {'; '.join(what)}.")
+            raise ConfigError(f"zs.load: ranks 0 and {rank} passed different arguments: {'; '.join(what)}.")
     return Stages(runtime, core, [told for *_, told in everyone])
 
 
@@ -240,7 +240,7 @@ class _Loading:
         problems += self._compare_optimizer() + self._find_slices(extra)
         if missing and self.strict and self.opened.trained_only:
             problems.append(
-                "  It holds what was trained alone; the model trains more now. Load it into the model as it was frozen then and "
+                "  The checkpoint holds trained parameters only, and the model trains more now. Freeze the model as it was, load, and "
                 "unfreeze afterwards (zs.close, requires_grad_(True), zs.shard), or save with trained_only=False."
             )
         if problems:
@@ -320,8 +320,8 @@ class _Loading:
                 return [f"  optimizer: {told}: load it with optimizer=None to take the model alone"]
             numbered = [member for member in given["params"] if isinstance(member, int)]
             if numbered and self.stages.several:
-                told = "it numbers its parameters, and no stage of a pipeline knows its own numbers"
-                return [f"  optimizer: {told}: load it without stages, zs.save"]
+                told = "the checkpoint numbers its parameters, and a stage of a pipeline does not know the numbers of its own"
+                return [f"  optimizer: {told}: load it in a run without stages, and save it there by zs.save"]
             if numbered and len(given["params"]) != len(mine["params"]):
                 return [f"  optimizer group {number}: saved {len(given['params'])} parameters, wanted {len(mine['params'])}"]
             names |= dict(zip(numbered, mine["params"], strict=False))

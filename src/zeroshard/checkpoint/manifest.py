@@ -118,7 +118,10 @@ class Manifest:
             _check_places(path, found)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             what = f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"{path}: what it says is not what its format asks for: {what}") from error
+            raise CheckpointError(
+                f"{path} does not follow the format of zs.save, though its checksum is right ({what}): another program wrote or changed it. "
+                "Load another checkpoint."
+            ) from error
         return found
 
     @classmethod
@@ -163,7 +166,7 @@ def _check_kind(path: Path, body: dict[str, Any]) -> None:
     body.pop("checksum")
     form, version = body.pop("format"), body.pop("version")
     if form != FORMAT:
-        raise CheckpointError(f"{path}: format: expected {FORMAT!r}, got {form!r}: something else wrote it.")
+        raise CheckpointError(f"{path}: format: expected {FORMAT!r}, got {form!r}: zs.save did not write it.")
     if version > VERSION:
         raise CheckpointError(f"{path}: written by a newer version of zeroshard; update it to read this checkpoint.")
     digest = (body.pop("digest"), body.pop("digest_nbytes"))
@@ -171,7 +174,7 @@ def _check_kind(path: Path, body: dict[str, Any]) -> None:
         raise CheckpointError(f"{path}: digest, digest_nbytes: expected {DIGEST} of {DIGEST_NBYTES:,} bytes each, got {digest}.")
     absent = [key for key in _FACTS if key not in body]
     if absent:
-        raise CheckpointError(f"{path}: {', '.join(absent)}: missing, and a checkpoint can not be understood without.")
+        raise CheckpointError(f"{path} lacks {', '.join(absent)}, which zs.save writes: another program changed it.")
 
 
 def _check_places(path: Path, manifest: Manifest) -> None:
@@ -198,7 +201,7 @@ def _check_places(path: Path, manifest: Manifest) -> None:
             if not all(0 <= o <= o + s <= n for o, s, n in zip(at.box.offsets, at.box.sizes, shape, strict=True)):
                 raise CheckpointCorrupt(str(path), 0, f"boxes of {name} within {entry.shape}", str(at.box))
         if covered != shape.numel() or not entry.boxes:
-            raise CheckpointCorrupt(str(path), 0, f"boxes of the {shape.numel():,} elements of {name}", f"of {covered:,}")
+            raise CheckpointCorrupt(str(path), 0, f"all {shape.numel():,} elements of {name}", f"{covered:,}")
 
 
 def tensors_of(layout: FileLayout) -> bytes:

@@ -276,7 +276,7 @@ class FileWriter:
 
     def stop(self) -> None:
         """Make the writer fail, because the save has: `fill` returns soon, and `finish` raises."""
-        self.error = self.error or OffloadIOError(self.file.path, 0, EIO, "writing (abandoned)")
+        self.error = self.error or OffloadIOError(self.file.path, 0, EIO, "writing (stopped, as the save has failed)")
 
     def abandon(self) -> None:
         """Stop writing, wait for the thread, and close the file."""

@@ -69,7 +69,8 @@ def _told(error: Exception, rank: int | None, label: str, path: str | os.PathLik
     if isinstance(error, ZeroshardError):
         return error
     text = (str(error).splitlines() or [""])[0]
-    return CheckpointError(f"{path or 'a checkpoint'} ({who}{doing}): {type(error).__name__}: {text}; nothing was changed.")
+    what = f"{type(error).__name__}: {text}"
+    return CheckpointError(f"{path or 'a checkpoint'} could not be read ({who}at: {doing}): {what}; nothing was changed.")
 
 
 def find_checkpoint(comm: DirectComm | Alone, path: str | os.PathLike, name: str | None) -> Path:
@@ -241,8 +242,8 @@ def read_object(folder: Path, manifest: Manifest, name: str, trusted: bool = Fal
             named = re.search(r"GLOBAL ([\w.]+)", str(error))  # torch's message is a page long; the class is enough
             reason = named[1] if named else reason
             raise Untrusted(
-                f"{path}: {name}: an object of a class that is not loaded without your word: pass trusted=True if you trust "
-                f"whoever wrote this checkpoint ({reason})"
+                f"{path}: {name}: an object of a class that is loaded with trusted=True only, as it may run code: pass that if you "
+                f"trust whoever wrote this checkpoint ({reason})"
             ) from None
         raise CheckpointError(f"{path}: {name} can not be loaded: {type(error).__name__}: {reason}") from error
 

@@ -391,7 +391,7 @@ def _agree_on_listing(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Lis
             kept = tensors.setdefault(name, (kind, tuple(shape)))
             if kept != (kind, tuple(shape)):
                 raise ConfigError(
-                    f"zs.save_safetensors: {name} is {kept} at one stage of the pipeline and {kind, tuple(shape)} at another."
+                    f"zs.save_safetensors: {name} is {kept} at one stage of the pipeline and {kind, tuple(shape)} at another: rename one."
                 )
         metadata |= {name: first for name, first in ties.items() if name not in tensors}
     return mine, _Listing(tensors, metadata)
@@ -399,9 +399,9 @@ def _agree_on_listing(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Lis
 
 def _stored_dtype(name: str, value: Any, wanted: torch.dtype | None) -> torch.dtype:
     if not isinstance(value, Tensor):
-        raise ConfigError(f"zs.save_safetensors: {name} is a {type(value).__name__}, and safetensors holds tensors alone.")
+        raise ConfigError(f"zs.save_safetensors: {name} is a {type(value).__name__}, and safetensors holds tensors only.")
     if name == "__metadata__":
-        raise ConfigError("zs.save_safetensors: __metadata__ is a name that safetensors itself uses; call the tensor otherwise.")
+        raise ConfigError("zs.save_safetensors: __metadata__ is a name that safetensors itself uses; rename the tensor.")
     dtype = casts_to(value.dtype, wanted)
     if dtype not in SAFETENSORS_NAMES:
         expected = ", ".join(map(str, SAFETENSORS_NAMES))

@@ -175,7 +175,8 @@ def _plan(
 def _check_files(files: dict[str, bytes]) -> None:
     for name in files:
         if not places.plain_name(name) or name.startswith("rank-") or name in (places.MANIFEST, places.LOCK):
-            raise ConfigError(f"zs.save: files: {name!r} is not a name that can be given here.")
+            taken = f"not {places.MANIFEST}, {places.LOCK} or rank-..., which zs.save uses"
+            raise ConfigError(f"zs.save: files: expected a plain file name, {taken}; got {name!r}.")
 
 
 def _await_last(saver: Saver, plan: Plan) -> None:
@@ -186,7 +187,9 @@ def _await_last(saver: Saver, plan: Plan) -> None:
     if plan.if_busy == "refuse":
         busy = saver.runtime.world.exchange(b"" if last.done() else b"1", "zs.save: is one under way")
         if any(busy):
-            raise CheckpointError(f"zs.save: the save of {last.path.name} is still under way; nothing was done.")
+            raise CheckpointError(
+                f"zs.save: the save of {last.path.name} is still under way; nothing was saved. Wait for it, or use if_busy='wait'."
+            )
     saver.last = None
     if not last.told:
         last.wait()
@@ -206,16 +209,16 @@ def _agree(
     for rank, (_, other, digests, _) in enumerate(everyone):
         if other != first:
             what = [f"{k}: {first[k]!r} and {v!r}" for k, v in other.items() if v != first[k]]
-            raise ConfigError(f"zs.save: ranks 0 and {rank} call it differently: {'; '.join(what)}.")
+            raise ConfigError(f"zs.save: ranks 0 and {rank} passed different arguments: {'; '.join(what)}.")
         if digests.keys() != names.keys():
-            raise ConfigError(f"zs.save: extra: rank 0 gives {sorted(names)}, rank {rank} {sorted(digests)}.")
+            raise ConfigError(f"zs.save: extra: rank 0 gave {sorted(names)}, rank {rank} {sorted(digests)}: give the same names.")
     shared = alike(comm, extras, [digests for _, _, digests, _ in everyone])
     for name in sorted(names):
         whose, _, number = name.rpartition(".")
         if whose in names.keys() - shared and re.fullmatch("[0-9]+", number):  # any number: other loads have other ranks
             raise ConfigError(
-                f"zs.save: extra[{name!r}]: that is what rank {number}'s {whose!r} is called, of which ranks give different "
-                "ones; choose another name."
+                f"zs.save: extra[{name!r}]: the checkpoint uses this name for rank {number}'s {whose!r}, which differs between ranks; "
+                "choose another name."
             )
     return shared, [told for *_, told in everyone]
 

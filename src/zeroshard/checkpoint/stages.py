@@ -32,8 +32,8 @@ class Stages:
         counts = [None if each is None or each["members"] is None else len(each["members"]) for each in self.told]
         if len(set(counts)) > 1:
             raise ConfigError(
-                f"the optimizers of the pipeline's stages have {counts} parameter groups: give all of them as many, of which some may be "
-                "empty, or save and load with no optimizer at any."
+                f"the optimizers of the pipeline's stages have {counts} parameter groups: give each the same number (groups may be "
+                "empty), or save and load without optimizers."
             )
 
     @staticmethod

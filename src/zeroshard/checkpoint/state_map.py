@@ -90,7 +90,7 @@ class Contents:
         """Add one part of a tensor. Raises ConfigError for dtypes that cannot be stored."""
         if not storable(place.dtype):
             raise ConfigError(
-                f"zs.save: {place.name} is {place.dtype}, which a checkpoint has no place for: keep its int_repr(), its scale and "
+                f"zs.save: {place.name} is {place.dtype}, which a checkpoint can not hold: keep its int_repr(), its scale and "
                 "its zero point in buffers of their own, or register it with persistent=False."
             )
         self.places.append(place)

@@ -94,7 +94,7 @@ def _serialised(name: str, value: Any) -> Extra:
         torch.save(state, out)
     except (pickle.PicklingError, TypeError, AttributeError, ZeroshardError) as error:
         inside = next((type(each).__name__ for each in _members(state) if has_state(each)), None)
-        hint = f" Give the {inside} in it a name of its own: its state_dict() is saved then." if inside else ""
+        hint = f" Give the {inside} in it a name of its own in extra=, so that its state_dict() is saved." if inside else ""
         raise ConfigError(f"zs.save: extra[{name!r}] can not be saved: {error}.{hint}") from error
     return Extra(state, out.getvalue())
 
@@ -119,7 +119,7 @@ def check_target(name: str, value: Any) -> None:
     inside = next((type(each).__name__ for each in _members(value) if has_state(each)), None)
     if inside:
         raise ConfigError(
-            f"zs.load: extra[{name!r}]: give the {inside} in it a name of its own, here and to zs.save: its state is loaded then."
+            f"zs.load: extra[{name!r}] would not load the {inside} inside it: give that a name of its own in extra=, here and to zs.save."
         )
 
 

@@ -262,7 +262,7 @@ class Writing:
                 with self._write_errors():
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder))
             raise ConfigError(
-                f"zs.save: {self.plan.root}: rank {self.comm.rank} does not see what rank 0 makes there; name a shared filesystem."
+                f"zs.save: {self.plan.root}: rank {self.comm.rank} does not see the folder of rank 0; name a shared filesystem."
             )
         self.contents = holding.collect(
             self.runtime, self.core, frozen=not self.plan.trained_only, names=self.stages, slices=self.slices
@@ -436,7 +436,7 @@ class Writing:
             self.file.unlink(missing_ok=True)
             places.write_whole(self.folder / f"{self.stem}.failed", encode(save._error))
         except Exception as problem:  # rank 0 will report that this rank's part is missing
-            print(f"zeroshard: rank {self.comm.rank}: {save._error}; telling it failed too: {problem}", file=sys.stderr)
+            print(f"zeroshard: rank {self.comm.rank}: {save._error}; rank 0 could not be told: {problem}", file=sys.stderr)
 
     def _sign(self, ended: threading.Event) -> None:
         """Renew the modification time of this rank's file every second, until the save has ended."""
@@ -459,7 +459,7 @@ class Writing:
             lost = {rank for rank in missing if self._lost(rank, there)}
             if lost & gone:  # lost in two polls: whatever the rank wrote before it released its lock would be visible by now
                 raise CheckpointError(
-                    f"zs.save: {self.plan.name}: ranks {sorted(lost & gone)} ended before they had written their parts."
+                    f"zs.save: {self.plan.name}: ranks {sorted(lost & gone)} ended before they had written their parts: see their output."
                 )
             gone = lost
             time.sleep(pause)
@@ -509,7 +509,7 @@ def _reason(path: Path) -> Exception:
     return (
         error
         if known
-        else CheckpointError(f"zs.save: a rank failed, and {path}, which should say why, does not ({error!s:.200}).")
+        else CheckpointError(f"zs.save: a rank failed, and its reason can not be read from {path} ({error!s:.200}).")
     )
 
 

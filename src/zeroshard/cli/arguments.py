@@ -104,7 +104,7 @@ class Parser(argparse.ArgumentParser):
         _chosen.update(quiet=known.quiet, verbose=known.verbose)
         del known.quiet, known.verbose
         if quiet() and verbose():
-            raise UsageError(f"--quiet: expected none beside --verbose; see {self.prog} --help")
+            raise UsageError(f"--quiet and --verbose exclude each other; see {self.prog} --help")
         return known
 
 

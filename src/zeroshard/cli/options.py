@@ -19,8 +19,9 @@ import zeroshard as zs
 from ..config import PRESETS, Tier, read_layout
 from ..planner.models import CASE_STUDIES, CaseStudy, GPTConfig
 from ..planner.models.presets import SCALES
+from ..utils.axes import cuts_model
 from ..utils.compression import CODECS, GRADIENT_CODECS
-from ..utils.planned_mesh import cuts_model, planned_otherwise
+from ..utils.planned_mesh import planned_otherwise
 from .arguments import Parser, UsageError, add_options
 from .mesh_axes import MeshAxes
 
@@ -155,12 +156,10 @@ class TrainOptions:
             self._expect(name, getattr(self, name) >= 0, "zero or a positive number")
         self._expect("eval_bytes", self.eval_bytes >= 2, "at least 2")
         self._expect("seed", 0 <= self.seed < 2**63, "0 <= seed < 2^63")
-        self._expect("save_in_background", self.save_every > 0 or not self.save_in_background, "none without --save-every")
+        self._expect("save_in_background", self.save_every > 0 or not self.save_in_background, "only with --save-every")
         self._check_offload()
-        self._expect(
-            "scale", self.case_study is not None or self.scale is None, f"none without --preset {', '.join(CASE_STUDIES)}"
-        )
-        self._expect("size", self.size is None or not self.case_study, f"none with --preset {self.preset}; give --scale")
+        self._expect("scale", self.case_study is not None or self.scale is None, f"only with --preset {', '.join(CASE_STUDIES)}")
+        self._expect("size", self.size is None or not self.case_study, f"not with --preset {self.preset}; give --scale")
         self._check_mesh()
         try:
             self.axes.check_model(self.model_config())
@@ -171,12 +170,12 @@ class TrainOptions:
         axes = self.axes
         if self.mesh is not None and self.ranks is not None:
             axes.check_ranks(self.ranks)
-        self._expect("schedule", self.schedule is None or axes.pp > 1, "none without stages (--mesh pp=2)")
+        self._expect("schedule", self.schedule is None or axes.pp > 1, "only with stages (--mesh pp=2)")
         for name in ("sequence_parallel", "partition_activations"):
-            self._expect(name, not getattr(self, name) or axes.tp > 1, "none without --mesh tp=2")
+            self._expect(name, not getattr(self, name) or axes.tp > 1, "only with --mesh tp=2")
         if axes.cuts_model:
             self._expect("sample_bytes", not self.sample_bytes, f"0 with --mesh {axes}: a model in parts writes no text")
-            self._expect("tile_max_bytes", self.tile_max_bytes is None, f"none with --mesh {axes}, which cuts weights itself")
+            self._expect("tile_max_bytes", self.tile_max_bytes is None, f"not with --mesh {axes}, which cuts weights itself")
 
     def _check_offload(self) -> None:
         for name in ("tile_max_bytes", "buffer_mib"):
@@ -187,18 +186,18 @@ class TrainOptions:
             raise UsageError(str(error)) from None
         packs = bool(self.quantized_weights or self.quantized_gradients)
         self._expect(
-            "quantize_on_host", packs or not self.quantize_on_host, "none without --quantized-weights or --quantized-gradients"
+            "quantize_on_host", packs or not self.quantize_on_host, "only with --quantized-weights or --quantized-gradients"
         )
         self._expect(
-            "error_feedback", bool(self.quantized_gradients) or not self.error_feedback, "none without --quantized-gradients"
+            "error_feedback", bool(self.quantized_gradients) or not self.error_feedback, "only with --quantized-gradients"
         )
-        self._expect("offload_path", self.offload_path is None or self.uses_disk, "no folder without nvme")
+        self._expect("offload_path", self.offload_path is None or self.uses_disk, "only with nvme")
         needs_states = config.offload_optimizer.tier is not Tier.DEVICE
-        self._expect("offload_ratio", self.offload_ratio == 1.0 or needs_states, "none without --offload-optimizer")
+        self._expect("offload_ratio", self.offload_ratio == 1.0 or needs_states, "only with --offload-optimizer")
         for name, usual in (("buffer_count", 8), ("buffer_mib", 16)):
-            self._expect(name, getattr(self, name) == usual or self.offloads, "none without an --offload option")
+            self._expect(name, getattr(self, name) == usual or self.offloads, "only with an --offload option")
         if not (self.pin_memory or self.uses_tiers):
-            raise UsageError("--no-pin-memory: expected none without an --offload option")
+            raise UsageError("--no-pin-memory: expected only with an --offload option")
 
     def _expect(self, name: str, condition: bool, expected: str) -> None:
         if not condition:
@@ -367,7 +366,7 @@ def _of_plan(chosen: argparse.Namespace) -> dict[str, Any]:
     kept = plan.get("checkpoint_activations") or {}
     row |= {"checkpoint_activations": bool(kept), "offload_activations": kept.get("offload", "none")}
     row["partition_activations"] = bool(kept.get("partition"))
-    if cuts_model(plan):
+    if cuts_model(plan["mesh"]):
         row["mesh"] = ",".join(f"{axis}={size}" for axis, size in plan["mesh"].items())
     elif chosen.mesh is None:
         row["ranks"] = plan["mesh"]["dp"]

@@ -74,12 +74,12 @@ class Options(PlanOptions):
             raise UsageError(f"--try-seconds: expected seconds of at least 0, got {self.try_seconds:g}")
         for name in ("global_batch", "lossy", "write_config", "offload_path"):
             if getattr(self, name) and not self.auto:
-                raise UsageError(f"--{name.replace('_', '-')}: expected none without --auto")
+                raise UsageError(f"--{name.replace('_', '-')}: expected only with --auto")
         path = self.write_config
-        if path is not None and (not Path(path).parent.is_dir() or Path(path).is_dir()):  # check before the long search
-            raise UsageError(f"--write-config: expected the name of a file in a folder that there is, got {path!r}")
+        if path is not None and (not Path(path).parent.is_dir() or Path(path).is_dir()):  # before the search
+            raise UsageError(f"--write-config: expected the name of a file in a folder that exists, got {path!r}")
         if self.auto and (self.offload_optimizer or self.offload_gradient or self.offload_param):
-            raise UsageError("--auto: expected no --offload option: where states rest is searched")
+            raise UsageError("--auto searches where states are kept: leave out the --offload options")
 
     def fixed(self, request: Request) -> dict[str, Any]:
         """Return the settings that were given, which --auto does not search."""

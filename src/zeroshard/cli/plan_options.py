@@ -109,7 +109,7 @@ class PlanOptions:
         for name in ("schedule", "sequence_parallel", "partition_activations"):
             axis = "pp" if name == "schedule" else "tp"
             if getattr(self, name) and getattr(axes, axis) == 1:
-                raise UsageError(f"--{name.replace('_', '-')}: expected none without --mesh {axis}=2")
+                raise UsageError(f"--{name.replace('_', '-')}: expected only with --mesh {axis}=2")
         request = Request(
             source, hardware, {"pp": axes.pp, "dp": axes.dp, "tp": axes.tp}, self.micro_batch, self.seq or source.default_seq,
             self.accumulate or (2 * axes.pp if axes.pp > 1 else 1), self.node_size, self._shard(hardware), self._checkpointing(),

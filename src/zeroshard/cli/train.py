@@ -170,7 +170,7 @@ def _resume(trainer: Trainer, path: Path) -> RunFolder | None:
             records = RunFolder.recorded(path, trainer.step)
             if trainer.complete and (RunFolder.finished(path, trainer.step) or not _steps_of(records)):
                 told = f"{trainer.step} steps, {trainer.seconds:.0f} s"
-                raise UsageError(f"--resume: the run is complete ({told}); give it more --steps")
+                raise UsageError(f"--resume: the run is complete ({told}); give it more --steps or a longer --time-limit")
             folder = RunFolder(path, records)
         except OSError as problem:
             error = f"--resume: cannot write in {path}: {problem.strerror}"

@@ -67,7 +67,9 @@ def rank_and_size() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
-        raise ConfigError("RANK or WORLD_SIZE is set, but no process group was started: torch.distributed.init_process_group().")
+        raise ConfigError(
+            "RANK or WORLD_SIZE is set, but no process group was started: call torch.distributed.init_process_group() first, or unset both."
+        )
     return 0, 1
 
 
@@ -119,30 +121,6 @@ def is_imagined() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake"
 
 
-def of_mesh(mesh: Any, comm: Choice | None) -> tuple[Choice | None, list[list[int]] | None]:
-    """Return the group of a mesh's ranks, and for a mesh of two axes the ranks of each index of the outer axis (else None).
-
-    Raises ConfigError for anything but a DeviceMesh of 1 or 2 axes, and where both a mesh and a comm are given.
-    """
-    if mesh is None:
-        return comm, None
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2:
-        got = f"one of shape {tuple(mesh.mesh.shape)}" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
-        raise ConfigError(
-            f"mesh: expected a DeviceMesh of 1 or 2 axes, got {got}. Pass the axes of data parallelism alone, or name the others tp, ep or pp."
-        )
-    if comm is not None:
-        raise ConfigError("mesh and comm both say which ranks take part: give one of them.")
-    if mesh.ndim == 1:
-        return mesh, None
-    ranks = mesh.mesh.flatten().tolist()
-    group: Choice | None = None
-    if sorted(ranks) != list(range(dist.get_world_size())):
-        group = dist.new_group(sorted(ranks), use_local_synchronization=True)
-    places = {rank: place for place, rank in enumerate(sorted(ranks))}
-    return group, [[places[rank] for rank in row] for row in mesh.mesh.tolist()]
-
-
 def _of_group(group: Any, device: torch.device, stall_timeout_s: float, option: str) -> DirectComm:
     """Return the Comm of a process group's or mesh's ranks, each of which calls this (collective)."""
     if isinstance(group, DeviceMesh):
@@ -156,8 +134,8 @@ def _of_group(group: Any, device: torch.device, stall_timeout_s: float, option: 
         raise ConfigError(f"{option}: the process group has not been started: call torch.distributed.init_process_group() first.")
     if not isinstance(group, dist.ProcessGroup):
         raise ConfigError(
-            f"{option}: expected a DeviceMesh, a process group, a Comm or None, got {type(group).__name__}. A rank "
-            "outside of a group has none to pass: each rank passes the group that it is in."
+            f"{option}: expected a DeviceMesh, a process group, a Comm or None, got {type(group).__name__}. Each rank passes a group "
+            "that it is a member of: new_group() returns no process group to the other ranks."
         )
     if is_imagined():
         world = FakeComm(dist.get_rank(), dist.get_world_size(), device)
@@ -194,7 +172,10 @@ def _connect(choice: str, device: torch.device, stall_timeout_s: float) -> Direc
         here = [rank for rank, other in enumerate(places) if other[:2] == (place, str(device.type))]
         same_host = len(here) == len(places) and place is not None
         if choice == "shared" and not same_host:
-            raise ConfigError(f"comm='shared' needs all ranks on one Linux host and the CPU, got {[p[:2] for p in places]}.")
+            raise ConfigError(
+                "comm='shared' needs all ranks on one Linux host, and their models on the CPU; got these hosts and devices: "
+                f"{[p[:2] for p in places]}. Leave comm out, or pass comm='dist'."
+            )
         if choice == "dist" or door is None or (len(here) == 1 and not same_host):
             return DistComm(None, device, stall_timeout_s)
         transport = ProcessTransport(
@@ -230,7 +211,7 @@ def announce(error: BaseException) -> None:
         try:
             comm.fail(failure_of(error, comm.ranks[comm.rank]))
         except Exception as second:  # the process is ending: print the error, and let it end
-            print(f"zeroshard: could not tell the peers: {second}", file=sys.stderr)
+            print(f"zeroshard: this rank failed, and could not tell the other ranks so: {second}", file=sys.stderr)
 
 
 def _hook_failures() -> None:
@@ -260,7 +241,7 @@ def _close_all() -> None:
                 comm.fail(failure)
             comm.leave()
         except Exception as error:
-            print(f"zeroshard: could not take leave of the peers: {error}", file=sys.stderr)
+            print(f"zeroshard: this rank ends, and could not tell the other ranks so: {error}", file=sys.stderr)
     _live.clear()
 
 

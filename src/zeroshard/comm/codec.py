@@ -48,10 +48,16 @@ def decode(data: bytes) -> Any:
     except MalformedMessage:
         raise
     except (struct.error, IndexError, UnicodeDecodeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise MalformedMessage(f"{len(data)} bytes are not what a rank tells: {error}") from None
+        raise _malformed(data, str(error)) from None
     if end != len(data):
-        raise MalformedMessage(f"{len(data)} bytes are not what a rank tells: {len(data) - end} follow the value")
+        raise _malformed(data, f"{len(data) - end} bytes follow the value")
     return value
+
+
+def _malformed(data: bytes, why: str) -> MalformedMessage:
+    return MalformedMessage(
+        f"{len(data)} bytes from another rank can not be decoded: {why}. Run the same version of zeroshard on every rank."
+    )
 
 
 def sendable(value: Any) -> bool:
@@ -73,13 +79,16 @@ def exchange_values(comm: Any, value: Any, label: str) -> list[Any]:
 
 def _put(value: Any, out: bytearray, depth: int) -> None:
     if depth == 0:
-        raise TypeError(f"a value nested more than {_MOST_NESTED} times can not be sent to other ranks")
+        raise TypeError(f"a value nested more than {_MOST_NESTED} levels deep can not be sent to other ranks: flatten it")
     put = _PUT.get(type(value))
     if put is None:  # a subclass is encoded as its plain base class
         put = next((put for kind, put in _PUT.items() if isinstance(value, kind)), None)
     if put is None:
         kind = type(value)
-        raise TypeError(f"{kind.__module__}.{kind.__qualname__} is not plain data and can not be sent to other ranks")
+        raise TypeError(
+            f"a {kind.__module__}.{kind.__qualname__} can not be sent to other ranks: expected None, numbers, strings, bytes, tensors, "
+            "dtypes, or lists, tuples and dictionaries of these"
+        )
     put(value, out, depth)
 
 
@@ -115,7 +124,10 @@ def _put_bytes(tag: bytes, data: Any, out: bytearray) -> None:
 
 def _put_tensor(value: Tensor, out: bytearray, depth: int) -> None:
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-        raise TypeError(f"a tensor of {value.layout} on {value.device} can not be sent to other ranks")
+        raise TypeError(
+            f"a tensor of layout {value.layout} and dtype {value.dtype} on {value.device} can not be sent to other ranks: expected a dense "
+            "tensor with values, not quantized"
+        )
     flat = value.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
     raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
     out += b"x"
@@ -171,17 +183,17 @@ def _take(data: bytes, at: int, depth: int) -> tuple[Any, int]:
     if tag == 0x66:  # f
         return _FLOAT.unpack_from(data, at)[1], at + 9
     if depth == 0:
-        raise MalformedMessage(f"{len(data)} bytes are not what a rank tells: nested more than {_MOST_NESTED} times")
+        raise _malformed(data, f"its values are nested more than {_MOST_NESTED} levels deep")
     if tag in _MADE:
         parts, end = _take(data, at + 1, depth - 1)
         return _MADE[tag](*parts), end
     length, at = _LENGTH.unpack_from(data, at)[1], at + 9
     if length > len(data) - at:  # every value has at least one byte
-        raise MalformedMessage(f"{len(data)} bytes are not what a rank tells: {length} more are announced at byte {at}")
+        raise _malformed(data, f"{length} bytes or values are announced at byte {at}, which do not follow")
     if tag in _CONTENT:
         return _CONTENT[tag](data[at : at + length]), at + length
     if tag not in b"ltd":
-        raise MalformedMessage(f"{len(data)} bytes are not what a rank tells: {tag} is the tag of nothing")
+        raise _malformed(data, f"no type of value has the tag {tag}")
     values: list[Any] = []
     for _ in range(2 * length if tag == 0x64 else length):  # d
         if data[at] == 0x69:  # i: the usual case, decoded here without a call
@@ -202,7 +214,7 @@ def _big_int(content: bytes) -> int:
 def _dtype(content: bytes) -> torch.dtype:
     found = getattr(torch, content.decode("ascii"), None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"no dtype {content!r:.40}")
+        raise ValueError(f"torch has no dtype {content!r:.40}")
     return found
 
 
@@ -213,7 +225,7 @@ _CONTENT: dict[int, Callable[[bytes], Any]] = {ord("b"): bytes, ord("I"): _big_i
 def _tensor(dtype: torch.dtype, shape: tuple[int, ...], raw: bytes) -> Tensor:
     numel = math.prod(shape)
     if min(shape, default=0) < 0 or numel * dtype.itemsize != len(raw):
-        raise ValueError(f"{len(raw)} bytes are no tensor {shape} of {dtype}")
+        raise ValueError(f"a tensor of shape {shape} and dtype {dtype} does not take {len(raw)} bytes")
     flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
     return flat.reshape(shape)
 
@@ -221,7 +233,7 @@ def _tensor(dtype: torch.dtype, shape: tuple[int, ...], raw: bytes) -> Tensor:
 def _error(name: str, text: str, fields: dict[str, Any]) -> BaseException:
     kind = _error_kinds().get(name)
     if kind is None or not all(type(key) is str for key in fields):
-        raise ValueError(f"no error {name!r:.40}")
+        raise ValueError(f"unknown class of error {name!r:.40}")
     base: Any = kind
     while base.__module__ != "builtins":  # the builtin base, whose __new__ makes an object without running __init__
         base = base.__base__

@@ -55,7 +55,7 @@ def judge(comm: Waiting, label: str, error: RuntimeError) -> Failure | None:
         if timed_out:
             return stalled(answers, comm, label)
         if time.monotonic() > deadline:
-            what = f"rank {comm.ranks[comm.rank]}: a connection broke at '{label}', though all ranks live: {text}"
+            what = f"rank {comm.ranks[comm.rank]} lost a connection at '{label}', while all ranks' processes run (the network?): {text}"
             return Failure(comm.ranks[comm.rank], what, ZeroshardError(what))
         time.sleep(_PAUSE_S)
     return comm.desk.told

@@ -161,8 +161,8 @@ def backend_for(device: torch.device, group: dist.ProcessGroup | None = None) ->
     if found is None or (found == "gloo" and device.type != "cpu"):  # gloo sends and receives host memory only
         other = "nccl" if device.type == "cuda" else "gloo"
         raise ConfigError(
-            f"the model is on {device}, but the process group has {dist.get_backend_config(group)}, which can not send from "
-            f"there: init_process_group({other!r}), or move the model before zs.shard()."
+            f"the model is on {device}, but the process group has {dist.get_backend_config(group)}, which can not send tensors of that "
+            f"device: call init_process_group({other!r}), or move the model before zs.shard()."
         )
     return found
 
@@ -308,7 +308,10 @@ class DistComm(DirectComm):
         if len(set(map(operation, labels))) > 1:
             places = "; ".join(f"rank {self.ranks[rank]}: {at}" for rank, at in enumerate(labels))
             hint = misuse(dict(enumerate(labels)), self.world_size)
-            raise CollectiveMismatch(f"ranks entered different operations ({places}).{hint}")
+            raise CollectiveMismatch(
+                f"ranks entered different operations ({places}). Every rank must run the same sequence of zeroshard calls (steps, "
+                f"evaluations, saves).{hint}"
+            )
         return results
 
     def _all_gather_bytes(self, body: bytes, nbytes: int, label: str) -> list[bytes]:

@@ -71,8 +71,8 @@ class Door:
             while missing := [peer for peer in expected if peer not in peers]:
                 if time.monotonic() > deadline:
                     raise StallError(
-                        f"rank {rank}: ranks {missing} have not connected in time. Did all ranks call zs.shard() (or "
-                        "zs.init), and do their processes live?"
+                        f"rank {rank}: ranks {missing} have not connected within stall_timeout_s. Do all ranks call zs.shard() (or "
+                        "zs.init), and are their processes alive?"
                     )
                 for fd in self._ready(callers, min(0.5, deadline - time.monotonic())):
                     caller = callers.get(fd)
@@ -166,13 +166,16 @@ def _call(rank: int, peer: int, address: bytes, secret: bytes, deadline: float) 
         except ConnectionRefusedError:
             raise PeerFailed(peer, "its process ended before this rank could connect to it", "connecting") from None
         except TimeoutError:
-            raise StallError(f"rank {rank}: rank {peer} has not answered in time: is its process stopped?") from None
+            raise StallError(f"rank {rank}: no answer from rank {peer} within stall_timeout_s: is it stopped?") from None
         except BaseException:
             sock.close()
             raise
         sock.close()
         if time.monotonic() > deadline:
-            raise StallError(f"rank {rank} could not connect to rank {peer} in time: its door is crowded")
+            raise StallError(
+                f"rank {rank} could not connect to rank {peer} within stall_timeout_s: rank {peer} refused or dropped every attempt, as it "
+                "does while many others connect. Raise stall_timeout_s, or use comm='dist'."
+            )
         time.sleep(_PAUSE_S)
 
 

@@ -280,7 +280,7 @@ def _receive(sock: socket.socket, nbytes: int) -> bytes:
 def _receive_framed(sock: socket.socket) -> bytes:
     (nbytes,) = _LENGTH.unpack(_receive(sock, _LENGTH.size))
     if nbytes > _MOST_NBYTES:
-        raise MalformedMessage(f"a message of {nbytes} bytes at a desk")
+        raise MalformedMessage(f"a message of {nbytes} bytes was announced, more than {_MOST_NBYTES}")
     return _receive(sock, nbytes)
 
 

@@ -146,7 +146,10 @@ def _read_whole(descriptor: int, nbytes: int) -> bytes:
     """Return the content of a peer's memory and close its descriptor, the last one, with which the memory goes."""
     try:
         if type(nbytes) is not int or os.fstat(descriptor).st_size != nbytes:
-            raise MalformedMessage(f"a message of {nbytes} bytes has {os.fstat(descriptor).st_size}")
+            sent = os.fstat(descriptor).st_size
+            raise MalformedMessage(
+                f"a rank of this host announced {nbytes} bytes and sent {sent}. Run the same version of zeroshard on every rank."
+            )
         starts = range(0, nbytes, _PART_NBYTES)
         parts = [os.pread(descriptor, min(_PART_NBYTES, nbytes - start), start) for start in starts]
         return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -102,11 +102,11 @@ class ShardedSampler(Sampler[int]):
         """
         batch_size = batch_size if batch_size is not None else getattr(loader, "batch_size", None)
         if not batch_size:
-            raise ConfigError("zs.ShardedSampler.follow: the loader has no batch_size: give it.")
+            raise ConfigError("zs.ShardedSampler.follow: the loader has no batch_size: pass follow(loader, batch_size=...).")
         if self._drawn and isinstance(loader, Iterator):
             raise ConfigError(
-                "zs.ShardedSampler.follow: expected a loader, got an iterator, and the sampler has been drawn from: how much of that "
-                "the iterator still has nobody knows. Give it the loader itself."
+                "zs.ShardedSampler.follow: expected a loader, got an iterator, which may have drawn samples from this sampler already "
+                "that can not be counted. Pass the loader itself."
             )
         loop = self._loop = object()
         self._drawn = self._drawn and self.samples > 0
@@ -125,8 +125,8 @@ class ShardedSampler(Sampler[int]):
     def _check_loop(self, loop: object) -> None:
         if self._loop is not loop:
             raise ConfigError(
-                "zs.ShardedSampler: since this loop over sampler.follow(loader) was begun, another one was, or a position has been "
-                "loaded: what this one still has would not be counted. Begin a new one."
+                "zs.ShardedSampler: another loop over sampler.follow(loader) was begun, or a position was loaded, while this loop was "
+                "running: its further batches would not be counted. Begin a new loop."
             )
 
     def _end_epoch(self) -> None:
@@ -142,20 +142,20 @@ class ShardedSampler(Sampler[int]):
         """Return the position, the same on every rank. Raises ConfigError after a loop without `follow`."""
         if self._drawn:
             raise ConfigError(
-                "zs.ShardedSampler: expected a loop over sampler.follow(loader): a loader's workers draw ahead, so a run that "
-                "goes on from what was drawn would lose or repeat samples. Follow the loader, or save without the sampler."
+                "zs.ShardedSampler: the position after a plain loop over the loader is not known, since a loader's workers draw samples "
+                "ahead: a resumed run would lose or repeat some. Loop over sampler.follow(loader), or save without the sampler."
             )
         return {name: getattr(self, name) for name in _POSITION}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise ConfigError if a position is of another data set or order. `zs.load` calls this before it changes anything."""
         if not isinstance(state, dict) or not set(_POSITION) <= state.keys():
-            raise ConfigError(f"zs.ShardedSampler: expected a position with {', '.join(_POSITION)}, got {state!r}.")
+            raise ConfigError(f"zs.ShardedSampler: expected a state_dict() of one, with {', '.join(_POSITION)}, got {state!r}.")
         for name in ("numel", "seed", "shuffle"):
             if state[name] != getattr(self, name):
                 raise ConfigError(
                     f"zs.ShardedSampler: {name}: the saved position is of {state[name]!r}, this sampler has {getattr(self, name)!r}: "
-                    "samples would be lost or repeated."
+                    "samples would be lost or repeated. Build it as the saved one was, or load without the sampler."
                 )
         for name, most in (("epoch", sys.maxsize), ("samples", self.numel)):
             if not isinstance(state[name], Integral) or not 0 <= state[name] <= most:

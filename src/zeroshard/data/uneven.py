@@ -143,8 +143,7 @@ class _Peer:
         if any(other != names[0] for other in names):
             raise ZeroshardError(
                 f"zs.join: ranks have different learning-rate schedulers ({'; '.join(f'rank {r}: {n}' for r, n in enumerate(names))}), "
-                "as far as they were built after zs.shard() or stepped since, so those of ranks whose data ended early can not be "
-                "brought to where the others are. Build them on every rank, after zs.shard()."
+                "so those of ranks whose data ended early can not follow the others. Build the same ones on every rank, after zs.shard()."
             )
         options, theirs = everyone[self.attendance.leader]
         if self.runtime.comm.rank not in self.attendance.latest:

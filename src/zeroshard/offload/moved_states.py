@@ -66,8 +66,8 @@ class MovedStates:
         """Raise StatesAway where one of these parts is away; without arguments, where any is."""
         if self.lent and not set(parts) == {"parameters"}:
             raise ZeroshardError(
-                f"inside {self.lent} other values stand for the model's parameters: only forwards, full_state_dict and "
-                "stream_full_tensors are possible; leave it first."
+                f"inside {self.lent} the model's parameters have other values: only forwards, full_state_dict and "
+                "stream_full_tensors are possible. Do the rest after that `with` block."
             )
         away = [part for part in self._left if not parts or part in parts]
         if away:

@@ -47,7 +47,7 @@ def ema(model: nn.Module, decay: float = 0.999) -> AveragedModel:
     if isinstance(decay, bool) or not isinstance(decay, Real) or not 0.0 <= decay <= 1.0:
         raise ConfigError(f"zs.ema: decay: expected a number between 0 and 1, got {decay!r}.")
     if runtime.optimizer is None:
-        raise ZeroshardError("zs.ema: this model was sharded without an optimizer, so that no step would be averaged.")
+        raise ZeroshardError("zs.ema averages over steps: expected a model that was sharded with an optimizer.")
     return AveragedModel(model, runtime, float(decay))
 
 
@@ -100,7 +100,7 @@ class AveragedModel:
         are the same bits as before. Meanwhile a copy of the shard of parameters is kept where the average rests.
         """
         if model is not None and model is not self.model:
-            raise ConfigError("AveragedModel.swapped: expected the model of which this is the average.")
+            raise ConfigError("AveragedModel.swapped: expected the model that was given to zs.ema, got another one.")
         self._check("AveragedModel.swapped")
         self.runtime.gate.wait()
         self._exchange(self._lend)

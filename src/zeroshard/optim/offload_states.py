@@ -118,7 +118,7 @@ def _agree(runtime: Runtime, include: Any, device: Any, pin_memory: bool) -> tup
         if told is not None:
             raise told
         if (theirs, where) != everyone[0][1:]:
-            raise ConfigError(f"zs.offload_states: ranks call it differently: {everyone[0][1:]} and {(theirs, where)}.")
+            raise ConfigError(f"zs.offload_states: ranks passed different arguments: {everyone[0][1:]} and {(theirs, where)}.")
     return parts, offload
 
 

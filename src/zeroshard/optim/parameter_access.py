@@ -57,7 +57,7 @@ class ParameterPart(ABC):
         home = home_of(param)
         if is_gathered(param):
             raise ZeroshardError(
-                f"{whole_now[id(param)].home.name} is whole inside zs.gathered: ask for its {self.what} outside of it."
+                f"{whole_now[id(param)].home.name} is gathered by zs.gathered: read or set its {self.what} outside of that `with` block."
             )
         if not isinstance(home, ParamHome):
             raise ZeroshardError(
@@ -185,7 +185,7 @@ class _Gradient(ParameterPart):
         return grad.full_tensor().clone() if isinstance(grad, ShardedTensor) else None if grad is None else grad.clone()
 
     def _problem(self) -> str | None:
-        return None if self.group.trainable else "it is frozen (requires_grad=False) and takes none"
+        return None if self.group.trainable else "the parameter is frozen (requires_grad=False) and takes no gradient"
 
     def _prepare(self) -> None:
         self.group.runtime.flush()
@@ -239,7 +239,7 @@ class OptimizerStatePart(ParameterPart):
         if self.key in self._entries():
             return None
         frozen = "" if self.group.trainable else " (it is frozen)"
-        return f"there is none of this name{frozen}: states exist after the first step, or a load"
+        return f"the parameter has no state of this name{frozen}: states exist after the first step, or a load"
 
     def _set(self, value: Tensor) -> None:
         write_entry(self._core, self.param, self.key, value)
@@ -257,8 +257,8 @@ def whole_states(group: ParamGroup, index: int, entries: dict[str, Any]) -> dict
     for key in sorted({key for _, _, theirs in everyone for key in theirs}):
         if not all(key in other or key in theirs for other, _, theirs in everyone):  # equal on every rank, so all raise
             raise ConfigError(
-                f"optimizer state {key!r} of {group.specs[index].name} is an object of which some ranks have none, and not plain "
-                "data that could be sent to them."
+                f"optimizer state {key!r} of {group.specs[index].name}: some ranks hold none of this parameter and need the state from "
+                "others, which can not send this object. Let the optimizer keep it as numbers, strings, tensors, lists or dictionaries."
             )
     result: dict[str, Any] = {key: plain[key] for key in plain if key in kept}
     for other, dtypes, _ in everyone:

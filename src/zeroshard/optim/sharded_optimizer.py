@@ -202,7 +202,7 @@ class OptimizerCore:
             unit.check_unchanged()
             if unit.pinned:
                 raise ZeroshardError(
-                    f"optimizer.step() inside zs.gathered: {unit.name} is whole, for a while. Step outside of it."
+                    f"optimizer.step() was called inside zs.gathered, with {unit.name} gathered: call it after that `with` block."
                 )
         check_members(self.outer, self.members, runtime.groups)
         runtime.flush()

@@ -206,7 +206,7 @@ class StateHome:
         return None
 
     def set_gradient(self, value: Tensor | None) -> None:
-        raise ShardedWriteError(f"an optimizer state of {self.name} takes no gradient.")
+        raise ShardedWriteError(f"an optimizer state of {self.name} takes no gradient: set that of the parameter.")
 
     def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         return NotImplemented

@@ -288,8 +288,8 @@ def _find(core: Core, param: Any) -> tuple[Run, int]:
                 return run, index
     what = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
     raise ConfigError(
-        f"optimizer.state[...]: {what} is no parameter that this optimizer steps: expected one of optimizer.param_groups, of a "
-        "model that is still sharded. Keep what belongs to no parameter outside of optimizer.state."
+        f"optimizer.state[key]: the key is {what}, which is not a parameter that this optimizer steps. Use a parameter of "
+        "optimizer.param_groups, before zs.close(model); keep values that belong to no parameter outside of optimizer.state."
     )
 
 

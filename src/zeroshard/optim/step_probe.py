@@ -153,7 +153,7 @@ class _Trial:
         except (_Untold, Sends):
             raise _Untold from None
         except Exception as error:  # whatever the class raises
-            return f"it fails on them ({type(error).__name__}: {error})"
+            return f"it fails on flat slices ({type(error).__name__}: {error})"
         change = (whole - self.value).abs().max().item()
         found = (other - whole).abs().max().item()
         if found <= _TOLERANCE * change + 1e-6 * whole.abs().max().item():  # False for NaN

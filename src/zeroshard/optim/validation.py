@@ -20,10 +20,10 @@ from .whole_matrix import check_whole, declared
 # attribute by which torch.distributed.optim marks parameters that it steps in backward
 _IN_BACKWARD = "_in_backward_optimizers"
 _NOT_ELEMENTWISE = {
-    "ADAFACTOR": "has states of a parameter's rows and columns (those of torch and of Transformers are served)",
-    "LARS": "scales each parameter's update by the norms of the whole",
+    "ADAFACTOR": "has states of a parameter's rows and columns (use the Adafactor of torch or of Transformers)",
+    "LARS": "scales each parameter's update by norms of the whole parameter",
     "LBFGS": "takes products of whole gradients, and calls its closure several times",
-    "LAMB": "scales each parameter's update by the norms of the whole",
+    "LAMB": "scales each parameter's update by norms of the whole parameter",
     "MUON": "works on whole matrices",
     "SHAMPOO": "works on whole matrices",
     "SOAP": "works on whole matrices",
@@ -69,9 +69,9 @@ def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         reason = _NOT_ELEMENTWISE.get(base.__name__.upper().removeprefix("FUSED"))
         if reason is not None:
             raise ConfigError(
-                f"optimizer: {cls.__name__} {reason}; expected an elementwise optimizer, since each rank steps "
-                "flat slices of the parameters. Use for example AdamW, SGD or zs.Lion; or, if it steps each parameter by itself, "
-                "declare that: zs.whole_matrix(class)."
+                f"optimizer: {cls.__name__} {reason}, but each rank steps flat slices of the parameters, which takes an elementwise "
+                "optimizer. Use for example AdamW, SGD or zs.Lion; or, if it steps each parameter independently of the others, "
+                f"declare that with zs.whole_matrix({cls.__name__}) before zs.shard()."
             )
     try:
         found = departure(optimizer)
@@ -85,22 +85,22 @@ def _departs(cls: type, found: Departure, groups: int) -> str:
     numbers = ", ".join(map(str, found.groups[:8])) + (", ..." if len(found.groups) > 8 else "")
     of = "" if len(found.groups) == groups == 1 else f" (in group {numbers} of {groups})"
     remedy = (
-        "It needs several parameters together: use for example AdamW, SGD or zs.Lion."
+        "Its step of a parameter depends on other parameters: use for example AdamW, SGD or zs.Lion."
         if not found.alone
-        else f"Each parameter can be stepped by itself, as was tried: declare that, zs.whole_matrix({cls.__name__}), or of such groups alone, "
-        f"zs.whole_matrix({cls.__name__}, where=lambda param, options: ...)."
+        else f"Its step of a parameter does not depend on other parameters: declare that with zs.whole_matrix({cls.__name__}) before "
+        f"zs.shard(), or for some groups only with zs.whole_matrix({cls.__name__}, where=lambda param, options: ...)."
     )
     return (
-        f"optimizer: {cls.__name__} was tried, and its step of parameters is not its step of flat slices of them{of}: {found.how}; "
-        f"expected an elementwise optimizer, since each rank steps flat slices. {remedy}"
+        f"optimizer: in a trial on small tensors, {cls.__name__} stepped flat slices of parameters differently from whole "
+        f"parameters{of}: {found.how}. Each rank steps flat slices, which takes an elementwise optimizer. {remedy}"
     )
 
 
 def _sends(cls: type, operation: str) -> str:
     return (
-        f"optimizer: {cls.__name__} was tried, and its step talks to other ranks by itself ({operation}); expected one that steps as on "
-        "one process, since gradients are averaged before it, and not every rank steps every parameter. Let its step find no process "
-        "group: where its module has `import torch.distributed as dist`, give that module a `dist` that is not initialized."
+        f"optimizer: in a trial, the step of {cls.__name__} sent data to other ranks ({operation}). Its step must not communicate: "
+        "zeroshard averages the gradients before it, and not every rank steps every parameter. Make its step find no process group: "
+        "where its module has `import torch.distributed as dist`, give that module a `dist` whose is_initialized() returns False."
     )
 
 
@@ -111,8 +111,8 @@ def _check_steps_itself(optimizer: torch.optim.Optimizer) -> None:
         if other is not optimizer:
             raise ConfigError(
                 f"optimizer: {type(optimizer).__name__}.{name} holds another optimizer ({type(other).__name__}), which would "
-                "step whole parameters: expected one that steps them itself. Give the inner optimizer to zs.shard(), and wrap what "
-                "comes back; of several make one, with a parameter group for each."
+                "step whole parameters, of which each rank has slices. Give the inner optimizer to zs.shard(), and wrap the one that "
+                "it returns; replace several inner optimizers by one with a parameter group for each."
             )
 
 
@@ -134,7 +134,7 @@ def _check_hooks(optimizer: torch.optim.Optimizer | None, specs: list[ParamSpec]
         more = f" and {len(stepped) - 3} more" if len(stepped) > 3 else ""
         raise ConfigError(
             f"{', '.join(spec.name for spec in stepped[:3])}{more}: a hook steps an optimizer of its own ({', '.join(classes)}) in backward, "
-            f"where the gradient is this rank's alone: ranks would part. {ONE_OPTIMIZER}"
+            f"with the gradient of this rank's batch alone, so ranks would get different parameters. {ONE_OPTIMIZER}"
         )
 
 
@@ -158,7 +158,7 @@ def check_members(optimizer: torch.optim.Optimizer, members: list[list[Tensor]],
     ):
         return
     names = {id(param): spec.name for group in groups for param, spec in zip(group.params, group.specs, strict=True)}
-    changes = [] if len(now) == len(members) else [f"there are {len(now)} groups, then {len(members)}"]
+    changes = [] if len(now) == len(members) else [f"there are {len(now)} groups, then there were {len(members)}"]
     for number, (params, then) in enumerate(zip(now, members, strict=False)):
         before, after = {id(p): p for p in then}, {id(p): p for p in params}
         gone = [names[key] for key in before.keys() - after.keys()]
@@ -167,8 +167,8 @@ def check_members(optimizer: torch.optim.Optimizer, members: list[list[Tensor]],
         changes += [f"group {number} has {', '.join(sorted(new)[:5])}"] if new else []
     if changes:
         raise ConfigError(
-            f"optimizer.param_groups: expected the parameters of zs.shard(), but {'; '.join(changes)}. What is stepped was "
-            "laid out then: form the groups before zs.shard() (optimizer.add_param_group). To keep a parameter as it is, give it "
+            f"optimizer.param_groups: expected the same parameters as at zs.shard(), but {'; '.join(changes)}. zs.shard() fixes which "
+            "parameters each group steps: change groups before it (optimizer.add_param_group). To leave a parameter unchanged, give it "
             "a group with lr=0 and weight_decay=0, drop its gradient (p.grad = None), or set requires_grad=False before "
             "zs.shard()."
         )

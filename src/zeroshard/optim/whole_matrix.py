@@ -91,7 +91,7 @@ def check_whole(optimizer: torch.optim.Optimizer, specs: Sequence[ParamSpec], de
     whole = whole_parameters(optimizer)
     if whole and delayed:
         raise ConfigError(
-            f"delayed_update: {type(optimizer).__name__} steps whole parameters, which ranks collect together: leave it out."
+            f"delayed_update: {type(optimizer).__name__} steps whole parameters, which all ranks gather in the step: leave it out."
         )
     for spec in specs:
         if id(spec.original) in whole and part_of(*spec.owners[0]) is not None:

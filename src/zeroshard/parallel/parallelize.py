@@ -23,6 +23,7 @@ from .. import api
 from ..config import Config, Tier, read_layout
 from ..errors import ConfigError
 from ..tensor.distributed import is_distributed
+from ..utils.axes import AXES
 from ..utils.planned_mesh import other_model_axes, planned_otherwise
 from ..zero.runtime import runtime_of
 from .pipeline import SCHEDULES, Pipeline, schedule_class, stages_of, whole
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
     from ..config import ShardOptions
 
-DATA_AXES = ("dp", "dp_replicate", "dp_shard")
 IGNORED = -100  # targets of this value have no loss, as in torch's cross_entropy
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -129,8 +129,8 @@ def _optimizers(make: MakeOptimizer, modules: list[nn.Module], mesh: DeviceMesh)
     if problems:
         rank, text = min(problems.items())
         raise ConfigError(
-            f"optimizer: on rank {rank} ({len(problems)} of {mesh.size()} ranks) it raised {text} It is called with the parameters of "
-            "the rank's part alone, those of its blocks: expected an optimizer for any part of the model."
+            f"optimizer: on rank {rank} ({len(problems)} of {mesh.size()} ranks) the function raised {text} It gets the parameters of that "
+            "rank's part of the model only: let it make an optimizer of any part."
         ) from cause
     return made
 
@@ -179,10 +179,10 @@ def _loss_parallel() -> contextlib.AbstractContextManager:
 
 def _sizes(mesh: DeviceMesh) -> dict[str, int]:
     names = mesh.mesh_dim_names or () if isinstance(mesh, DeviceMesh) else ()
-    unknown = [name for name in names if name not in (*DATA_AXES, "pp", "tp")]
-    if not names or unknown:
+    known = ("pp", *(name for name, axis in AXES.items() if axis.cuts_batch), "tp")
+    if not names or not set(names) <= set(known):
         raise ConfigError(
-            f"mesh: expected a DeviceMesh with axes named of {('pp', *DATA_AXES, 'tp')}, got "
+            f"mesh: expected a DeviceMesh with axes named of {known}, got "
             f"{names or type(mesh).__name__}. init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp')) makes one."
         )
     found = dict(zip(names, mesh.shape, strict=True))

@@ -212,7 +212,7 @@ class Pipeline:
             if any(unit.sharded for unit in runtime.units):
                 times = 2 * self.micro_batches
                 runtime.tell(
-                    f"a pipeline at stage 3 gathers each unit {times} times a step; max_live_parameters keeps some between them"
+                    f"a pipeline at stage 3 gathers each unit {times} times a step; raise max_live_parameters to keep some gathered"
                 )
 
     def _agree(self, schedule: str) -> None:
@@ -224,12 +224,13 @@ class Pipeline:
         steps = exchange_objects(any(runtime.optimizer is not None for runtime in self.runtimes), self.group)
         if wrong is None and any(steps) and not all(steps):
             wrong = (
-                f"the stages of rank {steps.index(False)} of the pipeline were sharded without an optimizer, others with one: a step is one of "
-                "all stages. Give zs.shard one of a stage's parameters even where all are frozen: AdamW(stage.parameters())."
+                f"the stages of rank {steps.index(False)} of the pipeline were sharded without an optimizer, others with one, but all stages "
+                "step together. Give zs.shard an optimizer for every stage, also where all is frozen: AdamW(stage.parameters())."
             )
         if wrong is None and any(row != told[0] for row in told):
             wrong = (
-                f"ranks of a pipeline have built different ones: (schedule, micro_batches, stages) {[row[1:] for row in told]}."
+                "ranks have built different pipelines: give all the same (schedule, micro_batches, number of stages), "
+                f"got {[row[1:] for row in told]}."
             )
         payload = f"{wrong or ''}|{self.micro_batches}".encode()
         for runtime in self.runtimes:
@@ -262,16 +263,15 @@ class Pipeline:
         ):
             given = [(place.index, place.count) for place in places if place is not None]
             return (
-                f"rank {self.rank} of the pipeline has stages {own} of {count} with schedule {schedule}, and was given {given}."
+                f"rank {self.rank} of the pipeline runs stages {own} of {count} with schedule {schedule}: expected these, got "
+                f"{given}."
             )
         return next(filter(None, map(self._unserved, self.runtimes)), None) if self.ranks > 1 else None
 
     def _unserved(self, runtime: Runtime) -> str | None:
         """Return why an option cannot be used in a pipeline, since one stage's step would depend on the others; or None."""
         if runtime.config.precision == "fp16":
-            return (
-                "precision='fp16' with a pipeline: each stage would scale gradients anew. Use 'bf16', whose range needs no scale."
-            )
+            return "precision='fp16' with a pipeline: each stage would have a loss scale of its own. Use 'bf16', which needs no loss scale."
         if runtime.optimizer is not None and runtime.world is runtime.comm:
             return (
                 "a stage of a pipeline was sharded over its data-parallel ranks alone (comm=): it would know neither the norm of the other "
@@ -367,7 +367,8 @@ class Pipeline:
         if any(other != key for other in told):
             shapes = [[(*shape,) for shape, _ in other[1:]] for other in told]
             raise ConfigError(
-                f"ranks of a pipeline have given different batches, or one trains and another evaluates: inputs {shapes}."
+                "ranks of a pipeline have given different batches, or one trains and another evaluates: give all the same batch and make "
+                f"the same call; shapes of the inputs by rank: {shapes}."
             )
 
     # -- what torch is given ---------------------------------------------------------------------------------

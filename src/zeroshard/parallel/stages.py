@@ -364,8 +364,8 @@ def _check_uses(model: nn.Module, uses: _Uses, count: int, path: str) -> None:
         )
     if uses.direct:
         raise ConfigError(
-            f"{sorted(uses.direct)[0]} of {type(model).__name__} is used by a forward that is not that of its module, so it can not be "
-            f"left out of the other stages. {remedy}"
+            f"{sorted(uses.direct)[0]} of {type(model).__name__} is used outside of the forward of the module that holds it, so no stage "
+            f"can do without it. {remedy}"
         )
     holding = [name for name in uses.phases if f"{path}.".startswith(f"{name.rpartition('.')[0]}.")]
     if holding:
@@ -375,12 +375,12 @@ def _check_uses(model: nn.Module, uses: _Uses, count: int, path: str) -> None:
         )
     if uses.untold:
         raise ConfigError(
-            f"{sorted(uses.untold)[0]} of {type(model).__name__} has parameters and returns something other than one tensor, for which "
-            f"nothing can stand in at the other stages. {remedy}"
+            f"{sorted(uses.untold)[0]} of {type(model).__name__} has parameters and returns something other than one tensor, so the stages "
+            f"that do without it can not put an empty tensor in its place. {remedy}"
         )
     for name, phases in uses.phases.items():
         if phases - {_FIRST, _LAST}:
-            raise ConfigError(f"{name} of {type(model).__name__} is used {sorted(phases)[-1]}, by more than one stage. {remedy}")
+            raise ConfigError(f"{name} of {type(model).__name__} is used {sorted(phases)[-1]}: several stages need it. {remedy}")
 
 
 # -- the stages --------------------------------------------------------------------------------------------------
@@ -433,9 +433,9 @@ def cut_stages(
     except Exception as error:
         tokens = "tokens, " if example is None else ""
         raise ConfigError(
-            f"the forward of {type(model).__name__}, which tells where it can be cut, failed on {tokens}{tuple(given.shape)} "
-            f"{str(given.dtype).removeprefix('torch.')}: {type(error).__name__}: {error}. Give an input that it takes, of any values: "
-            "example=torch.zeros(rows, ...)."
+            f"the forward of {type(model).__name__}, which runs once to find where the model can be cut, failed on {tokens}"
+            f"{tuple(given.shape)} {str(given.dtype).removeprefix('torch.')}: {type(error).__name__}: {error}. Pass an input that it takes, "
+            "of any values: example=torch.zeros(rows, ...)."
         ) from error
     _check_uses(model, uses, count, path)
     costs = [float(_numel(block.parameters())) for block in members]

@@ -99,7 +99,7 @@ class _Cut:
         self.colwise = [name for name, style in self.modules.items() if style in COLWISE and isinstance(style, str)]
         self.stacks = list(_stacks(model, self.colwise)) if sequence_parallel else []
         if sequence_parallel and not self.stacks:
-            raise ConfigError("sequence_parallel: the model has no list of blocks (nn.ModuleList) with maps that are cut.")
+            raise ConfigError("sequence_parallel: no list of blocks (nn.ModuleList) holds layers that the styles cut.")
         self.islands = list(_islands(model, styles))
         self.entries = self._entries()
         self.norms = self._norms()
@@ -128,8 +128,8 @@ class _Cut:
                 continue
             if "norm" not in type(module).__name__.lower() or any(name.startswith(f"{parent}.") for parent in parents):
                 raise ConfigError(
-                    f"sequence_parallel: {name} ({type(module).__name__}) lies in a block and has no style, so nothing says "
-                    "what it does with tokens that are cut. Give it a style, or train without sequence_parallel."
+                    f"sequence_parallel: {name} ({type(module).__name__}) is in a block and has no style that says how to cut it, but "
+                    "would get only some of the tokens. Give it a style, or train without sequence_parallel."
                 )
             found.append(name)
         return found
@@ -458,9 +458,11 @@ def _check(model: nn.Module, mesh: DeviceMesh, styles: ParallelStyles, loss_para
                 kind = type(owner).__name__
                 raise ConfigError(f"styles: {name} is a {kind}, for which {style} is not served: colwise and rowwise are.")
     if loss_parallel and getattr(getattr(model, "config", None), "output_router_logits", False):
-        raise ConfigError("loss_parallel: no router's loss can be added to one that is cut: set output_router_logits=False.")
+        raise ConfigError("loss_parallel can not add a router's loss to the loss: set model.config.output_router_logits=False.")
     if loss_parallel and styles.head is None:
-        raise ConfigError(f"loss_parallel: no style cuts the head of {type(model).__name__}: its logits are whole on every rank.")
+        raise ConfigError(
+            f"loss_parallel: no style cuts the head of {type(model).__name__}. Give it one, or leave out this option."
+        )
     wrong = divides(model, mesh.size(), styles)
     if wrong:
         raise ConfigError("\n".join(wrong))

@@ -47,8 +47,8 @@ class TiedParameters:
             layouts = {name: told[key][number] for told in mine if key in told for number, name in key if number in told[key]}
             if len(set(layouts.values())) > 1:
                 raise ModelMismatch(
-                    f"{' and '.join(layouts)} are tied across stages, and lie differently there: {layouts} (dtype, begin, end). Give the "
-                    "stages the same options: data-parallel ranks, ZeRO stage, dtypes."
+                    f"{' and '.join(layouts)} are tied across pipeline stages, which hold them differently: {layouts} (dtype, begin and end of the "
+                    "elements). Give the stages the same options: data-parallel ranks, ZeRO stage, dtypes."
                 )
             if not is_imagined():
                 self._equalise(key)

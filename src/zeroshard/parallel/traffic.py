@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..utils.axes import role
 from ..utils.torch_compat import TorchDispatchMode
 from ..zero.runtime import runtime_of
 from .pipeline import Pipeline
@@ -59,7 +60,7 @@ class Traffic:
 
     def __init__(self, mesh: DeviceMesh, models: Sequence[nn.Module], pipeline: Pipeline | None = None) -> None:
         self.runtimes, self.pipeline = [runtime_of(model) for model in models], pipeline
-        names = [name for name in mesh.mesh_dim_names or () if name in ("tp", "ep") and mesh[name].size() > 1]
+        names = [name for name in mesh.mesh_dim_names or () if role(name).cuts_parameters == "boxes" and mesh[name].size() > 1]
         self._axes = {mesh[name].get_group().group_name: (name, mesh[name].size()) for name in names}
         self._found: dict[str, float] = {}
         self._steps = 0

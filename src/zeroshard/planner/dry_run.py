@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ from ..parallel.parallelize import next_token_loss, parallelize
 from ..tensor.flat_layout import round_up
 from ..testing import imagined_mesh
 from ..utils import torch_compat
+from ..utils.axes import DP, PLANNED, PP, TP, cuts_model, planned_sizes
 from ..utils.torch_compat import FakeTensor, FakeTensorMode
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.unit import Unit
@@ -49,7 +51,6 @@ if TYPE_CHECKING:
 
     from ..config import ShardOptions
 
-MODEL_AXES = ("pp", "tp")
 Loss = Callable[[nn.Module, Any], Tensor]
 _FIXED_SHAPES = "give zs.plan a model whose shapes do not depend on values, e.g. with experts of a fixed capacity, and without asserts on tensors."
 _SAME_SIZES = (
@@ -94,13 +95,14 @@ def plan(
         ConfigError: an argument is wrong, or the model cannot be divided so, or cannot be built or run without values.
     """
     axes = _axes(ranks, axes)
-    if not _whole(rank, 0) or rank >= _product(axes):
-        raise ConfigError(f"rank: expected one of 0 to {_product(axes) - 1}, got {rank!r}.")
+    count = math.prod(axes.values())
+    if not _whole(rank, 0) or rank >= count:
+        raise ConfigError(f"rank: expected one of 0 to {count - 1}, got {rank!r}.")
     if isinstance(hardware, str):
         hardware = Hardware.named(hardware)
     if hardware is not None:
         separate = hardware.separate if separate is None else separate
-        node_size = hardware.devices_per_node if node_size is None and _product(axes) > hardware.devices_per_node else node_size
+        node_size = hardware.devices_per_node if node_size is None and count > hardware.devices_per_node else node_size
     separate = True if separate is None else separate
     _check(model_fn, batch, loss, optimizer, micro_batches, node_size, hold=hold, separate=separate, whole=whole)
     config = Config.build(config, **options)
@@ -112,7 +114,7 @@ def plan(
         # a plan is of training, even if the caller is under torch.no_grad() or torch.inference_mode()
         with torch.inference_mode(False), torch.enable_grad(), _built(model_fn) as model:
             run = _Run(
-                model, axes, rank, config, optimizer, micro_batches, recorder, node_size or _product(axes), loss, parallel or {}, hold,
+                model, axes, rank, config, optimizer, micro_batches, recorder, node_size or count, loss, parallel or {}, hold,
                 model_fn if whole else None,
             )  # fmt: skip
             return run.plan(batch, checkpointing, name or type(model).__name__, separate, hardware)
@@ -128,11 +130,11 @@ def _check_options(axes: Mapping[str, int], parallel: Mapping[str, Any], checkpo
     _check_names(
         "checkpointing", {} if isinstance(checkpointing, bool) else checkpointing, checkpoint_activations, ("model", "off")
     )
-    if parallel and not any(axes[axis] > 1 for axis in MODEL_AXES):
+    if parallel and not cuts_model(axes):
         raise ConfigError(f"parallel: {', '.join(parallel)} are options of zs.parallelize, for axes pp and tp; got {dict(axes)}.")
-    if isinstance(checkpointing, Mapping) and checkpointing.get("partition") is True and axes["tp"] == 1:
+    if isinstance(checkpointing, Mapping) and checkpointing.get("partition") is True and axes[TP] == 1:
         raise ConfigError(
-            f'checkpointing: "partition": True is over the ranks of tp, of which there is one: {dict(axes)}. Leave it out.'
+            f'checkpointing: "partition": True needs two or more ranks of tp, got the axes {dict(axes)}. Leave it out.'
         )
 
 
@@ -177,16 +179,9 @@ def stages(model_fn: Callable[[], nn.Module], axes: Mapping[str, int], *, every:
     The first stage holds the activations of the most micro-batches, the last one the logits.
     """
     sizes = _axes(None, axes)
-    numbers = range(sizes["pp"]) if every else sorted({0, sizes["pp"] // 2, sizes["pp"] - 1})
-    place = sizes["dp"] * sizes["tp"]
+    numbers = range(sizes[PP]) if every else sorted({0, sizes[PP] // 2, sizes[PP] - 1})
+    place = math.prod(sizes.values()) // sizes[PP]
     return [plan(model_fn, axes=sizes, rank=number * place, **options) for number in numbers]
-
-
-def _product(axes: Mapping[str, int]) -> int:
-    size = 1
-    for each in axes.values():
-        size *= each
-    return size
 
 
 def _whole(value: object, least: int) -> bool:
@@ -224,11 +219,11 @@ def _axes(ranks: int | None, axes: Mapping[str, int] | None) -> dict[str, int]:
         raise ConfigError('zs.plan: expected ranks=N, or axes={"pp": .., "dp": .., "tp": ..}; give one of them.')
     if axes is not None and not isinstance(axes, Mapping):
         raise ConfigError(f'axes: expected ranks by axis, {{"pp": .., "dp": .., "tp": ..}}, got {axes!r}.')
-    found: dict[str, Any] = dict(axes) if axes is not None else {"dp": ranks}
+    found: dict[str, Any] = dict(axes) if axes is not None else {DP: ranks}
     for axis, size in found.items():
-        if axis not in (*MODEL_AXES, "dp") or not _whole(size, 1):
+        if axis not in PLANNED or not _whole(size, 1):
             raise ConfigError(f'axes: expected whole numbers of at least 1 for "pp", "dp" and "tp", got {axis!r}: {size!r}.')
-    return {axis: found.get(axis, 1) for axis in ("pp", "dp", "tp")}
+    return planned_sizes(found)
 
 
 @contextlib.contextmanager
@@ -287,10 +282,10 @@ class _Run:
     def plan(
         self, batch: Any, checkpointing: bool | Mapping[str, Any], name: str, separate: bool, hardware: Hardware | None = None
     ) -> Plan:
-        meshed = any(self.axes[axis] > 1 for axis in MODEL_AXES)
+        meshed = cuts_model(self.axes)
         if meshed and self.loss is not None:
             raise ConfigError(
-                "loss: over axes pp and tp the model is one of tokens -> logits, and parallel={'loss': ...} compares them."
+                "loss: with axes pp or tp the model must map tokens to logits: give a loss of (logits, targets) as parallel={'loss': ...}."
             )
         with self._world(meshed) as mesh, self.recorder.meter.listening():
             operators = Operators(self.recorder, Groups() if mesh is None else self._groups(mesh))
@@ -300,7 +295,7 @@ class _Run:
                 for runtime in runtimes:
                     options = {} if checkpointing is True else dict(checkpointing)
                     if options.get("partition") is True:  # over the ranks of tp, which compute with the same activations
-                        options["partition"] = mesh["tp"]
+                        options["partition"] = mesh[TP]
                     checkpoint_activations(runtime.model, **options)
             self._train(step, runtimes, batch, operators)
             text, units = self._report, {unit.name: _numel(unit) for runtime in runtimes for unit in runtime.units}
@@ -338,7 +333,7 @@ class _Run:
             self.model = self.make_model()
             if not self.real and not all(isinstance(param, FakeTensor) for param in self.model.parameters()):
                 raise ConfigError(
-                    "whole: expected a function that makes the model anew; this one was built before, and would be changed."
+                    "whole=True needs a function that builds a new model; it returned one that was built before, and would be changed."
                 )
         with self._told("optimizer: the function that makes it"):
             optimizer = None if self.make_optimizer is None else self.make_optimizer(self.model.parameters())
@@ -347,7 +342,7 @@ class _Run:
                 f"optimizer: expected a function that returns a torch.optim.Optimizer, got {type(optimizer).__name__}."
             )
         stepping = f"{type(optimizer).__name__}.step"
-        comm = None if self.real else FakeComm(self.rank, self.axes["dp"])
+        comm = None if self.real else FakeComm(self.rank, self.axes[DP])
         model, optimizer = api.shard(self.model, optimizer, config=self.config, comm=comm)
         self.model, self.optimizer, loss = model, optimizer, self.loss or _next_token
 
@@ -386,7 +381,7 @@ class _Run:
         def step(batches: list[Any]) -> None:
             if not all(isinstance(each, Tensor) for each in batches):
                 raise ConfigError(
-                    f"batch: over axes pp and tp it is tokens (rows, seq), one tensor; got {type(batches[0]).__name__}."
+                    f"batch: with axes pp or tp expected one tensor of tokens (rows, seq), got {type(batches[0]).__name__}."
                 )
             tokens = torch.cat(batches)
             with self._told("forward and backward"):
@@ -421,7 +416,7 @@ class _Run:
         recorder.flush()
         if not self.sent:
             now = sum(t.nbytes for runtime in runtimes for t in runtime.ledger.traffic.values())
-            self.sent = {"dp": now - sum(sum(each.values()) for each in before)}
+            self.sent = {DP: now - sum(sum(each.values()) for each in before)}
         for handle in handles:
             handle.remove()
         self.activations = _kept(recorder)
@@ -441,8 +436,8 @@ class _Run:
             nodes = {rank // self.node_size for rank in torch.distributed.get_process_group_ranks(mesh[axis].get_group())}
             return Resource.BETWEEN if len(nodes) > 1 else Resource.INSIDE
 
-        axes = {mesh["tp"].get_group().group_name: ("tp", self.axes["tp"], link("tp"))}
-        return Groups(axes, mesh["pp"].get_local_rank(), link("pp"))
+        axes = {mesh[TP].get_group().group_name: (TP, self.axes[TP], link(TP))}
+        return Groups(axes, mesh[PP].get_local_rank(), link(PP))
 
 
 def _numel(unit: Unit) -> int:

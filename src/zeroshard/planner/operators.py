@@ -21,6 +21,7 @@ from ..config import PRECISIONS
 from ..parallel.traffic import ring_nbytes
 from ..tensor.sharded_tensor import ShardedTensor
 from ..utils import torch_compat
+from ..utils.axes import PP
 from ..utils.torch_compat import TorchDispatchMode
 from .faults import check_dtypes
 from .recorder import Recorder
@@ -124,7 +125,7 @@ class Operators(TorchDispatchMode):
         self._messages[way] += 1
         nbytes = float(sum(x.nbytes for x in args[0]))
         ticket = self.recorder.start(
-            f"{name.strip('_')} {way}", {self.groups.stage_link: nbytes} if name == "send" else {}, 2, "pp", channel
+            f"{name.strip('_')} {way}", {self.groups.stage_link: nbytes} if name == "send" else {}, 2, PP, channel
         )
         if name == "recv_":
             self.recorder.waited(ticket)

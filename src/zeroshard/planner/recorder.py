@@ -20,6 +20,7 @@ from typing import Any
 from ..comm.control import Sent
 from ..comm.fake import Ticket, Watcher
 from ..config import Tier
+from ..utils.axes import DP
 from .faults import OutOfTime
 from .meter import Meter
 from .plan import Moment
@@ -151,7 +152,7 @@ class Recorder(Watcher):
         name: str,
         nbytes: dict[Resource, float],
         peers: int = 1,
-        axis: str = "dp",
+        axis: str = DP,
         channel: str = "",
         distinct: bool = False,
     ) -> Ticket:

@@ -6,12 +6,14 @@ micro-batches under way, and of the last, which has the logits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config import Config, Tier
 from ..errors import ConfigError
+from ..utils.axes import PP, TP
 from .model_source import ModelSource, example_loss
 from .plan import Held, Plan
 from .simulator.hardware import Hardware
@@ -44,7 +46,11 @@ class Request:
 
     @property
     def ranks(self) -> int:
-        return self.axes["pp"] * self.axes["dp"] * self.axes["tp"]
+        return math.prod(self.axes.values())
+
+    @property
+    def ranks_of_stage(self) -> int:
+        return self.ranks // self.axes[PP]
 
     @property
     def ranks_of_node(self) -> int:
@@ -58,7 +64,7 @@ class Request:
         """Return the plan of the first rank of a stage of the pipeline. Raises ConfigError."""
         from .dry_run import plan
 
-        heads, layers, tp, pp = self.source.shape.heads, self.source.shape.layers, self.axes["tp"], self.axes["pp"]
+        heads, layers, tp, pp = self.source.shape.heads, self.source.shape.layers, self.axes[TP], self.axes[PP]
         if heads and heads % tp:
             near = [n for n in range(1, heads + 1) if heads % n == 0]
             best = min(near, key=lambda n: abs(n - tp))
@@ -77,7 +83,7 @@ class Request:
             batch, loss = (lambda: example(self.rows)), example_loss
         made = plan(
             self.source.build, axes=self.axes, batch=batch, loss=loss, micro_batches=self.micro_batches, name=self.source.name,
-            rank=stage * self.axes["dp"] * tp, node_size=self.ranks_of_node if self.ranks > self.ranks_of_node else None,
+            rank=stage * self.ranks_of_stage, node_size=self.ranks_of_node if self.ranks > self.ranks_of_node else None,
             hardware=self.hardware, checkpointing=self.checkpointing, parallel=self.parallel, **self.options,
         )  # fmt: skip
         if example is not None:  # here `tokens` counts samples, from which throughput is computed
@@ -87,13 +93,12 @@ class Request:
 
     def plans(self) -> list[Plan]:
         """Return the plans of the ranks that may be fullest."""
-        return [self.plan(stage) for stage in sorted({0, self.axes["pp"] - 1})]
+        return [self.plan(stage) for stage in sorted({0, self.axes[PP] - 1})]
 
     def traces(self, known: Iterable[Plan] = ()) -> list[Trace]:
         """Return the trace of one rank of each stage. known: plans that were made already."""
         made = {plan.rank: plan.trace for plan in known}
-        ranks_of_stage = self.axes["dp"] * self.axes["tp"]
-        return [made.get(n * ranks_of_stage) or self.plan(n).trace for n in range(self.axes["pp"])]
+        return [made.get(n * self.ranks_of_stage) or self.plan(n).trace for n in range(self.axes[PP])]
 
     def simulated(self, known: Iterable[Plan] = (), utilisation: float = 1.0, latency_s: float | None = None) -> Simulation:
         """Simulate a step on the hardware, as `zeroshard simulate` and `zeroshard plan --auto` do. known: as of `traces`."""

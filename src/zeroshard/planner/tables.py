@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from ..config import Tier
+from ..utils.axes import cuts_model
 from .plan import PHASES, Plan
 from .request import Request, Verdict, gb, gib, judge_alone
 from .simulator.hardware import NAMES, Hardware
@@ -144,7 +145,7 @@ def headline(request: Request, verdict: Verdict) -> str:
 def run_of(plan: Plan) -> str:
     """Describe what was planned: model, ranks, stage, precision and batch."""
     axes = ", ".join(f"{axis}={size}" for axis, size in plan.axes.items() if size > 1)
-    mesh = f" ({axes})" if plan.ranks > plan.axes.get("dp", 1) else ""
+    mesh = f" ({axes})" if cuts_model(plan.axes) else ""
     shape = (
         f"{plan.batch[0]} x {plan.batch[1]:,} tokens"
         if plan.batch is not None

@@ -42,8 +42,8 @@ def _read(tensor: Any, value: Tensor, sliced: bool) -> Tensor:
 def _lost(name: str) -> Callable[[Tensor], Tensor]:
     def arrive(_: Tensor) -> Tensor:
         raise ShardedAccessError(
-            f"{name}: a gradient came to what was computed with slices before full_tensor() or to_local() was called, and would be lost. "
-            "Call it on the parameter itself, and compute with the result: `p.full_tensor()[0]`, not `p[0].full_tensor()`."
+            f"{name}: backward reached what was computed with slices before full_tensor() or to_local() was called; that gradient would be "
+            "lost. Call it on the parameter itself, and compute with the result: `p.full_tensor()[0]`, not `p[0].full_tensor()`."
         )
 
     return arrive

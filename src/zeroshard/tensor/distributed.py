@@ -45,7 +45,8 @@ class Distribution:
         for placement in tensor.placements:
             if placement.is_partial():
                 raise ConfigError(
-                    f"{name} is a DTensor placed {placement}, a sum that is not made yet: expected Shard or Replicate."
+                    f"{name} is a DTensor with placement {placement}, whose sum over ranks is still to be taken: expected Shard or "
+                    "Replicate. Make the parameter of tensor.redistribute(...)."
                 )
         return cls(tensor.device_mesh, tensor.placements, tuple(tensor.shape), tensor.stride())
 

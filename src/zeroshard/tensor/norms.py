@@ -90,8 +90,8 @@ def _combined(tensors: list[Slices], order: float) -> Tensor:
     everyone = tensors[0]._home.meeting.exchange(payload, f"norm of {name}{more} (collective: every rank must ask for it)")
     if any(part[0] for part in everyone):
         raise ZeroshardError(
-            f"the norm of {name}: gradients of zs.backward(model, loss, weight=...) are weighted sums until the step divides "
-            "them, and so are their norms. Clip with zs.clip_grad_norm_(model, max_norm) or zs.shard(..., max_grad_norm=...)."
+            f"the norm of {name} is not known before the step: zs.backward(model, loss, weight=...) leaves weighted sums, which the step "
+            "divides by the sum of weights. Clip with zs.clip_grad_norm_(model, max_norm) or zs.shard(..., max_grad_norm=...)."
         )
     rows = [torch.frombuffer(bytearray(part[1:]), dtype=torch.float64) for part in everyone]
     table = torch.stack(rows)  # (world, tensors)

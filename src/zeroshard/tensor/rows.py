@@ -62,10 +62,10 @@ class RangeHome:
         return None
 
     def set_gradient(self, value: Tensor | None) -> None:
-        raise ShardedWriteError(f"{self.name} is a view and takes no gradient of its own.")
+        raise ShardedWriteError(f"{self.name} is a view and takes no gradient of its own: set that of the parameter.")
 
     def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         return NotImplemented
 
     def assign(self, param: Tensor, value: Tensor) -> None:
-        raise ShardedWriteError(f"{self.name} is a view and takes no other data.")
+        raise ShardedWriteError(f"{self.name} is a view and takes no other data: write in place (copy_).")

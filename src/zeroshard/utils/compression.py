@@ -18,7 +18,8 @@ _EXEMPT = ("*norm*", "*router*", "*embed*")
 class Compression:
     """The compression of one kind of collective. An option that takes it also takes a str, its `codec`, and True for "int8".
 
-    codec: "int8", "int4" (symmetric, by blocks), "fp8" (e4m3, by blocks), or "none"; for gradients also "top_k", "low_rank".
+    codec: "int8", "int4" (symmetric, by blocks), "fp8" (e4m3, by blocks); for gradients also "top_k" and "low_rank". "none":
+        nothing is packed.
     block: elements that share a scale: a power of two from 32 to 16384.
     warmup_steps: number of first steps without compression.
     exempt: name patterns of parameters without compression, in addition to all that are no matrices (norms, biases).

@@ -49,9 +49,9 @@ def is_auto(stage: object, options: Mapping[str, Any], sample: Any) -> bool:
     auto = isinstance(stage, str) and stage == AUTO
     given = [name for name in (*STATES, "preset") if options.get(name) is not None]
     if auto and given:
-        raise ConfigError(f"stage='auto' chooses where states rest as well: leave out {given[0]}, or give a stage.")
+        raise ConfigError(f"stage='auto' chooses the offload options as well: leave out {given[0]}, or give a stage from 0 to 3.")
     if sample is not None and not auto:
-        raise ConfigError("sample: it tells stage='auto' what activations take. Leave it out, or give stage='auto'.")
+        raise ConfigError("sample: only stage='auto' uses it, to measure activations. Leave sample out, or give stage='auto'.")
     return auto
 
 
@@ -89,8 +89,8 @@ def choose(
             return candidate
         tried.append(f"{_words(row)} {_gib(held[Tier.DEVICE])}")
     raise ConfigError(
-        f"stage='auto': nothing fits the {_gib(room[Tier.DEVICE])} that each rank's device has for it (host: {_gib(host)}): "
-        f"{', '.join(tried)}. Use more ranks, offload_path= a folder on a local disk, or `zeroshard plan` to see what would fit."
+        f"stage='auto': no stage fits into the {_gib(room[Tier.DEVICE])} that each rank's device has for it (host: {_gib(host)}); on "
+        f"the device they take: {', '.join(tried)}. Use more ranks, offload_path= a folder on a local disk, or `zeroshard plan` to see what would fit."
     )
 
 
@@ -155,8 +155,9 @@ def _kept_nbytes(model: nn.Module, sample: Any, config: Config) -> int:
         raise
     except Exception as error:
         raise ConfigError(
-            f"sample: the model's forward of it failed on tensors without memory: {type(error).__name__}: {str(error).rstrip('.')}. Give inputs as "
-            "model(*sample) takes them; a forward that asks for values needs stage='auto' without a sample."
+            "sample: the model's forward of it failed on fake tensors, which have shapes and no values: "
+            f"{type(error).__name__}: {str(error).rstrip('.')}. Give inputs as model(*sample) takes them; if the forward reads values of "
+            "tensors, leave sample out."
         ) from error
     low = config.compute_dtype.itemsize
     given = max((param.element_size() for param in model.parameters()), default=low)
@@ -178,7 +179,7 @@ def _reason(row: Any, held: Mapping[Tier, int], room: Mapping[Tier, int], tried:
     known = (
         f"beside {_gib(kept)} of activations"
         if kept is not None
-        else "with a third left for activations: sample= tells what they take"
+        else "with a third left for activations (pass sample= to measure them)"
     )
     before = f"; {tried[-1]} does not fit" if tried else ""
     return f"stage='auto': {_words(row)} takes {_gib(held[Tier.DEVICE])} of the {_gib(room[Tier.DEVICE])} of a rank's device, {known}{before}"

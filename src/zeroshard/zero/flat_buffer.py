@@ -255,14 +255,15 @@ class LocalSums:
 class GradientBuffer:
     """Flat buffer of the gradients of one group: takes local gradients, reduces them, keeps the reduced shard.
 
-    rest: (shard_numel,), the mean over ranks, valid while `reduced`. full: (numel,), if the placement keeps it.
+    rest: (shard_numel,), the mean over ranks, valid while `reduced`. full: (numel,), if the placement keeps it. summed: number of
+    ranks over which gradients are a sum: the mean is multiplied by it.
     """
 
     def __init__(
         self, layout: FlatLayout, dtype: torch.dtype, send_dtype: torch.dtype, config: Config, comm: Comm,
-        ledger: Ledger, pool: StagingPool, tiers: Tiers, tag: int, label: str,
+        ledger: Ledger, pool: StagingPool, tiers: Tiers, tag: int, label: str, summed: int = 1,
     ) -> None:  # fmt: skip
-        self.layout, self.comm, self.ledger, self.pool = layout, comm, ledger, pool
+        self.layout, self.comm, self.ledger, self.pool, self.summed = layout, comm, ledger, pool, summed
         self.tag, self.label, self.dtype, self.send_dtype = tag, label, dtype, send_dtype
         self.tiers, self.offload = tiers, config.offload_gradient
         self.twin: Rest | None = None  # a second resting place that takes turns with `rest` (delayed update)
@@ -396,7 +397,7 @@ class GradientBuffer:
             out, accumulate = self._carry, True
         else:
             out, accumulate = self.load(), self.reduced
-        scale = 1.0 / (self.comm.world_size * self.comm.replicas)
+        scale = self.summed / (self.comm.world_size * self.comm.replicas)
         self._work = self.comm.reduce(self._send, out, scale=scale, accumulate=accumulate, tag=self.tag, label=self.label)
         self.ledger.sent("reduce", self._work.sent, self.label)
         if not self.direct:

@@ -41,7 +41,7 @@ class Freezing:
             if required and not group.trainable:
                 raise ModelChanged(
                     f"requires_grad of parameter {group.specs[index].name} was switched on, but it was frozen at zs.shard(): it has "
-                    "no place for a gradient and no optimizer states. Let it require a gradient at zs.shard() and freeze it "
+                    "no buffer for a gradient and no optimizer states. Let it require a gradient at zs.shard() and freeze it "
                     "afterwards, which may be done at any time; or zs.close(model) first, unfreeze it, and zs.shard() again."
                 )
         for (group, index), required in zip(self._places, now, strict=True):
@@ -63,6 +63,6 @@ class Freezing:
             ranks = [rank for rank, numbers in everyone.items() if number in numbers]
             texts.append(f"{self._names[number]} is frozen (requires_grad=False) on ranks {ranks} alone")
         raise ModelChanged(
-            f"{'; '.join(texts)}: its gradient would be the mean over the others. Freeze and unfreeze the same parameters on every "
-            "rank. The gradients since the last zero_grad are dropped."
+            f"{'; '.join(texts)}: its gradient would be the mean over the other ranks alone. Freeze and unfreeze the same parameters on "
+            "every rank, and run the batches since the last zero_grad again: their gradients are dropped."
         )

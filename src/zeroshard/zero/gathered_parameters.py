@@ -311,15 +311,15 @@ _REMEDIES = {
     "written": "Announce it: zs.gathered(module, write=True).",
     "replaced": "Write in place (p.copy_(...)); to exchange parameters zs.close(model) first.",
     "resized": "zs.close(model) first, resize, then zs.shard() it again.",
-    "given a gradient": "Copies got it, not the model. Run forward and backward outside, on `p.full_tensor()` where a loss is one of parameters.",
+    "given a gradient": "Copies have it, not the model. Run forward and backward outside; for a loss of the parameters use `p.full_tensor()`.",
 }
 
 
 def refuse(problems: dict[str, list[str]]) -> None:
     """Raise ShardedWriteError for the first problem that `Gathering.agree` found."""
     for what, names in problems.items():
-        how = "without write=True" if what == "written" else ""
-        raise ShardedWriteError(f"{what} inside zs.gathered() {how}: {', '.join(names[:6])}. Nothing was kept. {_REMEDIES[what]}")
+        how = " without write=True" if what == "written" else ""
+        raise ShardedWriteError(f"{what} inside zs.gathered(){how}: {', '.join(names[:6])}. Nothing was kept. {_REMEDIES[what]}")
 
 
 def _check_equal(wholes: list[_Whole], told: list[list[Any]]) -> None:

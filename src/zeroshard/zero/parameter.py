@@ -174,7 +174,8 @@ class ParamHome:
                     "Call backward first, or to_local() again."
                 )
             around = (self.start, math.prod(shape) - self.stop)
-            return F.pad(grad * self.comm.world_size, around).view(shape)  # the reduction divides by world_size
+            parts = self.comm.world_size / runtime.topology.summed  # the reduction divides by them
+            return F.pad(grad * parts, around).view(shape)
 
         return arrive
 

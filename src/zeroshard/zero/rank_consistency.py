@@ -161,8 +161,8 @@ def agree_on_initial_values(
     differing = agree_on_values(group, tensors)
     if differing and group.rank == 0:
         print(
-            f"zeroshard: ranks had different initial values ({len(differing)} tensors, first {differing[0]}): rank 0's "
-            "were given to all",
+            f"zeroshard: ranks had different initial values ({len(differing)} tensors, first {differing[0]}): all ranks have those of "
+            "rank 0 now",
             file=sys.stderr,
         )
 
@@ -178,8 +178,8 @@ def _check_replicas(comm: Comm, first: bool, tensors: Sequence[tuple[str, Tensor
     if names:
         raise ModelMismatch(
             f"{len(names)} parameters, first {names[0]}, are no DTensors and differ along the model's axes of the mesh (tp, ep). Give all "
-            "ranks the same values (the same seed before the model is made); what is a part of a larger parameter has to say so: a "
-            "DTensor (parallelize_module, distribute_tensor, DTensor.from_local)."
+            "ranks the same values (the same seed before the model is made); make each part of a larger parameter a DTensor "
+            "(parallelize_module, distribute_tensor, DTensor.from_local)."
         )
 
 

@@ -396,7 +396,8 @@ class Runtime:
             return
         if not in_backward():
             raise ShardedAccessError(
-                f"{unit.name}: what autograd has saved of its parameters was asked for outside of a backward, where they are released."
+                f"{unit.name}: a parameter was read through autograd's saved tensors (grad_fn._saved_...) outside of backward, where it is "
+                "released. Read the parameter itself, in `with zs.gathered(model):`."
             )
         self.begin_unit_backward(unit)
         if unit.pinned:  # inside zs.gathered, whose whole copies are other tensors than the saved ones
@@ -439,8 +440,8 @@ class Runtime:
         if self.progress.scaler is not None and self.reductions.touched and not (self.backward and self.backward.scaled):
             raise ZeroshardError(
                 "fp16: gradients reached the model by a way other than the outputs of its forward (an attribute, a "
-                "submodule called directly), so the loss scale could not be applied. Return such losses from forward; a loss of "
-                "parameters alone is scaled where it is one of `p.full_tensor()`, and that of a method where zs.register_forward names it."
+                "submodule called directly), so the loss scale could not be applied. Return such losses from forward; compute a loss of "
+                "parameters alone from `p.full_tensor()`; name a method that computes a loss to zs.register_forward."
             )
         take_part(self, None)
         self.account.ending()

@@ -204,7 +204,7 @@ class Builder:
                 numel = sum(group.layout.true_numel for group in plain)
                 shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
                 name = {"values": "parameters", "grads": "gradients"}[what]
-                self.topology.notes.append(f"{name} of {len(names)} parameters ({numel:,} elements) travel plain: {shown}")
+                self.topology.notes.append(f"{name} of {len(names)} parameters ({numel:,} elements) sent unquantized: {shown}")
 
     def _tell_whole(self, units: list[Unit]) -> None:
         """Note, for the report, the parameters that stay whole though others are sharded."""
@@ -341,7 +341,7 @@ class Builder:
             comm.expect(self.tag, [(slot.offset, slot.shape) for slot in layout.slots], layout.numel)
             grads = GradientBuffer(
                 layout, self.gradient_dtype(dtype), self.send_dtype(dtype), config, comm, self.ledger,
-                self.pool, self.tiers, self.tag, f"reduce {label}",
+                self.pool, self.tiers, self.tag, f"reduce {label}", self.topology.summed,
             )  # fmt: skip
         group = ParamGroup(bucket, layout, self.comm, values, grads)
         group.masters.whole = config.row.optimizer is Placement.REPLICATED

@@ -127,11 +127,11 @@ def _check_pair(*pair: _Lying) -> None:
         return
     if buffers:
         raise ShardedAccessError(
-            f"{params[0]} and the buffer {buffers[0]} share memory, and would part: what trains the one would not reach the "
-            "other. Let the module read the parameter itself, or give the buffer memory of its own (.clone())."
+            f"{params[0]} and the buffer {buffers[0]} share memory, but zs.shard() moves the parameter to other memory: its training "
+            "would not reach the buffer. Let the module read the parameter itself, or give the buffer memory of its own (.clone())."
         )
     raise ShardedAccessError(
-        f"{' and '.join(params)} are two parameters that share memory: on one process each has a gradient and optimizer states "
-        "of its own, and both are stepped in the same place. Make them one, before the optimizer is built (module.weight = "
+        f"{' and '.join(params)} are two parameters that share memory, which zs.shard() can not keep: both would be stepped, each with "
+        "a gradient and optimizer states of its own. Make them one, before the optimizer is built (module.weight = "
         "other.weight: a tie), or give one memory of its own (nn.Parameter(other.weight.detach().clone()))."
     )

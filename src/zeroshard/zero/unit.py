@@ -466,7 +466,7 @@ class Unit:
             self.entries.swap_out()
             self.release()
         raise ShardedWriteError(
-            f"{', '.join(written[:3])}: written in place inside a forward, where each rank has a copy that is given up after it. "
+            f"{', '.join(written[:3])}: written in place inside a forward, where each rank has a copy that is dropped after it. "
             "Write it before or after the forward, under torch.no_grad(): what nn.Embedding(max_norm=...) does, after each step in "
             "`with zs.gathered(module, write=True)`."
         )

@@ -23,8 +23,8 @@ from ..utils.torch_compat import exchange, post_accumulate_hooks, version
 _DEPTH = 5  # levels of references that are searched: function, object, dictionary, optimizer
 _MOST = 100_000  # number of objects that are searched
 ONE_OPTIMIZER = (
-    "Leave the hook out, and give zs.shard one optimizer of all these parameters (with groups where options differ); call its step after "
-    "backward. Memory: from stage 2 on gradients rest as slices, and offload_gradient takes these off the device."
+    "Remove the hook, and give zs.shard one optimizer of all these parameters (with groups where options differ); call its step after "
+    "backward. To save memory: from stage 2 on each rank keeps a slice of the gradients, and offload_gradient moves it off the device."
 )
 
 
@@ -97,8 +97,8 @@ class UserHook:
                 exchange(param, compute)
         if version(given) != before:
             raise ShardedWriteError(
-                f"{group.specs[self._index].name}: a hook has written it in backward, where the gradient is this rank's alone: ranks would "
-                f"part. Write after backward, on all ranks; or, if the hook steps an optimizer: {ONE_OPTIMIZER}"
+                f"{group.specs[self._index].name}: a hook has written this parameter in backward, where each rank has the gradient of its own "
+                f"batch: ranks would get different values. Write after backward, on all ranks; or, if it steps an optimizer: {ONE_OPTIMIZER}"
             )
 
 
@@ -123,6 +123,6 @@ def adopted(hook: Callable[[Tensor], Any], group: Any, index: int) -> UserHook:
     if id(group.params[index]) in found:
         raise ConfigError(
             f"{group.specs[index].name}: this hook steps an optimizer of its own ({type(found[id(group.params[index])]).__name__}) in "
-            f"backward, where the reduced gradient is not there yet. {ONE_OPTIMIZER}"
+            f"backward, before the gradient is averaged over the ranks. {ONE_OPTIMIZER}"
         )
     return UserHook(hook, group, index, whole=False)

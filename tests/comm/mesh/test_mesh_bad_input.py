@@ -21,7 +21,7 @@ WRONG = {
     "shard_size: expected a whole number of at least 1, got 0": {"shard_size": 0},
     "zero_hpz_partition_size: expected a whole number of at least 1, got 2.5": {"zero_hpz_partition_size": 2.5},
     "zero_hpz_partition_size needs stage 3: at stage 2 parameters are replicated": {"zero_hpz_partition_size": 2, "stage": 2},
-    "zero_hpz_partition_size and shard_size": {"zero_hpz_partition_size": 2, "shard_size": 2},
+    "zero_hpz_partition_size shards parameters over all ranks": {"zero_hpz_partition_size": 2, "shard_size": 2},
     "hierarchical=False with zero_hpz_partition_size": {"zero_hpz_partition_size": 2, "hierarchical": False},
     "replicate_optimizer=False needs groups of ranks": {"replicate_optimizer": False},
     "hierarchical=True: the ranks are on one host": {"hierarchical": True},
@@ -32,7 +32,7 @@ WRONG = {
     "zero_quantized_gradients: expected True, one of int8": {"zero_quantized_gradients": 8},
     "zero_quantized_gradients: unknown field 'blok'. Did you mean": {"zero_quantized_gradients": {"codec": "int4", "blok": 64}},
     "compression block: expected a power of two": {"zero_quantized_gradients": {"codec": "int4", "block": 48}},
-    "mesh: expected a DeviceMesh of 1 or 2 axes, and others named of ('tp', 'ep', 'pp'), got list": {"mesh": [[0, 1], [2, 3]]},
+    "mesh: expected a DeviceMesh of 1 or 2 data-parallel axes, any others named tp or ep or pp; got list": {"mesh": [[0, 1], [2, 3]]},
 }  # fmt: skip
 
 

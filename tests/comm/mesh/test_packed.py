@@ -130,8 +130,8 @@ def test_shared_memory_travels_plain_unless_forced():
     for got, plain in on_ranks(WORLD, "shared", on_rank):
         assert not differences(got[1][-1], plain[1][-1])
         notes = " ".join(got[4].deviations)
-        assert "gradients travel plain between ranks that read each other's memory" in notes
-        assert "parameters travel plain between ranks that read each other's memory" in notes
+        assert "gradients are sent unquantized between ranks that read each other's memory" in notes
+        assert "parameters are sent unquantized between ranks that read each other's memory" in notes
 
 
 def test_error_feedback_brings_sums_nearer_and_is_counted():

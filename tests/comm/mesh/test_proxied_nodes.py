@@ -111,9 +111,9 @@ def test_a_door_to_a_rank_that_is_gone_closes(joined):
 
 def test_counters_of_no_traffic_are_an_error(joined):
     nodes, _, _ = joined
-    with pytest.raises(NodesUnavailable, match="on no node"):
+    with pytest.raises(NodesUnavailable, match="has not entered a node"):
         nodes.sent_nbytes()
-    with pytest.raises(NodesUnavailable, match="nothing has come through the proxy"):
+    with pytest.raises(NodesUnavailable, match="nothing was sent through the proxy"):
         sent_by(nodes, 0)
 
 

@@ -300,7 +300,7 @@ def test_without_the_programs_that_make_namespaces_it_measures_through_a_proxy(m
     measured = []
     monkeypatch.setattr(network, "measure", lambda plan: measured.append(plan.proxied))
     network.run(network.Plan())
-    assert measured == [True] and why_not() == "no program `ip` (iproute2, util-linux)"
+    assert measured == [True] and why_not() == "the program `ip` is not installed: install iproute2 and util-linux"
 
 
 def test_bandwidths_are_written_as_networks_are():

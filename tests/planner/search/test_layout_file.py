@@ -128,7 +128,7 @@ def test_a_search_is_written_with_its_prediction(tmp_path):
 
 def test_a_mesh_is_not_for_shard_alone(tmp_path):
     model = nn.Linear(4, 4)
-    with pytest.raises(ConfigError, match="give it to zs.parallelize"):
+    with pytest.raises(ConfigError, match="pass it to zs.parallelize"):
         zs.shard(model, config=written(LAYOUTS["mesh"], tmp_path))
 
 
@@ -142,7 +142,7 @@ def test_bad_files_are_said(tmp_path):
     other.write_text("{")
     with pytest.raises(UsageError, match="--config: .* is not JSON"):
         parse_train(["--config", str(other)])
-    with pytest.raises(ConfigError, match="offload_path: this layout rests states on disk"):
+    with pytest.raises(ConfigError, match="offload_path: this layout keeps states on disk"):
         section(LAYOUTS["offloaded"])
 
 
@@ -168,33 +168,33 @@ def test_options_in_a_file_are_those_of_zs_shard(shard, tmp_path):
 def said(capfd, read, *arguments):
     """What a reader writes on stderr about the plan."""
     read(*arguments)
-    return [line for line in capfd.readouterr().err.splitlines() if "is a layout for" in line]
+    return [line for line in capfd.readouterr().err.splitlines() if "was planned for" in line]
 
 
 def test_other_ranks_than_planned_are_said_once_with_the_remedy(tmp_path, capfd):
     path = written(LAYOUTS["plain"], tmp_path)
     assert said(capfd, run_threads, 4, shard_by_file, str(path)) == []
     (line,) = said(capfd, run_threads, 2, shard_by_file, str(path))
-    assert f"config: {path} is a layout for 4 ranks (dp=4), and these are 2 ranks (dp=2)" in line
+    assert f"config: {path} was planned for 4 ranks (dp=4), and this run has 2 ranks (dp=2)" in line
     assert f"zeroshard plan MODEL --ranks 2 --auto --global-batch 24 --write-config {path}" in line
     given = json.loads(path.read_text())
     given["zeroshard"]["node_size"] = 2
     path.write_text(json.dumps(given))
     (line,) = said(capfd, run_threads, 4, shard_by_file, str(path))
-    assert "4 ranks (dp=4) in nodes of 2, and these are 4 ranks (dp=4) in nodes of 4" in line and "--node-size 4" in line
+    assert "4 ranks (dp=4) in nodes of 2, and this run has 4 ranks (dp=4) in nodes of 4" in line and "--node-size 4" in line
 
 
 def test_the_engine_refuses_a_plan_for_other_ranks(tmp_path):
     path = written(LAYOUTS["plain"], tmp_path)
     with pytest.raises(
         DeepSpeedConfigError,
-        match=r"layout for 4 ranks \(dp=4\), and these are 2 ranks.*Plan again.*or leave out train_batch_size",
+        match=r"planned for 4 ranks \(dp=4\), and this run has 2 ranks.*Plan again.*or leave out train_batch_size",
     ):
         DeepSpeedConfig(str(path), world_size=2)
     given = json.loads(path.read_text())
     del given["train_batch_size"]
     config = DeepSpeedConfig(given, world_size=2)
-    assert config.train_batch_size == 12 and "is a layout for 4 ranks" in config.notes[0]
+    assert config.train_batch_size == 12 and "was planned for 4 ranks" in config.notes[0]
 
 
 def test_a_plan_of_a_model_that_is_cut_otherwise_is_refused_on_every_rank(tmp_path):
@@ -203,7 +203,7 @@ def test_a_plan_of_a_model_that_is_cut_otherwise_is_refused_on_every_rank(tmp_pa
         model = GPT(GPTConfig(vocab_size=64, seq_len=16, dim=16, layers=2, heads=2))
         for read in (zs.parallelize, lambda model, mesh, config: zs.shard(model, mesh=mesh, config=config)):
             with pytest.raises(
-                ConfigError, match=r"layout for 8 ranks \(pp=2,dp=2,tp=2\), and these are \d ranks \(dp=\d,tp=2\)"
+                ConfigError, match=r"planned for 8 ranks \(pp=2,dp=2,tp=2\), and this run has \d ranks \(dp=\d,tp=2\)"
             ):
                 read(model, mesh, config=path)
 
@@ -211,7 +211,7 @@ def test_a_plan_of_a_model_that_is_cut_otherwise_is_refused_on_every_rank(tmp_pa
 def test_training_says_that_the_plan_is_for_others(tmp_path):
     path = written(LAYOUTS["plain"], tmp_path)
     assert parse_train(["--config", str(path)]).planned_otherwise(4) == ""
-    assert "is a layout for 4 ranks" in parse_train(["--config", str(path), "--ranks", "2"]).planned_otherwise(2)
+    assert "was planned for 4 ranks" in parse_train(["--config", str(path), "--ranks", "2"]).planned_otherwise(2)
     path = written(LAYOUTS["mesh"], tmp_path)
     with pytest.raises(
         UsageError, match="to the 4 ranks, got dp=2,pp=2,tp=2 = 8.*the mesh is that of --config .*plan MODEL --ranks 4"

@@ -61,4 +61,7 @@ def open_foreign(path: Path, trusted: bool = False) -> Opened:
     try:
         return opener(path, trusted)
     except (KeyError, IndexError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path}: not as its format demands: {error!r}") from error
+        raise CheckpointError(
+            f"{path} does not follow the format that its files' names suggest ({error!r}): it is damaged, incomplete, or of another kind. "
+            f"Expected {RECOGNISED}."
+        ) from error

@@ -45,7 +45,7 @@ class _Unpickler(pickle.Unpickler):
         """Return an allowed class of torch.distributed.checkpoint. Raises CheckpointError for any other."""
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
-        raise CheckpointError(f".metadata names {module}.{name}, which no description of a checkpoint needs: it was not read.")
+        raise CheckpointError(f".metadata holds a {module}.{name}, which is not loaded: DCP writes none there.")
 
 
 def open_distributed(path: Path, trusted: bool = False) -> Opened:
@@ -132,8 +132,8 @@ def _object(path: Path, info: Any, trusted: bool) -> Any:
         return torch.load(content, map_location="cpu", weights_only=not trusted)
     except pickle.UnpicklingError as error:
         raise Untrusted(
-            f"{path}: an option of the optimizer, or a module's extra state, is of a class that is not loaded without your word: "
-            f"pass trusted=True if you trust whoever wrote this checkpoint ({str(error).splitlines()[0]})"
+            f"{path}: an option of the optimizer, or a module's extra state, is of a class that is loaded with trusted=True only, as it "
+            f"may run code: pass that if you trust whoever wrote this checkpoint ({str(error).splitlines()[0]})"
         ) from None
 
 

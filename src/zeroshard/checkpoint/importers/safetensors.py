@@ -48,9 +48,9 @@ def _index_in(folder: Path) -> Path | None:
     if len(found) > 1:
         found = [index for index in found if index.name == "model.safetensors.index.json"] or found
     if len(found) > 1:
-        raise CheckpointError(f"{folder}: {found[0].name} and {found[1].name} are two models: name the one that is meant.")
+        raise CheckpointError(f"{folder} holds two models, {found[0].name} and {found[1].name}: name the one that is meant.")
     if found and whole.is_file() and whole not in read_index(found[0]).values():
-        raise CheckpointError(f"{folder}: {whole.name} and {found[0].name} are two models: name the file that is meant.")
+        raise CheckpointError(f"{folder} holds two models, {whole.name} and {found[0].name}: name the file that is meant.")
     return found[0] if found else None
 
 

@@ -1,4 +1,4 @@
-"""The axes of a mesh: axes of data parallelism, over which states are sharded, and model axes (tp, ep, pp).
+"""The axes of a mesh, by the rows of utils/axes.py: those of data parallelism, and model axes, which cut parameters.
 
 A *place* is what a rank holds of the model: its position along the model axes. In a mesh ("pp", "dp", "tp"):
 
@@ -9,6 +9,7 @@ world      all ranks of the mesh                           one optimizer step: n
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ConfigError
 from ...tensor.distributed import Distribution
+from ...utils.axes import AXES, MODEL_AXES, planned_sizes, role
 from ...utils.torch_compat import unset_fake_temporarily
 from .. import backend_select
 from ..base import DirectComm
 
-MODEL_AXES = ("tp", "ep", "pp")  # tensor, expert and pipeline parallelism
 Parts = list[list[int]]
 
 
@@ -30,9 +31,10 @@ Parts = list[list[int]]
 class Axes:
     """The ranks of a mesh grouped by what they hold of the model, as indices among the ranks of `world`.
 
-    places: the data-parallel ranks of each place. stages: all ranks of each pipeline stage. parts: for two axes of data
-    parallelism, the groups along the inner one, as indices in a place. copies: names of model axes along which this rank is
-    not the first; another rank counts and saves what is not cut along one of them.
+    places: the data-parallel ranks of each place. stages: all ranks of each pipeline stage. parts: where an axis of data
+    parallelism replicates states, the groups that share them, as indices in a place. copies: names of model axes along which this
+    rank is not the first; another rank counts and saves what is not cut along one of them. summed: number of data-parallel ranks
+    over which gradients are a sum, not a mean.
     """
 
     choice: backend_select.Choice | None
@@ -40,6 +42,7 @@ class Axes:
     stages: Parts | None = None
     parts: Parts | None = None
     copies: frozenset[str] = frozenset()
+    summed: int = 1
 
     def open(self, device: torch.device, stall_timeout_s: float) -> tuple[DirectComm, DirectComm, DirectComm]:
         """Return (control, peers, world) of this rank (collective where there are model axes)."""
@@ -59,8 +62,8 @@ def model_axes(mesh: Any) -> dict[str, int]:
     """Return the number of ranks along "pp" and "tp" of a mesh; {} for anything that is not a mesh with named axes."""
     if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:
         return {}
-    sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-    return {axis: sizes.get(axis, 1) for axis in ("pp", "tp")}
+    sizes = planned_sizes(dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)))
+    return {axis: size for axis, size in sizes.items() if axis in MODEL_AXES}
 
 
 def axes_of(mesh: Any, comm: backend_select.Choice | None, distributed: dict[str, Any]) -> Axes:
@@ -80,36 +83,25 @@ def _axes_of(mesh: Any, comm: backend_select.Choice | None, distributed: dict[st
         if distributed:
             name = next(iter(distributed))
             raise ConfigError(
-                f"{name} is a DTensor: over which ranks its shards are data-parallel is for the mesh to say. Pass the whole mesh "
-                "(mesh=mesh, with axes named dp and tp), or its axis of data parallelism (comm=mesh['dp'])."
+                f"{name} is a DTensor, so zs.shard() must be told which ranks hold the same shard of it (data parallelism). Pass the whole "
+                "mesh (mesh=mesh, with axes named dp and tp), or its axis of data parallelism (comm=mesh['dp'])."
             )
         return Axes(comm)
     _check(mesh, comm)
-    names = mesh.mesh_dim_names or ()
-    model = [name for name in names if name in MODEL_AXES]
+    model = [name for name in mesh.mesh_dim_names or () if role(name).cuts_parameters != "no"]
     _check_distributed(mesh, model, distributed)
-    if not model:
-        choice, parts = backend_select.of_mesh(mesh, comm)
-        return Axes(choice, parts=parts)
-    return _split(mesh, model)
+    return _split(mesh)
 
 
 def _check(mesh: Any, comm: Any) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(
-            f"mesh: expected a DeviceMesh of 1 or 2 axes, and others named of {MODEL_AXES}, got {type(mesh).__name__}."
+            f"mesh: expected a DeviceMesh of 1 or 2 data-parallel axes, any others named {' or '.join(MODEL_AXES)}; got {type(mesh).__name__}."
         )
     if comm is not None:
         raise ConfigError("mesh and comm both say which ranks take part: give one of them.")
-    names = mesh.mesh_dim_names or ()
-    data = [name for name in names if name not in MODEL_AXES]
-    if len(data) > 2:
-        raise ConfigError(
-            f"mesh: of the axes {names} all but {MODEL_AXES} are of data parallelism, of which there may be two (replicas and shards), "
-            f"got {len(data)}: {data}. Join them with mesh[...]._flatten(), or name them for what they are."
-        )
     if mesh.get_coordinate() is None:
-        raise ConfigError("mesh: this rank is not in it. Only its ranks call zs.shard.")
+        raise ConfigError("mesh: this rank is not in the mesh. Call zs.shard() on the ranks of the mesh only.")
 
 
 def _check_distributed(mesh: DeviceMesh, model: list[str], distributed: dict[str, Any]) -> None:
@@ -119,36 +111,53 @@ def _check_distributed(mesh: DeviceMesh, model: list[str], distributed: dict[str
             wrong = [axis for axis in axes if axis not in model]
             known = f"the axes {tuple(model)} of the mesh" if model else f"an axis named one of {MODEL_AXES}; the mesh has none"
             raise ConfigError(
-                f"{name} is a DTensor over {f'the axes {wrong}' if wrong else 'a mesh without names'}: expected {known}. What is sharded over "
-                "an axis of data parallelism already (fully_shard) is not for zs.shard."
+                f"{name} is a DTensor over {f'the axes {wrong}' if wrong else 'a mesh without axis names'}: expected {known}. Name the axes of "
+                "model parallelism so (mesh_dim_names=); zs.shard() takes no model that fully_shard has sharded over data-parallel ranks."
             )
         places = torch.isin(tensor.device_mesh.mesh, mesh.mesh)
         if not bool(places.all()):
             raise ConfigError(
-                f"{name} is a DTensor over ranks {tensor.device_mesh.mesh.tolist()}, which are not all in the mesh."
+                f"{name} is a DTensor over ranks {tensor.device_mesh.mesh.tolist()}, which are not all in the mesh. Pass the mesh from which "
+                "the DTensor's mesh was sliced."
             )
 
 
-def _split(mesh: DeviceMesh, model: list[str]) -> Axes:
-    """Return the Axes of a mesh that has model axes."""
-    names, ranks = list(mesh.mesh_dim_names or ()), mesh.mesh.cpu()
-    everyone = sorted(ranks.flatten().tolist())
+def _split(mesh: DeviceMesh) -> Axes:
+    """Return the Axes of a mesh: what ranks along each of its axes share is in the axis's row."""
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    rows = [role(name) for name in names]
+    model = [dim for dim, row in enumerate(rows) if row.cuts_parameters != "no"]
+    data = [dim for dim in range(mesh.ndim) if dim not in model]
+    shards = [dim for dim in data if rows[dim].shards_states] or data
+    if any(names[dim] not in AXES for dim in data):
+        shards = data[-1:]  # by their order: the outer one replicates
+        if len(data) > 2:
+            raise ConfigError(
+                f"mesh: expected a DeviceMesh of 1 or 2 axes, got one of shape {tuple(mesh.shape)}, axes {names}. Axes not named "
+                f"of {tuple(AXES)} are of data parallelism, of which there may then be two (replicas and shards), got "
+                f"{len(data)}. Join them with mesh[...]._flatten(), or name them for what they are."
+            )
+
+    def size(dims: list[int]) -> int:
+        return math.prod(mesh.shape[dim] for dim in dims)
+
+    summed = size([dim for dim in data if rows[dim].gradient == "sum"])
+    if len(data) == mesh.ndim == 1:
+        return Axes(mesh, summed=summed)
+    everyone = sorted(mesh.mesh.flatten().tolist())
     choice: backend_select.Choice | None = None
     if everyone != list(range(dist.get_world_size())):
         choice = dist.new_group(everyone, use_local_synchronization=True)
-    ranks = torch.searchsorted(torch.tensor(everyone), ranks.flatten()).view(ranks.shape)
-    data = [name for name in names if name not in model]
-    by_place = ranks.permute(*[names.index(name) for name in (*model, *data)]).flatten(0, len(model) - 1)
-    places = by_place.reshape(by_place.shape[0], -1).tolist()
-    parts = None
-    if len(data) == 2:
-        inner = by_place.shape[2]
-        parts = [list(range(first, first + inner)) for first in range(0, len(places[0]), inner)]
-    stages = None
-    if "pp" in model:
-        others = [names.index(name) for name in names if name != "pp"]
-        stages = ranks.permute(names.index("pp"), *others).reshape(ranks.shape[names.index("pp")], -1).sort(dim=1).values.tolist()
+    ranks = torch.searchsorted(torch.tensor(everyone), mesh.mesh.cpu().flatten()).view(mesh.shape)
+    replicas = [dim for dim in data if dim not in shards]
+    by_place = ranks.permute(*model, *replicas, *shards).reshape(-1, size(data))
+    parts, stages = None, None
+    if replicas:  # without model axes the place is the world, whose ranks are in order
+        parts = (torch.arange(size(data)) if model else by_place).reshape(-1, size(shards)).tolist()
+    if whole := [dim for dim in model if rows[dim].cuts_parameters == "whole"]:
+        others = [dim for dim in range(mesh.ndim) if dim not in whole]
+        stages = ranks.permute(*whole, *others).reshape(size(whole), -1).sort(dim=1).values.tolist()
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    copies = frozenset(name for name in model if name != "pp" and coordinate[names.index(name)] > 0)
-    return Axes(choice, places, stages, parts, copies)
+    copies = frozenset(names[dim] for dim in model if dim not in whole and coordinate[dim] > 0)
+    return Axes(choice, by_place.tolist() if model else None, stages, parts, copies, summed)

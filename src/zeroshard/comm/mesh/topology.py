@@ -23,12 +23,11 @@ from ...utils.compression import Compression
 from ..base import Comm, DirectComm
 from ..codecs import TopK, codec_of
 from ..codecs.base import Codec
+from .axes import Axes, Parts
 from .compressed import CompressedGathers, CompressedReductions, Errors
 from .hierarchical import HierarchicalComm
 from .low_rank import LowRankReductions
 from .replicated import ReplicatedComm
-
-Parts = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Topology:
     Comm of what is sent uncompressed. values, gradients: the Comms that gather and reduce. weights, sent: compression of gathers
     and of reductions, None where they are not compressed. notes: sentences for a report. peers, world: see comm/mesh/axes.py;
     without model axes they are `control`. places, stages: ranks in `world` of each place (the data-parallel ones) and of each
-    pipeline stage.
+    pipeline stage. summed: see comm/mesh/axes.py.
     """
 
     control: DirectComm
@@ -54,20 +53,18 @@ class Topology:
     sent: Compression | None = None
     errors: Errors = field(default_factory=Errors)
     notes: list[str] = field(default_factory=list)
+    summed: int = 1
 
     @classmethod
     def flat(
-        cls,
-        comm: DirectComm,
-        peers: DirectComm | None = None,
-        world: DirectComm | None = None,
-        places: Parts | None = None,
-        stages: Parts | None = None,
+        cls, comm: DirectComm, peers: DirectComm | None = None, world: DirectComm | None = None, axes: Axes | None = None
     ) -> Topology:
         """Return a topology of one hop without compression."""
-        world = world or comm
+        world, axes = world or comm, axes or Axes(None)
         everyone = [list(range(world.world_size))]
-        return cls(comm, peers or comm, world, places or everyone, stages or everyone, comm, comm, comm)
+        return cls(
+            comm, peers or comm, world, axes.places or everyone, axes.stages or everyone, comm, comm, comm, summed=axes.summed
+        )
 
     @property
     def place(self) -> list[int]:
@@ -164,7 +161,7 @@ def open_topology(
     elif config.hierarchical is not False:
         nodes = _hosts(comm)  # two hops help NCCL as well: it gathers in rings, but an all-to-all sends from each rank to each
         if nodes is None and 1 < len(set(comm.nodes)) < comm.world_size:
-            notes.append("nodes of unequally many ranks: everything goes in one hop, to each rank by itself")
+            notes.append("nodes have unequally many ranks: data is sent in one hop, to each rank by itself")
     shards: Comm = comm
     gradients: Comm
     if groups is not None and len(groups) > 1:
@@ -177,7 +174,7 @@ def open_topology(
         keep = (size is not None or config.zero_hpz_partition_size > 1) and config.row.parameter is Placement.SHARDED
         shards = HierarchicalComm(comm, inner, outer, nodes, ledger, keep=keep)
         if keep and comm.copies:
-            notes.append("ranks read each other's memory: a secondary shard saves nothing here")
+            notes.append("ranks read each other's memory, so a secondary shard saves nothing here")
         inside, across = packing.reductions(inner), packing.reductions(outer)
         gradients = shards
         if (inside, across) != (inner, outer):
@@ -238,7 +235,7 @@ class _Packing:
         """Return True where compression is of no use, because the ranks read each other's memory; note it for the report."""
         if not comm.copies or compression.force:
             return False
-        note = f"{what} travel plain between ranks that read each other's memory: packing would cost time and save none (force=True does it)"
+        note = f"{what} are sent unquantized between ranks that read each other's memory: packing saves no time (zs.Compression(force=True) packs them)"
         if note not in self.notes:
             self.notes.append(note)
         return True

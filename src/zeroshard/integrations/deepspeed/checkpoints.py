@@ -102,7 +102,7 @@ class Checkpoints(WholeWeights):
         told = f"[rank={comm.rank}] The checkpoint tag name '{tag}' is not consistent across all ranks: {tags}."
         assert not config.checkpoint_tag_validation_fail, told
         if config.checkpoint_tag_validation_enabled:
-            logger.warning(f"{told} That of rank 0 is taken.")
+            logger.warning(f"{told} Rank 0's tag is used.")
         return tags[0]
 
     def _facts(self) -> dict[str, Any]:

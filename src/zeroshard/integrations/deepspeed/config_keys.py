@@ -177,7 +177,7 @@ _ZERO = (
     _N("allgather_partitions", True, f"parameters are always gathered at once: {_SAME}", "bool"),
     _N("use_multi_rank_bucket_allreduce", True, f"there are no buckets: {_SAME}", "bool"),
     replace(_N("overlap_comm", None, f"communication runs beside the computation at every stage: {_SAME}", "bool"), fits=(True,)),
-    _H("compute_grad_norm", True, "false (stages 1, 2): no global norm is shown, nor tells in fp32 to skip a step", "bool", "skip_nonfinite"),
+    _H("compute_grad_norm", True, "false (stages 1, 2): no global norm is shown, and in fp32 none makes a step be skipped", "bool", "skip_nonfinite"),
     _N("load_from_fp32_weights", True, "the fp32 masters of a checkpoint are always taken", "bool"),
     _N("elastic_checkpoint", False, "every checkpoint loads at any number of ranks", "bool"),
     _H("offload_optimizer", None, "below", "offload_optimizer", "offload_optimizer"),
@@ -304,7 +304,7 @@ _OTHERS: dict[str, tuple[Key, ...]] = {
     "torch_autocast": (
         _H("enabled", False, "forward under torch.autocast, parameters in fp32"),
         _H("dtype", None, "of torch.autocast"),
-        _N("lower_precision_safe_modules", None, "it is about what is sent alone: gradients of all modules are sent in communication_data_type"),
+        _N("lower_precision_safe_modules", None, "it affects only what is sent: gradients of all modules are sent in communication_data_type"),
     ),
     "activation_checkpointing": (
         _N("partition_activations", False, "activations are partitioned over model-parallel ranks, of which there are none"),

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...config import SECTION
-from ...utils.planned_mesh import cuts_model, planned_otherwise
+from ...utils.axes import DP, cuts_model
+from ...utils.planned_mesh import planned_otherwise
 from .config_keys import KEYS, Treatment, keys_of
 from .sections import (
     CommsLoggerConfig,
@@ -203,12 +204,12 @@ class DeepSpeedConfig:
         """Remove the section that `zeroshard plan --auto` writes from `given`, and return its options of zs.shard."""
         plan = {"mesh": {}, **_section(given, SECTION)}
         given.pop(SECTION, None)
-        if cuts_model(plan):
+        if cuts_model(plan["mesh"]):
             raise DeepSpeedConfigError(
-                f"{SECTION}.mesh = {plan['mesh']}: the engine has data parallelism alone. Give the file to zs.parallelize or `zeroshard train`, "
+                f"{SECTION}.mesh = {plan['mesh']}: the engine is data-parallel only. Give the file to zs.parallelize or `zeroshard train`, "
                 "or plan for data parallelism alone."
             )
-        otherwise = planned_otherwise(path, plan, {"dp": self.world_size}) if plan["mesh"] else ""
+        otherwise = planned_otherwise(path, plan, {DP: self.world_size}) if plan["mesh"] else ""
         batches = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         if otherwise and all(given.get(name) is not None for name in batches):  # all three together fix the number of ranks
             raise DeepSpeedConfigError(f"{otherwise}, or leave out {batches[0]}.")

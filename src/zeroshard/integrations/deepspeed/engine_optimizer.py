@@ -39,7 +39,7 @@ class EngineOptimizer(OptimizerViews):
         if name == "optimizer":
             raise AttributeError(name)
         if name in _INSTEAD:
-            told = f"engine.optimizer.{name} is of DeepSpeed's buffers, which are laid out otherwise here"
+            told = f"engine.optimizer.{name} is about DeepSpeed's buffers, which zeroshard does not have"
             raise AttributeError(f"{told}: use {_INSTEAD[name]}.")
         return getattr(self.optimizer, name)
 

@@ -121,9 +121,11 @@ class TiledLinear(nn.Module):
     @torch.no_grad()
     def copy_params_from(self, other: nn.Module) -> None:
         """Copy the values of a layer of the same sizes (at stage 3 collective)."""
-        assert other.weight.shape == (self.out_features, self.in_features), "copy_params_from: a layer of other sizes"
+        assert other.weight.shape == (self.out_features, self.in_features), (
+            f"copy_params_from: expected a weight of shape {(self.out_features, self.in_features)}, got {other.weight.shape}"
+        )
         assert (getattr(other, "bias", None) is not None) == self.use_bias, (
-            "copy_params_from: one layer has a bias, the other none"
+            f"copy_params_from: expected a layer {'with' if self.use_bias else 'without'} a bias, as this one is"
         )
         with GatheredParameters([*self.parameters(), *other.parameters()], modifier_rank=0):
             for row, (top, bottom) in zip(self.linears, itertools.pairwise(self.out_parts), strict=True):

@@ -120,7 +120,7 @@ class FabricSharding(Sharding):
             super().save_checkpoint(path, state, storage_options, filter)
             return
         if filter:
-            raise ConfigError("filter: not of a sharded checkpoint. Give the strategy state_dict_type='full'.")
+            raise ConfigError("filter: a sharded checkpoint can not be filtered. Give the strategy state_dict_type='full'.")
         model, optimizer, rest = _parts(state)
         rest = {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in rest.items()}
         self._save(path, model, optimizer, rest, storage_options)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...config import Tier
+from ...utils.axes import DP, PP, TP, cuts_model
 from ..request import FLAGS, Request
 from ..search.requested import CHECKPOINTING, layout_of
 from ..search.search import TIERS
@@ -26,17 +27,17 @@ def _meshes(request: Request) -> Iterator[Request]:
     """Yield the same ranks with more tp and pp, and as many sequences in a step; then more ranks of dp, which add sequences."""
     axes, source = request.axes, request.source
     for tp, pp in itertools.product((1, *_TIMES), repeat=2):
-        whole = axes["tp"] * tp, axes["pp"] * pp
+        whole = axes[TP] * tp, axes[PP] * pp
         # two blocks a stage, or more
-        if tp * pp == 1 or axes["dp"] % (tp * pp) or (pp > 1 and 2 * whole[1] > (source.shape.layers or 0)):
+        if tp * pp == 1 or axes[DP] % (tp * pp) or (pp > 1 and 2 * whole[1] > (source.shape.layers or 0)):
             continue
         heads = source.shape.heads if source.config is not None else None  # formulas know tp of no other models than GPTs
         if tp > 1 and (not heads or heads % whole[0] or source.vocab % whole[0] or whole[0] > request.ranks_of_node):
             continue
-        mesh = {"pp": whole[1], "dp": axes["dp"] // tp // pp, "tp": whole[0]}
+        mesh = {PP: whole[1], DP: axes[DP] // tp // pp, TP: whole[0]}
         yield replace(request, axes=mesh, micro_batches=request.micro_batches * tp * pp)
     for times in _TIMES:
-        yield replace(request, axes={**axes, "dp": times * axes["dp"]})
+        yield replace(request, axes={**axes, DP: times * axes[DP]})
 
 
 def _states(request: Request) -> Iterator[Request]:
@@ -75,7 +76,7 @@ def _checkpoints(request: Request) -> Iterator[Request]:
     kept = layout_of(request).checkpointing
     if kept == "none":
         yield replace(request, checkpointing=True)
-    if kept in ("none", "blocks") and request.axes["tp"] > 1:
+    if kept in ("none", "blocks") and request.axes[TP] > 1:
         yield replace(request, checkpointing=CHECKPOINTING["partitioned"])
     if kept != "host" and request.hardware.separate:
         given = dict(request.checkpointing) if isinstance(request.checkpointing, Mapping) else {}
@@ -99,8 +100,8 @@ def _kept_in_nodes(request: Request) -> Iterator[Request]:
             yield _with(request, zero_quantized_weights="int8")
         yield _with(request, zero_hpz_partition_size=1)
     elif config.shard_size is not None:
-        for size in dict.fromkeys((2 * config.shard_size, request.axes["dp"])):
-            if size > config.shard_size and request.axes["dp"] % size == 0:
+        for size in dict.fromkeys((2 * config.shard_size, request.axes[DP])):
+            if size > config.shard_size and request.axes[DP] % size == 0:
                 yield _with(request, shard_size=size)
 
 
@@ -130,6 +131,6 @@ def flags(before: Request, after: Request) -> str:
     words += [f"--micro-batch {after.rows}"] * (after.rows != before.rows)
     words += [f"--accumulate {after.micro_batches}"] * (after.micro_batches != before.micro_batches)
     words += [f"--ranks {after.ranks}"] * (after.ranks != before.ranks)
-    if "axes" in found and after.ranks > after.axes["dp"]:
+    if "axes" in found and cuts_model(after.axes):
         words.append(f"--mesh {','.join(f'{axis}={size}' for axis, size in after.axes.items() if size > 1)}")
     return " ".join(words)

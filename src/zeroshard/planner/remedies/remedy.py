@@ -18,6 +18,7 @@ from typing import Any
 
 from ...config import Tier
 from ...errors import ConfigError
+from ...utils.axes import PP
 from ..faults import OutOfTime
 from ..plan import Plan
 from ..recorder import deadline, telling
@@ -112,9 +113,9 @@ class _Formulas:
         self.layout, self._states = layout_of(request), functools.cache(self._states_of)
         self.error = self.pace = 1.0
         if self.verdict.tier is Tier.DEVICE:
-            stage = self.verdict.plan.rank // (request.axes["dp"] * request.axes["tp"])
+            stage = self.verdict.plan.rank // request.ranks_of_stage
             self.error = (self.verdict.used - self.verdict.overhead) / self._held(self.layout, stage)[Tier.DEVICE]
-        if request.axes["pp"] == 1:  # else a step cannot be simulated, as only the first and the last stage were planned
+        if request.axes[PP] == 1:  # else a step cannot be simulated, as only the first and the last stage were planned
             self.pace = simulate(plans[0].trace, request.hardware).step_s / self.seconds(request)
 
     def _states_of(self, layout: Layout, stage: int) -> dict[Tier, int]:
@@ -243,7 +244,7 @@ def _tried(formulas: _Formulas, plans: Sequence[Plan], choice: _Choice) -> list[
     frees = formulas.verdict.used - sum(_at(changed, formulas.verdict).values()) - formulas.verdict.overhead
 
     def step(made: Sequence[Plan], request: Request) -> Step:
-        seconds = simulate(made[0].trace, request.hardware).step_s if request.axes["pp"] == 1 else formulas.seconds(request)
+        seconds = simulate(made[0].trace, request.hardware).step_s if request.axes[PP] == 1 else formulas.seconds(request)
         return Step(made[0].trace, made[0].peak(Tier.HOST), seconds, request.ranks)
 
     old, new = step(plans, before), step(changed, after)

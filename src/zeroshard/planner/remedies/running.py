@@ -18,6 +18,7 @@ import torch
 from ...config import Placement, Tier
 from ...errors import ConfigError
 from ...memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARTIAL
+from ...utils.axes import DP, cuts_model, planned_sizes
 from ...zero.out_of_memory import Shortage, size
 from ..model_source import ModelSource, Shape
 from ..plan import ACTIVATIONS
@@ -69,7 +70,7 @@ def _request(shortage: Shortage) -> Request:
     given = {name: getattr(shortage.config, name) for name in _OPTIONS}
     comm = shortage.comm
     return Request(
-        source, hardware, {"pp": 1, "dp": comm.world_size, "tp": 1}, _SEQUENCES, _TOKENS, options=given,
+        source, hardware, planned_sizes({DP: comm.world_size}), _SEQUENCES, _TOKENS, options=given,
         node_size=comm.nodes.count(comm.nodes[comm.rank]), checkpointing=shortage.checkpointed,
     )  # fmt: skip
 
@@ -105,7 +106,7 @@ def _of_kind(kind: Any, request: Request, profile: Profile, shortage: Shortage) 
     held, old = _held(profile, before, shortage), _step(profile, before, request)
     least = max(_SMALL * sum(held.values()), 1.0)
     for changed in kind(request):
-        if changed.axes["pp"] * changed.axes["tp"] > 1:  # another program: zs.parallelize
+        if cuts_model(changed.axes):  # another program: zs.parallelize
             continue
         try:
             after = _layout(changed)

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...config import PRECISIONS, STAGES, Config, Placement, Tier
 from ...errors import ConfigError, did_you_mean
+from ...utils.axes import PLANNED
 from ..simulator.trace import Resource
 from .profile import Home
 
@@ -75,7 +76,7 @@ class Layout:
             value, words = getattr(self, name), list(map(str, known))
             if value not in known:
                 raise ConfigError(f"{name}: expected one of {', '.join(words)}, got {value!r}.{did_you_mean(str(value), words)}")
-        for name in ("dp", "pp", "tp", "micro_batch", "micro_batches", "node_size", "hpz"):
+        for name in (*PLANNED, "micro_batch", "micro_batches", "node_size", "hpz"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}: expected a whole number of at least 1, got {value!r}.")
@@ -144,7 +145,7 @@ class Layout:
 
     @property
     def mesh(self) -> dict[str, int]:
-        return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
+        return {axis: getattr(self, axis) for axis in PLANNED}
 
     def __str__(self) -> str:
         words = [f"ZeRO-{self.stage}" if self.stage else "plain data parallelism"]

@@ -73,7 +73,7 @@ def deepspeed_config(layout: Layout, offload_path: str | None = None) -> dict[st
 
 def _check(layout: Layout, offload_path: str | None) -> None:
     if offload_path is None and Tier.DISK in (layout.optimizer, layout.gradient, layout.parameter):
-        raise ConfigError(f"offload_path: this layout rests states on disk ({layout}): name a folder on a local disk.")
+        raise ConfigError(f"offload_path: this layout keeps states on disk ({layout}): name a folder on a local disk.")
 
 
 def _prediction(found: Found, best: Candidate) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from ...config import Tier
 from ...errors import ConfigError
 from ...tensor.flat_layout import ALIGNMENT, round_up
+from ...utils.axes import TP, cuts_model
 from ...zero.auto_wrap import LARGE_FRACTION
 from ..models.gpt import NGRAM_LENGTHS, GPTConfig
 from ..plan import ACTIVATIONS, Plan
@@ -258,7 +259,7 @@ class Profile:
         None: they cannot be checkpointed. halved: the same run with tp = 2: what is less there is what tp divides; None: layouts
         have tp = 1. heads: the most ranks of tp.
         """
-        if plan.axes.get("tp", 1) * plan.axes.get("pp", 1) > 1 or plan.axes.get("dp", 1) == 1:
+        if cuts_model(plan.axes) or plan.ranks == 1:
             raise ConfigError(
                 f"a profile is of a whole model: expected a plan over two or more ranks of dp alone, got {plan.axes}."
             )
@@ -306,7 +307,7 @@ def _sums_over_tp(plan: Plan) -> dict[str, int]:
     """Return the number of all-reduces over tp in a forward, by unit."""
     found: dict[str, int] = {}
     for task in plan.trace.tasks:
-        if task.axis == "tp" and task.phase == "forward" and task.name.endswith("all_reduce"):
+        if task.axis == TP and task.phase == "forward" and task.name.endswith("all_reduce"):
             found[task.unit] = found.get(task.unit, 0) + 1
     return {name: count // plan.micro_batches for name, count in found.items()}
 

@@ -10,6 +10,7 @@ import torch
 
 from ...errors import ConfigError
 from ...parallel.styles import most_ranks
+from ...utils.axes import DP, TP, cuts_model, planned_sizes
 from ..plan import Plan
 from ..request import Request
 from .layout import Layout
@@ -54,13 +55,13 @@ def profile_of(request: Request, plans: Sequence[Plan] = ()) -> Profile:
     source = request.source
     if source.config is not None:
         return Profile.of_shape(replace(source.config, seq_len=request.seq), source.name)
-    alone = request.axes["dp"] == request.ranks > 1
+    alone = request.ranks > 1 and not cuts_model(request.axes)
     if plans and alone and request.config.stage and not request.checkpointing and not _PACKED & set(request.options):
         whole, known = request, plans[0]
     else:
         ranks = max(request.ranks_of_node, 2)  # one node, so that a unit is gathered in one hop
         whole = replace(
-            request, axes={"pp": 1, "dp": ranks, "tp": 1}, node_size=ranks, rows=1, micro_batches=1, checkpointing=False, parallel={},
+            request, axes=planned_sizes({DP: ranks}), node_size=ranks, rows=1, micro_batches=1, checkpointing=False, parallel={},
             options={"stage": 3, "precision": request.config.precision},
         )  # fmt: skip
         known = whole.plan()
@@ -73,7 +74,7 @@ def profile_of(request: Request, plans: Sequence[Plan] = ()) -> Profile:
         with torch.device("meta"):
             ranks = most_ranks(source.build())
     if ranks % 2 == 0:
-        whole = replace(whole, axes={**whole.axes, "tp": 2}, node_size=2 * whole.axes["dp"])
+        whole = replace(whole, axes={**whole.axes, TP: 2}, node_size=2 * whole.axes[DP])
         try:
             halved = whole.plan()
         except ConfigError:  # this model cannot be divided over tp

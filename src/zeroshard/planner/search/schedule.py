@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...config import STAGES, Placement, Tier
+from ...utils.axes import PP, TP
 from ...zero.prefetch import LOOKAHEAD
 from ..simulator.trace import AttentionWork, Resource, Task, Trace
 from .layout import Bytes, Layout, Volumes, rests_away
@@ -130,7 +131,7 @@ class Stage:
     def _forward(self, number: int) -> None:
         lay = self.layout
         if self.stage:
-            self._add("receive", "forward", {}, self.last, chain=True, axis="pp", channel=f"f{number}.{self.stage}", peers=2)
+            self._add("receive", "forward", {}, self.last, chain=True, axis=PP, channel=f"f{number}.{self.stage}", peers=2)
         self._enter_root("forward", number)
         for at, stretch in enumerate(self.stretches):
             self._ready(self.stretches[at:], "forward")
@@ -145,7 +146,7 @@ class Stage:
     def _backward(self, number: int) -> None:
         lay, sync = self.layout, number == self.layout.micro_batches - 1 or not self.layout.held
         if self.stage < lay.pp - 1:
-            self._add("receive", "backward", {}, self.last, chain=True, axis="pp", channel=f"b{number}.{self.stage}", peers=2)
+            self._add("receive", "backward", {}, self.last, chain=True, axis=PP, channel=f"b{number}.{self.stage}", peers=2)
         self._enter_root("backward", number)
         backwards = self.stretches[::-1]
         for at, stretch in enumerate(backwards):
@@ -174,7 +175,7 @@ class Stage:
         if lay.checkpointing == "partitioned" and lay.tp > 1:
             sent = self._kept(stretch) * (lay.tp - 1)
             name = f"gather input {stretch.name}"
-            needed = (*needed, self._add(name, "backward", self._tp_nbytes(sent), self.last, axis="tp", peers=lay.tp))
+            needed = (*needed, self._add(name, "backward", self._tp_nbytes(sent), self.last, axis=TP, peers=lay.tp))
         flops = sum(unit.flops for unit in stretch.units)
         last = sum(unit.last_flops for unit in stretch.units) if lay.stops_early else 0.0
         self._compute(f"forward again {stretch.name}", "backward", stretch, (flops - last) / flops if flops else 1.0, needed)
@@ -309,7 +310,7 @@ class Stage:
         width = max(unit.boundary for unit in stretch.units) or max(unit.boundary for unit in self.units)
         sent = 2 * (lay.tp - 1) / lay.tp * self.tokens * ((8 + lay.itemsize) if told else reduces * width * lay.itemsize)
         self._add(
-            f"sum {stretch.name}", phase, self._tp_nbytes(sent), self.last, chain=True, axis="tp", peers=lay.tp,
+            f"sum {stretch.name}", phase, self._tp_nbytes(sent), self.last, chain=True, axis=TP, peers=lay.tp,
             kernels=3 if told else reduces, unit=stretch.name,
         )  # fmt: skip
 
@@ -320,7 +321,7 @@ class Stage:
     def _send(self, phase: str, channel: str, width: int) -> None:
         lay = self.layout
         link = Resource.BETWEEN if lay.dp * lay.tp >= lay.node_size else Resource.INSIDE
-        self._add("send", phase, {link: self.tokens * width * lay.itemsize}, self.last, axis="pp", channel=channel, peers=2)
+        self._add("send", phase, {link: self.tokens * width * lay.itemsize}, self.last, axis=PP, channel=channel, peers=2)
 
     # -- the optimizer ---------------------------------------------------------------------------------------
 
@@ -370,7 +371,7 @@ class Stage:
         lay, volumes = self.layout, self.volumes[self.profile.tied]
         numel = volumes.numel if self.row.gradient is Placement.REPLICATED else sum(volumes.shards)
         link = Resource.BETWEEN if lay.dp * lay.tp >= lay.node_size else Resource.INSIDE
-        done = self._add("sum tied", "step", {link: numel * 4}, self.reduced[self.profile.tied], axis="pp", peers=2)
+        done = self._add("sum tied", "step", {link: numel * 4}, self.reduced[self.profile.tied], axis=PP, peers=2)
         self.reduced[self.profile.tied] = (done,)
 
     def _host_step(self, home: Home, numel: int, states: float, moved: float, begin: tuple[int, ...], steps: list[int]) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 from ...config import STAGES, Placement, Tier
 from ...errors import ConfigError, did_you_mean
 from ...memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
+from ...utils.axes import DP, PP, TP
 from ..plan import Plan
 from ..recorder import telling
 from ..request import gb
@@ -153,10 +154,10 @@ def _check(profile: Profile, devices: int, global_batch: int, fixed: Mapping[str
     for name in fixed:
         if name not in known:
             raise ConfigError(f"fixed: expected fields of Layout, got {name!r}.{did_you_mean(name, known)}")
-    if fixed.get("tp", 1) > 1 and profile.heads % fixed["tp"]:
-        near = min(_divisors(profile.heads), key=lambda each: abs(each - fixed["tp"]))
+    if fixed.get(TP, 1) > 1 and profile.heads % fixed[TP]:
+        near = min(_divisors(profile.heads), key=lambda each: abs(each - fixed[TP]))
         raise ConfigError(
-            f"tp={fixed['tp']} does not divide the {profile.heads} heads of {profile.name}; the nearest: tp={near}."
+            f"{TP}={fixed[TP]} does not divide the {profile.heads} heads of {profile.name}; the nearest: tp={near}."
         )
 
 
@@ -184,7 +185,7 @@ def _layouts(
             for micro_batch in _divisors(rows):
                 if pp > 1 and rows // micro_batch < pp:  # stages would be idle most of the time
                     continue
-                common = {"dp": dp, "pp": pp, "tp": tp, "micro_batch": micro_batch, "micro_batches": rows // micro_batch,
+                common = {DP: dp, PP: pp, TP: tp, "micro_batch": micro_batch, "micro_batches": rows // micro_batch,
                           "precision": precision, "node_size": node_size, "separate": hardware.separate}  # fmt: skip
                 for checkpointing in checkpoints:
                     large = 2 * max(unit.numel for unit in profile.blocks) // tp > hardware.device.memory_nbytes * _LARGE_UNIT
@@ -200,7 +201,7 @@ def _variants(
     """Yield a mesh and batch with all stages, tiers, ways to send between nodes and (split: at stage 3) sizes of units."""
     if any(name in common and common[name] != value for name, value in fixed.items()):
         return
-    dp, inside = common["dp"], max(common["node_size"] // common["tp"], 1)
+    dp, inside = common[DP], max(common["node_size"] // common[TP], 1)
     several = dp > inside and dp % inside == 0 and inside > 1
     for stage, choices in TIERS.items():
         for tiers in choices:
@@ -471,7 +472,7 @@ def _reason(
     sentences.append(f"It is {best.bound.partition(';')[0]}.")
     if runner_up is not None:
         slower = runner_up.step_s / best.step_s - 1
-        cost = f"takes {slower:.0%} longer" if slower >= 0.005 else "is as fast, but less plain"
+        cost = f"takes {slower:.0%} longer" if slower >= 0.005 else "is as fast, but less simple"
         sentences.append(f"The runner-up, {runner_up.layout}, {cost}.")
     return " ".join(sentences)
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from ...config import PRECISIONS
 from ...errors import ConfigError, did_you_mean
+from ...utils.axes import TP
 from .trace import AttentionWork, Resource, Task, Trace
 
 _FILE = Path(__file__).with_name("hardware.toml")
@@ -235,7 +236,7 @@ def resource_seconds(
             hop = link.latency_s if latency is None or resource not in NETWORK else latency
             moved, members = _crossing(task, resource, nbytes)
             rate = link.rate(ranks, hardware.devices_per_node)
-            if link.group is not None and members > 1 and (link.trees or task.axis == "tp"):
+            if link.group is not None and members > 1 and (link.trees or task.axis == TP):
                 rate = min(rate, link.group / members)
             times[resource] = moved / (rate * utilisation) + hop * _hops(task) * (nbytes > 0)
     return times

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...errors import ConfigError
+from ...utils.axes import role
 from .hardware import Hardware, resource_seconds, seconds
 from .spread import two_digits
 from .trace import Resource, Task, Trace
@@ -162,6 +163,7 @@ def simulate(
         critical[resource] += time
         waits[resource, kind_of(task)] += time
     step_s = end - begin
+    readers = math.prod(size for axis, size in traces[0].axes.items() if role(axis).cuts_batch)
     flops, tokens = sum(t.model_flops for t in traces) / len(traces), max(t.tokens for t in traces)
     return Simulation(
         step_s=step_s,
@@ -170,7 +172,7 @@ def simulate(
         waits=dict(waits),
         exposed_s=max(_exposed(traces[n], [s for s in spans if s[0] == n]) for n in range(len(traces))),
         tflops=flops / step_s / 1e12 if step_s else 0.0,
-        tokens_per_s=tokens * traces[0].axes.get("dp", 1) / step_s if step_s else 0.0,
+        tokens_per_s=tokens * readers / step_s if step_s else 0.0,
         spans=spans,
         traces=traces,
         hardware=hardware,

@@ -10,13 +10,14 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
+from ...utils.axes import EP, TP
 from .hardware import Hardware
 from .simulate import COMPUTES, SAYS, Simulation, kind_of
 from .trace import Resource, Task
 
 COLOURS = {
     "forward": "#1b7f79", "backward": "#2f5d8a", "recompute": "#7fb8b2", "step": "#8a6d3b", "gather": "#d98324",
-    "reduce": "#a44a3f", "tp": "#c9a227", "ep": "#e0b1cb", "send": "#7a5195", "device": "#b5838d", "host": "#6d6875",
+    "reduce": "#a44a3f", TP: "#c9a227", EP: "#e0b1cb", "send": "#7a5195", "device": "#b5838d", "host": "#6d6875",
     "disk": "#8d99ae", "read": "#8d99ae", "write": "#5c677d",
 }  # fmt: skip
 OTHER = "#bbbbbb"

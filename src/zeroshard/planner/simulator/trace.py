@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from ...utils.axes import DP
+
 
 class Resource(str, Enum):
     """A resource that a task occupies. Links, between ranks or to the host's memory and disks, work beside computation."""
@@ -71,7 +73,7 @@ class Task:
     kernels: int = 0
     peers: int = 1
     numel: int = 0
-    axis: str = "dp"  # along which the ranks of a collective meet
+    axis: str = DP  # along which the ranks of a collective meet
     dtype: str = "fp32"  # of the computation: each dtype has its own peak flops
     unit: str = ""  # of the model, whose work it is
     channel: str = ""
@@ -96,7 +98,7 @@ class Trace:
     tasks: list[Task] = field(default_factory=list)
     end: tuple[int, ...] = ()
     rank: int = 0
-    axes: dict[str, int] = field(default_factory=lambda: {"dp": 1})
+    axes: dict[str, int] = field(default_factory=lambda: {DP: 1})
     node_size: int = 1
     model_flops: float = 0.0
     tokens: int = 0
