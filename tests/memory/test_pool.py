@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.comm.base import Work
+from zeroshard.comm.base import Collective
 from zeroshard.comm.fake import FakeComm
 from zeroshard.comm.pool import StagingPool
 from zeroshard.comm.shared_memory import SharedComm
@@ -24,7 +24,7 @@ def impatient():
         yield
 
 
-class Reading(Work):
+class Reading(Collective):
     """A reduction that reads its source until somebody drains it (or `end` is called)."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import torch
 
-from zeroshard.comm.base import DirectComm, Region, Work
+from zeroshard.comm.base import Collective, DirectComm, Region
 from zeroshard.comm.control import operation
 
 PATIENCE_S = 10
@@ -32,7 +32,7 @@ class PostOffice:
             return self.letters.pop(key)
 
 
-class Delivery(Work):
+class Delivery(Collective):
     """Receives when waited for; checks that the source was left alone meanwhile.
 
     streamed: as on a GPU, where draining orders the stream and the host goes on: it never waits for a peer.
@@ -50,7 +50,7 @@ class Delivery(Work):
             finish, self.finish = self.finish, None
             self.take(finish())
 
-    def ready(self) -> bool:
+    def done(self) -> bool:
         return self.finish is None or self.arrived()
 
     def drain(self) -> None:
@@ -113,7 +113,7 @@ class PrivateComm(DirectComm):
             parts.append(part)
         return parts
 
-    def gather(self, full: torch.Tensor, source: Region, label: str, tag: int | None = None) -> Work:
+    def gather(self, full: torch.Tensor, source: Region, label: str, tag: int | None = None) -> Collective:
         mine, rows = source.shards[self.rank], full.view(self.world_size, -1)
         own = mine.clone()  # as it is now, like what is sent
         number = self._number(("gather", source.number if tag is None else tag))
@@ -130,7 +130,7 @@ class PrivateComm(DirectComm):
         work.sent = self.sent(mine.nbytes)
         return work
 
-    def collect(self, source: Region, combine, *, tag, label) -> Work:
+    def collect(self, source: Region, combine, *, tag, label) -> Collective:
         rows, number = source.tensor.view(self.world_size, -1), self._number(("reduce", tag))
         self._send(number, label, [row.clone() for row in rows])
         own = rows[self.rank].clone()

@@ -12,7 +12,7 @@ from helpers import adamw, seeded
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.comm.base import Work
+from zeroshard.comm.base import Collective
 from zeroshard.comm.fake import FakeComm
 from zeroshard.comm.pool import Arena, BufferPool, StagingPool
 from zeroshard.config import Offload, Tier
@@ -73,7 +73,7 @@ def test_a_second_thread_is_refused_by_name_and_the_first_goes_on():
     assert in_thread("visitor", desk.inner) == [7]  # nobody is inside any more, also after a refusal
 
 
-class Transfer(Work):
+class Transfer(Collective):
     """Is over when it is waited for. Others run meanwhile, as beside a disk."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from ..comm.base import DirectComm, Work
+from ..comm.base import Collective, DirectComm
 from ..comm.pool import StagingPool
 from ..errors import CollectiveMismatch
 from ..memory.io.async_file import bytes_of
@@ -37,7 +37,7 @@ class Slices:
         self.gathers = 0
         self._tag = 0 if self.comm is None else self.comm.new_serial() << 20
         self._staging: StagingPool | None = None
-        self._works: list[Work] = []
+        self._works: list[Collective] = []
         self._forwards: dict[int, list[str]] = {}  # forward -> its packed tensors, until ranks have compared them
 
     def shard_numel(self, numel: int) -> int:

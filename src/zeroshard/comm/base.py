@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..memory.ledger import making
+from ..utils.work import Work
 from .control import Control, Group, Sent
 from .sums import nonfinite_ranks, sum_in_rank_order
 
@@ -45,13 +46,14 @@ class Region:
     siblings: Callable[[int], Region] | None = None  # number -> that buffer of the pool: a peer may be using another one
 
 
-Outcome = tuple[float | None, tuple[int, ...]]  # a reduction's `Work.square_sum` and `Work.culprits`
+Outcome = tuple[float | None, tuple[int, ...]]  # a reduction's `Collective.square_sum` and `Collective.culprits`
 Reserved = tuple[int, torch.dtype]  # number of elements of a shard (or of a slice), and their dtype
 Combine = Callable[[list[Tensor]], Outcome | None]
 
 
-class Work:
-    """A collective that has been started. `wait` until its result may be read, `drain` until its source may be overwritten.
+class Collective(Work):
+    """A collective that has been started. `wait` until its result may be read (on a GPU by the
+    current stream: the host goes on), `drain` until its source may be overwritten.
 
     square_sum: sum of squares of a reduction's result, where it was computed along with it (chunks were in cache), else None.
     culprits: world ranks whose contribution was not finite; looked for only where the result is not finite.
@@ -67,13 +69,6 @@ class Work:
         if outcome is not None:
             self.square_sum, self.culprits = outcome
 
-    def wait(self) -> None:
-        """Return when the result is in place (GPU: when the current stream is ordered after it)."""
-
-    def ready(self) -> bool:
-        """True when `wait` would return at once."""
-        return True
-
     def drain(self) -> None:
         """Return when no rank reads the source any more."""
         self.wait()
@@ -87,17 +82,17 @@ class Work:
         return None
 
 
-class Hops(Work):
+class Hops(Collective):
     """A collective of two hops: the second collective begins when the first is over.
 
-    Where the host waits for collectives (gloo, shared memory), `Pending` keeps the hops until this rank next waits for anything,
+    Where the host waits for collectives (gloo, shared memory), `HopQueue` keeps the hops until this rank next waits for anything,
     or polls, and finds the first over. Otherwise (NCCL) both are enqueued on the side stream at once.
     """
 
-    def __init__(self, control: Control, first: Work, go_on: Callable[[], Work], sent: Sent, label: str) -> None:
+    def __init__(self, control: Control, first: Collective, go_on: Callable[[], Collective], sent: Sent, label: str) -> None:
         """go_on: starts the second collective. sent: bytes that this rank sends for both."""
         self.control, self.first, self._go_on, self.sent, self.label = control, first, go_on, sent, label
-        self.second: Work | None = None  # None: not begun yet
+        self.second: Collective | None = None  # None: not begun yet
         self._begun = self._over = False
         self._ticket: Any = None
         if control.waits_on_host:
@@ -119,18 +114,18 @@ class Hops(Work):
         self.take((self.second.square_sum, self.first.culprits))  # the second would name the rank that passed a value on
         self._over = True
 
-    def ready(self) -> bool:
+    def done(self) -> bool:
         if not self.control.waits_on_host:
             return self._ticket is None
         self.control.pending.advance()
-        return self._over or (self.second is not None and self.second.ready())
+        return self._over or (self.second is not None and self.second.done())
 
     def wait(self) -> None:
         if not self.control.waits_on_host:
             self.control.streams.join(self._ticket) if self._ticket is not None else None
             self._ticket = None
         elif not self._over:
-            self.control.wait_until(self.ready, self.label, self.missing)
+            self.control.wait_until(self.done, self.label, self.missing)
             self._finish()
 
     def missing(self) -> list[int] | None:
@@ -146,7 +141,7 @@ class Hops(Work):
     def drained(self) -> bool:
         if not self.control.waits_on_host:
             return self._ticket is None
-        return self.second is not None and self.ready() and self.first.drained() and self.second.drained()
+        return self.second is not None and self.done() and self.first.drained() and self.second.drained()
 
 
 class Comm(Group, ABC):
@@ -229,23 +224,23 @@ class Comm(Group, ABC):
         return self.sent(numel * dtype.itemsize)
 
     @abstractmethod
-    def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
+    def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Collective:
         """Start an all-gather that fills `full` (world * shard_numel,) with the shards of all ranks.
 
         tag: None where the shards are at rest and fences keep writers and readers apart. Where a shard has just been written
-        (staged from another tier), the number under which all ranks meet for this gather; its `Work` must then be
+        (staged from another tier), the number under which all ranks meet for this gather; its `Collective` must then be
         drained before the shard is overwritten.
         """
 
     @abstractmethod
-    def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Work:
+    def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Collective:
         """Start an all-to-all, and call combine(parts) once when it is over. parts: this rank's slice of each rank's `source`.
 
-        source: (world_size * n,) on every rank; parts[r]: (n,) from rank r, valid until `combine` returns. The returned Work's
+        source: (world_size * n,) on every rank; parts[r]: (n,) from rank r, valid until `combine` returns. The returned Collective's
         `wait` returns after this rank's `combine`, its `drain` when all ranks have combined theirs.
         """
 
-    def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Work:
+    def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Collective:
         """Start a reduce-scatter: out (shard_numel,) = [out +] scale * sum over ranks of this rank's slice (fp32)."""
 
         def combine(parts: list[Tensor]) -> Outcome:

@@ -33,7 +33,7 @@ class Sent(NamedTuple):
     between: int = 0
 
 
-class Pending:
+class HopQueue:
     """The `Hops` whose second collective has not begun. Every wait of this rank calls `advance`: peers may wait for those."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Pending:
             return
         self._busy = True
         try:
-            for hops in [hops for hops in self.items if hops.first.ready()]:
+            for hops in [hops for hops in self.items if hops.first.done()]:
                 if hops in self.items:  # another one's `begin` may have waited, and begun this one meanwhile
                     self.items.remove(hops)
                     hops.begin()
@@ -108,9 +108,9 @@ class Control(Group, ABC):
         return None
 
     @functools.cached_property
-    def pending(self) -> Pending:
+    def pending(self) -> HopQueue:
         """The hops not yet continued, shared by a group and its subgroups: a wait in any of them continues all."""
-        return Pending()
+        return HopQueue()
 
     @functools.cached_property
     def progress(self) -> Progress:
@@ -140,7 +140,7 @@ class Control(Group, ABC):
         return True
 
     def wait_until(self, done: Callable[[], bool], label: str, missing: Missing | None = None) -> None:
-        """Return when `done()`; meanwhile continue all work that peers may wait for. missing: as `Work.missing`."""
+        """Return when `done()`; meanwhile continue all work that peers may wait for. missing: as `Collective.missing`."""
         with self.pending.waiting():
             while not done():
                 self.poll()

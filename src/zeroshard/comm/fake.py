@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..config import Tier
-from .base import Combine, DirectComm, Region, Work
+from .base import Collective, Combine, DirectComm, Region
 from .control import Sent
 from .streams import Streams
 
@@ -67,7 +67,7 @@ class Imagination:
 imagination: ContextVar[Imagination] = ContextVar("imagination", default=Imagination())  # noqa: B039  # it is frozen
 
 
-class _Watched(Work):
+class _Watched(Collective):
     """A collective of imagined ranks, over when it is waited for; where the host does not wait (`ordered`), never before."""
 
     def __init__(self, watcher: Watcher, ticket: Ticket, sent: Sent, ordered: bool) -> None:
@@ -136,15 +136,15 @@ class FakeComm(DirectComm):
         region = self.allocate(numel, dtype, whole=True)
         return Region(region.tensor, list(region.tensor.view(self.world_size, -1).unbind(0)), common=True)
 
-    def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
+    def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Collective:
         return self._start(label, full.nbytes // self.world_size)
 
-    def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Work:
+    def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Collective:
         work = self._start(label, source.tensor.nbytes // self.world_size, distinct=True)
         work.square_sum = 1.0  # see `ImaginedStreams.square_sums`
         return work
 
-    def _start(self, label: str, nbytes: int, distinct: bool = False) -> Work:
+    def _start(self, label: str, nbytes: int, distinct: bool = False) -> Collective:
         sent = self.sent(nbytes)
         return _Watched(self.watcher, self.watcher.sent(label, sent, self.world_size, distinct), sent, self.ordered)
 

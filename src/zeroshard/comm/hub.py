@@ -17,8 +17,8 @@ from typing import Any
 
 from ..errors import LEFT, StallError
 from ..utils.one_thread import Turn, one_thread
-from .base import Work
-from .control import Pending, misuse
+from .base import Collective
+from .control import HopQueue, misuse
 from .failure import GONE, Failure
 from .flight_recorder import Progress, describe, places_of
 from .status_server import Desk, ThreadDesk
@@ -29,7 +29,7 @@ _PAUSE_S = 1e-4
 CIRCLE_AFTER_S = 5.0  # a circle of waiting ranks that lasts this long is a deadlock
 
 
-class Meeting(Work):
+class Meeting(Collective):
     """A collective in which ranks read what their peers have just written.
 
     `compute` reads once all sources are ready (then `wait` returns); it is drained when all ranks have read.
@@ -51,7 +51,7 @@ class Meeting(Work):
         if not self.finished:
             self.hub.wait_for(lambda: self.finished, lambda: self._without(self.hub.arrived[self.key]), self.label)
 
-    def ready(self) -> bool:
+    def done(self) -> bool:
         return self.finished
 
     def missing(self) -> list[int] | None:
@@ -100,7 +100,7 @@ class Hub:
         self.fences: dict[tuple[int, ...], Fence] = {}  # members -> their fence
         self.failed: Failure | None = None  # the first failure that this rank has learned of
         self.failure: Exception | None = None
-        self.pending = Pending()
+        self.pending = HopQueue()
         self._open: dict[Hashable, Meeting] = {}  # meetings that this rank has joined, and whose sources it has not read yet
         self._turn: dict[Hashable, int] = defaultdict(int)  # tag -> number of its meetings so far
         self._lost: dict[int, str] = {}

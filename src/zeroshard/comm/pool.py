@@ -33,7 +33,7 @@ from ..memory.ledger import STAGING, Ledger
 from ..memory.release import give_back, take_again
 from ..tensor.flat_layout import round_up
 from ..utils.one_thread import Turn, one_thread
-from .base import Comm, Region, Work
+from .base import Collective, Comm, Region
 
 _PATIENCE_S = 0.05  # a wait for a free buffer that lasts this long is announced to the peers
 _LONGEST_S = 5.0  # a wait that lasts this long ends with a further buffer in any case
@@ -42,7 +42,7 @@ _LONGEST_S = 5.0  # a wait that lasts this long ends with a further buffer in an
 @dataclass
 class _Buffer:
     region: Region  # of uint8
-    work: Work | None = None  # the collective that still reads it
+    work: Collective | None = None  # the collective that still reads it
     taken: bool = False
     touched: bool = False
     given: int = 0  # number of the last `give` of this buffer, counted over the pool; 0: none
@@ -105,7 +105,7 @@ class StagingPool:
         return number, self.view(number, numel, dtype, whole)
 
     @one_thread
-    def give(self, number: int, work: Work | None) -> None:
+    def give(self, number: int, work: Collective | None) -> None:
         """Give a buffer back; it may be taken again when `work` has drained."""
         self._given += 1
         buffer = self._buffers[number]
@@ -218,7 +218,7 @@ class BufferPool:
         self.ledger, self.count, self.nbytes, self.make, self.tier = ledger, count, nbytes, make, tier
         self.category = category
         self.turn = Turn(f"the pool of buffers between tiers ({tier.value})")
-        self._free: list[tuple[Tensor, Any]] = []  # (buffer, the `Pending` that still reads or writes it)
+        self._free: list[tuple[Tensor, Any]] = []  # (buffer, the `HopQueue` that still reads or writes it)
         self._made = self._made_nbytes = 0
 
     @one_thread

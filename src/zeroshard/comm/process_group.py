@@ -25,7 +25,7 @@ from torch import Tensor
 from ..errors import CollectiveMismatch, ConfigError, ZeroshardError
 from ..utils import torch_compat
 from ..utils.one_thread import Turn, one_thread
-from .base import Combine, DirectComm, Outcome, Region, Work
+from .base import Collective, Combine, DirectComm, Outcome, Region
 from .control import Missing, misuse, operation
 from .diagnosis import judge
 from .failure import Failure
@@ -38,10 +38,10 @@ _PAUSE_S = 1e-4
 _FRAME_NBYTES = 1024  # control messages up to this size travel in one hop
 
 
-class _DistWork(Work):
-    """Work over several c10d works, which are kept (with their tensors) until they are waited for.
+class _DistWork(Collective):
+    """Collective over several c10d works, which are kept (with their tensors) until they are waited for.
 
-    A c10d work of gloo can not be polled: where `ready` is needed, a thread waits for it, and the future `transfer` is polled.
+    A c10d work of gloo can not be polled: where `done` is needed, a thread waits for it, and the future `transfer` is polled.
     """
 
     def __init__(self, comm: DistComm, works: list, label: str, watch: bool = False) -> None:
@@ -51,11 +51,11 @@ class _DistWork(Work):
             self.watch()
 
     def watch(self) -> None:
-        """Let a thread wait for the works, so that `ready` can be answered."""
+        """Let a thread wait for the works, so that `done` can be answered."""
         if self.works and self.transfer is None and not self.comm.ordered:
             self.transfer = self.comm.waiter.submit(_wait_all, self.works)
 
-    def ready(self) -> bool:
+    def done(self) -> bool:
         self.watch()
         return self.transfer.done() if self.transfer is not None else not self.works
 
@@ -79,7 +79,7 @@ class _DistWork(Work):
 class _Collected(_DistWork):
     """c10d works that bring every rank's slice, followed by a function of the slices (`compute`).
 
-    `compute` refers to the receive buffer, which is as large as the whole source, and is dropped once it has run: the Work
+    `compute` refers to the receive buffer, which is as large as the whole source, and is dropped once it has run: the Collective
     itself lives until its source is used again, and is part of a reference cycle.
     """
 
@@ -111,7 +111,7 @@ class _Collected(_DistWork):
     def drained(self) -> bool:
         if self.comm.ordered:
             return self.ticket is None
-        if self.compute is not None and self.ready():
+        if self.compute is not None and self.done():
             self.wait()
         return self.compute is None
 
@@ -247,7 +247,7 @@ class DistComm(DirectComm):
         local = self.local.subgroup([part for part in near if part], apart=True)
         return local if local.world_size > 1 else None
 
-    def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
+    def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Collective:
         mine = source.shards[self.rank]
         assert mine is not None
         self.progress.note_gather(label)
@@ -266,7 +266,7 @@ class DistComm(DirectComm):
         work.sent = self.sent(mine.nbytes)
         return work
 
-    def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Work:
+    def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Collective:
         rows = source.tensor.view(self.world_size, -1)
         received = torch.empty_like(source.tensor).view(self.world_size, -1)
         self.progress.note(label)

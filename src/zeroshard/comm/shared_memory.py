@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ..errors import CollectiveMismatch
 from ..memory.ledger import making
-from .base import Combine, DirectComm, Outcome, Region, Work
-from .control import Missing, Pending, misuse, operation
+from .base import Collective, Combine, DirectComm, Outcome, Region
+from .control import HopQueue, Missing, misuse, operation
 from .failure import Failure
 from .flight_recorder import Progress
 from .hub import Fence, Hub
@@ -71,11 +71,11 @@ class SharedComm(DirectComm):
         self.hub.stall_timeout_s = seconds
 
     @property
-    def pending(self) -> Pending:
+    def pending(self) -> HopQueue:
         return self.hub.pending
 
     @pending.setter
-    def pending(self, pending: Pending) -> None:
+    def pending(self, pending: HopQueue) -> None:
         self.hub.pending = pending
 
     @property
@@ -120,7 +120,7 @@ class SharedComm(DirectComm):
 
     # -- collectives -----------------------------------------------------------------------------------------
 
-    def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
+    def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Collective:
         self.progress.note_gather(label)
         rows = full.view(self.world_size, -1)
         if tag is not None:
@@ -131,10 +131,10 @@ class SharedComm(DirectComm):
                     assert shard is not None
                     rows[rank].copy_(shard)
 
-            work: Work = self.hub.meet(("gather", tag, *self._name), source.number, self.members, label, copy)
+            work: Collective = self.hub.meet(("gather", tag, *self._name), source.number, self.members, label, copy)
         else:
             self.fence_read()
-            work = Work()
+            work = Collective()
             for rank, shard in enumerate(source.shards if not source.common else ()):
                 assert shard is not None
                 if rows[rank].data_ptr() != shard.data_ptr():
@@ -142,7 +142,7 @@ class SharedComm(DirectComm):
         work.sent = self.sent(rows[self.rank].nbytes)
         return work
 
-    def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Work:
+    def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Collective:
         self.progress.note(label)
         numel = source.tensor.numel() // self.world_size
         begin = self.rank * numel

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..utils.work import Work
 from .sums import square_sum
 
 
@@ -75,7 +76,7 @@ class Streams:
         yield
 
 
-class Copy:
+class Copy(Work):
     """A copy between host and device that has been started."""
 
     def __init__(self, streams: Streams, ticket: Any) -> None:

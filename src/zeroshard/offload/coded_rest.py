@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..tensor.state_column import StateColumn
-from .storage import MOVED, Pending, Rest
+from ..utils.work import OVER, Work
+from .storage import Rest
 
 
 class CodedRest(Rest):
@@ -26,14 +27,14 @@ class CodedRest(Rest):
     def view(self, start: int, stop: int) -> Tensor | None:
         return None
 
-    def read(self, start: int, out: Tensor) -> Pending:
+    def read(self, start: int, out: Tensor) -> Work:
         if not out.numel():
-            return MOVED
+            return OVER
         at, end = map(self.column.count, self.column.blocks(start, start + out.numel()))
         coded = self.inner.view(at, end)
         if coded is not None:
             self.decode(coded, start, out)
-            return MOVED
+            return OVER
         coded = torch.empty(end - at, dtype=self.inner.dtype, device="cpu")
         return _Decoding(self, self.inner.read(at, coded), coded, start, out)
 
@@ -42,8 +43,8 @@ class CodedRest(Rest):
         skipped = start % self.column.elements
         out.copy_(self.column.decode(coded)[skipped : skipped + out.numel()])
 
-    def write(self, start: int, source: Tensor) -> Pending:
-        return self.inner.write(*self._encoded(start, source)) if source.numel() else MOVED
+    def write(self, start: int, source: Tensor) -> Work:
+        return self.inner.write(*self._encoded(start, source)) if source.numel() else OVER
 
     def load(self, start: int, stop: int) -> Tensor:
         at, end = map(self.column.count, self.column.blocks(start, stop))
@@ -67,10 +68,10 @@ class CodedRest(Rest):
         return self.column.count(begin), self.column.encode(source.to(self.dtype)).to(self.inner.dtype)
 
 
-class _Decoding:
+class _Decoding(Work):
     """A read of encoded values, which are decoded when it has been waited for."""
 
-    def __init__(self, rest: CodedRest, read: Pending, coded: Tensor, start: int, out: Tensor) -> None:
+    def __init__(self, rest: CodedRest, read: Work, coded: Tensor, start: int, out: Tensor) -> None:
         self.rest, self.read, self.coded, self.start, self.out = rest, read, coded, start, out
 
     def done(self) -> bool:
@@ -79,5 +80,3 @@ class _Decoding:
     def wait(self) -> None:
         self.read.wait()
         self.rest.decode(self.coded, self.start, self.out)
-
-    join = wait

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..config import Tier
-from .storage import MOVED, MemoryRest, Pending, Rest, Tiers
+from ..utils.work import OVER, Work
+from .storage import MemoryRest, Rest, Tiers
 
 _WIDEN_NUMEL = 1 << 18
 
@@ -33,13 +34,13 @@ class NarrowRest(MemoryRest):
     def view(self, start: int, stop: int) -> Tensor | None:
         return (self.narrow if self.is_narrow else self.tensor)[start:stop]
 
-    def read(self, start: int, out: Tensor) -> Pending:
+    def read(self, start: int, out: Tensor) -> Work:
         if not self.is_narrow:
             return super().read(start, out)
         out.copy_(self.narrow[start : start + out.numel()])
-        return MOVED
+        return OVER
 
-    def write(self, start: int, source: Tensor) -> Pending:
+    def write(self, start: int, source: Tensor) -> Work:
         self.widen()  # elements that are not written keep their values
         return super().write(start, source)
 
@@ -80,8 +81,8 @@ class Departure:
         self.dtype = send_dtype if tiers.separate else torch.promote_types(rest.dtype, torch.float32)
         self._buffer: Tensor | None = None  # the landing buffer
         self._landed: Tensor | None = None  # the reduction's result, in that buffer
-        self._arriving: tuple[Tensor, Tensor, bool, Pending] | None = None  # arrival buffer, gradient in it, add it?, the copy
-        self._under_way: Pending | None = None  # the last move, into `rest`
+        self._arriving: tuple[Tensor, Tensor, bool, Work] | None = None  # arrival buffer, gradient in it, add it?, the copy
+        self._under_way: Work | None = None  # the last move, into `rest`
 
     def landing(self) -> Tensor:
         """Return device memory (shard_numel,) for the result of the coming reduction."""
@@ -112,7 +113,7 @@ class Departure:
         dtype = torch.promote_types(landed.dtype, torch.float32)
         return None if add else torch.linalg.vector_norm(landed, dtype=dtype).double().square()
 
-    def _send(self, landed: Tensor) -> Pending:
+    def _send(self, landed: Tensor) -> Work:
         if isinstance(self.rest, NarrowRest):
             self.rest.is_narrow = True
             return self.tiers.copy(self.rest.narrow, landed, Tier.DEVICE, Tier.HOST)
@@ -152,18 +153,18 @@ class Departure:
         self._buffer = self._landed = None
         self.settle()
 
-    def _put(self, gradient: Tensor) -> Pending:
+    def _put(self, gradient: Tensor) -> Work:
         if not isinstance(self.rest, MemoryRest):  # a write to disk does not convert
             gradient = gradient.to(self.rest.dtype)
         return self.rest.write(0, gradient)
 
-    def _add(self, gradient: Tensor) -> Pending:
+    def _add(self, gradient: Tensor) -> Work:
         if isinstance(self.rest, NarrowRest):
             self.rest.widen()
         view = self.rest.view(0, self.rest.numel)
         if view is not None:
             view.add_(gradient)
-            return MOVED
+            return OVER
         total = torch.empty(self.rest.numel, dtype=self.rest.dtype, device="cpu")
         self.rest.read(0, total).wait()
         return self.rest.write(0, total.add_(gradient))

@@ -17,7 +17,8 @@ from torch import Tensor
 from ..config import Offload, Tier
 from ..errors import StatesAway, ZeroshardError
 from ..memory.release import give_back, take_again
-from .storage import MemoryRest, Pending, Rest, Tiers
+from ..utils.work import Work
+from .storage import MemoryRest, Rest, Tiers
 
 PARTS = ("optimizer", "masters", "parameters", "gradients")
 _CHUNK_NUMEL = 16 << 20  # number of elements copied at a time between a device and a disk
@@ -42,7 +43,7 @@ class _Left:
     nbytes: int = 0
     copy: Rest | None = None
     path: str | None = None  # the folder of the copy
-    pending: Pending | None = None
+    pending: Work | None = None
 
 
 class MovedStates:

@@ -3,7 +3,7 @@
     device  <--- streams, pinned copies --->  host  <--- file engine, O_DIRECT --->  disk
 
 A `Rest` is the resting place of one flat shard. The host steps and moves it piece by piece: `view` returns elements that it
-can use in place, `read` and `write` move elements from and to host buffers and return a `Pending`. `load` and `store` are
+can use in place, `read` and `write` move elements from and to host buffers and return a `Work`. `load` and `store` are
 slow and synchronous, for everything else (initial values, inspection).
 
 On a CPU the device's memory is the host's: tiers DEVICE and HOST differ in the ledger alone and nothing is copied.
@@ -19,7 +19,7 @@ import copy
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,40 +38,13 @@ from ..memory.ledger import STAGING, Ledger, making
 from ..tensor.state_column import StateColumn
 from ..utils import torch_compat
 from ..utils.one_thread import Turn, one_thread
+from ..utils.work import OVER, Work
 
 _PIECES, _PIECE_NBYTES = 4, 2 << 20  # buffers in which values are converted for a disk: as many as the engine has threads
 _SEGMENT_NBYTES = 1 << 30  # least length of a file in a swap folder; files are sparse, so unused parts cost nothing
 
 
-class Pending(Protocol):
-    """A move between tiers that has been started."""
-
-    def done(self) -> bool:
-        """Return True when `wait` would return at once."""
-
-    def wait(self) -> None:
-        """Return when the host may use the target, or overwrite the source. Raises OffloadIOError."""
-
-    def join(self) -> None:
-        """Make the current stream of the device, instead of the host, wait."""
-
-
-class Moved:
-    """A move that is done: nothing to wait for."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return None
-
-    join = wait
-
-
-MOVED = Moved()
-
-
-class _Watched:
+class _Watched(Work):
     """A request to the file engine, whose failure is raised on all ranks (see `Tiers.fail`)."""
 
     def __init__(self, handle: Any, tiers: Tiers) -> None:
@@ -86,17 +59,15 @@ class _Watched:
         except OffloadIOError as error:
             self.tiers.fail(error)
 
-    join = wait
 
-
-class _TwoHops:
+class _TwoHops(Work):
     """A read from disk to a host buffer, then a copy to the device, which starts when `done` or `wait` is called."""
 
-    def __init__(self, tiers: Tiers, read: Pending, buffer: Tensor, out: Tensor) -> None:
+    def __init__(self, tiers: Tiers, read: Work, buffer: Tensor, out: Tensor) -> None:
         self.tiers, self.read, self.buffer, self.out = tiers, read, buffer, out
-        self.copy: Pending | None = None
+        self.copy: Work | None = None
 
-    def _second(self) -> Pending:
+    def _second(self) -> Work:
         if self.copy is None:
             self.read.wait()
             source = self.buffer[: self.out.nbytes].view(self.out.dtype)
@@ -136,11 +107,11 @@ class Rest(ABC):
         """Return elements [start, stop) if the host can use them in place, else None."""
 
     @abstractmethod
-    def read(self, start: int, out: Tensor) -> Pending:
+    def read(self, start: int, out: Tensor) -> Work:
         """Start to copy elements [start, start + n) to `out` (n,), host memory."""
 
     @abstractmethod
-    def write(self, start: int, source: Tensor) -> Pending:
+    def write(self, start: int, source: Tensor) -> Work:
         """Start to copy `source` (n,), host memory, to elements [start, start + n)."""
 
     @abstractmethod
@@ -172,10 +143,10 @@ class MemoryRest(Rest):
     def view(self, start: int, stop: int) -> Tensor | None:
         return self.tensor[start:stop] if self.on_host else None
 
-    def read(self, start: int, out: Tensor) -> Pending:
+    def read(self, start: int, out: Tensor) -> Work:
         return self.tiers.copy(out, self.tensor[start : start + out.numel()], self.tier, Tier.HOST)
 
-    def write(self, start: int, source: Tensor) -> Pending:
+    def write(self, start: int, source: Tensor) -> Work:
         return self.tiers.copy(self.tensor[start : start + source.numel()], source, Tier.HOST, self.tier)
 
     def load(self, start: int, stop: int) -> Tensor:
@@ -202,14 +173,14 @@ class FileRest(Rest):
     def __init__(self, file: File, offset: int, numel: int, dtype: torch.dtype, engine: Engine, tiers: Tiers) -> None:
         self.file, self.offset, self.numel, self.dtype = file, offset, numel, dtype
         self.engine, self.tiers = engine, tiers
-        self._under_way: list[tuple[int, int, bool, Pending]] = []  # (start, stop, does it write, the request)
+        self._under_way: list[tuple[int, int, bool, Work]] = []  # (start, stop, does it write, the request)
         self.turn = Turn(f"what rests in {file.path}")
 
     def view(self, start: int, stop: int) -> Tensor | None:
         return None
 
     @one_thread
-    def read(self, start: int, out: Tensor) -> Pending:
+    def read(self, start: int, out: Tensor) -> Work:
         self._settle(start, start + out.numel(), writes=False)
         self.tiers.ledger.move(Tier.DISK, Tier.HOST, out.nbytes)
         pending = _Watched(self.engine.read(self.file, self._at(start), out), self.tiers)
@@ -217,7 +188,7 @@ class FileRest(Rest):
         return pending
 
     @one_thread
-    def write(self, start: int, source: Tensor) -> Pending:
+    def write(self, start: int, source: Tensor) -> Work:
         self._settle(start, start + source.numel(), writes=True)
         self.tiers.ledger.move(Tier.HOST, Tier.DISK, source.nbytes)
         pending = _Watched(self.engine.write(self.file, self._at(start), source), self.tiers)
@@ -261,7 +232,7 @@ class FileRest(Rest):
         """Write through a few pieces of aligned memory: whole copies leave holes in the heap, unaligned ones are copied again."""
         memory = empty_aligned(nbytes + PAGE_NBYTES)[self._at(start) % PAGE_NBYTES :]
         pieces = [part.view(self.dtype) for part in memory[:nbytes].split(_PIECE_NBYTES)]
-        under_way: list[Pending] = [MOVED] * len(pieces)
+        under_way: list[Work] = [OVER] * len(pieces)
         for number, part in enumerate(source.split(_PIECE_NBYTES // self.dtype.itemsize)):
             which = number % len(pieces)
             under_way[which].wait()
@@ -283,7 +254,7 @@ def _converting(numel: int, dtype: torch.dtype, tiers: Tiers) -> Iterator[int]:
         tiers.ledger.strike(STAGING, nbytes, Tier.HOST)
 
 
-class _Imagined(Moved):
+class _Imagined(Work):
     """An imagined disk's request: done at once, as on a fast disk; `wait` tells the watcher.
 
     With gradients on a slow disk real ranks take one staging buffer more than a plan says.
@@ -294,8 +265,6 @@ class _Imagined(Moved):
 
     def wait(self) -> None:
         self.streams.join(self.ticket)
-
-    join = wait
 
 
 class ImaginedRest(Rest):
@@ -309,18 +278,16 @@ class ImaginedRest(Rest):
     def view(self, start: int, stop: int) -> Tensor | None:
         return None
 
-    def read(self, start: int, out: Tensor) -> Pending:
+    def read(self, start: int, out: Tensor) -> Work:
         return self._move(Tier.DISK, Tier.HOST, out.nbytes)
 
-    def write(self, start: int, source: Tensor) -> Pending:
+    def write(self, start: int, source: Tensor) -> Work:
         return self._move(Tier.HOST, Tier.DISK, source.nbytes)
 
-    def _move(self, source: Tier, target: Tier, nbytes: int) -> Pending:
+    def _move(self, source: Tier, target: Tier, nbytes: int) -> Work:
         streams = self.tiers.streams
         self.tiers.ledger.move(source, target, nbytes)
-        return (
-            _Imagined(streams, streams.watcher.moved(source, target, nbytes)) if isinstance(streams, ImaginedStreams) else MOVED
-        )
+        return _Imagined(streams, streams.watcher.moved(source, target, nbytes)) if isinstance(streams, ImaginedStreams) else OVER
 
     def load(self, start: int, stop: int) -> Tensor:
         out = torch.empty(stop - start, dtype=self.dtype, device=self.tiers.comm.device)
@@ -466,7 +433,7 @@ class Tiers:
                 return torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device)
         return self.host_buffer(nbytes)
 
-    def fetch(self, rest: Rest, out: Tensor, wait: bool) -> Pending | None:
+    def fetch(self, rest: Rest, out: Tensor, wait: bool) -> Work | None:
         """Start to copy a whole rest to the device, to `out` (numel,). Without `wait`: None where no buffer is free."""
         if isinstance(rest, MemoryRest):
             return self.copy(out, rest.tensor, rest.tier, Tier.DEVICE)
@@ -516,11 +483,11 @@ class Tiers:
         if self.separate:
             self.ledger.move(*((Tier.HOST, Tier.DEVICE) if up else (Tier.DEVICE, Tier.HOST)), nbytes)
 
-    def copy(self, target: Tensor, source: Tensor, begins: Tier, ends: Tier) -> Pending:
+    def copy(self, target: Tensor, source: Tensor, begins: Tier, ends: Tier) -> Work:
         """Start a copy between host and device, which overlaps with computation where the device is separate."""
         if not self.separate or begins is ends:
             target.copy_(source)
-            return MOVED
+            return OVER
         self.ledger.move(begins, ends, target.nbytes)
         return Copy(self.streams, self.streams.copy(target, source, up=ends is Tier.DEVICE))
 

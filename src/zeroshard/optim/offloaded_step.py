@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from ..comm.pool import Arena
 from ..config import Offload, Tier
 from ..errors import ZeroshardError
-from ..offload.storage import PAGE_NBYTES, MemoryRest, Pending, Rest, Tiers
+from ..offload.storage import PAGE_NBYTES, MemoryRest, Rest, Tiers
 from ..tensor.flat_layout import round_up
 from ..tensor.state_column import is_column
 from ..utils import torch_compat
 from ..utils.one_thread import Turn, one_thread
+from ..utils.work import Work
 from .cpu_kernels import CHUNK_NUMEL, Kernel, Team, chunk_numel, host_threads, kernel_for, step_stretch, stepping_threads
 from .segments import Run
 from .state_storage import ColumnStates
@@ -86,7 +87,7 @@ class Slab:
     used_nbytes: int = 0
     parts: dict[str, Tensor] = field(default_factory=dict)
     staged: dict[str, Rest] = field(default_factory=dict)
-    reads: list[Pending] = field(default_factory=list)
+    reads: list[Work] = field(default_factory=list)
 
     @property
     def key(self) -> tuple:
@@ -94,10 +95,10 @@ class Slab:
         return id(self.job.run), self.begin, self.end
 
 
-class _All:
-    """Several moves as one `Pending`."""
+class _All(Work):
+    """Several moves as one `Work`."""
 
-    def __init__(self, parts: list[Pending]) -> None:
+    def __init__(self, parts: list[Work]) -> None:
         self.parts = parts
 
     def done(self) -> bool:
@@ -124,7 +125,7 @@ class HostStepper:
         self.pool = Arena(tiers.ledger, limit_nbytes, PAGE_NBYTES, lambda n: tiers.host_buffer(n, pin), Tier.HOST, self.turn)
         self._ahead: deque[Slab] = deque()  # slabs that are read ahead for the next step
         self._next: deque[Slab] = deque()  # the slabs of the next step behind them
-        self._uploads: list[Pending] = []  # copies to the device in this step
+        self._uploads: list[Work] = []  # copies to the device in this step
         # a rank that computes on a separate device lets the step use its share of the cores
         self.threads = host_threads() if tiers.separate else torch.get_num_threads()
         self.scratch = torch.empty(chunk_numel(self.threads), device="cpu")

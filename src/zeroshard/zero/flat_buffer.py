@@ -21,15 +21,16 @@ import weakref
 import torch
 from torch import Tensor
 
-from ..comm.base import Comm, Region, Work
+from ..comm.base import Collective, Comm, Region
 from ..comm.pool import StagingPool
 from ..config import Config, Placement, Tier
 from ..memory.ledger import GATHERED, GRADIENTS, PARAMETERS, PARTIAL, Ledger, claimed
 from ..memory.release import take_again
 from ..offload.gradient_offload import Departure, narrowed
-from ..offload.storage import Pending, Rest, Tiers
+from ..offload.storage import Rest, Tiers
 from ..tensor.flat_layout import FlatLayout
 from ..utils import torch_compat
+from ..utils.work import Work
 
 _PATIENCE_S = 0.05  # without overlap, `GradientBuffer.settle` waits this long for a reduction
 
@@ -97,8 +98,8 @@ class ParameterBuffer:
         if not self.mapped:
             comm.reserve(number, layout.shard_numel, dtype)
         self._present = False
-        self._staged: tuple[int, Region, Pending] | None = None  # staging buffer (number, region) and the copy of the shard to it
-        self._upload: Pending | None = None  # the newest copy from the shard at rest on the host to the device
+        self._staged: tuple[int, Region, Work] | None = None  # staging buffer (number, region) and the copy of the shard to it
+        self._upload: Work | None = None  # the newest copy from the shard at rest on the host to the device
 
     def _views(self) -> list[Tensor]:
         if not self.sharded and self.full.untyped_storage().device.type != "meta":  # not for imagined ranks and fake tensors
@@ -167,7 +168,7 @@ class ParameterBuffer:
             self._upload.wait()
             self._upload = None
 
-    def gather(self) -> Work:
+    def gather(self) -> Collective:
         """Start to fill `full` from the shards of all ranks (collective): ZeRO-3's all-gather; in stages 1, 2 after a step."""
         if self.sharded and not self.mapped and not self._present:
             take_again(self.full, self._full_nbytes)
@@ -177,7 +178,7 @@ class ParameterBuffer:
         self.ledger.sent("gather", work.sent, self.label)
         return work
 
-    def _start_gather(self) -> Work:
+    def _start_gather(self) -> Collective:
         if self.region is not None:
             return self.comm.gather(self.full, self.region, self.label)
         self.fetch(wait=True)
@@ -304,7 +305,7 @@ class GradientBuffer:
         self._send: Region | None = None
         self._slot = -1
         self._views: dict[int, list[Tensor]] = {}
-        self._work: Work | None = None
+        self._work: Collective | None = None
 
     @property
     def full(self) -> Tensor:
@@ -553,7 +554,7 @@ class GradientBuffer:
         self.apply_factor()
         return self.comm.streams.square_sums([self.rest.host(0, self.rest.numel)])
 
-    def gather(self) -> Work:
+    def gather(self) -> Collective:
         """Start to fill `full` with the reduced shards of all ranks, after `finish` on all of them (REPLICATED; collective)."""
         assert self.region is not None
         work = self.comm.gather(self.region.tensor, self.region, self.label)

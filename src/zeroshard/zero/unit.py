@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.base import Comm, Work
+from ..comm.base import Collective, Comm
 from ..config import Offload
 from ..errors import ModelChanged, ShardedAccessError, ShardedWriteError
 from ..offload.storage import Rest
@@ -296,7 +296,7 @@ class Unit:
         self.trainable = [g for g in groups if g.trainable]
         self._num_params, self._tile = sum(len(group.specs) for group in groups), isinstance(modules[0], Tile)
         self.expect()
-        self._works: list[Work] = []
+        self._works: list[Collective] = []
         for group in groups:
             group.unit = self
         self._guarded = [

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...memory.ledger import RESIDUALS, STAGING, Ledger, claimed
-from ..base import Comm, Outcome, Region, Reserved, Work
+from ..base import Collective, Comm, Outcome, Region, Reserved
 from ..codecs.base import Codec, ErrorFeedback
 from ..control import Sent
 from ..pool import StagingPool
@@ -87,7 +87,7 @@ class _Compressed(Wrapper):
         assert self._pool is not None
         return self._pool.take(numel, torch.uint8, whole=whole)
 
-    def _give(self, slot: int, work: Work) -> None:
+    def _give(self, slot: int, work: Collective) -> None:
         assert self._pool is not None
         self._pool.give(slot, work)
 
@@ -120,7 +120,7 @@ class CompressedGathers(_Compressed):
             return self.comm.volume(kind, numel, dtype)
         return self.comm.volume(kind, self._packed_nbytes(numel), torch.uint8)
 
-    def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
+    def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Collective:
         if not self.active():
             return self.comm.gather(full, source, label, tag)
         number = source.number if tag is None else tag
@@ -149,10 +149,10 @@ class CompressedGathers(_Compressed):
         self.ledger.strike(STAGING, packed.nbytes)
 
 
-class _Unpacked(Work):
+class _Unpacked(Collective):
     """Gather of packed shards, which are unpacked when it is waited for."""
 
-    def __init__(self, work: Work, unpack: Callable[[], None]) -> None:
+    def __init__(self, work: Collective, unpack: Callable[[], None]) -> None:
         self.work, self.sent = work, work.sent
         self._unpack: Callable[[], None] | None = unpack
 
@@ -162,8 +162,8 @@ class _Unpacked(Work):
         if unpack is not None:
             unpack()
 
-    def ready(self) -> bool:
-        return self._unpack is None or self.work.ready()
+    def done(self) -> bool:
+        return self._unpack is None or self.work.done()
 
     def drain(self) -> None:
         self.wait()
@@ -198,7 +198,7 @@ class CompressedReductions(_Compressed):
             return self.comm.volume(kind, numel, dtype)
         return self.comm.volume(kind, self._packed_nbytes(numel), torch.uint8)
 
-    def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Work:
+    def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Collective:
         if not self.active():
             return self.comm.reduce(source, out, scale=scale, accumulate=accumulate, tag=tag, label=label)
         numel = source.tensor.numel() // self.world_size

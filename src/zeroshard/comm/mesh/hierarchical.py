@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...memory.ledger import SECONDARY, Ledger
-from ..base import Combine, Comm, Hops, Region, Reserved, Work
+from ..base import Collective, Combine, Comm, Hops, Region, Reserved
 from ..control import Sent
 from ..pool import StagingPool
 from .wrapper import Wrapper
@@ -162,7 +162,7 @@ class HierarchicalComm(Wrapper):
         second = self.inner.volume(kind, numel * self.outer.world_size, dtype)
         return Sent(first.inside + second.inside, first.between + second.between)
 
-    def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
+    def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Collective:
         number = source.number if tag is None else tag
         numel = full.numel() // self.inner.world_size
         if number in self._held:
@@ -172,7 +172,7 @@ class HierarchicalComm(Wrapper):
         pool, slot, rows = self._take_rows(number, numel, full.dtype)
         first = self.outer.gather(rows.tensor, self._part(source, self._alike), label, tag)
 
-        def inside() -> Work:
+        def inside() -> Collective:
             work = self.inner.gather(full, rows, label, tag=number)
             if number in self._secondary:
                 self._held.add(number)
@@ -192,7 +192,7 @@ class HierarchicalComm(Wrapper):
         assert self._rows is not None
         return self._rows, *self._rows.take(numel, dtype, whole=False)
 
-    def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Work:
+    def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Collective:
         numel, dtype = out.numel() * self.outer.world_size, self._sums_dtype(source.tensor.dtype)
         pool = self._sums
         assert pool is not None
@@ -202,12 +202,12 @@ class HierarchicalComm(Wrapper):
             self._part(source, self._near), sums.tensor, scale=share, accumulate=False, tag=tag, label=label
         )
 
-        def between() -> Work:
+        def between() -> Collective:
             work = self.outer.reduce(sums, out, scale=scale / share, accumulate=accumulate, tag=tag, label=label)
             pool.give(slot, work)
             return work
 
         return Hops(self.control, first, between, self.volume("reduce", out.numel(), source.tensor.dtype), label)
 
-    def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Work:
+    def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Collective:
         raise NotImplementedError("collect() is not possible in two hops, of which the first sums: use reduce()")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...memory.ledger import RESIDUALS, Ledger
 from ...tensor.flat_layout import round_up
-from ..base import Comm, Hops, Region, Reserved, Work
+from ..base import Collective, Comm, Hops, Region, Reserved
 from ..codecs import LowRank
 from ..control import Sent
 from ..pool import StagingPool
@@ -76,31 +76,33 @@ class LowRankReductions(Wrapper):
         volumes = [self.comm.volume(kind, part, torch.float32) for part in parts for kind in ("reduce", "gather")]
         return Sent(*(sum(each) for each in zip(*volumes, strict=True)))
 
-    def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Work:
+    def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Collective:
         if not self.active():
             return self.comm.reduce(source, out, scale=scale, accumulate=accumulate, tag=tag, label=label)
         assert len(self._pools) == 2
         factors, flat = self._factors[tag], source.tensor
         slot, region = self._pools[0].take(self._padded(factors.sent_numels[0]), torch.float32)  # given back in `keep`
 
-        def middle(mean: Tensor) -> Work:
+        def middle(mean: Tensor) -> Collective:
             other, thin = self._pools[1].take(self._padded(factors.sent_numels[1]), torch.float32)
             return self._all_reduce(factors.second(flat, mean), thin, tag, label, lambda mean, work: keep(mean, other, work))
 
-        def keep(mean: Tensor, other: int, work: Work) -> Work:
+        def keep(mean: Tensor, other: int, work: Collective) -> Collective:
             factors.finish(flat, mean)
             mine = flat.view(self.world_size, -1)[self.rank] * (scale * self.world_size * self.replicas)
             out.add_(mine) if accumulate else out.copy_(mine)
             self._pools[1].give(other, work)
             self._pools[0].give(slot, None)  # all ranks have read it: the second all-reduce needed that of each
-            return Work()
+            return Collective()
 
         first = self._all_reduce(factors.first(flat), region, tag, label, lambda mean, _: middle(mean))
         first.sent = self.volume("reduce", out.numel(), flat.dtype, tag)
         return first
 
-    def _all_reduce(self, values: Tensor, region: Region, tag: int, label: str, then: Callable[[Tensor, Work], Work]) -> Work:
-        """Start an all-reduce; at its end call then(mean, work): mean of `values` (n,) in `region`, and the gather's Work."""
+    def _all_reduce(
+        self, values: Tensor, region: Region, tag: int, label: str, then: Callable[[Tensor, Collective], Collective]
+    ) -> Collective:
+        """Start an all-reduce; at its end call then(mean, work): mean of `values` (n,) in `region`, and the gather's Collective."""
         numel = values.numel()
         region.tensor[:numel].copy_(values)
         region.tensor[numel:].zero_()
@@ -108,7 +110,7 @@ class LowRankReductions(Wrapper):
         scale = 1.0 / (self.world_size * self.replicas)
         first = self.comm.reduce(region, mine, scale=scale, accumulate=False, tag=tag, label=label)
 
-        def spread() -> Work:
+        def spread() -> Collective:
             work = self.comm.gather(region.tensor, region, label, tag=tag)
             return Hops(self.control, work, lambda: then(region.tensor[:numel], work), Sent(), label)
 

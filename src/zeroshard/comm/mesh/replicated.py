@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...memory.ledger import Ledger
 from ...tensor.flat_layout import round_up
-from ..base import Comm, Hops, Region, Reserved, Work
+from ..base import Collective, Comm, Hops, Region, Reserved
 from ..control import Sent
 from ..pool import StagingPool
 from .hierarchical import buffers, exact_share
@@ -62,7 +62,7 @@ class ReplicatedComm(Wrapper):
         across = self.outer.volume("reduce", part, dtype), self.outer.volume("gather", part, dtype)
         return Sent(*(sum(each) for each in zip(inside, *across, strict=True)))
 
-    def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Work:
+    def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Collective:
         numel, sent = out.numel(), source.tensor.dtype
         pool = self._sums
         assert pool is not None
@@ -70,21 +70,21 @@ class ReplicatedComm(Wrapper):
         share = exact_share(self.world_size)
         first = self.comm.reduce(source, sums.tensor[:numel], scale=share, accumulate=False, tag=tag, label=label)
 
-        def across() -> Work:
+        def across() -> Collective:
             sums.tensor[numel:].zero_()
             part = sums.shards[self.outer.rank]
             assert part is not None
             work = self.outer.reduce(sums, part, scale=scale / share, accumulate=False, tag=tag, label=label)
             return Hops(self.outer.control, work, copy, Sent(), label)
 
-        def copy() -> Work:
+        def copy() -> Collective:
             work = self.outer.gather(sums.tensor, sums, label, tag=tag)
             return Hops(self.outer.control, work, lambda: fill(work), Sent(), label)
 
-        def fill(work: Work) -> Work:
+        def fill(work: Collective) -> Collective:
             total = sums.tensor[:numel]
             out.add_(total) if accumulate else out.copy_(total)
             pool.give(slot, work)
-            return Work()
+            return Collective()
 
         return Hops(self.outer.control, first, across, self.volume("reduce", numel, sent), label)

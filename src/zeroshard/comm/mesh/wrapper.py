@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..base import Combine, Comm, Region, Work
+from ..base import Collective, Combine, Comm, Region
 from ..control import Group
 
 
@@ -23,8 +23,8 @@ class Wrapper(Comm):
     def allocate_common(self, numel: int, dtype: torch.dtype) -> Region | None:
         return self.comm.allocate_common(numel, dtype)
 
-    def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
+    def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Collective:
         return self.comm.gather(full, source, label, tag)
 
-    def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Work:
+    def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Collective:
         return self.comm.collect(source, combine, tag=tag, label=label)

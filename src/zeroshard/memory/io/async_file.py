@@ -40,6 +40,7 @@ from errno import EACCES, EAGAIN, EBADMSG, EINTR, EINVAL, EIO, ENODATA, EROFS
 from torch import Tensor
 
 from ...errors import OffloadIOError, ZeroshardError
+from ...utils.work import Work
 from .aligned import ALIGN, bytes_of, empty_aligned, round_down, round_up
 from .filesystems import MEMORY_FILESYSTEMS, filesystem_of
 from .request_queue import Tasks
@@ -272,7 +273,7 @@ class Syscalls:
         return os.pwritev(file.fd, buffers, offset)
 
 
-class Handle:
+class Handle(Work):
     """A request that has been started; any thread may wait for it. Callers must wait between requests that overlap."""
 
     def __init__(self, file: File, offset: int, tensor: Tensor, writes: bool) -> None:

@@ -1,0 +1,21 @@
+"""Operations that have been started: requests to files, copies between tiers, collectives (comm/base.py)."""
+
+from __future__ import annotations
+
+
+class Work:
+    """An operation that has been started. This base class is one that is over."""
+
+    def done(self) -> bool:
+        """Return True when `wait` would return at once, or raise."""
+        return True
+
+    def wait(self) -> None:
+        """Return when the operation is over: its result may be read, its source be overwritten. Raise if it failed."""
+
+    def join(self) -> None:
+        """Make the device's current stream wait instead of the host, where the operation runs on a stream; else `wait`."""
+        self.wait()
+
+
+OVER = Work()
