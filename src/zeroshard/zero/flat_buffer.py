@@ -1,5 +1,4 @@
-"""Flat buffers: layout x placement x tier. Collectives, and copies between tiers, move them from one placement to another.
-
+"""Flat buffers of parameters and gradients: each has a layout, a placement and a tier; collectives change its placement.
 
     parameters   gather / release      sharded -> replicated, and back for free
     gradients    add ... reduce        partial -> sharded (or replicated)
@@ -8,9 +7,9 @@ A parameter buffer in placement SHARDED keeps one shard per rank; `full` has mem
 its storage is resized to nothing and back, so views that autograd saved stay valid. Where all ranks map one memory
 (`Region.common`), `full` is always valid and a gather moves nothing.
 
-A gradient buffer copies local gradients, one parameter at a time in the order of backward, straight into the buffer
-that is sent; its reduced shard accumulates over several backwards. With placement PARTIAL or REPLICATED the buffer
-that is sent is the one at rest, and the reduced shard is this rank's own slice of it.
+A gradient buffer copies each local gradient into the send buffer as soon as backward has computed it; the reduced shard
+accumulates over several backwards. With placement PARTIAL or REPLICATED the whole gradient stays at rest on every rank: this
+buffer is also the send buffer, and this rank's slice of it is the reduced shard.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ class ParameterBuffer:
     """Flat buffer of the values of one group.
 
     full: (numel,); the model computes with views of it. rest: (shard_numel,), the resting place of this rank's shard.
-    region: the memory that peers read; None where the shard rests on another tier than the device: then it passes through
-    a staging buffer to be gathered (`fetch`, then `gather`).
+    region: the memory that peers read; None if the shard rests off the device. Then `fetch` copies it to a staging buffer, which
+    `gather` sends.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class ParameterBuffer:
         elif self.sharded:
             self.region = None if away else comm.allocate(layout.shard_numel, dtype, whole=False)
             self.full = claimed(torch.empty(layout.numel, dtype=dtype, device=comm.device))  # in the ledger while gathered
-            self.full.untyped_storage().resize_(0)
+            self.full.untyped_storage().resize_(0)  # released until the first gather; the tensor object stays
         else:
             self.region = comm.allocate(layout.numel, dtype, whole=True)
             self.full = self.region.tensor
@@ -105,7 +104,7 @@ class ParameterBuffer:
             return _own_storages(self.full, self.layout)
         if not self.sharded or self.mapped:
             return slot_views(self.full, self.layout)
-        self.full.untyped_storage().resize_(self._full_nbytes)
+        self.full.untyped_storage().resize_(self._full_nbytes)  # torch makes no views beyond a storage's end
         views = slot_views(self.full, self.layout)
         self.full.untyped_storage().resize_(0)
         return views
@@ -162,7 +161,7 @@ class ParameterBuffer:
         self.comm.outdate(self.number)
 
     def settle(self) -> None:
-        """Wait until no copy to the device reads the shard at rest on the host: a stream that joined one may be far behind."""
+        """Wait, on the host, until no copy to the device reads the shard in host memory: so far only a stream may have waited."""
         if self._upload is not None:
             self._upload.wait()
             self._upload = None
@@ -184,9 +183,9 @@ class ParameterBuffer:
         assert self._staged is not None
         number, region, pending = self._staged
         self._staged = None
-        pending.join()
+        pending.join()  # the stream of the gather waits, the host does not
         if self.tier is Tier.HOST:
-            self._upload = pending
+            self._upload = pending  # it still reads the shard at rest: `settle` waits for it before a write
         work = self.comm.gather(self.full, region, self.label, tag=self.number)
         self._pool.give(number, work)
         return work
@@ -199,7 +198,7 @@ class ParameterBuffer:
             self._present = False
 
     def part(self) -> None:
-        """Leave the gathered memory, and its ledger entry, to the tensors that refer to it; later gathers use other memory."""
+        """Let the tensors that refer to the gathered memory keep it, with its ledger entry; later gathers allocate other memory."""
         if self._present:
             weakref.finalize(self.full.untyped_storage(), self.ledger.strike, GATHERED, self._full_nbytes).atexit = False
         self._present = False
@@ -256,7 +255,7 @@ class GradientBuffer:
     """Flat buffer of the gradients of one group: takes local gradients, reduces them, keeps the reduced shard.
 
     rest: (shard_numel,), the mean over ranks, valid while `reduced`. full: (numel,), if the placement keeps it. summed: number of
-    ranks over which gradients are a sum: the mean is multiplied by it.
+    ranks over which gradients are to be summed, not averaged; the mean over all ranks is multiplied by it.
     """
 
     def __init__(
@@ -288,10 +287,8 @@ class GradientBuffer:
         if not self.rest.resident:
             self.rest = narrowed(self.rest, tiers, send_dtype)
             self.departure = Departure(self.rest, tiers, send_dtype)
-        self.factor = (
-            1.0  # still to be applied to a reduced shard that rests elsewhere or in less than fp32 (clipping, loss scale)
-        )
-        self.direct = self.region is not None and dtype == send_dtype
+        self.factor = 1.0  # of clipping and loss scale: still to be applied to a shard that is offloaded or narrower than fp32
+        self.direct = self.region is not None and dtype == send_dtype  # the buffer at rest is the send buffer
         self.reduced = False
         self.culprits: set[int] = set()  # ranks that sent non-finite gradients for this shard
         # sum of squares of the reduced shard, if known since its last write; a device tensor until someone needs the number
@@ -301,10 +298,10 @@ class GradientBuffer:
         self._filled = [False] * self._count  # by slot: its gradient is in the send buffer
         self._sums = LocalSums(layout, ledger)
         self._carry: Tensor | None = None  # copy of the earlier reduced shard, while its place is used for local sums
-        self._send: Region | None = None
-        self._slot = -1
-        self._views: dict[int, list[Tensor]] = {}
-        self._work: Work | None = None
+        self._send: Region | None = None  # the send buffer, from the first gradient until `reduce`
+        self._slot = -1  # number of the send buffer in the pool; -1: there is none, or it is the buffer at rest
+        self._views: dict[int, list[Tensor]] = {}  # by `_slot`
+        self._work: Work | None = None  # the running reduction
 
     @property
     def full(self) -> Tensor:
@@ -388,7 +385,7 @@ class GradientBuffer:
                 views[index].zero_()
         assert self._send is not None
         if not self.direct:
-            for start, stop in self.layout.paddings():
+            for start, stop in self.layout.paddings():  # a buffer of the pool has bytes of another unit there
                 self._send.tensor[start:stop].zero_()
         self._sums.release()
         if self.departure is not None:
@@ -421,7 +418,7 @@ class GradientBuffer:
         return self.departure is not None and (self._work is not None or self.departure.arriving)
 
     def depart(self) -> None:
-        """Start to copy the result to its tier if the reduction is over, or if the device's stream alone waits for it."""
+        """Start to copy the result to its tier if the reduction is over, or if only the device's stream has to wait for it."""
         if self.departure is None:
             return
         self.departure.progress()
@@ -434,7 +431,7 @@ class GradientBuffer:
             return
         self._work.wait()
         self.culprits.update(self._work.culprits)
-        self.square_sum = None if self.replicated else self._work.square_sum  # users write `full`
+        self.square_sum = None if self.replicated else self._work.square_sum  # the program may write to `full` unnoticed
         if self.departure is not None:
             self.apply_factor()
             total = self.departure.leave(add=self.reduced)
@@ -477,7 +474,7 @@ class GradientBuffer:
     def store(self, start: int, source: Tensor) -> None:
         """Write `source` to the reduced shard, from element `start` on (after `load` of the same elements)."""
         self.square_sum = None
-        self._stores += 1
+        self._stores += 1  # see `writes`
         if self.departure is not None:
             self.departure.settle()
             self.apply_factor()

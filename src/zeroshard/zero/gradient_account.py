@@ -33,11 +33,11 @@ class Clipped:
 class GradientAccount:
     """Account of one model's gradients. Any code may read the fields; only the methods, one for each event, write them.
 
-    backwards: number that are over. plain: number of this rank's backwards without a weight (zs.backward), with the ending one.
-    weight: sum of this rank's weights. unweighted: gradients came without a weight, too.
-    held: sums may be held back (zs.accumulate); the same on every rank. lost: earlier gradients went with a failed backward.
-    unscaled: reduced gradients are free of the loss scale. share: number by which they were divided, so that their mean is one
-    over ranks that had a batch (zs.join). clipped: result of the last clip, until another backward begins.
+    backwards: number of backwards that are over. plain: number of this rank's backwards without a weight (zs.backward), the one
+    that is ending included. weight: sum of this rank's weights. unweighted: some gradients came without a weight.
+    held: sums may be held back (zs.accumulate); the same on every rank. lost: a failed backward has dropped earlier gradients.
+    unscaled: reduced gradients were divided by the loss scale. share: number by which they were divided to be a mean over the
+    ranks that had a batch (zs.join). clipped: result of the last clip, until another backward begins.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class GradientAccount:
         self.unweighted |= not self._weighing
 
     def ending(self) -> None:
-        """Record that a backward is over on this rank, before ranks exchange that."""
+        """Record that a backward is over on this rank; ranks exchange the account afterwards."""
         self.plain += not self._weighing
 
     def ended(self) -> None:

@@ -4,11 +4,11 @@
     backward    restore   SavedParameter -> the same view of the unit's memory, which is gathered if it was released
 
 So backward may reach an operation by any path: through the unit's outputs, whose hooks gather the unit ahead of the operation,
-or past them, through a loss that a module keeps as an attribute. Activations are saved as they are outside of the unit.
+or past them, through a loss that a module keeps as an attribute. Activations are saved as by the code around the unit.
 
 Some code bypasses these hooks (a function that keeps a parameter in its `ctx` without `save_for_backward`, a user's own hooks
-inside the unit's forward) and refers to the memory itself. Such references are counted (`ParamGroup.referred`), and memory that
-backward might reach without these hooks is left to those who refer to it.
+inside the unit's forward) and refers to the memory itself. Such references are counted (`ParamGroup.referred`): memory that
+backward might reach without these hooks is not released but stays with the tensors that refer to it (`ParamGroup.part`).
 """
 
 from __future__ import annotations
