@@ -53,7 +53,7 @@ def claimed(tensor: Any) -> Any:
 
 
 def making() -> contextlib.AbstractContextManager[None]:
-    """Context for allocating memory that has, or gets, an entry: like `claimed`, but the listener never counts it at all."""
+    """Context for allocating memory that has, or gets, an entry in a ledger: the listener does not see the allocation."""
     found = listener.get()
     return contextlib.nullcontext() if found is None else found.looking_away()
 
@@ -71,8 +71,8 @@ class Traffic:
 class Ledger:
     """Bytes by category (`now`, `peak`: on the device; `elsewhere`: by tier) and traffic by kind of collective and by link.
 
-    moved: bytes so far by link, a pair of tiers (source, target). ahead: the part of `moved` that is read ahead for a later
-    step: how much that is at the end of a step depends on the disk, whereas what a step uses does not.
+    moved: bytes so far by link, a pair of tiers (source, target). ahead: bytes of `moved` that were read ahead for a later step.
+    How many those are at the end of a step depends on the disk's speed; the bytes that a step uses do not (`used`).
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Columns that rest otherwise than the optimizer has them: decoded where they are read, encoded where they are written."""
+"""Optimizer states that rest encoded (in 8 bits, say): a read decodes them, a write encodes them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .storage import MOVED, Pending, Rest
 
 
 class CodedRest(Rest):
-    """The resting place of a column's `numel` elements, in the optimizer's dtype, over `inner`, which holds them encoded.
+    """Resting place of a column: callers see `numel` elements in the optimizer's dtype; `inner` holds them encoded, in blocks.
 
-    Any range of elements may be read and written: of blocks that it only touches, the other elements are encoded again.
+    Any range of elements may be read and written. A write to a part of a block decodes the block and encodes it again.
     """
 
     resident = False
@@ -58,7 +58,7 @@ class CodedRest(Rest):
             self.inner.store(*self._encoded(start, source.detach()))
 
     def _encoded(self, start: int, source: Tensor) -> tuple[int, Tensor]:
-        """Return where in `inner` the blocks around these elements begin, and the blocks with the elements replaced."""
+        """Return the position in `inner` of the blocks around these elements, and the encoded blocks with them replaced."""
         begin, end = self.column.blocks(start, start + source.numel())
         if end - begin != source.numel():
             blocks = self.load(begin, end)
@@ -68,7 +68,7 @@ class CodedRest(Rest):
 
 
 class _Decoding:
-    """A read of encoded values, which are decoded when it has been waited for."""
+    """A running read of encoded values; `wait` decodes them."""
 
     def __init__(self, rest: CodedRest, read: Pending, coded: Tensor, start: int, out: Tensor) -> None:
         self.rest, self.read, self.coded, self.start, self.out = rest, read, coded, start, out

@@ -4,7 +4,7 @@
     host                           '-> rest              the first gradient of a step
                                    '-> arrival -> rest   a gradient that is added, or moves on to a disk
 
-Everything is asynchronous as long as nothing has to be added. `progress` starts what can be started; `settle` waits.
+All moves are asynchronous as long as nothing has to be added. `progress` starts the next move if it can; `settle` waits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..config import Tier
 from .storage import MOVED, MemoryRest, Pending, Rest, Tiers
 
-_WIDEN_NUMEL = 1 << 18
+_WIDEN_NUMEL = 1 << 18  # number of elements converted at a time
 
 
 class NarrowRest(MemoryRest):
@@ -62,16 +62,16 @@ class NarrowRest(MemoryRest):
 
 
 def narrowed(rest: Rest, tiers: Tiers, dtype: torch.dtype) -> Rest:
-    """Return the rest as a NarrowRest, where gradients arrive in a narrower `dtype` and it is not the device's memory."""
+    """Return a NarrowRest over the memory of `rest` if that is the host's and gradients arrive in a narrower dtype; else `rest`."""
     if isinstance(rest, MemoryRest) and not rest.resident and dtype.itemsize < rest.dtype.itemsize:
         return NarrowRest(rest.tensor, tiers, dtype)
     return rest
 
 
 class Departure:
-    """The way of one gradient shard from the reduction's result to its `rest`.
+    """Moves one gradient shard from the reduction's result to its `rest`.
 
-    A device with memory of its own sends the gradient in the dtype of the reduction (2 bytes an element in bf16); where
+    From a device with memory of its own the gradient moves in the dtype of the reduction (2 bytes an element in bf16); where
     the device is the host it stays in fp32 until it is added, as it would without offload.
     """
 
@@ -95,7 +95,7 @@ class Departure:
         landed, buffer, landings = self._landed, self._buffer, self.tiers.landings
         assert landings is not None
         self._landed = self._buffer = None
-        self.settle()
+        self.settle()  # an earlier gradient may still be on its way to `rest`
         if not self.tiers.separate:
             self._under_way = self._add(landed) if add else self._put(landed)
             landings.give(buffer, self._under_way)

@@ -1,9 +1,9 @@
-"""States of a model that are moved to another tier for a while, all at once (zs.offload_states).
+"""zs.offload_states: moves the states of a model from the device to another tier for a while, all at once.
 
-    at rest   --- move --->   away: content in copies on the host or in files, memory given back   --- bring back --->   at rest
+    at rest   --- move --->   away: values in copies on the host or in files, memory released   --- bring back --->   at rest
 
-Objects that refer to a state (views, runs, regions that peers read) stay as they are; meanwhile every access to its `Rest`
-raises. States that already rest off the device stay where they are.
+Objects that refer to a state (views, runs, regions that peers read) are not replaced; while it is away, every access to its
+`Rest` raises. States that already rest off the device stay where they are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHUNK_NUMEL = 16 << 20  # number of elements copied at a time between a device 
 
 @dataclass(eq=False)
 class Memory:
-    """Memory of one state. kept: its content is to be kept."""
+    """Memory of one state. kept: its values are needed afterwards; else they come back as zeros."""
 
     part: str  # one of PARTS
     category: str  # of the ledger
@@ -46,7 +46,10 @@ class _Left:
 
 
 class MovedStates:
-    """The states of one model that are away. lent: context in which other values stand for the parameters, then read-only."""
+    """The states of one model that are away.
+
+    lent: name of the context inside which the parameters have other values (zs.ema's averages), and are read-only; "": none.
+    """
 
     def __init__(self, tiers: Tiers) -> None:
         self.tiers = tiers
@@ -150,7 +153,7 @@ class MovedStates:
         self._left, self._classes = {}, {}
 
     def forget(self) -> None:
-        """Give up what is away; the ledger counts as if it were back."""
+        """Drop the states that are away, as the model is closed; the ledger then counts as if they were back."""
         for left in (left for lefts in self._left.values() for left in lefts):
             nbytes = left.memory.tensor.nbytes
             self.tiers.ledger.enter(left.memory.category, nbytes, left.memory.tier)

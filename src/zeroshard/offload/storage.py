@@ -1,10 +1,10 @@
-"""Tiers: where the shards of model states rest, and how they move (the third factor of layout x placement x tier).
+"""Tiers (device, host, disk): the resting places of shards of model states, and the moves between them.
 
     device  <--- streams, pinned copies --->  host  <--- file engine, O_DIRECT --->  disk
 
-A `Rest` is the resting place of one flat shard. The host steps and moves it piece by piece: `view` returns elements that it
-can use in place, `read` and `write` move elements from and to host buffers and return a `Pending`. `load` and `store` are
-slow and synchronous, for everything else (initial values, inspection).
+A `Rest` is the resting place of one flat shard. A step on the host works on it piece by piece: `view` returns elements that the
+host can use in place, `read` and `write` move elements to and from host buffers and return a `Pending`. `load` and `store` are
+slow and synchronous, for all other uses (initial values, inspection).
 
 On a CPU the device's memory is the host's: tiers DEVICE and HOST differ in the ledger alone and nothing is copied.
 `Streams.separate_host` tells the two cases apart; nothing else in the library asks for the kind of device.
@@ -39,7 +39,7 @@ from ..tensor.state_column import StateColumn
 from ..utils import torch_compat
 from ..utils.one_thread import Turn, one_thread
 
-_PIECES, _PIECE_NBYTES = 4, 2 << 20  # buffers in which values are converted for a disk: as many as the engine has threads
+_PIECES, _PIECE_NBYTES = 4, 2 << 20  # buffers for values that are converted for a disk: one for each thread of the engine
 _SEGMENT_NBYTES = 1 << 30  # least length of a file in a swap folder; files are sparse, so unused parts cost nothing
 
 
@@ -128,7 +128,7 @@ class Rest(ABC):
         return self.nbytes_of(self.numel)
 
     def nbytes_of(self, numel: int) -> int:
-        """Return the bytes in which so many elements rest."""
+        """Return the bytes that `numel` elements take at rest."""
         return numel * self.dtype.itemsize
 
     @abstractmethod
@@ -284,9 +284,9 @@ def _converting(numel: int, dtype: torch.dtype, tiers: Tiers) -> Iterator[int]:
 
 
 class _Imagined(Moved):
-    """An imagined disk's request: done at once, as on a fast disk; `wait` tells the watcher.
+    """A request to a dry run's imagined disk: done at once, as on a fast disk; `wait` reports to the watcher.
 
-    With gradients on a slow disk real ranks take one staging buffer more than a plan says.
+    With gradients on a slow disk, real ranks take one staging buffer more than such a plan says.
     """
 
     def __init__(self, streams: Streams, ticket: Any) -> None:
@@ -363,12 +363,12 @@ class _Folder:
 class Tiers:
     """Makes the resting places of one model's states, and owns the buffers and engines that move them.
 
-    Threads: the rank's own, and that of a delayed step. The latter reads and writes masters, states and the gradients that were
-    handed to it, and the former leaves those alone meanwhile; a FileRest checks it (`ThreadsMet`). The thread that uses the Comm
-    tells peers of failures.
+    Threads: the rank's own, and that of a delayed step, which reads and writes masters, states and the gradients handed to it.
+    The rank's own thread does not touch these meanwhile; a FileRest checks that (`ThreadsMet`). Only the thread that uses the
+    Comm sends word of failures to peers.
 
-    separate: the device has a memory of its own. failure: the first request that failed. From then on the states that rest here
-    may be half of one step and half of the next, and none is used any more.
+    separate: the device has a memory of its own. failure: error of the first request that failed; from then on every use of the
+    states raises it, as some of them may be of one step and some of the next.
     """
 
     def __init__(self, comm: DirectComm, ledger: Ledger) -> None:
@@ -383,12 +383,12 @@ class Tiers:
         self._folders: dict[str, _Folder] = {}
         self._entered: list[tuple[str, int, Tier]] = []
         self.failure: OffloadIOError | None = None
-        self._told = False  # whether the peers have been told of the failure
-        self._beside = threading.local()  # .comm: True on a thread while another one uses the Comm, and tells the peers
+        self._told = False  # True once this rank has sent the failure to its peers
+        self._beside = threading.local()  # .comm: True on a thread that must not use the Comm, since another one does
 
     @contextlib.contextmanager
     def beside_comm(self) -> Iterator[None]:
-        """Context of a thread while another one uses the Comm: failures raise here, and the other thread tells the peers."""
+        """Context for a second thread: failures are raised in it, and the thread that uses the Comm sends them to the peers."""
         before, self._beside.comm = getattr(self._beside, "comm", False), True
         try:
             yield
@@ -444,7 +444,7 @@ class Tiers:
             folder = self._folders[offload.path]
             return FileRest(*folder.region(numel * dtype.itemsize), numel, dtype, folder.engine, self)
         if tier is Tier.HOST:
-            # not torch's pinned allocator, which rounds up to a power of two; and a host step is faster in huge pages
+            # torch's pinned allocator would round up to a power of two; and a step on the host is faster in huge pages
             memory = self.host_buffer(numel * dtype.itemsize, offload.pin_memory).zero_()
             return MemoryRest(memory.view(dtype), tier, self)
         with making():
@@ -475,7 +475,7 @@ class Tiers:
         assert self.slots is not None
         buffer = self.slots.take(wait)
         if buffer is None and wait:
-            buffer = self.slots.take_further()  # units that are prefetched hold all buffers: take one more
+            buffer = self.slots.take_further()  # prefetched units hold all buffers until they are gathered: allocate one more
         if buffer is None:
             return None
         hops = _TwoHops(self, rest.read(0, buffer[: out.nbytes].view(out.dtype)), buffer, out)
@@ -500,7 +500,7 @@ class Tiers:
     @staticmethod
     def _take(pool: BufferPool, in_line: bool = False) -> Tensor:
         buffer = pool.take(wait=True, in_line=in_line)
-        if buffer is None:  # running work holds all buffers, and may need this rank to go on: one more
+        if buffer is None:  # running work holds all buffers, and may end only if this rank goes on: allocate one more
             pool.count += 1
             buffer = pool.take()
         assert buffer is not None
@@ -517,7 +517,7 @@ class Tiers:
             self.ledger.move(*((Tier.HOST, Tier.DEVICE) if up else (Tier.DEVICE, Tier.HOST)), nbytes)
 
     def copy(self, target: Tensor, source: Tensor, begins: Tier, ends: Tier) -> Pending:
-        """Start a copy between host and device, which overlaps with computation where the device is separate."""
+        """Start a copy between host and device; on a separate device it overlaps with computation."""
         if not self.separate or begins is ends:
             target.copy_(source)
             return MOVED

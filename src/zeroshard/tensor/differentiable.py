@@ -1,9 +1,9 @@
 """Differentiable `full_tensor()` and `to_local()`: gradients of their results reach the parameter, as with a DTensor.
 
     5 * p.full_tensor().pow(2).sum()      every rank computes with the whole: gradients are averaged over ranks, as any others
-    5 * p.to_local().pow(2).sum()         every rank computes with its slice: together they have one loss, which is not averaged
+    5 * p.to_local().pow(2).sum()         every rank computes with its slice: the loss is the ranks' sum, and is not averaged
 
-Such a gradient arrives at the compute parameter, as do the gradients of forwards, and is added, held back and reduced with them.
+Autograd accumulates these gradients on the compute parameter, together with those of forwards; they are reduced alike.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ReadableSlices:
 
     def full_tensor(self) -> Tensor:
         """Return a copy of the whole tensor on every rank (collective). Differentiable."""
-        if isinstance(self, nn.Parameter) and not self._home.distributed:  # in a forward it is an operation of that forward
+        if isinstance(self, nn.Parameter) and not self._home.distributed:  # in a forward: gather the unit, as its operations do
             lent = self._home.lend(torch.clone, (self,), {})
             if lent is not NotImplemented:
                 return lent

@@ -58,7 +58,7 @@ class Distribution:
 
     @cached_property
     def part(self) -> Part | None:
-        """Part of the whole parameter that this rank's shard is; None if the shard is the whole."""
+        """Which part of the whole parameter this rank's shard is; None if the shard is the whole."""
         place = self.mesh.get_coordinate()
         part: Part | None = None
         assert place is not None
@@ -98,8 +98,8 @@ class Distribution:
 def in_state_dicts(model: nn.Module) -> list[Any]:
     """Let model.state_dict() return DTensors for local shards, and let load_state_dict accept DTensors or whole tensors.
 
-    Return the hooks' handles. So torch.save, save_pretrained and torch.distributed.checkpoint do not take a local shard for a
-    whole parameter. Sharded tensors (ZeRO stage 3) need no hook: they refuse to be taken for a whole.
+    Return the hooks' handles. Without them torch.save, save_pretrained and torch.distributed.checkpoint would store a local shard
+    as if it were the whole parameter. Sharded tensors (ZeRO stage 3) need no hook: they raise when such code reads them.
     """
     named = model.named_parameters(remove_duplicate=False)
     known = {name: found for name, param in named if (found := distribution_of(param)) is not None}

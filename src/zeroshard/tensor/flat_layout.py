@@ -4,10 +4,9 @@
     shards       |   rank 0   |   rank 1   |   rank 2   |
 
 Words: a *slot* is the place of one parameter in the flat buffer; a *piece* is the part of a slot that lies in
-one rank's shard. All offsets are in elements. Slots and shards start at multiples of ALIGNMENT (or of a multiple of it,
-where optimizer states rest in longer blocks: no boundary then cuts a block), so vector
-kernels see no ragged ends inside a shard: elementwise results do not depend on how a buffer was cut, which is
-what makes the stages equal bit for bit.
+one rank's shard. All offsets are in elements. Slots and shards start at multiples of ALIGNMENT (of a multiple of it, where
+optimizer states rest in longer blocks, so that no boundary cuts a block). Vector kernels then have no remainder loop inside a
+shard, so elementwise results do not depend on the cut of a buffer: for this reason all stages give the same bits.
 
 Invariants: slots do not overlap and ascend; shards tile the buffer; pieces of a slot over all ranks tile it.
 """

@@ -3,8 +3,8 @@
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)     p.grad.norm()     torch._foreach_norm(gradients)
 
 Each rank sends the norms of its slices, one number for each tensor; the norm of a tensor is the norm of these, in fp64 and in
-rank order, so that all ranks compute the same bits. Results are ordinary tensors: `.item()` works, and no wait is pending. For
-a slice without elements a rank sends the neutral number.
+rank order, so that all ranks compute the same bits. Results are ordinary tensors, complete when the call returns. For a slice
+without elements a rank sends the neutral number (0, or inf for a negative order).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def foreach_norm(func: Any, args: tuple, kwargs: dict, kind: type) -> Any:
 
 
 def _grows(tensor: Tensor) -> bool:
-    """Return whether autograd would record a norm of the tensor: gradients would go to slices, and be lost."""
+    """Return whether autograd would record a norm of the tensor; its gradient would reach only the slice, and be lost."""
     return torch.is_grad_enabled() and tensor.requires_grad
 
 

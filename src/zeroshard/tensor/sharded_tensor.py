@@ -1,14 +1,15 @@
-"""Sharded tensors: a tensor subclass with the global shape, over this rank's slice of the elements.
+"""Sharded tensors: a tensor subclass that shows the global shape and holds this rank's slice of the elements.
 
 At rest a module holds a sharded parameter, with the global shape, dtype, device and requires_grad, so that names,
 state dicts, `numel()` and initialisation code work as on one process. Operations on it:
 
     in-place initialisation   acts on the global tensor: random draws advance the generator as one process does
-    elementwise               local, if all operands are cut alike (whole tensors are sliced)
+    elementwise               local, on slices, if all operands are cut alike (whole tensors are sliced)
     any(), all()              combined over ranks (collective)
     norms                     of the global tensor (collective; tensor/norms.py)
+    max(), sum(), ...         under no_grad: of the gathered tensor (collective; `READS` in tensor/op_classes.py)
     in a module's forward     computes with the gathered parameter, as on one process (tensor/op_classes.py)
-    anything else             raises, with the parameter's name and a remedy
+    any other operation       raises, with the parameter's name and a remedy
 
 `full_tensor()` gathers (collective). A sharded tensor never refers to memory that was released.
 """
@@ -37,7 +38,7 @@ aten = torch.ops.aten
 
 
 class Home(Protocol):
-    """Owner of a sharded tensor's storage: knows its name and its cut, reads and writes slices, talks to other ranks."""
+    """Owner of a sharded tensor's storage: has its name and cut, reads and writes the slice, gathers from other ranks."""
 
     name: str
     start: int  # this rank's elements [start, stop) of the flattened tensor
@@ -85,7 +86,7 @@ class Home(Protocol):
         """Assign the gradient, or drop it (None)."""
 
     def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Return the result of an operation on the gathered parameter if a forward runs, else NotImplemented."""
+        """Compute an operation with the gathered parameter if a forward runs, and return its result; else NotImplemented."""
 
     def assign(self, param: Tensor, value: Tensor) -> None:
         """Carry out `param.data = value`."""
@@ -98,7 +99,7 @@ class ParameterHome(Home, Protocol):
         """Return the function that autograd calls, in place of a program's hook, when the local gradient is complete."""
 
     def arrival(self, sliced: bool) -> Callable[[Tensor], Tensor]:
-        """Return the function from a gradient of `to_local()` (sliced) or `full_tensor()` to this rank's local gradient."""
+        """Return a function that converts a gradient of `to_local()` (sliced) or `full_tensor()` to this rank's local gradient."""
 
 
 class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
@@ -190,9 +191,9 @@ class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
 
 
 class ShardedParameter(CarriesAttributes, ShardedTensor):
-    """Sharded tensor that a module holds as its parameter at rest; isinstance takes it for an nn.Parameter."""
+    """Sharded tensor that a module holds as its parameter at rest; an instance of nn.Parameter for isinstance."""
 
-    _is_param = True
+    _is_param = True  # the attribute by which isinstance(p, nn.Parameter) accepts a subclass of Tensor
     _home: ParameterHome
     _compute: nn.Parameter  # the tensor that autograd sees while the unit is gathered
 
@@ -332,9 +333,8 @@ def _refusal(func: Any, args: tuple, kwargs: dict) -> ShardedAccessError:
     of_gradient = any(t._of_gradient for t in tensors)
     whole = "the whole gradient of" if of_gradient else "the whole of"
     grows = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    if (
-        _writes_first(func) and isinstance(args[0], Tensor) and kind is ShardedAccessError
-    ):  # such as p -= lr * p.grad at stages 1 and 2
+    # a whole tensor would be changed by a sharded one, as in p -= lr * p.grad at stages 1 and 2
+    if _writes_first(func) and isinstance(args[0], Tensor) and kind is ShardedAccessError:
         remedy = remedy_of_whole(of_gradient)
     else:
         remedy = remedy_of(func._schema.name, of_gradient, kind is ShardedWriteError, grows)
@@ -367,7 +367,7 @@ def _end_write(tensor: Tensor, local: Tensor, offset: int = 0) -> None:
 
 
 def _inherit(alias: ShardedTensor, source: ShardedTensor) -> None:
-    """Mark an alias, so that a write through it is one to the source's parameter or gradient."""
+    """Mark an alias, so that a write through it reaches the parameter or gradient of its source."""
     alias._of_parameter = isinstance(source, ShardedParameter) or source._of_parameter
     alias._of_gradient = source._of_gradient
 
@@ -375,8 +375,7 @@ def _inherit(alias: ShardedTensor, source: ShardedTensor) -> None:
 def _alias(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
     source = args[0]
     result = ShardedTensor(source._held, tuple(source.shape), source._home, dtype=source.dtype, device=source.device)
-    # writes through `p.data` or `p.detach()` are writes to the parameter
-    _inherit(result, source)
+    _inherit(result, source)  # so that writes through `p.data` or `p.detach()` are writes to the parameter
     return result
 
 
@@ -389,7 +388,7 @@ def _copy_of(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
 
 
 def _pad(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
-    """Copy for a pad by nothing, which Transformers uses for the bias of a tied head; refuse others."""
+    """Return a copy for a pad of width zero, which Transformers applies to the bias of a tied head; refuse any other pad."""
     if any(args[1]):
         raise _refusal(func, args, kwargs)
     return _copy_of(aten.clone.default, args[:1], {})
@@ -501,7 +500,7 @@ def _any_or_all(func: Any, args: tuple, kwargs: dict) -> Tensor:
 
 
 def _of_whole(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Compute p.data.max(), torch.equal(p.grad, q.grad) on gathered tensors (collective); raise if autograd would record it."""
+    """Gather the tensors and compute p.data.max() or the like (collective; see READS); raise if autograd would record it."""
     differentiable = any(isinstance(result.type, torch.TensorType) for result in func._schema.returns)  # not torch.equal
     if differentiable and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _sharded_in((args, kwargs))):
         raise _refusal(func, args, kwargs)
@@ -542,7 +541,7 @@ def _foreach(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _stretch(func: Any, args: tuple, kwargs: dict, part: slice, writes: bool) -> list[Any]:
-    """Apply a foreach operation to the tensors in `part`, of sharded ones to their slices."""
+    """Apply a foreach operation to the tensors in `part` of its lists: to the slices of sharded ones, to others as they are."""
     leads = args[0][part]
 
     def localise(arg: Any) -> Any:

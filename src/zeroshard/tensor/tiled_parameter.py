@@ -30,8 +30,8 @@ from .sharded_tensor import ShardedTensor
 class Part:
     """Part of a parameter of `shape` that a tile, or a rank of tensor parallelism, holds: [start, stop) of dimension `dim`.
 
-    maps: number of matrices that the dimension packs one after the other (queries, keys and values); [start, stop) is taken of
-    each. around: the part of a larger parameter that the parameter itself is, if it is cut along two dimensions.
+    maps: number of matrices that the dimension packs one after the other (queries, keys and values); the part has [start, stop)
+    of each. around: set if a parameter is cut along two dimensions: `shape` is then that of the part `around`.
     """
 
     dim: int
@@ -102,7 +102,7 @@ class Part:
         return cls(dim, start, stop, tuple(shape), maps, None if around is None else cls.of_plain(around))
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return this part of a whole tensor: a view, or a copy if maps > 1."""
+        """Return this part of `whole`, the outermost parameter: a view, or a copy if maps > 1."""
         whole = whole if self.around is None else self.around.of(whole)
         if self.maps > 1:  # flatten copies
             whole = whole.unflatten(self.dim, (self.maps, -1)).narrow(self.dim + 1, self.start, self.stop - self.start)
@@ -120,7 +120,7 @@ class Tile(nn.Module):
     ) -> None:
         missing: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, *lists)
-        for name in map(whole_name, missing):  # names of the whole, each once
+        for name in map(whole_name, missing):  # report the whole's name, once, and not beside an error of its shape
             if name not in missing_keys and not any(f" {name}:" in error for error in lists[-1]):
                 missing_keys.append(name)
 

@@ -118,7 +118,7 @@ class Policy:
         return cls(modules, _parameter_dtypes(model, config, unmatched))
 
     def dtype(self, module: nn.Module, param: nn.Parameter, config: Config) -> torch.dtype:
-        """Return the dtype in which a module's parameter computes: from a key that names it, its module, or the precision.
+        """Return the dtype in which a parameter computes: from the key that names it, else its module's, else the precision.
 
         Integers and fp64 keep their dtype; so do frozen parameters in fp8 or fp4, which a quantizer has made.
         """

@@ -1,4 +1,4 @@
-"""All-gather of bytes, of a different length on each rank, in chunks: a rank keeps the parts that it needs, none holds all.
+"""All-gather of bytes in chunks. Ranks may have different lengths; the caller keeps what it needs of each chunk.
 
 rank 0   | a a a a a a | a a . |        each column is one collective of at most `nbytes` a rank, through staging buffers
 rank 1   | b b b b . . |       |
@@ -17,7 +17,7 @@ from ..memory.ledger import Ledger
 
 
 class ChunkedGather:
-    """Chunked all-gather by two staging buffers of `nbytes` and a buffer for one chunk of all ranks, made at the first use."""
+    """Chunked all-gather through two staging buffers of `nbytes` and one buffer for a chunk of every rank, made at first use."""
 
     def __init__(self, comm: Comm, ledger: Ledger, nbytes: int) -> None:
         self.comm, self.ledger, self.nbytes = comm, ledger, max(nbytes // 64 * 64, 1024)

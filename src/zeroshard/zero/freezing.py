@@ -17,7 +17,7 @@ from .unit import ParamGroup
 
 
 class Freezing:
-    """Follows which trained parameters are frozen for a phase, in microseconds if nothing has changed.
+    """Finds the trained parameters that are frozen for a phase; takes microseconds if none was switched.
 
     numbers: the frozen parameters, by ParamSpec.number.
     """

@@ -1,4 +1,4 @@
-"""The reductions of one backward: started as units complete; at its end ranks join those of units that only others used.
+"""The reductions of one backward: each starts when its unit is complete; at the end ranks join those that they miss.
 
     in backward    a unit has all its gradients: reduce it (ordered communicators: in an order that ranks agree on)
     its end        ranks exchange which units and parameters have gradients; a rank joins with zeros the reductions of units
@@ -48,13 +48,13 @@ class Reductions:
         self.groups = [group for unit in units for group in unit.groups]
         self.num_params = sum(len(group.specs) for group in self.groups)
         self.touched: set[int] = set()
-        self.waits = True  # False: a backward ends without its reductions, which `Runtime.flush` waits for
+        self.waits = True  # False: the end of a backward does not wait for reductions, `Runtime.flush` does
         self._started: set[int] = set()  # numbers of units whose reduction has started
         self._completed: list[int] = []  # numbers of units with all gradients, in the order on this rank
         self._departing: list[int] = []  # numbers of units whose reduced gradients are not on their way to their tier
         self._late: dict[tuple[ParamGroup, int], Tensor] = {}  # gradients that came after the reduction of their unit
-        self._order = [unit.number for unit in reversed(units) if unit.expected]  # the agreed one (ordered communicators)
-        self._agreed = False  # True once `_order` is that of a backward; until then it is the definition's, reversed
+        self._order = [unit.number for unit in reversed(units) if unit.expected]  # of reductions (ordered communicators)
+        self._agreed = False  # True once ranks have agreed on `_order` after a backward; until then: the model's, reversed
         self._idle: set[int] = set()  # units frozen as a whole in the last backward: `_order` does not wait for them
         self._frozen: dict[int, set[int]] = {}  # rank -> its frozen parameters at the end of this backward, if it has data
 
@@ -76,7 +76,7 @@ class Reductions:
         """Start to reduce a complete unit, now or (ordered communicators) when its turn comes."""
         self._completed.append(unit.number)
         if self.comm.ordered:
-            if not self.attendance.ended:  # else at the end, where ranks without data join in the same order
+            if not self.attendance.ended:  # else `_join` starts all: ranks without data take part only there
                 self._reduce_in_order()
         else:
             self._reduce(unit)
@@ -92,7 +92,7 @@ class Reductions:
         self._depart(unit)
 
     def _depart(self, latest: Unit) -> None:
-        """Start to copy reduced gradients to their tier during backward; not the latest unit's: the stream would wait."""
+        """Start to copy reduced gradients to their tier, except the latest unit's: the stream would wait for its reduction."""
         for number in self._departing:
             if number != latest.number:
                 for group in self.units[number].trainable:

@@ -16,9 +16,9 @@ from ..utils.torch_compat import original
 def register_forward(module: nn.Module, name: str) -> None:
     """Make a call of the method `module.<name>` a forward of the module: its parameters are gathered and its hooks run.
 
-    At stage 3 parameters are whole only inside of their module's forward. A method of another name that a program calls by itself
+    At stage 3 parameters are whole only inside of their module's forward; any other method that a program calls itself
     (`model.encode(x)`) would find slices. At every stage the method's inputs and outputs then count as those of a forward: they
-    are cast, and in fp16 the loss scale enters by them. FSDP2 has `register_fsdp_forward_method` for this.
+    are cast, and in fp16 gradients of the outputs get the loss scale. FSDP2's counterpart: `register_fsdp_forward_method`.
 
     Call it on every rank, before or after zs.shard. Inside of a forward of the module, in methods that it calls, and while
     torch.compile traces, the method runs as before. In a model that is not sharded only the module's own forward hooks see the

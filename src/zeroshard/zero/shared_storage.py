@@ -1,4 +1,4 @@
-"""Detects parameters that share memory: on one process they share a value, in flat buffers they would have separate ones.
+"""Detects parameters that share memory: without sharding they share values, in flat buffers each would have its own.
 
     b.weight = a.weight                        a tie: one parameter, served
     b.weight = nn.Parameter(a.weight.data)     two parameters over one memory: refused, by both names

@@ -13,7 +13,7 @@ which threads take in order of arrival, reads first. Offsets are bytes. A *block
 The middle is moved directly between device and tensor where the tensor's address and the offset are congruent modulo
 ALIGN, else through a bounce buffer of the thread. An edge is written by a read-modify-write of its block under a lock.
 
-Why not a second, buffered descriptor for the edges: direct and buffered writes to neighbouring blocks are only as
+There is no second, buffered descriptor for the edges: direct and buffered writes to neighbouring blocks are only as
 coherent as the page cache's invalidation, which the kernel documents as best effort (a page that cannot be invalidated is
 logged as "possible data corruption"). With edges under a lock nothing passes through the page cache, and the result is
 right: (1) a block of the middle belongs to one request, so no other request's bytes are in it; (2) two requests that share
@@ -68,7 +68,7 @@ class File:
         status = os.fstat(fd)
         self.key = (status.st_dev, status.st_ino)  # equal for two Files of one path
         self.checksums = Checksums()
-        self._state = {"longer": 0}  # id of the process that made the file longer than `end`; 0: none
+        self._state = {"longer": 0}  # id of the process that made the file longer than `end`; 0: none. Shared with the finalizer
         self._users, self._closing = 0, False
         self._shut = weakref.finalize(self, _shut, fd, end, self._state)
         self._shut.atexit = False  # at exit a thread may still be in a call with this descriptor
@@ -181,7 +181,7 @@ class _Locks:
         self._edges = [threading.Lock() for _ in range(64)]
 
     def edge(self, file: File, start: int) -> threading.Lock:
-        """Return the lock of the block at `start`. Blocks may share one, so a thread holds one at a time."""
+        """Return the lock of the block at `start`. Blocks may share a lock, so a thread must hold only one at a time."""
         return self._edges[hash((file.key, start // ALIGN)) % len(self._edges)]
 
 
@@ -215,7 +215,7 @@ def _open(path: str, flags: int) -> tuple[int, bool]:
 
 
 def _open_for_what_is_allowed(path: str, flags: int) -> int:
-    """Open a file for reading and writing, or only for reading where it must not be written."""
+    """Open a file for reading and writing, or for reading only where the permissions forbid writes."""
     try:
         return os.open(path, flags, 0o600)
     except OSError as error:
@@ -466,7 +466,7 @@ def _serve(tasks: Tasks, calls: Syscalls) -> None:
 
 
 def _move(mover: _Mover, handle: Handle, start: int, end: int, checksum: bool) -> None:
-    """Move bytes [start, end) of the handle's file."""
+    """Move bytes [start, end) of the handle's file between file and tensor."""
     file, memory = handle._file, handle._memory[start - handle._offset : end - handle._offset]
     address = handle._address + start - handle._offset
     if handle._writes:
@@ -537,7 +537,7 @@ class Engine:
         return handle
 
     def rest(self) -> None:
-        """Finish all requests and end the threads; the next request starts new ones."""
+        """Finish all requests and end the threads, to save memory; the next request starts new ones."""
         with self._lock:
             running = self._running
             self._stop()

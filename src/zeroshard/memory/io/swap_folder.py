@@ -52,8 +52,8 @@ class SwapFolder:
         path: an existing folder on a local disk.
         rank: this rank, for messages.
         needed_nbytes: bytes that the files of this rank will take.
-        host_needed_nbytes: bytes that those of all ranks on this host will take on that filesystem; None: only this rank's.
-        any_filesystem: accept memory (tmpfs) and network filesystems, and say so in one line.
+        host_needed_nbytes: bytes that files of all ranks on this host will take on that filesystem; None: only this rank's.
+        any_filesystem: accept memory (tmpfs) and network filesystems; print a line about it.
         keep: leave the folder when it is closed; no other SwapFolder removes it then.
 
     Raises:
@@ -284,7 +284,7 @@ def _remove(folder: Path) -> int:
 
 
 def _end(folder: Path, lock_fd: int, keep: bool, process: int) -> None:
-    """Finalizer of a SwapFolder: remove the folder, in the process that made it but not in a forked child."""
+    """Finalizer of a SwapFolder: remove the folder in the process that made it; do nothing in a forked child."""
     if process != os.getpid():
         return
     try:
@@ -307,7 +307,7 @@ def measure(path: str | os.PathLike, nbytes: int = 256 << 20) -> tuple[float, fl
     memory = empty_aligned(chunk_nbytes).fill_(1)
     name = Path(path) / f".zeroshard-probe-{os.getpid()}-{secrets.token_hex(4)}"
     file = open_file(name, max(nbytes // chunk_nbytes, 1) * chunk_nbytes, create=True)
-    os.unlink(name)
+    os.unlink(name)  # the open descriptor keeps the file; it vanishes with the process, however that ends
     with Engine() as engine:
         written, write_s = _timed(engine.write, file, memory, file.nbytes, patience_s)
         read, read_s = _timed(engine.read, file, memory, written, patience_s)
@@ -323,7 +323,7 @@ def _timed(
     while moved < limit_nbytes and time.perf_counter() - begin < patience_s:
         under_way.append(request(file, moved, memory))
         moved += memory.nbytes
-        if len(under_way) == 2:
+        if len(under_way) == 2:  # one request runs while the other is waited for
             under_way.pop(0).wait()
     for handle in under_way:
         handle.wait()
