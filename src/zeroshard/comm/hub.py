@@ -1,10 +1,10 @@
-"""The hub of a rank: control messages between the ranks of one host, and every wait for peers.
+"""The hub of a rank: sends and receives control messages between the ranks of one host, and runs every wait for peers.
 
 Messages come through a `Transport`; all groups of ranks that share it (`SharedComm`, and its subgroups) have one hub, so
 that a wait in one group also serves the others.
 
-A wait never hangs: it ends when a peer fails (its traceback is raised here), leaves, or is in another collective; and
-when all ranks that are waited for wait themselves, a StallError names the circle.
+A wait never hangs: it ends when a peer fails (its traceback is raised here), leaves, or is in another collective. If all
+ranks for which this one waits are waiting, too, a StallError names the circle.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .status_server import Desk, ThreadDesk
 from .transport import ThreadTransport, Transport
 
 NOTE_AFTER_S = 0.05  # a wait longer than this is announced to the peers
-_PAUSE_S = 1e-4
+_PAUSE_S = 1e-4  # between two polls of a wait while `Hops` are pending
 CIRCLE_AFTER_S = 5.0  # a circle of waiting ranks that lasts this long is a deadlock
 
 
 class Meeting(Work):
-    """A collective in which ranks read what their peers have just written.
+    """A collective in which each rank reads sources that its peers have just written.
 
-    `compute` reads once all sources are ready (then `wait` returns); it is drained when all ranks have read.
+    When all sources are ready, `compute` reads them, and `wait` returns; it is drained when all ranks have read.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Fence:
 
 
 class Hub:
-    """The messages of one rank: who waits for whom, and which meetings are open. Peers are named by their index in the transport.
+    """Handles the messages of one rank; has its open meetings, and the waits of its peers. Peers are indices in the transport.
 
     Threads: one at a time; two in `exchange` are refused (`ThreadsMet`). `desk` answers from `progress` in a thread of its own.
     """
@@ -104,7 +104,9 @@ class Hub:
         self._open: dict[Hashable, Meeting] = {}  # meetings that this rank has joined, and whose sources it has not read yet
         self._turn: dict[Hashable, int] = defaultdict(int)  # tag -> number of its meetings so far
         self._lost: dict[int, str] = {}
-        self._notes: dict[int, tuple[float, str, list[int]]] = {}  # peer -> (since when, it waits for what, and for whom)
+        self._notes: dict[
+            int, tuple[float, str, list[int]]
+        ] = {}  # waiting peer -> (time of its note, its label, ranks it misses)
         self._closed = False
         self.desk = Desk()  # for processes, `backend_select` replaces it
         if isinstance(transport, ThreadTransport):
@@ -137,7 +139,7 @@ class Hub:
         return {peer: (label, payload) if peer == self.rank else self.payloads[peer].popleft() for peer in peers}
 
     def send_all(self, label: str) -> None:
-        """Return when nothing is left to send: no peer ends an exchange before it has read its part."""
+        """Return when all queued messages are sent: a peer can not end its exchange before it has read this rank's payload."""
         if self.transport.unsent():
             self.wait_for(lambda: not self.transport.unsent(), lambda: list(self.transport.unsent()), label)
 
@@ -189,7 +191,7 @@ class Hub:
         if kind == "waiting":
             self._notes[peer] = (time.monotonic(), message[1], message[2])
             return
-        if kind == "awake":  # no other message shows that a wait is over: a waiting rank goes on reading, and says so
+        if kind == "awake":  # only this ends a note: other messages ("read") come from ranks that still wait
             self._notes.pop(peer, None)
         elif kind == "ready":
             self.arrived[message[1]][peer] = message[2]
@@ -213,7 +215,8 @@ class Hub:
         self.progress.wait(label, missing)
         self._go_on()
         while not done():
-            patience = _PAUSE_S if self.pending.items else 0.2 if noted else NOTE_AFTER_S  # no message wakes it for hops
+            # pending hops are polled, as no message tells that their first collective is over
+            patience = _PAUSE_S if self.pending.items else 0.2 if noted else NOTE_AFTER_S
             item = self.transport.receive(patience)
             if item is not None:
                 self._take(*item)
@@ -239,7 +242,7 @@ class Hub:
     def check_peers(self, missing: list[int], label: str) -> None:
         """Raise where any rank has failed, or where a rank in `missing` is gone."""
         if self.failed is None and any(peer in self._lost for peer in missing):
-            first = next((peer for peer, reason in self._lost.items() if reason == GONE), None)  # others left because of it
+            first = next((peer for peer, reason in self._lost.items() if reason == GONE), None)  # the cause, if others have left
             peer = first if first is not None else next(peer for peer in missing if peer in self._lost)
             self.fail(Failure(self.ranks[peer], self._lost[peer] if peer != first else self.desk.how_it_ended(peer)))
         if self.failed is None and self.desk.told is not None:

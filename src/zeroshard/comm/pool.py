@@ -3,11 +3,11 @@
 `StagingPool`: regions from which gradients are reduced, and from which offloaded shards are gathered. `BufferPool`: buffers
 of one size for shards and gradients between tiers. `Arena`: one stretch of memory through which optimizer states pass.
 
-A gradient buffer is taken when a unit's first gradient appears and given back when its reduction has started; it
-can be taken again once no rank reads it any more. Normally `count` buffers circulate, in turn, so that the number of touched
-buffers does not depend on the speed of ranks and disks. Further ones exist as address space only: they are touched when
-ranks use units in different orders and would otherwise wait for one another for ever, and circulate from then on (so
-ranks that use other experts in each step wait in the first steps only).
+A gradient buffer is taken when a unit's first gradient comes and given back when its reduction has started; it can be taken
+again once no rank reads it any more. Normally `count` buffers are used, in turn, so that the memory in use does not depend on the
+speed of ranks and disks. Further buffers exist as address space only. They are used, from then on in turn with the others, when
+ranks use units in different orders and would otherwise wait for one another for ever (so ranks that use other experts in each
+step wait in the first steps only).
 
 Peers can read every region of a StagingPool (see comm.base), so allocation is collective and happens once, at the start.
 
@@ -44,7 +44,7 @@ class _Buffer:
     region: Region  # of uint8
     work: Work | None = None  # the collective that still reads it
     taken: bool = False
-    touched: bool = False
+    touched: bool = False  # it has been taken before, so it takes memory
     given: int = 0  # number of the last `give` of this buffer, counted over the pool; 0: none
     nbytes: int = 0  # what `take_again` needs after its memory was given back to the system
 
@@ -55,7 +55,7 @@ class StagingPool:
     def __init__(
         self, comm: Comm, ledger: Ledger, nbytes: int, count: int, limit: int, category: str = STAGING, *, passing: bool = False
     ) -> None:
-        """passing: a taken buffer comes back without further action of this rank, so that it is worth waiting for one."""
+        """passing: taken buffers are given back by the next hop of a running collective, so a wait for one ends by itself."""
         self.passing, self.turn = passing, Turn(f"the pool of buffers ({category})")
         self.comm, self.ledger, self.count, self.category = comm, ledger, count, category
         self.nbytes = round_up(nbytes, comm.world_size)  # a region has world_size shards, also where it serves as one shard
@@ -88,7 +88,7 @@ class StagingPool:
         return sorted(range(len(self._buffers)), key=lambda number: self._buffers[number].given)
 
     def _just_given(self, buffer: _Buffer) -> bool:
-        """Return True for the buffer given last, if imagined peers would read it: real ones are a little late, and still do."""
+        """Return True, in a dry run, for the buffer given last: real peers run a little behind and would still read it."""
         return self.comm.imagined and self.comm.shares_memory and 0 < buffer.given == self._given
 
     def _prepare(self, number: int, numel: int, dtype: torch.dtype, whole: bool) -> tuple[int, Region]:
@@ -112,13 +112,13 @@ class StagingPool:
         buffer.taken, buffer.work, buffer.given = False, work, self._given
 
     def _find_free(self) -> int:
-        """Return the number of a free buffer: wait for a slow peer, but not for one that waits itself."""
+        """Return the number of a free buffer. Wait for peers that are slow; if a peer waits, too, use a further buffer."""
         if self.comm.imagined or not self.comm.waits_on_host:
             free = [n for n, each in enumerate(self._buffers) if not each.taken and (each.touched or n < self.count)]
-            # the buffer whose reduction began first: the last one has only just begun, and peers are a little late
+            # a drained buffer, else the one whose reduction began first, as it will be drained first
             number = min(free, key=lambda n: (not self._drained(n), self._buffers[n].given), default=None)
             if number is not None and (self._drained(number) or not self.comm.waits_on_host):
-                return number  # `take` orders the streams, and the host goes on, since peers may need it
+                return number  # if not drained, `_prepare` orders the streams; the host goes on, as peers may wait for it
         with self.comm.control.pending.waiting():
             return self._wait_for_free()
 
@@ -209,7 +209,7 @@ class StagingPool:
 class BufferPool:
     """A pool of `count` buffers of `nbytes` each, allocated when they are first taken.
 
-    make: nbytes -> memory (nbytes,) uint8, on `tier`. category: the ledger's name of them.
+    make: nbytes -> memory (nbytes,) uint8, on `tier`. category: of their entries in the ledger.
     """
 
     def __init__(
@@ -225,9 +225,9 @@ class BufferPool:
     def take(self, wait: bool = False, in_line: bool = False) -> Tensor | None:
         """Take a buffer (nbytes,) uint8. None where none is free yet or, with `wait`, where none has been given back.
 
-        in_line: the current stream, not the host, waits for what still uses the buffer (device memory only).
+        in_line: the current stream, not the host, waits for the work that still uses the buffer (device memory only).
         """
-        if self._made < self.count:  # also where one is free already, so that their number does not depend on timing
+        if self._made < self.count:  # also while one is free, so that the number of buffers does not depend on timing
             return self.take_further()
         for position, (_, pending) in enumerate(self._free):
             if pending is None or pending.done():
@@ -242,9 +242,10 @@ class BufferPool:
 
     @one_thread
     def take_fitting(self, nbytes: int) -> Tensor:
-        """Take a buffer of at least `nbytes`, which all have from now on; smaller ones are dropped when they are free.
+        """Take a buffer of at least `nbytes`, the size of all from now on; smaller ones are dropped when they are free.
 
-        Wait for what uses the buffer that was given back first; if none was, allocate a further one: waiting could deadlock.
+        If none is free, wait for the one that was given back first; if none was given back, allocate a further one: a wait could
+        deadlock.
         """
         if nbytes > self.nbytes:
             self.nbytes = nbytes
@@ -306,8 +307,8 @@ class Arena:
         | free | in use . . . . . . . . | being written | free |        pieces follow one another, in a ring
                tail (the oldest)                        head
 
-    Slabs of any size can fill all of it, whereas each buffer of one size would hold one slab, large or small. The memory is
-    allocated at once, when `reserve` first tells how much is of use, and never exceeds `limit_nbytes`.
+    Slabs of any size share the memory without gaps; in a pool each would take a whole buffer. `reserve` allocates the memory, at
+    most `limit_nbytes`, when the caller first knows how much it can use.
 
     make: nbytes -> memory (nbytes,) uint8, on `tier`, page-aligned. turn: that of the object to which the arena belongs.
     """
@@ -349,7 +350,7 @@ class Arena:
     def take(self, nbytes: int, wait: bool = False) -> Tensor | None:
         """Take a piece (nbytes,) at a multiple of `align`.
 
-        None where there is no room; with `wait`, only after everything that was given back has been waited for.
+        None where there is no room; with `wait`, only after waiting for all pieces at the tail that were given back.
         """
         size = -(-nbytes // self.align) * self.align
         self._reclaim(wait=False)
@@ -382,7 +383,7 @@ class Arena:
         piece.given, piece.pending = True, pending
 
     def _reclaim(self, wait: bool) -> None:
-        """Drop the pieces at the tail that nothing uses any more; with `wait`, wait for the first of them that was given back."""
+        """Drop the pieces at the tail that are given back and no longer in use; with `wait`, wait for the first of them."""
         while self._pieces and self._pieces[0].given:
             pending = self._pieces[0].pending
             if pending is not None and not (wait or pending.done()):

@@ -1,8 +1,8 @@
 """DistComm: collectives over a torch.distributed process group, for ranks that do not share a host or run on GPUs.
 
 Gloo: one hop, every rank sends each peer its slice directly (isend/irecv with tags), since gloo's own rings are
-2-3 times slower on few ranks (docs/log.md). NCCL: all-gather and all-to-all, followed by a sum in fp32 in rank order
-(ZeRO++ calls this the skeleton of qgZ); NCCL's stream is ordered by the Work objects of c10d.
+2-3 times slower on few ranks (docs/log.md). NCCL: all-gather, and all-to-all followed by a sum in fp32 in rank order
+(as in ZeRO++'s qgZ); waiting for a c10d Work orders the current stream after NCCL's.
 
 Control messages (`exchange`) go through a gloo group on the host, so they never wait for a GPU.
 """
@@ -33,15 +33,15 @@ from .shared_memory import SharedComm
 from .status_server import Desk, ProcessDesk
 from .streams import Streams, streams_for
 
-_WAITERS = 64  # number of collectives that threads wait for at a time
-_PAUSE_S = 1e-4
+_WAITERS = 64  # most collectives for which threads wait at a time
+_PAUSE_S = 1e-4  # between two polls of a wait
 _FRAME_NBYTES = 1024  # control messages up to this size travel in one hop
 
 
 class _DistWork(Work):
-    """Work over several c10d works, which are kept (with their tensors) until they are waited for.
+    """Work over several c10d works. It keeps them, and so their tensors, until `wait`.
 
-    A c10d work of gloo can not be polled: where `ready` is needed, a thread waits for it, and the future `transfer` is polled.
+    A c10d work of gloo can not be polled: where `ready` is needed, a thread waits for it, and `ready` polls the future `transfer`.
     """
 
     def __init__(self, comm: DistComm, works: list, label: str, watch: bool = False) -> None:
@@ -79,7 +79,7 @@ class _DistWork(Work):
 class _Collected(_DistWork):
     """c10d works that bring every rank's slice, followed by a function of the slices (`compute`).
 
-    `compute` refers to the receive buffer, which is as large as the whole source, and is dropped once it has run: the Work
+    `compute` refers to the receive buffer, which is as large as the whole source. It is dropped once it has run, since the Work
     itself lives until its source is used again, and is part of a reference cycle.
     """
 
@@ -122,7 +122,7 @@ def _wait_all(works: list) -> None:
 
 
 class _Explained:
-    """Context that turns errors of c10d into this library's: what the failed peer said, who is gone, or who waits (`judge`)."""
+    """Context that replaces errors of c10d by this library's, which name the cause: a failed or dead peer, or a stall (`judge`)."""
 
     def __init__(self, comm: DistComm, label: str) -> None:
         self.comm, self.label = comm, label
@@ -187,7 +187,7 @@ class DistComm(DirectComm):
         self.waits_on_host = self.backend == "gloo"
         self.streams = streams or streams_for(device)
         self.waiter = ThreadPoolExecutor(max_workers=_WAITERS, thread_name_prefix="zeroshard-gloo")
-        self.beside: list[Callable[[], None]] = []  # called while this rank waits, since peers may need what they do
+        self.beside: list[Callable[[], None]] = []  # called during waits: peers of `local` may wait for this rank's answers
         self.ranks = dist.get_process_group_ranks(group) if group is not None else list(range(self.world_size))
         self.desk = Desk()
         self._parent: DistComm | None = None  # for a subgroup: the comm of all ranks
@@ -211,7 +211,7 @@ class DistComm(DirectComm):
 
     @property
     def goes_on(self) -> bool:
-        """True where this rank has work to continue while it waits, because peers may need it."""
+        """True if this rank must do other work during a wait (serve `local`, continue hops), as peers may wait for it."""
         return bool(self.beside or self.pending.items)
 
     @property
@@ -221,7 +221,7 @@ class DistComm(DirectComm):
 
     def subgroup(self, parts: Sequence[Sequence[int]], apart: bool = False) -> DistComm:
         key = (apart, *map(tuple, parts))
-        if key in self._subgroups:  # models share it: each subgroup costs new process groups
+        if key in self._subgroups:  # models share a subgroup, since each costs new process groups
             return self._subgroups[key]
         mine = list(next(part for part in parts if self.rank in part))
         assert self.progress is not None and self.pending is not None  # cached properties: made here, so that both are shared
@@ -370,10 +370,7 @@ class DistComm(DirectComm):
         return self.desk.failure
 
     def heard(self, failure: Failure, label: str) -> Exception:
-        """Return the exception that this rank raises for a failure it has learned of.
-
-        It tells the ranks of this host first: they may wait for this one alone.
-        """
+        """Send a failure that this rank has learned of to this host's ranks, which may wait for this one; return its exception."""
         self.desk.failure = self.desk.failure or failure.error
         if self.beside and self.local is not None:
             self.local.fail(failure)
@@ -381,7 +378,7 @@ class DistComm(DirectComm):
 
     def fail(self, failure: Failure) -> None:
         self.desk.failure = self.desk.failure or failure.error
-        if self.desk.told is None:  # otherwise all know the first failure, which is the cause of later ones
+        if self.desk.told is None:  # else all ranks know an earlier failure, the cause of this one
             self.desk.told = failure
             self.desk.tell(self.root._peers(), failure)
             if self.local is not None:  # a rank that waits in `local` does not look at the desk

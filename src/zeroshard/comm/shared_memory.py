@@ -7,7 +7,7 @@ a 67 MB gather takes 69 ms with gloo, 25 ms one-hop over sockets, 8 ms as a copy
     rank 0   send grads ready -> . . . . sum my shard -> done
     rank 1   . . . send grads ready -> sum my shard -> done          a source is free when all ranks are done
 
-`hub.py` passes the messages, and ends every wait.
+`hub.py` passes the messages, and runs all waits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SharedComm(DirectComm):
     ) -> None:  # fmt: skip
         """ranks: world rank of each rank of the transport. members: ranks of this group, as indices in the transport.
 
-        fence: that of a larger group, whose shards are written at the same time.
+        fence: the fence of a larger group, if the shards of both are written at the same times.
         """
         self.transport = transport
         self.members = members if members is not None else tuple(range(transport.world_size))
@@ -157,7 +157,7 @@ class SharedComm(DirectComm):
 
     @property
     def _name(self) -> tuple[int, ...]:
-        """Key that tells a subgroup's meetings from those of other groups; () for the group of all ranks."""
+        """Key by which meetings of this subgroup differ from other groups' with the same tag; () for the group of all ranks."""
         return self.members if self.world_size < self.transport.world_size else ()
 
     @staticmethod
@@ -175,7 +175,7 @@ class SharedComm(DirectComm):
         told = self.hub.exchange(payload, members, label)
         labels = {rank: told[member][0] for rank, member in enumerate(members)}
         if len(set(map(operation, labels.values()))) > 1:
-            self.hub.check_peers([], label)  # a rank that failed, and went on to another call, is the cause: raise its error
+            self.hub.check_peers([], label)  # if a rank failed and then made another call, raise its error instead
             places = "; ".join(f"rank {self.hub.ranks[members[rank]]}: {at}" for rank, at in labels.items())
             raise CollectiveMismatch(
                 f"ranks entered different operations ({places}). Every rank must run the same sequence of "

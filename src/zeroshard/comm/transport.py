@@ -1,12 +1,12 @@
 """Transports: how ranks on one host pass short messages and open each other's memory.
 
 `ThreadTransport`: ranks are threads of one process (tests, and a world of one). `ProcessTransport`: ranks are
-processes; messages go through UNIX sockets, memory is a memfd that the peer maps. Both are Linux's plainest tools:
-a dead peer closes its sockets, and memory vanishes with its last user, so nothing leaks and no peer hangs.
+processes; messages go through UNIX sockets, memory is a memfd that the peer maps. The kernel closes a dead process's
+sockets, and frees a memfd with its last user, so no peer hangs and nothing leaks.
 
-A message is a tuple of plain values (`codec`), delivered in order per pair, whatever the sender does next. A large bytes
-object, as a message's last value, goes through memory (`ProcessTransport`). `("lost", reason)` arrives when a peer is
-gone. `rendezvous.py` tells how processes find each other, and how others are kept out.
+A message is a tuple of plain values (`codec`). Messages of a pair of ranks arrive in order, even if the sender then waits for
+something else. A large bytes object, as a message's last value, goes through memory (`ProcessTransport`). `("lost", reason)`
+arrives when a peer is gone. In `rendezvous.py` processes find each other, and keep others out.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _written(content: bytes) -> int:
 
 
 def _read_whole(descriptor: int, nbytes: int) -> bytes:
-    """Return the content of a peer's memory and close its descriptor, the last one, with which the memory goes."""
+    """Return the content of a peer's memory, and close its last descriptor, which frees the memory."""
     try:
         if type(nbytes) is not int or os.fstat(descriptor).st_size != nbytes:
             sent = os.fstat(descriptor).st_size
@@ -158,7 +158,7 @@ def _read_whole(descriptor: int, nbytes: int) -> bytes:
 
 
 class _Parcel:
-    """The unsent rest of one message. descriptor: is sent along with the first byte, and is then closed here."""
+    """The unsent rest of one message. descriptor: sent with the first byte, then closed in this process."""
 
     def __init__(self, data: bytes, descriptor: int | None) -> None:
         self.data, self.descriptor = memoryview(data), descriptor
@@ -183,9 +183,9 @@ class _Parcel:
 class ProcessTransport(Transport):
     """Transport between processes of one Linux host (same PID namespace, same user).
 
-    A large value is written into a memory of its own (a memfd), whose descriptor goes along with the message; the receiver
-    reads it and closes the descriptor, so that nothing is left. A thread writes what a full socket did not take, and lives
-    as long as there is any: a peer gets its messages also where this rank goes on to wait for something else.
+    A large value is written into a memfd, whose descriptor is sent with the message; the receiver reads it and closes the
+    descriptor, which frees the memory. While messages do not fit into a full socket, a thread writes them: the peer gets them
+    even if this rank waits for something else.
 
     Threads: the one that uses the Comm calls the methods; it shares `_out` and the sockets with the writer, under `_writing`.
     """
@@ -242,7 +242,7 @@ class ProcessTransport(Transport):
             return 0
 
     def _flush(self, peer: int) -> None:
-        """Write what the socket takes now; start the writer thread for the rest."""
+        """Write as much as the socket takes now; start the writer thread for the rest."""
         queue = self._out[peer]
         try:
             while queue:
@@ -394,7 +394,7 @@ class ProcessTransport(Transport):
             )
 
     def leave_to_parent(self) -> None:
-        """Close this process's sockets, in a forked child: the child must not speak for the parent, nor keep it looking alive."""
+        """Close the sockets in a forked child: it must send nothing for the parent, nor keep sockets open when the parent dies."""
         self._forked = True
         self._writing = threading.RLock()  # a thread that the child does not have may hold the old one
         for peer, sock in self._peers.items():

@@ -58,7 +58,7 @@ class Distribution:
 
     @cached_property
     def part(self) -> Part | None:
-        """Which part of the whole parameter this rank's shard is; None if the shard is the whole."""
+        """Position of this rank's shard in the whole parameter; None if the shard is the whole."""
         place = self.mesh.get_coordinate()
         part: Part | None = None
         assert place is not None

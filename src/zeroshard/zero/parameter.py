@@ -38,7 +38,7 @@ class ParamSpec:
 
     @property
     def part(self) -> Part | None:
-        """Which part of a larger parameter this one is (a tile, a shard of tensor parallelism); None if it is whole."""
+        """Position of this parameter in a larger one, of which it is a part (a tile, a tensor-parallel shard); None: whole."""
         return self.distribution.part if self.distribution is not None else part_of(*self.owners[0])
 
     def complete(self, value: Tensor) -> Tensor:

@@ -537,7 +537,7 @@ class Engine:
         return handle
 
     def rest(self) -> None:
-        """Finish all requests and end the threads, to save memory; the next request starts new ones."""
+        """Finish all requests and end the threads; the next request starts new ones."""
         with self._lock:
             running = self._running
             self._stop()
