@@ -1,4 +1,4 @@
-"""Descriptions of how a rank ends: what it tells its peers before it ends, and what they find out where it could not.
+"""Descriptions of how a rank ended: from its last message to its peers, or else from the status of its process.
 
 an uncaught exception     its traceback, from sys.excepthook       "rank 2 failed: Traceback ..."
 an uncaught PeerFailed    the rank that failed first, and its reason: no chain of victims
@@ -61,7 +61,7 @@ def left_by_exit(status: Any) -> str:
 
 
 def note_exits() -> None:
-    """Replace `sys.exit` by one that notes how it is called: atexit handlers can not find that out."""
+    """Replace `sys.exit` by a function that records its argument, which atexit handlers can not find out."""
     plain = sys.exit
     if getattr(plain, "_zeroshard", False):
         return
@@ -80,7 +80,7 @@ def note_exits() -> None:
 
 
 def last_words(rank: int) -> Failure | None:
-    """Return at exit the Failure that this rank tells its peers; None where its script has run to its end."""
+    """Return the Failure that this rank sends its peers at exit; None if its script has run to its end."""
     raised = sys.exc_info()[1]  # multiprocessing runs its finalizers while it handles the child's exception
     if raised is not None:
         return failure_of(raised, rank)
@@ -88,9 +88,9 @@ def last_words(rank: int) -> Failure | None:
 
 
 def how_it_ended(pid: int, patience_s: float = 3.0) -> str:
-    """Return in words how a process of this host ended that has closed its connections.
+    """Return a text that says how a process of this host ended, after it has closed its connections.
 
-    GONE if its status can not be read any more, because its launcher has waited for it.
+    GONE if its status can not be read any more, because its launcher has collected it by wait().
     """
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:

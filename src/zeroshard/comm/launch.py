@@ -46,10 +46,10 @@ _given = itertools.count()
 def free_port() -> int:
     """Return a TCP port of this machine that was free a moment ago.
 
-    A port that the system assigns (to gloo's sockets, or to a connection) might be taken before rank 0 listens on it. So this
-    is one of a block of ports of this process's own, below those that the system assigns, and another one each time.
+    The system could assign one of its own ports to another socket (gloo's, or a connection's) before rank 0 listens on it. So
+    each process takes ports in turn from a block of its own, below the ports that the system assigns.
     """
-    first = _PORTS + os.getpid() % 256 * _BLOCK
+    first = _PORTS + os.getpid() % 256 * _BLOCK  # the last of 256 blocks ends at 31384
     for _ in range(_BLOCK):
         port = first + next(_given) % _BLOCK
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -79,7 +79,7 @@ def end_with_parent(parent_pid: int | None = None) -> None:
             return
         parent_pid = int(os.environ.pop(PARENT_VARIABLE))
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1
+        pr_set_pdeathsig = 1  # linux/prctl.h
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
     else:
         threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
@@ -263,7 +263,7 @@ def run_processes(
 
 @contextlib.contextmanager
 def _quiet_heap() -> Iterator[None]:
-    """Context that sets the variables of `quiet_heap`, so that processes started inside it (the fork server too) inherit them."""
+    """Context with the variables of `quiet_heap` set: processes started inside it (the fork server, too) inherit them."""
     added = quiet_heap(os.environ)
     before = {name: os.environ.get(name) for name in added}
     os.environ.update(added)

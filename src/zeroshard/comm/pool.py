@@ -55,7 +55,7 @@ class StagingPool:
     def __init__(
         self, comm: Comm, ledger: Ledger, nbytes: int, count: int, limit: int, category: str = STAGING, *, passing: bool = False
     ) -> None:
-        """passing: taken buffers are given back by the next hop of a running collective, so a wait for one ends by itself."""
+        """passing: running collectives give taken buffers back in a later hop, so that a wait for one ends by itself."""
         self.passing, self.turn = passing, Turn(f"the pool of buffers ({category})")
         self.comm, self.ledger, self.count, self.category = comm, ledger, count, category
         self.nbytes = round_up(nbytes, comm.world_size)  # a region has world_size shards, also where it serves as one shard

@@ -1,9 +1,10 @@
 """The desk of a rank: a status server where peers ask what the rank does, and to which they report their own failure.
 
 In a process it is a daemon thread that sleeps in accept() on a TCP socket: it costs a step nothing, never wakes by itself
-(so it is no watchdog), and needs no signal. It ends with the last model (`answer_for`) or the process group. A rank that
-waits too long, or whose connection broke, asks; a rank that fails tells. Both ends prove by HMAC that they know the desk's
-secret; addresses and secrets are exchanged over the process group. Only plain data is read (`codec`).
+(so it is no watchdog), and needs no signal. It ends with the last model (`answer_for`) or the process group. A rank asks its
+peers if it waits too long or its connection breaks; a rank that fails sends its failure to their desks. Both ends prove by
+HMAC that they know the desk's secret; ranks exchange addresses and secrets over the process group. Only plain data is read
+(`codec`).
 
     asker                                    desk
     number c               -------------->
@@ -39,28 +40,28 @@ _NUMBER_NBYTES = _PROOF_NBYTES = 32
 _LENGTH = struct.Struct("<I")
 _MOST_NBYTES = 1 << 24  # largest request or answer
 _PATIENCE_S = 2.0  # timeout of each read and write
-_TELLING_S = 10.0  # after this, peers that have not been told of a failure yet are left out
-_AT_A_TIME = 16  # number of peers that are asked at once
+_TELLING_S = 10.0  # after this time, a failure is sent to no further peers
+_AT_A_TIME = 16  # number of peers asked at a time
 SILENT = "does not answer: its process is stopped, or native code holds Python's lock"
 
 Answers = dict[int, Report | str]  # peer -> its report, or why there is none: GONE, SILENT
 
 
 class Desk:
-    """Desk of a rank that has no peers, or has not met them: nobody can be asked. told: the failure that a peer has reported."""
+    """Desk of a rank that has no peers, or does not know their desks yet. told: the failure that a peer has reported."""
 
     told: Failure | None = None
     failure: Exception | None = None  # the error that all ranks raise
 
     def ask(self, peers: Collection[int]) -> Answers:
-        """Return the reports of peers on what they do now; a peer of which nothing is known may be left out."""
+        """Return reports from peers on their present state; a peer without a known desk may be missing."""
         return {}
 
     def tell(self, peers: Collection[int], failure: Failure) -> None:
-        """Tell peers why the group can not go on; a peer that can not be reached is skipped."""
+        """Send the failure for which the group can not go on to peers; skip a peer that can not be reached."""
 
     def how_it_ended(self, peer: int) -> str:
-        """Return in words how the process of a peer ended."""
+        """Return a text that says how the process of a peer ended."""
         return GONE
 
     def nodes(self) -> list[int]:
@@ -79,11 +80,11 @@ class Desk:
         """End the thread that answers; the next owner starts another one."""
 
     def close(self) -> None:
-        """Nobody can ask any more."""
+        """Close the desk: peers get no answers any more."""
 
 
 class _Selected(Desk):
-    """A desk of which some ranks are peers."""
+    """A desk that is limited to some of another desk's ranks."""
 
     def __init__(self, desk: Desk, ranks: list[int]) -> None:
         self._desk, self._ranks = desk, ranks
@@ -123,7 +124,7 @@ class ThreadDesk(Desk):
 class ProcessDesk(Desk):
     """Desk of one process in a group.
 
-    Threads: all methods are for the one that uses the Comm. The desk's own thread reads `progress` and sets `told`, once.
+    Threads: only the thread that uses the Comm calls methods. The desk's own thread reads `progress` and sets `told`, once.
     """
 
     @classmethod
@@ -143,7 +144,7 @@ class ProcessDesk(Desk):
         self._progress, self._owners, self._threads = progress, 0, list[_Answering]()
         self._start()
         self._end = weakref.finalize(self, _close, self._listener, self._threads)
-        self._end.atexit = False  # the kernel closes the listener at the end of the process, when its status can be read
+        self._end.atexit = False  # the kernel closes the listener with the process: who is refused can then read its status
         _open.add(self)
 
     def ask(self, peers: Collection[int]) -> Answers:
@@ -248,7 +249,7 @@ class _Answering(threading.Thread):
         sock.sendall(_LENGTH.pack(len(data)) + data)
 
     def stop(self) -> None:
-        """End the thread and leave the socket open, so that peers which ask meanwhile are not told that this rank is gone."""
+        """End the thread, but leave the socket open: a refused connection would mean that this rank is gone."""
         self.ended = True
         with contextlib.suppress(OSError):  # wakes accept()
             socket.create_connection(self.listener.getsockname()[:2], _PATIENCE_S).close()

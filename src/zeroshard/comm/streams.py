@@ -59,7 +59,7 @@ class Streams:
         return nullcontext()
 
     def square_sums(self, tensors: Sequence[Tensor]) -> float:
-        """Return the sum of all squares of 1-D tensors as a number. On a GPU the host waits for it, as for nothing else in a step.
+        """Return the sum of all squares of 1-D tensors, on the host: the core reads no other values back from the device.
 
         On the CPU it computes the same dot products in the same order as `sum_in_rank_order`, so that a norm has the same bits
         whichever of the two computed it.

@@ -35,7 +35,7 @@ class TopK(Codec):
         return f"top_k of {self.ratio:g}"
 
     def kept(self, numel: int) -> int:
-        """Return k: how many of `numel` values are sent."""
+        """Return k, the number of sent values of `numel`."""
         return min(max(math.ceil(self.ratio * numel), 1), numel)
 
     def packed_nbytes(self, numel: int) -> int:
