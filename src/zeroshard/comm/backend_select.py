@@ -178,7 +178,7 @@ def _connect(choice: str, device: torch.device, stall_timeout_s: float) -> Direc
                 "comm='shared' needs all ranks on one Linux host, and their models on the CPU; got these hosts and devices: "
                 f"{[p[:2] for p in places]}. Leave comm out, or pass comm='dist'."
             )
-        if choice == "dist" or door is None or (len(here) == 1 and not same_host):
+        if choice == "dist" or door is None or (len(here) == 1 and not same_host):  # no rank shares this one's host
             return DistComm(None, device, stall_timeout_s)
         transport = ProcessTransport(
             here.index(dist.get_rank()), door, [places[rank][2] for rank in here], places[here[0]][3], stall_timeout_s

@@ -260,7 +260,7 @@ class Hub:
                 continue
             seen.add(peer)
             note = self._notes.get(peer)
-            if note is None or now - note[0] < CIRCLE_AFTER_S / 2:
+            if note is None or now - note[0] < CIRCLE_AFTER_S / 2:  # it is busy, or has only just begun to wait
                 if waited < self.stall_timeout_s:
                     return
                 break  # this peer is busy beyond the timeout: report that, too

@@ -278,7 +278,7 @@ def _quiet_heap() -> Iterator[None]:
 def _work(writer: multiprocessing.connection.Connection, settings: tuple, fn: Callable[..., Any], args: tuple) -> None:
     """Run a rank: set its environment, call the function, send the answer."""
     parent_pid, environment, rank, ranks, port = settings
-    os.setpgid(0, 0)
+    os.setpgid(0, 0)  # its children are then killed with it (`_kill`)
     end_with_parent(os.getppid() if parent_pid is None else parent_pid)
     os.environ.clear()
     os.environ.update(environment)

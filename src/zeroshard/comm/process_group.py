@@ -273,7 +273,7 @@ class DistComm(DirectComm):
         with self.explained(label):
             if self.ordered:
                 works = [dist.all_to_all_single(received, rows, group=self._data, async_op=True)]
-                received.record_stream(self.streams.side) if received.is_cuda else None
+                received.record_stream(self.streams.side) if received.is_cuda else None  # the side stream reads it in `combine`
                 parts = list(received.unbind(0))
             else:
                 number = 2 * tag + 1  # odd tags are reductions

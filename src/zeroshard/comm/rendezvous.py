@@ -193,7 +193,7 @@ def _prove(sock: socket.socket, rank: int, peer: int, address: bytes, secret: by
     if not hmac.compare_digest(answer[_NUMBER_NBYTES:], prove("door")):
         raise stranger
     sock.sendall(prove("caller"))
-    _receive(sock, len(_WELCOME), deadline)
+    _receive(sock, len(_WELCOME), deadline)  # a door disconnects other callers without a word
 
 
 def _receive(sock: socket.socket, nbytes: int, deadline: float) -> bytes:

@@ -106,7 +106,7 @@ class SharedComm(DirectComm):
                 mine, handle = self.transport.export(numel * dtype.itemsize)
         handles = self._exchange(handle, "allocate common memory")
         tensor = (mine if mine is not None else self.transport.open(handles[0])).view(dtype)
-        self._exchange(None, "common memory opened")
+        self._exchange(None, "common memory opened")  # no rank needs the handle any more
         if handle is not None:
             self.transport.forget(handle)
         return Region(tensor, list(tensor.view(self.world_size, -1).unbind(0)), [tensor] * self.world_size, common=True)
@@ -114,7 +114,7 @@ class SharedComm(DirectComm):
     def _open_all(self, handle: Any, mine: Tensor) -> list[Tensor]:
         handles = self._exchange(handle, "allocate")
         memory = [mine if peer == self.rank else self.transport.open(other) for peer, other in enumerate(handles)]
-        self._exchange(None, "memory opened")
+        self._exchange(None, "memory opened")  # no rank needs the handle any more
         self.transport.forget(handle)
         return memory
 

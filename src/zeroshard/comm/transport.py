@@ -193,7 +193,7 @@ class ProcessTransport(Transport):
     def __init__(self, rank: int, door: Door, addresses: list[bytes], secret: bytes, timeout_s: float = 60.0) -> None:
         """Connect to every peer. door: this rank's; addresses: of all doors, by rank; secret: known to these ranks alone."""
         self.rank, self.world_size = rank, len(addresses)
-        self._forked = False
+        self._forked = False  # set in a forked child, which is no rank
         self._peers: dict[int, socket.socket] = door.connect(rank, addresses, secret, timeout_s)
         self._in = {peer: bytearray() for peer in self._peers}
         self._descriptors: dict[int, deque[int]] = {peer: deque() for peer in self._peers}  # received with messages in _in
@@ -374,7 +374,7 @@ class ProcessTransport(Transport):
         os.close(handle[1])
 
     def close(self) -> None:
-        deadline = time.monotonic() + 1.0
+        deadline = time.monotonic() + 1.0  # for messages that full sockets have not taken yet
         while self._out and time.monotonic() < deadline:
             self.receive(0.01)
         with self._writing:

@@ -122,8 +122,8 @@ def _groups_left() -> list[tuple[Path, int]]:
     """Return (control group, bytes that its limit leaves) of all that have one. Cached files count as free."""
     found = []
     for root, limit, used, cached in (
-        ("", "memory.max", "memory.current", ("active_file", "inactive_file")),
-        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
+        ("", "memory.max", "memory.current", ("active_file", "inactive_file")),  # control groups, version 2
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),  # v. 1
     ):
         for folder in _own_groups(root):
             try:
@@ -166,7 +166,7 @@ def _own_groups(root: str) -> list[Path]:
     except OSError:
         return found
     for _, kinds, path in lines:
-        if root in kinds.split(","):
+        if root in kinds.split(","):  # version 2 has one line, which names no kind
             own = Path(path.lstrip("/"))
             found += [base / folder for folder in (own, *own.parents) if folder.parts]
     return found

@@ -110,7 +110,7 @@ class Departure:
             landings.give(buffer, pending)
             self._arriving = (arrival, arrived, add, pending)
         dtype = torch.promote_types(landed.dtype, torch.float32)
-        return None if add else torch.linalg.vector_norm(landed, dtype=dtype).double().square()
+        return None if add else torch.linalg.vector_norm(landed, dtype=dtype).double().square()  # while it is still on the device
 
     def _send(self, landed: Tensor) -> Pending:
         if isinstance(self.rest, NarrowRest):

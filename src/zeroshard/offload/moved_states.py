@@ -93,10 +93,10 @@ class MovedStates:
             self._left[part] = [self._move(m, offload) for m in memories if m.part == part and not stays]
             for rest in rests[part]:
                 self._classes[id(rest)] = rest, type(rest)
-                rest.__class__ = _away(type(rest))
+                rest.__class__ = _away(type(rest))  # the object stays; every access to it raises
         for left in (left for part in parts for left in self._left[part]):
             if left.pending is not None:
-                left.pending.wait() if wait else left.pending.join()
+                left.pending.wait() if wait else left.pending.join()  # before `give_back`: the copy still reads the memory
             left.nbytes = give_back(left.memory.tensor)
             self.tiers.ledger.strike(left.memory.category, left.memory.tensor.nbytes, left.memory.tier)
 

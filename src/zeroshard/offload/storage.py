@@ -259,6 +259,7 @@ class FileRest(Rest):
 
     def _store_in_pieces(self, start: int, source: Tensor, nbytes: int) -> None:
         """Write through a few pieces of aligned memory: whole copies leave holes in the heap, unaligned ones are copied again."""
+        # address and offset congruent, so that the engine needs no bounce buffer
         memory = empty_aligned(nbytes + PAGE_NBYTES)[self._at(start) % PAGE_NBYTES :]
         pieces = [part.view(self.dtype) for part in memory[:nbytes].split(_PIECE_NBYTES)]
         under_way: list[Pending] = [MOVED] * len(pieces)
@@ -519,7 +520,7 @@ class Tiers:
     def copy(self, target: Tensor, source: Tensor, begins: Tier, ends: Tier) -> Pending:
         """Start a copy between host and device; on a separate device it overlaps with computation."""
         if not self.separate or begins is ends:
-            target.copy_(source)
+            target.copy_(source)  # no separate memory: for instance widening bf16 to fp32, done at once
             return MOVED
         self.ledger.move(begins, ends, target.nbytes)
         return Copy(self.streams, self.streams.copy(target, source, up=ends is Tier.DEVICE))

@@ -323,7 +323,7 @@ def _writes_first(func: Any) -> bool:
 def _is_local_foreach(func: Any) -> bool:
     name = func._schema.name
     operation = name.removeprefix("aten::_foreach_")
-    return operation != name and operation not in ("max", "mm", "norm", "powsum")
+    return operation != name and operation not in ("max", "mm", "norm", "powsum")  # these combine elements of one tensor
 
 
 def _refusal(func: Any, args: tuple, kwargs: dict) -> ShardedAccessError:
@@ -382,7 +382,7 @@ def _alias(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
 def _copy_of(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
     """Apply clone, _to_copy or *_like to the slice; the result is cut alike."""
     source = args[0]
-    kwargs = {k: v for k, v in kwargs.items() if k not in ("memory_format", "layout", "pin_memory")}
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("memory_format", "layout", "pin_memory")}  # a slice is 1-D
     local = func(source._local, *args[1:], **kwargs)
     return ShardedTensor(local, tuple(source.shape), source._home)
 
@@ -438,7 +438,7 @@ def _select(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
     source, dim, index = args
     if dim % max(len(source.shape), 1) != 0:
         raise _refusal(func, args, kwargs)
-    index %= source.shape[0]
+    index %= source.shape[0]  # torch gives negative indices on
     return _rows(source, index, index + 1, tuple(source.shape[1:]))
 
 
@@ -477,7 +477,7 @@ def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
     if args and isinstance(args[0], (list, tuple)):
         return _foreach(func, args, kwargs)
     lead = next(iter(_sharded_in((args, kwargs))))
-    if any(isinstance(a, Tensor) and a.dim() > len(lead.shape) for a in args):
+    if any(isinstance(a, Tensor) and a.dim() > len(lead.shape) for a in args):  # the result would have more dimensions
         raise _refusal(func, args, kwargs)
     target = args[0] if _writes_first(func) else kwargs.get("out")
     if target is not None and not isinstance(target, ShardedTensor):

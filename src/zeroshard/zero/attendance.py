@@ -19,9 +19,9 @@ from .gradient_account import GradientAccount
 from .unit import Phase, Unit
 
 _HEADER = struct.Struct("<BIHH")  # flags, backwards, calls of zero_grad
-_ENDED, _LAST = 1, 2
+_ENDED, _LAST = 1, 2  # flags: this rank's data has ended; it computes with its last batch (zs.stop_together)
 HEADER_NBYTES = _HEADER.size
-_NEXT = "what comes next"
+_NEXT = "what comes next"  # label of the message by which ranks with data announce an event
 
 
 class Attendance:

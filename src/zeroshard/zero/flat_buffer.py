@@ -87,7 +87,7 @@ class ParameterBuffer:
         if self.region is None:
             self.rest = tiers.rest(PARAMETERS, offload, layout.shard_numel, dtype)
         else:
-            self.region.number = number
+            self.region.number = number  # all ranks give the same region the same number
             shard = self.region.shards[comm.rank]
             assert shard is not None
             self.rest = tiers.over(shard)
@@ -136,7 +136,7 @@ class ParameterBuffer:
             return False
         pending = self.tiers.fetch(self.rest, taken[1].tensor, wait)
         if pending is None:
-            self._pool.give(taken[0], None)
+            self._pool.give(taken[0], None)  # no host buffer is free for the way from disk
             return False
         self._staged = (*taken, pending)
         return True
@@ -187,7 +187,7 @@ class ParameterBuffer:
         if self.tier is Tier.HOST:
             self._upload = pending  # it still reads the shard at rest: `settle` waits for it before a write
         work = self.comm.gather(self.full, region, self.label, tag=self.number)
-        self._pool.give(number, work)
+        self._pool.give(number, work)  # free again when all ranks have read it
         return work
 
     def release(self) -> None:
@@ -389,12 +389,12 @@ class GradientBuffer:
                 self._send.tensor[start:stop].zero_()
         self._sums.release()
         if self.departure is not None:
-            out, accumulate = self.departure.landing(), False
+            out, accumulate = self.departure.landing(), False  # the host adds it to the shard at rest (`Departure.leave`)
         elif self._carry is not None:
             out, accumulate = self._carry, True
         else:
             out, accumulate = self.load(), self.reduced
-        scale = self.summed / (self.comm.world_size * self.comm.replicas)
+        scale = self.summed / (self.comm.world_size * self.comm.replicas)  # the mean, unless ranks hold parts of one sum
         self._work = self.comm.reduce(self._send, out, scale=scale, accumulate=accumulate, tag=self.tag, label=self.label)
         self.ledger.sent("reduce", self._work.sent, self.label)
         if not self.direct:
@@ -410,7 +410,7 @@ class GradientBuffer:
         deadline = time.monotonic() + _PATIENCE_S
         while self._work is not None and not self._work.drained() and time.monotonic() < deadline:
             self.comm.control.poll()
-            time.sleep(2e-5)
+            time.sleep(2e-5)  # 20 us: much less than a reduction takes
 
     @property
     def departing(self) -> bool:
@@ -443,7 +443,7 @@ class GradientBuffer:
             self.rest.store(0, self._carry)
             self._release_carry()
         self.reduced = True
-        if self.replicated and self._work is not None:
+        if self.replicated and self._work is not None:  # peers still read `full`, which `gather` overwrites
             self._work.drain()
 
     # -- the reduced shard -----------------------------------------------------------------------------------

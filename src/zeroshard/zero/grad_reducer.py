@@ -139,7 +139,7 @@ class Reductions:
         for (group, index), grad in self._late.items():
             group.gradients.add(index, grad, True)
         self._late = {}
-        for number in sorted(again, reverse=True):
+        for number in sorted(again, reverse=True):  # one order on all ranks, as collectives are matched by it
             self._reduce(self.units[number])
         self._wait()
 
@@ -152,7 +152,7 @@ class Reductions:
 
     def _join(self, units: set[int], params: set[int], again: set[int]) -> set[int]:
         """Reduce, with zeros, units that only other ranks completed; mark active parameters. Return the units to reduce again."""
-        missing = sorted(units - self._started, reverse=True)
+        missing = sorted(units - self._started, reverse=True)  # in the order of backward, the same on every rank
         if self.comm.ordered:
             missing = [number for number in self._order if number in missing]
         for number in missing:
@@ -181,7 +181,7 @@ class Reductions:
         if self.comm.ordered and not self._agreed:
             packed = everyone[0][HEADER_NBYTES + sum(sizes) :]
             self._agree_on_order(list(struct.unpack(f"<{len(packed) // 4}I", packed)))
-        if all(part == payload for part in everyone):
+        if all(part == payload for part in everyone):  # the usual case: ranks used the same units and parameters
             self._frozen = {}
             return mine
         columns, begin = [], HEADER_NBYTES

@@ -36,7 +36,7 @@ def attach(runtime: Runtime) -> None:
     """Register all hooks of a runtime; `detach` is the inverse."""
     runtime.comm.progress.models.add(runtime.model)
     _attached[id(runtime)] = runtime
-    torch_compat.watch_backwards((Exception,), _backward_failed)
+    torch_compat.watch_backwards((Exception,), _backward_failed)  # once for the process; later calls do nothing
     for module, inside, around in casts(runtime.model, runtime.config):
         _attach_policy(runtime, module, inside, around)
     if runtime.config.cast_buffers:

@@ -75,7 +75,7 @@ class MethodForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, method = self.module, self.__wrapped__
-        if torch.compiler.is_compiling() or forward_runs(module):
+        if torch.compiler.is_compiling() or forward_runs(module):  # its parameters are gathered already, or hooks would be traced
             return method(*args, **kwargs)
         instance = module.__dict__
         before = {"forward": instance["forward"]} if "forward" in instance else {}

@@ -69,23 +69,23 @@ class Runtime:
         self.saver: Any = None  # the background saver of checkpoints
         self.unusable = ""  # reason why the model can not be used: a load that failed half-way
         self.gate = WriteGate(self)
-        self.account = GradientAccount()
+        self.account = GradientAccount()  # of gradients since the last zero_grad
         self.attendance, self.frozen = Attendance(comm, units, self.account), Freezing(self.groups)
         self.reductions = Reductions(units, config, comm, self._poll, self.attendance, self.frozen)
         self.prefetcher = Prefetcher(units, self.schedule, config, comm, self.attendance.gather)
-        self.saved = SavedParameters(units)
+        self.saved = SavedParameters(units)  # hooks by which autograd saves handles of gathered parameters
         self.sync = True  # False inside zs.accumulate
         self.closed = False
         self.end_answering = self.world.answer_for(self)  # call it to stop answering peers that ask for this rank's state
         self.progress = progress
-        self.messages: deque[str] = deque(topology.notes, maxlen=100)
+        self.messages: deque[str] = deque(topology.notes, maxlen=100)  # bounded: a program may deviate in every step
         self._model_watch = ModelWatch(model, self.groups)
         self.values = ValueWatch(comm, self.groups)
-        self.forwards = ModelForwards()
+        self.forwards = ModelForwards()  # calls of the model that run now
         self.backward: Backward | None = None  # the backward that runs, or a failed one that `recover` has not cleared yet
         self.handles: list[Any] = []  # handles of registered hooks, removed by zs.close
         self.lend = torch.compiler.disable(self._lend)  # so that torch.compile does not trace it inside compiled blocks
-        self.compiled: list[tuple[nn.Module, Any]] = []
+        self.compiled: list[tuple[nn.Module, Any]] = []  # compiled calls that `attach` has wrapped; `detach` restores them
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise ShardedAccessError(
@@ -141,7 +141,7 @@ class Runtime:
         """End a forward of the model (output None: it raised). In fp16, return fp32 outputs with hooks that scale gradients."""
         self.forwards.end()
         if not self.forwards:
-            self._release_viewed()
+            self._release_viewed()  # the outermost forward is over
         if not torch.is_grad_enabled():
             self.schedule.end(training=False)
         else:
@@ -199,7 +199,7 @@ class Runtime:
         unit.depth += 1
 
     def _begin(self, unit: Unit) -> None:
-        if unit.memories and transforming():
+        if unit.memories and transforming():  # hooks do not see torch.func's backward, which would read released memory
             raise ShardedAccessError(
                 f"{unit.name}: torch.func differentiates a model of which each rank holds slices. Gather it around that: "
                 "`with zs.gathered(model):`."
@@ -268,7 +268,7 @@ class Runtime:
             return args, kwargs
 
         def done() -> None:
-            if self.backward is None or not self.backward.awaits(unit) or not unit.expected:
+            if self.backward is None or not self.backward.awaits(unit) or not unit.expected:  # else gradients still come
                 self._leave_backward(unit)
 
         marked = dict(zip(map(id, tensors), Marked.apply(done, *tensors), strict=True))
@@ -289,7 +289,7 @@ class Runtime:
         unit.ready()
         unit.entries.swap_in()
         self._poll()  # the optimizer's transfers for its next step on the host go on meanwhile
-        self.prefetcher.ahead(training)
+        self.prefetcher.ahead(training)  # gathers and fetches run while this unit computes
 
     def _watch(self, unit: Unit, output: Any, first_node: int) -> Any:
         """Put hooks on the outputs that gather the unit in backward; set `lent` if its memory may be read after the release.
@@ -411,8 +411,8 @@ class Runtime:
         grad = local_grad(param)
         if grad is None:
             return
-        clear_local_grad(param)
-        grad = grad if grad.layout is torch.strided else grad.to_dense()
+        clear_local_grad(param)  # autograd's reference goes before the next gradient comes: at most one exists twice
+        grad = grad if grad.layout is torch.strided else grad.to_dense()  # nn.Embedding(sparse=True) gives sparse ones
         if torch.is_grad_enabled():  # create_graph=True: the gradient's own graph must not grow into the buffer
             with torch.no_grad():
                 self.reductions.take(unit, group, index, grad.detach(), self.sync)
@@ -425,7 +425,7 @@ class Runtime:
             self.prefetcher.staged(self._in_training())
             if self.sync:
                 self.reductions.start(unit)
-        if leaves and not unit.has_frozen:
+        if leaves and not unit.has_frozen:  # with frozen parameters the marks on its inputs tell the end (`mark_inputs`)
             self._leave_backward(unit)
 
     def _leave_backward(self, unit: Unit) -> None:
@@ -486,7 +486,7 @@ class Runtime:
 
     def begin_reductions(self) -> None:
         """Start to reduce the local sums held back; `flush`, called on all ranks, waits for the reductions."""
-        for unit in reversed(self.units):
+        for unit in reversed(self.units):  # about the order in which backward would have completed them
             if any(group.gradients.holds for group in unit.trainable):
                 self.reductions.start(unit)
 

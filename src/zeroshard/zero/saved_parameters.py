@@ -85,7 +85,7 @@ class SavedParameters:
         try:
             hooks.__enter__()
         except RuntimeError as error:
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled():  # autograd saves nothing, so the hooks are not needed
                 return
             raise ShardedAccessError(
                 f"{unit.name}: saved-tensor hooks are disabled here ({error}), without which backward would read released parameters. "

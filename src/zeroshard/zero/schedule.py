@@ -112,7 +112,7 @@ class Schedule:
         track = self.tracks[training]
         if not track.current:
             return
-        if not track.following or len(track.current) != len(track.order):
+        if not track.following or len(track.current) != len(track.order):  # a shorter step is a new record, too
             track.order, track.complete = track.current, True
         track.current, track.deviated = [], False
 

@@ -435,7 +435,7 @@ class Builder:
         else:
             old.data = view
             compute = old
-        carry_hooks(original, compute)
+        carry_hooks(original, compute)  # after the swap, torch's hook tables are still with the user's object
         adopt(group, index, compute)
         param = self.replaced.get(id(original), original)
         param.__dict__.update(attributes)
@@ -474,7 +474,7 @@ def build_units(
     plans = partition(model, config, specs)
     try:
         units = builder.build(plans)
-        comm.fence_read()
+        comm.fence_read()  # all ranks have written their values
     except OffloadIOError as error:  # the disk is full after all, with a part of the values written: every rank must fail
         tiers.close()
         tiers.fail(error)
@@ -487,7 +487,7 @@ def build_units(
         for group in optimizer.param_groups:
             group["params"] = [replaced.get(id(p), p) for p in group["params"]]
         states = [(replaced.get(id(p), p), entries) for p, entries in optimizer.state.items()]
-        optimizer.state.clear()
+        optimizer.state.clear()  # the same dictionary is filled again: programs may refer to it
         optimizer.state.update(states)
     return units, builder.pool
 

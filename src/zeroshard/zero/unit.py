@@ -171,8 +171,8 @@ class ParamGroup:
     def _begin_set(self) -> None:
         if self.unit is not None:
             self.unit.writes += 1
-        self.values.forget()
-        self.values.outdate()
+        self.values.forget()  # a fetched copy has the old value
+        self.values.outdate()  # so have copies that the communicator keeps
 
     def mark_written(self) -> None:
         """Count a step's write, which autograd did not see, so that the backward of an earlier forward raises, as in torch."""
@@ -303,7 +303,7 @@ class Unit:
             param for group in self.gathered if not group.values.mapped for param in group.compute if type(param) is nn.Parameter
         ]
         self._released_class = ReleasedParameter.of_unit(functools.partial(_gather_for_backward, weakref.ref(self)))
-        self.guard(self.phase is Phase.SHARDED)
+        self.guard(self.phase is Phase.SHARDED)  # nothing is gathered yet
 
     @property
     def inside(self) -> UnitForward:
@@ -381,7 +381,7 @@ class Unit:
         try:
             for group in self.gathered:
                 self._works.append(group.values.gather())
-        except BaseException:
+        except BaseException:  # KeyboardInterrupt, too
             self._abandon_gather()
             raise
 

@@ -128,7 +128,7 @@ class CompressedGathers(_Compressed):
         nbytes = self._packed_nbytes(numel)
         packed = torch.empty(self.world_size * nbytes, dtype=torch.uint8, device=full.device)
         self.ledger.enter(STAGING, packed.nbytes)
-        if self.comm.holds(number):
+        if self.comm.holds(number):  # secondary shards are packed already
             work = self.comm.gather(packed, Region(packed, [], number=number), label)
         else:
             slot, region = self._take(nbytes, whole=False)

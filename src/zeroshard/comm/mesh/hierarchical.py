@@ -57,7 +57,7 @@ class HierarchicalComm(Wrapper):
         self.rank = self._order.index(world.rank)
         self.ranks = [world.ranks[rank] for rank in self._order]
         self.nodes = [rank % outer.world_size for rank in range(self.world_size)]
-        self.copies = self.drains_all = False
+        self.copies = self.drains_all = False  # peers must take part in both hops, and the second one ends later elsewhere
         self.shares_memory = inner.shares_memory or outer.shares_memory
         self._near = [rank for rank in range(self.world_size) if self._order[rank] in self._node(parts)]
         self._alike = [rank for rank in range(self.world_size) if rank // outer.world_size == self.rank // outer.world_size]
@@ -187,7 +187,7 @@ class HierarchicalComm(Wrapper):
         if number in self._secondary:
             pool = self._secondary[number]
             rows = pool.take(numel, dtype, whole=False)[1]
-            pool.give(0, None)
+            pool.give(0, None)  # the only buffer: it is refilled when the next gather finds `number` outdated
             return pool, 0, rows
         assert self._rows is not None
         return self._rows, *self._rows.take(numel, dtype, whole=False)

@@ -74,7 +74,7 @@ class ReplicatedComm(Wrapper):
             sums.tensor[numel:].zero_()  # padding to a multiple of the replicas
             part = sums.shards[self.outer.rank]
             assert part is not None
-            work = self.outer.reduce(sums, part, scale=scale / share, accumulate=False, tag=tag, label=label)
+            work = self.outer.reduce(sums, part, scale=scale / share, accumulate=False, tag=tag, label=label)  # undoes `share`
             return Hops(self.outer.control, work, copy, Sent(), label)
 
         def copy() -> Work:

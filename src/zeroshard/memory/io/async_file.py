@@ -217,7 +217,7 @@ def _open(path: str, flags: int) -> tuple[int, bool]:
 def _open_for_what_is_allowed(path: str, flags: int) -> int:
     """Open a file for reading and writing, or for reading only where the permissions forbid writes."""
     try:
-        return os.open(path, flags, 0o600)
+        return os.open(path, flags, 0o600)  # others must not read the states of a training run
     except OSError as error:
         if error.errno not in (EACCES, EROFS) or flags & os.O_CREAT:
             raise
@@ -439,7 +439,7 @@ class _Mover:
             reached = done + count
             if reached < needed and file.direct:
                 reached = round_down(reached)  # direct I/O continues at a block boundary: part of a block is moved again
-            idle = 0 if reached > done else idle + 1
+            idle = 0 if reached > done else idle + 1  # a call may move bytes, but complete no further block
             if idle == _IDLE_LIMIT:
                 return done
             done = reached

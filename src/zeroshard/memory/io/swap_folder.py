@@ -277,7 +277,7 @@ def _remove(folder: Path) -> int:
     freed_nbytes = 0
     names = sorted(os.listdir(folder), key=lambda name: name == _LOCK)
     for name in names:
-        freed_nbytes += os.lstat(folder / name).st_blocks * 512
+        freed_nbytes += os.lstat(folder / name).st_blocks * 512  # st_blocks counts 512 bytes on every filesystem
         os.unlink(folder / name)
     os.rmdir(folder)
     return freed_nbytes
