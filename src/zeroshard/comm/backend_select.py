@@ -85,7 +85,7 @@ def current(choice: Choice | None, device: torch.device, stall_timeout_s: float,
     argument's name in errors. Raises ConfigError where a launcher's variables are set but the process group has not been
     started: otherwise each rank would train alone, without an error.
     """
-    if isinstance(choice, DirectComm):
+    if isinstance(choice, DirectComm):  # the caller has made one
         return choice
     if choice is not None and not isinstance(choice, str):
         return _of_group(choice, device, stall_timeout_s, option)
@@ -98,7 +98,7 @@ def current(choice: Choice | None, device: torch.device, stall_timeout_s: float,
     if not (dist.is_available() and dist.is_initialized()):
         return _solo(device, stall_timeout_s)
     if is_imagined():
-        return FakeComm(dist.get_rank(), dist.get_world_size(), device)
+        return FakeComm(dist.get_rank(), dist.get_world_size(), device)  # not kept: it holds no connection
     world = dist.group.WORLD
     key = (id(world), choice, device)
     if key not in _by_group:
@@ -258,7 +258,7 @@ def _end_groups() -> None:
     _by_group.clear()
     if not (_hooked and dist.is_available() and dist.is_initialized()):
         return
-    if {pair.rpartition(":")[2] for pair in dist.get_backend_config().split(",")} == {"gloo"}:
+    if {pair.rpartition(":")[2] for pair in dist.get_backend_config().split(",")} == {"gloo"}:  # NCCL's may be in use on a device
         dist.destroy_process_group()
 
 

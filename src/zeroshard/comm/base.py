@@ -156,7 +156,7 @@ class Comm(Group, ABC):
     Threads: as `Control`.
     """
 
-    control: Control  # how these ranks agree and wait
+    control: Control  # the control messages and waits of these ranks
     parts: tuple[Comm, ...] = ()  # the Comms over which this one works: open, release, forget and outdate are passed on to them
     packs: bool = False  # reductions compress gradients (by a codec) at present
 
@@ -212,7 +212,7 @@ class Comm(Group, ABC):
             part.outdate(number)
 
     def holds(self, number: int) -> bool:
-        """Return True where the next gather from region `number` reads secondary shards that an earlier gather has left."""
+        """Return True if the next gather from region `number` will read secondary shards, which an earlier gather has kept."""
         return any(part.holds(number) for part in self.parts)
 
     # -- collectives -----------------------------------------------------------------------------------------
@@ -223,9 +223,11 @@ class Comm(Group, ABC):
         return [told[rank] for rank in self.ranks]
 
     def volume(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> Sent:
-        """Return the bytes that this rank sends. kind: "gather", "gather again" (no write since) or "reduce" of such shards.
+        """Return the bytes that this rank sends for a collective of shards of `numel` elements.
 
-        tag: the tag of a reduction; its parameters may be known (see `expect`).
+        kind: "gather", "gather again" (the shards were not written since an earlier gather) or "reduce".
+
+        tag: the tag of a reduction, if its parameters were announced by `expect`.
         """
         return self.sent(numel * dtype.itemsize)
 
@@ -252,7 +254,7 @@ class Comm(Group, ABC):
         def combine(parts: list[Tensor]) -> Outcome:
             total = sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate)
             rounded = out.dtype.itemsize < 4 and out.device.type == "cpu"  # `out` is the first hop's result: `total` is None
-            if torch.isfinite(out).all() if rounded else total is None or math.isfinite(total):
+            if torch.isfinite(out).all() if rounded else total is None or math.isfinite(total):  # only now look at each part
                 return total, ()
             return total, tuple(self.ranks[rank] for rank in nonfinite_ranks(parts, out))
 

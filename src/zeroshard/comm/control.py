@@ -42,7 +42,7 @@ class Pending:
 
     def advance(self) -> None:
         """Begin the second collective of all hops whose first is over."""
-        if self._busy or not self.items:
+        if self._busy or not self.items:  # busy: a `begin` below has called a collective, which polls
             return
         self._busy = True
         try:
@@ -162,7 +162,7 @@ class Control(Group, ABC):
         return lambda: None
 
     def leave(self) -> None:
-        """Send what is still queued for the peers, and leave: this process ends."""
+        """Send the messages that are still queued, and leave the group, since this process ends."""
 
     def close(self) -> None:
         """Release the connections; the group can not be used afterwards."""

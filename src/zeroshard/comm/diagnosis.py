@@ -16,7 +16,7 @@ from .flight_recorder import Progress, describe, places_of
 from .status_server import Answers, Desk
 
 _PATIENCE_S = 10.0  # time for peers to send the failure that broke a connection
-_PAUSE_S = 0.1
+_PAUSE_S = 0.1  # between two rounds of questions to the peers' desks
 
 
 class Waiting(Protocol):
@@ -62,7 +62,7 @@ def judge(comm: Waiting, label: str, error: RuntimeError) -> Failure | None:
 
 
 def stalled(answers: Answers, comm: Waiting, label: str) -> Failure:
-    """Return the failure that all ranks raise for a stall, with the report of every rank. answers: those of the peers."""
+    """Return the failure that all ranks raise for a stall, with the report of every rank. answers: the peers' reports."""
     reports = answers | {comm.rank: comm.progress.report()}
     hint = f"Did all ranks run the same modules and calls?{misuse(places_of(reports), comm.world_size)}"
     text = describe(comm.stall_timeout_s, {comm.ranks[rank]: report for rank, report in reports.items()}, hint)

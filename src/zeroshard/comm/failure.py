@@ -2,7 +2,7 @@
 
 an uncaught exception     its traceback, from sys.excepthook       "rank 2 failed: Traceback ..."
 an uncaught PeerFailed    the rank that failed first, and its reason: no chain of victims
-sys.exit(3)               noted in sys.exit, told at exit          "rank 2 left by sys.exit(3)"
+sys.exit(3)               noted in sys.exit, sent at exit          "rank 2 left by sys.exit(3)"
 SIGKILL, os._exit         nothing; peers read the process's status "rank 2 failed: its process was killed by ..."
 """
 
@@ -63,12 +63,12 @@ def left_by_exit(status: Any) -> str:
 def note_exits() -> None:
     """Replace `sys.exit` by a function that records its argument, which atexit handlers can not find out."""
     plain = sys.exit
-    if getattr(plain, "_zeroshard", False):
+    if getattr(plain, "_zeroshard", False):  # it is replaced already
         return
 
     def exit(status: Any = None, /) -> None:
         failure, handled = Failure(_SELF, left_by_exit(status)), sys.exc_info()[1]
-        if status not in (None, 0) and isinstance(handled, Exception):
+        if status not in (None, 0) and isinstance(handled, Exception):  # sys.exit in an `except` block: that error is the cause
             cause = failure_of(handled, _SELF)
             theirs = cause.rank != _SELF
             failure = cause if theirs else Failure(_SELF, f"{failure.reason} while it handled this:\n{cause.reason}")
@@ -98,9 +98,9 @@ def how_it_ended(pid: int, patience_s: float = 3.0) -> str:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             return GONE
-        if fields[_STATE] in "ZX":
+        if fields[_STATE] in "ZX":  # zombie or dead: it has ended, and its parent has not collected its status yet
             return _status(int(fields[_EXIT_CODE]))
-        time.sleep(0.005)
+        time.sleep(0.005)  # its sockets close before its status is set
     return "it closed its connections, and its process has not ended yet"
 
 

@@ -115,7 +115,7 @@ class Hub:
     def meet(
         self, tag: tuple, number: int, peers: Collection[int], label: str, compute: Callable[[dict[int, int]], Any]
     ) -> Meeting:
-        """Start a meeting: tell `peers` (this rank among them) that region `number` is ready; `compute` runs when all are."""
+        """Start a meeting: send `peers` (this rank is one) that region `number` is ready; `compute` runs when all regions are."""
         key = (*tag, self._turn[tag])
         self._turn[tag] += 1
         work = Meeting(self, key, peers, label, compute)
@@ -160,11 +160,11 @@ class Hub:
     # -- progress and liveness -------------------------------------------------------------------------------
 
     def announce(self, waiting_for: str | None) -> None:
-        """Tell all peers what this rank waits for (see `Comm.announce`)."""
+        """Send all peers the label of this rank's wait, or the end of it (see `Control.announce`)."""
         self.tell(("awake",) if waiting_for is None else ("waiting", waiting_for, self.others))
 
     def peers_wait(self) -> bool:
-        """Return True if a peer has announced a wait (see `Comm.peers_wait`). Raises where a peer is gone."""
+        """Return True if a peer has announced a wait (see `Control.peers_wait`). Raises where a peer is gone."""
         self.check_peers(self.others, "a staging buffer")
         return bool(self._notes)
 
@@ -246,7 +246,7 @@ class Hub:
             peer = first if first is not None else next(peer for peer in missing if peer in self._lost)
             self.fail(Failure(self.ranks[peer], self._lost[peer] if peer != first else self.desk.how_it_ended(peer)))
         if self.failed is None and self.desk.told is not None:
-            # a rank of another host has failed: tell the ranks of this host first, which may wait for this rank alone
+            # a rank of another host has failed: send that to the ranks of this host, which may wait only for this rank
             self.fail(self.desk.told)
         if self.failed is not None:
             raise self.failed.raised(self.progress.place(label))
@@ -277,7 +277,7 @@ class Hub:
         raise error
 
     def fail(self, failure: Failure) -> None:
-        """Tell the peers why the group can not go on (see `Comm.fail`)."""
+        """Send the peers the failure for which the group can not go on (see `Control.fail`)."""
         if not self._closed:
             self.tell(("failed", failure.rank, failure.reason, failure.error))
         if failure.error is not None or failure.rank != self.ranks[self.rank]:
@@ -285,7 +285,7 @@ class Hub:
             self.failure = self.failure or failure.error
 
     def close(self) -> None:
-        """Tell the peers that this rank leaves, and close the transport."""
+        """Send the peers word that this rank leaves, and close the transport."""
         if not self._closed:
             self._closed = True
             self.desk.close()

@@ -126,6 +126,7 @@ def spawn(argv: Sequence[str], ranks: int, timeout_s: float | None = None, *, gr
             environment = os.environ | quiet_heap(os.environ) | rank_environment(rank, ranks, port)
             environment[PARENT_VARIABLE] = str(os.getpid())
             command = [sys.executable, "-m", "zeroshard", *argv]
+            # a session of its own, so that signals reach its children as well
             children.append(subprocess.Popen(command, env=environment, start_new_session=True))
         return _wait(children, received, deadline, grace_s)
     finally:
@@ -145,14 +146,14 @@ def _wait(children: list[subprocess.Popen], received: list[int], deadline: float
             others = "" if len(children) == 1 else "; the other ranks were stopped"
             if code != USAGE_EXIT_CODE:
                 print(f"zeroshard: rank {rank} failed: {describe_exit(code)}{others}", file=sys.stderr, flush=True)
-            return code if code > 0 else 128 - code
+            return code if code > 0 else 128 - code  # negative: the number of the signal that killed it
         if all(code == 0 for code in codes):
             return 0
         if received:
             for child in children:
                 _signal_group(child, received[0])
             _wait_quietly(children, grace_s)
-            return 128 + received[0]
+            return 128 + received[0]  # as shells do
         if deadline is not None and time.monotonic() > deadline:
             running = [rank for rank, code in enumerate(codes) if code is None]
             print(
@@ -290,13 +291,13 @@ def _work(writer: multiprocessing.connection.Connection, settings: tuple, fn: Ca
     except BaseException as error:
         world = sys.modules.get("zeroshard.comm.backend_select")  # not imported by this file, which works without it
         if world is not None:
-            world.announce(error)  # os._exit, below, runs no hook that would tell the peers
+            world.announce(error)  # os._exit, below, runs no hook that would send the error to the peers
         writer.send_bytes(pickle.dumps((None, traceback.format_exc())))
         writer.close()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # a broken process group may block an ordinary exit
-    writer.send_bytes(answer)
+    writer.send_bytes(answer)  # only now: an answer that can not be pickled counts as the rank's error
     writer.close()
 
 

@@ -12,7 +12,7 @@ step wait in the first steps only).
 Peers can read every region of a StagingPool (see comm.base), so allocation is collective and happens once, at the start.
 
 Threads: one at a time may be in a pool, which is checked (`ThreadsMet`): the rank's own thread or, in a backward on a GPU,
-autograd's, while the former waits for it. A HostStepper's Arena is used in the thread of a delayed step, together with it.
+autograd's thread while the rank's own waits. A HostStepper and its Arena are used in the thread of a delayed step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Buffer:
     taken: bool = False
     touched: bool = False  # it has been taken before, so it takes memory
     given: int = 0  # number of the last `give` of this buffer, counted over the pool; 0: none
-    nbytes: int = 0  # what `take_again` needs after its memory was given back to the system
+    nbytes: int = 0  # size for `take_again`, once its memory was given back to the system
 
 
 class StagingPool:
@@ -84,7 +84,7 @@ class StagingPool:
         return None
 
     def _in_turn(self) -> list[int]:
-        """Return the numbers of all buffers: first those never given back, then the longest given back."""
+        """Return the numbers of all buffers: first buffers that were never given back, then in the order of giving back."""
         return sorted(range(len(self._buffers)), key=lambda number: self._buffers[number].given)
 
     def _just_given(self, buffer: _Buffer) -> bool:
@@ -139,6 +139,7 @@ class StagingPool:
                 if waited > self._longest_s:
                     self._longest_s = _PATIENCE_S
                     return self._further()
+                # every buffer is taken and only this rank gives one back; or a peer waits, perhaps for this rank
                 if (not waiting and not self.passing) or (announced and self.comm.control.peers_wait()):
                     return self._further()
                 if waited > _PATIENCE_S and not announced:
@@ -310,7 +311,7 @@ class Arena:
     Slabs of any size share the memory without gaps; in a pool each would take a whole buffer. `reserve` allocates the memory, at
     most `limit_nbytes`, when the caller first knows how much it can use.
 
-    make: nbytes -> memory (nbytes,) uint8, on `tier`, page-aligned. turn: that of the object to which the arena belongs.
+    make: nbytes -> memory (nbytes,) uint8, on `tier`, page-aligned. turn: the Turn of the object that owns the arena.
     """
 
     def __init__(
@@ -336,11 +337,11 @@ class Arena:
 
     @one_thread
     def reserve(self, nbytes: int) -> None:
-        """Allocate `nbytes`, or `limit_nbytes` if that is less, where this is more than before and no piece is in use."""
+        """Grow the memory to `nbytes`, at most `limit_nbytes`, unless it is as large already or a piece is in use."""
         if not self.lacks(nbytes):
             return
         self.drain()
-        if self._pieces:
+        if self._pieces:  # a piece is still in use: grow another time
             return
         self._drop()
         self.memory, self._head = self.make(self._wanted(nbytes)), 0
@@ -368,7 +369,7 @@ class Arena:
 
     def _place(self, size: int) -> int | None:
         if not self._pieces:
-            return 0 if size <= self.nbytes else None
+            return 0 if size <= self.nbytes else None  # empty: begin anew at the start
         tail = self._pieces[0].begin
         if self._head > tail:  # free: behind the head, and before the tail
             if self._head + size <= self.nbytes:
@@ -425,7 +426,7 @@ class Arena:
 
 @dataclass(eq=False)
 class _Piece:
-    """Bytes [begin, end) of an arena. given: it was given back; pending: what was still reading or writing it then."""
+    """Bytes [begin, end) of an arena. given: it was given back; pending: the move that was still using it then."""
 
     begin: int
     end: int

@@ -135,7 +135,7 @@ class _Explained:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, RuntimeError):
             self.comm.progress.awake()
-        if not isinstance(error, RuntimeError) or isinstance(error, ZeroshardError):
+        if not isinstance(error, RuntimeError) or isinstance(error, ZeroshardError):  # not c10d's: let it pass
             return
         failure = judge(self.comm.root, self.label, error)
         if failure is not None:
@@ -150,7 +150,7 @@ def talking_device(device: torch.device) -> torch.device:
     """Return where ranks exchange metadata on tensors of `device`: on the current GPU, if the group has no CPU backend."""
     if device.type != "cpu" or not dist.is_initialized() or not torch.cuda.is_available():
         return device
-    on_host = any(pair.startswith("cpu:") for pair in dist.get_backend_config().split(","))
+    on_host = any(pair.startswith("cpu:") for pair in dist.get_backend_config().split(","))  # NCCL alone moves no host tensors
     return device if on_host else torch.device("cuda", torch.cuda.current_device())
 
 
@@ -177,7 +177,7 @@ class DistComm(DirectComm):
         self, group: dist.ProcessGroup | None, device: torch.device, stall_timeout_s: float = 60.0,
         ordered: bool | None = None, streams: Streams | None = None,
     ) -> None:  # fmt: skip
-        """group: None for the default group. ordered, streams: default to what backend and device need; tests pass others."""
+        """group: None for the default group. ordered, streams: by default chosen by backend and device; tests pass others."""
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.device, self.stall_timeout_s = device, stall_timeout_s
@@ -204,7 +204,7 @@ class DistComm(DirectComm):
 
     def join(self, local: SharedComm) -> None:
         """Let every wait here serve the ranks of this host in `local`, and every wait in `local` continue this one's hops."""
-        if self.beside:
+        if self.beside:  # joined already
             return
         local.pending = self.pending
         self.beside.append(local.serve)

@@ -29,11 +29,11 @@ from contextlib import suppress
 from ..errors import PeerFailed, StallError
 
 _RANK, _PEER = struct.Struct("<I"), struct.Struct("3i")
-_NUMBER_NBYTES = _PROOF_NBYTES = 32
+_NUMBER_NBYTES = _PROOF_NBYTES = 32  # random numbers that make each proof valid once; HMAC-SHA256
 _WELCOME = b"!"
 _PATIENCE_S = 5.0  # time that a caller has for its proof; a slow peer that is disconnected connects again
 _MOST_CALLERS = 64  # callers at a time that have not proved yet who they are; then the oldest is disconnected
-_PAUSE_S = 0.005
+_PAUSE_S = 0.005  # between two attempts to connect
 
 
 class Door:

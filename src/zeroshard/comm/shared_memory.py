@@ -80,7 +80,7 @@ class SharedComm(DirectComm):
 
     @property
     def desk(self) -> Desk:
-        """The desk where peers ask what this rank does."""
+        """The desk where peers ask for this rank's state."""
         return self.hub.desk
 
     @desk.setter

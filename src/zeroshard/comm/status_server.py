@@ -1,4 +1,4 @@
-"""The desk of a rank: a status server where peers ask what the rank does, and to which they report their own failure.
+"""The desk of a rank: a status server. Peers ask it for the rank's state, and send it their own failures.
 
 In a process it is a daemon thread that sleeps in accept() on a TCP socket: it costs a step nothing, never wakes by itself
 (so it is no watchdog), and needs no signal. It ends with the last model (`answer_for`) or the process group. A rank asks its
@@ -36,7 +36,7 @@ from .codec import decode, encode, exchange_values
 from .failure import GONE, Failure, how_it_ended
 from .flight_recorder import Progress, Report, as_plain, from_plain
 
-_NUMBER_NBYTES = _PROOF_NBYTES = 32
+_NUMBER_NBYTES = _PROOF_NBYTES = 32  # random numbers that make each proof valid once; HMAC-SHA256
 _LENGTH = struct.Struct("<I")
 _MOST_NBYTES = 1 << 24  # largest request or answer
 _PATIENCE_S = 2.0  # timeout of each read and write
@@ -234,7 +234,7 @@ class _Answering(threading.Thread):
             except OSError:
                 return  # closed
             with sock:
-                if self.ended:
+                if self.ended:  # `stop` has connected to wake accept()
                     return
                 with contextlib.suppress(OSError, EOFError, MalformedMessage, TypeError):  # not a peer, or a peer that is gone
                     self._talk(sock)
@@ -295,14 +295,14 @@ def _close(listener: socket.socket, threads: list[_Answering]) -> None:
 
 
 def _own_address() -> str:
-    """Return this host's address as other hosts see it: that of the interface from which the group's master is reached."""
+    """Return this host's address for other hosts: the address of the interface that leads to the group's master."""
     master = os.environ.get("MASTER_ADDR", "")
     with contextlib.suppress(OSError):
-        family, kind, protocol, _, target = socket.getaddrinfo(master or None, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, target = socket.getaddrinfo(master or None, 9, type=socket.SOCK_DGRAM)[0]  # any port will do
         with socket.socket(family, kind, protocol) as sock:
             sock.connect(target)  # a datagram socket sends nothing: the kernel only chooses the route
             address = sock.getsockname()[0]
-        several = ranks_here(0) < int(os.environ.get("WORLD_SIZE", "0"))
+        several = ranks_here(0) < int(os.environ.get("WORLD_SIZE", "0"))  # other hosts can not connect to a loopback address
         if not (several and address.startswith(("127.", "::1"))):
             return address
     return socket.gethostbyname(socket.gethostname())

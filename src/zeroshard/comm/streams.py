@@ -4,7 +4,7 @@
     side      |    | wait a2a, sum 3 -> e3 |
 
 A ticket stands for work on a stream; `join` orders the current stream after it, without making the host wait. On the CPU
-work runs where it is called, and tickets are None. `RecordingStreams` (tests) records what was enqueued and joined.
+work runs where it is called, and tickets are None. `RecordingStreams` (tests) defers work, and logs when it was enqueued and joined.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Streams:
         self.join(ticket)
 
     def mark(self) -> Any:
-        """Return a mark that stands for the work enqueued on the current stream so far."""
+        """Return a mark of the present end of the current stream, for `behind`."""
 
     def stepping(self, numel: int, nbytes: int) -> AbstractContextManager[None]:
         """Context in which the host's cores step `numel` parameters and read and write about `nbytes` for it."""

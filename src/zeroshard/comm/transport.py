@@ -36,11 +36,11 @@ from .failure import GONE
 from .flight_recorder import Progress
 from .rendezvous import Door
 
-_HEADER = struct.Struct("<I?")  # length in bytes; whether a file descriptor comes along
-_LARGE_NBYTES = 1 << 17  # a last value this long goes through memory: a socket holds 200 kB, and is faster below that
+_HEADER = struct.Struct("<I?")  # length in bytes; whether a file descriptor is sent with the message
+_LARGE_NBYTES = 1 << 17  # a last value of this length goes through memory; a socket holds 200 kB, and is faster for less
 _ANCILLARY_NBYTES = socket.CMSG_SPACE(struct.calcsize("i"))
 _PART_NBYTES = 1 << 30  # read or written by one system call: Linux moves at most 2 GiB
-_PAGE_NBYTES = 4096
+_PAGE_NBYTES = 4096  # of mappings, which `ThreadTransport` imitates
 
 
 class Transport(ABC):
@@ -187,17 +187,17 @@ class ProcessTransport(Transport):
     descriptor, which frees the memory. While messages do not fit into a full socket, a thread writes them: the peer gets them
     even if this rank waits for something else.
 
-    Threads: the one that uses the Comm calls the methods; it shares `_out` and the sockets with the writer, under `_writing`.
+    Threads: the thread that uses the Comm calls the methods; it and the writer thread take `_writing` for `_out` and the sockets.
     """
 
     def __init__(self, rank: int, door: Door, addresses: list[bytes], secret: bytes, timeout_s: float = 60.0) -> None:
-        """Connect to every peer. door: this rank's; addresses: of all doors, by rank; secret: known to these ranks alone."""
+        """Connect to every peer. door: this rank's door; addresses: of all doors, by rank; secret: known to these ranks alone."""
         self.rank, self.world_size = rank, len(addresses)
         self._forked = False  # set in a forked child, which is no rank
         self._peers: dict[int, socket.socket] = door.connect(rank, addresses, secret, timeout_s)
         self._in = {peer: bytearray() for peer in self._peers}
         self._descriptors: dict[int, deque[int]] = {peer: deque() for peer in self._peers}  # received with messages in _in
-        self._out: dict[int, deque[_Parcel]] = {}  # peer -> what its socket has not taken
+        self._out: dict[int, deque[_Parcel]] = {}  # peer -> messages for which its socket had no room
         self._writing = threading.RLock()  # guards _out and all writing to sockets
         self._writer: threading.Thread | None = None
         self._ready: deque[tuple[int, tuple]] = deque()
@@ -228,6 +228,7 @@ class ProcessTransport(Transport):
             for peer in peers:
                 taken = self._try(peer, data) if memory is None and peer not in self._out else 0
                 if taken < len(data) and peer in self._peers:
+                    # each parcel closes a descriptor of its own
                     parcel = _Parcel(data[taken:], None if memory is None else os.dup(memory))
                     self._out.setdefault(peer, deque()).append(parcel)
                     self._flush(peer)
@@ -295,7 +296,7 @@ class ProcessTransport(Transport):
             if self._out:
                 self._flush_all()
         elif not self._ready and timeout_s:
-            time.sleep(min(timeout_s, 0.05))
+            time.sleep(min(timeout_s, 0.05))  # no peers left: do not spin in the caller's loop
         return self._ready.popleft() if self._ready else None
 
     def _poll_both(self) -> select.poll:

@@ -33,7 +33,7 @@ KEEP_NBYTES = 128 << 20  # free memory that is kept at the top of the heap
 MMAP_NBYTES = 32 << 20  # the largest value that glibc accepts; smaller blocks come from its heap
 _RETURNED_NBYTES = 1 << 20  # blocks of this size and more are unmapped when they are freed (`return_freed_memory`)
 _mapped_nbytes = MMAP_NBYTES
-_TUNABLES, _MENDED = "GLIBC_TUNABLES", (2, 39)
+_TUNABLES, _MENDED = "GLIBC_TUNABLES", (2, 39)  # the version without bug 30723
 _CACHE, _HUGE = "glibc.malloc.tcache_count=0", "glibc.malloc.hugetlb=1"
 
 
@@ -71,7 +71,7 @@ def _set_malloc(trim_nbytes: int, mmap_nbytes: int) -> bool:
     global _mapped_nbytes
     _mapped_nbytes = mmap_nbytes
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        mallopt = ctypes.CDLL(None).mallopt  # of the C library that the process has loaded
     except (OSError, AttributeError):
         return False
     return bool(mallopt(_M_TRIM_THRESHOLD, trim_nbytes)) and bool(mallopt(_M_MMAP_THRESHOLD, mmap_nbytes))

@@ -29,7 +29,7 @@ PARTIAL = "partial gradients"
 
 
 class Listener(Protocol):
-    """An observer that counts all memory, not only that of ledgers: the planner."""
+    """An observer of all allocated memory, in ledgers or not: the planner."""
 
     def watch(self, ledger: Ledger) -> None:
         """Note a new ledger."""
@@ -60,7 +60,7 @@ def making() -> contextlib.AbstractContextManager[None]:
 
 @dataclass
 class Traffic:
-    """Totals of one kind of collective: calls, calls by unit, bytes that one rank sent, and `between`: those to other nodes."""
+    """Totals of one kind of collective: calls, calls by unit, bytes that this rank sent. between: bytes sent to other nodes."""
 
     count: int = 0
     nbytes: int = 0
@@ -127,7 +127,7 @@ class Ledger:
             self.ahead[source, target] += nbytes
 
     def used(self) -> dict[tuple[Tier, Tier], int]:
-        """Return the bytes so far by link, without what was read ahead."""
+        """Return the bytes so far by link, without bytes read ahead."""
         with self._lock:
             return {link: nbytes - self.ahead.get(link, 0) for link, nbytes in self.moved.items()}
 

@@ -30,7 +30,7 @@ class CodedRest(Rest):
         if not out.numel():
             return MOVED
         at, end = map(self.column.count, self.column.blocks(start, start + out.numel()))
-        coded = self.inner.view(at, end)
+        coded = self.inner.view(at, end)  # host memory: no read is needed
         if coded is not None:
             self.decode(coded, start, out)
             return MOVED
@@ -39,7 +39,7 @@ class CodedRest(Rest):
 
     def decode(self, coded: Tensor, start: int, out: Tensor) -> None:
         """Fill `out` (n,) with elements [start, start + n), cut out of the blocks around them."""
-        skipped = start % self.column.elements
+        skipped = start % self.column.elements  # elements of the first block before `start`
         out.copy_(self.column.decode(coded)[skipped : skipped + out.numel()])
 
     def write(self, start: int, source: Tensor) -> Pending:

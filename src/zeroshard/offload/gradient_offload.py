@@ -114,7 +114,7 @@ class Departure:
 
     def _send(self, landed: Tensor) -> Pending:
         if isinstance(self.rest, NarrowRest):
-            self.rest.is_narrow = True
+            self.rest.is_narrow = True  # its bytes are in the first part of the memory now
             return self.tiers.copy(self.rest.narrow, landed, Tier.DEVICE, Tier.HOST)
         return self.tiers.copy(self.rest.tensor, landed, Tier.DEVICE, Tier.HOST)  # type: ignore[attr-defined]
 

@@ -48,7 +48,7 @@ class _Left:
 class MovedStates:
     """The states of one model that are away.
 
-    lent: name of the context inside which the parameters have other values (zs.ema's averages), and are read-only; "": none.
+    lent: name of the running context in which the parameters have other, read-only values (AveragedModel.swapped()); "": none.
     """
 
     def __init__(self, tiers: Tiers) -> None:
@@ -88,7 +88,7 @@ class MovedStates:
 
     def move(self, parts: list[str], memories: list[Memory], rests: dict[str, list[Rest]], offload: Offload, wait: bool) -> None:
         """Move the parts away. rests: all resting places of each part. wait: return when copies on the host are complete."""
-        stays = offload.tier is Tier.HOST and not self.tiers.separate
+        stays = offload.tier is Tier.HOST and not self.tiers.separate  # on a CPU the states are on the host already
         for part in parts:
             self._left[part] = [self._move(m, offload) for m in memories if m.part == part and not stays]
             for rest in rests[part]:
@@ -127,7 +127,7 @@ class MovedStates:
             target = memory.tensor.detach()
             tiers.ledger.enter(memory.category, target.nbytes, memory.tier)
             if left.copy is None:
-                target.zero_()
+                target.zero_()  # not kept: a gradient buffer that had no gradient, say
                 continue
             self._fill(target, left)
             tiers.ledger.strike(memory.category, target.nbytes, left.copy.tier)
@@ -153,7 +153,7 @@ class MovedStates:
         self._left, self._classes = {}, {}
 
     def forget(self) -> None:
-        """Drop the states that are away, as the model is closed; the ledger then counts as if they were back."""
+        """Drop the states that are away, after a failure of a disk or a peer; the ledger then counts as if they were back."""
         for left in (left for lefts in self._left.values() for left in lefts):
             nbytes = left.memory.tensor.nbytes
             self.tiers.ledger.enter(left.memory.category, nbytes, left.memory.tier)

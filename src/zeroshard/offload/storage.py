@@ -7,7 +7,7 @@ host can use in place, `read` and `write` move elements to and from host buffers
 slow and synchronous, for all other uses (initial values, inspection).
 
 On a CPU the device's memory is the host's: tiers DEVICE and HOST differ in the ledger alone and nothing is copied.
-`Streams.separate_host` tells the two cases apart; nothing else in the library asks for the kind of device.
+`Streams.separate_host` is False there; the library distinguishes kinds of devices by nothing else.
 
 Source: ZeRO-Infinity, arXiv 2104.07857, sections 5.1 and 6.3.
 """
@@ -353,6 +353,7 @@ class _Folder:
             self._file = self.swap.file(f"states-{self._count}", max(_SEGMENT_NBYTES, nbytes))
             self._count, self._end = self._count + 1, 0
         offset = self._end
+        # regions begin at pages, so that no block of direct I/O has bytes of two
         self._end = -(-(offset + nbytes) // PAGE_NBYTES) * PAGE_NBYTES
         return self._file, offset
 
@@ -379,7 +380,7 @@ class Tiers:
         self.slots: BufferPool | None = None  # host: shards read from disk that are copied to a separate device
         self.landings: BufferPool | None = None  # device: reduced gradient shards that rest on another tier
         self.arrivals: BufferPool | None = None  # host: gradient shards that are then added, or written to disk
-        self.state_columns: dict[int, tuple[StateColumn, ...]] = {}  # id of a parameter -> those that its first step makes
+        self.state_columns: dict[int, tuple[StateColumn, ...]] = {}  # id of a parameter -> columns that its first step makes
         self.released_nbytes = 0  # host memory of the unsharded model and optimizer, which sharding will free
         self._folders: dict[str, _Folder] = {}
         self._entered: list[tuple[str, int, Tier]] = []
@@ -397,12 +398,12 @@ class Tiers:
             self._beside.comm = before
 
     def fail(self, error: OffloadIOError) -> None:
-        """Record a failed request, tell the peers, and raise its error."""
+        """Record a failed request, send its error to the peers, and raise it."""
         self.failure = self.failure or copy.copy(error)  # without the traceback, which holds buffers
         self.check()
 
     def check(self) -> None:
-        """Raise if a request has failed, here or on a peer. Tells the peers, which raise it when they next wait for this rank."""
+        """Raise if a request has failed, here or on a peer. Send the error to peers, which raise it when they wait for this rank."""
         failure = self.failure or self.comm.failure
         if failure is None:
             return
@@ -418,7 +419,7 @@ class Tiers:
             self._folders[offload.path] = _Folder(offload, self.comm)
 
     def check_space(self, mine: dict[str, int], on_host: list[dict[str, int]]) -> None:
-        """Raise SwapError where folders are too small. mine: bytes by folder; on_host: those of all ranks of this host."""
+        """Raise SwapError where folders are too small. mine: bytes by folder; on_host: the same of each rank of this host."""
         devices = {path: folder.swap.device for path, folder in self._folders.items()}
         for path, folder in self._folders.items():
             same = [other for other, device in devices.items() if device == devices[path]]  # one disk may hold several
@@ -471,7 +472,7 @@ class Tiers:
         """Start to copy a whole rest to the device, to `out` (numel,). Without `wait`: None where no buffer is free."""
         if isinstance(rest, MemoryRest):
             return self.copy(out, rest.tensor, rest.tier, Tier.DEVICE)
-        if not self.separate:
+        if not self.separate:  # the host's memory is the device's: read into it directly
             return rest.read(0, out)
         assert self.slots is not None
         buffer = self.slots.take(wait)
@@ -520,7 +521,7 @@ class Tiers:
     def copy(self, target: Tensor, source: Tensor, begins: Tier, ends: Tier) -> Pending:
         """Start a copy between host and device; on a separate device it overlaps with computation."""
         if not self.separate or begins is ends:
-            target.copy_(source)  # no separate memory: for instance widening bf16 to fp32, done at once
+            target.copy_(source)  # at once, in the host's memory
             return MOVED
         self.ledger.move(begins, ends, target.nbytes)
         return Copy(self.streams, self.streams.copy(target, source, up=ends is Tier.DEVICE))

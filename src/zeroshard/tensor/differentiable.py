@@ -18,7 +18,7 @@ from ..errors import ShardedAccessError
 
 
 class _Read(torch.autograd.Function):
-    """Autograd function from `source` to a value read from it; `arrive` turns the value's gradient into that of `source`."""
+    """Autograd function from `source` to a value read from it; `arrive` converts the value's gradient to one of `source`."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, value: Tensor, arrive: Callable[[Tensor], Tensor]) -> Tensor:
@@ -67,7 +67,7 @@ class ReadableSlices:
         """Return a copy of the whole tensor on every rank (collective). Differentiable."""
         if isinstance(self, nn.Parameter) and not self._home.distributed:  # in a forward: gather the unit, as its operations do
             lent = self._home.lend(torch.clone, (self,), {})
-            if lent is not NotImplemented:
+            if lent is not NotImplemented:  # a forward runs, and its unit is gathered
                 return lent
         return _read(self, self._home.gather_local(self._local).view(self.shape), sliced=False)
 

@@ -4,8 +4,8 @@
     at rest   its local shard (2048, 512), in the flat buffer    ZeRO cuts it further, over the data-parallel ranks
     in use    a DTensor over the gathered local shard            the modules compute with it
 
-So the flat buffer, the optimizer and the tiers need not know of DTensors. Autograd leads from the DTensor back to the local
-tensor, and converts a gradient of other placements (a partial sum, with sequence parallelism) to those of the parameter.
+So the flat buffer, the optimizer and the tiers contain no DTensors. Autograd leads from the DTensor back to the local tensor,
+and converts a gradient of other placements (a partial sum, with sequence parallelism) to the parameter's placements.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def _local_parameter(param: DTensor, distribution: Distribution) -> nn.Parameter
 def _turned(state: object, param: Tensor) -> object:
     """Return an optimizer state as the parameter is: local for a local parameter, a DTensor for a DTensor."""
     distribution = distribution_of(param)
-    if is_distributed(state) and distribution is not None:
+    if is_distributed(state) and distribution is not None:  # made by the optimizer for a DTensor parameter
         return torch_compat.local_part(state)
     if (
         is_distributed(param)

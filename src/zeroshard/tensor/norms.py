@@ -1,9 +1,9 @@
-"""Norms of sharded tensors (collective), equal to those of one process. All norms of one call take one exchange.
+"""Norms of sharded tensors (collective), equal to one process's norms. All norms of one call take one exchange.
 
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)     p.grad.norm()     torch._foreach_norm(gradients)
 
 Each rank sends the norms of its slices, one number for each tensor; the norm of a tensor is the norm of these, in fp64 and in
-rank order, so that all ranks compute the same bits. Results are ordinary tensors, complete when the call returns. For a slice
+rank order, so that all ranks compute the same bits. Results are ordinary tensors, complete when a call returns. For a slice
 without elements a rank sends the neutral number (0, or inf for a negative order).
 """
 
@@ -41,7 +41,7 @@ def whole_norm(func: Any, args: tuple, kwargs: dict, kind: type) -> Any:
     """
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     tensor, dim, order = given["self"], given.get("dim"), given.get("ord", 2)
-    if dim is not None and len({d % max(tensor.dim(), 1) for d in dim}) != tensor.dim():
+    if dim is not None and len({d % max(tensor.dim(), 1) for d in dim}) != tensor.dim():  # not over all dimensions
         return NotImplemented
     if _grows(tensor):
         return NotImplemented
@@ -63,7 +63,7 @@ def _grows(tensor: Tensor) -> bool:
 
 
 def norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None, kind: type) -> list[Tensor]:
-    """Return the norm of each tensor; those of class `kind` are over all ranks (collective)."""
+    """Return the norm of each tensor; norms of tensors of class `kind` are over all ranks (collective)."""
     order = float(order)
     plain = [None if isinstance(t, kind) else t for t in tensors]
     found: list[Any] = [None if t is None else torch.linalg.vector_norm(t, order, dtype=dtype) for t in plain]

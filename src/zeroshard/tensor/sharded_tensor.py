@@ -115,7 +115,7 @@ class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
         cls, local: Tensor | None, shape: tuple[int, ...], home: Home, requires_grad: bool = False, *,
         dtype: torch.dtype | None = None, device: torch.device | None = None,
     ) -> ShardedTensor:  # fmt: skip
-        """dtype, device: required if `local` is None, else those of `local`."""
+        """dtype, device: required if `local` is None; else `local` has them."""
         if local is not None:
             dtype, device = local.dtype, local.device
         tensor = torch_compat.make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
@@ -135,6 +135,7 @@ class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
+        # normal_, uniform_ and other draws in place
         if torch.Tag.nondeterministic_seeded in func.tags and _writes_first(func):
             return _random_(func, args, kwargs)
         if func._schema.name.removeprefix("aten::") in READS:
@@ -269,6 +270,7 @@ class ReplicatedParameter(ReadableWhole, nn.Parameter):
     def grad(self) -> Tensor | None:
         """Mean gradient over ranks (a sharded tensor of the global shape if gradients are sharded), or None."""
         local = local_grad(self)
+        # inside a hook of backward; or in a trace, which can not call the home
         if local is not None or torch.compiler.is_compiling():
             return local
         return self._home.gradient()
@@ -474,7 +476,7 @@ def _local_of(operand: Any, lead: ShardedTensor) -> Any:
 
 
 def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
-    if args and isinstance(args[0], (list, tuple)):
+    if args and isinstance(args[0], (list, tuple)):  # torch._foreach_...
         return _foreach(func, args, kwargs)
     lead = next(iter(_sharded_in((args, kwargs))))
     if any(isinstance(a, Tensor) and a.dim() > len(lead.shape) for a in args):  # the result would have more dimensions
@@ -486,7 +488,7 @@ def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
         _begin_write(target)
     local = func(*(_local_of(a, lead) for a in args), **{k: _local_of(v, lead) for k, v in kwargs.items()})
     if target is not None:
-        _end_write(target, local)  # in-place and out= return what they wrote
+        _end_write(target, local)  # the result of an in-place operation, or of one with out=, is its target
         return target
     if not isinstance(local, Tensor):
         raise _refusal(func, args, kwargs)

@@ -191,7 +191,7 @@ def part_of(owner: nn.Module, attribute: str) -> Part | None:
 
 
 def class_and_name(module: nn.Module, name: str) -> tuple[type[nn.Module], str]:
-    """Return the class and name of a module for rules by class or name: a tile, or a tiled module, has those of the original."""
+    """Return the class and name of a module, for rules by class or name; for a tile or a tiled module, the original module's."""
     if isinstance(module, Tile):
         name = whole_name(f"{name}.").removesuffix(".")
     return getattr(module, "stands_for", type(module)), name

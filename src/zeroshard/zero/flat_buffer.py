@@ -103,7 +103,7 @@ class ParameterBuffer:
         if not self.sharded and self.full.untyped_storage().device.type != "meta":  # not for imagined ranks and fake tensors
             return _own_storages(self.full, self.layout)
         if not self.sharded or self.mapped:
-            return slot_views(self.full, self.layout)
+            return slot_views(self.full, self.layout)  # in memory that is never released
         self.full.untyped_storage().resize_(self._full_nbytes)  # torch makes no views beyond a storage's end
         views = slot_views(self.full, self.layout)
         self.full.untyped_storage().resize_(0)
@@ -132,7 +132,7 @@ class ParameterBuffer:
             return True
         take = self._pool.take if wait else self._pool.try_take
         taken = take(self.layout.shard_numel, self.dtype, whole=False)
-        if taken is None:
+        if taken is None:  # no staging buffer is free
             return False
         pending = self.tiers.fetch(self.rest, taken[1].tensor, wait)
         if pending is None:
@@ -568,7 +568,7 @@ class GradientBuffer:
         self._release_carry()
 
     def discard(self) -> None:
-        """Drop all gradients, those in the send buffer included, after a backward that raised."""
+        """Drop all gradients, also gradients in the send buffer, after a backward that raised."""
         if self._send is not None and not self.direct:
             self.pool.give(self._slot, None)
         self._slot, self._send = -1, None

@@ -54,7 +54,7 @@ class Freezing:
 
     def check_same(self, everyone: Mapping[int, set[int]]) -> None:
         """Raise ModelChanged if ranks have frozen different parameters. everyone: rank -> its `numbers`."""
-        numbers = list(everyone.values()) or [set()]
+        numbers = list(everyone.values()) or [set()]  # no rank has data any more: nothing differs
         differing = set[int]().union(*numbers) - numbers[0].intersection(*numbers)
         if not differing:
             return

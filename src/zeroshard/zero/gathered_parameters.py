@@ -145,6 +145,7 @@ class Gathering:
         if unit.sharded and not self._writes:  # parameters that are whole at rest can be read as they are
             homes = [home for home in homes if home.group.values.sharded]
             params = [home.group.params[home.index] for home in homes]
+        # inside a forward that takes gradients, operations use the gathered parameters already
         if not params or (runtime.in_forward and torch.is_grad_enabled()):
             return
         if not busy:
@@ -271,7 +272,7 @@ class _Whole:
     def told(self, changed: bool) -> tuple[list[int], str, int] | None:
         """Return shape, dtype and checksum of the copy, for the other ranks; with `changed`, None if nothing was written."""
         found = zlib.crc32(_raw(self.copy))
-        if changed and not self.problems and found == self._sum:
+        if changed and not self.problems and found == self._sum:  # this rank has written nothing
             return None
         return list(self.copy.shape), str(self.copy.dtype).removeprefix("torch."), found
 

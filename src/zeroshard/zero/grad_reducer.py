@@ -1,4 +1,4 @@
-"""The reductions of one backward: each starts when its unit is complete; at the end ranks join those that they miss.
+"""The reductions of one backward: each starts when its unit is complete; at the end ranks take part in missed ones.
 
     in backward    a unit has all its gradients: reduce it (ordered communicators: in an order that ranks agree on)
     its end        ranks exchange which units and parameters have gradients; a rank joins with zeros the reductions of units
@@ -24,7 +24,7 @@ from .attendance import HEADER_NBYTES, Attendance
 from .freezing import Freezing
 from .unit import ParamGroup, Unit
 
-Agreed = tuple[set[int], ...]  # numbers of units with gradients, of such parameters, of units with late gradients
+Agreed = tuple[set[int], ...]  # numbers of units with gradients, of parameters with gradients, of units with late gradients
 
 
 class Reductions:
@@ -110,7 +110,7 @@ class Reductions:
         for number in self._order:
             if number in self._started or number in self._idle:
                 continue
-            if number not in done:
+            if number not in done:  # later units must wait: all ranks start reductions in this order
                 return
             self._reduce(self.units[number])
 
@@ -171,6 +171,7 @@ class Reductions:
                 self._agree_on_order(order)
             self._frozen = {}
             return mine
+        # bytes of each mask: units, parameters, units with late gradients, frozen parameters
         sizes = [length // 8 + 1 for length in (len(self.units), self.num_params, len(self.units), self.num_params)]
         told = zip((*mine, self.frozen.numbers), sizes, strict=True)
         payload = b"".join(_mask(numbers).to_bytes(size, "little") for numbers, size in told)
@@ -206,10 +207,10 @@ class Reductions:
             grads.finish()
         if replicated:
             if carried:
-                self.comm.exchange(b"", "gradients in place")  # peers read what `finish` has copied into place
+                self.comm.exchange(b"", "gradients in place")  # peers read the shards that `finish` has copied into place
             for work in [grads.gather() for grads in replicated]:
                 work.wait()
-            self.comm.exchange(b"", "gradients gathered")  # before any rank overwrites what peers copy
+            self.comm.exchange(b"", "gradients gathered")  # before any rank overwrites a buffer that peers still copy
         self._started, self.touched, self._completed, self._departing = set(), set(), [], []
 
 

@@ -1,4 +1,4 @@
-"""The account of gradients: record of what has happened to gradients since the last zero_grad, on this rank.
+"""The account of gradients: a record of events of gradients on this rank since the last zero_grad.
 
     began   a backward begins to add gradients        ending   it is over on this rank     ended   on all ranks
     failed  its gradients and earlier ones are gone   clipped, undone   by zs.clip_grad_norm_ or a step
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 class Clipped:
     """Result of zs.clip_grad_norm_. norm: before it; coefficient: factor applied; max_norm: bound that the caller gave.
 
-    writes: write counters of the gradients by then. of_ally: another pipeline stage's optimizer was asked to clip, and this one
-    was not yet (OptimizerCore.allied). refused: that optimizer has skipped its step.
+    writes: write counters of the gradients at the clip. of_ally: the program has clipped by another pipeline stage's optimizer,
+    and not yet by this one (OptimizerCore.allied). refused: that other optimizer has skipped its step.
     """
 
     norm: float
@@ -85,6 +85,6 @@ class GradientAccount:
         self.unscaled, self.weight, self.unweighted = unscaled, 0.0, False
 
     def zeroed(self, holding: bool) -> None:
-        """Reset the account at zero_grad. holding: whether that is inside zs.accumulate."""
+        """Reset the account at zero_grad. holding: the call is inside zs.accumulate."""
         self._reset()
         self.held = holding

@@ -208,7 +208,7 @@ def _attach_policy(runtime: Runtime, module: nn.Module, inside: torch.dtype, aro
     running: list[Exchanged] = []  # arguments of the module's running forwards (they nest)
 
     def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # a trace can not follow `Exchanged`
             return cast_floating((args, kwargs), inside)
         running.append(Exchanged(caster(inside), (args, kwargs)))
         return running[-1].value

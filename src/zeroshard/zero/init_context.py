@@ -172,7 +172,7 @@ def init(
     thread = threading.get_ident()
 
     def cut(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-        if threading.get_ident() != thread:
+        if threading.get_ident() != thread:  # the context belongs to its thread; the hook runs for all
             return None
         if _here.late is not None:
             _here.late.append((group, module, name, dtype))
@@ -307,7 +307,7 @@ def initialise(model: nn.Module, meta_names: set[str], undefined_buffers: list[s
         if reset is None:
             continue
         inside = {names[id(tensor)] for tensor in (*module.parameters(), *module.buffers())}
-        if inside.isdisjoint(wanted):
+        if inside.isdisjoint(wanted):  # its values come from elsewhere: do not overwrite them
             continue
         with torch.no_grad():
             reset()

@@ -79,7 +79,7 @@ class Masters:
         """Copy written parameters from the values into the masters."""
         values, rest = self.group.values, self.rest
         for index in self.dirty:
-            if rest is None:
+            if rest is None:  # no masters: the optimizer steps the values that were written
                 break
             start, stop = self.range(index)
             rest.store(start, values.full[start:stop] if self.whole else values.rest.load(start, stop))

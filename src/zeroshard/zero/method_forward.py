@@ -25,7 +25,7 @@ def register_forward(module: nn.Module, name: str) -> None:
     calls. Registering a method again changes nothing, and a deep copy of the module has its methods registered as well.
 
     Args:
-        module: the module whose parameters the method uses, with those of the modules inside of it.
+        module: the module that has the method; the method may use all parameters inside of it.
         name: the name of the method.
 
     Raises:
@@ -63,7 +63,7 @@ class MethodForward:
     """
 
     def __init__(self, module: nn.Module, name: str, given: Any) -> None:
-        # no bound method is kept here: it would be pickled by its name, which is now that of this object
+        # no bound method is kept here: pickle stores one by its name, under which it would then find this object
         self.module, self.name, self.given = module, name, given
 
     @property

@@ -48,7 +48,7 @@ class LossScaler:
         return {"scale": self.scale, "good_steps": self.good_steps, **spent}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load a `state`. A fixed scale stays that of the configuration."""
+        """Load a `state`. A fixed scale keeps the configuration's value."""
         if self.dynamic:
             self.scale, self.good_steps = state["scale"], state["good_steps"]
             hysteresis = self.config.loss_scale_hysteresis

@@ -74,7 +74,7 @@ class ModuleEntries:
 
     def expose(self) -> None:
         """Put DTensors over the local shards into modules whose parameters were DTensors, as a forward or backward begins."""
-        if self._shown:
+        if self._shown:  # a nested forward, or recomputation
             return
         made: dict[int, Tensor] = {}
         for parameters, attribute, distribution in self._distributed:

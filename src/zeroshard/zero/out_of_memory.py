@@ -146,7 +146,7 @@ def _checkpointed(model: nn.Module) -> bool:
 
 
 def _held(error: BaseException, shortage: Shortage) -> Iterator[str]:
-    """Yield the lines that say what the rank holds."""
+    """Yield the lines with the bytes that the rank holds, by category."""
     ledger, config, comm = shortage.ledger, shortage.config, shortage.comm
     yield str(error).split("\n")[0] or type(error).__name__
     yield (

@@ -168,7 +168,7 @@ class ParamHome:
 
         def arrive(grad: Tensor) -> Tensor:
             grad = runtime.scale_entering(grad) if enters else grad
-            if not sliced:
+            if not sliced:  # of full_tensor(): the gradient is whole, as that of a forward
                 return grad
             if unit.writes != seen:
                 raise ShardedWriteError(

@@ -31,11 +31,11 @@ class Prefetcher:
         upcoming = [self.units[visit.unit] for visit in self.schedule.upcoming(training)[:LOOKAHEAD]]
         upcoming = [unit for unit in dict.fromkeys(upcoming) if unit.phase is not Phase.READY]  # READY ones are still in use
         for unit in upcoming:
-            if not unit.fetch():
+            if not unit.fetch():  # no buffer is free, so none for later units either
                 break
         ahead = 0
         for unit in upcoming:
-            if ahead and ahead + unit.gathered_nbytes > self.config.prefetch_limit_nbytes:
+            if ahead and ahead + unit.gathered_nbytes > self.config.prefetch_limit_nbytes:  # the first unit may exceed the budget
                 return
             ahead += unit.gathered_nbytes
             if self._gains_by_gathering(unit):

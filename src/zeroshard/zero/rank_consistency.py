@@ -148,7 +148,7 @@ def agree_on_initial_values(
 
     Args:
         group: the data-parallel ranks. peers: all ranks that hold parameters which model axes do not cut; these must be alike.
-        parameters: False where a checkpoint is about to give their values. buffers: copy those of buffers, too.
+        parameters: False if the values of parameters will come from a checkpoint. buffers: copy values of buffers, too.
 
     Raises:
         ModelMismatch: parameters differ along model axes (on all ranks).

@@ -166,7 +166,7 @@ class Runtime:
         return caster(self.config.compute_dtype)(given)
 
     def _scale_gradient(self, output: Tensor, begins: Callable[[], bool] = lambda: True) -> Tensor:
-        """Return the output with a hook that multiplies its gradient by the loss scale if `begins()` is true by then."""
+        """Return the output with a hook that multiplies its gradient by the loss scale if `begins()` is true in backward."""
         if output.requires_grad and torch.is_grad_enabled():
             output = output.view_as(output) if output.is_leaf else output  # a leaf (a parameter) is in other graphs as well
             output.register_hook(lambda grad: self._scale(grad) if begins() else grad)
@@ -213,7 +213,7 @@ class Runtime:
         if unit.depth == 0:
             return output  # `enter` raised before it counted this forward
         unit.depth -= 1
-        if unit.depth > 0:
+        if unit.depth > 0:  # inside an enclosing forward of the unit
             return output
         self.saved.pop(unit)
         forward, unit.forward = unit.inside, None
@@ -221,7 +221,7 @@ class Runtime:
             forward.given.hand_back()
         if not unit.in_backward:
             unit.entries.hide()
-        if unit.pinned:
+        if unit.pinned:  # inside zs.gathered, which releases its copies itself
             return output
         if output is not None:
             unit.check_unwritten()
@@ -229,7 +229,7 @@ class Runtime:
             output = self._watch(unit, output, forward.first_node)
             if self.in_backward and unit.sharded and torch.is_grad_enabled() and not isinstance(unit.modules[0], Tile):
                 unit.in_backward = True  # recomputed: its backward follows at once (not a tile's: other tiles come first)
-        if unit.in_backward or not unit.sharded:
+        if unit.in_backward or not unit.sharded:  # recomputed: the end of the unit's backward releases it
             return output
         unit.entries.swap_out()
         if not self.prefetcher.lives_on(unit, self._in_training()) and not (self.forwards and unit in self.forwards.viewed):
@@ -238,7 +238,7 @@ class Runtime:
 
     def _lend(self, unit: Unit, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Compute an operation on the unit's sharded parameters with gathered ones; NotImplemented outside of any forward."""
-        if unit.pinned or not self.in_forward:
+        if unit.pinned or not self.in_forward:  # whole already; or at rest, where the caller raises or gathers
             return NotImplemented
         return self.run_inside(
             unit, lambda *a, **k: func(*unit.entries.as_computed(a), **unit.entries.as_computed(k)), args, kwargs
@@ -264,7 +264,7 @@ class Runtime:
     def mark_inputs(self, unit: Unit, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Return the arguments with autograd marks, whose backward ends the backward of a unit that has frozen parameters."""
         tensors = [t for t in find_tensors((args, kwargs)) if t.requires_grad and not isinstance(t, ShardedTensor)]
-        if not tensors or not torch.is_grad_enabled() or not unit.sharded:
+        if not tensors or not torch.is_grad_enabled() or not unit.sharded:  # no backward passes these inputs
             return args, kwargs
 
         def done() -> None:
@@ -382,7 +382,7 @@ class Runtime:
     def begin_unit_backward(self, unit: Unit) -> None:
         """Begin the unit's backward by gathering the unit again: a gradient has reached one of its outputs."""
         self.begin_backward()
-        if unit.in_backward or unit.pinned:
+        if unit.in_backward or unit.pinned:  # another output's gradient came first; or zs.gathered holds whole copies
             return
         unit.in_backward = True
         if unit.sharded:
@@ -394,7 +394,7 @@ class Runtime:
     def need(self, unit: Unit, seen: int) -> None:
         """Gather the unit for autograd, which saved its parameters when `unit.writes` was `seen`; raise if written since."""
         self._check_unwritten(unit, seen)
-        if unit.phase is Phase.READY and unit.in_use:
+        if unit.phase is Phase.READY and unit.in_use:  # gathered by a gradient of its outputs, as usual
             return
         if not in_backward():
             raise ShardedAccessError(
@@ -409,7 +409,7 @@ class Runtime:
         """Move a parameter's accumulated local gradient to the send buffer; start to reduce the unit if it was the last one."""
         self.begin_backward()
         grad = local_grad(param)
-        if grad is None:
+        if grad is None:  # a hook of the program has dropped it
             return
         clear_local_grad(param)  # autograd's reference goes before the next gradient comes: at most one exists twice
         grad = grad if grad.layout is torch.strided else grad.to_dense()  # nn.Embedding(sparse=True) gives sparse ones

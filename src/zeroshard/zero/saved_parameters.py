@@ -47,7 +47,7 @@ class SavedParameter:
 
 
 class SavedWrapper:
-    """Handle of a tensor of a subclass that wraps such views, such as a DTensor. counted: as for SavedParameter."""
+    """Handle of a tensor of a subclass that wraps views of gathered memory, such as a DTensor. counted: as for SavedParameter."""
 
     __slots__ = ("context", "counted", "kind", "others", "parts", "shape", "stride")
 
@@ -107,7 +107,7 @@ class SavedParameters:
 
 
 class _Hooks:
-    """Saved-tensor hooks of one forward of a unit. outer: the hooks that were in force around it."""
+    """Saved-tensor hooks of one forward of a unit. outer: the hooks of the code around it, which get all other tensors."""
 
     def __init__(self, saved: SavedParameters) -> None:
         self.saved, self.outer = saved, Outer()

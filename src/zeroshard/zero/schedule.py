@@ -103,7 +103,7 @@ class Schedule:
             if visit.unit not in seen:
                 seen.add(visit.unit)
                 budget -= numel_of(visit.unit)
-            if budget < 0:
+            if budget < 0:  # other units need the memory before this one returns
                 return False
         return False
 

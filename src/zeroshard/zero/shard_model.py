@@ -146,7 +146,7 @@ class Builder:
         self.comm = topology.shards
         self.tag = serial << 20  # number of the newest buffer: each model has 2**20 numbers of its own
         self.pool: StagingPool | None = None
-        self._stepped_numel = self._offloaded_numel = 0  # elements of groups planned so far, and of those with offloaded states
+        self._stepped_numel = self._offloaded_numel = 0  # elements of groups planned so far, and of groups with offloaded states
         self._states: dict[int, tuple[Offload, torch.dtype | None]] = {}  # id of a bucket's first spec -> result of _plan_states
         self.replaced: dict[int, nn.Parameter] = {}  # id of a given parameter -> the object that took its place
 
@@ -315,7 +315,7 @@ class Builder:
 
     def _group_need(self, bucket: list[ParamSpec], layout: FlatLayout) -> Group:
         dtype, columns = bucket[0].dtype, [self.tiers.state_columns.get(id(spec.original), ()) for spec in bucket]
-        if not bucket[0].requires_grad:
+        if not bucket[0].requires_grad:  # frozen: no gradient, masters or states
             return Group(layout.numel, layout.shard_numel, dtype, whole=bucket[0].whole)
         states = (self.gradient_dtype(dtype), *self._states[id(bucket[0])], max(columns, key=len))
         return Group(layout.numel, layout.shard_numel, dtype, *states, bucket[0].whole)

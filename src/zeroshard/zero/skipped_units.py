@@ -1,4 +1,4 @@
-"""Units that this rank's batch does not use: where gathers need every rank, this rank takes part in those of other ranks.
+"""Units that this rank's batch does not use: where gathers need every rank, this rank takes part in their gathers.
 
     record     stem tower.0 tower.1 head | head' tower.1' tower.0' stem'
     rank 0     stem tower.0 tower.1 head | head' tower.1' tower.0' stem'      an image and a text
@@ -29,7 +29,7 @@ def take_part(runtime: Any, visit: Visit | None) -> None:
         runtime.schedule.visit(visit, training=True)
         runtime.attendance.gather(unit)
         unit.ready()
-        if unit.in_use:
+        if unit.in_use:  # a recorded visit inside a forward that still runs
             continue
         if unit.lends and not visit.backward:  # ranks that use it keep it until the forward is over
             runtime.lend_out(unit)

@@ -200,7 +200,7 @@ class _Stream:
 
     def _values(self, stretch: list[_Item]) -> list[Tensor]:
         first = stretch[0]
-        if first.buffer is not None:
+        if first.buffer is not None:  # a buffer is whole on every rank
             return [first.buffer.detach().clone()]
         if len(first.sources) == 1:
             slots = [group.layout.slots[index] for item in stretch for group, index, _ in item.sources]

@@ -201,7 +201,7 @@ class ParamGroup:
                 f"{self.specs[index].name}.grad: backwards inside zs.accumulate have added to it what only this rank has. Run "
                 "the last backward outside zs.accumulate first, or take zs.full_gradients(model) (collective)."
             )
-        if not self.grads.reduced or not self.active[index]:
+        if not self.grads.reduced or not self.active[index]:  # no backward yet, or no rank had a gradient for it
             return None
         if self.runtime is not None:
             self.runtime.unscale()
@@ -375,7 +375,7 @@ class Unit:
         """Start the all-gather (-> GATHERING); no-op if started or READY. If it raises (no memory), the unit is SHARDED again."""
         if self.phase is Phase.AWAY:
             self.groups[0].runtime.moved.check("parameters")
-        if self.phase not in (Phase.SHARDED, Phase.FETCHING):
+        if self.phase not in (Phase.SHARDED, Phase.FETCHING):  # under way, or gathered
             return
         self._move(Phase.GATHERING)
         try:
@@ -386,7 +386,7 @@ class Unit:
             raise
 
     def _abandon_gather(self) -> None:
-        """Release what a failed gather has allocated: the program may catch the error and go on with a smaller batch."""
+        """Release the memory of a failed gather: the program may catch the error and go on with a smaller batch."""
         for work in self._works:
             work.wait()
         self._works = []
@@ -453,7 +453,7 @@ class Unit:
             param.__class__ = cls
 
     def check_unchanged(self) -> None:
-        """Raise ModelChanged if a parameter of a replicated unit was replaced; `swap_in` checks those of sharded ones."""
+        """Raise ModelChanged if a parameter of a replicated unit was replaced; `swap_in` checks the sharded units' parameters."""
         if not (self.sharded or self.pinned):
             self.entries.check_unchanged()
 

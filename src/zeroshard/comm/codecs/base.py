@@ -83,7 +83,7 @@ class Codec(ABC):
         norm = exact.norm().item()
         return 0.0 if norm == 0 else (exact - found).norm().item() / norm
 
-    # -- what a subclass implements ----------------------------------------------------------------------------------
+    # -- for subclasses to implement ---------------------------------------------------------------------------------
 
     chunked = True  # the cost of `_unpack_stretch` is proportional to the stretch, wherever it begins
 
@@ -98,7 +98,7 @@ class Codec(ABC):
         """Fill out (n,) fp32 with packed values `begin` to `begin` + n of `numel`; `begin` is a multiple of CHUNK_NUMEL."""
 
     def _add_stretch(self, packed: Tensor, numel: int, begin: int, total: Tensor, term: Tensor) -> None:
-        """Add to total (n,) fp32 what `_unpack_stretch` would fill it with. term (n,) fp32: scratch."""
+        """Add to total (n,) fp32 the values with which `_unpack_stretch` would fill it. term (n,) fp32: scratch."""
         self._unpack_stretch(packed, numel, begin, term)
         total.add_(term)
 

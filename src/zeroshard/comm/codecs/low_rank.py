@@ -1,7 +1,7 @@
 """PowerSGD (Vogels et al., arXiv 1905.13727, algorithms 1 and 2): gradients of matrices as products of two thin ones.
 
     M (n, m)  the gradient of a matrix on this rank, plus the error that remained of the last one
-    P (n, r) = mean over ranks of M Q, orthogonalized         one all-reduce of all P, and of what is not compressed
+    P (n, r) = mean over ranks of M Q, orthogonalized         one all-reduce of all P, and of all uncompressed values
     Q (m, r) = mean over ranks of M^T P                       one all-reduce of all Q
     M is sent as P Q^T: r (n + m) values, not n m;  error = M - P (M^T P)^T, of this rank's own M
 
@@ -29,7 +29,7 @@ class _Matrix:
     offset: int
     shape: tuple[int, int]  # (n, m): the first dimension, and all others together
     q: Tensor  # (m, r) fp32: the mean Q of the last step
-    error: Tensor  # (n, m) fp32: what was not sent of this rank's last gradient
+    error: Tensor  # (n, m) fp32: this rank's last M, minus its product of factors
 
 
 class LowRank:

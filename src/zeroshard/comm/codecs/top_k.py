@@ -68,7 +68,7 @@ class TopK(Codec):
         k, dtype = self.kept(numel), _place_dtype(numel)
         values = packed[: 4 * k].clone().view(torch.float32)
         places = packed[4 * k : 4 * k + k * dtype.itemsize].clone().view(dtype).long()
-        return values, places & 0xFFFF if dtype is torch.int16 else places
+        return values, places & 0xFFFF if dtype is torch.int16 else places  # int16 holds them without a sign
 
 
 def _place_dtype(numel: int) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""The axes of a mesh, by the rows of utils/axes.py: those of data parallelism, and model axes, which cut parameters.
+"""The axes of a mesh, by the rows of utils/axes.py: data-parallel axes, and model axes, which cut parameters.
 
 A *place* is a position along the model axes: all ranks of a place have the same part of the model. In a mesh ("pp", "dp", "tp"):
 
@@ -142,7 +142,7 @@ def _split(mesh: DeviceMesh) -> Axes:
         return math.prod(mesh.shape[dim] for dim in dims)
 
     summed = size([dim for dim in data if rows[dim].gradient == "sum"])
-    if len(data) == mesh.ndim == 1:
+    if len(data) == mesh.ndim == 1:  # `backend_select` makes the Comm of a 1-D mesh
         return Axes(mesh, summed=summed)
     everyone = sorted(mesh.mesh.flatten().tolist())
     choice: backend_select.Choice | None = None

@@ -48,8 +48,8 @@ class HierarchicalComm(Wrapper):
     ) -> None:  # fmt: skip
         """inner: this rank's node; outer: the ranks with its local rank. parts: the ranks of each node, by local rank.
 
-        keep: keep secondary shards. sums: dtype of sums between the hops of a reduction where hops are compressed; otherwise
-        that of its source.
+        keep: keep secondary shards. sums: dtype of the sums between the hops of a compressed reduction; an uncompressed one has
+        sums in the dtype of its source.
         """
         super().__init__(world, inner, outer)
         self.inner, self.outer, self.ledger, self.keep, self.sums = inner, outer, ledger, keep, sums

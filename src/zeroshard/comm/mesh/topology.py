@@ -117,7 +117,7 @@ def check(config: Config, comm: Comm, nodes: Parts | None = None) -> None:
     """Raise ConfigError for groups or nodes that do not divide the ranks. nodes: the groups along a mesh's inner axis."""
     for name in ("shard_size", "zero_hpz_partition_size"):
         size = getattr(config, name)
-        if size is None or size == 1:
+        if size is None or size == 1:  # 1 groups nothing
             continue
         if nodes is not None and name == "shard_size":
             raise ConfigError(
@@ -233,7 +233,7 @@ class _Packing:
 
     def _skips(self, comm: Comm, compression: Compression, what: str) -> bool:
         """Return True where compression saves nothing, since ranks read each other's memory; add a note to the report."""
-        if not comm.copies or compression.force:
+        if not comm.copies or compression.force:  # the ranks send messages, or the user wants packing in any case
             return False
         note = f"{what} are sent unquantized between ranks that read each other's memory: packing saves no time (zs.Compression(force=True) packs them)"
         if note not in self.notes:

@@ -28,12 +28,12 @@ _HASHED = ((12, 27), (13, 26), (14, 25), (15, 20), (16, 21), (17, 22), (18, 23),
 
 
 def round_up(nbytes: int) -> int:
-    """Return the smallest multiple of ALIGN that is not smaller."""
+    """Return the smallest multiple of ALIGN that is at least `nbytes`."""
     return (nbytes + ALIGN - 1) & -ALIGN
 
 
 def round_down(nbytes: int) -> int:
-    """Return the largest multiple of ALIGN that is not larger."""
+    """Return the largest multiple of ALIGN that is at most `nbytes`."""
     return nbytes & -ALIGN
 
 

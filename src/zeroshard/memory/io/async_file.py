@@ -46,7 +46,7 @@ from .request_queue import Tasks
 
 _AGAIN_S = 10.0  # time for which a call that returns EAGAIN is repeated
 _BOUNCE_NBYTES = 1 << 20  # bounce buffer of each thread, where it needs one
-_IDLE_LIMIT = 4  # a transfer ends after so many calls in a row that complete no further block
+_IDLE_LIMIT = 4  # a transfer fails after this number of calls in a row that complete no further block
 
 
 # ------------------------------------------------------------------------------------------------------------- files
@@ -178,7 +178,7 @@ class _Locks:
 
     def __init__(self) -> None:
         self.files, self.checksums = threading.Lock(), threading.Lock()
-        self._edges = [threading.Lock() for _ in range(64)]
+        self._edges = [threading.Lock() for _ in range(64)]  # for all blocks of all files: `edge` picks one by hash
 
     def edge(self, file: File, start: int) -> threading.Lock:
         """Return the lock of the block at `start`. Blocks may share a lock, so a thread must hold only one at a time."""
@@ -237,7 +237,7 @@ class Checksums:
 
     def forget(self, start: int, end: int) -> None:
         """Drop every extent that shares a byte with [start, end)."""
-        if not self._cells:
+        if not self._cells:  # the usual case, without `checksum`: do not take the lock
             return
         with _locks.checksums:
             for number in self._touched(start, end):
@@ -391,7 +391,7 @@ class _Mover:
         start = round_down(offset)
         with _locks.edge(file, start):
             block = self.bounce(ALIGN)
-            present = min(max(os.fstat(file.fd).st_size - start, 0), ALIGN)  # all bytes, also those of other requests
+            present = min(max(os.fstat(file.fd).st_size - start, 0), ALIGN)  # all bytes of the block that the file has
             self._fill(file, start, block, present)
             block[present:] = bytes(ALIGN - present)
             block[offset - start : offset - start + len(memory)] = memory
@@ -426,15 +426,15 @@ class _Mover:
             try:
                 count = transfer(done)
             except OSError as error:
-                if error.errno == EINTR:
+                if error.errno == EINTR:  # a signal came
                     continue
                 now = time.monotonic()
                 patient_until = patient_until or now + _AGAIN_S
                 if error.errno == EAGAIN and now < patient_until:
-                    time.sleep(1e-3)
+                    time.sleep(1e-3)  # the system is short of resources for the request
                     continue
                 raise _Failure(offset + done, error.errno or EIO, what) from None
-            if count == 0:
+            if count == 0:  # end of the file, or no space: the caller finds the bytes missing
                 return done
             reached = done + count
             if reached < needed and file.direct:
@@ -447,7 +447,7 @@ class _Mover:
 
 
 def _serve(tasks: Tasks, calls: Syscalls) -> None:
-    """Body of an engine's thread: move pieces until it gets None. It must not refer to the engine, or that is never collected."""
+    """Body of an engine's thread: move pieces until it gets None. A reference to the engine here would keep it alive for ever."""
     mover = _Mover(calls)
     while True:
         task = tasks.get()
@@ -491,7 +491,7 @@ class Engine:
     Args:
         threads: number of transfers at one time.
         block_nbytes: largest transfer; a multiple of ALIGN.
-        checksum: keep a crc32 of what is written, in memory, and compare it when the same extent is read; costs about
+        checksum: keep a crc32 of written bytes, in memory, and compare it when the same extent is read; costs about
             0.6 s of a core for each GB.
         calls: the system calls, or a test's replacement.
     """

@@ -41,7 +41,7 @@ from .filesystems import MEMORY_FILESYSTEMS, filesystem_of
 
 _NAME = re.compile(r"zeroshard-swap-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8}")
 _LOCK, _KEEP = "lock", "keep"  # files in the folder
-_HALF_MADE_S = 60.0
+_HALF_MADE_S = 60.0  # a younger folder without a lock may be in the making
 NETWORK_FILESYSTEMS = ("nfs", "cifs", "smb", "9p", "fuse.", "lustre", "gpfs", "ceph", "beegfs", "afs", "glusterfs")
 
 
@@ -234,7 +234,7 @@ def remove_leftovers(parent: Path, *, remote: bool = False) -> int:
     count = freed_nbytes = 0
     for folder in parent.iterdir():
         match = _NAME.fullmatch(folder.name)
-        if match is None or (remote and match["host"] != _host()):
+        if match is None or (remote and match["host"] != _host()):  # not a swap folder; or its lock may not be visible here
             continue
         try:
             freed = _remove_if_ended(folder)
@@ -255,7 +255,7 @@ def _remove_if_ended(folder: Path) -> int | None:
     """Remove a folder whose process has ended; return the bytes freed. None if it is in use, kept, gone, or not this user's."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or (folder / _KEEP).exists():
-        return None  # where everybody can write, such a name may be a trap: a link to what only root can remove
+        return None  # in a folder like /tmp another user may have made a link of this name, to files that only root can remove
     try:
         fd = _lock(folder, create=False)
     except FileNotFoundError:  # the lock is not made yet, or already removed
@@ -303,7 +303,7 @@ def measure(path: str | os.PathLike, nbytes: int = 256 << 20) -> tuple[float, fl
         path: a folder.
         nbytes: most bytes to write and to read; on a slow disk each stops after about half a second.
     """
-    chunk_nbytes, patience_s = min(16 << 20, round_up(nbytes)), 0.4
+    chunk_nbytes, patience_s = min(16 << 20, round_up(nbytes)), 0.4  # requests of the size that tiers use
     memory = empty_aligned(chunk_nbytes).fill_(1)
     name = Path(path) / f".zeroshard-probe-{os.getpid()}-{secrets.token_hex(4)}"
     file = open_file(name, max(nbytes // chunk_nbytes, 1) * chunk_nbytes, create=True)
