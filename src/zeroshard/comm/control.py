@@ -155,7 +155,7 @@ class Control(Group, ABC):
         self.fail(Failure(self.ranks[self.rank], reason, error))
 
     def fail(self, failure: Failure) -> None:
-        """Send the peers the failure for which the group can not go on: this rank's, or one of a peer of which they don't know."""
+        """Send the peers the failure for which the group can not go on: this rank's, or a peer's that others may not know."""
 
     def answer_for(self, owner: object) -> Callable[[], Any]:
         """Answer peers that ask for this rank's state, until `owner` is collected or the returned function is called."""

@@ -41,7 +41,7 @@ _FRAME_NBYTES = 1024  # control messages up to this size travel in one hop
 class _DistWork(Work):
     """Work over several c10d works. It keeps them, and so their tensors, until `wait`.
 
-    A c10d work of gloo can not be polled: where `ready` is needed, a thread waits for it, and `ready` polls the future `transfer`.
+    A c10d work of gloo can not be polled: where `ready` is needed, a thread waits for it, in the future `transfer`.
     """
 
     def __init__(self, comm: DistComm, works: list, label: str, watch: bool = False) -> None:
@@ -122,7 +122,7 @@ def _wait_all(works: list) -> None:
 
 
 class _Explained:
-    """Context that replaces errors of c10d by this library's, which name the cause: a failed or dead peer, or a stall (`judge`)."""
+    """Context that replaces errors of c10d by errors that name the cause: a failed or dead peer, or a stall (`judge`)."""
 
     def __init__(self, comm: DistComm, label: str) -> None:
         self.comm, self.label = comm, label
@@ -370,7 +370,7 @@ class DistComm(DirectComm):
         return self.desk.failure
 
     def heard(self, failure: Failure, label: str) -> Exception:
-        """Send a failure that this rank has learned of to this host's ranks, which may wait for this one; return its exception."""
+        """Send a failure of another rank to this host's ranks, which may wait for this one; return the exception to raise."""
         self.desk.failure = self.desk.failure or failure.error
         if self.beside and self.local is not None:
             self.local.fail(failure)

@@ -4,7 +4,7 @@
     side      |    | wait a2a, sum 3 -> e3 |
 
 A ticket stands for work on a stream; `join` orders the current stream after it, without making the host wait. On the CPU
-work runs where it is called, and tickets are None. `RecordingStreams` (tests) defers work, and logs when it was enqueued and joined.
+work runs where it is called, and tickets are None. `RecordingStreams` (tests) defers work and logs calls.
 """
 
 from __future__ import annotations

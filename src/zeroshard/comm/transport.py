@@ -395,7 +395,7 @@ class ProcessTransport(Transport):
             )
 
     def leave_to_parent(self) -> None:
-        """Close the sockets in a forked child: it must send nothing for the parent, nor keep sockets open when the parent dies."""
+        """Close the sockets in a forked child: it must not send for the parent, nor keep sockets open when the parent dies."""
         self._forked = True
         self._writing = threading.RLock()  # a thread that the child does not have may hold the old one
         for peer, sock in self._peers.items():

@@ -62,7 +62,7 @@ class NarrowRest(MemoryRest):
 
 
 def narrowed(rest: Rest, tiers: Tiers, dtype: torch.dtype) -> Rest:
-    """Return a NarrowRest over the memory of `rest` if that is the host's and gradients arrive in a narrower dtype; else `rest`."""
+    """Return a NarrowRest over the memory of `rest`, if it is on the host and gradients arrive in fewer bytes; else `rest`."""
     if isinstance(rest, MemoryRest) and not rest.resident and dtype.itemsize < rest.dtype.itemsize:
         return NarrowRest(rest.tensor, tiers, dtype)
     return rest

@@ -403,7 +403,7 @@ class Tiers:
         self.check()
 
     def check(self) -> None:
-        """Raise if a request has failed, here or on a peer. Send the error to peers, which raise it when they wait for this rank."""
+        """Raise if a request has failed, here or on a peer. Send the error to peers, which raise it in their next wait."""
         failure = self.failure or self.comm.failure
         if failure is None:
             return

@@ -99,7 +99,7 @@ class ParameterHome(Home, Protocol):
         """Return the function that autograd calls, in place of a program's hook, when the local gradient is complete."""
 
     def arrival(self, sliced: bool) -> Callable[[Tensor], Tensor]:
-        """Return a function that converts a gradient of `to_local()` (sliced) or `full_tensor()` to this rank's local gradient."""
+        """Return a function from a gradient of `to_local()` (sliced) or `full_tensor()` to this rank's local gradient."""
 
 
 class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):

@@ -27,9 +27,9 @@ def _as_it_is(values: Tensor) -> Tensor:
 class StateColumn:
     """One optimizer state: each block of `elements` elements rests as `values` values of `dtype`.
 
-    dtype: None for the dtype of the stepped values. encode: the optimizer's tensor (n,) -> the values at rest; decode: the reverse.
-    Both take whole blocks, and their results are cast. encode(decode(x)) must be x, so that a state which is saved and loaded
-    keeps its bits; zeros must decode to zeros, since new states are zero-filled.
+    dtype: None for the dtype of the stepped values. encode: the optimizer's tensor (n,) -> the values at rest; decode: the
+    reverse. Both take whole blocks, and their results are cast. encode(decode(x)) must be x, so that a state which is saved and
+    loaded keeps its bits; zeros must decode to zeros, since new states are zero-filled.
     """
 
     name: str

@@ -198,7 +198,7 @@ class ParameterBuffer:
             self._present = False
 
     def part(self) -> None:
-        """Let the tensors that refer to the gathered memory keep it, with its ledger entry; later gathers allocate other memory."""
+        """Let tensors that refer to the gathered memory keep it, with its ledger entry; later gathers allocate other memory."""
         if self._present:
             weakref.finalize(self.full.untyped_storage(), self.ledger.strike, GATHERED, self._full_nbytes).atexit = False
         self._present = False

@@ -121,7 +121,7 @@ def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> Non
 def _backward_failed(error: BaseException) -> None:
     """Get the error that ended a backward of this process; raise another one if a sharded model ran out of memory in it."""
     runtimes = [found for where in _attached.valuerefs() if (found := where()) is not None and not found.closed]
-    # on a GPU autograd runs hooks on the device's thread; on CPUs other ranks, with other backwards, may be threads of this process
+    # on a GPU autograd runs hooks on the device's thread; on CPUs the ranks of other backwards may be threads of this process
     running = [(each, each.backward) for each in runtimes if each.backward is not None and each.backward.thread is not None]
     running = [each for each in running if each[0].comm.device.type != "cpu" or each[1].thread == threading.get_ident()]
     for _, backward in running:

@@ -100,7 +100,7 @@ class BirthHome:
         return arrive
 
     def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Compute an operation; gather whole values if it is not possible on slices, while all ranks build the model (collective).
+        """Compute an operation; where slices do not allow it, on gathered values: all ranks build the model alike (collective).
 
         Initialisation code reads the results of parametrizations outside of zs.gathered, too. Return NotImplemented outside of
         `init`, and with gradients enabled, since no gradient could reach the slice.

@@ -114,7 +114,7 @@ class ValueWatch:
             group.masters.seen(index)
 
     def _sums(self, numbers: set[int] = frozenset()) -> dict[int, int]:  # type: ignore[assignment]
-        """Return number -> checksum of the parameters in `numbers`; if it is empty, of the parameters that this rank has written."""
+        """Return number -> checksum of the parameters in `numbers`; if it is empty, of parameters that this rank has written."""
         wanted = numbers or {group.specs[index].number for group, index in self._written}
         named = [(s.number, p) for g in self._groups for s, p in zip(g.specs, g.params, strict=True)]
         return {number: _checksum(param) for number, param in named if number in wanted}

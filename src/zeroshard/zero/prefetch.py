@@ -44,9 +44,9 @@ class Prefetcher:
     def _gains_by_gathering(self, unit: Unit) -> bool:
         """True if an early gather of the unit is possible and saves time.
 
-        Where ranks share memory a gather is this rank's own copy, which runs no faster ahead of use. A unit whose shards come from
-        another tier is gathered ahead only in a world of one rank: when a shard arrives depends on each rank's disk, and a
-        gather that only some ranks have started could not be dropped. Ordered communicators gather such units in `staged`.
+        Where ranks share memory a gather is this rank's own copy, which runs no faster ahead of use. A unit whose shards come
+        from another tier is gathered ahead only in a world of one rank: each rank's disk has its own speed, and a gather that
+        only some ranks have started could not be dropped. Ordered communicators gather such units in `staged`.
         """
         if unit.staged:
             return unit.fetched and self._alone

@@ -59,7 +59,7 @@ _COLUMNS: dict[str, Callable[[dict], int]] = {
 
 
 def state_columns(optimizer: torch.optim.Optimizer | None) -> dict[int, tuple[StateColumn, ...]]:
-    """Return id of each parameter -> the columns that its first step makes: 2 for an unknown class, names only of declared ones."""
+    """Return id of each parameter -> the columns that its first step makes: 2 for an unknown class; only declared ones named."""
     if optimizer is None:
         return {}
     known = (_COLUMNS[cls.__name__] for cls in type(optimizer).__mro__ if cls.__name__ in _COLUMNS)

@@ -75,7 +75,7 @@ def stream_full_tensors(
         dtype: dtype of floating-point parameters, except fp8 and fp4; None: as they are.
         names: the keys of `zs.full_state_dict(model)` to yield; None: all.
 
-    Tensors of one dictionary may share memory and belong to the caller: drop them before the next dictionary, or memory holds two.
+    Tensors of one dictionary may share memory and belong to the caller: drop them before the next one, or memory holds two.
     Tied names share one tensor. Tiles are joined, and so are parts cut by tensor parallelism (which count twice for
     `max_nbytes`). A stage of a pipeline yields its own tensors. The order is unit by unit, parameters before buffers.
 

@@ -91,8 +91,8 @@ class LowRank:
         """Replace this rank's gradient, flat (numel,) of any floating dtype, by the mean over ranks of the sent products
         (collective).
 
-        all_reduce_mean: (n,) fp32 -> the mean of all ranks' (n,), the same on every rank; called twice by every rank. If a gradient
-        is not finite on some rank, the result is not finite on any rank, and the errors of these matrices become zero.
+        all_reduce_mean: (n,) fp32 -> the mean of all ranks' (n,), the same on every rank; called twice by every rank. If a
+        gradient is not finite on some rank, the result is not finite on any rank, and the errors of these matrices become zero.
         """
         self.finish(flat, all_reduce_mean(self.second(flat, all_reduce_mean(self.first(flat)))))
 

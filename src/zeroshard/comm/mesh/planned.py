@@ -18,7 +18,7 @@ from .axes import model_axes
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """The layout that gives the options. axes: ranks along each model axis of this run; all: zs.shard uses all ranks of the run."""
+    """The layout that gives the options. axes: ranks along each model axis of this run; all: zs.shard uses all ranks."""
 
     path: str | os.PathLike
     plan: Mapping[str, Any]

@@ -1,7 +1,7 @@
 """The queue from which an engine's threads take their work: reads first, each kind in order of arrival.
 
 A caller needs a read's values soon, but waits for a write only when it needs the memory again. Further reads need that memory,
-too, so writes can not starve where memory is bounded. (In order of arrival, a step's last read waited for all writes: 180 ms, not 35.)
+too, so writes can not starve where memory is bounded. (In order of arrival, a step's last read took 180 ms, not 35.)
 """
 
 from __future__ import annotations
