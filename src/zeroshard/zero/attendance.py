@@ -55,7 +55,7 @@ class Attendance:
         return len(self.ended) == self.comm.world_size
 
     def remark(self) -> str:
-        """Return the text with the number of the step that follows an operation in labels (see `comm.base.operation`)."""
+        """Return the text with the number of the step that follows an operation in labels (see `comm.control.operation`)."""
         return f" [step {self.steps + 1}]" if not self.serving else f" [its data ended after step {self.steps}]"
 
     # -- the end of a backward -------------------------------------------------------------------------------

@@ -39,7 +39,10 @@ class _Tally:
 
 
 class Backward:
-    """begun: it has reached a unit; scaled: the loss scale was applied; thread: on which its first hook ran, None once it has failed."""
+    """State of one backward. begun: it has reached a unit; scaled: the loss scale was applied.
+
+    thread: number of the thread on which its first hook ran; None once it has failed.
+    """
 
     def __init__(self, at_end: Callable[[], None]) -> None:
         """Construct it inside the backward; `at_end` is called when the backward ends, if it has begun."""

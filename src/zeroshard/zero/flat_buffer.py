@@ -465,7 +465,7 @@ class GradientBuffer:
         """Return elements [start, stop) of the reduced shard (REPLICATED: of the whole gradient) in the optimizer's dtype.
 
         `factor` is applied after the cast: a clipped bf16 gradient is rounded once, and small fp16 gradients, which the loss
-        scale has kept from underflow, do not vanish when it is divided out.
+        scale has kept from underflow, do not vanish when the loss scale is divided out.
         """
         self.land()
         part = (self.full[start:stop] if self.replicated else self._at_rest(start, stop)).to(dtype)

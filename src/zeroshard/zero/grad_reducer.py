@@ -195,7 +195,7 @@ class Reductions:
         return tuple(_bits(functools.reduce(operator.or_, masks)) for masks in joined)
 
     def _agree_on_order(self, first: list[int]) -> None:
-        """Set the agreed order, by which reductions are matched, to that in which rank 0 completed its units."""
+        """Set `_order`, in which all ranks start reductions, to the order in which rank 0 completed its units."""
         self._order = first + [number for number in self._order if number not in first]
         self._agreed = True
 

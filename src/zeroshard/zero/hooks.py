@@ -163,7 +163,7 @@ def _save(
 ) -> Any:
     """Replace `save_pretrained` while sharded: only the main process, which writes the files, needs weights; others pass none.
 
-    Raise ShardedAccessError if tensor parallelism has cut parameters: making them whole needs a collective, which nobody calls.
+    Raise ShardedAccessError if tensor parallelism has cut parameters: one process alone can not gather them.
     """
     if state_dict is None and any(distribution_of(param) is not None for param in module.parameters()):
         raise ShardedAccessError(

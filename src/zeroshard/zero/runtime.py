@@ -258,11 +258,11 @@ class Runtime:
         return output
 
     def _in_training(self) -> bool:
-        """True in a training step, also where reentrant checkpointing disables gradients. The schedule records both modes."""
+        """True in a training step, also where reentrant checkpointing disables gradients: selects the schedule's record."""
         return torch.is_grad_enabled() or self.forwards.training or self.in_backward
 
     def mark_inputs(self, unit: Unit, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Return the arguments with autograd marks, whose backward ends the backward of a unit that has frozen parameters."""
+        """Return the arguments, marked by an identity function whose backward ends that of a unit with frozen parameters."""
         tensors = [t for t in find_tensors((args, kwargs)) if t.requires_grad and not isinstance(t, ShardedTensor)]
         if not tensors or not torch.is_grad_enabled() or not unit.sharded:  # no backward passes these inputs
             return args, kwargs
