@@ -258,7 +258,7 @@ def _end_groups() -> None:
     _by_group.clear()
     if not (_hooked and dist.is_available() and dist.is_initialized()):
         return
-    if {pair.rpartition(":")[2] for pair in dist.get_backend_config().split(",")} == {"gloo"}:  # NCCL's may be in use on a device
+    if {pair.rpartition(":")[2] for pair in dist.get_backend_config().split(",")} == {"gloo"}:  # the fault is gloo's alone
         dist.destroy_process_group()
 
 

@@ -254,7 +254,7 @@ class Comm(Group, ABC):
         def combine(parts: list[Tensor]) -> Outcome:
             total = sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate)
             rounded = out.dtype.itemsize < 4 and out.device.type == "cpu"  # `out` is the first hop's result: `total` is None
-            if torch.isfinite(out).all() if rounded else total is None or math.isfinite(total):  # only now look at each part
+            if torch.isfinite(out).all() if rounded else total is None or math.isfinite(total):  # finite: no rank has to be named
                 return total, ()
             return total, tuple(self.ranks[rank] for rank in nonfinite_ranks(parts, out))
 

@@ -123,7 +123,7 @@ def _groups_left() -> list[tuple[Path, int]]:
     found = []
     for root, limit, used, cached in (
         ("", "memory.max", "memory.current", ("active_file", "inactive_file")),  # control groups, version 2
-        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),  # v. 1
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),  # version 1
     ):
         for folder in _own_groups(root):
             try:

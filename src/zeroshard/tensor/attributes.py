@@ -36,7 +36,7 @@ class CarriesAttributes:
 
     def __delattr__(self, name: str) -> None:
         compute = self.__dict__.get("_compute")
-        if name in _OWN or compute is None:
+        if name in _OWN or compute is None:  # this library's own, or before zs.shard
             return super().__delattr__(name)
         if name not in self.__dict__ and name not in compute.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

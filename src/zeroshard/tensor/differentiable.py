@@ -23,7 +23,7 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: Tensor, value: Tensor, arrive: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.arrive = arrive
-        return value.view_as(value)
+        return value.view_as(value)  # a new tensor: autograd treats an input that is returned in a way of its own
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -36,7 +36,7 @@ def _read(tensor: Any, value: Tensor, sliced: bool) -> Tensor:
         return value
     home = tensor._home
     arrive = home.arrival(sliced) if isinstance(tensor, nn.Parameter) else _lost(home.name)
-    return _Read.apply(tensor.__dict__.get("_compute", tensor), value, arrive)
+    return _Read.apply(tensor.__dict__.get("_compute", tensor), value, arrive)  # gradients accumulate on the compute parameter
 
 
 def _lost(name: str) -> Callable[[Tensor], Tensor]:

@@ -64,21 +64,22 @@ class Distribution:
         assert place is not None
         extents = list(self.shape)
         for size, number, placement in zip(self.mesh.shape, place, self.placements, strict=True):
-            if placement.is_replicate():
+            if placement.is_replicate():  # this axis does not cut the parameter
                 continue
             maps = getattr(placement, "split_factor", 1)  # the weight may pack several matrices (q, k, v), each of which is cut
             dim = placement.dim  # type: ignore[attr-defined]  # it shards
             extent = extents[dim] // maps
             step = -(-extent // size)  # equal to torch.chunk's sizes
             start, stop = min(step * number, extent), min(step * (number + 1), extent)
-            part = Part(dim, start, stop, tuple(extents), maps, part)
-            extents[dim] = maps * (stop - start)
+            part = Part(dim, start, stop, tuple(extents), maps, part)  # the part of earlier axes is around it
+            extents[dim] = maps * (stop - start)  # further axes cut this shard
         return part
 
     def wrap(self, local: Tensor) -> DTensor:
         """Return the DTensor over this rank's shard, in the shard's autograd graph."""
         from torch.distributed.tensor import DTensor
 
+        # run_check would be a collective
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
         )
@@ -125,7 +126,7 @@ def distribution_of(param: Tensor) -> Distribution | None:
 
 def is_distributed(value: object) -> TypeGuard[DTensor]:
     """Return whether a value is a DTensor."""
-    return _MODULE in sys.modules and isinstance(value, sys.modules[_MODULE].DTensor)
+    return _MODULE in sys.modules and isinstance(value, sys.modules[_MODULE].DTensor)  # not imported: nobody has made a DTensor
 
 
 def local_of(value: Any) -> Any:
@@ -201,7 +202,7 @@ def _turned(state: object, param: Tensor) -> object:
         is_distributed(param)
         and isinstance(state, Tensor)
         and state.shape == torch_compat.local_part(param).shape
-        and state.dim()
+        and state.dim()  # a scalar (`step`) stays an ordinary tensor
     ):
         return Distribution.of(param, "").wrap(state)
     return state

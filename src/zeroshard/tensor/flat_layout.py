@@ -81,7 +81,7 @@ class FlatLayout:
             numel = math.prod(shape)
             slots.append(Slot(tuple(shape), offset, numel))
             offset = round_up(offset + numel, alignment)
-        shard_numel = round_up(max(-(-offset // world_size), 1), alignment)
+        shard_numel = round_up(max(-(-offset // world_size), 1), alignment)  # at least one block: no shard is empty
         return cls(tuple(slots), world_size, shard_numel, alignment)
 
     @property
@@ -103,7 +103,7 @@ class FlatLayout:
         begin, end = self.shard_range(rank)
         start, stop = max(slot.offset, begin), min(slot.stop, end)
         if start >= stop:
-            return Piece(index, 0, 0, 0)
+            return Piece(index, 0, 0, 0)  # the slot has no element in this shard
         return Piece(index, start - slot.offset, stop - slot.offset, start - begin)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:

@@ -81,12 +81,12 @@ def norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None, kind:
 
 def _combined(tensors: list[Slices], order: float) -> Tensor:
     """Return the norms, (len(tensors),) in fp64 on the host, of tensors of one group of ranks (collective)."""
-    measured = torch.stack([_measured(tensor, order) for tensor in tensors]).cpu()
+    measured = torch.stack([_measured(tensor, order) for tensor in tensors]).cpu()  # one transfer for all tensors
     undivided = any(tensor._of_gradient and tensor._home.undivided for tensor in tensors)
     more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
     name = f"{'the gradient of ' if tensors[0]._of_gradient else ''}{tensors[0]._home.name}"
     tensors[0]._home.before_meeting("a norm (torch's clipping takes them, zs.clip_grad_norm_(model, max_norm) does not)")
-    payload = bytes([undivided]) + measured.numpy().tobytes()
+    payload = bytes([undivided]) + measured.numpy().tobytes()  # undivided may differ between ranks: all raise, or none
     everyone = tensors[0]._home.meeting.exchange(payload, f"norm of {name}{more} (collective: every rank must ask for it)")
     if any(part[0] for part in everyone):
         raise ZeroshardError(
@@ -95,7 +95,7 @@ def _combined(tensors: list[Slices], order: float) -> Tensor:
         )
     rows = [torch.frombuffer(bytearray(part[1:]), dtype=torch.float64) for part in everyone]
     table = torch.stack(rows)  # (world, tensors)
-    return table.sum(0) if order == 0 else torch.linalg.vector_norm(table, order, dim=0)
+    return table.sum(0) if order == 0 else torch.linalg.vector_norm(table, order, dim=0)  # order 0 counts elements
 
 
 def _measured(tensor: Slices, order: float) -> Tensor:

@@ -41,4 +41,4 @@ def computes(func: Any, args: tuple, kwargs: dict[str, Any], kind: type) -> bool
         return False
     if name in _LOOK_AT_OTHERS:
         return isinstance(args[0], kind)
-    return kwargs.get("out") is None and (not name.endswith("_") or name.endswith("__"))
+    return kwargs.get("out") is None and (not name.endswith("_") or name.endswith("__"))  # one underscore at the end: in place

@@ -15,6 +15,7 @@ from .differentiable import ReadableWhole
 
 # attributes that read elements
 _VIEWS = tuple(getattr(torch.Tensor, name) for name in ("data", "T", "mT", "H", "mH", "real", "imag"))
+# functions that read no elements (`__get__`: of other attributes than `_VIEWS`)
 _HARMLESS = ("__get__", "register_hook", "register_post_accumulate_grad_hook", "size", "dim", "numel", "untyped_storage")
 
 

@@ -438,9 +438,9 @@ def _rows(source: ShardedTensor, start: int, stop: int, shape: tuple[int, ...]) 
 def _select(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
     """Return weight[i], one row, as a sharded view; nn.Embedding's padding uses it."""
     source, dim, index = args
-    if dim % max(len(source.shape), 1) != 0:
+    if dim % max(len(source.shape), 1) != 0:  # only rows are one range of the flattened tensor
         raise _refusal(func, args, kwargs)
-    index %= source.shape[0]  # torch gives negative indices on
+    index %= source.shape[0]  # it may be negative
     return _rows(source, index, index + 1, tuple(source.shape[1:]))
 
 
@@ -448,7 +448,7 @@ def _slice(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
     """Return weight[a:b], adjacent rows, as a sharded view."""
     defaults: tuple[Any, ...] = (0, None, None, 1)
     source, dim, start, stop, step = (*args, *defaults[len(args) - 1 :])
-    if dim % max(len(source.shape), 1) != 0 or step != 1:
+    if dim % max(len(source.shape), 1) != 0 or step != 1:  # only adjacent rows are one range of the flattened tensor
         raise _refusal(func, args, kwargs)
     start, stop, _ = slice(start, stop).indices(source.shape[0])
     return _rows(source, start, max(stop, start), (max(stop - start, 0), *source.shape[1:]))
@@ -466,7 +466,7 @@ def _local_of(operand: Any, lead: ShardedTensor) -> Any:
         return operand._local
     if isinstance(operand, Tensor) and operand.dim() > 0:
         try:
-            whole = operand.expand(lead.shape)
+            whole = operand.expand(lead.shape)  # a whole operand: this rank takes its own elements
         except RuntimeError as error:
             raise ShardedAccessError(
                 f"{lead._home.name}: expected an operand that broadcasts to {tuple(lead.shape)}, got {tuple(operand.shape)}."
@@ -512,7 +512,7 @@ def _of_whole(func: Any, args: tuple, kwargs: dict) -> Any:
 def _view(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
     """Return p.view(...): the same slice under another global shape."""
     source = args[0]
-    shape = torch.empty(tuple(source.shape), device="meta").view(*args[1:], **kwargs).shape
+    shape = torch.empty(tuple(source.shape), device="meta").view(*args[1:], **kwargs).shape  # torch checks the shape
     view = ShardedTensor(source._held, tuple(shape), source._home, dtype=source.dtype, device=source.device)
     _inherit(view, source)
     return view
@@ -547,7 +547,7 @@ def _stretch(func: Any, args: tuple, kwargs: dict, part: slice, writes: bool) ->
     leads = args[0][part]
 
     def localise(arg: Any) -> Any:
-        if isinstance(arg, (list, tuple)) and len(arg) == len(args[0]):
+        if isinstance(arg, (list, tuple)) and len(arg) == len(args[0]):  # one operand for each tensor; else a scalar for all
             pairs = zip(arg[part], leads, strict=True)
             return [_local_of(a, lead) if isinstance(lead, ShardedTensor) else a for a, lead in pairs]
         return arg

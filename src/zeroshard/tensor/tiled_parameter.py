@@ -43,7 +43,7 @@ class Part:
 
     def __post_init__(self) -> None:
         assert 0 <= self.start <= self.stop <= self.shape[self.dim] // self.maps, self
-        assert self.maps == 1 or self.around is None, self
+        assert self.maps == 1 or self.around is None, self  # packed matrices are cut along one dimension only
 
     @property
     def extents(self) -> tuple[int, ...]:
@@ -170,11 +170,11 @@ class Tiled(nn.Module):
                 given = state_dict.get(prefix + attribute)
                 if given is not None and tuple(given.shape) == part.shape:
                     state_dict[f"{prefix}tiles.{number}.{attribute}"] = part.of(given)
-                elif given is not None and number == 0:
+                elif given is not None and number == 0:  # one error, not one for each tile
                     error = f"size mismatch for {prefix + attribute}: expected {part.shape}, got {tuple(given.shape)}."
                     lists[-1].append(error)
         for attribute in self._cut_attributes():
-            state_dict.pop(prefix + attribute, None)
+            state_dict.pop(prefix + attribute, None)  # else strict loading would report it as unexpected
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
 
@@ -211,7 +211,7 @@ def join(values: Mapping[str, Any], parts: Mapping[str, int]) -> dict[str, Any]:
     joined: dict[tuple, Tensor] = {}
     dims = {whole_name(name): dim for name, dim in parts.items()}
     for name, tensors in pieces.items():
-        key = tuple(map(id, tensors))
+        key = tuple(map(id, tensors))  # ties: joined once
         if key not in joined:
             joined[key] = torch.cat(tensors, dims[name]) if len(tensors) > 1 else tensors[0]
         result[name] = joined[key]

@@ -210,4 +210,4 @@ class HierarchicalComm(Wrapper):
         return Hops(self.control, first, between, self.volume("reduce", out.numel(), source.tensor.dtype), label)
 
     def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Work:
-        raise NotImplementedError("collect() is not possible in two hops, since the first hop sums: use reduce()")
+        raise NotImplementedError("collect() is not possible in two hops, of which the first sums: use reduce()")

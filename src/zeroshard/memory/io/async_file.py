@@ -217,7 +217,7 @@ def _open(path: str, flags: int) -> tuple[int, bool]:
 def _open_for_what_is_allowed(path: str, flags: int) -> int:
     """Open a file for reading and writing, or for reading only where the permissions forbid writes."""
     try:
-        return os.open(path, flags, 0o600)  # others must not read the states of a training run
+        return os.open(path, flags, 0o600)  # readable and writable by this user alone
     except OSError as error:
         if error.errno not in (EACCES, EROFS) or flags & os.O_CREAT:
             raise

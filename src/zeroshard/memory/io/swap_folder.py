@@ -303,7 +303,7 @@ def measure(path: str | os.PathLike, nbytes: int = 256 << 20) -> tuple[float, fl
         path: a folder.
         nbytes: most bytes to write and to read; on a slow disk each stops after about half a second.
     """
-    chunk_nbytes, patience_s = min(16 << 20, round_up(nbytes)), 0.4  # requests of the size that tiers use
+    chunk_nbytes, patience_s = min(16 << 20, round_up(nbytes)), 0.4
     memory = empty_aligned(chunk_nbytes).fill_(1)
     name = Path(path) / f".zeroshard-probe-{os.getpid()}-{secrets.token_hex(4)}"
     file = open_file(name, max(nbytes // chunk_nbytes, 1) * chunk_nbytes, create=True)
