@@ -225,9 +225,8 @@ class Comm(Group, ABC):
     def volume(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> Sent:
         """Return the bytes that this rank sends for a collective of shards of `numel` elements.
 
-        kind: "gather", "gather again" (the shards were not written since an earlier gather) or "reduce".
-
-        tag: the tag of a reduction, if its parameters were announced by `expect`.
+        kind: "gather", "gather again" (the shards were not written since an earlier gather) or "reduce". tag: the tag of a
+        reduction, if its parameters were announced by `expect`.
         """
         return self.sent(numel * dtype.itemsize)
 

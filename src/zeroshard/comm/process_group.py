@@ -362,7 +362,7 @@ class DistComm(DirectComm):
     # -- failures --------------------------------------------------------------------------------------------
 
     def explained(self, label: str) -> _Explained:
-        """Return a context in which errors of c10d are translated into this library's."""
+        """Return a context that replaces errors of c10d by errors of this library, which name the cause."""
         return _Explained(self, label)
 
     @property

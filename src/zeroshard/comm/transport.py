@@ -1,4 +1,4 @@
-"""Transports: how ranks on one host pass short messages and open each other's memory.
+"""Transports: ranks on one host send each other short messages and map each other's memory.
 
 `ThreadTransport`: ranks are threads of one process (tests, and a world of one). `ProcessTransport`: ranks are
 processes; messages go through UNIX sockets, memory is a memfd that the peer maps. The kernel closes a dead process's
