@@ -1,4 +1,4 @@
-"""The choice of this rank's Comm, made once per process group, by where its ranks run.
+"""Chooses this rank's Comm, once per process group, by the hosts and devices of the ranks.
 
 one process                           SharedComm of a world of one
 a thread of `testing.run_threads`     SharedComm over threads
@@ -42,8 +42,8 @@ Choice = DirectComm | str | dist.ProcessGroup | DeviceMesh
 _local = threading.local()  # .comm: this thread's Comm, in a world of threads
 _by_group: dict[tuple, DirectComm] = {}  # (id of the group, choice, device) -> Comm, until the group is destroyed
 _live: weakref.WeakSet[DirectComm] = weakref.WeakSet()
-_solo_said = False
-_hooked = False  # whether this process tells its peers how it ends (`_hook_failures`)
+_solo_said = False  # whether the line about a world of one was printed
+_hooked = False  # whether `_hook_failures` has installed its hooks in this process
 
 
 def set_thread_comm(comm: DirectComm | None) -> None:
@@ -52,7 +52,7 @@ def set_thread_comm(comm: DirectComm | None) -> None:
 
 
 def is_started() -> bool:
-    """Return True where this rank can meet the others: in a world of threads, or with a process group."""
+    """Return True if this rank can communicate: it is a thread of a world of threads, or has a process group."""
     return getattr(_local, "comm", None) is not None or (dist.is_available() and dist.is_initialized())
 
 
@@ -83,9 +83,9 @@ def current(choice: Choice | None, device: torch.device, stall_timeout_s: float,
 
     choice: a Comm; "auto", "shared" or "dist", over all ranks; a process group or 1-D mesh, over its ranks. option: the
     argument's name in errors. Raises ConfigError where a launcher's variables are set but the process group has not been
-    started: a world of one by mistake is the costliest of silent errors.
+    started: otherwise each rank would train alone, without an error.
     """
-    if isinstance(choice, DirectComm):
+    if isinstance(choice, DirectComm):  # the caller has made one
         return choice
     if choice is not None and not isinstance(choice, str):
         return _of_group(choice, device, stall_timeout_s, option)
@@ -98,7 +98,7 @@ def current(choice: Choice | None, device: torch.device, stall_timeout_s: float,
     if not (dist.is_available() and dist.is_initialized()):
         return _solo(device, stall_timeout_s)
     if is_imagined():
-        return FakeComm(dist.get_rank(), dist.get_world_size(), device)
+        return FakeComm(dist.get_rank(), dist.get_world_size(), device)  # not kept: it holds no connection
     world = dist.group.WORLD
     key = (id(world), choice, device)
     if key not in _by_group:
@@ -110,7 +110,7 @@ def current(choice: Choice | None, device: torch.device, stall_timeout_s: float,
 
 
 def _group_gone(key: tuple) -> None:
-    """Drop the Comm of a destroyed process group, and end its desk's thread: its user may still hold it, but no peer asks."""
+    """Drop the Comm of a destroyed process group, and end its desk's thread: a program may keep the Comm, but no peer asks."""
     comm = _by_group.pop(key, None)
     if comm is not None:
         comm.desk.rest()  # type: ignore[attr-defined]
@@ -168,7 +168,9 @@ def _connect(choice: str, device: torch.device, stall_timeout_s: float) -> Direc
         places: list = [None] * dist.get_world_size()
         backend_for(device)
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():  # not the current one
-            dist.all_gather_object(places, (place, str(device.type), address, secret))  # a pickle: the group is trusted
+            dist.all_gather_object(
+                places, (place, str(device.type), address, secret)
+            )  # by pickle: ranks of the group are trusted
         here = [rank for rank, other in enumerate(places) if other[:2] == (place, str(device.type))]
         same_host = len(here) == len(places) and place is not None
         if choice == "shared" and not same_host:
@@ -176,7 +178,7 @@ def _connect(choice: str, device: torch.device, stall_timeout_s: float) -> Direc
                 "comm='shared' needs all ranks on one Linux host, and their models on the CPU; got these hosts and devices: "
                 f"{[p[:2] for p in places]}. Leave comm out, or pass comm='dist'."
             )
-        if choice == "dist" or door is None or (len(here) == 1 and not same_host):
+        if choice == "dist" or door is None or (len(here) == 1 and not same_host):  # no rank shares this one's host
             return DistComm(None, device, stall_timeout_s)
         transport = ProcessTransport(
             here.index(dist.get_rank()), door, [places[rank][2] for rank in here], places[here[0]][3], stall_timeout_s
@@ -195,7 +197,7 @@ def _connect(choice: str, device: torch.device, stall_timeout_s: float) -> Direc
 
 
 def _place() -> tuple | None:
-    """Return the tuple that two processes must have in common to open each other's memory; None where Linux offers no way."""
+    """Return a tuple that is equal for processes which can open each other's memory; None where the system has no memfd."""
     host = host_identity()
     if not hasattr(os, "memfd_create") or not all(host):
         return None
@@ -206,7 +208,7 @@ def _place() -> tuple | None:
 
 
 def announce(error: BaseException) -> None:
-    """Tell the peers of an error that ends this rank; for callers that then end the process without Python (os._exit)."""
+    """Send the peers the error that ends this rank; for callers that then end the process without exit hooks (os._exit)."""
     for comm in list(_live):
         try:
             comm.fail(failure_of(error, comm.ranks[comm.rank]))
@@ -215,7 +217,7 @@ def announce(error: BaseException) -> None:
 
 
 def _hook_failures() -> None:
-    """Install hooks by which this process tells its peers how it ends, before it does."""
+    """Install hooks (excepthook, sys.exit, atexit) that send the peers a Failure when this process ends."""
     if getattr(sys.excepthook, "_zeroshard", False):
         return
     previous = sys.excepthook
@@ -233,7 +235,7 @@ def _hook_failures() -> None:
 
 
 def _close_all() -> None:
-    """Tell the peers how this process ends, and leave."""
+    """Send the peers the Failure with which this process ends, if any, and leave all groups."""
     for comm in list(_live):
         failure = last_words(comm.ranks[comm.rank])
         try:
@@ -248,16 +250,15 @@ def _close_all() -> None:
 def _end_groups() -> None:
     """Destroy the process groups at exit, where this library was used over gloo and the script has not done so.
 
-    A thread of gloo lets go of the tensors of the last collectives after their caller has gone on, and needs the
-    interpreter for it. If that is being finalized, Python ends the thread in the midst of a C++ destructor, and the
-    process aborts ("terminate called without an active exception"; seen with gdb: pt_gloo_runloop, ~AsyncWork,
-    decref_pyobject, take_gil, PyThread_exit_thread). Destroying a group waits for its threads, which may have the
-    interpreter meanwhile.
+    A thread of gloo drops its references to the tensors of the last collectives only after their caller has gone on, and needs
+    the GIL for it. While the interpreter is being finalized, Python ends a thread that asks for the GIL; here in a C++
+    destructor, so that the process aborts ("terminate called without an active exception"; seen with gdb: pt_gloo_runloop,
+    ~AsyncWork, decref_pyobject, take_gil, PyThread_exit_thread). Destroying a group before that waits for its threads.
     """
     _by_group.clear()
     if not (_hooked and dist.is_available() and dist.is_initialized()):
         return
-    if {pair.rpartition(":")[2] for pair in dist.get_backend_config().split(",")} == {"gloo"}:
+    if {pair.rpartition(":")[2] for pair in dist.get_backend_config().split(",")} == {"gloo"}:  # the fault is gloo's alone
         dist.destroy_process_group()
 
 

@@ -3,13 +3,13 @@
 Words: a *region* is a flat tensor with a memory of its own; where ranks share a host, peers can read it. A
 *whole* region has world_size shards, of which the rank's own is authoritative; a *shard* region is one shard.
 
-    gather   shards of every rank -> one whole tensor             (sharded -> replicated)
-    collect  my slice of every rank's whole tensor, in rank order (all-to-all: what a reduction begins with)
-    reduce   whole tensors of every rank -> the sum of my shard   (partial -> sharded)
+    gather   shards of every rank -> one whole tensor             (all-gather: sharded -> replicated)
+    collect  my slice of every rank's whole tensor, in rank order (all-to-all: the first half of a reduction)
+    reduce   whole tensors of every rank -> the sum of my shard   (reduce-scatter: partial -> sharded)
 
-Reductions sum in fp32 in rank order, whatever was sent: the result does not depend on timing or backend. Comms that work over
-others (comm/mesh: two hops, replicas, compression) have these collectives; a `DirectComm`, which reaches its ranks itself, also
-has their control messages (`Control`).
+Reductions sum in fp32 in rank order, in whatever dtype values were sent: the result does not depend on timing or backend. Comms
+that work over others (comm/mesh: two hops, replicas, compression) have these collectives; a `DirectComm`, which reaches its ranks
+itself, also has their control messages (`Control`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Region:
     wholes: list[Tensor | None] = field(default_factory=list)
     common: bool = False
     number: int = 0  # equal on every rank; for a staging buffer, its index in a pool of equal buffers
-    siblings: Callable[[int], Region] | None = None  # number -> that buffer of the pool: a peer may be using another one
+    siblings: Callable[[int], Region] | None = None  # number -> the pool's buffer of that number, which a peer may have taken
 
 
 Outcome = tuple[float | None, tuple[int, ...]]  # a reduction's `Collective.square_sum` and `Collective.culprits`
@@ -78,15 +78,15 @@ class Collective(Work):
         return True
 
     def missing(self) -> list[int] | None:
-        """Return the ranks for which `wait` still waits, as the transport numbers them; None where they are not known."""
+        """Return the ranks for which `wait` still waits, by the transport's numbers; None where they are not known."""
         return None
 
 
 class Hops(Collective):
     """A collective of two hops: the second collective begins when the first is over.
 
-    Where the host waits for collectives (gloo, shared memory), `HopQueue` keeps the hops until this rank next waits for anything,
-    or polls, and finds the first over. Otherwise (NCCL) both are enqueued on the side stream at once.
+    Where the host waits for collectives (gloo, shared memory), `HopQueue` keeps the object until a wait or poll of this rank finds
+    the first collective over. Otherwise (NCCL) both are enqueued on the side stream at once.
     """
 
     def __init__(self, control: Control, first: Collective, go_on: Callable[[], Collective], sent: Sent, label: str) -> None:
@@ -111,7 +111,8 @@ class Hops(Collective):
         self.begin()
         assert self.second is not None
         self.second.wait()
-        self.take((self.second.square_sum, self.first.culprits))  # the second would name the rank that passed a value on
+        # culprits of the first: in the second, a non-finite value comes from the rank that passed a sum on
+        self.take((self.second.square_sum, self.first.culprits))
         self._over = True
 
     def done(self) -> bool:
@@ -129,7 +130,7 @@ class Hops(Collective):
             self._finish()
 
     def missing(self) -> list[int] | None:
-        """Return the ranks of the hop under way: those of the other hop may have left, having all that they need."""
+        """Return the ranks of the hop that runs; ranks of the other hop may have left, since nothing is missing there."""
         return (self.first if self.second is None else self.second).missing()
 
     def drain(self) -> None:
@@ -150,9 +151,9 @@ class Comm(Group, ABC):
     Threads: as `Control`.
     """
 
-    control: Control  # how these ranks agree and wait
-    parts: tuple[Comm, ...] = ()  # the Comms over which this one works: they are opened, released and told of writes with it
-    packs: bool = False  # reductions send gradients as fewer bytes (a codec) at present
+    control: Control  # the control messages and waits of these ranks
+    parts: tuple[Comm, ...] = ()  # the Comms over which this one works: open, release, forget and outdate are passed on to them
+    packs: bool = False  # reductions compress gradients (by a codec) at present
 
     # -- memory ----------------------------------------------------------------------------------------------
 
@@ -196,17 +197,17 @@ class Comm(Group, ABC):
             part.release()
 
     def forget(self) -> None:
-        """Drop what is kept from earlier reductions (a codec's residuals, say), because other values have been loaded."""
+        """Drop state kept from earlier reductions (a codec's residuals), because other values have been loaded."""
         for part in self.parts:
             part.forget()
 
     def outdate(self, number: int) -> None:
-        """Invalidate what is kept of region `number`, whose shards are about to be written."""
+        """Invalidate copies of region `number` (secondary shards), since its shards are about to be written."""
         for part in self.parts:
             part.outdate(number)
 
     def holds(self, number: int) -> bool:
-        """Return True where the next gather from region `number` reads secondary shards that an earlier gather has left."""
+        """Return True if the next gather from region `number` will read secondary shards, which an earlier gather has kept."""
         return any(part.holds(number) for part in self.parts)
 
     # -- collectives -----------------------------------------------------------------------------------------
@@ -217,9 +218,10 @@ class Comm(Group, ABC):
         return [told[rank] for rank in self.ranks]
 
     def volume(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> Sent:
-        """Return the bytes that this rank sends. kind: "gather", "gather again" (no write since) or "reduce" of such shards.
+        """Return the bytes that this rank sends for a collective of shards of `numel` elements.
 
-        tag: that of a reduction, whose parameters may be known (see `expect`).
+        kind: "gather", "gather again" (the shards were not written since an earlier gather) or "reduce". tag: the tag of a
+        reduction, if its parameters were announced by `expect`.
         """
         return self.sent(numel * dtype.itemsize)
 
@@ -245,8 +247,8 @@ class Comm(Group, ABC):
 
         def combine(parts: list[Tensor]) -> Outcome:
             total = sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate)
-            rounded = out.dtype.itemsize < 4 and out.device.type == "cpu"  # the first of two hops: `total` is None
-            if torch.isfinite(out).all() if rounded else total is None or math.isfinite(total):
+            rounded = out.dtype.itemsize < 4 and out.device.type == "cpu"  # `out` is the first hop's result: `total` is None
+            if torch.isfinite(out).all() if rounded else total is None or math.isfinite(total):  # finite: no rank has to be named
                 return total, ()
             return total, tuple(self.ranks[rank] for rank in nonfinite_ranks(parts, out))
 
@@ -273,4 +275,4 @@ class DirectComm(Control, Comm):
         """
 
     def join(self, local: Any) -> None:
-        """Let every wait here also serve `local`, the communicator of this host's ranks, and every wait there serve this one."""
+        """Let every wait in either communicator, this one or `local` (of this host's ranks), also let the other one progress."""

@@ -3,10 +3,10 @@
     value  = tag (1 byte), then by tag: nothing (None, True, False) | 8 bytes (int, float) | length (8 bytes), content
     list, tuple, dict: the count stands for the length, values follow. error: class name, text, fields (values)
 
-Strings, bytes, numbers, None, lists, tuples and dictionaries are decoded as what they were; their subclasses and NumPy
-scalars as the plain type. Tensors are decoded on the host. An error is decoded as the nearest class that this library
-(or `_BUILTIN`) knows, without its traceback and cause; no constructor runs. The memory that decoding allocates is at
-most a multiple of the number of bytes.
+Strings, bytes, numbers, None, lists, tuples and dictionaries keep their type; instances of subclasses and NumPy scalars
+are decoded as the plain type, tensors on the host. An error is decoded as the nearest class that this library
+(or `_BUILTIN`) knows, without its traceback and cause; no constructor runs. Decoding allocates at most a multiple of the
+number of bytes, whatever lengths they announce.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch import Tensor
 
 from ..errors import MalformedMessage, ZeroshardError
 
-_MOST_NESTED = 64
+_MOST_NESTED = 64  # levels: bounds the recursion of `decode`, whatever the bytes are
 _INT, _FLOAT, _LENGTH = struct.Struct("<cq"), struct.Struct("<cd"), struct.Struct("<cQ")
-_BUILTIN = (  # classes of errors that are decoded as such, besides this library's own
+_BUILTIN = (  # classes of errors that keep their class, besides this library's own
     "OSError FileNotFoundError FileExistsError PermissionError NotADirectoryError IsADirectoryError TimeoutError "
     "ValueError TypeError KeyError IndexError AttributeError RuntimeError NotImplementedError MemoryError "
     "AssertionError"

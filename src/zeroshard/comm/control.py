@@ -1,6 +1,6 @@
-"""The control messages of a group (`Control`): its ranks agree, wait for one another and learn of failures, on the host.
+"""The control messages of a group (`Control`), on the host: by them ranks agree, wait for one another and learn of failures.
 
-A *fence* separates the times at which shards are written from those at which peers read them.
+A *fence* separates the times when ranks write their shards from the times when peers read them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .streams import Streams
 if TYPE_CHECKING:
     from .base import Hops
 
-_PAUSE_S = 5e-5
+_PAUSE_S = 5e-5  # between two polls of a wait
 Missing = Callable[[], list[int] | None]
 
 
@@ -34,7 +34,7 @@ class Sent(NamedTuple):
 
 
 class HopQueue:
-    """The `Hops` whose second collective has not begun. Every wait of this rank calls `advance`: peers may wait for those."""
+    """The `Hops` whose second collective has not begun. Every wait of this rank calls `advance`, as peers may wait for them."""
 
     def __init__(self) -> None:
         self.items: list[Hops] = []
@@ -42,12 +42,12 @@ class HopQueue:
 
     def advance(self) -> None:
         """Begin the second collective of all hops whose first is over."""
-        if self._busy or not self.items:
+        if self._busy or not self.items:  # busy: a `begin` below has called a collective, which polls
             return
         self._busy = True
         try:
             for hops in [hops for hops in self.items if hops.first.done()]:
-                if hops in self.items:  # another one's `begin` may have waited, and begun this one meanwhile
+                if hops in self.items:  # else it was begun during a wait in the `begin` of another one
                     self.items.remove(hops)
                     hops.begin()
         finally:
@@ -55,7 +55,7 @@ class HopQueue:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Context of a wait, in which `advance` runs even where the wait is inside `advance` (a hop waits for a buffer)."""
+        """Context of a wait: `advance` works in it, even if the wait is itself inside `advance` (a hop waits for a buffer)."""
         busy, self._busy = self._busy, False
         try:
             yield
@@ -64,7 +64,7 @@ class HopQueue:
 
 
 class Group:
-    """A group of ranks as one of them sees it: its number, the device of its tensors, and what holds for its collectives.
+    """A group of ranks as one of them sees it: its rank, the device of its tensors, and properties of its collectives.
 
     ordered: collectives are matched by the order in which ranks start them (NCCL); the runtime then starts reductions in an
     order that all ranks have agreed on.
@@ -78,10 +78,10 @@ class Group:
     ordered: bool = False
     shares_memory: bool = False  # peers read this rank's regions, so `allocate` is collective
     copies: bool = False  # this rank gathers resting shards by copying them: no peer has to take part
-    drains_all: bool = True  # when a reduction has drained, every rank that may read its result has it
+    drains_all: bool = True  # once a reduction has drained here, the results of all ranks are in place
     replicas: int = 1  # number of groups of ranks that hold the same shards: reductions sum over all of them
     replica: int = 0  # index of this rank's group among the replicas
-    waits_on_host: bool = True  # False: waiting orders streams and the host goes on (NCCL)
+    waits_on_host: bool = True  # False: `wait` only orders streams, and the host goes on (NCCL)
     imagined: bool = False  # the peers do not exist (planning)
     streams: Streams = Streams()
 
@@ -95,9 +95,9 @@ class Group:
 class Control(Group, ABC):
     """Control messages of a group of ranks.
 
-    Threads: one at a time: the rank's own, autograd's during a backward that the rank's own waits for, or that of
-    checkpoint/heartbeat.py while the rank's own writes files. `exchange` refuses a second one (`ThreadsMet`). Only `progress`
-    may be read by others.
+    Threads: one at a time: the rank's own thread; autograd's during a backward, while the rank's own waits; or that of
+    checkpoint/heartbeat.py, while the rank's own writes files. `exchange` refuses a second one (`ThreadsMet`). Other threads may
+    only read `progress`.
     """
 
     _serial = 0
@@ -114,7 +114,7 @@ class Control(Group, ABC):
 
     @functools.cached_property
     def progress(self) -> Progress:
-        """This rank's notes of its step and collectives, from which it answers peers that have waited too long."""
+        """This rank's notes of its step and collectives; peers that have waited too long ask for them."""
         return Progress(self.ranks[self.rank])
 
     def new_serial(self) -> int:
@@ -133,7 +133,7 @@ class Control(Group, ABC):
         """Return when all ranks have written their shards, so that peers' shards may be read (collective)."""
 
     def announce(self, waiting_for: str | None) -> None:
-        """Tell the peers that this rank waits for something that they may have to free (None: it waits no longer)."""
+        """Send the peers a note that this rank waits for a resource which they may have to free (None: its wait is over)."""
 
     def peers_wait(self) -> bool:
         """Return True if a peer may be waiting for this rank, so that this rank's own wait might never end."""
@@ -151,18 +151,18 @@ class Control(Group, ABC):
         self.pending.advance()
 
     def abort(self, reason: str, error: Exception | None = None) -> None:
-        """Tell the peers that this rank failed, so that none waits for it. error: what they shall raise instead of PeerFailed."""
+        """Send word to the peers that this rank failed, so that none waits for it. error: raised there instead of PeerFailed."""
         self.fail(Failure(self.ranks[self.rank], reason, error))
 
     def fail(self, failure: Failure) -> None:
-        """Tell the peers why the group can not go on: this rank's failure, or a peer's that they may not know of yet."""
+        """Send the peers the failure for which the group can not go on: this rank's, or a peer's that others may not know."""
 
     def answer_for(self, owner: object) -> Callable[[], Any]:
-        """Answer peers that ask what this rank does, until `owner` is collected or the returned function is called."""
+        """Answer peers that ask for this rank's state, until `owner` is collected or the returned function is called."""
         return lambda: None
 
     def leave(self) -> None:
-        """Send what is still queued for the peers, and leave: this process ends."""
+        """Send the messages that are still queued, and leave the group, since this process ends."""
 
     def close(self) -> None:
         """Release the connections; the group can not be used afterwards."""
@@ -174,10 +174,10 @@ def operation(label: str) -> str:
 
 
 def misuse(places: Mapping[int, str | None], world_size: int) -> str:
-    """Return a hint at the calls that ranks have not made together, to append to an error; "" where there is none.
+    """Return a hint at calls that only some ranks have made, to append to an error; "" where there is none.
 
-    ' zs.save() is collective: ...' where some ranks are in a verb of this library and the others are elsewhere; ' Rank 0
-    left ...' where some are in the training loop and the others are not.
+    ' zs.save() is collective: ...' if some ranks are in a collective function of this library and the others are elsewhere;
+    ' Rank 0 left ...' if some are in the training loop and the others are not.
     places: rank -> the label at which it waits; None, or no entry: it is somewhere else.
     """
     return _missing_in_verb(places, world_size) + _missing_in_loop(places, world_size)

@@ -1,7 +1,7 @@
 """Diagnosis of a failed wait over gloo or NCCL: a peer has failed, a peer's process is gone, or the ranks have stalled.
 
-c10d reports a broken connection or a timeout, but not the rank to blame; and ranks that end because another one failed
-break connections as well. So this rank asks whether a peer has sent its failure, and whether all peers' desks answer.
+c10d reports a broken connection or a timeout, but not which rank caused it; and ranks that end because another one failed
+break connections as well. So this rank looks whether a peer has sent its failure, and whether all peers' desks answer.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from .failure import GONE, Failure
 from .flight_recorder import Progress, describe, places_of
 from .status_server import Answers, Desk
 
-_PATIENCE_S = 10.0  # how long peers may take to say why a connection broke
-_PAUSE_S = 0.1
+_PATIENCE_S = 10.0  # time for peers to send the failure that broke a connection
+_PAUSE_S = 0.1  # between two rounds of questions to the peers' desks
 
 
 class Waiting(Protocol):
@@ -37,7 +37,7 @@ class Waiting(Protocol):
 def judge(comm: Waiting, label: str, error: RuntimeError) -> Failure | None:
     """Return why the group can not go on; None for an error that has nothing to do with the connections between ranks."""
     text = str(error)
-    timed_out = "imed out" in text or "imeout" in text
+    timed_out = "imed out" in text or "imeout" in text  # c10d has no classes of errors for these: match "Timed out", "timeout"
     if not timed_out and "onnection" not in text and "gloo" not in text and "nccl" not in text.lower():
         return comm.desk.told
     deadline = time.monotonic() + _PATIENCE_S
@@ -49,7 +49,7 @@ def judge(comm: Waiting, label: str, error: RuntimeError) -> Failure | None:
             break
         if gone:
             ends = {peer: comm.desk.how_it_ended(peer) for peer in gone}
-            # a killed rank comes first: it did not end because of another one
+            # a killed rank is the cause: ranks that end because of another one exit by themselves
             first = min(gone, key=lambda peer: "killed by" not in ends[peer])
             return Failure(comm.ranks[first], ends[first])
         if timed_out:
@@ -62,7 +62,7 @@ def judge(comm: Waiting, label: str, error: RuntimeError) -> Failure | None:
 
 
 def stalled(answers: Answers, comm: Waiting, label: str) -> Failure:
-    """Return the failure that all ranks raise for a stall, with the report of every rank. answers: those of the peers."""
+    """Return the failure that all ranks raise for a stall, with the report of every rank. answers: the peers' reports."""
     reports = answers | {comm.rank: comm.progress.report()}
     hint = f"Did all ranks run the same modules and calls?{misuse(places_of(reports), comm.world_size)}"
     text = describe(comm.stall_timeout_s, {comm.ranks[rank]: report for rank, report in reports.items()}, hint)

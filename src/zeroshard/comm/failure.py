@@ -1,8 +1,8 @@
-"""Descriptions of how a rank ends: what it tells its peers before it ends, and what they find out where it could not.
+"""Descriptions of how a rank ended: from its last message to its peers, or else from the status of its process.
 
 an uncaught exception     its traceback, from sys.excepthook       "rank 2 failed: Traceback ..."
 an uncaught PeerFailed    the rank that failed first, and its reason: no chain of victims
-sys.exit(3)               noted in sys.exit, told at exit          "rank 2 left by sys.exit(3)"
+sys.exit(3)               noted in sys.exit, sent at exit          "rank 2 left by sys.exit(3)"
 SIGKILL, os._exit         nothing; peers read the process's status "rank 2 failed: its process was killed by ..."
 """
 
@@ -61,14 +61,14 @@ def left_by_exit(status: Any) -> str:
 
 
 def note_exits() -> None:
-    """Replace `sys.exit` by one that notes how it is called: atexit handlers can not find that out."""
+    """Replace `sys.exit` by a function that records its argument, which atexit handlers can not find out."""
     plain = sys.exit
-    if getattr(plain, "_zeroshard", False):
+    if getattr(plain, "_zeroshard", False):  # it is replaced already
         return
 
     def exit(status: Any = None, /) -> None:
         failure, handled = Failure(_SELF, left_by_exit(status)), sys.exc_info()[1]
-        if status not in (None, 0) and isinstance(handled, Exception):
+        if status not in (None, 0) and isinstance(handled, Exception):  # sys.exit in an `except` block: that error is the cause
             cause = failure_of(handled, _SELF)
             theirs = cause.rank != _SELF
             failure = cause if theirs else Failure(_SELF, f"{failure.reason} while it handled this:\n{cause.reason}")
@@ -80,7 +80,7 @@ def note_exits() -> None:
 
 
 def last_words(rank: int) -> Failure | None:
-    """Return at exit the Failure that this rank tells its peers; None where its script has run to its end."""
+    """Return the Failure that this rank sends its peers at exit; None if its script has run to its end."""
     raised = sys.exc_info()[1]  # multiprocessing runs its finalizers while it handles the child's exception
     if raised is not None:
         return failure_of(raised, rank)
@@ -88,9 +88,9 @@ def last_words(rank: int) -> Failure | None:
 
 
 def how_it_ended(pid: int, patience_s: float = 3.0) -> str:
-    """Return in words how a process of this host ended that has closed its connections.
+    """Return a text that says how a process of this host ended, after it has closed its connections.
 
-    GONE if its status can not be read any more, because its launcher has waited for it.
+    GONE if its status can not be read any more, because its launcher has collected it by wait().
     """
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
@@ -98,9 +98,9 @@ def how_it_ended(pid: int, patience_s: float = 3.0) -> str:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             return GONE
-        if fields[_STATE] in "ZX":
+        if fields[_STATE] in "ZX":  # zombie or dead: it has ended, and its parent has not collected its status yet
             return _status(int(fields[_EXIT_CODE]))
-        time.sleep(0.005)
+        time.sleep(0.005)  # its sockets close before its status is set
     return "it closed its connections, and its process has not ended yet"
 
 

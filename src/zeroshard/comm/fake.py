@@ -1,8 +1,8 @@
 """FakeComm: the communicator of one rank in a world of any size whose other ranks do not exist. For planning and counting.
 
 The real runtime runs over it, usually on fake tensors: every gather, reduction and exchange is counted and takes its
-buffers, but nothing moves. Control messages are answered as if all peers agreed with this rank. A `Watcher` is told
-which operations start and where they are waited for: the planner makes a trace of it.
+buffers, but nothing moves. `exchange` answers as if all peers had sent the same as this rank. A `Watcher` gets a call for
+each operation that starts or is waited for: the planner makes a trace of these.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Ticket = tuple[int, ...]  # numbers of tasks in a trace
 
 
 class Watcher:
-    """Observer of what an imagined rank starts and waits for. This base class records nothing."""
+    """Observer of the operations that an imagined rank starts and waits for. This base class records nothing."""
 
     def sent(self, label: str, sent: Sent, peers: int, distinct: bool = False) -> Ticket:
         """Note that a collective of `peers` ranks starts, for which this rank sends `sent`; distinct: other bytes to each peer."""
@@ -40,7 +40,7 @@ class Watcher:
         """Note that the rank waits for the tasks of `ticket` before it goes on."""
 
     def packed(self, nbytes: int) -> None:
-        """A kernel of the device packs or unpacks what travels, and reads and writes so many bytes for it."""
+        """Note that a kernel of the device packs or unpacks messages, for which it reads and writes `nbytes`."""
 
     def beside(self, work: Callable[[], Any]) -> tuple[Any, Ticket]:
         """Run `work`, which is enqueued on a stream of its own; return its result and the ticket to wait for."""
@@ -68,7 +68,7 @@ imagination: ContextVar[Imagination] = ContextVar("imagination", default=Imagina
 
 
 class _Watched(Collective):
-    """A collective of imagined ranks, over when it is waited for; where the host does not wait (`ordered`), never before."""
+    """A collective of imagined ranks. `drained` is True at once or, where the host does not wait (`ordered`), after `wait`."""
 
     def __init__(self, watcher: Watcher, ticket: Ticket, sent: Sent, ordered: bool) -> None:
         self.watcher, self.ticket, self.sent, self._drained = watcher, ticket, sent, not ordered

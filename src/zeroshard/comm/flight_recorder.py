@@ -1,4 +1,4 @@
-"""Notes of what a rank does, for peers that have waited too long for it: step, gather, collectives, Python stack.
+"""Notes of a rank's state for peers that have waited too long for it: step, gather, collectives, Python stack.
 
 training thread        notes each collective (an append to a short list) and what it waits for; it sends nothing
 desk's thread          `Progress.report()`, only when a peer asks: the notes, and the training thread's stack
@@ -24,7 +24,7 @@ from torch import nn
 _LAST = 8  # number of collectives in a report
 _DEEPEST = 40  # most frames of a stack in a report
 _OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))  # code here is torch's or ours, not the user's
-_DULL = (str(Path(nn.__file__).parent / "modules" / "module.py"),)  # its frames are in every call of a module
+_DULL = (str(Path(nn.__file__).parent / "modules" / "module.py"),)  # left out: every call of a module has its frames
 
 
 class Report(NamedTuple):
@@ -32,10 +32,10 @@ class Report(NamedTuple):
 
     rank: int  # world rank
     step: int  # number of the current step, from 1
-    turn: int  # number in this step, from 1, of the gather where the rank is, else of the latest gather; 0: none so far
+    turn: int  # number in this step, from 1, of the gather that the rank waits in, else of the latest one; 0: none so far
     gather: str  # label of that gather
     last: tuple[str, ...]  # labels of the last collectives, the latest last
-    waiting: str  # what the rank waits for; "": it computes or sleeps
+    waiting: str  # label of the operation in which the rank waits for peers; "": it computes or sleeps
     missing: tuple[int, ...]  # ranks that it waits for, where they are known
     module: str  # name of the module whose forward runs
     function: str  # "name (file:line)": the innermost call outside of torch and this library
@@ -43,9 +43,9 @@ class Report(NamedTuple):
 
 
 class Progress:
-    """Notes of one rank about its step and collectives. `models`: used to name the modules in a stack.
+    """Notes of one rank about its step and collectives. models: `report` looks up names of modules in them.
 
-    Threads: the one that uses the Comm writes. `report` may run in any thread (a desk's), and reads atomic copies.
+    Threads: only the thread that uses the Comm writes. `report` may run in any thread (a desk's), and reads atomic copies.
     """
 
     def __init__(self, rank: int) -> None:
@@ -79,7 +79,7 @@ class Progress:
         self.turns.clear()
 
     def wait(self, label: str, missing: Callable[[], list[int]] | None = None) -> None:
-        """Note that this rank begins to wait for peers. missing: returns which."""
+        """Note that this rank begins to wait for peers. missing: returns the ranks that it waits for."""
         self.waiting, self._missing = label, missing
 
     def awake(self) -> None:
@@ -87,7 +87,7 @@ class Progress:
         self.waiting, self._missing = "", None
 
     def report(self) -> Report:
-        """Return what this rank does now. May be called from any thread."""
+        """Return the present state of this rank. May be called from any thread."""
         running = sys._current_frames()
         idents = [ident for ident in dict.fromkeys((self._home, self._acting)) if ident in running]
         frames = [_frames(running[ident]) for ident in idents]
@@ -155,7 +155,7 @@ def _stack(frames: list[FrameType]) -> str:
 
 
 def describe(waited_s: float, reports: Mapping[int, Report | str], hint: str) -> str:
-    """Return the text of a stall: which ranks lag, where every rank is, and what each did last.
+    """Return the text of a stall: the ranks that lag, the place of every rank, and its last collectives.
 
     reports: world rank -> its report, or why there is none. hint: a sentence for the user.
     """
@@ -178,7 +178,7 @@ def describe(waited_s: float, reports: Mapping[int, Report | str], hint: str) ->
 
 
 def places_of(reports: Mapping[int, Report | str]) -> dict[int, str]:
-    """Return rank -> where it is, for ranks that wait or are inside a forward (see `base.misuse`)."""
+    """Return rank -> label of its wait, or "forward of <module>", for ranks in one of these (see `control.misuse`)."""
     told = {rank: report for rank, report in reports.items() if isinstance(report, Report)}
     places = {rank: each.waiting or (f"forward of {each.module}" if each.module else "") for rank, each in told.items()}
     return {rank: place for rank, place in places.items() if place}
@@ -218,7 +218,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _verb(text: str, ranks: list[int]) -> str:
-    """Return `text` with its verb in the plural where it is said of several ranks."""
+    """Return `text` with its verb in the plural if there are several ranks."""
     if len(ranks) == 1:
         return text
     return text.replace("computes or sleeps", "compute or sleep", 1).replace("waits", "wait", 1)

@@ -1,10 +1,10 @@
-"""The hub of a rank: control messages between the ranks of one host, and every wait for peers.
+"""The hub of a rank: sends and receives control messages between the ranks of one host, and runs every wait for peers.
 
 Messages come through a `Transport`; all groups of ranks that share it (`SharedComm`, and its subgroups) have one hub, so
 that a wait in one group also serves the others.
 
-A wait never hangs: it ends when a peer fails (its traceback is raised here), leaves, or is in another collective; and
-when all ranks that are waited for wait themselves, a StallError names the circle.
+A wait never hangs: it ends when a peer fails (its traceback is raised here), leaves, or is in another collective. If all
+ranks for which this one waits are waiting, too, a StallError names the circle.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .status_server import Desk, ThreadDesk
 from .transport import ThreadTransport, Transport
 
 NOTE_AFTER_S = 0.05  # a wait longer than this is announced to the peers
-_PAUSE_S = 1e-4
+_PAUSE_S = 1e-4  # between two polls of a wait while `Hops` are pending
 CIRCLE_AFTER_S = 5.0  # a circle of waiting ranks that lasts this long is a deadlock
 
 
 class Meeting(Collective):
-    """A collective in which ranks read what their peers have just written.
+    """A collective in which each rank reads sources that its peers have just written.
 
-    `compute` reads once all sources are ready (then `wait` returns); it is drained when all ranks have read.
+    When all sources are ready, `compute` reads them, and `wait` returns; it is drained when all ranks have read.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Fence:
 
 
 class Hub:
-    """The messages of one rank: who waits for whom, and which meetings are open. Peers are named by their index in the transport.
+    """Handles the messages of one rank; has its open meetings, and the waits of its peers. Peers are indices in the transport.
 
     Threads: one at a time; two in `exchange` are refused (`ThreadsMet`). `desk` answers from `progress` in a thread of its own.
     """
@@ -104,7 +104,9 @@ class Hub:
         self._open: dict[Hashable, Meeting] = {}  # meetings that this rank has joined, and whose sources it has not read yet
         self._turn: dict[Hashable, int] = defaultdict(int)  # tag -> number of its meetings so far
         self._lost: dict[int, str] = {}
-        self._notes: dict[int, tuple[float, str, list[int]]] = {}  # peer -> (since when, it waits for what, and for whom)
+        self._notes: dict[
+            int, tuple[float, str, list[int]]
+        ] = {}  # waiting peer -> (time of its note, its label, ranks it misses)
         self._closed = False
         self.desk = Desk()  # for processes, `backend_select` replaces it
         if isinstance(transport, ThreadTransport):
@@ -113,7 +115,7 @@ class Hub:
     def meet(
         self, tag: tuple, number: int, peers: Collection[int], label: str, compute: Callable[[dict[int, int]], Any]
     ) -> Meeting:
-        """Start a meeting: tell `peers` (this rank among them) that region `number` is ready; `compute` runs when all are."""
+        """Start a meeting: send `peers` (this rank is one) that region `number` is ready; `compute` runs when all regions are."""
         key = (*tag, self._turn[tag])
         self._turn[tag] += 1
         work = Meeting(self, key, peers, label, compute)
@@ -137,7 +139,7 @@ class Hub:
         return {peer: (label, payload) if peer == self.rank else self.payloads[peer].popleft() for peer in peers}
 
     def send_all(self, label: str) -> None:
-        """Return when nothing is left to send: no peer ends an exchange before it has read its part."""
+        """Return when all queued messages are sent: a peer can not end its exchange before it has read this rank's payload."""
         if self.transport.unsent():
             self.wait_for(lambda: not self.transport.unsent(), lambda: list(self.transport.unsent()), label)
 
@@ -158,11 +160,11 @@ class Hub:
     # -- progress and liveness -------------------------------------------------------------------------------
 
     def announce(self, waiting_for: str | None) -> None:
-        """Tell all peers what this rank waits for (see `Comm.announce`)."""
+        """Send all peers the label of this rank's wait, or the end of it (see `Control.announce`)."""
         self.tell(("awake",) if waiting_for is None else ("waiting", waiting_for, self.others))
 
     def peers_wait(self) -> bool:
-        """Return True if a peer has announced a wait (see `Comm.peers_wait`). Raises where a peer is gone."""
+        """Return True if a peer has announced a wait (see `Control.peers_wait`). Raises where a peer is gone."""
         self.check_peers(self.others, "a staging buffer")
         return bool(self._notes)
 
@@ -189,7 +191,7 @@ class Hub:
         if kind == "waiting":
             self._notes[peer] = (time.monotonic(), message[1], message[2])
             return
-        if kind == "awake":  # no other message shows that a wait is over: a waiting rank goes on reading, and says so
+        if kind == "awake":  # only this ends a note: other messages ("read") come from ranks that still wait
             self._notes.pop(peer, None)
         elif kind == "ready":
             self.arrived[message[1]][peer] = message[2]
@@ -213,7 +215,8 @@ class Hub:
         self.progress.wait(label, missing)
         self._go_on()
         while not done():
-            patience = _PAUSE_S if self.pending.items else 0.2 if noted else NOTE_AFTER_S  # no message wakes it for hops
+            # pending hops are polled, as no message tells that their first collective is over
+            patience = _PAUSE_S if self.pending.items else 0.2 if noted else NOTE_AFTER_S
             item = self.transport.receive(patience)
             if item is not None:
                 self._take(*item)
@@ -239,11 +242,11 @@ class Hub:
     def check_peers(self, missing: list[int], label: str) -> None:
         """Raise where any rank has failed, or where a rank in `missing` is gone."""
         if self.failed is None and any(peer in self._lost for peer in missing):
-            first = next((peer for peer, reason in self._lost.items() if reason == GONE), None)  # others left because of it
+            first = next((peer for peer, reason in self._lost.items() if reason == GONE), None)  # the cause, if others have left
             peer = first if first is not None else next(peer for peer in missing if peer in self._lost)
             self.fail(Failure(self.ranks[peer], self._lost[peer] if peer != first else self.desk.how_it_ended(peer)))
         if self.failed is None and self.desk.told is not None:
-            # a rank of another host has failed: tell the ranks of this host first, which may wait for this rank alone
+            # a rank of another host has failed: send that to the ranks of this host, which may wait only for this rank
             self.fail(self.desk.told)
         if self.failed is not None:
             raise self.failed.raised(self.progress.place(label))
@@ -257,7 +260,7 @@ class Hub:
                 continue
             seen.add(peer)
             note = self._notes.get(peer)
-            if note is None or now - note[0] < CIRCLE_AFTER_S / 2:
+            if note is None or now - note[0] < CIRCLE_AFTER_S / 2:  # it is busy, or has only just begun to wait
                 if waited < self.stall_timeout_s:
                     return
                 break  # this peer is busy beyond the timeout: report that, too
@@ -274,7 +277,7 @@ class Hub:
         raise error
 
     def fail(self, failure: Failure) -> None:
-        """Tell the peers why the group can not go on (see `Comm.fail`)."""
+        """Send the peers the failure for which the group can not go on (see `Control.fail`)."""
         if not self._closed:
             self.tell(("failed", failure.rank, failure.reason, failure.error))
         if failure.error is not None or failure.rank != self.ranks[self.rank]:
@@ -282,7 +285,7 @@ class Hub:
             self.failure = self.failure or failure.error
 
     def close(self) -> None:
-        """Tell the peers that this rank leaves, and close the transport."""
+        """Send the peers word that this rank leaves, and close the transport."""
         if not self._closed:
             self._closed = True
             self.desk.close()

@@ -46,10 +46,10 @@ _given = itertools.count()
 def free_port() -> int:
     """Return a TCP port of this machine that was free a moment ago.
 
-    A port that the system assigns (to gloo's sockets, or to a connection) might be taken before rank 0 listens on it. So this
-    is one of a block of ports of this process's own, below those that the system assigns, and another one each time.
+    The system could assign one of its own ports to another socket (gloo's, or a connection's) before rank 0 listens on it. So
+    each process takes ports in turn from a block of its own, below the ports that the system assigns.
     """
-    first = _PORTS + os.getpid() % 256 * _BLOCK
+    first = _PORTS + os.getpid() % 256 * _BLOCK  # the last of 256 blocks ends at 31384
     for _ in range(_BLOCK):
         port = first + next(_given) % _BLOCK
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -79,7 +79,7 @@ def end_with_parent(parent_pid: int | None = None) -> None:
             return
         parent_pid = int(os.environ.pop(PARENT_VARIABLE))
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1
+        pr_set_pdeathsig = 1  # linux/prctl.h
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
     else:
         threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
@@ -126,6 +126,7 @@ def spawn(argv: Sequence[str], ranks: int, timeout_s: float | None = None, *, gr
             environment = os.environ | quiet_heap(os.environ) | rank_environment(rank, ranks, port)
             environment[PARENT_VARIABLE] = str(os.getpid())
             command = [sys.executable, "-m", "zeroshard", *argv]
+            # a session of its own, so that signals reach its children as well
             children.append(subprocess.Popen(command, env=environment, start_new_session=True))
         return _wait(children, received, deadline, grace_s)
     finally:
@@ -145,14 +146,14 @@ def _wait(children: list[subprocess.Popen], received: list[int], deadline: float
             others = "" if len(children) == 1 else "; the other ranks were stopped"
             if code != USAGE_EXIT_CODE:
                 print(f"zeroshard: rank {rank} failed: {describe_exit(code)}{others}", file=sys.stderr, flush=True)
-            return code if code > 0 else 128 - code
+            return code if code > 0 else 128 - code  # negative: the number of the signal that killed it
         if all(code == 0 for code in codes):
             return 0
         if received:
             for child in children:
                 _signal_group(child, received[0])
             _wait_quietly(children, grace_s)
-            return 128 + received[0]
+            return 128 + received[0]  # as shells do
         if deadline is not None and time.monotonic() > deadline:
             running = [rank for rank, code in enumerate(codes) if code is None]
             print(
@@ -263,7 +264,7 @@ def run_processes(
 
 @contextlib.contextmanager
 def _quiet_heap() -> Iterator[None]:
-    """Context that sets the variables of `quiet_heap`, so that processes started inside it (the fork server too) inherit them."""
+    """Context with the variables of `quiet_heap` set: processes started inside it (the fork server, too) inherit them."""
     added = quiet_heap(os.environ)
     before = {name: os.environ.get(name) for name in added}
     os.environ.update(added)
@@ -278,7 +279,7 @@ def _quiet_heap() -> Iterator[None]:
 def _work(writer: multiprocessing.connection.Connection, settings: tuple, fn: Callable[..., Any], args: tuple) -> None:
     """Run a rank: set its environment, call the function, send the answer."""
     parent_pid, environment, rank, ranks, port = settings
-    os.setpgid(0, 0)
+    os.setpgid(0, 0)  # its children are then killed with it (`_kill`)
     end_with_parent(os.getppid() if parent_pid is None else parent_pid)
     os.environ.clear()
     os.environ.update(environment)
@@ -290,13 +291,13 @@ def _work(writer: multiprocessing.connection.Connection, settings: tuple, fn: Ca
     except BaseException as error:
         world = sys.modules.get("zeroshard.comm.backend_select")  # not imported by this file, which works without it
         if world is not None:
-            world.announce(error)  # os._exit, below, runs no hook that would tell the peers
+            world.announce(error)  # os._exit, below, runs no hook that would send the error to the peers
         writer.send_bytes(pickle.dumps((None, traceback.format_exc())))
         writer.close()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # a broken process group may block an ordinary exit
-    writer.send_bytes(answer)
+    writer.send_bytes(answer)  # only now: an answer that can not be pickled counts as the rank's error
     writer.close()
 
 

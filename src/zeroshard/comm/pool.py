@@ -3,16 +3,16 @@
 `StagingPool`: regions from which gradients are reduced, and from which offloaded shards are gathered. `BufferPool`: buffers
 of one size for shards and gradients between tiers. `Arena`: one stretch of memory through which optimizer states pass.
 
-A gradient buffer is taken when a unit's first gradient appears and given back when its reduction has started; it
-can be taken again once no rank reads it any more. Normally `count` buffers circulate, in turn, so that the number of touched
-buffers does not depend on the speed of ranks and disks. Further ones exist as address space only: they are touched when
-ranks use units in different orders and would otherwise wait for one another for ever, and circulate from then on (so
-ranks that use other experts in each step wait in the first steps only).
+A gradient buffer is taken when a unit's first gradient comes and given back when its reduction has started; it can be taken
+again once no rank reads it any more. Normally `count` buffers are used, in turn, so that the memory in use does not depend on the
+speed of ranks and disks. Further buffers exist as address space only. They are used, from then on in turn with the others, when
+ranks use units in different orders and would otherwise wait for one another for ever (so ranks that use other experts in each
+step wait in the first steps only).
 
 Peers can read every region of a StagingPool (see comm.base), so allocation is collective and happens once, at the start.
 
 Threads: one at a time may be in a pool, which is checked (`ThreadsMet`): the rank's own thread or, in a backward on a GPU,
-autograd's, while the former waits for it. A HostStepper's Arena is used in the thread of a delayed step, together with it.
+autograd's thread while the rank's own waits. A HostStepper and its Arena are used in the thread of a delayed step.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class _Buffer:
     region: Region  # of uint8
     work: Collective | None = None  # the collective that still reads it
     taken: bool = False
-    touched: bool = False
+    touched: bool = False  # it has been taken before, so it takes memory
     given: int = 0  # number of the last `give` of this buffer, counted over the pool; 0: none
-    nbytes: int = 0  # what `take_again` needs after its memory was given back to the system
+    nbytes: int = 0  # size for `take_again`, once its memory was given back to the system
 
 
 class StagingPool:
@@ -55,7 +55,7 @@ class StagingPool:
     def __init__(
         self, comm: Comm, ledger: Ledger, nbytes: int, count: int, limit: int, category: str = STAGING, *, passing: bool = False
     ) -> None:
-        """passing: a taken buffer comes back without further action of this rank, so that it is worth waiting for one."""
+        """passing: running collectives give taken buffers back in a later hop, so that a wait for one ends by itself."""
         self.passing, self.turn = passing, Turn(f"the pool of buffers ({category})")
         self.comm, self.ledger, self.count, self.category = comm, ledger, count, category
         self.nbytes = round_up(nbytes, comm.world_size)  # a region has world_size shards, also where it serves as one shard
@@ -84,11 +84,11 @@ class StagingPool:
         return None
 
     def _in_turn(self) -> list[int]:
-        """Return the numbers of all buffers: first those never given back, then the longest given back."""
+        """Return the numbers of all buffers: first buffers that were never given back, then in the order of giving back."""
         return sorted(range(len(self._buffers)), key=lambda number: self._buffers[number].given)
 
     def _just_given(self, buffer: _Buffer) -> bool:
-        """Return True for the buffer given last, if imagined peers would read it: real ones are a little late, and still do."""
+        """Return True, in a dry run, for the buffer given last: real peers run a little behind and would still read it."""
         return self.comm.imagined and self.comm.shares_memory and 0 < buffer.given == self._given
 
     def _prepare(self, number: int, numel: int, dtype: torch.dtype, whole: bool) -> tuple[int, Region]:
@@ -112,13 +112,13 @@ class StagingPool:
         buffer.taken, buffer.work, buffer.given = False, work, self._given
 
     def _find_free(self) -> int:
-        """Return the number of a free buffer: wait for a slow peer, but not for one that waits itself."""
+        """Return the number of a free buffer. Wait for peers that are slow; if a peer waits, too, use a further buffer."""
         if self.comm.imagined or not self.comm.waits_on_host:
             free = [n for n, each in enumerate(self._buffers) if not each.taken and (each.touched or n < self.count)]
-            # the buffer whose reduction began first: the last one has only just begun, and peers are a little late
+            # a drained buffer, else the one whose reduction began first, as it will be drained first
             number = min(free, key=lambda n: (not self._drained(n), self._buffers[n].given), default=None)
             if number is not None and (self._drained(number) or not self.comm.waits_on_host):
-                return number  # `take` orders the streams, and the host goes on, since peers may need it
+                return number  # if not drained, `_prepare` orders the streams; the host goes on, as peers may wait for it
         with self.comm.control.pending.waiting():
             return self._wait_for_free()
 
@@ -139,6 +139,7 @@ class StagingPool:
                 if waited > self._longest_s:
                     self._longest_s = _PATIENCE_S
                     return self._further()
+                # every buffer is taken and only this rank gives one back; or a peer waits, perhaps for this rank
                 if (not waiting and not self.passing) or (announced and self.comm.control.peers_wait()):
                     return self._further()
                 if waited > _PATIENCE_S and not announced:
@@ -209,7 +210,7 @@ class StagingPool:
 class BufferPool:
     """A pool of `count` buffers of `nbytes` each, allocated when they are first taken.
 
-    make: nbytes -> memory (nbytes,) uint8, on `tier`. category: the ledger's name of them.
+    make: nbytes -> memory (nbytes,) uint8, on `tier`. category: of their entries in the ledger.
     """
 
     def __init__(
@@ -225,9 +226,9 @@ class BufferPool:
     def take(self, wait: bool = False, in_line: bool = False) -> Tensor | None:
         """Take a buffer (nbytes,) uint8. None where none is free yet or, with `wait`, where none has been given back.
 
-        in_line: the current stream, not the host, waits for what still uses the buffer (device memory only).
+        in_line: the current stream, not the host, waits for the work that still uses the buffer (device memory only).
         """
-        if self._made < self.count:  # also where one is free already, so that their number does not depend on timing
+        if self._made < self.count:  # also while one is free, so that the number of buffers does not depend on timing
             return self.take_further()
         for position, (_, pending) in enumerate(self._free):
             if pending is None or pending.done():
@@ -242,9 +243,10 @@ class BufferPool:
 
     @one_thread
     def take_fitting(self, nbytes: int) -> Tensor:
-        """Take a buffer of at least `nbytes`, which all have from now on; smaller ones are dropped when they are free.
+        """Take a buffer of at least `nbytes`, the size of all from now on; smaller ones are dropped when they are free.
 
-        Wait for what uses the buffer that was given back first; if none was, allocate a further one: waiting could deadlock.
+        If none is free, wait for the one that was given back first; if none was given back, allocate a further one: a wait could
+        deadlock.
         """
         if nbytes > self.nbytes:
             self.nbytes = nbytes
@@ -306,10 +308,10 @@ class Arena:
         | free | in use . . . . . . . . | being written | free |        pieces follow one another, in a ring
                tail (the oldest)                        head
 
-    Slabs of any size can fill all of it, whereas each buffer of one size would hold one slab, large or small. The memory is
-    allocated at once, when `reserve` first tells how much is of use, and never exceeds `limit_nbytes`.
+    Slabs of any size share the memory without gaps; in a pool each would take a whole buffer. `reserve` allocates the memory, at
+    most `limit_nbytes`, when the caller first knows how much it can use.
 
-    make: nbytes -> memory (nbytes,) uint8, on `tier`, page-aligned. turn: that of the object to which the arena belongs.
+    make: nbytes -> memory (nbytes,) uint8, on `tier`, page-aligned. turn: the Turn of the object that owns the arena.
     """
 
     def __init__(
@@ -335,11 +337,11 @@ class Arena:
 
     @one_thread
     def reserve(self, nbytes: int) -> None:
-        """Allocate `nbytes`, or `limit_nbytes` if that is less, where this is more than before and no piece is in use."""
+        """Grow the memory to `nbytes`, at most `limit_nbytes`, unless it is as large already or a piece is in use."""
         if not self.lacks(nbytes):
             return
         self.drain()
-        if self._pieces:
+        if self._pieces:  # a piece is still in use: grow another time
             return
         self._drop()
         self.memory, self._head = self.make(self._wanted(nbytes)), 0
@@ -349,7 +351,7 @@ class Arena:
     def take(self, nbytes: int, wait: bool = False) -> Tensor | None:
         """Take a piece (nbytes,) at a multiple of `align`.
 
-        None where there is no room; with `wait`, only after everything that was given back has been waited for.
+        None where there is no room; with `wait`, only after waiting for all pieces at the tail that were given back.
         """
         size = -(-nbytes // self.align) * self.align
         self._reclaim(wait=False)
@@ -367,7 +369,7 @@ class Arena:
 
     def _place(self, size: int) -> int | None:
         if not self._pieces:
-            return 0 if size <= self.nbytes else None
+            return 0 if size <= self.nbytes else None  # empty: begin anew at the start
         tail = self._pieces[0].begin
         if self._head > tail:  # free: behind the head, and before the tail
             if self._head + size <= self.nbytes:
@@ -382,7 +384,7 @@ class Arena:
         piece.given, piece.pending = True, pending
 
     def _reclaim(self, wait: bool) -> None:
-        """Drop the pieces at the tail that nothing uses any more; with `wait`, wait for the first of them that was given back."""
+        """Drop the pieces at the tail that are given back and no longer in use; with `wait`, wait for the first of them."""
         while self._pieces and self._pieces[0].given:
             pending = self._pieces[0].pending
             if pending is not None and not (wait or pending.done()):
@@ -424,7 +426,7 @@ class Arena:
 
 @dataclass(eq=False)
 class _Piece:
-    """Bytes [begin, end) of an arena. given: it was given back; pending: what was still reading or writing it then."""
+    """Bytes [begin, end) of an arena. given: it was given back; pending: the move that was still using it then."""
 
     begin: int
     end: int

@@ -1,8 +1,8 @@
 """DistComm: collectives over a torch.distributed process group, for ranks that do not share a host or run on GPUs.
 
 Gloo: one hop, every rank sends each peer its slice directly (isend/irecv with tags), since gloo's own rings are
-2-3 times slower on few ranks (docs/log.md). NCCL: all-gather and all-to-all, followed by a sum in fp32 in rank order
-(ZeRO++ calls this the skeleton of qgZ); NCCL's stream is ordered by the Work objects of c10d.
+2-3 times slower on few ranks (docs/log.md). NCCL: all-gather, and all-to-all followed by a sum in fp32 in rank order
+(as in ZeRO++'s qgZ); waiting for a c10d Work orders the current stream after NCCL's.
 
 Control messages (`exchange`) go through a gloo group on the host, so they never wait for a GPU.
 """
@@ -33,15 +33,15 @@ from .shared_memory import SharedComm
 from .status_server import Desk, ProcessDesk
 from .streams import Streams, streams_for
 
-_WAITERS = 64  # number of collectives that threads wait for at a time
-_PAUSE_S = 1e-4
+_WAITERS = 64  # most collectives for which threads wait at a time
+_PAUSE_S = 1e-4  # between two polls of a wait
 _FRAME_NBYTES = 1024  # control messages up to this size travel in one hop
 
 
 class _DistWork(Collective):
-    """Collective over several c10d works, which are kept (with their tensors) until they are waited for.
+    """Collective over several c10d works. It keeps them, and so their tensors, until `wait`.
 
-    A c10d work of gloo can not be polled: where `done` is needed, a thread waits for it, and the future `transfer` is polled.
+    A c10d work of gloo can not be polled: where `done` is needed, a thread waits for it, in the future `transfer`.
     """
 
     def __init__(self, comm: DistComm, works: list, label: str, watch: bool = False) -> None:
@@ -79,7 +79,7 @@ class _DistWork(Collective):
 class _Collected(_DistWork):
     """c10d works that bring every rank's slice, followed by a function of the slices (`compute`).
 
-    `compute` refers to the receive buffer, which is as large as the whole source, and is dropped once it has run: the Collective
+    `compute` refers to the receive buffer, which is as large as the whole source. It is dropped once it has run, since the Collective
     itself lives until its source is used again, and is part of a reference cycle.
     """
 
@@ -122,7 +122,7 @@ def _wait_all(works: list) -> None:
 
 
 class _Explained:
-    """Context that turns errors of c10d into this library's: what the failed peer said, who is gone, or who waits (`judge`)."""
+    """Context that replaces errors of c10d by errors that name the cause: a failed or dead peer, or a stall (`judge`)."""
 
     def __init__(self, comm: DistComm, label: str) -> None:
         self.comm, self.label = comm, label
@@ -135,7 +135,7 @@ class _Explained:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, RuntimeError):
             self.comm.progress.awake()
-        if not isinstance(error, RuntimeError) or isinstance(error, ZeroshardError):
+        if not isinstance(error, RuntimeError) or isinstance(error, ZeroshardError):  # not c10d's: let it pass
             return
         failure = judge(self.comm.root, self.label, error)
         if failure is not None:
@@ -150,7 +150,7 @@ def talking_device(device: torch.device) -> torch.device:
     """Return where ranks exchange metadata on tensors of `device`: on the current GPU, if the group has no CPU backend."""
     if device.type != "cpu" or not dist.is_initialized() or not torch.cuda.is_available():
         return device
-    on_host = any(pair.startswith("cpu:") for pair in dist.get_backend_config().split(","))
+    on_host = any(pair.startswith("cpu:") for pair in dist.get_backend_config().split(","))  # NCCL alone moves no host tensors
     return device if on_host else torch.device("cuda", torch.cuda.current_device())
 
 
@@ -177,7 +177,7 @@ class DistComm(DirectComm):
         self, group: dist.ProcessGroup | None, device: torch.device, stall_timeout_s: float = 60.0,
         ordered: bool | None = None, streams: Streams | None = None,
     ) -> None:  # fmt: skip
-        """group: None for the default group. ordered, streams: default to what backend and device need; tests pass others."""
+        """group: None for the default group. ordered, streams: by default chosen by backend and device; tests pass others."""
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.device, self.stall_timeout_s = device, stall_timeout_s
@@ -187,7 +187,7 @@ class DistComm(DirectComm):
         self.waits_on_host = self.backend == "gloo"
         self.streams = streams or streams_for(device)
         self.waiter = ThreadPoolExecutor(max_workers=_WAITERS, thread_name_prefix="zeroshard-gloo")
-        self.beside: list[Callable[[], None]] = []  # called while this rank waits, since peers may need what they do
+        self.beside: list[Callable[[], None]] = []  # called during waits: peers of `local` may wait for this rank's answers
         self.ranks = dist.get_process_group_ranks(group) if group is not None else list(range(self.world_size))
         self.desk = Desk()
         self._parent: DistComm | None = None  # for a subgroup: the comm of all ranks
@@ -204,14 +204,14 @@ class DistComm(DirectComm):
 
     def join(self, local: SharedComm) -> None:
         """Let every wait here serve the ranks of this host in `local`, and every wait in `local` continue this one's hops."""
-        if self.beside:
+        if self.beside:  # joined already
             return
         local.pending = self.pending
         self.beside.append(local.serve)
 
     @property
     def goes_on(self) -> bool:
-        """True where this rank has work to continue while it waits, because peers may need it."""
+        """True if this rank must do other work during a wait (serve `local`, continue hops), as peers may wait for it."""
         return bool(self.beside or self.pending.items)
 
     @property
@@ -221,7 +221,7 @@ class DistComm(DirectComm):
 
     def subgroup(self, parts: Sequence[Sequence[int]], apart: bool = False) -> DistComm:
         key = (apart, *map(tuple, parts))
-        if key in self._subgroups:  # models share it: each subgroup costs new process groups
+        if key in self._subgroups:  # models share a subgroup, since each costs new process groups
             return self._subgroups[key]
         mine = list(next(part for part in parts if self.rank in part))
         assert self.progress is not None and self.pending is not None  # cached properties: made here, so that both are shared
@@ -273,7 +273,7 @@ class DistComm(DirectComm):
         with self.explained(label):
             if self.ordered:
                 works = [dist.all_to_all_single(received, rows, group=self._data, async_op=True)]
-                received.record_stream(self.streams.side) if received.is_cuda else None
+                received.record_stream(self.streams.side) if received.is_cuda else None  # the side stream reads it in `combine`
                 parts = list(received.unbind(0))
             else:
                 number = 2 * tag + 1  # odd tags are reductions
@@ -362,7 +362,7 @@ class DistComm(DirectComm):
     # -- failures --------------------------------------------------------------------------------------------
 
     def explained(self, label: str) -> _Explained:
-        """Return a context in which errors of c10d are translated into this library's."""
+        """Return a context that replaces errors of c10d by errors of this library, which name the cause."""
         return _Explained(self, label)
 
     @property
@@ -370,10 +370,7 @@ class DistComm(DirectComm):
         return self.desk.failure
 
     def heard(self, failure: Failure, label: str) -> Exception:
-        """Return the exception that this rank raises for a failure it has learned of.
-
-        It tells the ranks of this host first: they may wait for this one alone.
-        """
+        """Send a failure of another rank to this host's ranks, which may wait for this one; return the exception to raise."""
         self.desk.failure = self.desk.failure or failure.error
         if self.beside and self.local is not None:
             self.local.fail(failure)
@@ -381,7 +378,7 @@ class DistComm(DirectComm):
 
     def fail(self, failure: Failure) -> None:
         self.desk.failure = self.desk.failure or failure.error
-        if self.desk.told is None:  # otherwise all know the first failure, which is the cause of later ones
+        if self.desk.told is None:  # else all ranks know an earlier failure, the cause of this one
             self.desk.told = failure
             self.desk.tell(self.root._peers(), failure)
             if self.local is not None:  # a rank that waits in `local` does not look at the desk

@@ -1,9 +1,9 @@
-"""The rendezvous of ranks on one host: how they find each other, and keep other processes out.
+"""The rendezvous of ranks on one host: they connect to each other, and keep other processes out.
 
-Any process of the host sees an abstract UNIX socket (/proc/net/unix) and may connect to it. So a peer must have this
-rank's user and prove that it knows a secret, which came over the process group; the secret itself is never sent over the
-socket. Both ends prove it, since the caller may have met another process at the address. All other callers are
-disconnected, and the rank goes on waiting for the real peer.
+Any process of the host sees an abstract UNIX socket (/proc/net/unix) and may connect to it. So a peer must run as this
+rank's user and prove that it knows a secret, which ranks have exchanged over the process group; the secret itself is never
+sent over the socket. Both ends prove it, since another process may listen at the address that the caller connects to. A
+rank disconnects all other callers, and goes on waiting for the real peer.
 
     caller (the higher rank)                         door (the lower rank)
     its rank, number c          -------------->
@@ -29,11 +29,11 @@ from contextlib import suppress
 from ..errors import PeerFailed, StallError
 
 _RANK, _PEER = struct.Struct("<I"), struct.Struct("3i")
-_NUMBER_NBYTES = _PROOF_NBYTES = 32
+_NUMBER_NBYTES = _PROOF_NBYTES = 32  # random numbers that make each proof valid once; HMAC-SHA256
 _WELCOME = b"!"
 _PATIENCE_S = 5.0  # time that a caller has for its proof; a slow peer that is disconnected connects again
-_MOST_CALLERS = 64  # connected callers at a time that have not proved anything yet
-_PAUSE_S = 0.005
+_MOST_CALLERS = 64  # callers at a time that have not proved yet who they are; then the oldest is disconnected
+_PAUSE_S = 0.005  # between two attempts to connect
 
 
 class Door:
@@ -121,7 +121,7 @@ class _Caller:
         self._proof: tuple[int, bytes] | None = None  # the rank that it claims to be, and the proof that it has to send
 
     def over(self) -> bool:
-        """Read what has come; return True if the caller has proved to be a peer, or has failed to."""
+        """Read the bytes that have come; return True once the caller has proved to be a peer, or has failed to."""
         try:
             part = self.sock.recv(self._needs - len(self._received))
             self._received += part
@@ -193,7 +193,7 @@ def _prove(sock: socket.socket, rank: int, peer: int, address: bytes, secret: by
     if not hmac.compare_digest(answer[_NUMBER_NBYTES:], prove("door")):
         raise stranger
     sock.sendall(prove("caller"))
-    _receive(sock, len(_WELCOME), deadline)
+    _receive(sock, len(_WELCOME), deadline)  # a door disconnects other callers without a word
 
 
 def _receive(sock: socket.socket, nbytes: int, deadline: float) -> bytes:

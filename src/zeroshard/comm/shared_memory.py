@@ -7,7 +7,7 @@ a 67 MB gather takes 69 ms with gloo, 25 ms one-hop over sockets, 8 ms as a copy
     rank 0   send grads ready -> . . . . sum my shard -> done
     rank 1   . . . send grads ready -> sum my shard -> done          a source is free when all ranks are done
 
-`hub.py` passes the messages, and ends every wait.
+`hub.py` passes the messages, and runs all waits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SharedComm(DirectComm):
     ) -> None:  # fmt: skip
         """ranks: world rank of each rank of the transport. members: ranks of this group, as indices in the transport.
 
-        fence: that of a larger group, whose shards are written at the same time.
+        fence: the fence of a larger group, if the shards of both are written at the same times.
         """
         self.transport = transport
         self.members = members if members is not None else tuple(range(transport.world_size))
@@ -80,7 +80,7 @@ class SharedComm(DirectComm):
 
     @property
     def desk(self) -> Desk:
-        """The desk where peers ask what this rank does."""
+        """The desk where peers ask for this rank's state."""
         return self.hub.desk
 
     @desk.setter
@@ -106,7 +106,7 @@ class SharedComm(DirectComm):
                 mine, handle = self.transport.export(numel * dtype.itemsize)
         handles = self._exchange(handle, "allocate common memory")
         tensor = (mine if mine is not None else self.transport.open(handles[0])).view(dtype)
-        self._exchange(None, "common memory opened")
+        self._exchange(None, "common memory opened")  # no rank needs the handle any more
         if handle is not None:
             self.transport.forget(handle)
         return Region(tensor, list(tensor.view(self.world_size, -1).unbind(0)), [tensor] * self.world_size, common=True)
@@ -114,7 +114,7 @@ class SharedComm(DirectComm):
     def _open_all(self, handle: Any, mine: Tensor) -> list[Tensor]:
         handles = self._exchange(handle, "allocate")
         memory = [mine if peer == self.rank else self.transport.open(other) for peer, other in enumerate(handles)]
-        self._exchange(None, "memory opened")
+        self._exchange(None, "memory opened")  # no rank needs the handle any more
         self.transport.forget(handle)
         return memory
 
@@ -157,7 +157,7 @@ class SharedComm(DirectComm):
 
     @property
     def _name(self) -> tuple[int, ...]:
-        """Key that tells a subgroup's meetings from those of other groups; () for the group of all ranks."""
+        """Key by which meetings of this subgroup differ from other groups' with the same tag; () for the group of all ranks."""
         return self.members if self.world_size < self.transport.world_size else ()
 
     @staticmethod
@@ -175,7 +175,7 @@ class SharedComm(DirectComm):
         told = self.hub.exchange(payload, members, label)
         labels = {rank: told[member][0] for rank, member in enumerate(members)}
         if len(set(map(operation, labels.values()))) > 1:
-            self.hub.check_peers([], label)  # a rank that failed, and went on to another call, is the cause: raise its error
+            self.hub.check_peers([], label)  # if a rank failed and then made another call, raise its error instead
             places = "; ".join(f"rank {self.hub.ranks[members[rank]]}: {at}" for rank, at in labels.items())
             raise CollectiveMismatch(
                 f"ranks entered different operations ({places}). Every rank must run the same sequence of "

@@ -1,9 +1,10 @@
-"""The desk of a rank: a status server where peers ask what the rank does, and to which they report their own failure.
+"""The desk of a rank: a status server. Peers ask it for the rank's state, and send it their own failures.
 
 In a process it is a daemon thread that sleeps in accept() on a TCP socket: it costs a step nothing, never wakes by itself
-(so it is no watchdog), and needs no signal. It ends with the last model (`answer_for`) or the process group. A rank that
-waits too long, or whose connection broke, asks; a rank that fails tells. Both ends prove by HMAC that they know the desk's
-secret; addresses and secrets are exchanged over the process group. Only plain data is read (`codec`).
+(so it is no watchdog), and needs no signal. It ends with the last model (`answer_for`) or the process group. A rank asks its
+peers if it waits too long or its connection breaks; a rank that fails sends its failure to their desks. Both ends prove by
+HMAC that they know the desk's secret; ranks exchange addresses and secrets over the process group. Only plain data is read
+(`codec`).
 
     asker                                    desk
     number c               -------------->
@@ -35,32 +36,32 @@ from .codec import decode, encode, exchange_values
 from .failure import GONE, Failure, how_it_ended
 from .flight_recorder import Progress, Report, as_plain, from_plain
 
-_NUMBER_NBYTES = _PROOF_NBYTES = 32
+_NUMBER_NBYTES = _PROOF_NBYTES = 32  # random numbers that make each proof valid once; HMAC-SHA256
 _LENGTH = struct.Struct("<I")
 _MOST_NBYTES = 1 << 24  # largest request or answer
 _PATIENCE_S = 2.0  # timeout of each read and write
-_TELLING_S = 10.0  # after this, peers that have not been told of a failure yet are left out
-_AT_A_TIME = 16  # number of peers that are asked at once
+_TELLING_S = 10.0  # after this time, a failure is sent to no further peers
+_AT_A_TIME = 16  # number of peers asked at a time
 SILENT = "does not answer: its process is stopped, or native code holds Python's lock"
 
 Answers = dict[int, Report | str]  # peer -> its report, or why there is none: GONE, SILENT
 
 
 class Desk:
-    """Desk of a rank that has no peers, or has not met them: nobody can be asked. told: the failure that a peer has reported."""
+    """Desk of a rank that has no peers, or does not know their desks yet. told: the failure that a peer has reported."""
 
     told: Failure | None = None
     failure: Exception | None = None  # the error that all ranks raise
 
     def ask(self, peers: Collection[int]) -> Answers:
-        """Return the reports of peers on what they do now; a peer of which nothing is known may be left out."""
+        """Return reports from peers on their present state; a peer without a known desk may be missing."""
         return {}
 
     def tell(self, peers: Collection[int], failure: Failure) -> None:
-        """Tell peers why the group can not go on; a peer that can not be reached is skipped."""
+        """Send the failure for which the group can not go on to peers; skip a peer that can not be reached."""
 
     def how_it_ended(self, peer: int) -> str:
-        """Return in words how the process of a peer ended."""
+        """Return a text that says how the process of a peer ended."""
         return GONE
 
     def nodes(self) -> list[int]:
@@ -79,11 +80,11 @@ class Desk:
         """End the thread that answers; the next owner starts another one."""
 
     def close(self) -> None:
-        """Nobody can ask any more."""
+        """Close the desk: peers get no answers any more."""
 
 
 class _Selected(Desk):
-    """A desk of which some ranks are peers."""
+    """A desk that is limited to some of another desk's ranks."""
 
     def __init__(self, desk: Desk, ranks: list[int]) -> None:
         self._desk, self._ranks = desk, ranks
@@ -123,7 +124,7 @@ class ThreadDesk(Desk):
 class ProcessDesk(Desk):
     """Desk of one process in a group.
 
-    Threads: all methods are for the one that uses the Comm. The desk's own thread reads `progress` and sets `told`, once.
+    Threads: only the thread that uses the Comm calls methods. The desk's own thread reads `progress` and sets `told`, once.
     """
 
     @classmethod
@@ -143,7 +144,7 @@ class ProcessDesk(Desk):
         self._progress, self._owners, self._threads = progress, 0, list[_Answering]()
         self._start()
         self._end = weakref.finalize(self, _close, self._listener, self._threads)
-        self._end.atexit = False  # the kernel closes the listener at the end of the process, when its status can be read
+        self._end.atexit = False  # the kernel closes the listener with the process: who is refused can then read its status
         _open.add(self)
 
     def ask(self, peers: Collection[int]) -> Answers:
@@ -233,7 +234,7 @@ class _Answering(threading.Thread):
             except OSError:
                 return  # closed
             with sock:
-                if self.ended:
+                if self.ended:  # `stop` has connected to wake accept()
                     return
                 with contextlib.suppress(OSError, EOFError, MalformedMessage, TypeError):  # not a peer, or a peer that is gone
                     self._talk(sock)
@@ -248,7 +249,7 @@ class _Answering(threading.Thread):
         sock.sendall(_LENGTH.pack(len(data)) + data)
 
     def stop(self) -> None:
-        """End the thread and leave the socket open, so that peers which ask meanwhile are not told that this rank is gone."""
+        """End the thread, but leave the socket open: a refused connection would mean that this rank is gone."""
         self.ended = True
         with contextlib.suppress(OSError):  # wakes accept()
             socket.create_connection(self.listener.getsockname()[:2], _PATIENCE_S).close()
@@ -294,14 +295,14 @@ def _close(listener: socket.socket, threads: list[_Answering]) -> None:
 
 
 def _own_address() -> str:
-    """Return this host's address as other hosts see it: that of the interface from which the group's master is reached."""
+    """Return this host's address for other hosts: the address of the interface that leads to the group's master."""
     master = os.environ.get("MASTER_ADDR", "")
     with contextlib.suppress(OSError):
-        family, kind, protocol, _, target = socket.getaddrinfo(master or None, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, target = socket.getaddrinfo(master or None, 9, type=socket.SOCK_DGRAM)[0]  # any port will do
         with socket.socket(family, kind, protocol) as sock:
             sock.connect(target)  # a datagram socket sends nothing: the kernel only chooses the route
             address = sock.getsockname()[0]
-        several = ranks_here(0) < int(os.environ.get("WORLD_SIZE", "0"))
+        several = ranks_here(0) < int(os.environ.get("WORLD_SIZE", "0"))  # other hosts can not connect to a loopback address
         if not (several and address.startswith(("127.", "::1"))):
             return address
     return socket.gethostbyname(socket.gethostname())

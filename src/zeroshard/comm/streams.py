@@ -4,7 +4,7 @@
     side      |    | wait a2a, sum 3 -> e3 |
 
 A ticket stands for work on a stream; `join` orders the current stream after it, without making the host wait. On the CPU
-work runs where it is called, and tickets are None. `RecordingStreams` (tests) records what was enqueued and joined.
+work runs where it is called, and tickets are None. `RecordingStreams` (tests) defers work and logs calls.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Streams:
     side: torch.cuda.Stream  # a GPU's stream for sums of gradients
 
     def packed(self, nbytes: int) -> None:
-        """Tell a planner's device of a kernel that packs or unpacks messages, with the bytes that it reads and writes."""
+        """Report to a dry run's watcher a kernel that packs or unpacks messages and moves `nbytes`; else do nothing."""
 
     def run_beside(self, work: Callable[[], Any]) -> tuple[Any, Any]:
         """Run `work` on the side stream, after the work enqueued on the current stream so far; return (its result, a ticket)."""
@@ -53,14 +53,14 @@ class Streams:
         self.join(ticket)
 
     def mark(self) -> Any:
-        """Return a mark that stands for the work enqueued on the current stream so far."""
+        """Return a mark of the present end of the current stream, for `behind`."""
 
     def stepping(self, numel: int, nbytes: int) -> AbstractContextManager[None]:
         """Context in which the host's cores step `numel` parameters and read and write about `nbytes` for it."""
         return nullcontext()
 
     def square_sums(self, tensors: Sequence[Tensor]) -> float:
-        """Return the sum of all squares of 1-D tensors, on the host: the only values that the core reads back from the device.
+        """Return the sum of all squares of 1-D tensors, on the host: the core reads no other values back from the device.
 
         On the CPU it computes the same dot products in the same order as `sum_in_rank_order`, so that a norm has the same bits
         whichever of the two computed it.
@@ -122,7 +122,7 @@ class CudaStreams(Streams):
         stream.wait_stream(torch.cuda.current_stream(self.side.device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-            (target if up else source).record_stream(stream)
+            (target if up else source).record_stream(stream)  # the caching allocator must not reuse it before the copy is done
             return stream.record_event()
 
     def finished(self, ticket: Any) -> bool:

@@ -18,7 +18,7 @@ def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor, *, scale: float, acc
     numel = out.numel()
     on_host = out.device.type == "cpu"
     chunk = min(CHUNK_NUMEL, numel) if on_host else numel
-    # a part that lies in `out` itself must be read before it is written: the first two are, the others are not
+    # without scratch, `out` is written with the sum of the first two parts: no later part may be `out` itself
     aliased = any(part.data_ptr() == out.data_ptr() for part in parts[2:])
     dtype = torch.promote_types(parts[0].dtype, torch.float32)
     direct = out.dtype == dtype and not accumulate and not aliased
@@ -39,7 +39,10 @@ def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor, *, scale: float, acc
 
 
 def nonfinite_ranks(parts: Sequence[Tensor], out: Tensor) -> tuple[int, ...]:
-    """Return the ranks whose parts are not finite, given that their sum is not; the part summed in place only if no other is."""
+    """Return the ranks whose parts are not finite, given that their sum is not.
+
+    A part that is `out` itself was overwritten by the sum: its rank is returned only if all other parts are finite.
+    """
     in_place = [rank for rank, part in enumerate(parts) if part.data_ptr() == out.data_ptr()]
     found = [rank for rank, part in enumerate(parts) if rank not in in_place and not torch.isfinite(part).all()]
     return tuple(found or in_place)

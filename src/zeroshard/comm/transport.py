@@ -1,12 +1,12 @@
-"""Transports: how ranks on one host pass short messages and open each other's memory.
+"""Transports: ranks on one host send each other short messages and map each other's memory.
 
 `ThreadTransport`: ranks are threads of one process (tests, and a world of one). `ProcessTransport`: ranks are
-processes; messages go through UNIX sockets, memory is a memfd that the peer maps. Both are Linux's plainest tools:
-a dead peer closes its sockets, and memory vanishes with its last user, so nothing leaks and no peer hangs.
+processes; messages go through UNIX sockets, memory is a memfd that the peer maps. The kernel closes a dead process's
+sockets, and frees a memfd with its last user, so no peer hangs and nothing leaks.
 
-A message is a tuple of plain values (`codec`), delivered in order per pair, whatever the sender does next. A large bytes
-object, as a message's last value, goes through memory (`ProcessTransport`). `("lost", reason)` arrives when a peer is
-gone. `rendezvous.py` tells how processes find each other, and how others are kept out.
+A message is a tuple of plain values (`codec`). Messages of a pair of ranks arrive in order, even if the sender then waits for
+something else. A large bytes object, as a message's last value, goes through memory (`ProcessTransport`). `("lost", reason)`
+arrives when a peer is gone. In `rendezvous.py` processes find each other, and keep others out.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from .failure import GONE
 from .flight_recorder import Progress
 from .rendezvous import Door
 
-_HEADER = struct.Struct("<I?")  # length in bytes; whether a file descriptor comes along
-_LARGE_NBYTES = 1 << 17  # a last value this long goes through memory: a socket holds 200 kB, and is faster below that
+_HEADER = struct.Struct("<I?")  # length in bytes; whether a file descriptor is sent with the message
+_LARGE_NBYTES = 1 << 17  # a last value of this length goes through memory; a socket holds 200 kB, and is faster for less
 _ANCILLARY_NBYTES = socket.CMSG_SPACE(struct.calcsize("i"))
 _PART_NBYTES = 1 << 30  # read or written by one system call: Linux moves at most 2 GiB
-_PAGE_NBYTES = 4096
+_PAGE_NBYTES = 4096  # of mappings, which `ThreadTransport` imitates
 
 
 class Transport(ABC):
@@ -143,7 +143,7 @@ def _written(content: bytes) -> int:
 
 
 def _read_whole(descriptor: int, nbytes: int) -> bytes:
-    """Return the content of a peer's memory and close its descriptor, the last one, with which the memory goes."""
+    """Return the content of a peer's memory, and close its last descriptor, which frees the memory."""
     try:
         if type(nbytes) is not int or os.fstat(descriptor).st_size != nbytes:
             sent = os.fstat(descriptor).st_size
@@ -158,7 +158,7 @@ def _read_whole(descriptor: int, nbytes: int) -> bytes:
 
 
 class _Parcel:
-    """The unsent rest of one message. descriptor: is sent along with the first byte, and is then closed here."""
+    """The unsent rest of one message. descriptor: sent with the first byte, then closed in this process."""
 
     def __init__(self, data: bytes, descriptor: int | None) -> None:
         self.data, self.descriptor = memoryview(data), descriptor
@@ -183,21 +183,21 @@ class _Parcel:
 class ProcessTransport(Transport):
     """Transport between processes of one Linux host (same PID namespace, same user).
 
-    A large value is written into a memory of its own (a memfd), whose descriptor goes along with the message; the receiver
-    reads it and closes the descriptor, so that nothing is left. A thread writes what a full socket did not take, and lives
-    as long as there is any: a peer gets its messages also where this rank goes on to wait for something else.
+    A large value is written into a memfd, whose descriptor is sent with the message; the receiver reads it and closes the
+    descriptor, which frees the memory. While messages do not fit into a full socket, a thread writes them: the peer gets them
+    even if this rank waits for something else.
 
-    Threads: the one that uses the Comm calls the methods; it shares `_out` and the sockets with the writer, under `_writing`.
+    Threads: the thread that uses the Comm calls the methods; it and the writer thread take `_writing` for `_out` and the sockets.
     """
 
     def __init__(self, rank: int, door: Door, addresses: list[bytes], secret: bytes, timeout_s: float = 60.0) -> None:
-        """Connect to every peer. door: this rank's; addresses: of all doors, by rank; secret: known to these ranks alone."""
+        """Connect to every peer. door: this rank's door; addresses: of all doors, by rank; secret: known to these ranks alone."""
         self.rank, self.world_size = rank, len(addresses)
-        self._forked = False
+        self._forked = False  # set in a forked child, which is no rank
         self._peers: dict[int, socket.socket] = door.connect(rank, addresses, secret, timeout_s)
         self._in = {peer: bytearray() for peer in self._peers}
         self._descriptors: dict[int, deque[int]] = {peer: deque() for peer in self._peers}  # received with messages in _in
-        self._out: dict[int, deque[_Parcel]] = {}  # peer -> what its socket has not taken
+        self._out: dict[int, deque[_Parcel]] = {}  # peer -> messages for which its socket had no room
         self._writing = threading.RLock()  # guards _out and all writing to sockets
         self._writer: threading.Thread | None = None
         self._ready: deque[tuple[int, tuple]] = deque()
@@ -228,6 +228,7 @@ class ProcessTransport(Transport):
             for peer in peers:
                 taken = self._try(peer, data) if memory is None and peer not in self._out else 0
                 if taken < len(data) and peer in self._peers:
+                    # each parcel closes a descriptor of its own
                     parcel = _Parcel(data[taken:], None if memory is None else os.dup(memory))
                     self._out.setdefault(peer, deque()).append(parcel)
                     self._flush(peer)
@@ -242,7 +243,7 @@ class ProcessTransport(Transport):
             return 0
 
     def _flush(self, peer: int) -> None:
-        """Write what the socket takes now; start the writer thread for the rest."""
+        """Write as much as the socket takes now; start the writer thread for the rest."""
         queue = self._out[peer]
         try:
             while queue:
@@ -295,7 +296,7 @@ class ProcessTransport(Transport):
             if self._out:
                 self._flush_all()
         elif not self._ready and timeout_s:
-            time.sleep(min(timeout_s, 0.05))
+            time.sleep(min(timeout_s, 0.05))  # no peers left: do not spin in the caller's loop
         return self._ready.popleft() if self._ready else None
 
     def _poll_both(self) -> select.poll:
@@ -374,7 +375,7 @@ class ProcessTransport(Transport):
         os.close(handle[1])
 
     def close(self) -> None:
-        deadline = time.monotonic() + 1.0
+        deadline = time.monotonic() + 1.0  # for messages that full sockets have not taken yet
         while self._out and time.monotonic() < deadline:
             self.receive(0.01)
         with self._writing:
@@ -394,7 +395,7 @@ class ProcessTransport(Transport):
             )
 
     def leave_to_parent(self) -> None:
-        """Close this process's sockets, in a forked child: the child must not speak for the parent, nor keep it looking alive."""
+        """Close the sockets in a forked child: it must not send for the parent, nor keep sockets open when the parent dies."""
         self._forked = True
         self._writing = threading.RLock()  # a thread that the child does not have may hold the old one
         for peer, sock in self._peers.items():

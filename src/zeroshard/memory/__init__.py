@@ -1,1 +1,1 @@
-"""Memory: the ledger of bytes by category, pools of buffers of constant size, and what a host must hold."""
+"""Memory: the ledger of bytes by category, the limits and the allocator of host memory, and file I/O (io/)."""

@@ -1,4 +1,4 @@
-"""Host memory: how much of it each limit leaves, and whether the C library keeps what is freed.
+"""Host memory: the bytes that each limit leaves, and settings by which the C library keeps or returns freed memory.
 
 Training frees and allocates the same large tensors each step. glibc maps large blocks afresh and trims its heap, so the
 kernel zeroes the same pages again and again: 13,000-23,000 page faults a step and rank for the 34M GPT, 3-5% of its time
@@ -31,16 +31,17 @@ except ImportError:  # not a POSIX system, which has no such limits
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEEP_NBYTES = 128 << 20  # free memory that is kept at the top of the heap
 MMAP_NBYTES = 32 << 20  # the largest value that glibc accepts; smaller blocks come from its heap
-_RETURNED_NBYTES = 1 << 20
+_RETURNED_NBYTES = 1 << 20  # blocks of this size and more are unmapped when they are freed (`return_freed_memory`)
 _mapped_nbytes = MMAP_NBYTES
-_TUNABLES, _MENDED = "GLIBC_TUNABLES", (2, 39)
+_TUNABLES, _MENDED = "GLIBC_TUNABLES", (2, 39)  # the version without bug 30723
 _CACHE, _HUGE = "glibc.malloc.tcache_count=0", "glibc.malloc.hugetlb=1"
 
 
 def quiet_heap(given: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables by which a process uses freed blocks again and has huge pages in new ones.
+    """Return environment variables for a process to start with: its heap then reuses freed blocks and maps huge pages.
 
-    What `given` sets itself stays. With huge pages (from glibc 2.35 on) a step with all states on disk takes 0.85 of the time.
+    Tunables that `given` sets keep their values. With huge pages (from glibc 2.35 on) a step with all states on disk takes 0.85
+    of the time.
     """
     name, version = platform.libc_ver()
     if name != "glibc":
@@ -70,7 +71,7 @@ def _set_malloc(trim_nbytes: int, mmap_nbytes: int) -> bool:
     global _mapped_nbytes
     _mapped_nbytes = mmap_nbytes
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        mallopt = ctypes.CDLL(None).mallopt  # of the C library that the process has loaded
     except (OSError, AttributeError):
         return False
     return bool(mallopt(_M_TRIM_THRESHOLD, trim_nbytes)) and bool(mallopt(_M_MMAP_THRESHOLD, mmap_nbytes))
@@ -78,7 +79,7 @@ def _set_malloc(trim_nbytes: int, mmap_nbytes: int) -> bool:
 
 @dataclass(frozen=True)
 class Limit:
-    """Memory that may still be taken: `nbytes`, by the limit `name`; of_process: it binds this process, not its host."""
+    """The limit `name`, which leaves `nbytes` to allocate. of_process: it limits this process alone, not its host."""
 
     name: str
     nbytes: int
@@ -121,8 +122,8 @@ def _groups_left() -> list[tuple[Path, int]]:
     """Return (control group, bytes that its limit leaves) of all that have one. Cached files count as free."""
     found = []
     for root, limit, used, cached in (
-        ("", "memory.max", "memory.current", ("active_file", "inactive_file")),
-        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
+        ("", "memory.max", "memory.current", ("active_file", "inactive_file")),  # control groups, version 2
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),  # version 1
     ):
         for folder in _own_groups(root):
             try:
@@ -149,7 +150,7 @@ def _address_space_left() -> int | None:
 
 
 def resident_nbytes() -> int:
-    """Return the resident bytes of this process, or their peak where the system tells no more."""
+    """Return the resident bytes of this process, or their peak where the system gives only that."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -165,7 +166,7 @@ def _own_groups(root: str) -> list[Path]:
     except OSError:
         return found
     for _, kinds, path in lines:
-        if root in kinds.split(","):
+        if root in kinds.split(","):  # version 2 has one line, which names no kind
             own = Path(path.lstrip("/"))
             found += [base / folder for folder in (own, *own.parents) if folder.parts]
     return found

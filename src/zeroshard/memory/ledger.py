@@ -29,7 +29,7 @@ PARTIAL = "partial gradients"
 
 
 class Listener(Protocol):
-    """An observer that counts all memory, not only that of ledgers: the planner."""
+    """An observer of all allocated memory, in ledgers or not: the planner."""
 
     def watch(self, ledger: Ledger) -> None:
         """Note a new ledger."""
@@ -53,14 +53,14 @@ def claimed(tensor: Any) -> Any:
 
 
 def making() -> contextlib.AbstractContextManager[None]:
-    """Context for allocating memory that has, or gets, an entry: like `claimed`, but the listener never counts it at all."""
+    """Context for allocating memory that has, or gets, an entry in a ledger: the listener does not see the allocation."""
     found = listener.get()
     return contextlib.nullcontext() if found is None else found.looking_away()
 
 
 @dataclass
 class Traffic:
-    """Totals of one kind of collective: calls, calls by unit, bytes that one rank sent, and `between`: those to other nodes."""
+    """Totals of one kind of collective: calls, calls by unit, bytes that this rank sent. between: bytes sent to other nodes."""
 
     count: int = 0
     nbytes: int = 0
@@ -71,8 +71,8 @@ class Traffic:
 class Ledger:
     """Bytes by category (`now`, `peak`: on the device; `elsewhere`: by tier) and traffic by kind of collective and by link.
 
-    moved: bytes so far by link, a pair of tiers (source, target). ahead: the part of `moved` that is read ahead for a later
-    step: how much that is at the end of a step depends on the disk, whereas what a step uses does not.
+    moved: bytes so far by link, a pair of tiers (source, target). ahead: bytes of `moved` that were read ahead for a later step.
+    How many those are at the end of a step depends on the disk's speed; the bytes that a step uses do not (`used`).
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class Ledger:
             self.ahead[source, target] += nbytes
 
     def used(self) -> dict[tuple[Tier, Tier], int]:
-        """Return the bytes so far by link, without what was read ahead."""
+        """Return the bytes so far by link, without bytes read ahead."""
         with self._lock:
             return {link: nbytes - self.ahead.get(link, 0) for link, nbytes in self.moved.items()}
 

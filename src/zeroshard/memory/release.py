@@ -1,4 +1,4 @@
-"""Giving memory back to the system while its tensors, and all views of them, stay.
+"""Releases the memory of tensors to the system and restores it, while the tensor objects and all their views stay valid.
 
     device                       the storage is resized to nothing, and back: at another address, with any content
     host                         pages are dropped, the address stays; reading there again gives zeros
@@ -21,7 +21,7 @@ _HUGE_NBYTES = 4 << 20  # two huge pages at least
 
 
 def give_back(tensor: Tensor) -> int:
-    """Give up the memory of a contiguous tensor that nothing reads or writes; return the size that `take_again` needs."""
+    """Release the memory of a contiguous tensor that nothing reads or writes; return the size that `take_again` needs."""
     storage = tensor.untyped_storage()
     nbytes = storage.nbytes()
     if tensor.device.type == "cpu":
@@ -32,7 +32,7 @@ def give_back(tensor: Tensor) -> int:
 
 
 def take_again(tensor: Tensor, nbytes: int) -> None:
-    """Give a tensor its memory back; its content is undefined, and is to be written."""
+    """Allocate a tensor's memory again after `give_back`; its content is undefined, and the caller must write it."""
     storage = tensor.untyped_storage()
     if storage.nbytes() != nbytes:
         storage.resize_(nbytes)
@@ -42,7 +42,9 @@ def take_again(tensor: Tensor, nbytes: int) -> None:
 
 def _use_huge_pages(tensor: Tensor) -> None:
     """Ask for huge pages in a block that was just mapped: 50 MB are then filled in 10 ms, not 34-40 (12,000 pages to clear)."""
-    if tensor.nbytes >= max(_HUGE_NBYTES, mapped_nbytes()):  # blocks of the heap, which are smaller, are not cleared again
+    if tensor.nbytes >= max(
+        _HUGE_NBYTES, mapped_nbytes()
+    ):  # smaller blocks come from the heap: the kernel does not clear them again
         _advise(tensor.data_ptr(), tensor.nbytes, _MADV_HUGEPAGE)
 
 

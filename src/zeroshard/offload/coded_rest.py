@@ -1,4 +1,4 @@
-"""Columns that rest otherwise than the optimizer has them: decoded where they are read, encoded where they are written."""
+"""Optimizer states that rest encoded (in 8 bits, say): a read decodes them, a write encodes them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .storage import Rest
 
 
 class CodedRest(Rest):
-    """The resting place of a column's `numel` elements, in the optimizer's dtype, over `inner`, which holds them encoded.
+    """Resting place of a column: callers see `numel` elements in the optimizer's dtype; `inner` holds them encoded, in blocks.
 
-    Any range of elements may be read and written: of blocks that it only touches, the other elements are encoded again.
+    Any range of elements may be read and written. A write to a part of a block decodes the block and encodes it again.
     """
 
     resident = False
@@ -31,7 +31,7 @@ class CodedRest(Rest):
         if not out.numel():
             return OVER
         at, end = map(self.column.count, self.column.blocks(start, start + out.numel()))
-        coded = self.inner.view(at, end)
+        coded = self.inner.view(at, end)  # host memory: no read is needed
         if coded is not None:
             self.decode(coded, start, out)
             return OVER
@@ -40,7 +40,7 @@ class CodedRest(Rest):
 
     def decode(self, coded: Tensor, start: int, out: Tensor) -> None:
         """Fill `out` (n,) with elements [start, start + n), cut out of the blocks around them."""
-        skipped = start % self.column.elements
+        skipped = start % self.column.elements  # elements of the first block before `start`
         out.copy_(self.column.decode(coded)[skipped : skipped + out.numel()])
 
     def write(self, start: int, source: Tensor) -> Work:
@@ -59,7 +59,7 @@ class CodedRest(Rest):
             self.inner.store(*self._encoded(start, source.detach()))
 
     def _encoded(self, start: int, source: Tensor) -> tuple[int, Tensor]:
-        """Return where in `inner` the blocks around these elements begin, and the blocks with the elements replaced."""
+        """Return the position in `inner` of the blocks around these elements, and the encoded blocks with them replaced."""
         begin, end = self.column.blocks(start, start + source.numel())
         if end - begin != source.numel():
             blocks = self.load(begin, end)
@@ -69,7 +69,7 @@ class CodedRest(Rest):
 
 
 class _Decoding(Work):
-    """A read of encoded values, which are decoded when it has been waited for."""
+    """A running read of encoded values; `wait` decodes them."""
 
     def __init__(self, rest: CodedRest, read: Work, coded: Tensor, start: int, out: Tensor) -> None:
         self.rest, self.read, self.coded, self.start, self.out = rest, read, coded, start, out

@@ -4,7 +4,7 @@
     host                           '-> rest              the first gradient of a step
                                    '-> arrival -> rest   a gradient that is added, or moves on to a disk
 
-Everything is asynchronous as long as nothing has to be added. `progress` starts what can be started; `settle` waits.
+All moves are asynchronous as long as nothing has to be added. `progress` starts the next move if it can; `settle` waits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..config import Tier
 from ..utils.work import OVER, Work
 from .storage import MemoryRest, Rest, Tiers
 
-_WIDEN_NUMEL = 1 << 18
+_WIDEN_NUMEL = 1 << 18  # number of elements converted at a time
 
 
 class NarrowRest(MemoryRest):
@@ -63,16 +63,16 @@ class NarrowRest(MemoryRest):
 
 
 def narrowed(rest: Rest, tiers: Tiers, dtype: torch.dtype) -> Rest:
-    """Return the rest as a NarrowRest, where gradients arrive in a narrower `dtype` and it is not the device's memory."""
+    """Return a NarrowRest over the memory of `rest`, if it is on the host and gradients arrive in fewer bytes; else `rest`."""
     if isinstance(rest, MemoryRest) and not rest.resident and dtype.itemsize < rest.dtype.itemsize:
         return NarrowRest(rest.tensor, tiers, dtype)
     return rest
 
 
 class Departure:
-    """The way of one gradient shard from the reduction's result to its `rest`.
+    """Moves one gradient shard from the reduction's result to its `rest`.
 
-    A device with memory of its own sends the gradient in the dtype of the reduction (2 bytes an element in bf16); where
+    From a device with memory of its own the gradient moves in the dtype of the reduction (2 bytes an element in bf16); where
     the device is the host it stays in fp32 until it is added, as it would without offload.
     """
 
@@ -96,7 +96,7 @@ class Departure:
         landed, buffer, landings = self._landed, self._buffer, self.tiers.landings
         assert landings is not None
         self._landed = self._buffer = None
-        self.settle()
+        self.settle()  # an earlier gradient may still be on its way to `rest`
         if not self.tiers.separate:
             self._under_way = self._add(landed) if add else self._put(landed)
             landings.give(buffer, self._under_way)
@@ -111,11 +111,11 @@ class Departure:
             landings.give(buffer, pending)
             self._arriving = (arrival, arrived, add, pending)
         dtype = torch.promote_types(landed.dtype, torch.float32)
-        return None if add else torch.linalg.vector_norm(landed, dtype=dtype).double().square()
+        return None if add else torch.linalg.vector_norm(landed, dtype=dtype).double().square()  # while it is still on the device
 
     def _send(self, landed: Tensor) -> Work:
         if isinstance(self.rest, NarrowRest):
-            self.rest.is_narrow = True
+            self.rest.is_narrow = True  # its bytes are in the first part of the memory now
             return self.tiers.copy(self.rest.narrow, landed, Tier.DEVICE, Tier.HOST)
         return self.tiers.copy(self.rest.tensor, landed, Tier.DEVICE, Tier.HOST)  # type: ignore[attr-defined]
 

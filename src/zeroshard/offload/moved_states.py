@@ -1,9 +1,9 @@
-"""States of a model that are moved to another tier for a while, all at once (zs.offload_states).
+"""zs.offload_states: moves the states of a model from the device to another tier for a while, all at once.
 
-    at rest   --- move --->   away: content in copies on the host or in files, memory given back   --- bring back --->   at rest
+    at rest   --- move --->   away: values in copies on the host or in files, memory released   --- bring back --->   at rest
 
-Objects that refer to a state (views, runs, regions that peers read) stay as they are; meanwhile every access to its `Rest`
-raises. States that already rest off the device stay where they are.
+Objects that refer to a state (views, runs, regions that peers read) are not replaced; while it is away, every access to its
+`Rest` raises. States that already rest off the device stay where they are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHUNK_NUMEL = 16 << 20  # number of elements copied at a time between a device 
 
 @dataclass(eq=False)
 class Memory:
-    """Memory of one state. kept: its content is to be kept."""
+    """Memory of one state. kept: its values are needed afterwards; else they come back as zeros."""
 
     part: str  # one of PARTS
     category: str  # of the ledger
@@ -47,7 +47,10 @@ class _Left:
 
 
 class MovedStates:
-    """The states of one model that are away. lent: context in which other values stand for the parameters, then read-only."""
+    """The states of one model that are away.
+
+    lent: name of the running context in which the parameters have other, read-only values (AveragedModel.swapped()); "": none.
+    """
 
     def __init__(self, tiers: Tiers) -> None:
         self.tiers = tiers
@@ -86,15 +89,15 @@ class MovedStates:
 
     def move(self, parts: list[str], memories: list[Memory], rests: dict[str, list[Rest]], offload: Offload, wait: bool) -> None:
         """Move the parts away. rests: all resting places of each part. wait: return when copies on the host are complete."""
-        stays = offload.tier is Tier.HOST and not self.tiers.separate
+        stays = offload.tier is Tier.HOST and not self.tiers.separate  # on a CPU the states are on the host already
         for part in parts:
             self._left[part] = [self._move(m, offload) for m in memories if m.part == part and not stays]
             for rest in rests[part]:
                 self._classes[id(rest)] = rest, type(rest)
-                rest.__class__ = _away(type(rest))
+                rest.__class__ = _away(type(rest))  # the object stays; every access to it raises
         for left in (left for part in parts for left in self._left[part]):
             if left.pending is not None:
-                left.pending.wait() if wait else left.pending.join()
+                left.pending.wait() if wait else left.pending.join()  # before `give_back`: the copy still reads the memory
             left.nbytes = give_back(left.memory.tensor)
             self.tiers.ledger.strike(left.memory.category, left.memory.tensor.nbytes, left.memory.tier)
 
@@ -125,7 +128,7 @@ class MovedStates:
             target = memory.tensor.detach()
             tiers.ledger.enter(memory.category, target.nbytes, memory.tier)
             if left.copy is None:
-                target.zero_()
+                target.zero_()  # not kept: a gradient buffer that had no gradient, say
                 continue
             self._fill(target, left)
             tiers.ledger.strike(memory.category, target.nbytes, left.copy.tier)
@@ -151,7 +154,7 @@ class MovedStates:
         self._left, self._classes = {}, {}
 
     def forget(self) -> None:
-        """Give up what is away; the ledger counts as if it were back."""
+        """Drop the states that are away, after a failure of a disk or a peer; the ledger then counts as if they were back."""
         for left in (left for lefts in self._left.values() for left in lefts):
             nbytes = left.memory.tensor.nbytes
             self.tiers.ledger.enter(left.memory.category, nbytes, left.memory.tier)

@@ -1,13 +1,13 @@
-"""Tiers: where the shards of model states rest, and how they move (the third factor of layout x placement x tier).
+"""Tiers (device, host, disk): the resting places of shards of model states, and the moves between them.
 
     device  <--- streams, pinned copies --->  host  <--- file engine, O_DIRECT --->  disk
 
-A `Rest` is the resting place of one flat shard. The host steps and moves it piece by piece: `view` returns elements that it
-can use in place, `read` and `write` move elements from and to host buffers and return a `Work`. `load` and `store` are
-slow and synchronous, for everything else (initial values, inspection).
+A `Rest` is the resting place of one flat shard. A step on the host works on it piece by piece: `view` returns elements that the
+host can use in place, `read` and `write` move elements to and from host buffers and return a `Work`. `load` and `store` are
+slow and synchronous, for all other uses (initial values, inspection).
 
 On a CPU the device's memory is the host's: tiers DEVICE and HOST differ in the ledger alone and nothing is copied.
-`Streams.separate_host` tells the two cases apart; nothing else in the library asks for the kind of device.
+`Streams.separate_host` is False there; the library distinguishes kinds of devices by nothing else.
 
 Source: ZeRO-Infinity, arXiv 2104.07857, sections 5.1 and 6.3.
 """
@@ -40,7 +40,7 @@ from ..utils import torch_compat
 from ..utils.one_thread import Turn, one_thread
 from ..utils.work import OVER, Work
 
-_PIECES, _PIECE_NBYTES = 4, 2 << 20  # buffers in which values are converted for a disk: as many as the engine has threads
+_PIECES, _PIECE_NBYTES = 4, 2 << 20  # buffers for values that are converted for a disk: one for each thread of the engine
 _SEGMENT_NBYTES = 1 << 30  # least length of a file in a swap folder; files are sparse, so unused parts cost nothing
 
 
@@ -99,7 +99,7 @@ class Rest(ABC):
         return self.nbytes_of(self.numel)
 
     def nbytes_of(self, numel: int) -> int:
-        """Return the bytes in which so many elements rest."""
+        """Return the bytes that `numel` elements take at rest."""
         return numel * self.dtype.itemsize
 
     @abstractmethod
@@ -230,6 +230,7 @@ class FileRest(Rest):
 
     def _store_in_pieces(self, start: int, source: Tensor, nbytes: int) -> None:
         """Write through a few pieces of aligned memory: whole copies leave holes in the heap, unaligned ones are copied again."""
+        # address and offset congruent, so that the engine needs no bounce buffer
         memory = empty_aligned(nbytes + PAGE_NBYTES)[self._at(start) % PAGE_NBYTES :]
         pieces = [part.view(self.dtype) for part in memory[:nbytes].split(_PIECE_NBYTES)]
         under_way: list[Work] = [OVER] * len(pieces)
@@ -255,9 +256,9 @@ def _converting(numel: int, dtype: torch.dtype, tiers: Tiers) -> Iterator[int]:
 
 
 class _Imagined(Work):
-    """An imagined disk's request: done at once, as on a fast disk; `wait` tells the watcher.
+    """A request to a dry run's imagined disk: done at once, as on a fast disk; `wait` reports to the watcher.
 
-    With gradients on a slow disk real ranks take one staging buffer more than a plan says.
+    With gradients on a slow disk, real ranks take one staging buffer more than such a plan says.
     """
 
     def __init__(self, streams: Streams, ticket: Any) -> None:
@@ -319,6 +320,7 @@ class _Folder:
             self._file = self.swap.file(f"states-{self._count}", max(_SEGMENT_NBYTES, nbytes))
             self._count, self._end = self._count + 1, 0
         offset = self._end
+        # regions begin at pages, so that no block of direct I/O has bytes of two
         self._end = -(-(offset + nbytes) // PAGE_NBYTES) * PAGE_NBYTES
         return self._file, offset
 
@@ -330,12 +332,12 @@ class _Folder:
 class Tiers:
     """Makes the resting places of one model's states, and owns the buffers and engines that move them.
 
-    Threads: the rank's own, and that of a delayed step. The latter reads and writes masters, states and the gradients that were
-    handed to it, and the former leaves those alone meanwhile; a FileRest checks it (`ThreadsMet`). The thread that uses the Comm
-    tells peers of failures.
+    Threads: the rank's own, and that of a delayed step, which reads and writes masters, states and the gradients handed to it.
+    The rank's own thread does not touch these meanwhile; a FileRest checks that (`ThreadsMet`). Only the thread that uses the
+    Comm sends word of failures to peers.
 
-    separate: the device has a memory of its own. failure: the first request that failed. From then on the states that rest here
-    may be half of one step and half of the next, and none is used any more.
+    separate: the device has a memory of its own. failure: error of the first request that failed; from then on every use of the
+    states raises it, as some of them may be of one step and some of the next.
     """
 
     def __init__(self, comm: DirectComm, ledger: Ledger) -> None:
@@ -345,17 +347,17 @@ class Tiers:
         self.slots: BufferPool | None = None  # host: shards read from disk that are copied to a separate device
         self.landings: BufferPool | None = None  # device: reduced gradient shards that rest on another tier
         self.arrivals: BufferPool | None = None  # host: gradient shards that are then added, or written to disk
-        self.state_columns: dict[int, tuple[StateColumn, ...]] = {}  # id of a parameter -> those that its first step makes
+        self.state_columns: dict[int, tuple[StateColumn, ...]] = {}  # id of a parameter -> columns that its first step makes
         self.released_nbytes = 0  # host memory of the unsharded model and optimizer, which sharding will free
         self._folders: dict[str, _Folder] = {}
         self._entered: list[tuple[str, int, Tier]] = []
         self.failure: OffloadIOError | None = None
-        self._told = False  # whether the peers have been told of the failure
-        self._beside = threading.local()  # .comm: True on a thread while another one uses the Comm, and tells the peers
+        self._told = False  # True once this rank has sent the failure to its peers
+        self._beside = threading.local()  # .comm: True on a thread that must not use the Comm, since another one does
 
     @contextlib.contextmanager
     def beside_comm(self) -> Iterator[None]:
-        """Context of a thread while another one uses the Comm: failures raise here, and the other thread tells the peers."""
+        """Context for a second thread: failures are raised in it, and the thread that uses the Comm sends them to the peers."""
         before, self._beside.comm = getattr(self._beside, "comm", False), True
         try:
             yield
@@ -363,12 +365,12 @@ class Tiers:
             self._beside.comm = before
 
     def fail(self, error: OffloadIOError) -> None:
-        """Record a failed request, tell the peers, and raise its error."""
+        """Record a failed request, send its error to the peers, and raise it."""
         self.failure = self.failure or copy.copy(error)  # without the traceback, which holds buffers
         self.check()
 
     def check(self) -> None:
-        """Raise if a request has failed, here or on a peer. Tells the peers, which raise it when they next wait for this rank."""
+        """Raise if a request has failed, here or on a peer. Send the error to peers, which raise it in their next wait."""
         failure = self.failure or self.comm.failure
         if failure is None:
             return
@@ -384,7 +386,7 @@ class Tiers:
             self._folders[offload.path] = _Folder(offload, self.comm)
 
     def check_space(self, mine: dict[str, int], on_host: list[dict[str, int]]) -> None:
-        """Raise SwapError where folders are too small. mine: bytes by folder; on_host: those of all ranks of this host."""
+        """Raise SwapError where folders are too small. mine: bytes by folder; on_host: the same of each rank of this host."""
         devices = {path: folder.swap.device for path, folder in self._folders.items()}
         for path, folder in self._folders.items():
             same = [other for other, device in devices.items() if device == devices[path]]  # one disk may hold several
@@ -411,7 +413,7 @@ class Tiers:
             folder = self._folders[offload.path]
             return FileRest(*folder.region(numel * dtype.itemsize), numel, dtype, folder.engine, self)
         if tier is Tier.HOST:
-            # not torch's pinned allocator, which rounds up to a power of two; and a host step is faster in huge pages
+            # torch's pinned allocator would round up to a power of two; and a step on the host is faster in huge pages
             memory = self.host_buffer(numel * dtype.itemsize, offload.pin_memory).zero_()
             return MemoryRest(memory.view(dtype), tier, self)
         with making():
@@ -437,12 +439,12 @@ class Tiers:
         """Start to copy a whole rest to the device, to `out` (numel,). Without `wait`: None where no buffer is free."""
         if isinstance(rest, MemoryRest):
             return self.copy(out, rest.tensor, rest.tier, Tier.DEVICE)
-        if not self.separate:
+        if not self.separate:  # the host's memory is the device's: read into it directly
             return rest.read(0, out)
         assert self.slots is not None
         buffer = self.slots.take(wait)
         if buffer is None and wait:
-            buffer = self.slots.take_further()  # units that are prefetched hold all buffers: take one more
+            buffer = self.slots.take_further()  # prefetched units hold all buffers until they are gathered: allocate one more
         if buffer is None:
             return None
         hops = _TwoHops(self, rest.read(0, buffer[: out.nbytes].view(out.dtype)), buffer, out)
@@ -467,7 +469,7 @@ class Tiers:
     @staticmethod
     def _take(pool: BufferPool, in_line: bool = False) -> Tensor:
         buffer = pool.take(wait=True, in_line=in_line)
-        if buffer is None:  # running work holds all buffers, and may need this rank to go on: one more
+        if buffer is None:  # running work holds all buffers, and may end only if this rank goes on: allocate one more
             pool.count += 1
             buffer = pool.take()
         assert buffer is not None
@@ -484,9 +486,9 @@ class Tiers:
             self.ledger.move(*((Tier.HOST, Tier.DEVICE) if up else (Tier.DEVICE, Tier.HOST)), nbytes)
 
     def copy(self, target: Tensor, source: Tensor, begins: Tier, ends: Tier) -> Work:
-        """Start a copy between host and device, which overlaps with computation where the device is separate."""
+        """Start a copy between host and device; on a separate device it overlaps with computation."""
         if not self.separate or begins is ends:
-            target.copy_(source)
+            target.copy_(source)  # at once, in the host's memory
             return OVER
         self.ledger.move(begins, ends, target.nbytes)
         return Copy(self.streams, self.streams.copy(target, source, up=ends is Tier.DEVICE))

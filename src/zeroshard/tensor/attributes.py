@@ -2,7 +2,7 @@
 
     at rest    the user's object is the sharded parameter        in use    the modules hold the compute parameter
 
-Both have the same attributes, whichever of them a program has set one on.
+An attribute that a program sets on one of these two objects is found on the other, too.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ class CarriesAttributes:
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         compute = self.__dict__.get("_compute")
-        if (
-            compute is not None and name not in _OWN and name in self.__dict__
-        ):  # properties of torch (data, grad, requires_grad) are not in __dict__
+        # properties of torch (data, grad, requires_grad) are not in __dict__, and each object has its own
+        if compute is not None and name not in _OWN and name in self.__dict__:
             compute.__dict__[name] = value
 
     def __delattr__(self, name: str) -> None:
         compute = self.__dict__.get("_compute")
-        if name in _OWN or compute is None:
+        if name in _OWN or compute is None:  # this library's own, or before zs.shard
             return super().__delattr__(name)
         if name not in self.__dict__ and name not in compute.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -36,7 +36,7 @@ class Box:
 
         start, stop: yield only stretches that hold some of elements [start, stop) of the flattened box.
         """
-        inner, dims = 1, len(shape)
+        inner, dims = 1, len(shape)  # inner: elements of the trailing dimensions that the box fills, which are contiguous
         while dims and (inner == 0 or self.sizes[dims - 1] == shape[dims - 1]):
             dims -= 1
             inner *= shape[dims]
@@ -44,7 +44,7 @@ class Box:
             dims -= 1
             inner *= self.sizes[dims]
         strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-        base = sum(o * s for o, s in zip(self.offsets, strides, strict=True))
+        base = sum(o * s for o, s in zip(self.offsets, strides, strict=True))  # the box's first element in the flattened tensor
         stop = self.numel if stop is None else stop
         for number in range(start // max(inner, 1), -(-stop // max(inner, 1))):
             at, rest = base, number
@@ -74,19 +74,19 @@ def boxes_of(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Return elements [start, stop) of a flattened tensor as contiguous boxes, in order; none for an empty range."""
     if start >= stop:
         return []
-    if not shape:
+    if not shape:  # 0-D: one element
         return [Box((), ())]
     inner = math.prod(shape[1:])
     first, head = divmod(start, inner)
     last, tail = divmod(stop, inner)
-    if head and first == last:
+    if head and first == last:  # the range lies inside of one row
         return _within(shape, first, head, tail)
     boxes = []
     if head:
         boxes += _within(shape, first, head, inner)
         first += 1
     if first < last:
-        rest = tuple(shape[1:])
+        rest = tuple(shape[1:])  # whole rows, as one box
         boxes.append(Box((first, *(0 for _ in rest)), (last - first, *rest)))
     if tail:
         boxes += _within(shape, last, 0, tail)

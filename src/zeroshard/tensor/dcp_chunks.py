@@ -64,7 +64,7 @@ class LocalBox(torch.Tensor):
             values = source._plain() if isinstance(source, LocalBox) else source
             target._tensor._write_strided(values, target.shape, target.stride(), target._first)
             return target
-        return func(*tree_map_only(LocalBox, LocalBox._plain, args), **(kwargs or {}))
+        return func(*tree_map_only(LocalBox, LocalBox._plain, args), **(kwargs or {}))  # a read: on a plain copy or view
 
     def _part(self, size: Sequence[int], first: int) -> LocalBox:
         return LocalBox(self._tensor, size, self.stride(), first)

@@ -1,9 +1,9 @@
 """Differentiable `full_tensor()` and `to_local()`: gradients of their results reach the parameter, as with a DTensor.
 
     5 * p.full_tensor().pow(2).sum()      every rank computes with the whole: gradients are averaged over ranks, as any others
-    5 * p.to_local().pow(2).sum()         every rank computes with its slice: together they have one loss, which is not averaged
+    5 * p.to_local().pow(2).sum()         every rank computes with its slice: the loss is the ranks' sum, and is not averaged
 
-Such a gradient arrives at the compute parameter, as do the gradients of forwards, and is added, held back and reduced with them.
+Autograd accumulates these gradients on the compute parameter, together with those of forwards; they are reduced alike.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..errors import ShardedAccessError
 
 
 class _Read(torch.autograd.Function):
-    """Autograd function from `source` to a value read from it; `arrive` turns the value's gradient into that of `source`."""
+    """Autograd function from `source` to a value read from it; `arrive` converts the value's gradient to one of `source`."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, value: Tensor, arrive: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.arrive = arrive
-        return value.view_as(value)
+        return value.view_as(value)  # a new tensor: autograd treats an input that is returned in a way of its own
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -36,7 +36,7 @@ def _read(tensor: Any, value: Tensor, sliced: bool) -> Tensor:
         return value
     home = tensor._home
     arrive = home.arrival(sliced) if isinstance(tensor, nn.Parameter) else _lost(home.name)
-    return _Read.apply(tensor.__dict__.get("_compute", tensor), value, arrive)
+    return _Read.apply(tensor.__dict__.get("_compute", tensor), value, arrive)  # gradients accumulate on the compute parameter
 
 
 def _lost(name: str) -> Callable[[Tensor], Tensor]:
@@ -65,9 +65,9 @@ class ReadableSlices:
 
     def full_tensor(self) -> Tensor:
         """Return a copy of the whole tensor on every rank (collective). Differentiable."""
-        if isinstance(self, nn.Parameter) and not self._home.distributed:  # in a forward it is an operation of that forward
+        if isinstance(self, nn.Parameter) and not self._home.distributed:  # in a forward: gather the unit, as its operations do
             lent = self._home.lend(torch.clone, (self,), {})
-            if lent is not NotImplemented:
+            if lent is not NotImplemented:  # a forward runs, and its unit is gathered
                 return lent
         return _read(self, self._home.gather_local(self._local).view(self.shape), sliced=False)
 

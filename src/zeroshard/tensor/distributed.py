@@ -4,8 +4,8 @@
     at rest   its local shard (2048, 512), in the flat buffer    ZeRO cuts it further, over the data-parallel ranks
     in use    a DTensor over the gathered local shard            the modules compute with it
 
-So the flat buffer, the optimizer and the tiers need not know of DTensors. Autograd leads from the DTensor back to the local
-tensor, and converts a gradient of other placements (a partial sum, with sequence parallelism) to those of the parameter.
+So the flat buffer, the optimizer and the tiers contain no DTensors. Autograd leads from the DTensor back to the local tensor,
+and converts a gradient of other placements (a partial sum, with sequence parallelism) to the parameter's placements.
 """
 
 from __future__ import annotations
@@ -58,27 +58,28 @@ class Distribution:
 
     @cached_property
     def part(self) -> Part | None:
-        """Part of the whole parameter that this rank's shard is; None if the shard is the whole."""
+        """Position of this rank's shard in the whole parameter; None if the shard is the whole."""
         place = self.mesh.get_coordinate()
         part: Part | None = None
         assert place is not None
         extents = list(self.shape)
         for size, number, placement in zip(self.mesh.shape, place, self.placements, strict=True):
-            if placement.is_replicate():
+            if placement.is_replicate():  # this axis does not cut the parameter
                 continue
             maps = getattr(placement, "split_factor", 1)  # the weight may pack several matrices (q, k, v), each of which is cut
             dim = placement.dim  # type: ignore[attr-defined]  # it shards
             extent = extents[dim] // maps
             step = -(-extent // size)  # equal to torch.chunk's sizes
             start, stop = min(step * number, extent), min(step * (number + 1), extent)
-            part = Part(dim, start, stop, tuple(extents), maps, part)
-            extents[dim] = maps * (stop - start)
+            part = Part(dim, start, stop, tuple(extents), maps, part)  # the part of earlier axes is around it
+            extents[dim] = maps * (stop - start)  # further axes cut this shard
         return part
 
     def wrap(self, local: Tensor) -> DTensor:
         """Return the DTensor over this rank's shard, in the shard's autograd graph."""
         from torch.distributed.tensor import DTensor
 
+        # run_check would be a collective
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
         )
@@ -98,8 +99,8 @@ class Distribution:
 def in_state_dicts(model: nn.Module) -> list[Any]:
     """Let model.state_dict() return DTensors for local shards, and let load_state_dict accept DTensors or whole tensors.
 
-    Return the hooks' handles. So torch.save, save_pretrained and torch.distributed.checkpoint do not take a local shard for a
-    whole parameter. Sharded tensors (ZeRO stage 3) need no hook: they refuse to be taken for a whole.
+    Return the hooks' handles. Without them torch.save, save_pretrained and torch.distributed.checkpoint would store a local shard
+    as if it were the whole parameter. Sharded tensors (ZeRO stage 3) need no hook: they raise when such code reads them.
     """
     named = model.named_parameters(remove_duplicate=False)
     known = {name: found for name, param in named if (found := distribution_of(param)) is not None}
@@ -125,7 +126,7 @@ def distribution_of(param: Tensor) -> Distribution | None:
 
 def is_distributed(value: object) -> TypeGuard[DTensor]:
     """Return whether a value is a DTensor."""
-    return _MODULE in sys.modules and isinstance(value, sys.modules[_MODULE].DTensor)
+    return _MODULE in sys.modules and isinstance(value, sys.modules[_MODULE].DTensor)  # not imported: nobody has made a DTensor
 
 
 def local_of(value: Any) -> Any:
@@ -195,13 +196,13 @@ def _local_parameter(param: DTensor, distribution: Distribution) -> nn.Parameter
 def _turned(state: object, param: Tensor) -> object:
     """Return an optimizer state as the parameter is: local for a local parameter, a DTensor for a DTensor."""
     distribution = distribution_of(param)
-    if is_distributed(state) and distribution is not None:
+    if is_distributed(state) and distribution is not None:  # made by the optimizer for a DTensor parameter
         return torch_compat.local_part(state)
     if (
         is_distributed(param)
         and isinstance(state, Tensor)
         and state.shape == torch_compat.local_part(param).shape
-        and state.dim()
+        and state.dim()  # a scalar (`step`) stays an ordinary tensor
     ):
         return Distribution.of(param, "").wrap(state)
     return state

@@ -4,10 +4,9 @@
     shards       |   rank 0   |   rank 1   |   rank 2   |
 
 Words: a *slot* is the place of one parameter in the flat buffer; a *piece* is the part of a slot that lies in
-one rank's shard. All offsets are in elements. Slots and shards start at multiples of ALIGNMENT (or of a multiple of it,
-where optimizer states rest in longer blocks: no boundary then cuts a block), so vector
-kernels see no ragged ends inside a shard: elementwise results do not depend on how a buffer was cut, which is
-what makes the stages equal bit for bit.
+one rank's shard. All offsets are in elements. Slots and shards start at multiples of ALIGNMENT (of a multiple of it, where
+optimizer states rest in longer blocks, so that no boundary cuts a block). Vector kernels then have no remainder loop inside a
+shard, so elementwise results do not depend on the cut of a buffer: for this reason all stages give the same bits.
 
 Invariants: slots do not overlap and ascend; shards tile the buffer; pieces of a slot over all ranks tile it.
 """
@@ -82,7 +81,7 @@ class FlatLayout:
             numel = math.prod(shape)
             slots.append(Slot(tuple(shape), offset, numel))
             offset = round_up(offset + numel, alignment)
-        shard_numel = round_up(max(-(-offset // world_size), 1), alignment)
+        shard_numel = round_up(max(-(-offset // world_size), 1), alignment)  # at least one block: no shard is empty
         return cls(tuple(slots), world_size, shard_numel, alignment)
 
     @property
@@ -104,7 +103,7 @@ class FlatLayout:
         begin, end = self.shard_range(rank)
         start, stop = max(slot.offset, begin), min(slot.stop, end)
         if start >= stop:
-            return Piece(index, 0, 0, 0)
+            return Piece(index, 0, 0, 0)  # the slot has no element in this shard
         return Piece(index, start - slot.offset, stop - slot.offset, start - begin)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:

@@ -1,7 +1,7 @@
 """Refusal of operations that take the memory of a sharded tensor out of torch: pickling, numpy, reads by address.
 
-Programs read `state_dict()` to save it, on all ranks or on rank 0 alone, so that no method here may wait for a peer: each raises
-ShardedAccessError at once, on any rank, with the call that saves the whole.
+Programs save a `state_dict()` on all ranks or on rank 0 alone. Gathering here could wait for ranks that never come, so each
+method raises ShardedAccessError at once, with the call that saves the whole.
 """
 
 from __future__ import annotations

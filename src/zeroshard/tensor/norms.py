@@ -1,10 +1,10 @@
-"""Norms of sharded tensors (collective), equal to those of one process. All norms of one call take one exchange.
+"""Norms of sharded tensors (collective), equal to one process's norms. All norms of one call take one exchange.
 
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)     p.grad.norm()     torch._foreach_norm(gradients)
 
 Each rank sends the norms of its slices, one number for each tensor; the norm of a tensor is the norm of these, in fp64 and in
-rank order, so that all ranks compute the same bits. Results are ordinary tensors: `.item()` works, and no wait is pending. For
-a slice without elements a rank sends the neutral number.
+rank order, so that all ranks compute the same bits. Results are ordinary tensors, complete when a call returns. For a slice
+without elements a rank sends the neutral number (0, or inf for a negative order).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def whole_norm(func: Any, args: tuple, kwargs: dict, kind: type) -> Any:
     """
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     tensor, dim, order = given["self"], given.get("dim"), given.get("ord", 2)
-    if dim is not None and len({d % max(tensor.dim(), 1) for d in dim}) != tensor.dim():
+    if dim is not None and len({d % max(tensor.dim(), 1) for d in dim}) != tensor.dim():  # not over all dimensions
         return NotImplemented
     if _grows(tensor):
         return NotImplemented
@@ -58,12 +58,12 @@ def foreach_norm(func: Any, args: tuple, kwargs: dict, kind: type) -> Any:
 
 
 def _grows(tensor: Tensor) -> bool:
-    """Return whether autograd would record a norm of the tensor: gradients would go to slices, and be lost."""
+    """Return whether autograd would record a norm of the tensor; its gradient would reach only the slice, and be lost."""
     return torch.is_grad_enabled() and tensor.requires_grad
 
 
 def norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None, kind: type) -> list[Tensor]:
-    """Return the norm of each tensor; those of class `kind` are over all ranks (collective)."""
+    """Return the norm of each tensor; norms of tensors of class `kind` are over all ranks (collective)."""
     order = float(order)
     plain = [None if isinstance(t, kind) else t for t in tensors]
     found: list[Any] = [None if t is None else torch.linalg.vector_norm(t, order, dtype=dtype) for t in plain]
@@ -81,12 +81,12 @@ def norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None, kind:
 
 def _combined(tensors: list[Slices], order: float) -> Tensor:
     """Return the norms, (len(tensors),) in fp64 on the host, of tensors of one group of ranks (collective)."""
-    measured = torch.stack([_measured(tensor, order) for tensor in tensors]).cpu()
+    measured = torch.stack([_measured(tensor, order) for tensor in tensors]).cpu()  # one transfer for all tensors
     undivided = any(tensor._of_gradient and tensor._home.undivided for tensor in tensors)
     more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
     name = f"{'the gradient of ' if tensors[0]._of_gradient else ''}{tensors[0]._home.name}"
     tensors[0]._home.before_meeting("a norm (torch's clipping takes them, zs.clip_grad_norm_(model, max_norm) does not)")
-    payload = bytes([undivided]) + measured.numpy().tobytes()
+    payload = bytes([undivided]) + measured.numpy().tobytes()  # undivided may differ between ranks: all raise, or none
     everyone = tensors[0]._home.meeting.exchange(payload, f"norm of {name}{more} (collective: every rank must ask for it)")
     if any(part[0] for part in everyone):
         raise ZeroshardError(
@@ -95,7 +95,7 @@ def _combined(tensors: list[Slices], order: float) -> Tensor:
         )
     rows = [torch.frombuffer(bytearray(part[1:]), dtype=torch.float64) for part in everyone]
     table = torch.stack(rows)  # (world, tensors)
-    return table.sum(0) if order == 0 else torch.linalg.vector_norm(table, order, dim=0)
+    return table.sum(0) if order == 0 else torch.linalg.vector_norm(table, order, dim=0)  # order 0 counts elements
 
 
 def _measured(tensor: Slices, order: float) -> Tensor:

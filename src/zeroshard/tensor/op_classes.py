@@ -1,6 +1,6 @@
-"""Classes of torch's operations: which of them compute with the elements of a parameter, and so need it gathered.
+"""Classes of torch's operations: those that compute with the elements of a parameter need it gathered.
 
-    x @ self.emb.weight.T        in the forward of the model, where `emb` is a unit of its own
+    x @ self.emb.weight.T        in the forward of the model, while `emb`, a unit of its own, is not gathered
 
 A unit's own modules find compute parameters; all other code finds sharded ones. In a forward, an operation that computes with a
 sharded parameter runs as a small forward of its unit (`Runtime.run_inside`): gather, compute with the compute parameter, watch
@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-_VIEWS = tuple(
-    getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")
-)  # other attributes read no elements
+# attributes that return elements; all others read none
+_VIEWS = tuple(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
 _LOOK = frozenset(
     "__deepcopy__ __dir__ __dlpack_device__ __format__ __len__ __reduce__ __reduce_ex__ __repr__ __setstate__ _is_view can_cast "
     "const_data_ptr data_ptr dim dim_order element_size get_device has_names is_coalesced is_complex is_conj is_contiguous "
@@ -28,7 +27,7 @@ _WRITE = frozenset(
     "__delitem__ __setitem__ backward module_load share_memory".split()
     + [f"__i{name}__" for name in "add and div floordiv lshift matmul mod mul or pow rshift sub truediv xor".split()]
 )
-# reductions to a number or a few: for them a parameter at rest is gathered
+# reductions to one or a few numbers: at rest, a parameter is gathered for them (`_of_whole` in tensor/sharded_tensor.py)
 READS = frozenset("allclose amax amin argmax argmin count_nonzero equal item max mean median min prod std sum var".split())
 _ALIAS = frozenset(["detach"])  # a write to the result is a write to the parameter
 
@@ -42,4 +41,4 @@ def computes(func: Any, args: tuple, kwargs: dict[str, Any], kind: type) -> bool
         return False
     if name in _LOOK_AT_OTHERS:
         return isinstance(args[0], kind)
-    return kwargs.get("out") is None and (not name.endswith("_") or name.endswith("__"))
+    return kwargs.get("out") is None and (not name.endswith("_") or name.endswith("__"))  # one underscore at the end: in place

@@ -7,7 +7,7 @@ _NORMS = ("aten::linalg_vector_norm", "aten::_foreach_norm", "aten::norm")
 
 
 def remedy_of(operation: str, of_gradient: bool, writes: bool, grows: bool) -> str:
-    """Return what to do in place of an operation that slices do not allow. grows: autograd would record the operation."""
+    """Return the remedy for an operation that is not possible on slices. grows: autograd would record the operation."""
     if operation == "aten::_amp_foreach_non_finite_check_and_unscale_":
         return (
             "torch.amp.GradScaler needs whole gradients: leave it out, and give precision='fp16' to zs.shard(), which scales "
@@ -31,7 +31,7 @@ def remedy_of(operation: str, of_gradient: bool, writes: bool, grows: bool) -> s
 
 
 def remedy_of_whole(of_gradient: bool) -> str:
-    """Return what to do in place of changing a whole tensor by a sharded one. of_gradient: the sharded one is a gradient."""
+    """Return the remedy for changing a whole tensor by a sharded one. of_gradient: the sharded one is a gradient."""
     remedy = (
         "A whole tensor is to be changed here: take `full_tensor()` of what is sharded (`p.grad.full_tensor()`), on all ranks."
     )

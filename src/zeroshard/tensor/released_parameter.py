@@ -13,9 +13,9 @@ from ..utils import torch_compat
 from ..utils.autograd import in_backward
 from .differentiable import ReadableWhole
 
-_VIEWS = tuple(
-    getattr(torch.Tensor, name) for name in ("data", "T", "mT", "H", "mH", "real", "imag")
-)  # attributes that read elements
+# attributes that read elements
+_VIEWS = tuple(getattr(torch.Tensor, name) for name in ("data", "T", "mT", "H", "mH", "real", "imag"))
+# functions that read no elements (`__get__`: of other attributes than `_VIEWS`)
 _HARMLESS = ("__get__", "register_hook", "register_post_accumulate_grad_hook", "size", "dim", "numel", "untyped_storage")
 
 
@@ -40,7 +40,7 @@ class ReleasedParameter(ReadableWhole, nn.Parameter):
                 return func(*args, **(kwargs or {}))
         if cls._gather is None or not in_backward():
             raise cls._refusal(cls._why)
-        cls._gather()  # its parameters are ordinary ones now
+        cls._gather()  # also sets the class of the unit's parameters back to nn.Parameter
         return func(*args, **(kwargs or {}))
 
     @classmethod

@@ -21,7 +21,7 @@ class RangeHome:
         self.parent, self.name, self.offset, self.comm = parent, name, offset, parent.comm
         begin, end = max(parent.start, offset), min(parent.stop, offset + numel)
         self.begin = begin - parent.start if begin < end else 0  # first element in the parent's slice
-        self.start: int = begin - offset if begin < end else 0
+        self.start: int = begin - offset if begin < end else 0  # in the flattened rows
         self.stop: int = end - offset if begin < end else 0
 
     @property

@@ -1,14 +1,15 @@
-"""Sharded tensors: a tensor subclass with the global shape, over this rank's slice of the elements.
+"""Sharded tensors: a tensor subclass that shows the global shape and holds this rank's slice of the elements.
 
 At rest a module holds a sharded parameter, with the global shape, dtype, device and requires_grad, so that names,
 state dicts, `numel()` and initialisation code work as on one process. Operations on it:
 
     in-place initialisation   acts on the global tensor: random draws advance the generator as one process does
-    elementwise               local, if all operands are cut alike (whole tensors are sliced)
+    elementwise               local, on slices, if all operands are cut alike (whole tensors are sliced)
     any(), all()              combined over ranks (collective)
     norms                     of the global tensor (collective; tensor/norms.py)
+    max(), sum(), ...         under no_grad: of the gathered tensor (collective; `READS` in tensor/op_classes.py)
     in a module's forward     computes with the gathered parameter, as on one process (tensor/op_classes.py)
-    anything else             raises, with the parameter's name and a remedy
+    any other operation       raises, with the parameter's name and a remedy
 
 `full_tensor()` gathers (collective). A sharded tensor never refers to memory that was released.
 """
@@ -37,7 +38,7 @@ aten = torch.ops.aten
 
 
 class Home(Protocol):
-    """Owner of a sharded tensor's storage: knows its name and its cut, reads and writes slices, talks to other ranks."""
+    """Owner of a sharded tensor's storage: has its name and cut, reads and writes the slice, gathers from other ranks."""
 
     name: str
     start: int  # this rank's elements [start, stop) of the flattened tensor
@@ -85,7 +86,7 @@ class Home(Protocol):
         """Assign the gradient, or drop it (None)."""
 
     def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Return the result of an operation on the gathered parameter if a forward runs, else NotImplemented."""
+        """Compute an operation with the gathered parameter if a forward runs, and return its result; else NotImplemented."""
 
     def assign(self, param: Tensor, value: Tensor) -> None:
         """Carry out `param.data = value`."""
@@ -98,7 +99,7 @@ class ParameterHome(Home, Protocol):
         """Return the function that autograd calls, in place of a program's hook, when the local gradient is complete."""
 
     def arrival(self, sliced: bool) -> Callable[[Tensor], Tensor]:
-        """Return the function from a gradient of `to_local()` (sliced) or `full_tensor()` to this rank's local gradient."""
+        """Return a function from a gradient of `to_local()` (sliced) or `full_tensor()` to this rank's local gradient."""
 
 
 class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
@@ -114,7 +115,7 @@ class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
         cls, local: Tensor | None, shape: tuple[int, ...], home: Home, requires_grad: bool = False, *,
         dtype: torch.dtype | None = None, device: torch.device | None = None,
     ) -> ShardedTensor:  # fmt: skip
-        """dtype, device: required if `local` is None, else those of `local`."""
+        """dtype, device: required if `local` is None; else `local` has them."""
         if local is not None:
             dtype, device = local.dtype, local.device
         tensor = torch_compat.make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
@@ -134,6 +135,7 @@ class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
+        # normal_, uniform_ and other draws in place
         if torch.Tag.nondeterministic_seeded in func.tags and _writes_first(func):
             return _random_(func, args, kwargs)
         if func._schema.name.removeprefix("aten::") in READS:
@@ -190,9 +192,9 @@ class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
 
 
 class ShardedParameter(CarriesAttributes, ShardedTensor):
-    """Sharded tensor that a module holds as its parameter at rest; isinstance takes it for an nn.Parameter."""
+    """Sharded tensor that a module holds as its parameter at rest; an instance of nn.Parameter for isinstance."""
 
-    _is_param = True
+    _is_param = True  # the attribute by which isinstance(p, nn.Parameter) accepts a subclass of Tensor
     _home: ParameterHome
     _compute: nn.Parameter  # the tensor that autograd sees while the unit is gathered
 
@@ -268,6 +270,7 @@ class ReplicatedParameter(ReadableWhole, nn.Parameter):
     def grad(self) -> Tensor | None:
         """Mean gradient over ranks (a sharded tensor of the global shape if gradients are sharded), or None."""
         local = local_grad(self)
+        # inside a hook of backward; or in a trace, which can not call the home
         if local is not None or torch.compiler.is_compiling():
             return local
         return self._home.gradient()
@@ -322,7 +325,7 @@ def _writes_first(func: Any) -> bool:
 def _is_local_foreach(func: Any) -> bool:
     name = func._schema.name
     operation = name.removeprefix("aten::_foreach_")
-    return operation != name and operation not in ("max", "mm", "norm", "powsum")
+    return operation != name and operation not in ("max", "mm", "norm", "powsum")  # these combine elements of one tensor
 
 
 def _refusal(func: Any, args: tuple, kwargs: dict) -> ShardedAccessError:
@@ -332,9 +335,8 @@ def _refusal(func: Any, args: tuple, kwargs: dict) -> ShardedAccessError:
     of_gradient = any(t._of_gradient for t in tensors)
     whole = "the whole gradient of" if of_gradient else "the whole of"
     grows = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    if (
-        _writes_first(func) and isinstance(args[0], Tensor) and kind is ShardedAccessError
-    ):  # such as p -= lr * p.grad at stages 1 and 2
+    # a whole tensor would be changed by a sharded one, as in p -= lr * p.grad at stages 1 and 2
+    if _writes_first(func) and isinstance(args[0], Tensor) and kind is ShardedAccessError:
         remedy = remedy_of_whole(of_gradient)
     else:
         remedy = remedy_of(func._schema.name, of_gradient, kind is ShardedWriteError, grows)
@@ -367,7 +369,7 @@ def _end_write(tensor: Tensor, local: Tensor, offset: int = 0) -> None:
 
 
 def _inherit(alias: ShardedTensor, source: ShardedTensor) -> None:
-    """Mark an alias, so that a write through it is one to the source's parameter or gradient."""
+    """Mark an alias, so that a write through it reaches the parameter or gradient of its source."""
     alias._of_parameter = isinstance(source, ShardedParameter) or source._of_parameter
     alias._of_gradient = source._of_gradient
 
@@ -375,21 +377,20 @@ def _inherit(alias: ShardedTensor, source: ShardedTensor) -> None:
 def _alias(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
     source = args[0]
     result = ShardedTensor(source._held, tuple(source.shape), source._home, dtype=source.dtype, device=source.device)
-    # writes through `p.data` or `p.detach()` are writes to the parameter
-    _inherit(result, source)
+    _inherit(result, source)  # so that writes through `p.data` or `p.detach()` are writes to the parameter
     return result
 
 
 def _copy_of(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
     """Apply clone, _to_copy or *_like to the slice; the result is cut alike."""
     source = args[0]
-    kwargs = {k: v for k, v in kwargs.items() if k not in ("memory_format", "layout", "pin_memory")}
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("memory_format", "layout", "pin_memory")}  # a slice is 1-D
     local = func(source._local, *args[1:], **kwargs)
     return ShardedTensor(local, tuple(source.shape), source._home)
 
 
 def _pad(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
-    """Copy for a pad by nothing, which Transformers uses for the bias of a tied head; refuse others."""
+    """Return a copy for a pad of width zero, which Transformers applies to the bias of a tied head; refuse any other pad."""
     if any(args[1]):
         raise _refusal(func, args, kwargs)
     return _copy_of(aten.clone.default, args[:1], {})
@@ -437,9 +438,9 @@ def _rows(source: ShardedTensor, start: int, stop: int, shape: tuple[int, ...]) 
 def _select(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
     """Return weight[i], one row, as a sharded view; nn.Embedding's padding uses it."""
     source, dim, index = args
-    if dim % max(len(source.shape), 1) != 0:
+    if dim % max(len(source.shape), 1) != 0:  # only rows are one range of the flattened tensor
         raise _refusal(func, args, kwargs)
-    index %= source.shape[0]
+    index %= source.shape[0]  # it may be negative
     return _rows(source, index, index + 1, tuple(source.shape[1:]))
 
 
@@ -447,7 +448,7 @@ def _slice(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
     """Return weight[a:b], adjacent rows, as a sharded view."""
     defaults: tuple[Any, ...] = (0, None, None, 1)
     source, dim, start, stop, step = (*args, *defaults[len(args) - 1 :])
-    if dim % max(len(source.shape), 1) != 0 or step != 1:
+    if dim % max(len(source.shape), 1) != 0 or step != 1:  # only adjacent rows are one range of the flattened tensor
         raise _refusal(func, args, kwargs)
     start, stop, _ = slice(start, stop).indices(source.shape[0])
     return _rows(source, start, max(stop, start), (max(stop - start, 0), *source.shape[1:]))
@@ -465,7 +466,7 @@ def _local_of(operand: Any, lead: ShardedTensor) -> Any:
         return operand._local
     if isinstance(operand, Tensor) and operand.dim() > 0:
         try:
-            whole = operand.expand(lead.shape)
+            whole = operand.expand(lead.shape)  # a whole operand: this rank takes its own elements
         except RuntimeError as error:
             raise ShardedAccessError(
                 f"{lead._home.name}: expected an operand that broadcasts to {tuple(lead.shape)}, got {tuple(operand.shape)}."
@@ -475,10 +476,10 @@ def _local_of(operand: Any, lead: ShardedTensor) -> Any:
 
 
 def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
-    if args and isinstance(args[0], (list, tuple)):
+    if args and isinstance(args[0], (list, tuple)):  # torch._foreach_...
         return _foreach(func, args, kwargs)
     lead = next(iter(_sharded_in((args, kwargs))))
-    if any(isinstance(a, Tensor) and a.dim() > len(lead.shape) for a in args):
+    if any(isinstance(a, Tensor) and a.dim() > len(lead.shape) for a in args):  # the result would have more dimensions
         raise _refusal(func, args, kwargs)
     target = args[0] if _writes_first(func) else kwargs.get("out")
     if target is not None and not isinstance(target, ShardedTensor):
@@ -487,7 +488,7 @@ def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
         _begin_write(target)
     local = func(*(_local_of(a, lead) for a in args), **{k: _local_of(v, lead) for k, v in kwargs.items()})
     if target is not None:
-        _end_write(target, local)  # in-place and out= return what they wrote
+        _end_write(target, local)  # the result of an in-place operation, or of one with out=, is its target
         return target
     if not isinstance(local, Tensor):
         raise _refusal(func, args, kwargs)
@@ -501,7 +502,7 @@ def _any_or_all(func: Any, args: tuple, kwargs: dict) -> Tensor:
 
 
 def _of_whole(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Compute p.data.max(), torch.equal(p.grad, q.grad) on gathered tensors (collective); raise if autograd would record it."""
+    """Gather the tensors and compute p.data.max() or the like (collective; see READS); raise if autograd would record it."""
     differentiable = any(isinstance(result.type, torch.TensorType) for result in func._schema.returns)  # not torch.equal
     if differentiable and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _sharded_in((args, kwargs))):
         raise _refusal(func, args, kwargs)
@@ -511,7 +512,7 @@ def _of_whole(func: Any, args: tuple, kwargs: dict) -> Any:
 def _view(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
     """Return p.view(...): the same slice under another global shape."""
     source = args[0]
-    shape = torch.empty(tuple(source.shape), device="meta").view(*args[1:], **kwargs).shape
+    shape = torch.empty(tuple(source.shape), device="meta").view(*args[1:], **kwargs).shape  # torch checks the shape
     view = ShardedTensor(source._held, tuple(shape), source._home, dtype=source.dtype, device=source.device)
     _inherit(view, source)
     return view
@@ -542,11 +543,11 @@ def _foreach(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _stretch(func: Any, args: tuple, kwargs: dict, part: slice, writes: bool) -> list[Any]:
-    """Apply a foreach operation to the tensors in `part`, of sharded ones to their slices."""
+    """Apply a foreach operation to the tensors in `part` of its lists: to the slices of sharded ones, to others as they are."""
     leads = args[0][part]
 
     def localise(arg: Any) -> Any:
-        if isinstance(arg, (list, tuple)) and len(arg) == len(args[0]):
+        if isinstance(arg, (list, tuple)) and len(arg) == len(args[0]):  # one operand for each tensor; else a scalar for all
             pairs = zip(arg[part], leads, strict=True)
             return [_local_of(a, lead) if isinstance(lead, ShardedTensor) else a for a, lead in pairs]
         return arg

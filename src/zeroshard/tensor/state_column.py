@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MOST_ELEMENTS = 4096  # of one block: slabs of the host's step begin at multiples of this
+_MOST_ELEMENTS = 4096  # of one block: a step on the host works on slabs that begin at multiples of this
 
 
 def _as_it_is(values: Tensor) -> Tensor:
@@ -27,9 +27,9 @@ def _as_it_is(values: Tensor) -> Tensor:
 class StateColumn:
     """One optimizer state: each block of `elements` elements rests as `values` values of `dtype`.
 
-    dtype: None for that of what is stepped. encode: the optimizer's tensor (n,) -> what rests; decode: the reverse. Both take whole
-    blocks, and what they return is cast. encode(decode(x)) must be x, so that a state which is saved and loaded keeps its bits;
-    zeros must decode to zeros.
+    dtype: None for the dtype of the stepped values. encode: the optimizer's tensor (n,) -> the values at rest; decode: the
+    reverse. Both take whole blocks, and their results are cast. encode(decode(x)) must be x, so that a state which is saved and
+    loaded keeps its bits; zeros must decode to zeros, since new states are zero-filled.
     """
 
     name: str
@@ -43,12 +43,12 @@ class StateColumn:
         assert 0 < self.elements <= _MOST_ELEMENTS and _MOST_ELEMENTS % self.elements == 0 and self.values > 0
 
     def count(self, numel: int) -> int:
-        """Return how many values rest for `numel` elements, whole blocks; also: where the values of element `numel` begin."""
+        """Return the number of values at rest for `numel` elements (whole blocks): the position of element `numel`'s values."""
         assert numel % self.elements == 0, f"{self.name}: {numel} elements are not whole blocks of {self.elements}"
         return numel // self.elements * self.values
 
     def nbytes(self, numel: int, stepped: torch.dtype) -> int:
-        """Return the bytes in which `numel` elements rest, the last block whole. stepped: dtype of what is stepped."""
+        """Return the bytes that `numel` elements take at rest, the last block filled up. stepped: dtype of the stepped values."""
         return -(-numel // self.elements) * self.values * (self.dtype or stepped).itemsize
 
     def blocks(self, start: int, stop: int) -> tuple[int, int]:
@@ -66,5 +66,5 @@ def is_column(value: Any, shape: tuple[int, ...]) -> bool:
 
 
 def declared_columns(optimizer: torch.optim.Optimizer | None) -> dict[str, StateColumn]:
-    """Return the columns that an optimizer's class declares as `state_columns`, by name: states that do not rest as they are."""
+    """Return the columns that an optimizer's class declares as `state_columns`, by name: states that rest encoded."""
     return {column.name: column for column in getattr(type(optimizer), "state_columns", ())}

@@ -30,8 +30,8 @@ from .sharded_tensor import ShardedTensor
 class Part:
     """Part of a parameter of `shape` that a tile, or a rank of tensor parallelism, holds: [start, stop) of dimension `dim`.
 
-    maps: number of matrices that the dimension packs one after the other (queries, keys and values); [start, stop) is taken of
-    each. around: the part of a larger parameter that the parameter itself is, if it is cut along two dimensions.
+    maps: number of matrices that the dimension packs one after the other (queries, keys and values); the part has [start, stop)
+    of each. around: set if a parameter is cut along two dimensions: `shape` is then that of the part `around`.
     """
 
     dim: int
@@ -43,7 +43,7 @@ class Part:
 
     def __post_init__(self) -> None:
         assert 0 <= self.start <= self.stop <= self.shape[self.dim] // self.maps, self
-        assert self.maps == 1 or self.around is None, self
+        assert self.maps == 1 or self.around is None, self  # packed matrices are cut along one dimension only
 
     @property
     def extents(self) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ class Part:
         return cls(dim, start, stop, tuple(shape), maps, None if around is None else cls.of_plain(around))
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return this part of a whole tensor: a view, or a copy if maps > 1."""
+        """Return this part of `whole`, the outermost parameter: a view, or a copy if maps > 1."""
         whole = whole if self.around is None else self.around.of(whole)
         if self.maps > 1:  # flatten copies
             whole = whole.unflatten(self.dim, (self.maps, -1)).narrow(self.dim + 1, self.start, self.stop - self.start)
@@ -120,7 +120,7 @@ class Tile(nn.Module):
     ) -> None:
         missing: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, *lists)
-        for name in map(whole_name, missing):  # names of the whole, each once
+        for name in map(whole_name, missing):  # report the whole's name, once, and not beside an error of its shape
             if name not in missing_keys and not any(f" {name}:" in error for error in lists[-1]):
                 missing_keys.append(name)
 
@@ -170,11 +170,11 @@ class Tiled(nn.Module):
                 given = state_dict.get(prefix + attribute)
                 if given is not None and tuple(given.shape) == part.shape:
                     state_dict[f"{prefix}tiles.{number}.{attribute}"] = part.of(given)
-                elif given is not None and number == 0:
+                elif given is not None and number == 0:  # one error, not one for each tile
                     error = f"size mismatch for {prefix + attribute}: expected {part.shape}, got {tuple(given.shape)}."
                     lists[-1].append(error)
         for attribute in self._cut_attributes():
-            state_dict.pop(prefix + attribute, None)
+            state_dict.pop(prefix + attribute, None)  # else strict loading would report it as unexpected
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
 
@@ -191,7 +191,7 @@ def part_of(owner: nn.Module, attribute: str) -> Part | None:
 
 
 def class_and_name(module: nn.Module, name: str) -> tuple[type[nn.Module], str]:
-    """Return the class and name of a module for rules by class or name: a tile, or a tiled module, has those of the original."""
+    """Return the class and name of a module, for rules by class or name; for a tile or a tiled module, the original module's."""
     if isinstance(module, Tile):
         name = whole_name(f"{name}.").removesuffix(".")
     return getattr(module, "stands_for", type(module)), name
@@ -211,7 +211,7 @@ def join(values: Mapping[str, Any], parts: Mapping[str, int]) -> dict[str, Any]:
     joined: dict[tuple, Tensor] = {}
     dims = {whole_name(name): dim for name, dim in parts.items()}
     for name, tensors in pieces.items():
-        key = tuple(map(id, tensors))
+        key = tuple(map(id, tensors))  # ties: joined once
         if key not in joined:
             joined[key] = torch.cat(tensors, dims[name]) if len(tensors) > 1 else tensors[0]
         result[name] = joined[key]

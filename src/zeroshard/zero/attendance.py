@@ -1,10 +1,10 @@
-"""Attendance of ranks: those whose data has ended follow, in every collective, those that have data (see data/uneven.py).
+"""Attendance: ranks whose data has ended take part in each collective of the ranks that still have data (data/uneven.py).
 
     end of backward    each rank sends, ahead of the masks: has its data ended, number of backwards, of calls of zero_grad
     once one ended     ranks with data announce each event before it; ranks without data do the same, with zero weight
 
 As long as no rank's data has ended this costs nine bytes in a message that is sent in any case. Where a gather needs every
-rank, ranks inside `zs.join` must know it before the first gather of a forward: one message for each forward.
+rank, ranks inside `zs.join` send one message more in each forward: before its first gather they must know who has data.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from .gradient_account import GradientAccount
 from .unit import Phase, Unit
 
 _HEADER = struct.Struct("<BIHH")  # flags, backwards, calls of zero_grad
-_ENDED, _LAST = 1, 2
+_ENDED, _LAST = 1, 2  # flags: this rank's data has ended; it computes with its last batch (zs.stop_together)
 HEADER_NBYTES = _HEADER.size
-_NEXT = "what comes next"
+_NEXT = "what comes next"  # label of the message by which ranks with data announce an event
 
 
 class Attendance:
     """One rank's view of which ranks still have data.
 
     ended: ranks whose data has ended, as far as all ranks know. serving: this rank is one of them, and follows the others.
-    share: number of batches in this step, divided by the number if no rank had ended: reductions take the mean over all ranks.
+    share: batches of this step / batches if every rank still had data. Reductions take the mean over all ranks, so the runtime
+    divides by it.
     """
 
     def __init__(self, comm: DirectComm, units: list[Unit], account: GradientAccount) -> None:
@@ -54,7 +55,7 @@ class Attendance:
         return len(self.ended) == self.comm.world_size
 
     def remark(self) -> str:
-        """Return the text with the number of the step that follows an operation in labels (see `comm.base.operation`)."""
+        """Return the text with the number of the step that follows an operation in labels (see `comm.control.operation`)."""
         return f" [step {self.steps + 1}]" if not self.serving else f" [its data ended after step {self.steps}]"
 
     # -- the end of a backward -------------------------------------------------------------------------------
@@ -70,7 +71,7 @@ class Attendance:
         self.lasts = frozenset(rank for rank, row in enumerate(rows) if row[0] & _LAST)
         ended = frozenset(rank for rank, row in enumerate(rows) if row[0] & _ENDED)
         self._note(ended, [list(row[2:]) for row in rows])
-        dropped = sum(rows[self.leader][2:])  # ranks that called zero_grad less often are about to drop gradients
+        dropped = sum(rows[self.leader][2:])  # a rank that called zero_grad less often will drop its gradients: they don't count
         backwards = [row[1] if sum(row[2:]) >= dropped else 0 for row in rows]
         self.share = sum(backwards) / (max(backwards) * len(rows)) if ended and any(backwards) else 1.0
 
@@ -79,7 +80,7 @@ class Attendance:
         going_on = [rank for rank in range(len(zeroed)) if rank not in ended]
         if going_on:
             self.leader = going_on[0]
-        elif self.leader in self.ended:  # its data ended earlier: ranks whose data ends now are ahead of it
+        elif self.leader in self.ended:  # it ended earlier, so ranks whose data ends now have gone further
             self.leader = min(ended - self.ended)
         self.latest = ended - self.ended
         self.behind = [theirs - mine for theirs, mine in zip(zeroed[self.leader], zeroed[self.comm.rank], strict=True)]
@@ -92,12 +93,12 @@ class Attendance:
         self._unasked = True
 
     def tell(self, event: str, values: Any = None) -> None:
-        """Announce an event that all ranks with data take part in now, so that ranks without data do, too (collective)."""
+        """Announce an event in which all ranks with data take part now; ranks without data then take part, too (collective)."""
         if self.ended and not self.serving:
             self.ask(event, values)
 
     def gather(self, unit: Unit) -> None:
-        """Start to gather a unit, after announcing that to the ranks whose data has ended."""
+        """Start to gather a unit; announce that first to ranks whose data has ended, if the gather needs them."""
         meets = self.joined and self.gathers_meet and not self.serving and unit.phase in (Phase.SHARDED, Phase.FETCHING)
         if meets and (self.ended or self._unasked):
             self.ask("gather", unit.number, unit.name)

@@ -106,7 +106,7 @@ def _check(name: str, param: nn.Parameter) -> None:
 
 @dataclass(frozen=True)
 class Policy:
-    """Dtypes in which modules and parameters compute, by id, for those that `Config.dtypes` determines."""
+    """Dtypes in which modules and parameters compute, by id. Only modules and parameters that `Config.dtypes` determines."""
 
     modules: dict[int, torch.dtype]
     parameters: dict[int, torch.dtype]
@@ -118,7 +118,7 @@ class Policy:
         return cls(modules, _parameter_dtypes(model, config, unmatched))
 
     def dtype(self, module: nn.Module, param: nn.Parameter, config: Config) -> torch.dtype:
-        """Return the dtype in which a module's parameter computes: from a key that names it, its module, or the precision.
+        """Return the dtype in which a parameter computes: from the key that names it, else its module's, else the precision.
 
         Integers and fp64 keep their dtype; so do frozen parameters in fp8 or fp4, which a quantizer has made.
         """
@@ -193,7 +193,7 @@ def casts(model: nn.Module, config: Config) -> list[tuple[nn.Module, torch.dtype
     dtypes, found, seen = Policy.of(model, config).modules, [], set()
 
     def visit(module: nn.Module, around: torch.dtype) -> None:
-        if id(module) in seen:
+        if id(module) in seen:  # a shared module is cast once, as where it is first met
             return
         seen.add(id(module))
         inside = dtypes.get(id(module), config.compute_dtype)
@@ -209,7 +209,7 @@ def casts(model: nn.Module, config: Config) -> list[tuple[nn.Module, torch.dtype
 
 
 def device_of(specs: list[ParamSpec]) -> torch.device:
-    """Return the device of all parameters; for a model on the meta device, the one that it will be made on."""
+    """Return the device of all parameters; for a meta-device model, the device on which zs.shard will allocate it."""
     devices = {spec.original.device for spec in specs if not spec.original.is_meta}
     if len(devices) > 1:
         raise ConfigError(f"expected all parameters on one device, got {sorted(map(str, devices))}. Move the model first.")

@@ -34,12 +34,15 @@ class _Tally:
     """Count of one unit's gradients in this backward."""
 
     complete: int = 0  # number of parameters that have a gradient
-    since_left: set[int] = field(default_factory=set)  # numbers of parameters with a gradient since all had one
+    since_left: set[int] = field(default_factory=set)  # numbers of parameters that have a gradient in this round (see `arrive`)
     task: int = -1  # autograd's number of the (reentrant) backward that computed the newest gradients
 
 
 class Backward:
-    """begun: it has reached a unit; scaled: the loss scale was applied; thread: on which its first hook ran, None once it has failed."""
+    """State of one backward. begun: it has reached a unit; scaled: the loss scale was applied.
+
+    thread: number of the thread on which its first hook ran; None once it has failed.
+    """
 
     def __init__(self, at_end: Callable[[], None]) -> None:
         """Construct it inside the backward; `at_end` is called when the backward ends, if it has begun."""
@@ -57,9 +60,10 @@ class Backward:
         return self._end() is not None
 
     def arrive(self, unit: Unit, number: int) -> tuple[bool, bool]:
-        """Count the gradient of a parameter. Return (all of the unit's parameters have one, all have one since that last held).
+        """Count the gradient of a parameter. Return (it completes the unit in this backward, it completes a further round).
 
-        The second is True once for each reentrant checkpoint that uses the unit, since each runs a backward of its own.
+        A round is complete when every parameter has got a gradient since the round before: there is one for each reentrant
+        checkpoint that uses the unit, since each runs a backward of its own.
         """
         tally, task = self._tallies[unit.number], torch_compat.graph_task()
         if task != tally.task:
@@ -77,5 +81,5 @@ class Backward:
         return completes, leaves
 
     def awaits(self, unit: Unit) -> bool:
-        """True if some of the unit's gradients have come, and others are missing, since all of them last came."""
+        """True in the middle of a round (see `arrive`): some of the unit's gradients have come, and others are missing."""
         return bool(self._tallies[unit.number].since_left)

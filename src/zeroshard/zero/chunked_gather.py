@@ -1,4 +1,4 @@
-"""All-gather of bytes, of a different length on each rank, in chunks: a rank keeps the parts that it needs, none holds all.
+"""All-gather of bytes in chunks. Ranks may have different lengths; the caller keeps what it needs of each chunk.
 
 rank 0   | a a a a a a | a a . |        each column is one collective of at most `nbytes` a rank, through staging buffers
 rank 1   | b b b b . . |       |
@@ -17,10 +17,10 @@ from ..memory.ledger import Ledger
 
 
 class ChunkedGather:
-    """Chunked all-gather by two staging buffers of `nbytes` and a buffer for one chunk of all ranks, made at the first use."""
+    """Chunked all-gather through two staging buffers of `nbytes` and one buffer for a chunk of every rank, made at first use."""
 
     def __init__(self, comm: Comm, ledger: Ledger, nbytes: int) -> None:
-        self.comm, self.ledger, self.nbytes = comm, ledger, max(nbytes // 64 * 64, 1024)
+        self.comm, self.ledger, self.nbytes = comm, ledger, max(nbytes // 64 * 64, 1024)  # 64: a chunk has whole elements
         self._tag = 0
         self._pool: StagingPool | None = None
         self._received = torch.empty(0)  # (world_size, nbytes)
@@ -37,7 +37,7 @@ class ChunkedGather:
         for start in range(0, most, self.nbytes):
             n = min(self.nbytes, most - start)
             if self._pool is None:
-                self._tag = comm.control.new_serial() << 20
+                self._tag = comm.control.new_serial() << 20  # a number that no buffer of a model has (see `Builder.tag`)
                 comm.reserve(0, self.nbytes, torch.uint8)
                 self._pool = StagingPool(comm, self.ledger, self.nbytes, 2, 2)
                 self._received = torch.empty(self.nbytes * comm.world_size, dtype=torch.uint8, device=comm.device)

@@ -1,4 +1,4 @@
-"""Whole values of a group's parameters, and their return to an ordinary model when a sharded one is closed."""
+"""zs.close: gathers whole values, and makes the parameters of a sharded model ordinary again."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def whole_values(group: ParamGroup, runtime: Runtime) -> list[Tensor]:
     if group.master is not None and not group.masters.whole:
         source = group.comm.allocate(group.layout.shard_numel, group.master.dtype, whole=False)
         source.tensor.copy_(group.master.load(0, group.master.numel))
-        runtime.comm.exchange(b"", "masters in place")
+        runtime.comm.exchange(b"", "masters in place")  # peers may read `source` from here on ...
         flat = torch.empty(group.layout.numel, dtype=group.master.dtype, device=runtime.comm.device)
         group.comm.reserve(source.number, group.layout.shard_numel, group.master.dtype)
         group.comm.gather(flat, source, "gather masters").wait()
-        runtime.comm.exchange(b"", "masters gathered")
+        runtime.comm.exchange(b"", "masters gathered")  # ... until here, where it may be freed
     elif group.master is not None:
         flat = group.master.load(0, group.master.numel)
     else:
@@ -73,7 +73,7 @@ def _restore_local(group: ParamGroup, index: int, value: Tensor) -> None:
 
 
 def end(runtime: Runtime) -> None:
-    """Free buffers, files and communicators, and refer to no unit any more (collective): the model is closed."""
+    """Mark the model as closed: free buffers, files and communicators, and drop the references to units (collective)."""
     for group in runtime.groups:
         if group.grads is not None:
             group.grads.close()
@@ -81,7 +81,7 @@ def end(runtime: Runtime) -> None:
     runtime.pool.close()
     runtime.tiers.close()
     runtime.closed = True
-    runtime.comm.exchange(b"", "zs.close")
+    runtime.comm.exchange(b"", "zs.close")  # no rank may still use the buffers that `release` frees
     runtime.topology.release()
     runtime.end_answering()
     runtime.units, runtime.groups = [], []

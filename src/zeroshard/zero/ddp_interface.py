@@ -1,11 +1,11 @@
-"""The class of a sharded model: what a program written for DistributedDataParallel sets and calls on its model is served by it.
+"""The class of a sharded model, with the attributes and methods that programs use on a DistributedDataParallel model.
 
     model.require_backward_grad_sync = False     the backwards that follow do not communicate, until it is True again
     with model.no_sync(): ...                    the same for the backwards inside: zs.accumulate
-    model.module                                 AttributeError, which tells to use the model itself
+    model.module                                 AttributeError, with the advice to use the model itself
 
-zs.shard makes the model's class a subclass of its own class with the same name, and zs.close takes that back. A model that has
-`require_backward_grad_sync` or `no_sync` already keeps its own. A forward that runs out of memory says more than torch does.
+zs.shard changes the model's class to a subclass of its own class with the same name, and zs.close restores it. A model that has
+`require_backward_grad_sync` or `no_sync` already keeps its own. In `__call__` an out-of-memory error gets a longer message.
 
 `module` is not served: Transformers' `unwrap_model` and Accelerate's `extract_model_from_parallel` look for wrappers by
 `hasattr(model, "module")` and call themselves with `model.module`. A model that returned itself would never end that recursion.
@@ -41,7 +41,7 @@ class ShardedModel:
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         except FAILURES as error:
-            if "_zeroshard" in self.__dict__:  # else it was closed, and somebody has put a class of theirs before this one
+            if "_zeroshard" in self.__dict__:  # else zs.close could not restore the class, since the program has changed it
                 tell(error, self.__dict__["_zeroshard"], "the forward")
             raise
 
@@ -69,7 +69,7 @@ def accumulate(runtime: Runtime) -> Iterator[None]:
 
 
 def set_sync(runtime: Runtime, sync: bool) -> None:
-    """Set whether the backwards that follow reduce gradients; every rank must set the same value."""
+    """Set whether later backwards reduce gradients; every rank must set the same value."""
     runtime.sync = sync
     if not sync:
         runtime.account.held = True

@@ -1,5 +1,4 @@
-"""Flat buffers: layout x placement x tier. Collectives, and copies between tiers, move them from one placement to another.
-
+"""Flat buffers of parameters and gradients: each has a layout, a placement and a tier; collectives change its placement.
 
     parameters   gather / release      sharded -> replicated, and back for free
     gradients    add ... reduce        partial -> sharded (or replicated)
@@ -8,9 +7,9 @@ A parameter buffer in placement SHARDED keeps one shard per rank; `full` has mem
 its storage is resized to nothing and back, so views that autograd saved stay valid. Where all ranks map one memory
 (`Region.common`), `full` is always valid and a gather moves nothing.
 
-A gradient buffer copies local gradients, one parameter at a time in the order of backward, straight into the buffer
-that is sent; its reduced shard accumulates over several backwards. With placement PARTIAL or REPLICATED the buffer
-that is sent is the one at rest, and the reduced shard is this rank's own slice of it.
+A gradient buffer copies each local gradient into the send buffer as soon as backward has computed it; the reduced shard
+accumulates over several backwards. With placement PARTIAL or REPLICATED the whole gradient stays at rest on every rank: this
+buffer is also the send buffer, and this rank's slice of it is the reduced shard.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ class ParameterBuffer:
     """Flat buffer of the values of one group.
 
     full: (numel,); the model computes with views of it. rest: (shard_numel,), the resting place of this rank's shard.
-    region: the memory that peers read; None where the shard rests on another tier than the device: then it passes through
-    a staging buffer to be gathered (`fetch`, then `gather`).
+    region: the memory that peers read; None if the shard rests off the device. Then `fetch` copies it to a staging buffer, which
+    `gather` sends.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class ParameterBuffer:
         elif self.sharded:
             self.region = None if away else comm.allocate(layout.shard_numel, dtype, whole=False)
             self.full = claimed(torch.empty(layout.numel, dtype=dtype, device=comm.device))  # in the ledger while gathered
-            self.full.untyped_storage().resize_(0)
+            self.full.untyped_storage().resize_(0)  # released until the first gather; the tensor object stays
         else:
             self.region = comm.allocate(layout.numel, dtype, whole=True)
             self.full = self.region.tensor
@@ -89,7 +88,7 @@ class ParameterBuffer:
         if self.region is None:
             self.rest = tiers.rest(PARAMETERS, offload, layout.shard_numel, dtype)
         else:
-            self.region.number = number
+            self.region.number = number  # all ranks give the same region the same number
             shard = self.region.shards[comm.rank]
             assert shard is not None
             self.rest = tiers.over(shard)
@@ -105,8 +104,8 @@ class ParameterBuffer:
         if not self.sharded and self.full.untyped_storage().device.type != "meta":  # not for imagined ranks and fake tensors
             return _own_storages(self.full, self.layout)
         if not self.sharded or self.mapped:
-            return slot_views(self.full, self.layout)
-        self.full.untyped_storage().resize_(self._full_nbytes)
+            return slot_views(self.full, self.layout)  # in memory that is never released
+        self.full.untyped_storage().resize_(self._full_nbytes)  # torch makes no views beyond a storage's end
         views = slot_views(self.full, self.layout)
         self.full.untyped_storage().resize_(0)
         return views
@@ -134,11 +133,11 @@ class ParameterBuffer:
             return True
         take = self._pool.take if wait else self._pool.try_take
         taken = take(self.layout.shard_numel, self.dtype, whole=False)
-        if taken is None:
+        if taken is None:  # no staging buffer is free
             return False
         pending = self.tiers.fetch(self.rest, taken[1].tensor, wait)
         if pending is None:
-            self._pool.give(taken[0], None)
+            self._pool.give(taken[0], None)  # no host buffer is free for the way from disk
             return False
         self._staged = (*taken, pending)
         return True
@@ -163,7 +162,7 @@ class ParameterBuffer:
         self.comm.outdate(self.number)
 
     def settle(self) -> None:
-        """Wait until no copy to the device reads the shard at rest on the host: a stream that joined one may be far behind."""
+        """Wait, on the host, until no copy to the device reads the shard in host memory: so far only a stream may have waited."""
         if self._upload is not None:
             self._upload.wait()
             self._upload = None
@@ -185,11 +184,11 @@ class ParameterBuffer:
         assert self._staged is not None
         number, region, pending = self._staged
         self._staged = None
-        pending.join()
+        pending.join()  # the stream of the gather waits, the host does not
         if self.tier is Tier.HOST:
-            self._upload = pending
+            self._upload = pending  # it still reads the shard at rest: `settle` waits for it before a write
         work = self.comm.gather(self.full, region, self.label, tag=self.number)
-        self._pool.give(number, work)
+        self._pool.give(number, work)  # free again when all ranks have read it
         return work
 
     def release(self) -> None:
@@ -200,7 +199,7 @@ class ParameterBuffer:
             self._present = False
 
     def part(self) -> None:
-        """Leave the gathered memory, and its ledger entry, to the tensors that refer to it; later gathers use other memory."""
+        """Let tensors that refer to the gathered memory keep it, with its ledger entry; later gathers allocate other memory."""
         if self._present:
             weakref.finalize(self.full.untyped_storage(), self.ledger.strike, GATHERED, self._full_nbytes).atexit = False
         self._present = False
@@ -257,7 +256,7 @@ class GradientBuffer:
     """Flat buffer of the gradients of one group: takes local gradients, reduces them, keeps the reduced shard.
 
     rest: (shard_numel,), the mean over ranks, valid while `reduced`. full: (numel,), if the placement keeps it. summed: number of
-    ranks over which gradients are a sum: the mean is multiplied by it.
+    ranks over which gradients are to be summed, not averaged; the mean over all ranks is multiplied by it.
     """
 
     def __init__(
@@ -289,10 +288,8 @@ class GradientBuffer:
         if not self.rest.resident:
             self.rest = narrowed(self.rest, tiers, send_dtype)
             self.departure = Departure(self.rest, tiers, send_dtype)
-        self.factor = (
-            1.0  # still to be applied to a reduced shard that rests elsewhere or in less than fp32 (clipping, loss scale)
-        )
-        self.direct = self.region is not None and dtype == send_dtype
+        self.factor = 1.0  # of clipping and loss scale: still to be applied to a shard that is offloaded or narrower than fp32
+        self.direct = self.region is not None and dtype == send_dtype  # the buffer at rest is the send buffer
         self.reduced = False
         self.culprits: set[int] = set()  # ranks that sent non-finite gradients for this shard
         # sum of squares of the reduced shard, if known since its last write; a device tensor until someone needs the number
@@ -302,10 +299,10 @@ class GradientBuffer:
         self._filled = [False] * self._count  # by slot: its gradient is in the send buffer
         self._sums = LocalSums(layout, ledger)
         self._carry: Tensor | None = None  # copy of the earlier reduced shard, while its place is used for local sums
-        self._send: Region | None = None
-        self._slot = -1
-        self._views: dict[int, list[Tensor]] = {}
-        self._work: Collective | None = None
+        self._send: Region | None = None  # the send buffer, from the first gradient until `reduce`
+        self._slot = -1  # number of the send buffer in the pool; -1: there is none, or it is the buffer at rest
+        self._views: dict[int, list[Tensor]] = {}  # by `_slot`
+        self._work: Collective | None = None  # the running reduction
 
     @property
     def full(self) -> Tensor:
@@ -389,16 +386,16 @@ class GradientBuffer:
                 views[index].zero_()
         assert self._send is not None
         if not self.direct:
-            for start, stop in self.layout.paddings():
+            for start, stop in self.layout.paddings():  # a buffer of the pool has bytes of another unit there
                 self._send.tensor[start:stop].zero_()
         self._sums.release()
         if self.departure is not None:
-            out, accumulate = self.departure.landing(), False
+            out, accumulate = self.departure.landing(), False  # the host adds it to the shard at rest (`Departure.leave`)
         elif self._carry is not None:
             out, accumulate = self._carry, True
         else:
             out, accumulate = self.load(), self.reduced
-        scale = self.summed / (self.comm.world_size * self.comm.replicas)
+        scale = self.summed / (self.comm.world_size * self.comm.replicas)  # the mean, unless ranks hold parts of one sum
         self._work = self.comm.reduce(self._send, out, scale=scale, accumulate=accumulate, tag=self.tag, label=self.label)
         self.ledger.sent("reduce", self._work.sent, self.label)
         if not self.direct:
@@ -414,7 +411,7 @@ class GradientBuffer:
         deadline = time.monotonic() + _PATIENCE_S
         while self._work is not None and not self._work.drained() and time.monotonic() < deadline:
             self.comm.control.poll()
-            time.sleep(2e-5)
+            time.sleep(2e-5)  # 20 us: much less than a reduction takes
 
     @property
     def departing(self) -> bool:
@@ -422,7 +419,7 @@ class GradientBuffer:
         return self.departure is not None and (self._work is not None or self.departure.arriving)
 
     def depart(self) -> None:
-        """Start to copy the result to its tier if the reduction is over, or if the device's stream alone waits for it."""
+        """Start to copy the result to its tier if the reduction is over, or if only the device's stream has to wait for it."""
         if self.departure is None:
             return
         self.departure.progress()
@@ -435,7 +432,7 @@ class GradientBuffer:
             return
         self._work.wait()
         self.culprits.update(self._work.culprits)
-        self.square_sum = None if self.replicated else self._work.square_sum  # users write `full`
+        self.square_sum = None if self.replicated else self._work.square_sum  # the program may write to `full` unnoticed
         if self.departure is not None:
             self.apply_factor()
             total = self.departure.leave(add=self.reduced)
@@ -447,7 +444,7 @@ class GradientBuffer:
             self.rest.store(0, self._carry)
             self._release_carry()
         self.reduced = True
-        if self.replicated and self._work is not None:
+        if self.replicated and self._work is not None:  # peers still read `full`, which `gather` overwrites
             self._work.drain()
 
     # -- the reduced shard -----------------------------------------------------------------------------------
@@ -469,7 +466,7 @@ class GradientBuffer:
         """Return elements [start, stop) of the reduced shard (REPLICATED: of the whole gradient) in the optimizer's dtype.
 
         `factor` is applied after the cast: a clipped bf16 gradient is rounded once, and small fp16 gradients, which the loss
-        scale has kept from underflow, do not vanish when it is divided out.
+        scale has kept from underflow, do not vanish when the loss scale is divided out.
         """
         self.land()
         part = (self.full[start:stop] if self.replicated else self._at_rest(start, stop)).to(dtype)
@@ -478,7 +475,7 @@ class GradientBuffer:
     def store(self, start: int, source: Tensor) -> None:
         """Write `source` to the reduced shard, from element `start` on (after `load` of the same elements)."""
         self.square_sum = None
-        self._stores += 1
+        self._stores += 1  # see `writes`
         if self.departure is not None:
             self.departure.settle()
             self.apply_factor()
@@ -572,7 +569,7 @@ class GradientBuffer:
         self._release_carry()
 
     def discard(self) -> None:
-        """Drop all gradients, those in the send buffer included, after a backward that raised."""
+        """Drop all gradients, also gradients in the send buffer, after a backward that raised."""
         if self._send is not None and not self.direct:
             self.pool.give(self._slot, None)
         self._slot, self._send = -1, None

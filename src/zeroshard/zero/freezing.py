@@ -17,7 +17,7 @@ from .unit import ParamGroup
 
 
 class Freezing:
-    """Follows which trained parameters are frozen for a phase, in microseconds if nothing has changed.
+    """Finds the trained parameters that are frozen for a phase; takes microseconds if none was switched.
 
     numbers: the frozen parameters, by ParamSpec.number.
     """
@@ -54,7 +54,7 @@ class Freezing:
 
     def check_same(self, everyone: Mapping[int, set[int]]) -> None:
         """Raise ModelChanged if ranks have frozen different parameters. everyone: rank -> its `numbers`."""
-        numbers = list(everyone.values()) or [set()]
+        numbers = list(everyone.values()) or [set()]  # no rank has data any more: nothing differs
         differing = set[int]().union(*numbers) - numbers[0].intersection(*numbers)
         if not differing:
             return

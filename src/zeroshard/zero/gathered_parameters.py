@@ -3,9 +3,9 @@
     at rest     the user's object, in the modules as well, is the sharded parameter
     gathered    the same object is an ordinary Parameter over a copy (the sharded one waits in another object)
 
-On exit objects are exchanged back, and ranks compare, in one exchange, what was done to the copies. Written values are kept
-only if announced: equal ones of all ranks (write=True), or those of one rank for all (modifier_rank). Anything else
-raises on every rank and leaves the model as it was. Parameters that are born under `zs.init` are treated alike.
+On exit objects are exchanged back, and ranks compare, in one exchange, how the copies were changed. Written values are kept
+only if announced: equal ones of all ranks (write=True), or those of one rank for all (modifier_rank). Any other change
+raises on every rank and leaves the model as it was. Parameters made under `zs.init` can be gathered as well.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def gathered(what: Any, *, write: bool = False, modifier_rank: int | None = None
     Args:
         what: a module, a parameter, or an iterable of parameters (None, duplicates and ordinary tensors may be among them). Every
             rank gives the same ones, in any order. Parameters made under `zs.init` count as well.
-        write: keep what is written inside. Every rank must write the same values.
-        modifier_rank: keep, on all ranks, what this rank writes inside; what the others write is dropped.
+        write: keep the values written inside. Every rank must write the same values.
+        modifier_rank: keep, on all ranks, the values that this rank writes inside; writes of other ranks are dropped.
 
     Without `write` and `modifier_rank` a write raises ShardedWriteError on exit, on every rank, and nothing is kept. Inside of a
     running forward that takes gradients, operations compute with the gathered parameters already, gradients included. Parameters
@@ -145,6 +145,7 @@ class Gathering:
         if unit.sharded and not self._writes:  # parameters that are whole at rest can be read as they are
             homes = [home for home in homes if home.group.values.sharded]
             params = [home.group.params[home.index] for home in homes]
+        # inside a forward that takes gradients, operations use the gathered parameters already
         if not params or (runtime.in_forward and torch.is_grad_enabled()):
             return
         if not busy:
@@ -158,7 +159,7 @@ class Gathering:
         nbytes = sum(view.nbytes for view in views)
         unit.groups[0].values.ledger.enter(GATHERED, nbytes)  # beside the unit's own gathered memory
         self._opened.append((unit, unit.pinned, nbytes))
-        # forwards still gather a unit of which only a part is made whole, to be read
+        # if only some of a unit's parameters are made whole, to be read, forwards still gather the unit
         whole = self._writes or not unit.sharded or len(params) == sum(len(group.specs) for group in unit.gathered)
         unit.pinned = unit.pinned or (whole and not busy)
 
@@ -172,7 +173,7 @@ class Gathering:
             whole.close()
 
     def agree(self) -> dict[str, list[str]]:
-        """Return problem -> ["name (on rank r)", ...] for the copies that `keep` must not take over (collective)."""
+        """Return problem -> ["name (on rank r)", ...] for copies whose values must not be kept (collective)."""
         named: dict[str, list[str]] = {}
         comms = {id(comm): comm for comm in (_everyone(whole.home) for whole in self._wholes)}
         for key, comm in comms.items():
@@ -236,7 +237,7 @@ class _Whole:
         whole_now[id(param)] = self
 
     def close(self) -> None:
-        """Exchange the objects back, and record in `problems` what was done to the copy."""
+        """Exchange the objects back, and record in `problems` how the copy was changed."""
         if not self._open:
             return
         self._open.clear()
@@ -258,9 +259,8 @@ class _Whole:
             self.problems.append("given a gradient")
         if not self.problems:
             mine = copy.detach().reshape(-1)[home.start : home.stop]
-            rounded = (
-                not isinstance(home, BirthHome) and home.group.values.comm is not home.group.comm
-            )  # gathered by a quantizing communicator
+            # a quantizing communicator has gathered it, so the copy differs from the slice at rest
+            rounded = not isinstance(home, BirthHome) and home.group.values.comm is not home.group.comm
             same = copy.shape == self.param.shape and (rounded or _same(mine, local))
             if _version(copy) != self._version or not same:
                 self.problems.append("written")
@@ -272,7 +272,7 @@ class _Whole:
     def told(self, changed: bool) -> tuple[list[int], str, int] | None:
         """Return shape, dtype and checksum of the copy, for the other ranks; with `changed`, None if nothing was written."""
         found = zlib.crc32(_raw(self.copy))
-        if changed and not self.problems and found == self._sum:
+        if changed and not self.problems and found == self._sum:  # this rank has written nothing
             return None
         return list(self.copy.shape), str(self.copy.dtype).removeprefix("torch."), found
 

@@ -1,4 +1,4 @@
-"""The reductions of one backward: started as units complete; at its end ranks join those of units that only others used.
+"""The reductions of one backward: each starts when its unit is complete; at the end ranks take part in missed ones.
 
     in backward    a unit has all its gradients: reduce it (ordered communicators: in an order that ranks agree on)
     its end        ranks exchange which units and parameters have gradients; a rank joins with zeros the reductions of units
@@ -24,7 +24,7 @@ from .attendance import HEADER_NBYTES, Attendance
 from .freezing import Freezing
 from .unit import ParamGroup, Unit
 
-Agreed = tuple[set[int], ...]  # numbers of units with gradients, of such parameters, of units with late gradients
+Agreed = tuple[set[int], ...]  # numbers of units with gradients, of parameters with gradients, of units with late gradients
 
 
 class Reductions:
@@ -48,13 +48,13 @@ class Reductions:
         self.groups = [group for unit in units for group in unit.groups]
         self.num_params = sum(len(group.specs) for group in self.groups)
         self.touched: set[int] = set()
-        self.waits = True  # False: a backward ends without its reductions, which `Runtime.flush` waits for
+        self.waits = True  # False: the end of a backward does not wait for reductions, `Runtime.flush` does
         self._started: set[int] = set()  # numbers of units whose reduction has started
         self._completed: list[int] = []  # numbers of units with all gradients, in the order on this rank
         self._departing: list[int] = []  # numbers of units whose reduced gradients are not on their way to their tier
         self._late: dict[tuple[ParamGroup, int], Tensor] = {}  # gradients that came after the reduction of their unit
-        self._order = [unit.number for unit in reversed(units) if unit.expected]  # the agreed one (ordered communicators)
-        self._agreed = False  # True once `_order` is that of a backward; until then it is the definition's, reversed
+        self._order = [unit.number for unit in reversed(units) if unit.expected]  # of reductions (ordered communicators)
+        self._agreed = False  # True once ranks have agreed on `_order` after a backward; until then: the model's, reversed
         self._idle: set[int] = set()  # units frozen as a whole in the last backward: `_order` does not wait for them
         self._frozen: dict[int, set[int]] = {}  # rank -> its frozen parameters at the end of this backward, if it has data
 
@@ -76,7 +76,7 @@ class Reductions:
         """Start to reduce a complete unit, now or (ordered communicators) when its turn comes."""
         self._completed.append(unit.number)
         if self.comm.ordered:
-            if not self.attendance.ended:  # else at the end, where ranks without data join in the same order
+            if not self.attendance.ended:  # else `_join` starts all: ranks without data take part only there
                 self._reduce_in_order()
         else:
             self._reduce(unit)
@@ -92,7 +92,7 @@ class Reductions:
         self._depart(unit)
 
     def _depart(self, latest: Unit) -> None:
-        """Start to copy reduced gradients to their tier during backward; not the latest unit's: the stream would wait."""
+        """Start to copy reduced gradients to their tier, except the latest unit's: the stream would wait for its reduction."""
         for number in self._departing:
             if number != latest.number:
                 for group in self.units[number].trainable:
@@ -110,7 +110,7 @@ class Reductions:
         for number in self._order:
             if number in self._started or number in self._idle:
                 continue
-            if number not in done:
+            if number not in done:  # later units must wait: all ranks start reductions in this order
                 return
             self._reduce(self.units[number])
 
@@ -139,7 +139,7 @@ class Reductions:
         for (group, index), grad in self._late.items():
             group.gradients.add(index, grad, True)
         self._late = {}
-        for number in sorted(again, reverse=True):
+        for number in sorted(again, reverse=True):  # one order on all ranks, as collectives are matched by it
             self._reduce(self.units[number])
         self._wait()
 
@@ -152,7 +152,7 @@ class Reductions:
 
     def _join(self, units: set[int], params: set[int], again: set[int]) -> set[int]:
         """Reduce, with zeros, units that only other ranks completed; mark active parameters. Return the units to reduce again."""
-        missing = sorted(units - self._started, reverse=True)
+        missing = sorted(units - self._started, reverse=True)  # in the order of backward, the same on every rank
         if self.comm.ordered:
             missing = [number for number in self._order if number in missing]
         for number in missing:
@@ -171,6 +171,7 @@ class Reductions:
                 self._agree_on_order(order)
             self._frozen = {}
             return mine
+        # bytes of each mask: units, parameters, units with late gradients, frozen parameters
         sizes = [length // 8 + 1 for length in (len(self.units), self.num_params, len(self.units), self.num_params)]
         told = zip((*mine, self.frozen.numbers), sizes, strict=True)
         payload = b"".join(_mask(numbers).to_bytes(size, "little") for numbers, size in told)
@@ -181,7 +182,7 @@ class Reductions:
         if self.comm.ordered and not self._agreed:
             packed = everyone[0][HEADER_NBYTES + sum(sizes) :]
             self._agree_on_order(list(struct.unpack(f"<{len(packed) // 4}I", packed)))
-        if all(part == payload for part in everyone):
+        if all(part == payload for part in everyone):  # the usual case: ranks used the same units and parameters
             self._frozen = {}
             return mine
         columns, begin = [], HEADER_NBYTES
@@ -194,7 +195,7 @@ class Reductions:
         return tuple(_bits(functools.reduce(operator.or_, masks)) for masks in joined)
 
     def _agree_on_order(self, first: list[int]) -> None:
-        """Set the agreed order, by which reductions are matched, to that in which rank 0 completed its units."""
+        """Set `_order`, in which all ranks start reductions, to the order in which rank 0 completed its units."""
         self._order = first + [number for number in self._order if number not in first]
         self._agreed = True
 
@@ -206,10 +207,10 @@ class Reductions:
             grads.finish()
         if replicated:
             if carried:
-                self.comm.exchange(b"", "gradients in place")  # peers read what `finish` has copied into place
+                self.comm.exchange(b"", "gradients in place")  # peers read the shards that `finish` has copied into place
             for work in [grads.gather() for grads in replicated]:
                 work.wait()
-            self.comm.exchange(b"", "gradients gathered")  # before any rank overwrites what peers copy
+            self.comm.exchange(b"", "gradients gathered")  # before any rank overwrites a buffer that peers still copy
         self._started, self.touched, self._completed, self._departing = set(), set(), [], []
 
 

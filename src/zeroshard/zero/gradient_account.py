@@ -1,4 +1,4 @@
-"""The account of gradients: record of what has happened to gradients since the last zero_grad, on this rank.
+"""The account of gradients: a record of events of gradients on this rank since the last zero_grad.
 
     began   a backward begins to add gradients        ending   it is over on this rank     ended   on all ranks
     failed  its gradients and earlier ones are gone   clipped, undone   by zs.clip_grad_norm_ or a step
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 class Clipped:
     """Result of zs.clip_grad_norm_. norm: before it; coefficient: factor applied; max_norm: bound that the caller gave.
 
-    writes: write counters of the gradients by then. of_ally: another pipeline stage's optimizer was asked to clip, and this one
-    was not yet (OptimizerCore.allied). refused: that optimizer has skipped its step.
+    writes: write counters of the gradients at the clip. of_ally: the program has clipped by another pipeline stage's optimizer,
+    and not yet by this one (OptimizerCore.allied). refused: that other optimizer has skipped its step.
     """
 
     norm: float
@@ -33,11 +33,11 @@ class Clipped:
 class GradientAccount:
     """Account of one model's gradients. Any code may read the fields; only the methods, one for each event, write them.
 
-    backwards: number that are over. plain: number of this rank's backwards without a weight (zs.backward), with the ending one.
-    weight: sum of this rank's weights. unweighted: gradients came without a weight, too.
-    held: sums may be held back (zs.accumulate); the same on every rank. lost: earlier gradients went with a failed backward.
-    unscaled: reduced gradients are free of the loss scale. share: number by which they were divided, so that their mean is one
-    over ranks that had a batch (zs.join). clipped: result of the last clip, until another backward begins.
+    backwards: number of backwards that are over. plain: number of this rank's backwards without a weight (zs.backward), the one
+    that is ending included. weight: sum of this rank's weights. unweighted: some gradients came without a weight.
+    held: sums may be held back (zs.accumulate); the same on every rank. lost: a failed backward has dropped earlier gradients.
+    unscaled: reduced gradients were divided by the loss scale. share: number by which they were divided to be a mean over the
+    ranks that had a batch (zs.join). clipped: result of the last clip, until another backward begins.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class GradientAccount:
         self.unweighted |= not self._weighing
 
     def ending(self) -> None:
-        """Record that a backward is over on this rank, before ranks exchange that."""
+        """Record that a backward is over on this rank; ranks exchange the account afterwards."""
         self.plain += not self._weighing
 
     def ended(self) -> None:
@@ -85,6 +85,6 @@ class GradientAccount:
         self.unscaled, self.weight, self.unweighted = unscaled, 0.0, False
 
     def zeroed(self, holding: bool) -> None:
-        """Reset the account at zero_grad. holding: whether that is inside zs.accumulate."""
+        """Reset the account at zero_grad. holding: the call is inside zs.accumulate."""
         self._reset()
         self.held = holding

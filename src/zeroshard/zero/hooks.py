@@ -1,7 +1,7 @@
 """Attaches a runtime to its model: registers all module and gradient hooks, and removes them on close.
 
-A block that was compiled before sharding (`block.compile()`) is entered around the compiled call, so that nothing of this
-library is traced; for a later compilation the hooks are opaque (`torch.compiler.disable`).
+Around a block that was compiled before sharding (`block.compile()`) the runtime is called outside of the compiled call, so that
+torch.compile traces nothing of this library; in a later compilation `torch.compiler.disable` makes the hooks opaque.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def attach(runtime: Runtime) -> None:
     """Register all hooks of a runtime; `detach` is the inverse."""
     runtime.comm.progress.models.add(runtime.model)
     _attached[id(runtime)] = runtime
-    torch_compat.watch_backwards((Exception,), _backward_failed)
+    torch_compat.watch_backwards((Exception,), _backward_failed)  # once for the process; later calls do nothing
     for module, inside, around in casts(runtime.model, runtime.config):
         _attach_policy(runtime, module, inside, around)
     if runtime.config.cast_buffers:
@@ -48,7 +48,7 @@ def attach(runtime: Runtime) -> None:
                 module.__dict__["__reduce_ex__"] = (
                     runtime.__reduce_ex__
                 )  # torch.save(module) raises this, not an error about hooks
-        for group in unit.trainable:
+        for group in unit.trainable:  # by torch's method: a parameter's own one wraps hooks of the program (zero/user_hooks.py)
             for index, param in enumerate(group.compute):
                 runtime.handles.append(Tensor.register_post_accumulate_grad_hook(param, _gradient_hook(group, index)))
     _attach_root(runtime)
@@ -100,9 +100,9 @@ def _attach_root(runtime: Runtime) -> None:
         return runtime.root_exit(output)
 
     def zero_grad(set_to_none: bool = True) -> None:
-        """Drop or zero gradients as torch does, and with them sums held back, weights and norms, which `p.grad` does not show."""
+        """Drop or zero gradients as torch does, and also local sums, weights and norms, which `p.grad` does not show."""
         runtime.drop_gradients() if set_to_none else runtime.zero_gradients()
-        if type(model).zero_grad is not nn.Module.zero_grad:
+        if type(model).zero_grad is not nn.Module.zero_grad:  # the user's class has one of its own
             type(model).zero_grad(model, set_to_none)
 
     runtime.handles.append(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
@@ -111,7 +111,7 @@ def _attach_root(runtime: Runtime) -> None:
 
 
 def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-    """Discount the write that torch counts where a forward registers a parametrization (PEFT's LoRA on parameters)."""
+    """Ignore the version that torch counts when a forward registers a parametrization (PEFT's LoRA): no value was written."""
     if type(module) is ParametrizationList and param is not None:
         for runtime in filter(None, [where() for where in _attached.valuerefs()]):
             for unit in runtime.units:
@@ -119,15 +119,15 @@ def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> Non
 
 
 def _backward_failed(error: BaseException) -> None:
-    """A backward of this process ended by an error: another one is raised where a sharded model ran out of memory in it."""
+    """Get the error that ended a backward of this process; raise another one if a sharded model ran out of memory in it."""
     runtimes = [found for where in _attached.valuerefs() if (found := where()) is not None and not found.closed]
-    # on a GPU hooks run on threads of the device; on CPUs other ranks may be threads of this process
+    # on a GPU autograd runs hooks on the device's thread; on CPUs the ranks of other backwards may be threads of this process
     running = [(each, each.backward) for each in runtimes if each.backward is not None and each.backward.thread is not None]
     running = [each for each in running if each[0].comm.device.type != "cpu" or each[1].thread == threading.get_ident()]
     for _, backward in running:
         backward.thread = None  # it is over, and a later thread may have the same number
     mine = [runtime for runtime, _ in running]
-    if not mine and len(runtimes) == 1:  # it did not come as far as the model's outputs
+    if not mine and len(runtimes) == 1:  # it failed before a gradient reached the model's outputs
         mine = runtimes
     if mine:
         tell(error, mine[-1], "the backward")
@@ -161,9 +161,9 @@ def _resize(
 def _save(
     module: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replace `save_pretrained` while sharded: a process that does not write passes no weights, as the main one alone needs them.
+    """Replace `save_pretrained` while sharded: only the main process, which writes the files, needs weights; others pass none.
 
-    Raise ShardedAccessError if tensor parallelism has cut parameters: the main process would need the others to make them whole.
+    Raise ShardedAccessError if tensor parallelism has cut parameters: one process alone can not gather them.
     """
     if state_dict is None and any(distribution_of(param) is not None for param in module.parameters()):
         raise ShardedAccessError(
@@ -208,7 +208,7 @@ def _attach_policy(runtime: Runtime, module: nn.Module, inside: torch.dtype, aro
     running: list[Exchanged] = []  # arguments of the module's running forwards (they nest)
 
     def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # a trace can not follow `Exchanged`
             return cast_floating((args, kwargs), inside)
         running.append(Exchanged(caster(inside), (args, kwargs)))
         return running[-1].value

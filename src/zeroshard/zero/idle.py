@@ -1,4 +1,4 @@
-"""Check for verbs that save, load, stream or move states, which is possible only between steps."""
+"""The check of functions that save, load, stream or move states: a program may call them only between steps."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from .runtime import Runtime
 
 
 def check_idle(runtime: Runtime, verb: str, also_moved: bool = False) -> None:
-    """Raise ZeroshardError if `verb` is called inside a forward, a backward, zs.gathered or zs.join: it needs all states at rest.
+    """Raise ZeroshardError inside a forward, a backward, zs.gathered or zs.join: there states are not at rest.
 
-    also_moved: allow states that zs.offload_states has moved away.
+    verb: name of the calling function, for the message. also_moved: allow states that zs.offload_states has moved away.
     """
     runtime.attendance.refuse(verb)
     runtime.recover()

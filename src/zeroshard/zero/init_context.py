@@ -1,5 +1,4 @@
-"""Construction of models whose parameters are sharded from the start: a whole model exists on no rank.
-
+"""Construction of models whose parameters are sharded from the start: no rank ever holds the whole model.
 
     with zs.init(stage=3): model = Net()      each parameter is cut as soon as it is registered
     zs.shard(meta_model, opt, weights=dir)    built on the meta device, slices streamed from safetensors
@@ -45,7 +44,7 @@ _numbers = itertools.count()  # number of births so far: in the same order on ev
 
 
 class BirthHome:
-    """Home of a parameter from its birth to zs.shard: its flattened elements are cut evenly over ranks."""
+    """Home of a parameter made under zs.init, until zs.shard: the flattened elements are cut evenly over ranks."""
 
     undivided = False
 
@@ -101,9 +100,9 @@ class BirthHome:
         return arrive
 
     def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Compute an operation on whole values where slices do not allow it, while all ranks build the model (collective).
+        """Compute an operation; where slices do not allow it, on gathered values: all ranks build the model alike (collective).
 
-        Initialisations read the results of parametrizations, also outside of zs.gathered. Return NotImplemented outside of
+        Initialisation code reads the results of parametrizations outside of zs.gathered, too. Return NotImplemented outside of
         `init`, and with gradients enabled, since no gradient could reach the slice.
         """
         if func is torch.clone or not _here.inits or torch.is_grad_enabled():  # full_tensor() itself calls clone
@@ -173,7 +172,7 @@ def init(
     thread = threading.get_ident()
 
     def cut(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-        if threading.get_ident() != thread:
+        if threading.get_ident() != thread:  # the context belongs to its thread; the hook runs for all
             return None
         if _here.late is not None:
             _here.late.append((group, module, name, dtype))
@@ -261,9 +260,9 @@ def _cut(module: nn.Module, name: str, param: Any) -> Any:
 
 
 def give_values(model: nn.Module, device: torch.device, made_on_meta: set[str], stored: Container[str] | None) -> None:
-    """Allocate buffers that are on the meta device, and initialise what has no values and gets none from a checkpoint.
+    """Allocate meta-device buffers, and initialise buffers and parameters that get no values from a checkpoint.
 
-    made_on_meta: names of such parameters. stored: names that a checkpoint holds, which gives all parameters; None: there is none.
+    made_on_meta: names of meta-device parameters. stored: names in the checkpoint, which has all parameters; None: there is none.
     """
     undefined = _materialise_buffers(model, device)
     if stored is not None:
@@ -308,7 +307,7 @@ def initialise(model: nn.Module, meta_names: set[str], undefined_buffers: list[s
         if reset is None:
             continue
         inside = {names[id(tensor)] for tensor in (*module.parameters(), *module.buffers())}
-        if inside.isdisjoint(wanted):
+        if inside.isdisjoint(wanted):  # its values come from elsewhere: do not overwrite them
             continue
         with torch.no_grad():
             reset()
@@ -322,7 +321,7 @@ def initialise(model: nn.Module, meta_names: set[str], undefined_buffers: list[s
 
 @torch.no_grad()
 def _init_weights(model: nn.Module, everywhere: bool, undefined: set[str]) -> set[str]:
-    """Apply the model's `_init_weights` to its modules, or to those with undefined buffers; return which of these it wrote."""
+    """Apply the model's `_init_weights` to all modules, or to those with undefined buffers; return the buffers that it wrote."""
     holders = {id(model.get_submodule(name.rpartition(".")[0])) for name in undefined}
     before = {name: (buffer, _writes(buffer)) for name, buffer in model.named_buffers() if name in undefined}
     for module in model.modules() if not everywhere else ():

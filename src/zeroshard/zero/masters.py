@@ -1,4 +1,4 @@
-"""Master weights: the optimizer steps them in place of values of low precision (or out of its reach).
+"""Master weights: the optimizer steps them where values have low precision or lie where it can not reach them.
 
 the user writes w1      values  w0 [w1] w2      `dirty`: w1
 follow                  masters w0 [w1] w2      copied before each step and before any read of masters
@@ -16,7 +16,7 @@ from ..utils import torch_compat
 
 
 class Masters:
-    """Master weights of one group, and which parameters were written since they were last updated.
+    """Master weights of one group, and a record of the parameters that were written since the masters last followed.
 
     rest: masters of the shard or, if `whole`, of the whole buffer; None if the optimizer steps the values themselves.
     dirty: parameters written since the last `follow`. versions: last known version counters of replicated parameters.
@@ -58,7 +58,7 @@ class Masters:
         return self.stepped, self.group.layout.slots[index].offset + home.start if at_offset else home.begin
 
     def unseen(self) -> list[int]:
-        """Return the replicated parameters that the program has written directly and that were not `seen` yet."""
+        """Return indices of replicated parameters that the program has written and for which `seen` was not called yet."""
         if self.group.unit.pinned:  # inside zs.gathered version counters are those of the copies
             return []
         pairs = zip(self.group.params, self.versions, strict=False)  # `versions` is empty for a sharded group
@@ -79,7 +79,7 @@ class Masters:
         """Copy written parameters from the values into the masters."""
         values, rest = self.group.values, self.rest
         for index in self.dirty:
-            if rest is None:
+            if rest is None:  # no masters: the optimizer steps the values that were written
                 break
             start, stop = self.range(index)
             rest.store(start, values.full[start:stop] if self.whole else values.rest.load(start, stop))

@@ -16,16 +16,16 @@ from ..utils.torch_compat import original
 def register_forward(module: nn.Module, name: str) -> None:
     """Make a call of the method `module.<name>` a forward of the module: its parameters are gathered and its hooks run.
 
-    At stage 3 parameters are whole only inside of their module's forward. A method of another name that a program calls by itself
+    At stage 3 parameters are whole only inside of their module's forward; any other method that a program calls itself
     (`model.encode(x)`) would find slices. At every stage the method's inputs and outputs then count as those of a forward: they
-    are cast, and in fp16 the loss scale enters by them. FSDP2 has `register_fsdp_forward_method` for this.
+    are cast, and in fp16 gradients of the outputs get the loss scale. FSDP2's counterpart: `register_fsdp_forward_method`.
 
     Call it on every rank, before or after zs.shard. Inside of a forward of the module, in methods that it calls, and while
     torch.compile traces, the method runs as before. In a model that is not sharded only the module's own forward hooks see the
     calls. Registering a method again changes nothing, and a deep copy of the module has its methods registered as well.
 
     Args:
-        module: the module whose parameters the method uses, with those of the modules inside of it.
+        module: the module that has the method; the method may use all parameters inside of it.
         name: the name of the method.
 
     Raises:
@@ -63,7 +63,7 @@ class MethodForward:
     """
 
     def __init__(self, module: nn.Module, name: str, given: Any) -> None:
-        # no bound method is kept here: it would be pickled by its name, which is now that of this object
+        # no bound method is kept here: pickle stores one by its name, under which it would then find this object
         self.module, self.name, self.given = module, name, given
 
     @property
@@ -75,7 +75,7 @@ class MethodForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, method = self.module, self.__wrapped__
-        if torch.compiler.is_compiling() or forward_runs(module):
+        if torch.compiler.is_compiling() or forward_runs(module):  # its parameters are gathered already, or hooks would be traced
             return method(*args, **kwargs)
         instance = module.__dict__
         before = {"forward": instance["forward"]} if "forward" in instance else {}

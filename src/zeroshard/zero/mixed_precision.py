@@ -1,4 +1,4 @@
-"""Progress of training, as a checkpoint keeps it: the number of steps, and the loss scale of fp16.
+"""Progress of training, which checkpoints store: the number of steps, and the loss scale of fp16.
 
 The ordinary loop calls `loss.backward()` on an unscaled loss, so the scale is applied where gradients enter the model:
 outputs leave it in fp32, and their gradients are multiplied by the scale, still in fp32.
@@ -12,7 +12,7 @@ from ..config import Config
 
 
 class LossScaler:
-    """The loss scale: fixed, or dynamic: halved by overflows and doubled after `loss_scale_window` good steps.
+    """The loss scale, fixed or dynamic: overflows halve it, `loss_scale_window` good steps in a row double it.
 
     good_steps: number of good steps since the last change or overflow; starts at -loss_scale_delay.
     patience:   number of overflows until the scale is halved (loss_scale_hysteresis).
@@ -48,7 +48,7 @@ class LossScaler:
         return {"scale": self.scale, "good_steps": self.good_steps, **spent}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load a `state`. A fixed scale stays that of the configuration."""
+        """Load a `state`. A fixed scale keeps the configuration's value."""
         if self.dynamic:
             self.scale, self.good_steps = state["scale"], state["good_steps"]
             hysteresis = self.config.loss_scale_hysteresis
@@ -70,7 +70,7 @@ class Progress:
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def passed(self, steps: int) -> bool:
-        """Return whether so many steps were taken."""
+        """Return whether at least `steps` steps were taken."""
         return self.steps >= steps
 
     def note_step(self, skipped: bool) -> None:

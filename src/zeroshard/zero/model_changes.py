@@ -29,7 +29,7 @@ class ModelWatch:
         self._dtypes = [param.dtype for param, _ in self._params]
 
     def check(self, gathered: bool, thoroughly: bool = False) -> None:
-        """Raise ModelChanged if parameters are not those that zs.shard() installed (a submodule may have been wrapped since).
+        """Raise ModelChanged if the model has other parameters than zs.shard() installed (wrapped submodules are no change).
 
         gathered: inside `zs.gathered`, where modules hold other tensors. thoroughly: also detect a parameter that replaced
             another one, in milliseconds; units detect it only when they are used.
@@ -101,9 +101,9 @@ class ValueWatch:
     def agree(self, fingerprints: list[int] | None = None) -> None:
         """Raise ModelMismatch on every rank if written values differ between ranks (collective).
 
-        fingerprints: those of all ranks, if they were exchanged already.
+        fingerprints: the fingerprint of each rank, if they were exchanged already.
         """
-        if not self._groups:
+        if not self._groups:  # no replicated parameter, or a world of one
             return
         if fingerprints is None:
             mine = struct.pack("<Q", self.fingerprint())
@@ -114,7 +114,7 @@ class ValueWatch:
             group.masters.seen(index)
 
     def _sums(self, numbers: set[int] = frozenset()) -> dict[int, int]:  # type: ignore[assignment]
-        """Return number -> checksum of the parameters in `numbers`, or else of those that this rank has written."""
+        """Return number -> checksum of the parameters in `numbers`; if it is empty, of parameters that this rank has written."""
         wanted = numbers or {group.specs[index].number for group, index in self._written}
         named = [(s.number, p) for g in self._groups for s, p in zip(g.specs, g.params, strict=True)]
         return {number: _checksum(param) for number, param in named if number in wanted}
@@ -145,7 +145,7 @@ def _packed(sums: dict[int, int]) -> bytes:
     return b"".join(struct.pack("<II", number, value) for number, value in sorted(sums.items()))
 
 
-_ROW_NBYTES = 256
+_ROW_NBYTES = 256  # 32 sums of int64 in a row
 
 
 def _checksum(tensor: Tensor) -> int:

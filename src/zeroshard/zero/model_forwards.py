@@ -1,4 +1,4 @@
-"""State of the forwards of a model that run now: from the hook at the beginning of the model's call to the one at its end."""
+"""The running forwards of a model: each begins in the hook before the model's call and ends in the hook after it."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class ModelForwards:
         return self._running[0]
 
     def begin(self, frame: FrameType | None, given: Exchanged | None) -> None:
-        """A forward begins."""
+        """Record that a forward begins."""
         self._running.append(ModelForward(frame, given))
 
     def end(self) -> None:
-        """The newest forward ends, if one had begun: give its caller what it has changed in copies of its arguments."""
+        """End the newest forward, if any: apply its changes of copied arguments to the caller's own objects."""
         for forward in self._running[-1:]:
             self._running.pop()
             if forward.given is not None:

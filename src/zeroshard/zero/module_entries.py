@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 
 class ModuleEntries:
-    """The entries of modules' own parameters in which the parameters of a unit stand.
-
-    swapped: modules hold compute parameters.
-    """
+    """All entries of modules' `_parameters` that hold parameters of one unit. swapped: they hold its compute parameters."""
 
     def __init__(self, groups: list[ParamGroup]) -> None:
         self.groups, self.swapped = groups, False
@@ -77,7 +74,7 @@ class ModuleEntries:
 
     def expose(self) -> None:
         """Put DTensors over the local shards into modules whose parameters were DTensors, as a forward or backward begins."""
-        if self._shown:
+        if self._shown:  # a nested forward, or recomputation
             return
         made: dict[int, Tensor] = {}
         for parameters, attribute, distribution in self._distributed:
@@ -107,7 +104,7 @@ class ModuleEntries:
         return [name for name, a, b in zip(names, now, seen, strict=True) if a != b]
 
     def set_to_itself(self, param: nn.Parameter) -> None:
-        """Discount the write that torch counts when a parameter of the unit is given its own memory (`p.set_(p)`)."""
+        """Ignore the version that torch counts when a parameter of the unit gets its own memory (`p.set_(p)`): no write."""
         begin = 0
         for group in self.groups:
             seen, first = (self._seen_versions, begin) if group.values.sharded else (group.masters.versions, 0)

@@ -1,10 +1,10 @@
-"""The errors of a sharded model that is out of memory: they say what this rank holds, and which changes make it less.
+"""Errors for a rank that ran out of memory: they list what it holds, and the changes that make it hold less.
 
     torch's or the host's error  -->  Shortage (bytes by category)  -->  DeviceMemoryError or HostMemoryError, raised from it
 
 The whole model's forward, a backward, a step and zs.shard pass their errors to this module. It makes the message from numbers of
-the ledger and formulas on them, and allocates nothing on the device. The planner (remedies/) finds the changes; its modules are
-above this one and take a second to import, so the package sets `advise`, which imports them with the first error.
+the ledger and formulas on them, and allocates nothing on the device. The planner (remedies/) finds the changes. Its modules
+import this one and take a second to load, so the package sets `advise`, which imports them at the first error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .parameter import ParamSpec
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-FAILURES = (RuntimeError, MemoryError)  # types of the errors of failed allocations, and of others
+FAILURES = (RuntimeError, MemoryError)  # a failed allocation raises one of these, as other failures do
 _ON_HOST = "DefaultCPUAllocator: can't allocate memory"  # torch's words, in a RuntimeError
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _COME_AND_GO = (GATHERED, STAGING, PARTIAL)  # partly released while the error propagated, so the message has their peak
@@ -61,7 +61,7 @@ advise: Callable[[Shortage], list[str]] = lambda shortage: []  # noqa: E731  # a
 
 
 def tell(error: BaseException, runtime: Runtime, where: str) -> None:
-    """Raise the error that replaces an out-of-memory error from `where`. Return if `error` is another, or replaced already."""
+    """Raise a DeviceMemoryError or HostMemoryError in place of an out-of-memory error. Return if `error` is any other one."""
     if _is_shortage(error):
         units = {unit.name: [spec for group in unit.groups for spec in group.specs] for unit in runtime.units}
         where = f"{where} of step {runtime.progress.steps + 1}"
@@ -71,19 +71,19 @@ def tell(error: BaseException, runtime: Runtime, where: str) -> None:
 def tell_of_building(
     error: BaseException, model: nn.Module, config: Config, ledger: Ledger, comm: Comm, plans: list[UnitPlan]
 ) -> None:
-    """Raise the error that replaces an out-of-memory error, as `tell` does, while zs.shard makes the buffers of the units."""
+    """Do the same as `tell` while zs.shard makes the buffers of the units, when there is no runtime yet."""
     if _is_shortage(error):
         _raise(error, _told(error, model, config, ledger, comm, "zs.shard", {plan.name: plan.specs for plan in plans}))
 
 
 class Telling:
-    """A context that replaces an out-of-memory error inside by one that names `where`."""
+    """A context that replaces an out-of-memory error raised inside by one that names `where`."""
 
     def __init__(self, runtime: Runtime, where: str) -> None:
         self.runtime, self.where = runtime, where
 
     def __enter__(self) -> None:
-        """Do nothing: only `__exit__` does."""
+        """Do nothing; the work is in `__exit__`."""
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None:
@@ -91,10 +91,10 @@ class Telling:
 
 
 def _raise(error: BaseException, other: Exception) -> NoReturn:
-    """`raise other from error`, after which no frame refers to `other`.
+    """Raise `other` from `error`, without leaving references to them in this frame.
 
-    Such a frame is in the traceback of `other`, and the ring would keep all that other frames there hold (activations, above all)
-    until Python's collector finds it: a program that catches the error and goes on needs that memory at once.
+    The traceback of `other` has this frame: a reference would make a cycle, which keeps the variables of every frame in the
+    traceback (above all activations) until Python's garbage collector runs. A program that goes on needs their memory at once.
     """
     try:
         raise other from error
@@ -146,7 +146,7 @@ def _checkpointed(model: nn.Module) -> bool:
 
 
 def _held(error: BaseException, shortage: Shortage) -> Iterator[str]:
-    """Yield the lines that say what the rank holds."""
+    """Yield the lines with the bytes that the rank holds, by category."""
     ledger, config, comm = shortage.ledger, shortage.config, shortage.comm
     yield str(error).split("\n")[0] or type(error).__name__
     yield (

@@ -38,7 +38,7 @@ class ParamSpec:
 
     @property
     def part(self) -> Part | None:
-        """Part of a larger parameter that this one is (a tile, a shard of tensor parallelism), or None if it is whole."""
+        """Position of this parameter in a larger one, of which it is a part (a tile, a tensor-parallel shard); None: whole."""
         return self.distribution.part if self.distribution is not None else part_of(*self.owners[0])
 
     def complete(self, value: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class ParamHome:
 
     @property
     def counts(self) -> bool:
-        """True if this rank's slice enters those norms; False if it is a copy of another rank's."""
+        """True if this rank's slice enters norms over `meeting`; False if it is a copy of another rank's."""
         return self.meeting is self.comm or self.group.counts
 
     @property
@@ -138,9 +138,9 @@ class ParamHome:
         """Carry out `param.data = value` as a write in place, since the parameter's memory is a part of the flat buffer."""
         aliases = isinstance(value, ShardedTensor) and value._home is self and (value is param or value._of_parameter)
         if aliases and (value.shape, value.dtype) == (param.shape, param.dtype):
-            return  # the parameter itself; the other checks tell it from results computed from it, which have the same home
+            return  # `value` is this parameter; a result computed from it has the same home, but is no alias of it
         if not isinstance(param, ShardedTensor) and not isinstance(value, ShardedTensor) and _is_same_memory(param, value):
-            return  # as by model.to() to the same place: no write, so masters keep their digits; a real write was counted already
+            return  # model.to() without a change assigns this: no write, so that masters keep their precision
         if value.shape != param.shape:
             raise ModelChanged(
                 f"parameter {self.name} was resized from {tuple(param.shape)} to {tuple(value.shape)} after zs.shard(). Resize before "
@@ -162,11 +162,13 @@ class ParamHome:
             self.group.unit.writes,
             self.group.specs[self.index].shape,
         )
-        enters = not runtime.in_forward  # inside a forward the model's outputs get the loss scale
+        enters = (
+            not runtime.in_forward
+        )  # inside a forward, gradients come through the model's outputs, which apply the loss scale
 
         def arrive(grad: Tensor) -> Tensor:
             grad = runtime.scale_entering(grad) if enters else grad
-            if not sliced:
+            if not sliced:  # of full_tensor(): the gradient is whole, as that of a forward
                 return grad
             if unit.writes != seen:
                 raise ShardedWriteError(

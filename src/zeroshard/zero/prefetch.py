@@ -13,7 +13,7 @@ from ..config import Config
 from .schedule import Schedule
 from .unit import Phase, Unit
 
-LOOKAHEAD = 8  # visits: bounds the host work when units are tiny
+LOOKAHEAD = 8  # number of visits considered at a time: bounds the work on the host when units are tiny
 
 
 class Prefetcher:
@@ -31,11 +31,11 @@ class Prefetcher:
         upcoming = [self.units[visit.unit] for visit in self.schedule.upcoming(training)[:LOOKAHEAD]]
         upcoming = [unit for unit in dict.fromkeys(upcoming) if unit.phase is not Phase.READY]  # READY ones are still in use
         for unit in upcoming:
-            if not unit.fetch():
+            if not unit.fetch():  # no buffer is free, so none for later units either
                 break
         ahead = 0
         for unit in upcoming:
-            if ahead and ahead + unit.gathered_nbytes > self.config.prefetch_limit_nbytes:
+            if ahead and ahead + unit.gathered_nbytes > self.config.prefetch_limit_nbytes:  # the first unit may exceed the budget
                 return
             ahead += unit.gathered_nbytes
             if self._gains_by_gathering(unit):
@@ -44,9 +44,9 @@ class Prefetcher:
     def _gains_by_gathering(self, unit: Unit) -> bool:
         """True if an early gather of the unit is possible and saves time.
 
-        Over shared memory a gather is a copy by this rank, so nothing is won. A unit that comes from another tier is gathered
-        ahead only without peers: its arrival depends on each rank's disk, and a gather that only some ranks have started
-        could not be dropped again. Ordered communicators gather it in `staged`.
+        Where ranks share memory a gather is this rank's own copy, which runs no faster ahead of use. A unit whose shards come
+        from another tier is gathered ahead only in a world of one rank: each rank's disk has its own speed, and a gather that
+        only some ranks have started could not be dropped. Ordered communicators gather such units in `staged`.
         """
         if unit.staged:
             return unit.fetched and self._alone

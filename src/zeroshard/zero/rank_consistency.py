@@ -31,7 +31,7 @@ def check_same_model(
     comm: Comm, model: nn.Module, specs: list[ParamSpec], config: Config, optimizer: torch.optim.Optimizer | None,
     parts: list[list[int]] | None = None,
 ) -> None:  # fmt: skip
-    """Raise ModelMismatch on every rank if ranks differ, with each rank's version of the first difference (collective; B15).
+    """Raise ModelMismatch on every rank if ranks differ, with each rank's version of the first difference (collective).
 
     parts: groups of ranks of the mesh.
     """
@@ -44,7 +44,7 @@ def check_same_model(
         "parameter group": list(_placed(specs, optimizer)),
         "option": [*_options(model, config), f"mesh={parts}"],
     }
-    digest = hashlib.sha256(repr(described).encode()).digest()
+    digest = hashlib.sha256(repr(described).encode()).digest()  # 32 bytes; descriptions travel only where they differ
     if len(set(comm.exchange(digest, "zs.shard: compare models"))) == 1:
         return
     everyone = exchange_values(comm, described, "zs.shard: find difference")
@@ -148,7 +148,7 @@ def agree_on_initial_values(
 
     Args:
         group: the data-parallel ranks. peers: all ranks that hold parameters which model axes do not cut; these must be alike.
-        parameters: False where a checkpoint is about to give their values. buffers: copy those of buffers, too.
+        parameters: False if the values of parameters will come from a checkpoint. buffers: copy values of buffers, too.
 
     Raises:
         ModelMismatch: parameters differ along model axes (on all ranks).

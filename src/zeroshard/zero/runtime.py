@@ -1,12 +1,12 @@
-"""The runtime of a sharded model: drives units and schedule from the hooks of nn.Module and of autograd.
+"""The runtime of a sharded model: called by hooks of nn.Module and autograd, it gathers, reduces and releases the units.
 
-    forward           pre-hook: gather the unit, put compute parameters in      hook: take them out, release, watch the outputs
+    forward           pre-hook: gather the unit, install compute parameters     hook: remove them, release, put hooks on outputs
     backward          first gradient of an output: gather the unit again        last gradient of the unit: reduce, release
-    end of backward   one callback: reduce units without (all) gradients with zeros, wait for all reductions
+    end of backward   one callback: reduce units that lack gradients (zeros in their place), wait for all reductions
 
 There is no wrapper module and no full-backward hook. At the end of a backward ranks exchange which units and parameters
-they have gradients for; a unit that only other ranks used joins their reduction with zeros. Nothing here depends on
-the ZeRO stage: the units' placements carry that.
+they have gradients for; a rank that did not use a unit sends zeros to the reduction of the ranks that did. The code is the
+same for all ZeRO stages: each unit's buffers know whether they are sharded, partial or replicated.
 """
 
 from __future__ import annotations
@@ -69,23 +69,23 @@ class Runtime:
         self.saver: Any = None  # the background saver of checkpoints
         self.unusable = ""  # reason why the model can not be used: a load that failed half-way
         self.gate = WriteGate(self)
-        self.account = GradientAccount()
+        self.account = GradientAccount()  # of gradients since the last zero_grad
         self.attendance, self.frozen = Attendance(comm, units, self.account), Freezing(self.groups)
         self.reductions = Reductions(units, config, comm, self._poll, self.attendance, self.frozen)
         self.prefetcher = Prefetcher(units, self.schedule, config, comm, self.attendance.gather)
-        self.saved = SavedParameters(units)
+        self.saved = SavedParameters(units)  # hooks by which autograd saves handles of gathered parameters
         self.sync = True  # False inside zs.accumulate
         self.closed = False
-        self.end_answering = self.world.answer_for(self)  # stops the answers to peers who ask what this rank does
+        self.end_answering = self.world.answer_for(self)  # call it to stop answering peers that ask for this rank's state
         self.progress = progress
-        self.messages: deque[str] = deque(topology.notes, maxlen=100)
+        self.messages: deque[str] = deque(topology.notes, maxlen=100)  # bounded: a program may deviate in every step
         self._model_watch = ModelWatch(model, self.groups)
         self.values = ValueWatch(comm, self.groups)
-        self.forwards = ModelForwards()
-        self.backward: Backward | None = None  # the one that runs, or one that failed and was not cleared yet
+        self.forwards = ModelForwards()  # calls of the model that run now
+        self.backward: Backward | None = None  # the backward that runs, or a failed one that `recover` has not cleared yet
         self.handles: list[Any] = []  # handles of registered hooks, removed by zs.close
-        self.lend = torch.compiler.disable(self._lend)  # compiled blocks don't trace it
-        self.compiled: list[tuple[nn.Module, Any]] = []
+        self.lend = torch.compiler.disable(self._lend)  # so that torch.compile does not trace it inside compiled blocks
+        self.compiled: list[tuple[nn.Module, Any]] = []  # compiled calls that `attach` has wrapped; `detach` restores them
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise ShardedAccessError(
@@ -107,18 +107,18 @@ class Runtime:
 
     @property
     def in_backward(self) -> bool:
-        """True from the first gradient of a backward to its end, and after a backward that failed until `recover`."""
+        """True from the first gradient of a backward to its end; after a failed backward, until `recover` clears it."""
         return self.backward is not None and self.backward.begun
 
     @property
     def in_forward(self) -> bool:
-        """True while a forward runs, recomputation in backward included: operations then use the gathered parameters."""
+        """True while a forward runs (recomputation in backward included): operations on parameters use gathered values then."""
         return bool(self.forwards) or any(unit.depth for unit in self.units) or (self.in_backward and in_backward())
 
     # -- forward ---------------------------------------------------------------------------------------------
 
     def root_enter(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Begin a forward of the model: clear the state of a failed backward, check the model, return the inputs, cast."""
+        """Begin a forward of the model: clear the state of a failed backward, check the model, return the cast inputs."""
         if self.closed:
             raise ModelClosed("this model was closed with zs.close(); zs.shard() it again to train it sharded.")
         if self.unusable:
@@ -126,7 +126,7 @@ class Runtime:
         self.moved.check("parameters")
         self.tiers.check()
         self.recover()
-        if not self.in_backward:
+        if not self.in_backward:  # else a backward recomputes this forward
             self.attendance.begin_forward()
             self.forwards.training = torch.is_grad_enabled()
             self._model_watch.check(any(unit.pinned for unit in self.units))
@@ -138,10 +138,10 @@ class Runtime:
         return (args, kwargs) if given is None else given.value
 
     def root_exit(self, output: Any) -> Any:
-        """End a forward of the model (output None: it raised). With fp16 return fp32 outputs, whose gradients get the scale."""
+        """End a forward of the model (output None: it raised). In fp16, return fp32 outputs with hooks that scale gradients."""
         self.forwards.end()
         if not self.forwards:
-            self._release_viewed()
+            self._release_viewed()  # the outermost forward is over
         if not torch.is_grad_enabled():
             self.schedule.end(training=False)
         else:
@@ -152,27 +152,28 @@ class Runtime:
             return output
         if not self.forwards:
             return map_tensors(self._scale_gradient, cast_floating(output, torch.float32))
-        # a forward nested in another of this model: only a backward that begins before the outer one ends enters by this output
+        # a nested forward: its gradients are scaled here only if backward starts at this output, before the outer forward ends;
+        # a later backward starts at the outer forward's output, whose hook has scaled the gradient already
         outer = weakref.ref(self.forwards.outermost)
         begins = lambda: bool(self.forwards) and self.forwards.outermost is outer()  # noqa: E731
         return map_tensors(lambda tensor: self._scale_gradient(tensor, begins), output)
 
     def _received(self, given: Tensor) -> Tensor:
-        """Return an input of the model, cast; its gradient leaves without the loss scale, as it may enter the model again."""
+        """Return an input of the model, cast. A hook divides its gradient by the loss scale: model(model(x)) scales it anew."""
         if self.progress.scaler is not None and given.requires_grad and torch.is_grad_enabled() and not self.forwards:
-            given = given.view_as(given)
+            given = given.view_as(given)  # a hook on the caller's own tensor would act on gradients from elsewhere, too
             given.register_hook(lambda grad: grad / self.progress.loss_scale)
         return caster(self.config.compute_dtype)(given)
 
     def _scale_gradient(self, output: Tensor, begins: Callable[[], bool] = lambda: True) -> Tensor:
-        """Return the output with a hook that multiplies its gradient by the loss scale if `begins()` is true by then."""
+        """Return the output with a hook that multiplies its gradient by the loss scale if `begins()` is true in backward."""
         if output.requires_grad and torch.is_grad_enabled():
-            output = output.view_as(output) if output.is_leaf else output
+            output = output.view_as(output) if output.is_leaf else output  # a leaf (a parameter) is in other graphs as well
             output.register_hook(lambda grad: self._scale(grad) if begins() else grad)
         return output
 
     def scale_entering(self, grad: Tensor) -> Tensor:
-        """Return, times the loss scale, a gradient that does not enter by an output of the model: that of p.full_tensor()."""
+        """Return a gradient times the loss scale. Called for p.full_tensor(), whose gradient reaches no output of the model."""
         return grad if self.progress.scaler is None else self._scale(grad)
 
     def _scale(self, grad: Tensor) -> Tensor:
@@ -180,7 +181,7 @@ class Runtime:
         return grad * self.progress.loss_scale
 
     def _reached(self, _: Tensor) -> None:
-        """Order the callback at the end of this backward: the one of the model's output, not a nested one (checkpoints)."""
+        """Queue the end-of-backward callback in the outer backward, not in a nested one (of a reentrant checkpoint)."""
         if self.closed:
             raise ModelClosed("backward() through a model that was closed with zs.close().")
         self._await_end()
@@ -198,21 +199,21 @@ class Runtime:
         unit.depth += 1
 
     def _begin(self, unit: Unit) -> None:
-        if unit.memories and transforming():
+        if unit.memories and transforming():  # hooks do not see torch.func's backward, which would read released memory
             raise ShardedAccessError(
                 f"{unit.name}: torch.func differentiates a model of which each rank holds slices. Gather it around that: "
                 "`with zs.gathered(model):`."
             )
-        if not (self.forwards or self.in_backward):  # the program called a submodule, not the model
+        if not (self.forwards or self.in_backward):  # the program called a submodule, so `root_enter` has not done this
             self.frozen.follow()
         self._open(unit, backward=unit.in_backward)
 
     def exit(self, unit: Unit, output: Any) -> Any:
-        """End a forward inside the unit (output None: it raised), release the unit, return the output with `_watch`'s hooks."""
+        """End a forward inside the unit (output None: it raised): release the unit, return the output with `_watch`'s hooks."""
         if unit.depth == 0:
-            return output  # `enter` raised
+            return output  # `enter` raised before it counted this forward
         unit.depth -= 1
-        if unit.depth > 0:
+        if unit.depth > 0:  # inside an enclosing forward of the unit
             return output
         self.saved.pop(unit)
         forward, unit.forward = unit.inside, None
@@ -220,7 +221,7 @@ class Runtime:
             forward.given.hand_back()
         if not unit.in_backward:
             unit.entries.hide()
-        if unit.pinned:
+        if unit.pinned:  # inside zs.gathered, which releases its copies itself
             return output
         if output is not None:
             unit.check_unwritten()
@@ -228,7 +229,7 @@ class Runtime:
             output = self._watch(unit, output, forward.first_node)
             if self.in_backward and unit.sharded and torch.is_grad_enabled() and not isinstance(unit.modules[0], Tile):
                 unit.in_backward = True  # recomputed: its backward follows at once (not a tile's: other tiles come first)
-        if unit.in_backward or not unit.sharded:
+        if unit.in_backward or not unit.sharded:  # recomputed: the end of the unit's backward releases it
             return output
         unit.entries.swap_out()
         if not self.prefetcher.lives_on(unit, self._in_training()) and not (self.forwards and unit in self.forwards.viewed):
@@ -236,15 +237,15 @@ class Runtime:
         return output
 
     def _lend(self, unit: Unit, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Compute an operation on the unit's parameters as a forward of the unit; NotImplemented outside of any forward."""
-        if unit.pinned or not self.in_forward:
+        """Compute an operation on the unit's sharded parameters with gathered ones; NotImplemented outside of any forward."""
+        if unit.pinned or not self.in_forward:  # whole already; or at rest, where the caller raises or gathers
             return NotImplemented
         return self.run_inside(
             unit, lambda *a, **k: func(*unit.entries.as_computed(a), **unit.entries.as_computed(k)), args, kwargs
         )
 
     def run_inside(self, unit: Unit, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Call a function as a forward of the unit: a compiled call, or an operation with the unit's parameters."""
+        """Call `function` with the unit gathered, as its forward is: a compiled call, or an operation with its parameters."""
         outermost = unit.depth == 0
         self.enter(unit)
         output = None
@@ -257,17 +258,17 @@ class Runtime:
         return output
 
     def _in_training(self) -> bool:
-        """True in a training step, also where reentrant checkpointing disables gradients: the schedule has a record of each."""
+        """True in a training step, also where reentrant checkpointing disables gradients: selects the schedule's record."""
         return torch.is_grad_enabled() or self.forwards.training or self.in_backward
 
     def mark_inputs(self, unit: Unit, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Return the arguments, marked: their gradients tell when the backward of a unit with frozen parameters is over."""
+        """Return the arguments, marked by an identity function whose backward ends that of a unit with frozen parameters."""
         tensors = [t for t in find_tensors((args, kwargs)) if t.requires_grad and not isinstance(t, ShardedTensor)]
-        if not tensors or not torch.is_grad_enabled() or not unit.sharded:
+        if not tensors or not torch.is_grad_enabled() or not unit.sharded:  # no backward passes these inputs
             return args, kwargs
 
         def done() -> None:
-            if self.backward is None or not self.backward.awaits(unit) or not unit.expected:
+            if self.backward is None or not self.backward.awaits(unit) or not unit.expected:  # else gradients still come
                 self._leave_backward(unit)
 
         marked = dict(zip(map(id, tensors), Marked.apply(done, *tensors), strict=True))
@@ -275,7 +276,7 @@ class Runtime:
         return unit.inside.given.value
 
     def _open(self, unit: Unit, backward: bool) -> None:
-        """Gather the unit, put its compute parameters into the modules, and start to gather the units that follow."""
+        """Gather the unit, install its compute parameters in the modules, and start to gather the units that follow it."""
         if self.closed:
             raise ModelClosed("this model was closed with zs.close().")
         training = backward or self._in_training()
@@ -287,14 +288,14 @@ class Runtime:
         self.attendance.gather(unit)
         unit.ready()
         unit.entries.swap_in()
-        self._poll()
-        self.prefetcher.ahead(training)
+        self._poll()  # the optimizer's transfers for its next step on the host go on meanwhile
+        self.prefetcher.ahead(training)  # gathers and fetches run while this unit computes
 
     def _watch(self, unit: Unit, output: Any, first_node: int) -> Any:
-        """Let the first gradient that reaches an output gather the unit again; note whether anyone refers to its memory.
+        """Put hooks on the outputs that gather the unit in backward; set `lent` if its memory may be read after the release.
 
-        first_node: number of the first autograd node that this forward made. Returns the output, in which a parameter itself is
-        replaced by a view of it: the parameter's memory is released.
+        first_node: number of the first autograd node that this forward made. Returns the output; a parameter in it is replaced
+        by a view of its memory, since the Parameter object becomes a released one.
         """
         training, memories = torch.is_grad_enabled(), unit.memories
         if not (unit.sharded or unit.entries.distributed) or not (training or memories):
@@ -326,7 +327,8 @@ class Runtime:
     def lend_out(self, unit: Unit) -> None:
         """Keep a unit gathered until the model's forward ends, since its own forward has returned views of its parameters.
 
-        Autograd saves these views as it saves parameters. Views that outlive the forward keep the memory; the unit gets other.
+        For autograd these views are saved as handles, like parameters. Views that outlive the forward keep the gathered memory,
+        and the unit's next gather uses new memory.
         """
         unit.lent = unit.lends = True
         if unit not in self.forwards.viewed:
@@ -348,7 +350,7 @@ class Runtime:
     # -- backward --------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Begin a backward, if none has begun: order the callback at its end. Every event of a backward calls this."""
+        """Begin a backward unless it has begun, and queue the callback of its end. Every hook of a backward calls this."""
         if self.backward is not None and self.backward.begun and self.backward.alive:
             return
         if self.closed:
@@ -360,7 +362,7 @@ class Runtime:
         self.before_gradients()
 
     def before_gradients(self) -> None:
-        """Bring reduced gradients to the scale of what a backward adds: with the loss scale, as a mean over all ranks."""
+        """Bring gradients at rest to the scale of a backward's: times the loss scale, and as a mean over all ranks."""
         if self.account.unscaled:
             self._unscale(False)
         if self.account.share != 1.0:
@@ -369,7 +371,7 @@ class Runtime:
         self.account.began()
 
     def _await_end(self) -> Backward:
-        """Return the backward that runs now, at whose end autograd calls `end_backward`; clear an earlier one that failed."""
+        """Return the running backward; a new one has autograd call `end_backward` at its end. Clear an earlier, failed one."""
         if self.backward is not None and self.backward.alive:
             return self.backward
         if self.in_backward:
@@ -378,21 +380,21 @@ class Runtime:
         return self.backward
 
     def begin_unit_backward(self, unit: Unit) -> None:
-        """Begin the unit's backward, as a gradient has reached one of its outputs: gather it again."""
+        """Begin the unit's backward by gathering the unit again: a gradient has reached one of its outputs."""
         self.begin_backward()
-        if unit.in_backward or unit.pinned:
+        if unit.in_backward or unit.pinned:  # another output's gradient came first; or zs.gathered holds whole copies
             return
         unit.in_backward = True
         if unit.sharded:
             self._open(unit, backward=True)
             # create_graph=True: autograd saves tensors of this backward without our hooks
             unit.lent = unit.lent or torch.is_grad_enabled()
-        unit.entries.expose()  # recomputation finds the parameters that the forward found
+        unit.entries.expose()  # so that recomputation finds the same parameter objects as the forward
 
     def need(self, unit: Unit, seen: int) -> None:
         """Gather the unit for autograd, which saved its parameters when `unit.writes` was `seen`; raise if written since."""
         self._check_unwritten(unit, seen)
-        if unit.phase is Phase.READY and unit.in_use:
+        if unit.phase is Phase.READY and unit.in_use:  # gathered by a gradient of its outputs, as usual
             return
         if not in_backward():
             raise ShardedAccessError(
@@ -400,17 +402,17 @@ class Runtime:
                 "released. Read the parameter itself, in `with zs.gathered(model):`."
             )
         self.begin_unit_backward(unit)
-        if unit.pinned:  # inside zs.gathered, whose whole copies are other tensors than the saved ones
+        if unit.pinned:  # inside zs.gathered, whose whole copies are not the memory that autograd saved handles of
             self._open(unit, backward=True)
 
     def gradient(self, unit: Unit, group: ParamGroup, index: int, param: Tensor) -> None:
-        """Move the complete local gradient of a parameter into the send buffer; reduce the unit if that was its last."""
+        """Move a parameter's accumulated local gradient to the send buffer; start to reduce the unit if it was the last one."""
         self.begin_backward()
         grad = local_grad(param)
-        if grad is None:
+        if grad is None:  # a hook of the program has dropped it
             return
-        clear_local_grad(param)
-        grad = grad if grad.layout is torch.strided else grad.to_dense()
+        clear_local_grad(param)  # autograd's reference goes before the next gradient comes: at most one exists twice
+        grad = grad if grad.layout is torch.strided else grad.to_dense()  # nn.Embedding(sparse=True) gives sparse ones
         if torch.is_grad_enabled():  # create_graph=True: the gradient's own graph must not grow into the buffer
             with torch.no_grad():
                 self.reductions.take(unit, group, index, grad.detach(), self.sync)
@@ -423,7 +425,7 @@ class Runtime:
             self.prefetcher.staged(self._in_training())
             if self.sync:
                 self.reductions.start(unit)
-        if leaves and not unit.has_frozen:
+        if leaves and not unit.has_frozen:  # with frozen parameters the marks on its inputs tell the end (`mark_inputs`)
             self._leave_backward(unit)
 
     def _leave_backward(self, unit: Unit) -> None:
@@ -436,7 +438,7 @@ class Runtime:
             unit.release()
 
     def end_backward(self) -> None:
-        """End a backward (collective): reduce units that only others used, wait for all reductions, release all units."""
+        """End a backward (collective): reduce units that only other ranks used, wait for all reductions, release all units."""
         if self.progress.scaler is not None and self.reductions.touched and not (self.backward and self.backward.scaled):
             raise ZeroshardError(
                 "fp16: gradients reached the model by a way other than the outputs of its forward (an attribute, a "
@@ -454,7 +456,7 @@ class Runtime:
         self.account.ended()
 
     def unscale(self) -> None:
-        """Divide gradients by the loss scale before they are read. No collective: the scale is a power of two, thus exact."""
+        """Divide gradients by the loss scale before anyone reads them (local; exact, since the scale is a power of two)."""
         if self.progress.scaler is not None and not self.account.unscaled and not self.in_backward:
             self._unscale(True)
 
@@ -470,7 +472,7 @@ class Runtime:
 
     @torch.no_grad()
     def hold(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Add local gradients of whole parameters, as pairs (parameter, gradient), without autograd; held as in zs.accumulate."""
+        """Add (whole parameter, its local gradient) pairs that autograd did not make; held back as in zs.accumulate."""
         self.before_gradients()
         self.account.held = True
         given = {id(param): grad for param, grad in gradients}
@@ -483,14 +485,14 @@ class Runtime:
         self.account.ended()
 
     def begin_reductions(self) -> None:
-        """Start to reduce the held gradients; `flush`, called on all ranks, waits for the reductions."""
-        for unit in reversed(self.units):
+        """Start to reduce the local sums held back; `flush`, called on all ranks, waits for the reductions."""
+        for unit in reversed(self.units):  # about the order in which backward would have completed them
             if any(group.gradients.holds for group in unit.trainable):
                 self.reductions.start(unit)
 
     @torch.no_grad()
     def reduce_all(self, agreed: Agreed | None = None) -> None:
-        """Reduce the gradients that backwards have left (collective), to the mean over the ranks that had a batch."""
+        """Reduce all gradients not yet reduced (collective), to the mean over the ranks that had a batch."""
         self.attendance.tell("reduce")
         self.reductions.finish(agreed)
         self.account.held = not self.sync
@@ -505,14 +507,14 @@ class Runtime:
     # -- the rest --------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Invalidate what units have gathered or fetched from their shards, since these are about to be written."""
+        """Invalidate gathered and fetched copies of all units' shards, since the shards are about to be written."""
         for unit in self.units:
             unit.outdate()
 
     def recover(self) -> None:
-        """Clear the state of a backward that raised and of forwards that were interrupted, whichever rank was the cause.
+        """Clear the state of a backward that raised and of forwards that were interrupted, on whichever rank it began.
 
-        Torch reports neither: its forward hooks run after an Exception, but not after a KeyboardInterrupt.
+        No hook of torch runs then: there is none for a failed backward, and forward hooks do not run after KeyboardInterrupt.
         """
         interrupted = self.forwards.drop_interrupted()
         if self.in_backward and not in_backward():
@@ -521,7 +523,7 @@ class Runtime:
             self._leave_all()
 
     def _abandon(self) -> None:
-        """Drop all gradients and gathered units that a backward left when it raised, so that the next step starts clean."""
+        """Drop the gradients and release the units of a backward that raised, so that the next step starts clean."""
         self.backward = None
         self.account.failed()
         self.reductions.clear()
@@ -541,7 +543,7 @@ class Runtime:
             unit.forget()
 
     def flush(self) -> None:
-        """Reduce what zs.accumulate held back, before gradients are used (collective); raise if a failed backward lost some."""
+        """Reduce local sums held back, before gradients are used (collective); raise if a failed backward has lost gradients."""
         self.moved.check("gradients")
         self.recover()
         if self.account.lost:
@@ -553,7 +555,7 @@ class Runtime:
             self.reduce_all()
 
     def drop_gradients(self) -> None:
-        """Drop all gradients, reduced and held back: `zero_grad(set_to_none=True)`."""
+        """Drop all gradients, reduced ones and local sums: `zero_grad(set_to_none=True)`."""
         self.moved.check("gradients")
         self.recover()
         self.forget_backwards()
@@ -564,7 +566,7 @@ class Runtime:
 
     @torch.no_grad()
     def zero_gradients(self) -> None:
-        """Set reduced gradients to zero and drop held local sums: `zero_grad(set_to_none=False)`."""
+        """Set reduced gradients to zero and drop local sums held back: `zero_grad(set_to_none=False)`."""
         self.moved.check("gradients")
         self.recover()
         for group in self.groups:
@@ -576,7 +578,7 @@ class Runtime:
         self.forget_backwards(to_zeros=True)
 
     def forget_backwards(self, to_zeros: bool = False) -> None:
-        """Reset the account of backwards since the last zero_grad; the gradients themselves are left to the caller."""
+        """Reset the account of backwards since the last zero_grad. The caller drops or zeroes the gradients themselves."""
         self.account.zeroed(holding=not self.sync)
         self.attendance.zeroed[to_zeros] += 1
         self.reductions.touched = set()

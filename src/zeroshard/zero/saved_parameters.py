@@ -4,11 +4,11 @@
     backward    restore   SavedParameter -> the same view of the unit's memory, which is gathered if it was released
 
 So backward may reach an operation by any path: through the unit's outputs, whose hooks gather the unit ahead of the operation,
-or past them, through a loss that a module keeps as an attribute. Activations are saved as they are outside of the unit.
+or past them, through a loss that a module keeps as an attribute. Activations are saved as by the code around the unit.
 
 Some code bypasses these hooks (a function that keeps a parameter in its `ctx` without `save_for_backward`, a user's own hooks
-inside the unit's forward) and refers to the memory itself. Such references are counted (`ParamGroup.referred`), and memory that
-backward might reach without these hooks is left to those who refer to it.
+inside the unit's forward) and refers to the memory itself. Such references are counted (`ParamGroup.referred`): memory that
+backward might reach without these hooks is not released but stays with the tensors that refer to it (`ParamGroup.part`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SavedParameter:
 
 
 class SavedWrapper:
-    """Handle of a tensor of a subclass that wraps such views, such as a DTensor. counted: as for SavedParameter."""
+    """Handle of a tensor of a subclass that wraps views of gathered memory, such as a DTensor. counted: as for SavedParameter."""
 
     __slots__ = ("context", "counted", "kind", "others", "parts", "shape", "stride")
 
@@ -85,7 +85,7 @@ class SavedParameters:
         try:
             hooks.__enter__()
         except RuntimeError as error:
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled():  # autograd saves nothing, so the hooks are not needed
                 return
             raise ShardedAccessError(
                 f"{unit.name}: saved-tensor hooks are disabled here ({error}), without which backward would read released parameters. "
@@ -107,7 +107,7 @@ class SavedParameters:
 
 
 class _Hooks:
-    """Saved-tensor hooks of one forward of a unit. outer: the hooks that were in force around it."""
+    """Saved-tensor hooks of one forward of a unit. outer: the hooks of the code around it, which get all other tensors."""
 
     def __init__(self, saved: SavedParameters) -> None:
         self.saved, self.outer = saved, Outer()

@@ -41,7 +41,7 @@ class Track:
 
 
 class Schedule:
-    """Records visits, foretells the next ones, and reports deviations."""
+    """Records visits, predicts the next ones, and reports deviations."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
@@ -72,8 +72,8 @@ class Schedule:
     def skipped(self, visit: Visit | None) -> list[Visit]:
         """Return the visits that the record of training expects before `visit` (None: before the end of the step).
 
-        Empty if the record does not expect `visit`, in a step that begins in backward (a second backward over one graph), and
-        for a backward that enters no unit (a loss of parameters alone, by `p.full_tensor()`): there no unit was skipped.
+        Empty if the record does not expect `visit`; in a step that begins in backward (a second backward over one graph); and for
+        a backward that enters no unit (a loss of parameters alone, by `p.full_tensor()`): in these no unit was skipped.
         """
         upcoming = self.upcoming(training=True)
         if (visit is None or visit.backward) and not self.tracks[True].current:
@@ -103,7 +103,7 @@ class Schedule:
             if visit.unit not in seen:
                 seen.add(visit.unit)
                 budget -= numel_of(visit.unit)
-            if budget < 0:
+            if budget < 0:  # other units need the memory before this one returns
                 return False
         return False
 
@@ -112,7 +112,7 @@ class Schedule:
         track = self.tracks[training]
         if not track.current:
             return
-        if not track.following or len(track.current) != len(track.order):
+        if not track.following or len(track.current) != len(track.order):  # a shorter step is a new record, too
             track.order, track.complete = track.current, True
         track.current, track.deviated = [], False
 

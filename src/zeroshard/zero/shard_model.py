@@ -59,7 +59,7 @@ _COLUMNS: dict[str, Callable[[dict], int]] = {
 
 
 def state_columns(optimizer: torch.optim.Optimizer | None) -> dict[int, tuple[StateColumn, ...]]:
-    """Return id of each parameter -> the columns that the first step makes (2 if the class is unknown; only declared ones by name)."""
+    """Return id of each parameter -> the columns that its first step makes: 2 for an unknown class; only declared ones named."""
     if optimizer is None:
         return {}
     known = (_COLUMNS[cls.__name__] for cls in type(optimizer).__mro__ if cls.__name__ in _COLUMNS)
@@ -71,7 +71,7 @@ def state_columns(optimizer: torch.optim.Optimizer | None) -> dict[int, tuple[St
 
 
 def _held_nbytes(specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None) -> int:
-    """Return the bytes of host memory of the given parameters and states, which are freed as these are placed in buffers."""
+    """Return the bytes of host memory that parameters and states take until the builder copies their values into buffers."""
     values: list[Tensor] = [s.original._local if isinstance(s.original, ShardedTensor) else s.original for s in specs]
     states = optimizer.state.values() if optimizer is not None else ()
     values += [value for entries in states for value in entries.values() if type(value) is Tensor]
@@ -81,9 +81,9 @@ def _held_nbytes(specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None
 def open_tiers(
     config: Config, comm: DirectComm, ledger: Ledger, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None
 ) -> Tiers:
-    """Make the tiers of a model; raise on all ranks if a folder on disk can't be used (collective; B22; room: `_check_room`).
+    """Make the tiers of a model; raise on all ranks if a folder on disk can not be used (collective). No check of free space.
 
-    The host's allocator is to keep freed memory from now on, or, where even parameters rest on disk, to return it.
+    From now on the host's allocator keeps freed memory or, if even parameters rest on disk, returns it to the system.
     """
     if config.offload_param.tier is Tier.DISK:
         return_freed_memory()
@@ -116,7 +116,10 @@ def _agree_on(problem: Exception | None, tiers: Tiers, label: str) -> None:
 
 @dataclass
 class _BufferSizes:
-    """Sizes of fixed buffers. sent, fetched: (bytes, count, most) of the staging pools; landed_nbytes: of each landing."""
+    """Sizes of fixed buffers. landed_nbytes: bytes of a landing buffer.
+
+    sent, fetched: (bytes of a buffer, usual count, most) of the staging pools for gradients and for shards from other tiers.
+    """
 
     sent: tuple[int, int, int] = (0, 0, 0)
     fetched: tuple[int, int, int] | None = None
@@ -141,9 +144,9 @@ class Builder:
         """group_of: id of a parameter -> its optimizer group, so that groups lie together. serial: number of this model."""
         self.config, self.topology, self.ledger, self.tiers, self.group_of = config, topology, ledger, tiers, group_of
         self.comm = topology.shards
-        self.tag = serial << 20  # the number of the newest buffer; buffers of two models never have the same
+        self.tag = serial << 20  # number of the newest buffer: each model has 2**20 numbers of its own
         self.pool: StagingPool | None = None
-        self._stepped_numel = self._offloaded_numel = 0  # elements of groups planned so far, and of those with offloaded states
+        self._stepped_numel = self._offloaded_numel = 0  # elements of groups planned so far, and of groups with offloaded states
         self._states: dict[int, tuple[Offload, torch.dtype | None]] = {}  # id of a bucket's first spec -> result of _plan_states
         self.replaced: dict[int, nn.Parameter] = {}  # id of a given parameter -> the object that took its place
 
@@ -157,7 +160,7 @@ class Builder:
         return units, self._buffer_sizes(pairs)
 
     def _choose_whole(self, specs: list[ParamSpec]) -> None:
-        """Choose the parameters that stay whole where others are sharded: small ones, in the model's order within a threshold."""
+        """Choose small parameters that stay whole at rest, in the model's order, up to `model_persistence_threshold` elements."""
         config, room = self.config, self.config.model_persistence_threshold
         for spec in sorted(specs, key=lambda spec: spec.number):
             numel = math.prod(spec.shape)
@@ -173,7 +176,7 @@ class Builder:
             nbytes = sorted(sum(layout.numel * bucket[0].dtype.itemsize for bucket, layout in unit) for unit in sharded)
             gathered = sum(nbytes[-3:])  # upper bound of the root, the unit in use and the next one
             found[GATHERED, Tier.DEVICE, None] = gathered
-        self._stepped_numel = self._offloaded_numel = 0
+        self._stepped_numel = self._offloaded_numel = 0  # `build` lays out again, and counts anew
         return found
 
     def build(self, plans: list[UnitPlan]) -> list[Unit]:
@@ -269,7 +272,7 @@ class Builder:
             tiers.arrivals = BufferPool(self.ledger, LANDINGS, nbytes, tiers.host_buffer, Tier.HOST)
 
     def _check_room(self, pairs: list[Pair], sizes: _BufferSizes) -> None:
-        """Raise on every rank if host memory or a disk is too small for the ranks of some host (collective; B22, B23)."""
+        """Raise on every rank if host memory or a disk is too small for the ranks of some host (collective)."""
         config, comm, tiers = self.config, self.comm, self.tiers
         offloads = (config.offload_param, config.offload_gradient, config.offload_optimizer)
         if comm.imagined or (comm.device.type != "cpu" and all(offload.tier is Tier.DEVICE for offload in offloads)):
@@ -312,7 +315,7 @@ class Builder:
 
     def _group_need(self, bucket: list[ParamSpec], layout: FlatLayout) -> Group:
         dtype, columns = bucket[0].dtype, [self.tiers.state_columns.get(id(spec.original), ()) for spec in bucket]
-        if not bucket[0].requires_grad:
+        if not bucket[0].requires_grad:  # frozen: no gradient, masters or states
             return Group(layout.numel, layout.shard_numel, dtype, whole=bucket[0].whole)
         states = (self.gradient_dtype(dtype), *self._states[id(bucket[0])], max(columns, key=len))
         return Group(layout.numel, layout.shard_numel, dtype, *states, bucket[0].whole)
@@ -367,9 +370,9 @@ class Builder:
         values = config.offload_param if sharded else Offload()
         low = config.master_weights and dtype in (torch.bfloat16, torch.float16)
         steps_on_host = offload.tier is not Tier.DEVICE
-        # the step must reach the values, and own them while a delayed update runs beside forward and backward: else, masters
+        # masters are needed where the step can not reach the values, or runs beside forward and backward (a delayed update)
         away = (self.tiers.separate and values.tier is Tier.DEVICE) if steps_on_host else self.tiers.away(values)
-        # gathered quantized values replace this rank's own as well, so that all ranks have the same: exact ones need masters
+        # a quantized gather overwrites this rank's own values, too, so that all ranks compute alike: masters keep the exact ones
         rounded = values.tier is Tier.DEVICE and not sharded and self._values_comm(spec, layout) is not self.comm
         if low or away or rounded or (steps_on_host and config.delayed_update is not None):
             return offload, torch.float32 if low else dtype
@@ -432,7 +435,7 @@ class Builder:
         else:
             old.data = view
             compute = old
-        carry_hooks(original, compute)
+        carry_hooks(original, compute)  # after the swap, torch's hook tables are still with the user's object
         adopt(group, index, compute)
         param = self.replaced.get(id(original), original)
         param.__dict__.update(attributes)
@@ -443,8 +446,8 @@ class Builder:
     def _replace(self, spec: ParamSpec, new: Any) -> nn.Parameter | None:
         """Turn the user's object into `new`. Return the object that now has the old tensor, or None.
 
-        Where torch can not swap (weak references, a live graph), the modules get the new object, and the old one gets an
-        empty tensor, so that a stale reference reads nothing instead of freed memory.
+        Where torch can not swap (weak references, a live graph), the modules get the new object, and the old one an empty
+        tensor: who still refers to the old one finds no elements, instead of freed memory.
         """
         original = spec.original
         if swap(original, new):
@@ -467,11 +470,11 @@ def build_units(
     """
     comm = topology.control
     builder = Builder(config, topology, ledger, tiers, optimizer_groups(optimizer), comm.new_serial())
-    comm.fence_write(synchronised=True)  # fresh memory, also beside other models at rest: peers wait for our values
+    comm.fence_write(synchronised=True)  # peers must not read the new buffers before `fence_read`; nobody reads them yet
     plans = partition(model, config, specs)
     try:
         units = builder.build(plans)
-        comm.fence_read()
+        comm.fence_read()  # all ranks have written their values
     except OffloadIOError as error:  # the disk is full after all, with a part of the values written: every rank must fail
         tiers.close()
         tiers.fail(error)
@@ -484,7 +487,7 @@ def build_units(
         for group in optimizer.param_groups:
             group["params"] = [replaced.get(id(p), p) for p in group["params"]]
         states = [(replaced.get(id(p), p), entries) for p, entries in optimizer.state.items()]
-        optimizer.state.clear()
+        optimizer.state.clear()  # the same dictionary is filled again: programs may refer to it
         optimizer.state.update(states)
     return units, builder.pool
 
@@ -505,12 +508,11 @@ def write_value(group: ParamGroup, index: int, value: Tensor) -> None:
 
 
 def _piece_of(value: Tensor, home: ParamHome) -> Tensor:
-    """Return this rank's elements of the flattened value; one that is sharded in another way is gathered first (collective)."""
+    """Return this rank's elements of the flattened value. Gather it first if it is cut in another way (collective)."""
     if not isinstance(value, ShardedTensor):
         return value.detach().reshape(-1)[home.start : home.stop]
-    born: Any = (
-        value._home
-    )  # compare all ranks' cuts, so that ranks decide alike: those of a small parameter may agree on some ranks only
+    born: Any = value._home
+    # compare the cuts of all ranks: for a small parameter they may agree on some ranks alone, and the gather needs every rank
     if all(born.cut(rank) == home.cut(rank) for rank in range(home.comm.world_size)):
         return value._local
     return value.full_tensor().reshape(-1)[home.start : home.stop]

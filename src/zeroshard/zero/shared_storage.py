@@ -1,4 +1,4 @@
-"""Detects parameters that share memory: on one process they share a value, in flat buffers they would have separate ones.
+"""Detects parameters that share memory: without sharding they share values, in flat buffers each would have its own.
 
     b.weight = a.weight                        a tie: one parameter, served
     b.weight = nn.Parameter(a.weight.data)     two parameters over one memory: refused, by both names
@@ -47,7 +47,7 @@ class Extent:
         begin, end = max(self.start, other.start), min(self.stop, other.stop)
         if begin >= end:
             return False
-        if self.dense and other.dense:
+        if self.dense and other.dense:  # both fill the bytes where their ranges meet
             return True
         first = min(self.start, other.start)
         taken = torch.zeros(max(self.stop, other.stop) - first, dtype=torch.bool, device="cpu")
@@ -83,7 +83,7 @@ def extent_in_storage(tensor: Tensor) -> Extent:
 
 def _extents(tensor: Tensor) -> Iterator[Extent]:
     """Yield all known extents of a parameter or buffer: by storage, by address, by slice, by origin."""
-    if tensor.numel() == 0 or tensor.layout is not torch.strided:
+    if tensor.numel() == 0 or tensor.layout is not torch.strided:  # no element to share; or refused elsewhere
         return
     if not isinstance(tensor, ShardedTensor):
         yield extent_in_storage(tensor)

@@ -1,13 +1,13 @@
-"""Units that the batch of this rank does not use: this rank takes part in their gathers all the same, if these need every rank.
+"""Units that this rank's batch does not use: where gathers need every rank, this rank takes part in their gathers.
 
     record     stem tower.0 tower.1 head | head' tower.1' tower.0' stem'
     rank 0     stem tower.0 tower.1 head | head' tower.1' tower.0' stem'      an image and a text
     rank 1     stem (     .      . ) head | head' (      .        . ) stem'   a text: it gathers where the record says, and goes on
 
-This serves units in the record (zero/schedule.py), which is the same on all ranks, whichever rank skips. A unit that no rank used
-in the recorded step can only be gathered if all ranks use it; otherwise they wait for one another until the stall is detected and
-reported by name. It does not serve communicators that match gathers and reductions by one order (NCCL), where a skipped unit has
-no reduction in its turn, nor `max_live_parameters`, with which the life of a unit depends on what came before it.
+This works for units in the record (zero/schedule.py), which is the same on all ranks, whichever rank skips. A unit that no rank
+used in the recorded step can only be gathered if all ranks use it; otherwise ranks wait for one another until a StallError names
+it. It does not work for communicators that match gathers and reductions by one order (NCCL), since a skipped unit has no
+reduction in its turn, nor with `max_live_parameters`, since a unit's release then depends on the units gathered before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .schedule import Visit
 
 
 def take_part(runtime: Any, visit: Visit | None) -> None:
-    """Gather the units that other ranks may gather before a visit (None: the end of the step), and keep those that they keep."""
+    """Gather and release, as other ranks may do, the recorded units before `visit` (None: before the end of the step)."""
     if not runtime.attendance.gathers_meet or runtime.comm.ordered or runtime.config.max_live_parameters:
         return
     visits = runtime.schedule.skipped(visit)
@@ -29,7 +29,7 @@ def take_part(runtime: Any, visit: Visit | None) -> None:
         runtime.schedule.visit(visit, training=True)
         runtime.attendance.gather(unit)
         unit.ready()
-        if unit.in_use:
+        if unit.in_use:  # a recorded visit inside a forward that still runs
             continue
         if unit.lends and not visit.backward:  # ranks that use it keep it until the forward is over
             runtime.lend_out(unit)

@@ -29,7 +29,7 @@ from .unit import ParamGroup
 _CHUNK_NBYTES = 8 << 20  # largest staging buffer of one rank
 _STAGING = 8  # all staging buffers together take at most 1/8 of the budget
 
-Source = Callable[[ParamGroup], Rest]  # returns where the values of a group rest: its shard, or the whole group
+Source = Callable[[ParamGroup], Rest]  # returns the resting place of a group's values: of its shard, or of the whole group
 
 
 @dataclass(eq=False)
@@ -73,11 +73,11 @@ def stream_full_tensors(
             it, and the padding between neighbours, are needed beside it.
         masters: give fp32 master weights where there are any.
         dtype: dtype of floating-point parameters, except fp8 and fp4; None: as they are.
-        names: those of `zs.full_state_dict(model)` that are wanted; None: all.
+        names: the keys of `zs.full_state_dict(model)` to yield; None: all.
 
-    Tensors of one dictionary may share memory and belong to the caller: drop them before the next dictionary, or two are held.
+    Tensors of one dictionary may share memory and belong to the caller: drop them before the next one, or memory holds two.
     Tied names share one tensor. Tiles are joined, and so are parts cut by tensor parallelism (which count twice for
-    `max_nbytes`). A stage of a pipeline yields its own. The order is unit by unit, parameters before buffers.
+    `max_nbytes`). A stage of a pipeline yields its own tensors. The order is unit by unit, parameters before buffers.
 
     Raises:
         ConfigError: an option is wrong, or the model lacks a name.
@@ -156,6 +156,7 @@ class _Stream:
 
     def __init__(self, runtime: Runtime, source: Source, masters: bool, max_nbytes: int) -> None:
         self.runtime, self.source, self.masters, self.max_nbytes = runtime, source, masters, max_nbytes
+        # two staging buffers of this size, and one chunk of every rank
         nbytes = min(_CHUNK_NBYTES, max_nbytes // (_STAGING * (runtime.shards.world_size + 2)))
         self.gather = ChunkedGather(runtime.shards, runtime.ledger, nbytes)
 
@@ -199,7 +200,7 @@ class _Stream:
 
     def _values(self, stretch: list[_Item]) -> list[Tensor]:
         first = stretch[0]
-        if first.buffer is not None:
+        if first.buffer is not None:  # a buffer is whole on every rank
             return [first.buffer.detach().clone()]
         if len(first.sources) == 1:
             slots = [group.layout.slots[index] for item in stretch for group, index, _ in item.sources]

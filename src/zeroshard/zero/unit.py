@@ -1,4 +1,4 @@
-"""Units: the parameters that are gathered and reduced together.
+"""Units: each holds parameters that are gathered and reduced together.
 
 A unit is usually one block of the model. Its parameters of one (dtype, requires_grad) form a `ParamGroup` with one
 flat parameter buffer and one flat gradient buffer. The memory of a sharded unit goes through phases:
@@ -107,7 +107,7 @@ class ParamGroup:
 
     @property
     def counts(self) -> bool:
-        """True on one of the ranks that hold the same shard: the one whose shard enters sums over all ranks."""
+        """True on exactly one of the ranks that hold copies of the same shard: its shard enters sums over all ranks."""
         return self.comm.replica == 0 and self.specs[0].counts
 
     def begin_write(self) -> None:
@@ -136,7 +136,7 @@ class ParamGroup:
                 set_data(param, view)
 
     def count_references(self) -> None:
-        """Record the number of references to the gathered memory, while all of them are this library's."""
+        """Record how many references this library has to the gathered memory; called while nobody else has any."""
         self._own_references = references(self.values.full)
 
     @property
@@ -145,7 +145,7 @@ class ParamGroup:
         return references(self.values.full) > self._own_references
 
     def part(self) -> None:
-        """Leave the gathered memory to the tensors that refer to it; later gathers of this group use other memory."""
+        """Let the tensors that refer to the gathered memory keep it; later gathers of this group allocate other memory."""
         self.values.part()
         for compute, view in zip(self.compute, self.values.views, strict=True):
             set_data(compute, view)
@@ -161,7 +161,7 @@ class ParamGroup:
         self.values.rest.store(self.homes[index].begin, value)
 
     def place(self, index: int) -> Tensor | None:
-        """Return a 1-D view of this rank's slice of parameter `index`, to be written now; None if the host can't write there."""
+        """Return a 1-D view of this rank's slice, for the caller to write at once; None if the host can not write there."""
         home = self.homes[index]
         view = self.values.rest.view(home.begin, home.begin + home.stop - home.start)
         if view is not None:
@@ -171,8 +171,8 @@ class ParamGroup:
     def _begin_set(self) -> None:
         if self.unit is not None:
             self.unit.writes += 1
-        self.values.forget()
-        self.values.outdate()
+        self.values.forget()  # a fetched copy has the old value
+        self.values.outdate()  # so have copies that the communicator keeps
 
     def mark_written(self) -> None:
         """Count a step's write, which autograd did not see, so that the backward of an earlier forward raises, as in torch."""
@@ -186,7 +186,7 @@ class ParamGroup:
             self.masters.versions = [version + step for version, step in zip(self.masters.versions, steps, strict=False)]
 
     def put_whole(self, index: int) -> None:
-        """Count a write to the whole of replicated parameter `index` and of its master, which autograd did not see."""
+        """Record that the whole of replicated parameter `index` and its master were written, which autograd did not see."""
         torch.autograd.graph.increment_version(self.params[index])
         self.masters.written(index)
 
@@ -201,7 +201,7 @@ class ParamGroup:
                 f"{self.specs[index].name}.grad: backwards inside zs.accumulate have added to it what only this rank has. Run "
                 "the last backward outside zs.accumulate first, or take zs.full_gradients(model) (collective)."
             )
-        if not self.grads.reduced or not self.active[index]:
+        if not self.grads.reduced or not self.active[index]:  # no backward yet, or no rank had a gradient for it
             return None
         if self.runtime is not None:
             self.runtime.unscale()
@@ -229,7 +229,7 @@ class ParamGroup:
         if self.runtime is not None:
             self.runtime.unscale()
         if value is not None and not grads.reduced:
-            grads.zero()  # the buffer has values of an earlier step, while the other parameters have no gradient
+            grads.zero()  # parameters without a gradient have values of an earlier step in the buffer
         place = grads.full[slot.offset : slot.stop] if grads.replicated else grads.load(home.begin, home.end)
         if value is None:
             place.zero_()
@@ -263,7 +263,7 @@ class UnitForward:
     """State of the outermost forward that runs inside a unit.
 
     first_node: number of the first autograd node that the forward makes. hooks: the saved-tensor hooks that it runs under.
-    given: the exchange of its arguments, if some were marked.
+    given: its arguments, if `Runtime.mark_inputs` has put marked tensors into copies of them.
     """
 
     first_node: int
@@ -282,8 +282,8 @@ class Unit:
         self.depth = 0  # number of forwards that run inside (they nest)
         self.in_backward = False
         self.pinned = False  # inside zs.gathered: the modules hold whole copies
-        self.lent = False  # the release leaves the memory to tensors that refer to it, if any does
-        self.lends = False  # a forward of it has returned views of its memory
+        self.lent = False  # the next release must let tensors that refer to the memory keep it (`ParamGroup.part`)
+        self.lends = False  # some forward of it has returned views of its memory
         self.forward: UnitForward | None = None  # the outermost forward that runs inside
         self.writes = 0  # number of times that this unit's shards have been written
         self.entries = ModuleEntries(groups)
@@ -303,7 +303,7 @@ class Unit:
             param for group in self.gathered if not group.values.mapped for param in group.compute if type(param) is nn.Parameter
         ]
         self._released_class = ReleasedParameter.of_unit(functools.partial(_gather_for_backward, weakref.ref(self)))
-        self.guard(self.phase is Phase.SHARDED)
+        self.guard(self.phase is Phase.SHARDED)  # nothing is gathered yet
 
     @property
     def inside(self) -> UnitForward:
@@ -322,7 +322,7 @@ class Unit:
         return self._released and any(group.referred for group in self.gathered)
 
     def expect(self) -> None:
-        """Count the gradients per backward: parameters that require one. To be called again when requires_grad was switched."""
+        """Count the gradients that a backward brings; call it again after requires_grad of a parameter was switched."""
         self.expected = sum(param.requires_grad for group in self.groups for param in group.params)
 
     @property
@@ -332,7 +332,7 @@ class Unit:
 
     @property
     def marked(self) -> bool:
-        """True if its backward may end before all gradients have come, so that the inputs of its forward are marked."""
+        """True if its backward can end with gradients missing: then marks on the forward's inputs tell the end."""
         return self.expected < self._num_params or self._tile
 
     @property
@@ -350,7 +350,7 @@ class Unit:
         if self.phase is not Phase.SHARDED or not self.staged:
             return True
         if not all(group.values.fetch() for group in self.gathered):
-            return False  # shards of some groups may be under way: a later call keeps them
+            return False  # groups whose copies have started keep them for the next call
         self._move(Phase.FETCHING)
         return True
 
@@ -375,18 +375,18 @@ class Unit:
         """Start the all-gather (-> GATHERING); no-op if started or READY. If it raises (no memory), the unit is SHARDED again."""
         if self.phase is Phase.AWAY:
             self.groups[0].runtime.moved.check("parameters")
-        if self.phase not in (Phase.SHARDED, Phase.FETCHING):
+        if self.phase not in (Phase.SHARDED, Phase.FETCHING):  # under way, or gathered
             return
         self._move(Phase.GATHERING)
         try:
             for group in self.gathered:
                 self._works.append(group.values.gather())
-        except BaseException:
+        except BaseException:  # KeyboardInterrupt, too
             self._abandon_gather()
             raise
 
     def _abandon_gather(self) -> None:
-        """Release what a failed gather has allocated: the program may catch the error and go on with a smaller batch."""
+        """Release the memory of a failed gather: the program may catch the error and go on with a smaller batch."""
         for work in self._works:
             work.wait()
         self._works = []
@@ -410,14 +410,14 @@ class Unit:
         """Release the gathered memory (READY -> SHARDED); the inverse of `ready`. No-op for replicated units."""
         if not self.sharded or self.phase in (Phase.SHARDED, Phase.FETCHING, Phase.AWAY):
             return
-        self.ready()
+        self.ready()  # a running all-gather still writes to the memory
         lent, self.lent = self.lent and self.referred, False
         for group in self.gathered:
             if lent and group.referred:
                 group.part()
             group.values.release()
         if lent:
-            self.groups[0].runtime.saved.follow(self)
+            self.groups[0].runtime.saved.follow(self)  # the parted groups have other storages now
         self._move(Phase.SHARDED)
         self.guard(True)
 
@@ -434,7 +434,7 @@ class Unit:
             group.come_back()
 
     def land(self) -> None:
-        """Drop an all-gather under way (GATHERING -> SHARDED): its buffers are about to be gathered for another purpose."""
+        """Complete a running all-gather and release it (GATHERING -> SHARDED): the caller gathers the buffers itself."""
         if self.phase is Phase.GATHERING:
             self.release()
 
@@ -447,13 +447,13 @@ class Unit:
             group.values.outdate()
 
     def guard(self, released: bool) -> None:
-        """Make compute parameters that the program kept raise if `released`, instead of reading released memory."""
+        """Set the class of compute parameters: if `released`, one that the program kept raises instead of reading its memory."""
         cls = self._released_class if released else nn.Parameter
         for param in self._guarded:
             param.__class__ = cls
 
     def check_unchanged(self) -> None:
-        """Raise ModelChanged if a parameter of a replicated unit was replaced; `swap_in` checks those of sharded ones."""
+        """Raise ModelChanged if a parameter of a replicated unit was replaced; `swap_in` checks the sharded units' parameters."""
         if not (self.sharded or self.pinned):
             self.entries.check_unchanged()
 

@@ -40,7 +40,7 @@ def other_optimizers(roots: Iterable[Any], optimizer: Any) -> dict[int, torch.op
     stack = [(root, 0) for root in roots]
     while stack and len(seen) < _MOST:
         item, depth = stack.pop()
-        if id(item) in seen or isinstance(item, (Tensor, types.ModuleType)):
+        if id(item) in seen or isinstance(item, (Tensor, types.ModuleType)):  # modules of Python lead everywhere
             continue
         seen[id(item)] = item
         if isinstance(item, torch.optim.Optimizer):

@@ -1,8 +1,8 @@
-"""The gate before a write to values, masters or optimizer states: waits for all readers and drops copies, in one order.
+"""The gate before a write to values, masters or optimizer states: it waits for all readers and drops copies, in this order.
 
 moved      raise if states are away (zs.offload_states)
-recover    clear the state of a backward that failed, with what it had gathered
-outdate    units drop what they fetched or gathered ahead of use, and wait for copies to the device that read their shards
+recover    clear the state of a failed backward, and release the units that it had gathered
+outdate    units drop copies that they fetched or gathered ahead of use, and wait for copies to the device that read their shards
 delayed    wait for the host's step of a delayed update
 saver      wait until a save in the background has copied
 stepper    the host's step drops the states that it has read ahead
@@ -16,7 +16,10 @@ from .unit import Unit
 
 
 class WriteGate:
-    """Gate that every writer passes. delayed, stepper: set by the optimizer's core (optim/) where it has them."""
+    """Every writer calls `wait` or `before` first.
+
+    delayed: the delayed update; stepper: the stepper of a step on the host. The optimizer's core (optim/) sets both, if used.
+    """
 
     def __init__(self, runtime: Any) -> None:
         self.runtime = runtime

@@ -1,4 +1,4 @@
-"""Codecs: the values of a flat tensor packed into fewer bytes, which a rank sends in place of its shard or its gradients.
+"""Codecs: pack the values of a flat tensor into fewer bytes, which a rank sends in place of its shard or its gradients.
 
     base.py                 Codec: pack, unpack, and the sum of several packed parts; error feedback
     block_quantization.py   int8, int4 and fp8 with a scale for each block: the format and its kernels in torch

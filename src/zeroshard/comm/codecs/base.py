@@ -3,9 +3,9 @@
     values (numel,) --pack--> packed (packed_nbytes,) uint8 --unpack--> out (numel,)
     parts of several ranks --unpack_sum--> out (numel,) = [out +] scale * their sum, in fp32, in the order of parts
 
-The number of bytes follows from numel alone, so peers need not tell each other. Equal values give equal bytes on
-every rank, whatever its device. Everything runs under the caller's `torch.no_grad()`, on the current stream; on a GPU
-the host never waits for the device.
+The number of bytes follows from numel alone, so peers need not exchange it. Equal values give equal bytes on every rank,
+whatever its device. Codecs run under the caller's `torch.no_grad()`, on the current stream; on a GPU the host never waits
+for the device.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Codec(ABC):
                 total.mul_(scale)
             if scratch is not None:
                 target.add_(total) if accumulate else target.copy_(total)
-            if square_sum is not None:  # in the chunks of comm.base.square_sum, for the same bits
+            if square_sum is not None:  # in the chunks of comm.sums.square_sum, for the same bits
                 square_sum += sum(torch.dot(piece, piece).item() for piece in target.split(CHUNK_NUMEL))
         return square_sum
 
@@ -83,7 +83,7 @@ class Codec(ABC):
         norm = exact.norm().item()
         return 0.0 if norm == 0 else (exact - found).norm().item() / norm
 
-    # -- what a subclass implements ----------------------------------------------------------------------------------
+    # -- for subclasses to implement ---------------------------------------------------------------------------------
 
     chunked = True  # the cost of `_unpack_stretch` is proportional to the stretch, wherever it begins
 
@@ -98,7 +98,7 @@ class Codec(ABC):
         """Fill out (n,) fp32 with packed values `begin` to `begin` + n of `numel`; `begin` is a multiple of CHUNK_NUMEL."""
 
     def _add_stretch(self, packed: Tensor, numel: int, begin: int, total: Tensor, term: Tensor) -> None:
-        """Add to total (n,) fp32 what `_unpack_stretch` would fill it with. term (n,) fp32: scratch."""
+        """Add to total (n,) fp32 the values with which `_unpack_stretch` would fill it. term (n,) fp32: scratch."""
         self._unpack_stretch(packed, numel, begin, term)
         total.add_(term)
 
@@ -120,7 +120,7 @@ def _what(tensor: Tensor) -> str:
 
 
 class ErrorFeedback:
-    """Error feedback: what packing lost is added to the next values of the same buffer (Seide et al. 2014; Karimireddy et al.,
+    """Error feedback: the error of packing is added to the next values of the same buffer (Seide et al. 2014; Karimireddy et al.,
     arXiv 1901.09847).
 
         values + residual --pack--> out;   residual = values + residual - unpack(out)

@@ -36,8 +36,8 @@ from ...errors import ConfigError, did_you_mean
 from .base import Codec
 
 DEFAULT_BLOCK = 256  # values with one step: 1.6% more bytes for int8, 3.1% for int4
-LEAST_BLOCK, LARGEST_BLOCK = 32, 1 << 14
-LEAST_STEP = 2.0**-100
+LEAST_BLOCK, LARGEST_BLOCK = 32, 1 << 14  # values; 32 is the alignment of slots and shards
+LEAST_STEP = 2.0**-100  # keeps quotients finite, so that no block is a special case
 STEP_NBYTES = 4
 # Added to a quotient below 2^22, this leaves the nearest integer (ties to even) in the low bits of the sum: one pass fewer than
 # rounding and converting.
@@ -229,9 +229,9 @@ class Int4(Int8):
     def _encode(self, quotients: Tensor, codes: Tensor) -> None:
         bits, half = quotients.view(torch.int32), -(-quotients.shape[1] // 2)
         upper = bits[:, half:]
-        bits[:, : upper.shape[1]].add_(upper, alpha=16)
+        bits[:, : upper.shape[1]].add_(upper, alpha=16)  # into the high nibble
         if quotients.shape[1] % 2:
-            bits[:, half - 1] += 8 * 16
+            bits[:, half - 1] += 8 * 16  # no value: code 0, with the 8 that `rounding` adds to all codes
         codes.view(-1, half).copy_(bits[:, :half])
         codes.bitwise_xor_(0x88)  # from code + 8 to two's complement
 
@@ -281,6 +281,7 @@ def codec_of(name: str, block: int = DEFAULT_BLOCK) -> Codec:
 
 def _triton_for(values: Tensor, packed: Tensor) -> ModuleType | None:
     """Return the module of Triton's kernels where these tensors allow them, else None: torch's kernels give the same bytes."""
+    # the kernels read steps as fp32, at aligned addresses
     if values.device.type != "cuda" or packed.data_ptr() % STEP_NBYTES or not _has_triton(values.device):
         return None
     from . import triton_kernels

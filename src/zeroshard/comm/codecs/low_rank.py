@@ -1,13 +1,13 @@
 """PowerSGD (Vogels et al., arXiv 1905.13727, algorithms 1 and 2): gradients of matrices as products of two thin ones.
 
     M (n, m)  the gradient of a matrix on this rank, plus the error that remained of the last one
-    P (n, r) = mean over ranks of M Q, orthogonalized         one all-reduce of all P, and of what is not compressed
+    P (n, r) = mean over ranks of M Q, orthogonalized         one all-reduce of all P, and of all uncompressed values
     Q (m, r) = mean over ranks of M^T P                       one all-reduce of all Q
     M is sent as P Q^T: r (n + m) values, not n m;  error = M - P (M^T P)^T, of this rank's own M
 
-Each step begins with the Q of the last one: one step of subspace iteration, so that P and Q follow the largest singular
-vectors. Vectors, and matrices that would not become smaller, are sent as they are. All ranks start from the same Q and
-orthogonalize the same P; the results are equal on machines of one kind.
+Each step begins with the last step's Q: this is one step of subspace iteration, so that P and Q follow the largest singular
+vectors. Vectors, and matrices that would not become smaller, are sent uncompressed. All ranks start from the same Q and
+orthogonalize the same P, with equal results on machines of one kind.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Matrix:
     offset: int
     shape: tuple[int, int]  # (n, m): the first dimension, and all others together
     q: Tensor  # (m, r) fp32: the mean Q of the last step
-    error: Tensor  # (n, m) fp32: what was not sent of this rank's last gradient
+    error: Tensor  # (n, m) fp32: this rank's last M, minus its product of factors
 
 
 class LowRank:
@@ -88,11 +88,11 @@ class LowRank:
 
     @torch.no_grad()
     def reduce(self, flat: Tensor, all_reduce_mean: Callable[[Tensor], Tensor]) -> None:
-        """Replace this rank's gradient, flat (numel,) of any floating dtype, by the mean over ranks of what was sent
+        """Replace this rank's gradient, flat (numel,) of any floating dtype, by the mean over ranks of the sent products
         (collective).
 
-        all_reduce_mean: (n,) fp32 -> the mean of all ranks' (n,), the same on every rank; called twice by every rank. A gradient
-        that is not finite on any rank comes out not finite on all, and leaves no error behind.
+        all_reduce_mean: (n,) fp32 -> the mean of all ranks' (n,), the same on every rank; called twice by every rank. If a
+        gradient is not finite on some rank, the result is not finite on any rank, and the errors of these matrices become zero.
         """
         self.finish(flat, all_reduce_mean(self.second(flat, all_reduce_mean(self.first(flat)))))
 

@@ -35,7 +35,7 @@ class TopK(Codec):
         return f"top_k of {self.ratio:g}"
 
     def kept(self, numel: int) -> int:
-        """Return k: how many of `numel` values are sent."""
+        """Return k, the number of sent values of `numel`."""
         return min(max(math.ceil(self.ratio * numel), 1), numel)
 
     def packed_nbytes(self, numel: int) -> int:
@@ -68,7 +68,7 @@ class TopK(Codec):
         k, dtype = self.kept(numel), _place_dtype(numel)
         values = packed[: 4 * k].clone().view(torch.float32)
         places = packed[4 * k : 4 * k + k * dtype.itemsize].clone().view(dtype).long()
-        return values, places & 0xFFFF if dtype is torch.int16 else places
+        return values, places & 0xFFFF if dtype is torch.int16 else places  # int16 holds them without a sign
 
 
 def _place_dtype(numel: int) -> torch.dtype:

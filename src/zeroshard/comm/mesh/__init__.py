@@ -1,1 +1,1 @@
-"""The mesh: Comms made of Comms, for nodes whose links to each other are slower than those inside (ZeRO++, MiCS, HSDP)."""
+"""The mesh: Comms that work over other Comms, for nodes with slower links between them than inside (ZeRO++, MiCS, HSDP)."""

@@ -1,8 +1,8 @@
-"""The axes of a mesh, by the rows of utils/axes.py: those of data parallelism, and model axes, which cut parameters.
+"""The axes of a mesh, by the rows of utils/axes.py: data-parallel axes, and model axes, which cut parameters.
 
-A *place* is what a rank holds of the model: its position along the model axes. In a mesh ("pp", "dp", "tp"):
+A *place* is a position along the model axes: all ranks of a place have the same part of the model. In a mesh ("pp", "dp", "tp"):
 
-control    the ranks of this rank's place (along dp)       gather, reduce, agree on what comes next
+control    the ranks of this rank's place (along dp)       gather, reduce, agree on the next operation
 peers      the ranks of its stage (along dp and tp)        hold parts of the same parameters: norms of tensors
 world      all ranks of the mesh                           one optimizer step: norm, verdict, checkpoints, failures
 """
@@ -29,12 +29,12 @@ Parts = list[list[int]]
 
 @dataclass(frozen=True)
 class Axes:
-    """The ranks of a mesh grouped by what they hold of the model, as indices among the ranks of `world`.
+    """The ranks of a mesh grouped by the part of the model that they have, as indices among the ranks of `world`.
 
     places: the data-parallel ranks of each place. stages: all ranks of each pipeline stage. parts: where an axis of data
-    parallelism replicates states, the groups that share them, as indices in a place. copies: names of model axes along which this
-    rank is not the first; another rank counts and saves what is not cut along one of them. summed: number of data-parallel ranks
-    over which gradients are a sum, not a mean.
+    parallelism replicates states, the groups over which states are sharded, as indices in a place. copies: names of model axes
+    along which this rank is not the first: it has copies of parameters that are not cut along one of them, and another rank
+    counts and saves these. summed: number of data-parallel ranks over which gradients are summed, not averaged.
     """
 
     choice: backend_select.Choice | None
@@ -54,7 +54,7 @@ class Axes:
         return control, peers, world
 
     def counts(self, distribution: Distribution | None) -> bool:
-        """Return True if this rank is the one to count among those that hold the same part along the model axes."""
+        """Return True on exactly one of the ranks that have the same part of a parameter along the model axes."""
         return self.copies <= set(distribution.axes if distribution is not None else ())
 
 
@@ -123,7 +123,7 @@ def _check_distributed(mesh: DeviceMesh, model: list[str], distributed: dict[str
 
 
 def _split(mesh: DeviceMesh) -> Axes:
-    """Return the Axes of a mesh: what ranks along each of its axes share is in the axis's row."""
+    """Return the Axes of a mesh. The row of each axis (utils/axes.py) says whether it cuts parameters and shards states."""
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     rows = [role(name) for name in names]
     model = [dim for dim, row in enumerate(rows) if row.cuts_parameters != "no"]
@@ -142,7 +142,7 @@ def _split(mesh: DeviceMesh) -> Axes:
         return math.prod(mesh.shape[dim] for dim in dims)
 
     summed = size([dim for dim in data if rows[dim].gradient == "sum"])
-    if len(data) == mesh.ndim == 1:
+    if len(data) == mesh.ndim == 1:  # `backend_select` makes the Comm of a 1-D mesh
         return Axes(mesh, summed=summed)
     everyone = sorted(mesh.mesh.flatten().tolist())
     choice: backend_select.Choice | None = None

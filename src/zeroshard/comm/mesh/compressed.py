@@ -3,8 +3,8 @@
     gather   shard -> pack --comm--> unpack all           all ranks compute with the same values; the shard is unchanged
     reduce   whole -> pack each slice --comm--> unpack, sum in fp32 in rank order
 
-Packed values are bytes, which any Comm gathers: in one hop, in two (a value is packed once for both), and as a secondary
-shard. A reduction in two hops is made of two compressed Comms: a value is packed, and loses precision, twice.
+Packed values are bytes, which any Comm gathers: in one hop, in two (values are packed once for both), and as a secondary
+shard. A reduction in two hops works over two compressed Comms: values are packed, and lose precision, twice.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ Active = Callable[[], bool]
 
 
 class Errors:
-    """The relative error of the last packing, by unit, measured every `_ERROR_EVERY` steps."""
+    """The relative error of packing, by unit, measured every `_ERROR_EVERY` steps."""
 
     def __init__(self) -> None:
         self.found: dict[str, float] = {}
         self._step: dict[str, int] = {}
 
     def look(self, codec: Codec, values: Tensor, packed: Tensor, label: str, step: int) -> None:
-        """Measure the error of `packed`, if it is time to."""
+        """Measure the error of `packed`, if the last measurement is `_ERROR_EVERY` steps old."""
         if self._is_time(label, step):
             self.found[label] = codec.error(values, packed)
 
     def note(self, label: str, lost: Tensor, values: Tensor, step: int) -> None:
-        """Record the error from the difference `lost` between values and packed values, if it is time to."""
+        """Record the error from `lost`, values minus packed values, if the last measurement is `_ERROR_EVERY` steps old."""
         if self._is_time(label, step):
             norm = values.float().norm().item()
             self.found[label] = lost.norm().item() / norm if norm else 0.0
@@ -128,7 +128,7 @@ class CompressedGathers(_Compressed):
         nbytes = self._packed_nbytes(numel)
         packed = torch.empty(self.world_size * nbytes, dtype=torch.uint8, device=full.device)
         self.ledger.enter(STAGING, packed.nbytes)
-        if self.comm.holds(number):
+        if self.comm.holds(number):  # secondary shards are packed already
             work = self.comm.gather(packed, Region(packed, [], number=number), label)
         else:
             slot, region = self._take(nbytes, whole=False)
@@ -150,7 +150,7 @@ class CompressedGathers(_Compressed):
 
 
 class _Unpacked(Collective):
-    """Gather of packed shards, which are unpacked when it is waited for."""
+    """Gather of packed shards; `wait` unpacks them."""
 
     def __init__(self, work: Collective, unpack: Callable[[], None]) -> None:
         self.work, self.sent = work, work.sent
@@ -177,7 +177,7 @@ class _Unpacked(Collective):
 
 
 class CompressedReductions(_Compressed):
-    """Comm whose reductions are compressed. feedback: add to each gradient what packing lost of the last one (error feedback)."""
+    """Comm whose reductions are compressed. feedback: add the packing error of the last gradient to the next (error feedback)."""
 
     def __init__(
         self, comm: Comm, codec: Codec, ledger: Ledger, active: Active, errors: Errors, *, feedback: bool = False
@@ -214,7 +214,7 @@ class CompressedReductions(_Compressed):
             return total, tuple(self.ranks[rank] for rank, part in enumerate(packed) if not self._finite(part, numel))
 
         work = self.comm.collect(region, combine, tag=tag, label=label)
-        if self.imagined:  # the sum of what comes, which no peer has sent
+        if self.imagined:  # `combine` never runs, so its kernels are reported here
             self.streams.packed(region.tensor.nbytes + out.nbytes)
         self._give(slot, work)
         return work

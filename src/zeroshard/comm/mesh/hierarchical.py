@@ -5,11 +5,11 @@
     gather   shard --between--> R adjacent shards --inside--> all                    each byte enters a node once
     reduce   whole --inside, sum--> R shards --between, sum--> my shard              each sum leaves a node once
 
-Because of that numbering the shards of one local rank are neighbours in the flat buffer, and slices need not be reordered,
-as ZeRO++'s qgZ has to (arXiv 2306.10209, section 4.3).
+With this numbering the shards of one local rank are adjacent in the flat buffer, so that no hop has to reorder slices, as
+ZeRO++'s qgZ does (arXiv 2306.10209, section 4.3).
 
-The result of a gather's first hop may be kept until the shards are written: a *secondary shard* (hpZ, ibid. section 4.2),
-from which all further gathers are served inside the node.
+The result of a gather's first hop may be kept until the shards are written, as a *secondary shard* (hpZ, ibid. section 4.2):
+further gathers then communicate inside the node only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..pool import StagingPool
 from .wrapper import Wrapper
 
 _BUFFERS = 2  # number of buffers of each kind: one is filled while the other is read
-_MOST_BUFFERS = 64
+_MOST_BUFFERS = 64  # most buffers of each kind, where ranks begin collectives in different orders
 
 
 def buffers(most: int) -> tuple[int, int]:
@@ -35,7 +35,7 @@ def buffers(most: int) -> tuple[int, int]:
 
 
 def exact_share(num_ranks: int) -> float:
-    """Return a power of two that scales the terms of a sum over `num_ranks`, so that the sum does not overflow fp16."""
+    """Return a power of two of at most 1 / num_ranks: scaled by it, the terms of a sum over the ranks do not overflow fp16."""
     return 2.0 ** -(num_ranks - 1).bit_length()
 
 
@@ -48,8 +48,8 @@ class HierarchicalComm(Wrapper):
     ) -> None:  # fmt: skip
         """inner: this rank's node; outer: the ranks with its local rank. parts: the ranks of each node, by local rank.
 
-        keep: keep secondary shards. sums: dtype of sums between the hops of a reduction where hops are compressed; otherwise
-        that of its source.
+        keep: keep secondary shards. sums: dtype of the sums between the hops of a compressed reduction; an uncompressed one has
+        sums in the dtype of its source.
         """
         super().__init__(world, inner, outer)
         self.inner, self.outer, self.ledger, self.keep, self.sums = inner, outer, ledger, keep, sums
@@ -57,7 +57,7 @@ class HierarchicalComm(Wrapper):
         self.rank = self._order.index(world.rank)
         self.ranks = [world.ranks[rank] for rank in self._order]
         self.nodes = [rank % outer.world_size for rank in range(self.world_size)]
-        self.copies = self.drains_all = False
+        self.copies = self.drains_all = False  # peers must take part in both hops, and the second one ends later elsewhere
         self.shares_memory = inner.shares_memory or outer.shares_memory
         self._near = [rank for rank in range(self.world_size) if self._order[rank] in self._node(parts)]
         self._alike = [rank for rank in range(self.world_size) if rank // outer.world_size == self.rank // outer.world_size]
@@ -167,7 +167,7 @@ class HierarchicalComm(Wrapper):
         numel = full.numel() // self.inner.world_size
         if number in self._held:
             rows = self._secondary[number].view(0, numel, full.dtype, whole=False)
-            rows = Region(rows.tensor, rows.shards, number=number)  # no siblings: not a staging buffer
+            rows = Region(rows.tensor, rows.shards, number=number)  # no siblings: all ranks use this buffer, not one of a pool
             return self.inner.gather(full, rows, f"{label} [secondary shard]")
         pool, slot, rows = self._take_rows(number, numel, full.dtype)
         first = self.outer.gather(rows.tensor, self._part(source, self._alike), label, tag)
@@ -187,7 +187,7 @@ class HierarchicalComm(Wrapper):
         if number in self._secondary:
             pool = self._secondary[number]
             rows = pool.take(numel, dtype, whole=False)[1]
-            pool.give(0, None)
+            pool.give(0, None)  # the only buffer: it is refilled when the next gather finds `number` outdated
             return pool, 0, rows
         assert self._rows is not None
         return self._rows, *self._rows.take(numel, dtype, whole=False)

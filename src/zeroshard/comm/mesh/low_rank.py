@@ -21,7 +21,7 @@ from ..pool import StagingPool
 from .hierarchical import buffers
 from .wrapper import Wrapper
 
-_ALIGN = 32
+_ALIGN = 32  # elements: shards of the factors begin at multiples of it, as in tensor/flat_layout.py
 
 
 class LowRankReductions(Wrapper):
@@ -46,7 +46,7 @@ class LowRankReductions(Wrapper):
         return round_up(max(numel, 1), _ALIGN * self.world_size)
 
     def needed(self, values: Sequence[Reserved], slices: Sequence[Reserved]) -> int:
-        """Return the bytes of the errors, which are as large as what is reduced; the factors are small beside them."""
+        """Return the bytes of the errors, which are as large as the reduced tensors; the factors are small beside them."""
         return 4 * self.world_size * sum(numel for numel, _ in slices) + self.comm.needed(values, slices)
 
     def open(self) -> None:
@@ -92,7 +92,7 @@ class LowRankReductions(Wrapper):
             mine = flat.view(self.world_size, -1)[self.rank] * (scale * self.world_size * self.replicas)
             out.add_(mine) if accumulate else out.copy_(mine)
             self._pools[1].give(other, work)
-            self._pools[0].give(slot, None)  # all ranks have read it: the second all-reduce needed that of each
+            self._pools[0].give(slot, None)  # all ranks have read it: else the second all-reduce would not be over
             return Collective()
 
         first = self._all_reduce(factors.first(flat), region, tag, label, lambda mean, _: middle(mean))

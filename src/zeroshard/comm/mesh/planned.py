@@ -1,4 +1,4 @@
-"""The layout's file from which zs.shard takes its options, beside the ranks of this run."""
+"""The layout file from which zs.shard takes its options, and its comparison with the ranks of this run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .axes import model_axes
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """Layout that options are from. axes: ranks along each model axis of this run; all: the call is of all ranks of the run."""
+    """The layout that gives the options. axes: ranks along each model axis of this run; all: zs.shard uses all ranks."""
 
     path: str | os.PathLike
     plan: Mapping[str, Any]

@@ -3,7 +3,7 @@
     gather   inside the group
     reduce   whole --inside, sum--> my shard --across, sum of a part--> my part of it --across, gather--> my shard
 
-All groups get the same bits: one rank sums each element over the groups, and its result is copied to the others.
+All groups get the same bits: for each element one rank computes the sum over the groups, and the other groups copy it.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class ReplicatedComm(Wrapper):
         first = self.comm.reduce(source, sums.tensor[:numel], scale=share, accumulate=False, tag=tag, label=label)
 
         def across() -> Collective:
-            sums.tensor[numel:].zero_()
+            sums.tensor[numel:].zero_()  # padding to a multiple of the replicas
             part = sums.shards[self.outer.rank]
             assert part is not None
-            work = self.outer.reduce(sums, part, scale=scale / share, accumulate=False, tag=tag, label=label)
+            work = self.outer.reduce(sums, part, scale=scale / share, accumulate=False, tag=tag, label=label)  # undoes `share`
             return Hops(self.outer.control, work, copy, Sent(), label)
 
         def copy() -> Collective:

@@ -34,8 +34,8 @@ from .replicated import ReplicatedComm
 class Topology:
     """The Comms of one model.
 
-    control: all data-parallel ranks, which agree on what comes next. shards: the ranks over which a buffer is sharded, and the
-    Comm of what is sent uncompressed. values, gradients: the Comms that gather and reduce. weights, sent: compression of gathers
+    control: all data-parallel ranks, which agree on the next operation. shards: the ranks over which a buffer is sharded; its
+    collectives are uncompressed. values, gradients: the Comms that gather and reduce. weights, sent: compression of gathers
     and of reductions, None where they are not compressed. notes: sentences for a report. peers, world: see comm/mesh/axes.py;
     without model axes they are `control`. places, stages: ranks in `world` of each place (the data-parallel ones) and of each
     pipeline stage. summed: see comm/mesh/axes.py.
@@ -78,7 +78,7 @@ class Topology:
 
     @property
     def mesh(self) -> dict[str, Any] | None:
-        """The ranks of each place and stage, in plain values; None where all ranks hold the same of the model."""
+        """The ranks of each place and stage, in plain values; None where no model axis cuts the model."""
         return {"places": self.places, "stages": self.stages} if len(self.places) > 1 else None
 
     def open(self) -> None:
@@ -87,7 +87,7 @@ class Topology:
             comm.open()
 
     def forget(self) -> None:
-        """Drop what reductions have kept, because other values have been loaded (see `Comm.forget`)."""
+        """Drop the state that reductions keep (residuals), because other values have been loaded (see `Comm.forget`)."""
         self.gradients.forget()
 
     def release(self) -> None:
@@ -96,7 +96,7 @@ class Topology:
             comm.release()
 
     def _all(self) -> Iterable[Comm]:
-        # Comms whose `open` reserves more in others come first
+        # gradients first: `open` of LowRankReductions still reserves buffers in the Comm beneath
         return dict.fromkeys((self.gradients, self.values, self.shards))
 
     def packs(self, name: str, dim: int) -> tuple[bool, bool]:
@@ -117,7 +117,7 @@ def check(config: Config, comm: Comm, nodes: Parts | None = None) -> None:
     """Raise ConfigError for groups or nodes that do not divide the ranks. nodes: the groups along a mesh's inner axis."""
     for name in ("shard_size", "zero_hpz_partition_size"):
         size = getattr(config, name)
-        if size is None or size == 1:
+        if size is None or size == 1:  # 1 groups nothing
             continue
         if nodes is not None and name == "shard_size":
             raise ConfigError(
@@ -159,7 +159,7 @@ def open_topology(
     elif config.zero_hpz_partition_size > 1:
         nodes = _even(comm.world_size, config.zero_hpz_partition_size)
     elif config.hierarchical is not False:
-        nodes = _hosts(comm)  # two hops help NCCL as well: it gathers in rings, but an all-to-all sends from each rank to each
+        nodes = _hosts(comm)  # two hops help NCCL, too: it gathers in rings, but its all-to-all sends directly between all pairs
         if nodes is None and 1 < len(set(comm.nodes)) < comm.world_size:
             notes.append("nodes have unequally many ranks: data is sent in one hop, to each rank by itself")
     shards: Comm = comm
@@ -192,7 +192,7 @@ def open_topology(
 
 @dataclass(frozen=True)
 class _Packing:
-    """The Comms over others that send fewer bytes, as the options ask; a Comm is returned as it is where that saves nothing."""
+    """Wraps Comms in compressing ones, as the options ask; returns a Comm unchanged where compression saves nothing."""
 
     config: Config
     ledger: Ledger
@@ -225,15 +225,15 @@ class _Packing:
         compression = self.config.zero_quantized_weights
         if compression is None or comm.world_size == 1:
             return comm
-        reads = comm if comm.copies else control  # a gather in two hops is more than a copy
+        reads = comm if comm.copies else control
         if self._skips(reads, compression, "parameters"):
             return comm
         active = functools.partial(self.warm, compression.warmup_steps)
         return CompressedGathers(comm, _codec(compression), self.ledger, active, self.errors)
 
     def _skips(self, comm: Comm, compression: Compression, what: str) -> bool:
-        """Return True where compression is of no use, because the ranks read each other's memory; note it for the report."""
-        if not comm.copies or compression.force:
+        """Return True where compression saves nothing, since ranks read each other's memory; add a note to the report."""
+        if not comm.copies or compression.force:  # the ranks send messages, or the user wants packing in any case
             return False
         note = f"{what} are sent unquantized between ranks that read each other's memory: packing saves no time (zs.Compression(force=True) packs them)"
         if note not in self.notes:

@@ -1,4 +1,4 @@
-"""Wrapper: a Comm over another Comm of the same ranks, whose collectives it calls where a subclass has none of its own."""
+"""Wrapper: a Comm over another Comm of the same ranks. It calls that Comm's collectives unless a subclass overrides them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Wrapper(Comm):
 
     def __init__(self, comm: Comm, *parts: Comm) -> None:
         self.comm, self.control, self.parts = comm, comm.control, parts or (comm,)
-        for name in Group.__annotations__:
+        for name in Group.__annotations__:  # rank, world_size, device, ...: copied, so that subclasses can change them
             setattr(self, name, getattr(comm, name))
 
     def allocate(self, numel: int, dtype: torch.dtype, *, whole: bool) -> Region:

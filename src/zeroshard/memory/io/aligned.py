@@ -19,21 +19,21 @@ from torch import Tensor
 from ...utils import torch_compat
 
 ALIGN = 4096  # a multiple of every usual logical block size
-_HUGE_NBYTES = 4 << 20  # two huge pages: most of a smaller block may lie before and behind aligned ones
+_HUGE_NBYTES = 4 << 20  # two huge pages: a smaller block may contain no aligned one
 _MAP_NBYTES = 1 << 16  # from this size on memory is a mapping of its own, exact in size; below, a slice of a larger tensor
 _TOGETHER = 8  # number of tensors that one loop may read in step: parameters, gradients, masters, states, and two more
-_marks: deque[int] = deque(maxlen=_TOGETHER - 1)  # way marks of the large tensors allocated last
+_marks: deque[int] = deque(maxlen=_TOGETHER - 1)  # `way_mark` of the newest large tensors
 _marking = threading.Lock()
 _HASHED = ((12, 27), (13, 26), (14, 25), (15, 20), (16, 21), (17, 22), (18, 23), (19, 24))  # bits of an address, xored in pairs
 
 
 def round_up(nbytes: int) -> int:
-    """Return the smallest multiple of ALIGN that is not smaller."""
+    """Return the smallest multiple of ALIGN that is at least `nbytes`."""
     return (nbytes + ALIGN - 1) & -ALIGN
 
 
 def round_down(nbytes: int) -> int:
-    """Return the largest multiple of ALIGN that is not larger."""
+    """Return the largest multiple of ALIGN that is at most `nbytes`."""
     return nbytes & -ALIGN
 
 
@@ -43,7 +43,7 @@ def empty_aligned(nbytes: int, *, pin: bool = False) -> Tensor:
     Args:
         nbytes: size; the memory is that size rounded up to a page, not to a power of two as `pin_memory()` rounds.
         pin: lock the pages for copies from and to a CUDA device; has no effect without one, and where the system
-            refuses, prints one line. The tensor must live until its copies are done: no allocator sees to that here.
+            refuses, prints one line. The caller must keep the tensor until copies from and to it are done.
 
     Returns:
         a tensor of (nbytes,) uint8 with `data_ptr() % 4096 == 0`
@@ -68,7 +68,7 @@ def empty_aligned(nbytes: int, *, pin: bool = False) -> Tensor:
 
 
 def _apart(address: int) -> int:
-    """Return the bytes to leave out at `address`, so that the tensor's `way_mark` differs from those of the tensors before it.
+    """Return the bytes to skip at `address`, so that the tensor's `way_mark` differs from those of the newest tensors.
 
     AMD's processors select a way of the first-level cache by a hash of the address, of eight bits (Lipp et al., Take A Way,
     2020; Zen's, as measured on an EPYC). Tensors with equal hashes that are read in step evict each other: where columns of
@@ -100,7 +100,7 @@ def zeros(numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") ->
     """Return zeros (numel,). Large ones on the host take no memory until they are written, and then huge pages."""
     if torch.device(device).type != "cpu" or numel * dtype.itemsize < _HUGE_NBYTES:
         return torch.zeros(numel, dtype=dtype, device=device)
-    return empty_aligned(numel * dtype.itemsize).view(dtype)  # the kernel maps zeros
+    return empty_aligned(numel * dtype.itemsize).view(dtype)  # a new mapping, which reads as zeros
 
 
 class _Mapping(mmap.mmap):
@@ -119,7 +119,7 @@ class _Mapping(mmap.mmap):
 
     def __del__(self) -> None:  # a weakref's callback would come after munmap
         if self._pinned:
-            # owners wait for their copies; in case one is still running: cudaHostUnregister is not documented to wait for it
+            # owners wait for their copies, but one may still run: the documentation of cudaHostUnregister promises no wait for it
             with contextlib.suppress(RuntimeError):  # an earlier kernel's error must not keep the memory locked
                 torch.cuda.synchronize(self._device)
             torch.cuda.cudart().cudaHostUnregister(self._pinned)
@@ -129,10 +129,10 @@ _told_unpinned = False
 
 
 def _tell_unpinned(nbytes: int, reason: str) -> None:
-    """Print once that memory is not pinned. Copies from and to it are right, and slower: no reason to end a run."""
+    """Print once that memory is not pinned: copies from and to it are correct but slower, so the run goes on."""
     global _told_unpinned
     with contextlib.suppress(RuntimeError, AssertionError):
-        torch.ones(1, device="cuda")  # CUDA reports the failure again at the next kernel: let that be this one
+        torch.ones(1, device="cuda")  # CUDA reports the failure again at the next kernel: launch one here that may fail
     if not _told_unpinned:
         _told_unpinned = True
         print(

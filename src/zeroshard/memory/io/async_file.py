@@ -13,7 +13,7 @@ which threads take in order of arrival, reads first. Offsets are bytes. A *block
 The middle is moved directly between device and tensor where the tensor's address and the offset are congruent modulo
 ALIGN, else through a bounce buffer of the thread. An edge is written by a read-modify-write of its block under a lock.
 
-Why not a second, buffered descriptor for the edges: direct and buffered writes to neighbouring blocks are only as
+There is no second, buffered descriptor for the edges: direct and buffered writes to neighbouring blocks are only as
 coherent as the page cache's invalidation, which the kernel documents as best effort (a page that cannot be invalidated is
 logged as "possible data corruption"). With edges under a lock nothing passes through the page cache, and the result is
 right: (1) a block of the middle belongs to one request, so no other request's bytes are in it; (2) two requests that share
@@ -47,7 +47,7 @@ from .request_queue import Tasks
 
 _AGAIN_S = 10.0  # time for which a call that returns EAGAIN is repeated
 _BOUNCE_NBYTES = 1 << 20  # bounce buffer of each thread, where it needs one
-_IDLE_LIMIT = 4  # a transfer ends after so many calls in a row that complete no further block
+_IDLE_LIMIT = 4  # a transfer fails after this number of calls in a row that complete no further block
 
 
 # ------------------------------------------------------------------------------------------------------------- files
@@ -69,7 +69,7 @@ class File:
         status = os.fstat(fd)
         self.key = (status.st_dev, status.st_ino)  # equal for two Files of one path
         self.checksums = Checksums()
-        self._state = {"longer": 0}  # id of the process that made the file longer than `end`; 0: none
+        self._state = {"longer": 0}  # id of the process that made the file longer than `end`; 0: none. Shared with the finalizer
         self._users, self._closing = 0, False
         self._shut = weakref.finalize(self, _shut, fd, end, self._state)
         self._shut.atexit = False  # at exit a thread may still be in a call with this descriptor
@@ -179,10 +179,10 @@ class _Locks:
 
     def __init__(self) -> None:
         self.files, self.checksums = threading.Lock(), threading.Lock()
-        self._edges = [threading.Lock() for _ in range(64)]
+        self._edges = [threading.Lock() for _ in range(64)]  # for all blocks of all files: `edge` picks one by hash
 
     def edge(self, file: File, start: int) -> threading.Lock:
-        """Return the lock of the block at `start`. Blocks may share one, so a thread holds one at a time."""
+        """Return the lock of the block at `start`. Blocks may share a lock, so a thread must hold only one at a time."""
         return self._edges[hash((file.key, start // ALIGN)) % len(self._edges)]
 
 
@@ -216,9 +216,9 @@ def _open(path: str, flags: int) -> tuple[int, bool]:
 
 
 def _open_for_what_is_allowed(path: str, flags: int) -> int:
-    """Open a file for reading and writing, or only for reading where it must not be written."""
+    """Open a file for reading and writing, or for reading only where the permissions forbid writes."""
     try:
-        return os.open(path, flags, 0o600)
+        return os.open(path, flags, 0o600)  # readable and writable by this user alone
     except OSError as error:
         if error.errno not in (EACCES, EROFS) or flags & os.O_CREAT:
             raise
@@ -238,7 +238,7 @@ class Checksums:
 
     def forget(self, start: int, end: int) -> None:
         """Drop every extent that shares a byte with [start, end)."""
-        if not self._cells:
+        if not self._cells:  # the usual case, without `checksum`: do not take the lock
             return
         with _locks.checksums:
             for number in self._touched(start, end):
@@ -392,7 +392,7 @@ class _Mover:
         start = round_down(offset)
         with _locks.edge(file, start):
             block = self.bounce(ALIGN)
-            present = min(max(os.fstat(file.fd).st_size - start, 0), ALIGN)  # all bytes, also those of other requests
+            present = min(max(os.fstat(file.fd).st_size - start, 0), ALIGN)  # all bytes of the block that the file has
             self._fill(file, start, block, present)
             block[present:] = bytes(ALIGN - present)
             block[offset - start : offset - start + len(memory)] = memory
@@ -427,20 +427,20 @@ class _Mover:
             try:
                 count = transfer(done)
             except OSError as error:
-                if error.errno == EINTR:
+                if error.errno == EINTR:  # a signal came
                     continue
                 now = time.monotonic()
                 patient_until = patient_until or now + _AGAIN_S
                 if error.errno == EAGAIN and now < patient_until:
-                    time.sleep(1e-3)
+                    time.sleep(1e-3)  # the system is short of resources for the request
                     continue
                 raise _Failure(offset + done, error.errno or EIO, what) from None
-            if count == 0:
+            if count == 0:  # end of the file, or no space: the caller finds the bytes missing
                 return done
             reached = done + count
             if reached < needed and file.direct:
                 reached = round_down(reached)  # direct I/O continues at a block boundary: part of a block is moved again
-            idle = 0 if reached > done else idle + 1
+            idle = 0 if reached > done else idle + 1  # a call may move bytes, but complete no further block
             if idle == _IDLE_LIMIT:
                 return done
             done = reached
@@ -448,7 +448,7 @@ class _Mover:
 
 
 def _serve(tasks: Tasks, calls: Syscalls) -> None:
-    """Body of an engine's thread: move pieces until it gets None. It must not refer to the engine, or that is never collected."""
+    """Body of an engine's thread: move pieces until it gets None. A reference to the engine here would keep it alive for ever."""
     mover = _Mover(calls)
     while True:
         task = tasks.get()
@@ -467,7 +467,7 @@ def _serve(tasks: Tasks, calls: Syscalls) -> None:
 
 
 def _move(mover: _Mover, handle: Handle, start: int, end: int, checksum: bool) -> None:
-    """Move bytes [start, end) of the handle's file."""
+    """Move bytes [start, end) of the handle's file between file and tensor."""
     file, memory = handle._file, handle._memory[start - handle._offset : end - handle._offset]
     address = handle._address + start - handle._offset
     if handle._writes:
@@ -492,7 +492,7 @@ class Engine:
     Args:
         threads: number of transfers at one time.
         block_nbytes: largest transfer; a multiple of ALIGN.
-        checksum: keep a crc32 of what is written, in memory, and compare it when the same extent is read; costs about
+        checksum: keep a crc32 of written bytes, in memory, and compare it when the same extent is read; costs about
             0.6 s of a core for each GB.
         calls: the system calls, or a test's replacement.
     """

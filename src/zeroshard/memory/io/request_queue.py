@@ -1,7 +1,7 @@
 """The queue from which an engine's threads take their work: reads first, each kind in order of arrival.
 
-The caller waits for a read, or will soon; it waits for a write when it needs the memory again, and then reads wait for that
-memory. So writes can not starve where memory is bounded. (Before, a step's last slab was read behind all writes: 180 ms, not 35.)
+A caller needs a read's values soon, but waits for a write only when it needs the memory again. Further reads need that memory,
+too, so writes can not starve where memory is bounded. (In order of arrival, a step's last read took 180 ms, not 35.)
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from .filesystems import MEMORY_FILESYSTEMS, filesystem_of
 
 _NAME = re.compile(r"zeroshard-swap-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8}")
 _LOCK, _KEEP = "lock", "keep"  # files in the folder
-_HALF_MADE_S = 60.0
+_HALF_MADE_S = 60.0  # a younger folder without a lock may be in the making
 NETWORK_FILESYSTEMS = ("nfs", "cifs", "smb", "9p", "fuse.", "lustre", "gpfs", "ceph", "beegfs", "afs", "glusterfs")
 
 
@@ -52,8 +52,8 @@ class SwapFolder:
         path: an existing folder on a local disk.
         rank: this rank, for messages.
         needed_nbytes: bytes that the files of this rank will take.
-        host_needed_nbytes: bytes that those of all ranks on this host will take on that filesystem; None: only this rank's.
-        any_filesystem: accept memory (tmpfs) and network filesystems, and say so in one line.
+        host_needed_nbytes: bytes that files of all ranks on this host will take on that filesystem; None: only this rank's.
+        any_filesystem: accept memory (tmpfs) and network filesystems; print a line about it.
         keep: leave the folder when it is closed; no other SwapFolder removes it then.
 
     Raises:
@@ -234,7 +234,7 @@ def remove_leftovers(parent: Path, *, remote: bool = False) -> int:
     count = freed_nbytes = 0
     for folder in parent.iterdir():
         match = _NAME.fullmatch(folder.name)
-        if match is None or (remote and match["host"] != _host()):
+        if match is None or (remote and match["host"] != _host()):  # not a swap folder; or its lock may not be visible here
             continue
         try:
             freed = _remove_if_ended(folder)
@@ -255,7 +255,7 @@ def _remove_if_ended(folder: Path) -> int | None:
     """Remove a folder whose process has ended; return the bytes freed. None if it is in use, kept, gone, or not this user's."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or (folder / _KEEP).exists():
-        return None  # where everybody can write, such a name may be a trap: a link to what only root can remove
+        return None  # in a folder like /tmp another user may have made a link of this name, to files that only root can remove
     try:
         fd = _lock(folder, create=False)
     except FileNotFoundError:  # the lock is not made yet, or already removed
@@ -277,14 +277,14 @@ def _remove(folder: Path) -> int:
     freed_nbytes = 0
     names = sorted(os.listdir(folder), key=lambda name: name == _LOCK)
     for name in names:
-        freed_nbytes += os.lstat(folder / name).st_blocks * 512
+        freed_nbytes += os.lstat(folder / name).st_blocks * 512  # st_blocks counts 512 bytes on every filesystem
         os.unlink(folder / name)
     os.rmdir(folder)
     return freed_nbytes
 
 
 def _end(folder: Path, lock_fd: int, keep: bool, process: int) -> None:
-    """Finalizer of a SwapFolder: remove the folder, in the process that made it but not in a forked child."""
+    """Finalizer of a SwapFolder: remove the folder in the process that made it; do nothing in a forked child."""
     if process != os.getpid():
         return
     try:
@@ -307,7 +307,7 @@ def measure(path: str | os.PathLike, nbytes: int = 256 << 20) -> tuple[float, fl
     memory = empty_aligned(chunk_nbytes).fill_(1)
     name = Path(path) / f".zeroshard-probe-{os.getpid()}-{secrets.token_hex(4)}"
     file = open_file(name, max(nbytes // chunk_nbytes, 1) * chunk_nbytes, create=True)
-    os.unlink(name)
+    os.unlink(name)  # the open descriptor keeps the file; it vanishes with the process, however that ends
     with Engine() as engine:
         written, write_s = _timed(engine.write, file, memory, file.nbytes, patience_s)
         read, read_s = _timed(engine.read, file, memory, written, patience_s)
@@ -323,7 +323,7 @@ def _timed(
     while moved < limit_nbytes and time.perf_counter() - begin < patience_s:
         under_way.append(request(file, moved, memory))
         moved += memory.nbytes
-        if len(under_way) == 2:
+        if len(under_way) == 2:  # one request runs while the other is waited for
             under_way.pop(0).wait()
     for handle in under_way:
         handle.wait()

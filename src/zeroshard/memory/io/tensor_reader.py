@@ -124,7 +124,7 @@ class StoredTensor(Stored):
         """Return a part of this tensor (rows, or columns of a matrix) as a stored tensor; None: all of it."""
         if part is None:
             return self
-        if part.dim != 0 or part.around is not None or part.maps > 1:
+        if part.dim != 0 or part.around is not None or part.maps > 1:  # its elements are not contiguous in the file
             return StoredPart(self, part)
         row_nbytes = self.nbytes // max(self.shape[0], 1)
         nbytes = math.prod(part.extents) * self.dtype.itemsize
