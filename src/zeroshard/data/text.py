@@ -4,8 +4,8 @@ Words: a *corpus* is the text of many files, joined with one zero byte after eac
 trained on; a *window* is `seq` inputs and the `seq` targets one byte further on.
 
 Invariants
-- The split is by file and depends on names only, so that it is the same everywhere; a single file is split near its end.
-- Row `i` of step `s` is a function of (seed, s, i): ranks take consecutive rows of the same global batch.
+- The split is by file and depends on names only, so that it is the same on every machine; a single file is split near its end.
+- Row `i` of step `s` is a function of (seed, s, i), and ranks take consecutive rows of the same global batch.
 
       global batch of step s     | row 0 | row 1 | row 2 | row 3 |
       2 ranks                    |---- rank 0 ---|---- rank 1 ---|
@@ -122,9 +122,9 @@ def _as_tensor(content: bytes) -> Tensor:
 
 @dataclass(frozen=True)
 class Batches:
-    """The global batches of a run; each rank asks for its part of each.
+    """The global batches of a run, of which each rank asks for its rows.
 
-    `batch` counts sequences over all ranks and micro-batches, so the text of a step does not change with either.
+    `batch`: sequences of all ranks and micro-batches together, so that the text of a step depends on neither number.
     """
 
     text: Tensor  # (nbytes,) uint8
