@@ -79,7 +79,7 @@ class Stage:
             (received,) = args
             passage.received = received
             assert place.example is not None
-            args = (place.example(received),)  # zeros of the shape of the inputs, from which the forward makes masks and positions
+            args = (place.example(received),)  # zeros: masks and positions come from the shape
         try:
             output = super().forward(*args, **place.kwargs | kwargs)  # type: ignore[misc]
             sent = passage.sent
