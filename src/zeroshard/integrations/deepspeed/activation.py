@@ -73,7 +73,7 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Do nothing: DeepSpeed frees a step's buffers here, and there are none."""
+    """Do nothing: DeepSpeed frees its buffers for activations here, and zeroshard has none."""
 
 
 def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:

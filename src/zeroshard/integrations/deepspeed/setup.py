@@ -130,7 +130,7 @@ def _initialize(
 
 
 def _let_go(model: nn.Module, optimizer: Any, given: Any) -> Any:
-    """Close the model's earlier engine. Return the given parameters with those replaced that closing has made anew."""
+    """Close the model's earlier engine. Return `given` with parameters replaced that zs.close has replaced in the model."""
     before = dict(model.named_parameters())
     given = list(given) if isinstance(given, Iterable) and not isinstance(given, nn.Module) else given
     partition.detach(model)
@@ -150,7 +150,7 @@ def _let_go(model: nn.Module, optimizer: Any, given: Any) -> Any:
 
 
 def _together(comm: Comm, what: str, action: Callable[[], T]) -> T:
-    """Return an action's result. If it raises on one rank, every rank raises (collective), so that none waits for that rank."""
+    """Return an action's result. If it raises on one rank, every rank raises (collective), so that no rank waits for that one."""
     failure: Exception | None = None
     try:
         result = action()
@@ -177,7 +177,7 @@ def _config(given: Any, mpu: Any, optimizer: Any, lr_scheduler: Any, world_size:
 def _prepare(
     model: nn.Module, optimizer: Any, model_parameters: Any, lr_scheduler: Any, mpu: Any, config: DeepSpeedConfig, device: torch.device
 ) -> tuple[torch.optim.Optimizer | None, Any, dict[str, Any], MonitorMaster]:  # fmt: skip
-    """Prepare the model, and return optimizer, scheduler, options of zs.shard and monitor. May raise on a single rank."""
+    """Cast and move the model; return optimizer, scheduler, options of zs.shard and monitor. It may raise on a single rank."""
     leaf_modules.apply_zero_leaf_module_config(model, config.zero_config.leaf_module)
     cast_buffers(config, model)
     cast_parameters(config, model)
@@ -225,7 +225,7 @@ def _move(model: nn.Module, device: torch.device) -> None:
 
 
 def _basic_optimizer(model: nn.Module, optimizer: Any, model_parameters: Any, config: Any) -> torch.optim.Optimizer | None:
-    """Return the torch optimizer to shard: the client's, the one that its function makes, or the configuration's."""
+    """Return the torch optimizer to shard: the program's own, the one that the program's function makes, or the configuration's."""
     if optimizer is None and config.optimizer_name is None:
         return None
     parameters = _parameters(model, model_parameters)
