@@ -111,7 +111,7 @@ def shard(
     try:
         _shard(model, optimizer, config, axes, local, weights, (sample,) if auto else None, planned)
     except BaseException:
-        local.undo()
+        local.undo()  # put the user's DTensors back
         raise
     return model, optimizer
 
@@ -228,7 +228,7 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
         unit.land()
         whole = [(group, whole_values(group, runtime)) for group in unit.groups] if restore else []
         unit.release()
-        unit.guard(not restore)
+        unit.guard(not restore)  # restore=False: compute parameters that the program kept raise when used
         for group, values in whole:
             for index, value in enumerate(values):
                 restore_parameter(group, index, value)

@@ -409,6 +409,7 @@ class Config:
         for name in ("offload_optimizer", "offload_gradient", "offload_param"):
             given = getattr(self, name)
             if given is None and name == "offload_gradient" and self.row.gradient is Placement.SHARDED:
+                # the host steps, so gradients go there in any case
                 given = "cpu" if self.offload_optimizer.tier is not Tier.DEVICE else None
             object.__setattr__(self, name, Offload.of(given, self._offload_folder, name))
         needs = {
@@ -435,7 +436,7 @@ class Config:
         if self.shard_size is not None and self.mics_shard_size not in (None, self.shard_size):
             raise ConfigError(f"shard_size={self.shard_size} and mics_shard_size={self.mics_shard_size} mean the same: give one.")
         object.__setattr__(self, "shard_size", self.shard_size or self.mics_shard_size)
-        object.__setattr__(self, "mics_shard_size", self.shard_size)
+        object.__setattr__(self, "mics_shard_size", self.shard_size)  # both names show the value
         if self.zero_hpz_partition_size > 1 and self.row.parameter is not Placement.SHARDED:
             raise ConfigError(
                 f"zero_hpz_partition_size needs stage 3: at stage {self.stage} parameters are {self.row.parameter.value}."

@@ -58,7 +58,7 @@ def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: 
             results[rank] = fn(rank, *args)
         except BaseException as error:
             errors[rank] = error
-            comm.fail(failure_of(error, rank))
+            comm.fail(failure_of(error, rank))  # wakes peers that wait for this rank
         finally:
             comm.close()
             backend_select.set_thread_comm(None)
@@ -67,7 +67,7 @@ def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: 
     with _no_automatic_collection():
         for thread in threads:
             thread.start()
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s  # one for all threads
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
     if any(thread.is_alive() for thread in threads):

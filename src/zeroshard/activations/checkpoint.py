@@ -288,7 +288,7 @@ class ForwardOfCheckpoints(_Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.active and torch.is_grad_enabled()) or _outer_checkpoint() or _in_backward():
             return self.inner(*args, **kwargs)
-        before = self.store.packed
+        before = self.store.packed  # number of tensors packed so far
         with self.store.hooks_of_checkpoints():
             output = self.inner(*args, **kwargs)
         if self.store.packed == before:

@@ -122,7 +122,7 @@ class Slices:
         mine = self._forwards.pop(forward, None)
         if self.comm is None or mine is None:
             return False
-        payload = "\n".join([str(self.gathers), *mine])
+        payload = "\n".join([str(self.gathers), *mine])  # equal counts show that all ranks have done the same gathers
         everyone = self.comm.exchange(payload.encode(), "activation checkpoints of a forward")
         parts = [part.decode().split("\n") for part in everyone]
         counts = [int(part[0]) for part in parts]

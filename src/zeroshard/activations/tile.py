@@ -245,7 +245,7 @@ def _limit_of(model: nn.Module, holders: dict[nn.Parameter, list[Holder]], budge
     """Return the largest max_bytes of budget, budget / 2, ... with which root unit, largest other unit and one tile fit the budget."""
     config = Config()
     units = partition(model, config, collect(model, config))
-    limit, least = budget, 0
+    limit, least = budget, 0  # least: need of the last try, for the message
     while limit > 0:
         try:
             cuts, _ = _plan(holders, limit, dtype)
@@ -325,7 +325,7 @@ def _carry_out(cut: Cut, optimizer: torch.optim.Optimizer | None) -> None:
         module = holder.module
         cls, tiles = _tiles_of(module, weights, parts, optimizer)
         for attribute in cut.weights:
-            del torch_compat.own_parameters(module)[attribute]
+            del torch_compat.own_parameters(module)[attribute]  # the tiles hold the weight from here on
         module.__class__ = cls
         module.tiles = nn.ModuleList(tiles).train(module.training)
 

@@ -187,6 +187,7 @@ class Bulk:
             return None
         with suppress(OffloadIOError):  # `check` raises it when this window is needed
             self._first[0].handle.wait()
+        # reads overlap, so one alone would show too slow a disk
         done = [landing for landing in self._first if landing.handle.done()]
         return (max(landing.handle.ended for landing in done) - self._started) / sum(landing.memory.numel() for landing in done)
 
@@ -202,7 +203,7 @@ def _windows(wanted: list[_Wanted], file_nbytes: int) -> Iterator[_Window]:
     for begin, end in _spans(wanted, file_nbytes):
         while asked and asked[0].end <= begin:
             asked.popleft()
-        yield _Window(begin, end, bool(asked) and asked[0].begin < end)
+        yield _Window(begin, end, bool(asked) and asked[0].begin < end)  # lasts if a read that is asked for later overlaps it
 
 
 def _spans(wanted: list[_Wanted], file_nbytes: int) -> Iterator[tuple[int, int]]:
@@ -214,7 +215,7 @@ def _spans(wanted: list[_Wanted], file_nbytes: int) -> Iterator[tuple[int, int]]
             yield from _cut(begin, end)
             begin = first
         end = max(end, last)
-        while end - begin > 2 * WINDOW_NBYTES:
+        while end - begin > 2 * WINDOW_NBYTES:  # yield early: a span may be a whole file
             yield begin, begin + WINDOW_NBYTES
             begin += WINDOW_NBYTES
     yield from _cut(begin, end)

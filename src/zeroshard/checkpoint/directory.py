@@ -108,6 +108,7 @@ def sync(path: Path) -> None:
 
 def write_whole(path: Path, content: bytes, *, named: bool = True) -> None:
     """Write a file atomically: it has all its content or does not exist. named: sync the folder too, to make the name durable."""
+    # in the same folder: os.replace is atomic within a filesystem
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(3)}.tmp")
     try:
         with open(scratch, "wb") as file:
@@ -199,7 +200,7 @@ class Draft:
                 raise _taken(target) from error
             self._take_back(target, old, before)
             raise
-        remove(old)
+        remove(old)  # only now: until `latest` and the folder are durable, the old checkpoint may be needed
         (target / LOCK).unlink(missing_ok=True)  # not earlier: a draft without its lock would count as abandoned
         self._unlock()
         return target

@@ -97,7 +97,7 @@ def _places(first: int, last: int, part: Part | None) -> Tensor:
 
 def _sum(values: Tensor, places: Tensor) -> int:
     bits = values.contiguous().view(_BITS[values.itemsize]).long()
-    mixed = (bits + 1) * _POSITION + places
+    mixed = (bits + 1) * _POSITION + places  # int64 arithmetic wraps modulo 2^64
     mixed ^= mixed >> 29
     mixed *= _MIX
     mixed ^= mixed >> 32

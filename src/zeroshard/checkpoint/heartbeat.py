@@ -112,17 +112,17 @@ class _Beats:
             while True:
                 self._ended.wait(self.seconds)
                 everyone = self.comm.exchange(self._result, self.label)
-                if all(everyone):
+                if all(everyone):  # every rank has a result: the work of all has ended
                     self._everyone = [decode(part) for part in everyone]
                     return
-                if any(part and decode(part)[1] is not None for part in everyone):
+                if any(part and decode(part)[1] is not None for part in everyone):  # a rank has ended with an error
                     self._in_vain()
         except BaseException as error:
             self._failure = error
             self._in_vain()
 
     def _in_vain(self) -> None:
-        if not self._result:
+        if not self._result:  # this rank still works
             self.stopped = True
             if self.stop is not None:
                 self.stop()

@@ -509,7 +509,7 @@ class _Loading:
         """Load everything, from the buffers of `verify` or from the files (collective)."""
         runtime, reading = self.runtime, self.reading
         if self.core is not None:
-            self.core.drain()
+            self.core.drain()  # a pending delayed update would overwrite the loaded masters
         runtime.settle()
         runtime.drop_gradients()
         runtime.topology.forget()
@@ -519,7 +519,7 @@ class _Loading:
         refused = module_state.give_back(runtime.model, self.opened, computed, reading, self.comm.rank)
         for group in runtime.groups:
             for index in range(len(group.params)):
-                group.masters.written(index)
+                group.masters.written(index)  # streaming has written parameters and masters: neither is newer
         if self.core is not None:
             self._restore().put(write_over=True)
             for mine, given in zip(self.core.outer.param_groups, self.groups, strict=True):

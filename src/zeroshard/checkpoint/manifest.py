@@ -241,7 +241,7 @@ class Listed:
         """Replace the cache by the `tensors_of` of all ranks. Raise CheckpointError if boxes do not add up to their tensors."""
         self.digests, self.tensors = [], _join(told)
         self.text, self._metadata_of = _json(_tensors_json(self.tensors)), ()
-        self.digests = digests
+        self.digests = digests  # last: if `_join` raises, the cache must not match the next save
 
     def metadata(self, manifest: Manifest) -> bytes:
         """Return the content of `.metadata`. It is cached, since making it takes longer than writing it."""
@@ -274,7 +274,7 @@ def _join(told: list[bytes]) -> dict[str, TensorEntry]:
 def join(parts: list[bytes], facts: dict[str, Any], listed: Listed) -> Manifest:
     """Return the manifest made of all ranks' parts."""
     read = [json.loads(part) for part in parts]
-    files = [FileEntry(part["file"][0], part["file"][1], tuple(part["file"][2])) for part in read]
+    files = [FileEntry(part["file"][0], part["file"][1], tuple(part["file"][2])) for part in read]  # file number = rank
     manifest = Manifest(facts, files, listed.tensors, {})
     frozen: dict[str, Identity] = {}
     for number, part in enumerate(read):

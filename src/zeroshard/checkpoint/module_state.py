@@ -83,7 +83,7 @@ def give_back(
     refused = None
     for who, take in _takes(model, opened, computed, reading):
         try:
-            if reading.error is None:
+            if reading.error is None:  # after a failed read the values are undefined
                 take()
         except Exception as error:
             if refused is None:

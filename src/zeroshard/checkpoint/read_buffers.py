@@ -55,7 +55,7 @@ class Room:
         self.most = most
         count, at = 0, self._at if self._buffer is not None else BUFFER_NBYTES
         for nbytes in sizes:
-            if at + nbytes > BUFFER_NBYTES:
+            if at + nbytes > BUFFER_NBYTES:  # a window lies in one buffer
                 count, at = count + 1, 0
             at += round_up(nbytes)
         if not all_last or count > self.ring.free:

@@ -192,7 +192,7 @@ def _await_last(saver: Saver, plan: Plan) -> None:
             raise CheckpointError(
                 f"zs.save: the save of {last.path.name} is still under way; nothing was saved. Wait for it, or use if_busy='wait'."
             )
-    saver.last = None
+    saver.last = None  # its error is raised below, once
     if not last.told:
         last.wait()
 

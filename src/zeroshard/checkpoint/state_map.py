@@ -129,7 +129,7 @@ def collect(
     rank, topology = runtime.world.rank, runtime.topology
     for group in runtime.groups:
         _add_values(contents, prefixes, group, frozen or group.trainable, names)
-    if rank == topology.stages[topology.stage][0]:
+    if rank == topology.stages[topology.stage][0]:  # one rank of a stage writes these
         _add_others(contents, runtime, names)
     if core is not None:
         _add_states(contents, runtime, core, names)

@@ -134,7 +134,7 @@ def alike(comm: Comm, extras: dict[str, Extra], digests: list[dict[str, str]]) -
     if len(same) < len(digests[0]):
         mine = {name: extra.digest_of_values for name, extra in extras.items() if name not in same}
         everyone = exchange_values(comm, mine, "zs.save: extras that differ")
-        same |= {name for name in mine if len({theirs[name] for theirs in everyone}) == 1}
+        same |= {name for name in mine if len({theirs[name] for theirs in everyone}) == 1}  # equal values with different bytes
     return same
 
 

@@ -101,7 +101,7 @@ def _split_files(name: str, documents: dict[str, bytes], held_out_nbytes: int) -
     """Hold out whole files, the ones whose hashed names come first."""
     target_nbytes = min(held_out_nbytes, sum(map(len, documents.values())) // 10)
     order = sorted(documents, key=lambda file: hashlib.sha256(file.encode(errors="surrogateescape")).digest())
-    count, nbytes = 0, 0
+    count, nbytes = 0, 0  # hold out at least one file, and train on at least one
     while count == 0 or (nbytes < target_nbytes and count < len(order) - 1):
         nbytes += len(documents[order[count]]) + len(SEPARATOR)
         count += 1
@@ -173,7 +173,7 @@ class Batches:
 def _epoch(seed: int, epoch: int, windows: int, seq: int) -> tuple[int, Tensor]:
     """Return an epoch's starting byte, in 0..seq-1, and its order of windows (windows,)."""
     digest = hashlib.sha256(f"zeroshard {seed} {epoch}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)  # a seed is a signed 64-bit number
     start = int(torch.randint(seq, (1,), generator=generator, device="cpu"))
     return start, torch.randperm(windows, generator=generator, device="cpu")
 

@@ -107,7 +107,7 @@ class _Peer:
             self.runtime.drop_gradients()
         elif zeros > 0:
             self.runtime.zero_gradients()
-        self.attendance.zeroed = [0, 0]
+        self.attendance.zeroed = [0, 0]  # these calls followed the other ranks', so peers need not hear of them
 
     def _gather(self, number: int) -> None:
         unit = self.runtime.units[number]

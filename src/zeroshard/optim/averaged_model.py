@@ -57,7 +57,7 @@ class AveragedModel:
     def __init__(self, model: nn.Module, runtime: Runtime, decay: float) -> None:
         """`ema` calls this; it documents and checks the arguments."""
         runtime.attendance.refuse("zs.ema")
-        runtime.moved.check()
+        runtime.moved.check()  # raises StatesAway while zs.offload_states has moved states
         self.model, self.runtime, self.decay, self.updates = model, runtime, decay, 0
         self._shards: list[tuple[ParamGroup, Rest]] = []
         for group in (group for group in runtime.groups if group.trainable):
@@ -116,12 +116,12 @@ class AveragedModel:
         """Write this rank's shards of all groups by `write(group, average)`; gather replicated parameters again (collective)."""
         runtime, groups = self.runtime, [group for group, _ in self._shards]
         runtime.recover()
-        runtime.settle()
+        runtime.settle()  # units drop gathered copies of the values that are about to be replaced
         runtime.comm.exchange(b"", "AveragedModel.swapped")  # a barrier: no peer reads this rank's shards any more
         runtime.comm.fence_write(synchronised=True)
         for group, average in self._shards:
             write(group, average)
-            group.mark_written()
+            group.mark_written()  # a backward of an earlier forward raises, as after a step
         works = [group.values.gather() for group in groups if not group.values.sharded]
         for work in works:
             work.wait()
@@ -205,6 +205,6 @@ def _copy(source: Rest, target: Rest) -> None:
 
 def _chunks(target: Rest, source: Rest) -> Iterator[tuple[int, int]]:
     """Yield ranges [start, stop) of `target`: one if both rest on the device, else chunks of _CHUNK_NUMEL elements."""
-    step = max(target.numel, 1) if target.resident and source.resident else _CHUNK_NUMEL
+    step = max(target.numel, 1) if target.resident and source.resident else _CHUNK_NUMEL  # range() takes no step of 0
     for start in range(0, target.numel, step):
         yield start, min(start + step, target.numel)

@@ -356,7 +356,7 @@ def step_stretch(
         chunk = max(chunk, round_up(-(-numel // threads), CHUNK_ALIGNMENT))  # no chunk would be read a second time
     kernel.prepare(master, grad, state, options)
     count = kernel.count(state)
-    outs = itertools.repeat(None) if out is None else out.split(chunk)
+    outs = itertools.repeat(None) if out is None else out.split(chunk)  # endless, hence strict=False below
     columns = (
         zip(*(state[name].split(chunk) for name in kernel.columns), strict=False) if kernel.columns else itertools.repeat(())
     )

@@ -39,4 +39,4 @@ def step_on_device(inner: torch.optim.Optimizer, hosted: list[bool], device: tor
         inner.step()
     inner.param_groups = groups
     for group in empty:
-        inner.state.pop(group["params"].pop(), None)
+        inner.state.pop(group["params"].pop(), None)  # the group stays without parameters here

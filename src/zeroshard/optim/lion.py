@@ -74,6 +74,7 @@ def lion_update(param: Tensor, grad: Tensor, exp_avg: Tensor, options: dict, scr
     beta1, beta2 = options["betas"]
     if options["maximize"]:
         grad = torch.neg(grad)
+    # before exp_avg is updated: Lion's beta1 is for the update only
     direction = torch.lerp(exp_avg, grad, 1 - beta1, out=scratch).sign_()
     if weight_decay != 0:
         param.mul_(1 - lr * weight_decay)

@@ -69,7 +69,7 @@ class Muon(torch.optim.Optimizer):
         )  # fmt: skip
 
     def _step_adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        for param in (param for param in params if not self.state[param]):
+        for param in (param for param in params if not self.state[param]):  # the first step of a parameter
             zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
             self.state[param].update(step=torch.tensor(0.0), **zeros)
         columns = [[self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq", "step")]

@@ -217,7 +217,7 @@ def _resting(part: str, category: str, rest: Rest | None, kept: bool = True) -> 
 
 def _device_states(runtime: Runtime) -> list[Tensor]:
     """Return the inner optimizer's states, one tensor per storage, since the states of split runs are views of one storage."""
-    whole: dict[int, Tensor] = {}
+    whole: dict[int, Tensor] = {}  # id of a storage -> flat tensor over all of it
     for state in state_tensors(runtime.optimizer.core.inner.state) if runtime.optimizer is not None else []:
         whole.setdefault(torch_compat.storage_id(state.untyped_storage()), state.new_empty(0).set_(state.untyped_storage()))
     return [tensor for tensor in whole.values() if tensor.numel()]

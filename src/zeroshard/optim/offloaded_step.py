@@ -147,7 +147,7 @@ class HostStepper:
         if self.pool.lacks(useful_nbytes):
             self.forget()  # slabs read ahead are in the memory that a larger one replaces
         self.pool.reserve(useful_nbytes)
-        flight: deque[Slab] = deque()
+        flight: deque[Slab] = deque()  # slabs whose parts are being read, in the order of the step
         while plan or flight:
             while plan and len(flight) < _FLIGHT * self.offload.buffer_count and self._start(plan[0], wait=not flight):
                 flight.append(plan.popleft())
@@ -163,7 +163,7 @@ class HostStepper:
         for job in jobs:
             job.close()
         self.forget()
-        self._next = deque(Slab(*slab) for slab in following)
+        self._next = deque(Slab(*slab) for slab in following)  # the next step is expected to step the same runs
 
     @one_thread
     def poll(self) -> None:
@@ -265,6 +265,7 @@ class HostStepper:
         begin = run.start
         while begin < run.stop:
             end = min(run.stop, (begin // slab_numel + 1) * slab_numel)
+            # slabs begin at multiples of slab_numel of the shard (page boundaries), not of the run
             yield Slab(job, begin, end)
             begin = end
 
@@ -352,6 +353,7 @@ class HostStepper:
         """Step one slab."""
         job, kernel = slab.job, self.kernel(slab.job)
         param, grad, out = slab.parts[_STEPPED], slab.parts[_GRADIENT], slab.parts.get(_VALUES)
+        # every chunk of a step begins with the same counters
         scalars = {k: v.clone() if isinstance(v, Tensor) else v for k, v in job.states.scalars.items()}
         if kernel is not None:
             if job.fresh:

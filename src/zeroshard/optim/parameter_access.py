@@ -111,6 +111,7 @@ class ParameterPart(ABC):
         fits = isinstance(value, Tensor) and not isinstance(value, ShardedTensor)
         if problem is None and not (fits and (tuple(value.shape) == shape or (len(shape) == 1 and value.numel() == shape[0]))):
             problem = f"expected a tensor of shape {shape}, got {given}"
+        # a replicated value must be equal on all ranks
         checksum = zlib.crc32(bytes_of(value.detach().cpu().contiguous())) if compare and problem is None else 0
         everyone = exchange_values(self.group.comm, (problem, checksum), f"set the {self.what} of {self.home.name}")
         for rank, (theirs, _) in enumerate(everyone):

@@ -132,7 +132,7 @@ class RunMaker:
             start, stop = group.masters.range(index)
             if start == stop:  # no elements here: put it at the end of the run before, so that it adjoins
                 start = stop = pending[-1][2] if pending else 0
-            apart = alone[index] or (pending and alone[pending[-1][3][0]])
+            apart = alone[index] or (pending and alone[pending[-1][3][0]])  # a parameter that is stepped whole shares no run
             if pending and not apart and pending[-1][0] == key and pending[-1][2] == start:
                 last = pending.pop()
                 pending.append((key, last[1], stop, [*last[3], index]))
@@ -166,7 +166,7 @@ class RunMaker:
         return [bunch[0] if len(bunch) == 1 else self._join(bunch) for bunch in bunches]
 
     def _join(self, parts: list[Run]) -> Run:
-        filled = [run for run in parts if run.numel] or parts[:1]
+        filled = [run for run in parts if run.numel] or parts[:1]  # runs without elements have no place in the buffer
         indices = [index for run in parts for index in run.indices]
         joined = self.make(parts[0].group, filled[0].start, filled[-1].stop, indices)
         states: list[Any] = [run.states for run in filled]

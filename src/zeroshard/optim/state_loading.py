@@ -126,7 +126,7 @@ class Restoring:
                 continue
             entries = scalars_for(run, core.outer.param_groups[number], given[0])  # equal for all of the run
             made, old = self._made.pop(id(run), {}), spare.pop(id(run), {})
-            left = {key: reader for key, reader in given[0].tensors.items() if key not in made}
+            left = {key: reader for key, reader in given[0].tensors.items() if key not in made}  # `note` has read the others
             for key, reader in left.items():
                 made[key] = old[key] if key in old else empty(run.numel, state_dtype(run.group, reader.dtype), core.comm.device)
             _fill(core, run, given, {key: made[key] for key in left}, None)

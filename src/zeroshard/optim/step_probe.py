@@ -121,6 +121,7 @@ class _Trial:
         dims = max(param.dim(), 1)
         self.shape = _SHAPE[:dims] + (1,) * (dims - len(_SHAPE)) if dims > 1 else (_SHAPE[0] * _SHAPE[1],)
         self.numel = numel = math.prod(self.shape)
+        # sines of this are the same on every rank, without a draw
         at = torch.arange(2 * numel, dtype=torch.float64, device="cpu")
         size = torch.where(at < numel, 1.0, 3.0)  # gives the two parameters different norms
         self.value = (size * torch.sin(at * at * 0.7 + 0.3)).float()
@@ -131,6 +132,7 @@ class _Trial:
         whole = self._stepped([[(0, self.numel, self.shape), (self.numel, 2 * self.numel, self.shape)]])
         if not torch.isfinite(whole).all():
             raise _Untold
+        # three slices; the second has elements of both parameters
         cuts = [0, self.numel // 2 + 2, self.numel + 7, 2 * self.numel]
         how = self._difference(whole, [[(start, stop, (stop - start,))] for start, stop in itertools.pairwise(cuts)])
         if how is None:

@@ -176,7 +176,7 @@ class WholeStepper:
         self.inner.step()
         after, options = self.inner.state[leaf], self.inner.param_groups[0]
         job.written = {k: v for k, v in options.items() if k != "params" and v is not job.options.get(k, options) and sendable(v)}
-        self.inner.state, self.inner.param_groups = defaultdict(dict), []
+        self.inner.state, self.inner.param_groups = defaultdict(dict), []  # free the whole parameter
         return leaf.detach(), {key: self._as_cut(job, key, value) for key, value in after.items()}
 
     def _as_cut(self, job: Stepping, key: str, value: Any) -> Any:
@@ -192,7 +192,7 @@ class WholeStepper:
         """Return how many leading dimensions of 1 the class gives a state. If no step has shown it (after a load), step zeros."""
         at = key, len(job.shape)
         if at not in self.stacked:
-            self.stacked[at] = 0
+            self.stacked[at] = 0  # `_as_cut` overwrites it if the step below shows leading dimensions
             first, zeros = replace(job, states={}, others={}), torch.zeros(job.numel, device=self.comm.device)
             self._step_class(first, zeros, zeros.clone(), {})
         return self.stacked[at]
@@ -293,7 +293,7 @@ class WholeStepper:
 
         def take(rank: int, start: int, received: Tensor) -> None:
             job, parts = targets[rank]
-            first, begin = job.group.homes[job.index].start, 0
+            first, begin = job.group.homes[job.index].start, 0  # `begin`: byte of the owner's stream at which each part begins
             for part in parts:
                 _lay(received, start, part.view(torch.uint8), begin + first * part.itemsize)
                 begin += job.numel * part.itemsize

@@ -124,7 +124,7 @@ def _optimizers(make: MakeOptimizer, modules: list[nn.Module], mesh: DeviceMesh)
     else:
         cause = None
     for name in mesh.mesh_dim_names or ():
-        for told in exchange_objects(problems, mesh[name].get_group()):
+        for told in exchange_objects(problems, mesh[name].get_group()):  # one axis after the other brings a problem to every rank
             problems = problems | told
     if problems:
         rank, text = min(problems.items())
@@ -145,7 +145,7 @@ def _optimizer(make: MakeOptimizer, module: nn.Module) -> torch.optim.Optimizer:
     made = make(iter([stand_in]))
     for group in made.param_groups:
         group["params"] = params if any(param is stand_in for param in group["params"]) else []
-    made.state.clear()
+    made.state.clear()  # states that the constructor has made for the dummy
     return made
 
 
@@ -286,6 +286,7 @@ class Parallel:
                 return torch.stack([whole(score(_logits(self.model(x)), y)).float() / share for x, y in batches]).sum()
             previous, self.pipeline.loss = self.pipeline.loss, score
             try:
+                # Pipeline divides each loss by micro_batches
                 return self.pipeline.evaluate(inputs, target=targets) * (self.micro_batches / share)
             finally:
                 self.pipeline.loss = previous

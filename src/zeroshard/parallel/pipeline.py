@@ -308,7 +308,8 @@ class Pipeline:
         found: list[Tensor] = []
         run = schedule.step if training else schedule.eval
         if training:
-            self.tied.set_aside()
+            self.tied.set_aside()  # the sum over copies must not add gradients of earlier steps twice
+        # torch's schedule takes inputs at the first stage, targets at the last
         given, wanted = inputs if 0 in self.own else (), target if self._has_last else None
         try:
             run(*given, target=wanted, losses=found, return_outputs=False, **kwargs)
@@ -324,7 +325,7 @@ class Pipeline:
             told.copy_(torch.stack([loss.detach().float() for loss in found]))
         dist.broadcast(told, dist.get_global_rank(self.group, self._rank_of(self.count - 1)), group=self.group)
         if losses is not None:
-            losses[:] = (told * self.micro_batches).unbind()
+            losses[:] = (told * self.micro_batches).unbind()  # undo the division in `_build`
         return sum(told.unbind(), torch.zeros((), device=self.device))
 
     def _explain(self, error: RuntimeError) -> None:

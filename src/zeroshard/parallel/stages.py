@@ -187,7 +187,7 @@ def cut_by_cost(costs: Sequence[float], stages: int) -> list[range]:
         for stop in range(stage + 1, count + 1):
             for start in range(stage, stop):
                 worst = max(best[-1][start], sums[stop] - sums[start])
-                if worst <= row[stop]:
+                if worst <= row[stop]:  # of equal cuts the one with the later start, so that earlier stages get more blocks
                     row[stop], starts[stop] = worst, start
         best.append(row)
         begins.append(starts)

@@ -401,6 +401,7 @@ def _compute_locally(module: nn.Module, mesh: DeviceMesh, partial_inputs: bool =
         return DTensor.from_local(output, mesh, [Partial()], run_check=False).redistribute(placements=[_replicate()]).to_local()
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
+    # after an error, too: a local tensor must not go on hiding the parameter
     module.register_forward_hook(leave, always_call=True)
 
 

@@ -104,7 +104,7 @@ class TiedParameters:
                     works.append(dist.irecv(parts[number], group=self.group, group_src=rank, tag=number))
             for work in works:
                 work.wait()
-            total = parts[min(parts)].clone()
+            total = parts[min(parts)].clone()  # the same order on all ranks: all copies get the same bits
             for number in sorted(parts)[1:]:
                 total += parts[number]
             if key in self._before:

@@ -61,7 +61,7 @@ def convert_to_universal(args: Any = None) -> None:
     shutil.copytree(source, draft, copy_function=_link_or_copy)
     if target.exists():
         shutil.rmtree(target)
-    os.replace(draft, target)
+    os.replace(draft, target)  # one rename: the new tag is complete or not there
     write_whole(target.parent / "latest_universal", f"{target.name}\n".encode())
 
 

@@ -236,7 +236,7 @@ class Checkpoints(WholeWeights):
         wanted = load_optimizer_states and not load_module_only
         optimizer = self.basic_optimizer if wanted else None
         scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None
-        opened = open_any(runtime.comm, folder, verify=False, trusted=trusted)
+        opened = open_any(runtime.comm, folder, verify=False, trusted=trusted)  # `loading.load` verifies
         engine, saved, client_state = agreed(runtime.comm, "load_checkpoint: extras", lambda: _extras_of(opened, trusted), folder)
         if scheduler is not None and saved is None:
             raise CheckpointMismatch(
@@ -262,7 +262,7 @@ class Checkpoints(WholeWeights):
             for name in _COUNTERS & engine.keys():
                 setattr(self, name, engine[name])
         self.loaded_checkpoint_dp_world_size, self.loaded_checkpoint_mp_world_size = engine.get("dp_world_size"), 1
-        self._backwards = 0
+        self._backwards = 0  # the gradients of earlier backwards are dropped
         self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
         return _path_of(folder), client_state
 

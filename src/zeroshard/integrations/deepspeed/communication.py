@@ -229,7 +229,7 @@ def _op(fn: Callable[..., Any]) -> Callable[..., Any]:
             return fn(*args, **kwargs)
         started = time.perf_counter()
         result = fn(*args, **kwargs)
-        get_accelerator().synchronize()
+        get_accelerator().synchronize()  # else the time would be that of starting the operation
         seconds, nbytes = time.perf_counter() - started, _nbytes((args, kwargs))
         comms_logger.records[name][nbytes].append(seconds)
         if comms_logger.verbose and get_rank() == 0:

@@ -57,7 +57,7 @@ class DeepSpeedDataLoader:
         try:
             return next(self.data)
         except StopIteration:
-            self.data = None
+            self.data = None  # the next call begins a new pass
             raise
 
     def __len__(self) -> int:

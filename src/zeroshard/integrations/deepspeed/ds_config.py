@@ -145,7 +145,7 @@ def read_config(config: object) -> dict[str, Any]:
             text = base64.urlsafe_b64decode(os.fspath(config)).decode("utf-8")
             return _parse(text, "the base64 text")
         except (UnicodeDecodeError, ValueError) as error:
-            if "more than once" in str(error):
+            if "more than once" in str(error):  # the text was valid base64 and JSON: report this, not that it is no path
                 raise
     raise ValueError(f"expected a dict, the path of a configuration file that exists, or urlsafe base64 of JSON, got {config!r}.")
 

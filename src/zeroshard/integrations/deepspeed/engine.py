@@ -170,7 +170,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         tasks: list[int] = []
 
         def mark(grad: Tensor) -> Tensor:
-            tasks.append(torch_compat.graph_task())
+            tasks.append(torch_compat.graph_task())  # the hooks of `forward` recognise this backward by it
             _scaled.add(tasks[-1])
             return grad * self._ranks_summed()
 
@@ -291,7 +291,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.optimizer.step()
         record = self.basic_optimizer.last_step
         self._global_grad_norm = self._norm_shown(record) if self.zero_compute_grad_norm() else None
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad()  # as DeepSpeed's step does: its programs need not call zero_grad
         self._step_applied = math.isfinite(record.grad_norm) or not record.skipped
         if not self._step_applied:
             self.skipped_steps += 1

@@ -36,7 +36,7 @@ class EngineOptimizer(OptimizerViews):
         self._sharded: Any = None  # the sharded optimizer while `.optimizer` is the copy of `flat_picture`
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":
+        if name == "optimizer":  # not set yet (copying, unpickling): looking it up would recurse
             raise AttributeError(name)
         if name in _INSTEAD:
             told = f"engine.optimizer.{name} is about DeepSpeed's buffers, which zeroshard does not have"

@@ -286,7 +286,7 @@ def _seed_of_rank_0(comm: DirectComm) -> Iterator[None]:
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
     mine = [generator.get_state() for generator in generators]
     said = b"".join(bytes(state.numpy()) for state in mine)
-    sums = comm.exchange(zlib.crc32(said).to_bytes(4, "little"), "zero.Init: seeds")
+    sums = comm.exchange(zlib.crc32(said).to_bytes(4, "little"), "zero.Init: seeds")  # send the states only if they differ
     if len(set(sums)) == 1:
         yield
         return
@@ -436,6 +436,7 @@ def _persists(home: Any) -> bool:
 def _ds_id(param: Tensor) -> int:
     """Return a number that identifies a parameter, the same on every rank."""
     home = _home(param)
+    # number of the flat buffer, then of the parameter in it
     return (home.group.values.number << 16) + home.index if isinstance(home, ParamHome) else home.number
 
 

@@ -68,7 +68,7 @@ def initialize(
     if training_data is not None:
         check_dataset(training_data)
     given = _config_of(args, config, config_params)
-    partition.shutdown_init_context()
+    partition.shutdown_init_context()  # initialize may be called inside zero.Init; it makes ordinary tensors
     try:
         if not communication.is_initialized():
             communication.init_distributed(dist_init_required=dist_init_required, distributed_port=distributed_port)
@@ -188,7 +188,7 @@ def _prepare(
     options = shard_options(config)
     if basic is None:
         options = {key: value for key, value in options.items() if not key.startswith(("offload_optimizer", "offload_gradient"))}
-        options["stage"] = 3 if options["stage"] == 3 else 0
+        options["stage"] = 3 if options["stage"] == 3 else 0  # without an optimizer, stages 1 and 2 have nothing to shard
     lr_scheduler = _scheduler(lr_scheduler, basic, config)  # made before sharding, since it may raise
     try:
         monitor = MonitorMaster(config.monitor_config)

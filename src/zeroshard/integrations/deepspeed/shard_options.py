@@ -41,7 +41,7 @@ def shard_options(config: DeepSpeedConfig) -> dict[str, Any]:
     if config.communication_data_type is not None:
         options["reduce_dtype"] = config.communication_data_type
     options["gradient_dtype"] = config.gradient_dtype
-    options |= {
+    options |= {  # DeepSpeed's behaviour, where zeroshard's defaults differ
         "skip_nonfinite": _skips_nonfinite(config),
         "max_skipped_steps": math.inf,
         "hold_schedulers": False,

@@ -71,7 +71,7 @@ class WholeWeights(Settings):
         frozen = state.keys() - order.keys()
         found: dict[str, Any] = {}
         for part in stream_full_tensors(self.module, max_nbytes=_STREAM_NBYTES):
-            copies: dict[int, Tensor] = {}
+            copies: dict[int, Tensor] = {}  # id of a gathered tensor -> its copy, which tied names share
             for name, value in part.items() if first else ():
                 if name not in frozen:
                     if id(value) not in copies:

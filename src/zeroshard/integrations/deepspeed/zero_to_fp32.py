@@ -119,6 +119,7 @@ def convert_zero_checkpoint_to_state_dict(
             export(source, scratch / "made", dtype=dtype, max_shard_nbytes=most, names=names, verify=False)
         else:
             _write_torch(opened, source, scratch / "made", dtype, most, names)
+        # the index last: it names files that exist
         for file in sorted((scratch / "made").iterdir(), key=lambda path: path.suffix == ".json"):
             os.replace(file, out / file.name)
     finally:

@@ -138,7 +138,7 @@ class Sharding(_Strategy):
         """Write a folder with all ranks' parts, replacing an existing checkpoint (collective). Rank 0's `extra` is saved."""
         if storage_options is not None:
             raise ConfigError("storage_options: zs.save writes folders of this filesystem by itself. Leave it out.")
-        extra, path = self.broadcast((extra, os.fspath(path)))
+        extra, path = self.broadcast((extra, os.fspath(path)))  # zs.save raises if ranks pass different paths
         zs.save(path, model, optimizer, extra={"lightning": extra}, name=NAME, overwrite=True)
 
     def _load(self, path: Path, model: nn.Module, optimizer: Any, weights_only: bool | None) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class TrainerSharding(Sharding):
         if fitting:
             if is_sharded(model):
                 zs.close(model)
-            self._reset_optimizers_and_schedulers()
+            self._reset_optimizers_and_schedulers()  # those of an earlier fit refer to the closed model
             self.setup_optimizers(trainer)
         if fitting or not is_sharded(model):
             # if configure_optimizers returns None, Lightning makes a _MockOptimizer
