@@ -114,7 +114,7 @@ class NonFiniteError(ZeroshardError):
 
 
 class SwapError(ConfigError):
-    """A folder can not hold offloaded states; the message says why, and a remedy."""
+    """A folder can not hold offloaded states; the message has the reason and a remedy."""
 
 
 OUT_OF_MEMORY_PAGE = "docs/how-to/out-of-memory.md"
@@ -231,7 +231,7 @@ class CheckpointWriteError(CheckpointError):
 
 
 class CheckpointCorrupt(CheckpointError):
-    """A `file` differs from what was written, at byte `offset`: `expected` and `actual` checksum or content."""
+    """A `file` has changed since it was written, at byte `offset`: `expected` and `actual` checksum or content."""
 
     def __init__(self, file: str, offset: int, expected: str, actual: str, hint: str = "") -> None:
         self.file, self.offset, self.expected, self.actual, self.hint = str(file), offset, expected, actual, hint

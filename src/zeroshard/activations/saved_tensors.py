@@ -167,7 +167,7 @@ class Store:
         return packed
 
     def _takes(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is packed. Only shapes and the model decide, so all ranks decide alike."""
+        """Return whether a tensor is packed. This depends on shapes and on the model only, so it is the same on all ranks."""
         known = (Tensor, FakeTensor) if self.place.imagines else (Tensor,)
         if type(tensor) not in known or not tensor.requires_grad or tensor.layout is not torch.strided:
             return False

@@ -52,7 +52,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class Cut:
-    """Plan for weights (by attribute) that are cut alike: tile i has [bounds[i], bounds[i + 1]) of dimension `dim` of each."""
+    """Plan for weights (by attribute) with the same cuts: tile i has [bounds[i], bounds[i + 1]) of dimension `dim` of each."""
 
     weights: dict[str, nn.Parameter]
     holders: list[Holder]

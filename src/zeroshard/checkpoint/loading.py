@@ -331,7 +331,7 @@ class _Loading:
         return []
 
     def _find_states(self) -> list[str]:
-        """Note where the state of every parameter is stored. Return the states whose shape fits no parameter."""
+        """Find the stored states of every parameter. Return a problem for each state whose shape is not its parameter's."""
         entries, problems = self.opened.states, []
         counters = set(self.opened.scalars) if self.opened.scalars is not None else {"step"} | {
             key for name, states in entries.items() for key, stored in states.items()

@@ -32,7 +32,7 @@ class ShardedSampler(Sampler[int]):
         sampler = zs.ShardedSampler(len(dataset), seed=0)
         loader = DataLoader(dataset, batch_size=8, sampler=sampler, num_workers=2)
         for epoch in range(sampler.epoch, 3):
-            for batch in sampler.follow(loader):        # counts what the loop was given, whatever workers draw ahead
+            for batch in sampler.follow(loader):        # counts the batches of the loop, not those that workers draw ahead
                 ...
                 zs.save(path, model, optimizer, extra={"sampler": sampler})
 

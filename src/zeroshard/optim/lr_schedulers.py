@@ -21,7 +21,7 @@ from .step_record import StepRecord
 class Tally:
     """Counts of an optimizer's `step` calls and of its skipped steps, now and at each scheduler's last step.
 
-    holds: whether schedulers stand still after skipped steps (Config.hold_schedulers).
+    holds: whether schedulers must not advance after skipped steps (Config.hold_schedulers).
     """
 
     def __init__(self, holds: bool = True) -> None:
@@ -49,7 +49,7 @@ class Tally:
 
 
 def respect_skipped_steps() -> None:
-    """Patch torch's schedulers to stand still after skipped steps of a sharded optimizer. Idempotent."""
+    """Patch torch's schedulers not to advance after skipped steps of a sharded optimizer. Idempotent."""
     for name in dir(lr_scheduler):
         cls = getattr(lr_scheduler, name)
         own = isinstance(cls, type) and issubclass(cls, lr_scheduler.LRScheduler) and "step" in cls.__dict__

@@ -91,7 +91,7 @@ def offload_states(
 
 
 def reload_states(model: nn.Module) -> None:
-    """Bring back the states that `zs.offload_states` has moved, bit for bit (collective). Does nothing where none is away."""
+    """Move the states back that `zs.offload_states` has moved, bit for bit (collective). Do nothing if there are none."""
     runtime = runtime_of(model)
     runtime.attendance.refuse("zs.reload_states")
     runtime.tiers.check()

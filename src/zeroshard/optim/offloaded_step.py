@@ -167,7 +167,7 @@ class HostStepper:
 
     @one_thread
     def poll(self) -> None:
-        """Read the next step's first slabs into memory that has come free."""
+        """Read the next step's first slabs into free memory of the arena; never wait."""
         while self._next:
             slab = self._next[0]
             nbytes = self._staged_nbytes(slab)
@@ -282,7 +282,7 @@ class HostStepper:
         return away
 
     def slab_numel(self, job: Job) -> int:
-        """Return the number of elements that fit buffer_nbytes; the whole run where everything is stepped in place."""
+        """Return the elements of a slab: as many as fit buffer_nbytes, or the whole run if the host steps it in place."""
         away = self._away(job)
         if not away:
             return max(job.run.stop, 1)
@@ -290,7 +290,7 @@ class HostStepper:
         return max(room // sum(away) // _SLAB_MULTIPLE, 1) * _SLAB_MULTIPLE
 
     def _staged_nbytes(self, slab: Slab) -> int:
-        """Return the bytes that a slab takes of the arena; 0 where everything is stepped in place."""
+        """Return the bytes that a slab needs in the arena; 0 if the host steps it in place."""
         away = self._away(slab.job)
         if not away or slab.end == slab.begin:
             return 0

@@ -68,11 +68,11 @@ class ParameterPart(ABC):
 
     @abstractmethod
     def local(self) -> Any:
-        """Return a copy of this rank's slice, flat; None where there is nothing."""
+        """Return a copy of this rank's slice, flat; None if the parameter has no such gradient or state."""
 
     @abstractmethod
     def full(self) -> Any:
-        """Return a copy of the whole tensor, on every rank (collective); None where there is nothing."""
+        """Return a copy of the whole tensor, on every rank (collective); None if the parameter has no such gradient or state."""
 
     def set_full(self, value: Tensor) -> None:
         """Set the whole tensor; every rank gives the same tensor of the parameter's shape (collective)."""

@@ -432,7 +432,7 @@ class OptimizerCore:
         self.comm.fence_read()
 
     def _enter_states(self) -> None:
-        """Enter the inner optimizer's states in the ledger; columns are entered where they are made."""
+        """Enter the inner optimizer's states in the ledger; `Tiers.rest` enters columns when it makes them."""
         held = state_tensors(self.inner.state)
         nbytes = sum(tensor.nbytes for tensor in held)
         if nbytes != self._state_nbytes:
@@ -516,7 +516,7 @@ class ShardedOptimizer:
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict, as in torch. Tensors are whole (of one process) or sharded alike (of this optimizer)."""
+        """Load a state dict, as in torch: one of a plain optimizer, with whole tensors, or one of this sharded optimizer."""
         super().load_state_dict({**state_dict, "state": {}})  # type: ignore[misc]
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]  # type: ignore[attr-defined]
@@ -530,7 +530,7 @@ class ShardedOptimizer:
 
     @property
     def state(self) -> dict:
-        """Optimizer states by parameter, tensors sharded; state_view.py tells what may be written."""
+        """Optimizer states by parameter, tensors sharded; state_view.py describes writes to them."""
         return mapping_of(self.core)
 
     @state.setter

@@ -138,7 +138,7 @@ def mapping_of(core: Core) -> StateByParameter:
 
 
 def plain(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one parameter's states for a state dict, where writing into the dict does not change the optimizer."""
+    """Return one parameter's states for a state dict, so that assignments to the dict do not change the optimizer."""
     return {key: value.plain() if isinstance(value, WholeState) else value for key, value in entries.items()}
 
 
@@ -285,7 +285,7 @@ def _scalars(core: Core) -> set[str]:
 
 
 def _find(core: Core, param: Any) -> tuple[Run, int]:
-    """Return the run of a parameter, and the parameter's index in its group. Raises ConfigError where no run has it."""
+    """Return the run of a parameter, and the parameter's index in its group. Raise ConfigError if no run has the parameter."""
     for run in (run for runs in core.runs for run in runs):
         for index in run.indices:
             if run.group.params[index] is param:

@@ -230,7 +230,7 @@ def _samples(optimizer: torch.optim.Optimizer) -> Iterator[tuple[list[int], Tens
 
 
 def _on_some_device(look: Callable[[_Trial], T], optimizer: torch.optim.Optimizer, number: int, param: Tensor) -> T:
-    """Apply `look` to a trial on the host or, where the class fails there, on the device of the parameters."""
+    """Apply `look` to a trial on the host or, if the class fails there, on the device of the parameters."""
     device = torch.device("cpu")
     others = [] if param.is_meta or isinstance(param, FakeTensor) or param.device == device else [param.device]
     for place in [device, *others]:

@@ -1,4 +1,4 @@
-"""Checks of an optimizer: whether its steps on flat shards equal its steps on parameters."""
+"""Checks of an optimizer at zs.shard: do its steps on flat shards equal its steps on whole parameters?"""
 
 from __future__ import annotations
 

@@ -44,8 +44,7 @@ _BY_NAME = {"transformers.optimization.Adafactor"}  # classes declared without i
 
 
 def whole_matrix(cls: type[torch.optim.Optimizer] | None = None, *, where: Where | None = None) -> Any:
-    """Declare that an optimizer class steps each parameter by itself and needs the whole of it; return the class. Also usable as
-    a decorator.
+    """Declare that an optimizer class steps each parameter independently and needs all of it. Return the class: also a decorator.
 
     Args:
         cls: the class; classes derived from it count as well. Its step of a parameter must depend only on that parameter, its

@@ -118,7 +118,7 @@ class _Finder(MetaPathFinder):
 
 
 def _path_of(fullname: str) -> str | None:
-    """Return a module's path below `zeroshard.deepspeed` or, if that is what `deepspeed` is here, below `deepspeed`; else None."""
+    """Return a module's path below `zeroshard.deepspeed`, or below `deepspeed` if that is zeroshard's; else None."""
     for root in (ROOT, ALIAS):
         if fullname.startswith(f"{root}.") and isinstance(sys.modules.get(root), SurfaceModule):
             return fullname.removeprefix(f"{root}.")
