@@ -103,7 +103,7 @@ def shard(
     planned = PlannedLayout.read(config, mesh, comm) if isinstance(config, (str, os.PathLike)) else None
     auto = is_auto(options.get("stage"), options, sample)
     if auto:
-        options["stage"] = None
+        options["stage"] = None  # `_shard` chooses it; Config has no "auto"
     config = Config.build(config, **options)
     _check_arguments(model, optimizer)
     axes = axes_of(mesh, comm, distributed.find(model))
@@ -322,7 +322,7 @@ def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Ten
                 if group.values.sharded:
                     group.values.gather().wait()
                 values = [view.detach().clone() for view in group.values.views]
-                if unit.phase is not Phase.READY:
+                if unit.phase is not Phase.READY:  # a unit in use stays gathered
                     group.values.release()
             values = [spec.complete(value) for spec, value in zip(group.specs, values, strict=True)]
             whole.update({id(param): value for param, value in zip(group.params, values, strict=True)})

@@ -134,7 +134,7 @@ class LogitStatistics(torch.autograd.Function):
         x, weight, bias, labels, lse = ctx.saved_tensors
         grad = _logits(x, weight, bias)
         lse = lse.masked_fill(lse == float("-inf"), 0.0)  # all logits are -inf: exp(-inf - 0) is 0, not nan
-        grad.sub_(lse[:, None]).exp_().mul_(grad_lse[:, None])
+        grad.sub_(lse[:, None]).exp_().mul_(grad_lse[:, None])  # softmax of this tile's logits, times d(lse)
         index, inside = _place(labels, weight.shape[0])
         grad.scatter_add_(1, index, grad_picked.masked_fill(~inside, 0.0)[:, None])
         if ctx.with_total:

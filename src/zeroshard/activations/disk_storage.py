@@ -103,7 +103,7 @@ class DiskPlace(Place[FileKept]):
         if needed <= self._checked_nbytes:
             return
         foreseen = needed if self._files else needed * (1 + self.foreseen)
-        # bytes that files have already take no free space again: this rank's, and those of all ranks in the same folder
+        # files that exist need no more free space: this rank's, and those of all ranks below the same path
         mine = sum(map(_taken_nbytes, self.folder.path.glob(f"{_NAME}-*")))
         everyone = sum(map(_taken_nbytes, self.folder.path.parent.glob(f"zeroshard-swap-*/{_NAME}-*")))
         try:

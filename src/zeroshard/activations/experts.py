@@ -60,6 +60,7 @@ class TiledExperts(Tiled):
             rows.append(tile(hidden[chosen // index.shape[-1]], local.unsqueeze(-1), weight.unsqueeze(-1)))
         back = torch.empty_like(order)  # the inverse permutation of `order`
         back[order] = torch.arange(len(order), device=order.device)
+        # back in the order of tokens; the sum is over the K choices
         return torch.cat(rows)[back].unflatten(0, index.shape).sum(dim=-2)
 
     def extra_repr(self) -> str:

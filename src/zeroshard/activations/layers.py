@@ -85,7 +85,7 @@ class TiledLinear(Tiled):
                 for tile in self.tiles:
                     tile.weight.uniform_(-bound, bound)
             else:
-                for row in range(self.out_features):
+                for row in range(self.out_features):  # nn.Linear draws row by row, and each tile has a part of every row
                     for tile in self.tiles:
                         tile.weight.data[row].uniform_(-bound, bound)
             for tile in self.tiles:

@@ -101,6 +101,7 @@ class Manifest:
             **({} if self.scalars is None else {"scalars": self.scalars}),
         }
         tensors = _json(_tensors_json(self.tensors)) if tensors is None else tensors
+        # one object, joined as text since `tensors` may be cached text
         text = f'{_json(head)[:-1]},"tensors":{tensors},{_json(tail)[1:-1]}'
         return f'{text},"checksum":"{xxhash.xxh3_64_hexdigest(text.encode())}"}}\n'.encode()
 

@@ -256,6 +256,7 @@ def generators(device: torch.device) -> dict[str, Any]:
         states["cuda"] = torch.cuda.get_rng_state(device)
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        # a tensor: torch.load(weights_only=True) refuses arrays
         states["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *rest)
     return states
 

@@ -131,7 +131,7 @@ class _Peer:
 
     def _catch_up(self) -> None:
         """Set options and schedulers to those of the ranks that ended last (collective)."""
-        if len(self.attendance.latest) == self.runtime.comm.world_size:
+        if len(self.attendance.latest) == self.runtime.comm.world_size:  # all ended in the same step
             return
         self.runtime.schedule.restart()  # this rank has not seen the last forwards
         if self.core is None:
@@ -211,6 +211,7 @@ class _Together:
             finally:
                 attendance.last = False
             batch, count = following, count + 1
+            # a backward since then has exchanged `last`
             without = attendance.lasts if attendance.meetings > meetings else self._agree(batch is _NONE)
         if self._runtime.comm.rank == 0 and len(without) < self._runtime.comm.world_size:
             ranks = ", ".join(map(str, sorted(without)))

@@ -156,6 +156,7 @@ class RunMaker:
         bunches: list[list[Run]] = []
         kind: object = None
         for run in runs:
+            # the last run with elements
             last = next((other for other in reversed(bunches[-1]) if other.numel), run) if bunches else run
             adjoins = bunches and bunches[-1][0].group is run.group and (not run.numel or last is run or last.stop == run.start)
             if adjoins and kind == run.states.kind() and not (run.whole or bunches[-1][0].whole):

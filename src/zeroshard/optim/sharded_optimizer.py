@@ -303,7 +303,7 @@ class OptimizerCore:
             told = self.whole.step([(run, options[number]) for run, number in zip(whole, numbers, strict=True)])
             for number, changed in zip(numbers, told, strict=True):
                 self.inner.param_groups[number].update(changed)
-        self._copy_options(self.inner, self.outer)
+        self._copy_options(self.inner, self.outer)  # some classes count their steps in options or attributes
         for group in groups:
             if group.master is not None and group.offload.tier is Tier.DEVICE:
                 self._put_values(group, self.maker.stepped(group))

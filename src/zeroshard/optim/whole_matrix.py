@@ -174,6 +174,7 @@ class WholeStepper:
         self.inner.state = defaultdict(dict, {leaf: state} if state else {})
         self.inner.step()
         after, options = self.inner.state[leaf], self.inner.param_groups[0]
+        # options that the class has replaced; the default `options` is a value that no option has
         job.written = {k: v for k, v in options.items() if k != "params" and v is not job.options.get(k, options) and sendable(v)}
         self.inner.state, self.inner.param_groups = defaultdict(dict), []  # free the whole parameter
         return leaf.detach(), {key: self._as_cut(job, key, value) for key, value in after.items()}

@@ -336,6 +336,7 @@ def _watch_forward(model: nn.Module, blocks: list[nn.Module], example: Tensor, k
             handles.append(module.register_forward_pre_hook(begins(name)))
             handles.append(module.register_forward_hook(ends(name), with_kwargs=True))
     try:
+        # dropout here must not advance the program's generators
         with fake, _Watch(seen), torch.random.fork_rng(enabled=not tensors[0][1].is_meta):
             replaced = {n: shadow[id(t)] for n, t in tensors if shadow[id(t)] is not t}
             torch.func.functional_call(model, replaced, (example,), kwargs, tie_weights=False)

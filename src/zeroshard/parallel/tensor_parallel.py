@@ -239,6 +239,7 @@ def _distribute(module: nn.Module, attribute: str, mesh: DeviceMesh, placement: 
     from torch.distributed.tensor import distribute_tensor
 
     param = getattr(module, attribute)
+    # the first rank sends its values; meta tensors have none
     whole = distribute_tensor(param.detach(), mesh, [placement], src_data_rank=None if param.is_meta else 0)
     module.register_parameter(attribute, nn.Parameter(whole, requires_grad=param.requires_grad))
 

@@ -125,7 +125,7 @@ class Checkpoints(WholeWeights):
         The model's file has whole weights below stage 3; the optimizer's files have no states.
         """
         state = self.module.state_dict(keep_vars=True)
-        if runtime_of(self.module).comm.rank:
+        if runtime_of(self.module).comm.rank:  # after state_dict(), which runs the user's hooks on all ranks
             return {}
         scheduler, stage, facts = self.lr_scheduler, self.zero_optimization_stage(), self._facts()
         model = {

@@ -292,10 +292,10 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         record = self.basic_optimizer.last_step
         self._global_grad_norm = self._norm_shown(record) if self.zero_compute_grad_norm() else None
         self.optimizer.zero_grad()  # as DeepSpeed's step does: its programs need not call zero_grad
-        self._step_applied = math.isfinite(record.grad_norm) or not record.skipped
+        self._step_applied = math.isfinite(record.grad_norm) or not record.skipped  # a step without gradients counts as applied
         if not self._step_applied:
             self.skipped_steps += 1
-        elif self.lr_scheduler is not None:
+        elif self.lr_scheduler is not None:  # not after a skipped step
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
         if self.managed_gradient_accumulation():

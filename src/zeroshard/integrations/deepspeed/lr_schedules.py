@@ -270,6 +270,7 @@ class _Warmup(_Schedule):
     """Base class of the three schedules with a warm-up w(k) from 0 to 1."""
 
     def __init__(self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int) -> None:
+        # log(1) is 0, by which `_warmth` would divide
         self.warmup_num_steps = max(2, _positive_int(WARMUP_NUM_STEPS, warmup_num_steps))
         super().__init__(optimizer, last_batch_iteration)
         if warmup_type not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):

@@ -417,7 +417,7 @@ class MultipleAllGatherHandles:
 
 def _bound(method: Callable[..., Any], param: Tensor) -> Any:
     """Bind a method to a partitioned parameter."""
-    return _home(param) and types.MethodType(method, param)
+    return _home(param) and types.MethodType(method, param)  # `_home` raises AttributeError for other parameters
 
 
 def _home(param: Tensor) -> Any:

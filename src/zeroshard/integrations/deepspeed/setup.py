@@ -134,7 +134,7 @@ def _let_go(model: nn.Module, optimizer: Any, given: Any) -> Any:
     before = dict(model.named_parameters())
     given = list(given) if isinstance(given, Iterable) and not isinstance(given, nn.Module) else given
     partition.detach(model)
-    api.close(model)
+    api.close(model)  # it gives the model ordinary parameters, which may be new objects
     now = {id(before[name]): param for name, param in model.named_parameters()}
 
     def renewed(entry: Any) -> Any:
