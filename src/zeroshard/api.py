@@ -1,4 +1,4 @@
-"""Public functions: shard and close, accumulate, backward, clipping, and whole tensors by name.
+"""Public functions: shard and close, accumulate, backward, clip gradients, and gather whole tensors by name.
 
 model, optimizer = zs.shard(model, optimizer, stage=3)     # the one changed line of a training script
 """
@@ -77,22 +77,22 @@ def shard(
         model: any nn.Module with dense parameters. It may be built under `zs.init()` or on the meta device.
         optimizer: any elementwise torch.optim optimizer over the model's parameters, or a class declared by `zs.whole_matrix`.
             None for inference.
-        config: a Config, or the path of a file that `zeroshard plan --auto` wrote. Options given by name are laid over it; they
-            are the fields of Config (stage, precision, units, max_grad_norm, ...) and `preset`.
-        comm: over which ranks. "auto", "shared" (ranks of one host, through memory) and "dist" (torch.distributed) mean all
-            ranks. A process group, or a 1-D DeviceMesh (mesh["dp"]), means its ranks, and only these call shard.
+        config: a Config, or the path of a file that `zeroshard plan --auto` wrote. Options given by name override it; they are
+            the fields of Config (stage, precision, units, max_grad_norm, ...) and `preset`.
+        comm: the ranks over which to shard. "auto", "shared" (ranks of one host, through memory) and "dist" (torch.distributed)
+            mean all ranks. A process group, or a 1-D DeviceMesh (mesh["dp"]), means its ranks, and only these call shard.
         mesh: a DeviceMesh in the place of `comm`. Axes named "tp", "ep" and "pp" belong to tensor, expert and pipeline
             parallelism, and the model consists of their DTensors or stages. States are sharded over the other axis, and
-            alike along "dp_replicate" (HSDP); of two axes with names of your own, or without names, along the outer one.
+            replicated along "dp_replicate" (HSDP); of two axes with other names, or without names, along the outer one.
         weights: a safetensors file or folder, or any other checkpoint that `zs.load` takes. Each rank reads only its slices.
         sample: for stage="auto": an input of the model (or a tuple or mapping of inputs) of the size of a micro-batch. A forward
-            without memory tells what activations take, and the first stage and tiers that fit are taken.
+            on fake tensors measures the activations, and shard chooses the first stage and tiers with which the model fits.
 
     Raises:
         ConfigError: an option is wrong, the process group was not started, or the optimizer is not the model's.
-        ModelMismatch: ranks built different models or optimizers. Every rank is told the first difference.
-        HostMemoryError: a host has no room for what is to rest in its memory.
-        SwapError: a disk has no room for what is to rest on it, or its folder cannot be used.
+        ModelMismatch: ranks built different models or optimizers. Every rank raises it, with the first difference.
+        HostMemoryError: a host has too little memory for the states that rest there.
+        SwapError: a disk has too little space for the states that rest on it, or its folder cannot be used.
         ZeroshardError: the model is sharded already.
 
     Nothing is changed before all checks have passed. Source: ZeRO, arXiv 1910.02054, section 5.
@@ -103,7 +103,7 @@ def shard(
     planned = PlannedLayout.read(config, mesh, comm) if isinstance(config, (str, os.PathLike)) else None
     auto = is_auto(options.get("stage"), options, sample)
     if auto:
-        options["stage"] = None
+        options["stage"] = None  # `_shard` chooses it; Config has no "auto"
     config = Config.build(config, **options)
     _check_arguments(model, optimizer)
     axes = axes_of(mesh, comm, distributed.find(model))
@@ -111,7 +111,7 @@ def shard(
     try:
         _shard(model, optimizer, config, axes, local, weights, (sample,) if auto else None, planned)
     except BaseException:
-        local.undo()
+        local.undo()  # put the user's DTensors back
         raise
     return model, optimizer
 
@@ -120,11 +120,11 @@ def _shard(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, axes: Axes, local: distributed.Localised, weights: Any,
     auto: tuple[Any] | None, planned: PlannedLayout | None,
 ) -> None:  # fmt: skip
-    """Shard a model whose DTensors `local` has replaced by local shards; the caller may undo that until `local.keep()`.
+    """Shard a model. `local` has replaced its DTensors by local shards; until `local.keep()` the caller may undo that.
 
-    auto: the sample by which stage and tiers are chosen, or None. planned: the layout that the options are from, or None.
+    auto: (sample,) for stage="auto", else None. planned: the layout that the options are from, or None.
     """
-    # check what this rank can see alone
+    # checks that need no other rank
     specs = collect(model, config)
     for spec in specs:
         spec.counts = axes.counts(spec.distribution)
@@ -132,7 +132,7 @@ def _shard(
     check_optimizer(optimizer, specs, config.delayed_update is not None)
     device = device_of(specs)
 
-    # open communicators, and check with all ranks; afterwards they have the same model, options and values
+    # open communicators; the checks that follow are collective, and make sure of equal models, options and values
     group, peers, world = axes.open(device, config.stall_timeout_s)
     if auto is not None:
         config = choose(config, group, model, specs, optimizer, *auto)
@@ -154,7 +154,7 @@ def _shard(
     comms = topology.open_topology(config, comms, ledger, progress.passed, axes.parts)
     units, pool = build_units(model, optimizer, config, comms, ledger, tiers, specs)
 
-    # attach hooks, give values to what has none, take over the optimizer
+    # attach hooks, initialise or load parameters of the meta device, make the optimizer a sharded one
     runtime = Runtime(model, config, comms, units, ledger, pool, tiers, progress)
     object.__setattr__(model, "_zeroshard", runtime)
     hooks.attach(runtime)
@@ -197,16 +197,16 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
 
 
 def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
-    """Make a sharded model an ordinary one again, with whole parameters, and free everything else (collective).
+    """Make a sharded model an ordinary one again, with whole parameters, and free all states and buffers (collective).
 
-    The optimizer cannot be used afterwards. Parameters come back in the dtype in which they were given, from fp32 masters where
-    there are any. Frozen parameters have no masters and stay rounded to the precision, unless `dtypes` names them.
+    The optimizer cannot be used afterwards. Parameters get the dtype that they had before zs.shard, and the values of their fp32
+    masters, if they have any. Frozen parameters have no masters and stay rounded to the precision, unless `dtypes` names them.
 
     Args:
-        restore: False for a model that no rank could hold: all is freed, files of offloaded states are removed, and the model
-            cannot be used any more either.
+        restore: False for a model that is too large for one rank: close frees the parameters too and removes the files of
+            offloaded states, and the model cannot be used any more.
 
-    After a disk or a peer has failed there are no whole values to bring back: files are removed and the error is raised again.
+    After the failure of a disk or a peer, parameters can not be gathered: close removes the files and raises the error again.
     """
     runtime = runtime_of(model)
     runtime.attendance.refuse("zs.close")
@@ -228,7 +228,7 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
         unit.land()
         whole = [(group, whole_values(group, runtime)) for group in unit.groups] if restore else []
         unit.release()
-        unit.guard(not restore)
+        unit.guard(not restore)  # restore=False: compute parameters that the program kept raise when used
         for group, values in whole:
             for index, value in enumerate(values):
                 restore_parameter(group, index, value)
@@ -239,7 +239,7 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
         optimizer.core.close()
     end(runtime)
     if restore:
-        del model.__dict__["_zeroshard"]  # else the hooks stay, and raise
+        del model.__dict__["_zeroshard"]  # with restore=False the hooks stay: they raise ModelClosed
     return model
 
 
@@ -249,8 +249,9 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
 def accumulate(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Accumulate gradients without communication: backwards inside add up on each rank, in the gradient dtype, at every stage.
 
-    The next backward outside reduces the sums, or else the first use of gradients: a step, `clip_grad_norm_`, `full_gradients`.
-    All ranks must enter and leave it alike. DDP's `model.no_sync()` and `model.require_backward_grad_sync = False` do the same.
+    The sums are reduced by the next backward outside, or by the first use of gradients: a step, `clip_grad_norm_`,
+    `full_gradients`. All ranks must enter and leave the context for the same backwards. DDP's `model.no_sync()` and
+    `model.require_backward_grad_sync = False` do the same.
     """
     return ddp_interface.accumulate(runtime_of(model))
 
@@ -259,11 +260,11 @@ def accumulate(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 
 def backward(model: nn.Module, loss: Tensor, *, weight: float) -> None:
-    """Run loss.backward() as a part of a weighted mean over the global batch; `weight` is, for example, the number of target
-    tokens.
+    """Run loss.backward() with a weight in the mean over the global batch, such as the number of target tokens.
 
-    The step's gradient is sum(weight * grad) / sum(weight) over all ranks and all such backwards since zero_grad. So every token
-    counts the same, however tokens are dealt to ranks and micro-batches. A step refuses a mixture with plain backwards.
+    The step's gradient is sum(weight * grad) / sum(weight) over all ranks and all calls since zero_grad. So every token has the same
+    weight, however tokens are distributed over ranks and micro-batches. A step raises ZeroshardError if there were plain backwards
+    too.
     """
     runtime = runtime_of(model)
     weight = _at_least_0("weight", weight)
@@ -279,8 +280,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     Args:
         max_norm: at least 0. As in torch, 0 makes all gradients zero and inf leaves them as they are.
 
-    If the norm is not finite, gradients stay as they are. They may be mended before the step, which therefore asks for the norm
-    again and then clips, or skips the step.
+    If the norm is not finite, gradients are not changed. A program may repair them before the step, so the step computes the norm
+    again, and clips as was asked here, or is skipped.
     """
     core = _core(runtime_of(model))
     return torch.tensor(core.clip(_at_least_0("max_norm", max_norm)))
@@ -305,7 +306,7 @@ def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Ten
     """Return the model's state dict with whole tensors, on every rank (collective).
 
     Args:
-        masters: give the fp32 master weights where a parameter has one.
+        masters: return a parameter's fp32 master, if it has one, instead of its rounded value.
     """
     runtime = runtime_of(model)
     runtime.attendance.refuse("zs.full_state_dict")
@@ -321,7 +322,7 @@ def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Ten
                 if group.values.sharded:
                     group.values.gather().wait()
                 values = [view.detach().clone() for view in group.values.views]
-                if unit.phase is not Phase.READY:
+                if unit.phase is not Phase.READY:  # a unit in use stays gathered
                     group.values.release()
             values = [spec.complete(value) for spec, value in zip(group.specs, values, strict=True)]
             whole.update({id(param): value for param, value in zip(group.params, values, strict=True)})
@@ -369,13 +370,13 @@ def full_optimizer_state_dict(model: nn.Module, *, every_rank: bool = False) -> 
         if rank == 0:
             torch.save({"optimizer": state, ...}, path)
 
-    It is what `optimizer.state_dict()` gives in one process: {"state": {number: {"step": ..., "exp_avg": ...}}, "param_groups":
-    [...]}, with numbers in the order of the groups. A plain optimizer of the same groups loads it, and so does a sharded one at
-    any stage and number of ranks, where every rank gives it to `load_state_dict`. The states of one parameter are gathered at a
-    time. In a pipeline each stage has an optimizer of its own, and the stage's first rank gets its state dict.
+    The result equals `optimizer.state_dict()` in one process: {"state": {number: {"step": ..., "exp_avg": ...}}, "param_groups":
+    [...]}, with numbers in the order of the groups. A plain optimizer of the same groups can load it, and so can a sharded one at
+    any stage and number of ranks, if every rank passes it to `load_state_dict`. The states of one parameter are gathered at a
+    time. In a pipeline each stage has its own optimizer, and the stage's first rank returns its state dict.
 
     Args:
-        every_rank: return it on every rank, each of which then holds all states.
+        every_rank: return the state dict on every rank; each rank then holds all states.
     """
     runtime, states = runtime_of(model), {}
     wanted = every_rank or runtime.world.rank == runtime.topology.stages[runtime.topology.stage][0]
@@ -383,7 +384,7 @@ def full_optimizer_state_dict(model: nn.Module, *, every_rank: bool = False) -> 
         if wanted and found:  # copies: torch advances `step` in place, and parameters may share that tensor
             states[id(param)] = {k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in found.items()}
     outer = _core(runtime).outer
-    # state_dict() on all ranks: it runs the user's hooks
+    # all ranks call state_dict(), since it runs the user's hooks
     params, told = [param for group in outer.param_groups for param in group["params"]], outer.state_dict()
     return {**told, "state": {number: states[id(p)] for number, p in enumerate(params) if id(p) in states}} if wanted else {}
 

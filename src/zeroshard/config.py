@@ -1,6 +1,6 @@
 """The options of zs.shard, their validation, and the table of stages.
 
-A *stage* is a row: the placement of each model state over the data-parallel ranks (ZeRO, arXiv 1910.02054,
+A *stage* is a row of that table: the placement of each model state over the data-parallel ranks (ZeRO, arXiv 1910.02054,
 section 5). All other code reads the row, never the stage number.
 """
 
@@ -53,7 +53,7 @@ class Tier(Enum):
 class Placement(Enum):
     """Placement of one model state over the data-parallel ranks."""
 
-    REPLICATED = "replicated"  # every rank holds the whole state, reduced
+    REPLICATED = "replicated"  # every rank holds the whole state (of gradients: the whole reduced gradient)
     PARTIAL = "partial"  # every rank has memory for the whole state; only its own shard is reduced
     SHARDED = "sharded"  # every rank holds 1/N of the state
 
@@ -89,19 +89,19 @@ _OPTIMIZER_ONLY = ("ratio", "fused")
 
 @dataclass(frozen=True)
 class Offload:
-    """The tier of one model state. An option that takes it also takes a str: its `device`.
+    """The tier of one model state. Options of this type also accept a str, which is the `device`.
 
     device: "none", "cpu" (host memory) or "nvme" (files on a local disk).
-    path: nvme: an existing folder on that disk. A folder of this run is made in it, and removed at the end. None:
-        Config.offload_path (for zs.checkpoint_activations: its path).
-    pin_memory: page-locked host memory where there is a GPU, so that copies run beside the computation.
-    ratio: optimizer: the fraction of the states that is offloaded, 0 to 1. The rest stays on the device.
-    buffer_count, buffer_nbytes: number and bytes of the host buffers of a rank through which states pass. Parameters have half as
-        many, each as large as the largest shard.
-    fused: optimizer: step with torch's fused kernels. None: for a GPU yes, on the host as the optimizer was built (equal in bits
-        to no offload).
-    checksum: nvme: keep a checksum of everything written, and compare it when it is read.
-    any_filesystem: nvme: accept tmpfs and network file systems.
+    path: for "nvme": an existing folder on that disk. Each run makes a folder in it, and removes that at its end. None:
+        Config.offload_path (in zs.checkpoint_activations: its `path`).
+    pin_memory: page-locked host memory if there is a GPU, so that copies overlap with the computation.
+    ratio: for the optimizer: the fraction of the states that is offloaded, 0 to 1. The rest stays on the device.
+    buffer_count, buffer_nbytes: number and size of each rank's host buffers, through which states are copied. For parameters there
+        are half as many buffers, each as large as the largest shard.
+    fused: for the optimizer: the host steps with torch's fused kernels. None: True for a model on a GPU; for one on the CPU as the
+        optimizer was built, which gives the same bits as without offload.
+    checksum: for "nvme": compute a checksum of all bytes written, and compare it when they are read.
+    any_filesystem: for "nvme": accept tmpfs and network file systems.
     """
 
     device: str = "none"
@@ -132,7 +132,10 @@ class Offload:
 
     @classmethod
     def of(cls, given: object, path: str | None, name: str, option: str = "offload_path") -> Offload:
-        """Make an Offload from one, a device name, a mapping of fields, or None. path: folder if it names none; from `option`."""
+        """Make an Offload from an Offload, a device name, a mapping of fields, or None ("none").
+
+        path: the folder for "nvme" if `given` has no path. name, option: names of the options of `given` and `path`, for messages.
+        """
         offload = cls._read(given, name)
         if offload.tier is not Tier.DISK or offload.path is not None:
             return offload
@@ -173,13 +176,13 @@ UNIT_CHOICES = ("auto", "model", "leaf")
 
 
 def _precision_name(value: object) -> str:
-    """Return the short name of a precision, 'bf16', for its other spellings, torch.bfloat16 among them."""
+    """Return the short name of a precision: 'bf16' for 'bfloat16' or torch.bfloat16. Unknown names are returned as they are."""
     name = str(value).removeprefix("torch.")
     return _ALIASES.get(name, name)
 
 
 def _as_dtype(value: object) -> Any:
-    """Return the dtype that a name stands for; any other value as it is."""
+    """Return the dtype of a precision's name; return any other value unchanged."""
     return PRECISIONS.get(_precision_name(value), value)
 
 
@@ -261,7 +264,7 @@ def read_layout(path: str | os.PathLike) -> dict[str, Any]:
 
 
 Units = str | tuple[str | type, ...] | Callable[[str, nn.Module], bool]
-_CHOSEN: Any = None  # default of a field whose value __post_init__ sets
+_CHOSEN: Any = None  # default of a field that __post_init__ replaces
 
 
 @dataclass(frozen=True)
@@ -270,67 +273,68 @@ class Config:
     sets several of them at once. The names: "ddp", "zero-1", "zero-2", "zero-3", "zero-offload", "zero-3-offload",
     "zero-infinity" (which needs offload_path).
 
-    stage: 0, 1, 2 or 3: what is sharded. `zs.shard` also takes "auto" (see its `sample`).
+    stage: 0: nothing is sharded; 1: optimizer states are; 2: also gradients; 3: also parameters. `zs.shard` also takes "auto" (see
+        its `sample`).
     precision: dtype of parameters, activations and sent gradients: "fp32", "bf16" or "fp16". Frozen parameters have no fp32
-        masters: they are rounded, and stay so in exports and after zs.close (see `dtypes`).
-    units: what is gathered and reduced together: "auto" (the classes that repeat in a container), "model" (one unit), "leaf" (one
-        for each module that owns parameters), a tuple of classes or class names, or a function (name, module) -> bool.
-    max_unit_numel: units of more elements are split at their children, as far as they have any (0: all units).
-    min_unit_numel: neighbouring units are merged until they have this many elements; 0: none are.
+        masters: they are rounded, and stay rounded in exports and after zs.close (see `dtypes`).
+    units: modules whose parameters are gathered and reduced together: "auto" (the classes that repeat in a container), "model" (one
+        unit), "leaf" (each module that owns parameters), a tuple of classes or class names, or a function (name, module) -> bool.
+    max_unit_numel: units with more elements are split into their child modules, if they have any (0: split all units).
+    min_unit_numel: neighbouring units are merged until they have this many elements; 0: no units are merged.
     max_grad_norm: clip the global norm to this before each step; None or 0: never.
-    overlap: run reductions and gathers beside the computation; False waits for each (for debugging).
-    prefetch_nbytes: how many bytes may be gathered ahead of use. One unit always is, also with 0.
-    gradient_dtype: dtype in which reduced gradients rest and accumulate.
-    reduce_dtype: dtype in which gradients are sent; None: the precision's. Sums are always fp32.
-    master_weights: keep fp32 masters and states when the precision is below fp32. False: parameters and states have that
-        precision, and rank 0 prints a line.
-    dtypes: a dtype for some modules: {class name or name pattern: dtype or its name}, e.g. {"LayerNorm": "fp32"}. It holds for
-        all that is inside the module, and the nearest match wins. Inputs and outputs are cast where the dtype changes. A key that
-        matches no module names parameters ({"router.weight": "fp32"}), for which no input is cast. Norms with running statistics
-        are fp32 unless a key matches them. Integers keep their dtype, and so do fp64 and frozen fp8 and fp4 parameters that no
-        key names.
+    overlap: overlap reductions and gathers with the computation; False waits for each (for debugging).
+    prefetch_nbytes: bound on the bytes gathered ahead of use. One unit is gathered ahead in any case, also with 0.
+    gradient_dtype: dtype in which reduced gradients are stored and accumulated.
+    reduce_dtype: dtype in which gradients are sent; None: the precision's. Sums are always computed in fp32.
+    master_weights: keep fp32 masters and states if the precision is below fp32. False: the optimizer steps the low-precision
+        parameters with states of their dtype, and rank 0 prints a line.
+    dtypes: a dtype for some modules: {class name or name pattern: dtype or its name}, e.g. {"LayerNorm": "fp32"}. It applies to
+        the module and everything inside; of several matching keys that of the innermost module wins. Inputs and outputs are cast
+        where the dtype changes. A key that matches no module names parameters ({"router.weight": "fp32"}), and casts no inputs.
+        Norms with running statistics are fp32 unless a key matches them. Integer parameters keep their dtype, and so do fp64 and
+        frozen fp8 and fp4 parameters that no key matches.
     cast_buffers: cast floating-point buffers to the dtype in which their module computes. False leaves them: rotary tables need
         fp32, but a table that is added to activations must be cast.
     agree_buffers: buffers begin with rank 0's values, as parameters do; False: each rank keeps its own.
     loss_scale: fp16: "dynamic", or a fixed number above 0.
     initial_loss_scale, loss_scale_window: fp16, dynamic scale: its first value, and the good steps before it doubles.
-    loss_scale_delay: fp16: so many good steps at the start, and after each overflow, do not count for the window.
+    loss_scale_delay: fp16: this many good steps, at the start and after each overflow, do not count for the window.
     loss_scale_hysteresis, consecutive_hysteresis: fp16: the scale is halved by the n-th overflow, and by each one after it.
         Counting begins again when the scale doubles, and with consecutive_hysteresis after every good step.
     min_loss_scale: fp16: the dynamic scale is not halved below this.
     skip_nonfinite: all ranks skip a step whose gradients are not finite; False takes it, as plain torch does (not in fp16).
-    max_skipped_steps: so many non-finite steps in a row stop the run with a diagnosis; inf: never.
-    hold_schedulers: torch's schedulers stand still after a skipped step, whoever calls them.
-    map_shared: ranks on one CPU host read each other's shards, and do not copy them.
-    keep_host_memory: CPU: tell the C allocator, for the whole process, to keep freed memory between steps
-        (memory/host_memory.py). With parameters on disk it is told to give large blocks back at once.
-    offload_optimizer: stages 1 to 3: where optimizer states and master weights rest and are stepped: an Offload, its device
-        ("none", "cpu", "nvme"), or a mapping of its fields.
-    offload_gradient: stages 2 and 3: where reduced gradient shards rest. Default: on the host if the optimizer is offloaded.
-    offload_param: stage 3: where parameter shards rest.
-    offload_path: the folder of every state on "nvme" that does not name its own.
-    delayed_update: after so many warm-up steps (0: from the first) the host's update of a step runs beside the next step's
+    max_skipped_steps: after this many non-finite steps in a row the step raises NonFiniteError; inf: never.
+    hold_schedulers: torch's schedulers do not advance after a skipped step, whoever calls them.
+    map_shared: ranks on one CPU host read each other's shards in place, without copies.
+    keep_host_memory: CPU: have the C allocator, for the whole process, keep freed memory between steps (memory/host_memory.py).
+        With parameters on disk it returns large blocks to the system at once instead.
+    offload_optimizer: stages 1 to 3: tier on which optimizer states and master weights rest; off the device, the host steps them.
+        An Offload, its device ("none", "cpu", "nvme"), or a mapping of its fields.
+    offload_gradient: stages 2 and 3: tier of reduced gradient shards. Default: the host if the optimizer is offloaded.
+    offload_param: stage 3: tier of parameter shards.
+    offload_path: folder for the states on "nvme" whose Offload has no path.
+    delayed_update: after this many warm-up steps (0: from the first) the host's update of a step runs during the next step's
         forward and backward, one step late (ZeRO-Offload, arXiv 2101.06840, section 4.3; 40 in the paper). None: never.
-    param_persistence_threshold: stage 3: parameters of at most so many elements stay whole on every rank's device, as at stage 2,
+    param_persistence_threshold: stage 3: parameters of at most this many elements stay whole on every rank's device, as at stage 2,
         and need no gather; 0: none. DeepSpeed's stage3_param_persistence_threshold.
-    model_persistence_threshold: stage 3: at most so many elements in all stay whole so; those that come first in the model do.
-    max_live_parameters: stage 3: keep a unit gathered from forward to backward if at most so many elements are gathered in
+    model_persistence_threshold: stage 3: bound on the elements of all these parameters together; the model's first ones stay whole.
+    max_live_parameters: stage 3: keep a unit gathered from forward to backward if at most this many elements are gathered in
         between; 0: none.
     prefetch_bucket_size: prefetch_nbytes as a number of elements.
-    shard_size, mics_shard_size: shard states over groups of so many consecutive ranks, alike in all groups (MiCS, arXiv
+    shard_size, mics_shard_size: shard states over groups of this many consecutive ranks, each of which holds all shards (MiCS, arXiv
         2205.00119, section 3.2; HSDP). Gathers stay inside of a group.
-    replicate_optimizer: with groups, or a mesh of two axes: each group holds all optimizer states. False: they and gradients are
-        sharded over all ranks, and parameters are kept in groups as with zero_hpz_partition_size.
-    zero_hpz_partition_size: stage 3: nodes of so many ranks keep a secondary shard of the parameters, which the forward's gathers
-        bring and later gathers use: hpZ (ZeRO++, arXiv 2306.10209, section 4.2). 1: none.
-    zero_quantized_weights: parameters travel packed: qwZ (ibid., section 4.1). True ("int8"), "int8", "int4", "fp8", or a
+    replicate_optimizer: with groups, or a mesh of two axes: each group holds all optimizer states. False: optimizer states and
+        gradients are sharded over all ranks, and parameters over each group, as with zero_hpz_partition_size.
+    zero_hpz_partition_size: stage 3: the ranks of each node of this many ranks keep secondary shards of the parameters: the
+        forward's gathers bring them, and later gathers stay inside of the node: hpZ (ZeRO++, arXiv 2306.10209, section 4.2). 1: none.
+    zero_quantized_weights: parameters are sent packed: qwZ (ibid., section 4.1). True ("int8"), "int8", "int4", "fp8", or a
         zs.Compression.
-    zero_quantized_gradients: gradients travel packed: qgZ (ibid., section 4.3), in two hops where ranks are in nodes. As above,
-        and "top_k", "low_rank" (arXiv 1905.13727).
-    hierarchical: gathers and reductions go in two hops, between nodes and inside of them. None: where nodes are given, or found
-        (several hosts of equally many ranks).
-    stall_timeout_s: a rank that waits longer than this raises on every rank, and names who is missing. Above 0, at most
-        2,000,000.
+    zero_quantized_gradients: gradients are sent packed: qgZ (ibid., section 4.3), in two hops if ranks are in nodes. The same
+        values, and "top_k", "low_rank" (arXiv 1905.13727).
+    hierarchical: gathers and reductions take two hops, between nodes and inside of them. None: if nodes are given, or found
+        (several hosts with the same number of ranks).
+    stall_timeout_s: a rank that waits longer than this raises StallError on every rank, which names the missing ranks. Above 0, at
+        most 2,000,000.
 
     A bound on a number of elements or bytes may be inf: no bound.
     """
@@ -405,6 +409,7 @@ class Config:
         for name in ("offload_optimizer", "offload_gradient", "offload_param"):
             given = getattr(self, name)
             if given is None and name == "offload_gradient" and self.row.gradient is Placement.SHARDED:
+                # the host steps, so gradients go there in any case
                 given = "cpu" if self.offload_optimizer.tier is not Tier.DEVICE else None
             object.__setattr__(self, name, Offload.of(given, self._offload_folder, name))
         needs = {
@@ -431,7 +436,7 @@ class Config:
         if self.shard_size is not None and self.mics_shard_size not in (None, self.shard_size):
             raise ConfigError(f"shard_size={self.shard_size} and mics_shard_size={self.mics_shard_size} mean the same: give one.")
         object.__setattr__(self, "shard_size", self.shard_size or self.mics_shard_size)
-        object.__setattr__(self, "mics_shard_size", self.shard_size)
+        object.__setattr__(self, "mics_shard_size", self.shard_size)  # both names show the value
         if self.zero_hpz_partition_size > 1 and self.row.parameter is not Placement.SHARDED:
             raise ConfigError(
                 f"zero_hpz_partition_size needs stage 3: at stage {self.stage} parameters are {self.row.parameter.value}."
@@ -458,7 +463,7 @@ class Config:
     def build(
         cls, config: Config | str | os.PathLike | None = None, *, preset: str | None = None, **options: Unpack[ConfigFields]
     ) -> Config:
-        """Return `config` with the options of a preset, and then `options`, laid over it. None counts as not given.
+        """Return `config` with fields replaced by the preset's options, and then by `options`. An option of None is not given.
 
         config: a Config, or the path of a file that `zeroshard plan --auto` has written (`read_layout`).
         """
@@ -487,7 +492,7 @@ class Config:
 
     @classmethod
     def preset(cls, name: str, **options: Unpack[ConfigFields]) -> Config:
-        """Return the configuration of a well-known name (see PRESETS), with `options` laid over it."""
+        """Return the configuration of a preset (see PRESETS), with fields replaced by `options`."""
         return cls.build(None, preset=name, **options)
 
     @property
@@ -500,7 +505,7 @@ class Config:
 
     @property
     def prefetch_limit_nbytes(self) -> int:
-        """Largest number of bytes that are gathered ahead of use."""
+        """Bound on the bytes gathered ahead of use, from prefetch_bucket_size or prefetch_nbytes."""
         if self.prefetch_bucket_size is None:
             return self.prefetch_nbytes
         return self.prefetch_bucket_size * self.compute_dtype.itemsize

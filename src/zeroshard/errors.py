@@ -1,6 +1,6 @@
 """The errors of zeroshard. Each message names the problem, the rank or parameter, and a remedy.
 
-Some are also the error that Python or torch has for their kind (ValueError, MemoryError, ...), so that ordinary handlers
+Some also derive from Python's or torch's error of the same kind (ValueError, MemoryError, ...), so that handlers of those
 catch them; failures of the run (a lost peer, a stall) derive from `ZeroshardError` alone.
 """
 
@@ -26,7 +26,7 @@ class ConfigError(ZeroshardError, ValueError):
 
 
 class ModelMismatch(ZeroshardError, ValueError):
-    """Ranks built different models, wrote different values to one model, or gave another model than was expected."""
+    """Ranks built different models, wrote different values to one parameter, or were given another model than was expected."""
 
 
 class ModelChanged(ZeroshardError):
@@ -34,15 +34,15 @@ class ModelChanged(ZeroshardError):
 
 
 class ShardedAccessError(ZeroshardError):
-    """An operation needs the whole of a parameter, of which this rank holds only a slice."""
+    """An operation needs a whole parameter, and this rank holds only a slice of it."""
 
 
 class ShardedWriteError(ShardedAccessError):
-    """A write in place cannot be carried out on slices, or would be lost, or came between a forward and its backward."""
+    """A write in place is impossible on slices, would be lost, or came between a forward and its backward."""
 
 
 class TiledAccessError(ShardedAccessError, AttributeError):
-    """A program read or assigned the weight of a tiled module, which is in the tiles."""
+    """A program read or assigned the weight of a tiled module, which has no weight: its tiles have the parts."""
 
 
 class ModelClosed(ZeroshardError):
@@ -54,7 +54,7 @@ class StatesAway(ZeroshardError):
 
 
 class ThreadsMet(ZeroshardError):
-    """Two threads used an object at the same time that only one thread at a time may use."""
+    """Two threads used one object at the same time, which only one thread may use at a time."""
 
 
 class CollectiveMismatch(ZeroshardError):
@@ -71,7 +71,7 @@ _IN_LOOP = ("end of backward", "optimizer step", "reduce ", "gather ", "a stagin
 
 
 def left_loop(gone: Sequence[int], label: str, others: str) -> str:
-    """Return ' Rank 0 left the training loop ...' if ranks wait for it at `label`, a place in that loop; else ''."""
+    """Return ' Rank 0 left the training loop ...' if ranks wait for rank 0 in an operation of that loop (`label`); else ''."""
     if not gone or not label.startswith(_IN_LOOP):
         return ""
     ranks = f"Rank {gone[0]}" if len(gone) == 1 else f"Ranks {', '.join(map(str, gone))}"
@@ -87,7 +87,7 @@ def left_loop(gone: Sequence[int], label: str, others: str) -> str:
 class PeerFailed(ZeroshardError):
     """Another rank raised, exited or was killed; the message has its traceback if that rank could send it.
 
-    rank: the rank, in the world, that failed first, also if this rank learned of it from another one that failed in turn.
+    rank: the number, in the world, of the rank that failed first. (The rank that reported it may have failed because of it.)
     reason: the last message of that rank, or how its process ended.
     """
 
@@ -114,26 +114,26 @@ class NonFiniteError(ZeroshardError):
 
 
 class SwapError(ConfigError):
-    """A folder can not hold offloaded states; the message says why, and a remedy."""
+    """A folder can not hold offloaded states; the message has the reason and a remedy."""
 
 
 OUT_OF_MEMORY_PAGE = "docs/how-to/out-of-memory.md"
 
 
 class HostMemoryError(ZeroshardError, MemoryError):
-    """The ranks of a host need more of its memory than there is.
+    """The ranks of a host need more memory than the host has.
 
-    zs.shard raises it on all ranks before anything is allocated, where it sees that the states will not fit: the message is a table
-    with the remedies. A forward, a backward or a step raises it on the rank whose allocation has failed: the message says what this
-    rank holds and which changes make it less. How-to: docs/how-to/out-of-memory.md.
+    zs.shard raises it on all ranks before it allocates anything, if the states will not fit: the message is a table with the
+    remedies. A forward, a backward or a step raises it on the rank whose allocation has failed: the message lists what the rank
+    holds, and the changes that reduce it. How-to: docs/how-to/out-of-memory.md.
     """
 
 
 class DeviceMemoryError(ZeroshardError, torch.OutOfMemoryError):
     """A device had no memory for an allocation inside of a sharded model: in zs.shard, a forward, a backward or a step.
 
-    The message says what this rank holds, by kind, and names the cheapest changes that make it less, with what they cost. What torch
-    raised is the cause (`__cause__`), and `except torch.OutOfMemoryError` catches this one as well. How-to:
+    The message lists the bytes that this rank holds, by kind, and the cheapest changes that reduce them, with their costs. torch's
+    error is the cause (`__cause__`), and `except torch.OutOfMemoryError` catches this error too. How-to:
     docs/how-to/out-of-memory.md.
     """
 
@@ -190,7 +190,7 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError):
 
 
 class CheckpointIncomplete(CheckpointNotFound):
-    """A checkpoint has no manifest, which lists what its files hold, and so can not be loaded."""
+    """A checkpoint has no manifest (the list of its tensors and files), and so can not be loaded."""
 
 
 class CheckpointReadError(CheckpointError, OSError):
@@ -231,7 +231,7 @@ class CheckpointWriteError(CheckpointError):
 
 
 class CheckpointCorrupt(CheckpointError):
-    """A `file` differs from what was written, at byte `offset`: `expected` and `actual` checksum or content."""
+    """A `file` has changed since it was written, at byte `offset`: `expected` and `actual` checksum or content."""
 
     def __init__(self, file: str, offset: int, expected: str, actual: str, hint: str = "") -> None:
         self.file, self.offset, self.expected, self.actual, self.hint = str(file), offset, expected, actual, hint
@@ -250,16 +250,15 @@ class BaseModelMismatch(CheckpointError, ValueError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" with the known word nearest to `word`, or "" if none is near."""
+    """Return " Did you mean 'x'?" with the known word most similar to `word`, or "" if none is similar."""
     near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def missing_name(text: str, frame: FrameType) -> Exception:
-    """The error of a module that has no such name. frame: of whoever asks.
+    """Return the error that a module's `__getattr__` raises for a name that it lacks. frame: the frame that asks for the name.
 
-    Where `from module import name` asks it is an ImportError: Python would put a message of its own in the place of an
-    AttributeError's.
+    For `from module import name` it is an ImportError, since Python would replace the message of an AttributeError.
     """
     code = frame.f_code.co_code
     imports = frame.f_lasti >= 0 and dis.opname[code[frame.f_lasti]] == "IMPORT_FROM"

@@ -1,13 +1,13 @@
-"""Functions that run ranks for tests. `run_threads`: N ranks as threads of one process, for tests that take milliseconds.
+"""Functions that run ranks in tests. `run_threads`: N ranks as threads of one process, for tests that take milliseconds.
 
     results = run_threads(4, train, config)     # train(rank, config) in four threads; zs.shard works in each
 
-`imagined_mesh`: one rank of any mesh whose other ranks do not exist, on fake tensors.
+`imagined_mesh`: one rank of any mesh, on fake tensors; the other ranks do not exist.
 
     with imagined_mesh({"pp": 12, "dp": 8, "tp": 4}, rank=0) as mesh:
         run = zs.parallelize(model, mesh, ...)
 
-Threads share the state of their process. State that each rank has of its own, and state that ranks share:
+Ranks that are threads share most state of their process. The table lists which state each rank has for itself ("own"):
 
 | own | grad mode, autocast's switch, default device, saved-tensor hooks, dispatch modes, functorch's levels: all thread-local |
 | own | the cache of torch.nn.utils.parametrize.cached (PEFT's experts use it): `run_threads` makes it thread-local |
@@ -58,7 +58,7 @@ def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: 
             results[rank] = fn(rank, *args)
         except BaseException as error:
             errors[rank] = error
-            comm.fail(failure_of(error, rank))
+            comm.fail(failure_of(error, rank))  # wakes peers that wait for this rank
         finally:
             comm.close()
             backend_select.set_thread_comm(None)
@@ -67,7 +67,7 @@ def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: 
     with _no_automatic_collection():
         for thread in threads:
             thread.start()
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s  # one for all threads
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
     if any(thread.is_alive() for thread in threads):
@@ -86,8 +86,9 @@ def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: 
 def imagined_mesh(axes: dict[str, int], rank: int = 0) -> Iterator[DeviceMesh]:
     """Context with a mesh whose other ranks do not exist: torch's fake process group, and fake tensors.
 
-    axes: name -> number of ranks, outermost first. The code runs as on that rank: sizes, the ledger and the bytes of all
-    collectives are right, tensors have no values. Build the model on the meta device. Raises ConfigError in a process group.
+    axes: name -> number of ranks, outermost first. Code inside runs as on that rank: shapes, the ledger and the bytes of all
+    collectives are right, but tensors have no values. Build the model on the meta device. Raises ConfigError if this process has
+    a process group already.
     """
     if dist.is_initialized():
         raise ConfigError(
@@ -108,9 +109,9 @@ def imagined_mesh(axes: dict[str, int], rank: int = 0) -> Iterator[DeviceMesh]:
 def _no_automatic_collection() -> Iterator[None]:
     """Context without automatic garbage collection, for as long as the threads run.
 
-    torch.get_rng_state() holds the generator's lock while it makes its tensor, and making one may start a collection.
-    If a finalizer then releases the interpreter, and another thread asks for the state (every checkpointed block
-    does), each waits for what the other holds, for ever, in C.
+    Else two threads may deadlock in C. torch.get_rng_state() holds the generator's lock while it allocates its tensor, and the
+    allocation may start a collection. If a finalizer then releases Python's lock, and another thread takes that lock and calls
+    get_rng_state() (every checkpointed block does), that one waits for the generator's lock, and the first one for Python's.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -4,15 +4,15 @@
     zs.checkpoint_activations(model, partition=model_parallel_group, offload="nvme", path="/nvme")
     zs.checkpoint_activations(model, off=True)                        # the inverse
 
-A block runs under `torch.utils.checkpoint` (non-reentrant): forward keeps its inputs, and backward computes the rest again,
-with the same dropout. The inputs are packed into a `Store`, in one of two ways:
+A block runs under `torch.utils.checkpoint` (non-reentrant): forward keeps its inputs, and backward runs its forward again,
+with the same dropout. Saved-tensor hooks pack the inputs into a `Store`, in one of two ways:
 
     blocks given or found    `block.forward` becomes a `CheckpointedForward`, which packs the block's inputs only
     blocks=None              `model.forward` becomes a `ForwardOfCheckpoints`: the model itself calls torch's checkpoint
 
-Both are set on the instance, so that names, hooks and the state dict stay as they are; the block's hooks (those of zs.shard
-too) run around the checkpoint, once. Inputs of a block that runs inside another checkpoint, or in a backward, are not packed,
-since they are used at once.
+Both are set on the instance, so that names, hooks and the state dict stay as they are; the block's hooks (also those of
+zs.shard) run once, around the checkpoint. The inputs of a block that runs inside another checkpoint, or in a backward, are not
+packed: an outer checkpoint computes them again, and a backward uses them at once.
 """
 
 from __future__ import annotations
@@ -70,8 +70,11 @@ class Options:
 
 @dataclass(eq=False)
 class Attached:
-    """Changes made to a model. forwards: (module, its instance's earlier `forward` or None, the new one). compiled: the same of
-    modules whose compiled call was replaced."""
+    """The changes that `checkpoint_activations` has made to a model.
+
+    forwards: (module, `forward` in its instance's __dict__ before, or None, the new one). compiled: (module, its compiled call
+    before, the new one).
+    """
 
     store: Store
     blocks: list[str]
@@ -93,31 +96,31 @@ def checkpoint_activations(
     check_equal: bool = False,
     off: bool = False,
 ) -> nn.Module:
-    """Run blocks under activation checkpointing, and keep their inputs partitioned or offloaded; return the same model.
+    """Run blocks under activation checkpointing, with their inputs partitioned or offloaded; return the same model.
 
-    Losses, gradients and updated parameters are the same bits as without it.
+    Losses, gradients and updated parameters are the same bits as without checkpointing.
 
     Args:
         model: any nn.Module, on its device already. zs.shard may be called before, afterwards or not at all.
-        blocks: what is computed again as one: "auto" (the classes that repeat in a container), classes or class names, a function
-            (name, module) -> bool, or None where the model calls torch.utils.checkpoint by itself (also through
+        blocks: the modules that each become one checkpoint: "auto" (the classes that repeat in a container), classes or class
+            names, a function (name, module) -> bool, or None for a model that calls torch.utils.checkpoint itself (also by
             gradient_checkpointing_enable() of transformers, which "auto" recognises).
         partition: ranks that compute with the same activations, as a 1-D DeviceMesh, a process group or a Comm (a model-parallel
             group). Each keeps 1/N of every checkpoint, and backward gathers it (Pa).
-        offload: None (the device), "cpu" or "nvme" (files in a folder of this run below `path`), or an Offload, whose device,
-            path, pin_memory, checksum and any_filesystem count.
+        offload: None (the device), "cpu" or "nvme" (files in a folder of this run below `path`), or an Offload, of which device,
+            path, pin_memory, checksum and any_filesystem are used.
         path: folder on a local disk, for "nvme".
-        prefetch: how many checkpoints are brought back from host or disk ahead of use; 0: none.
-        arena_nbytes: bytes that are set aside at the start. None or 0: as the first step needs. The arena grows between steps
-            only. A disk must have room for it; for None, for all blocks of one class if all inputs are like the first.
-        min_numel: inputs of fewer elements stay where they are.
-        check_equal: compare the values that the ranks of `partition` hold, not only their shapes. For debugging, since it reads
-            all.
-        off: undo an earlier call. No other option goes with it.
+        prefetch: number of checkpoints that are copied back from host or disk ahead of use; 0: none.
+        arena_nbytes: bytes of the arena that is allocated now. None or 0: as many as the first step needs. An arena in memory
+            grows between steps only. A disk must have space for it; with None, for the inputs of all blocks if these are of one
+            class and each input is as large as the first.
+        min_numel: inputs of fewer elements are not packed.
+        check_equal: compare the values that the ranks of `partition` pack, not only the shapes (for debugging: it reads them all).
+        off: undo an earlier call; the other options are ignored.
 
     Raises:
         ConfigError: an option is wrong, the process group was not started, or no block was found.
-        ZeroshardError: the model has this already; or (off) does not have it.
+        ZeroshardError: the model is checkpointed already; or (off) it is not.
 
     Sources: ZeRO, arXiv 1910.02054, 6.1 (Pa, Pa+cpu) and 6.3 (MD); ZeRO-Infinity, arXiv 2104.07857, 5.1.2.
     """
@@ -167,7 +170,7 @@ def give_back_memory(model: nn.Module) -> None:
         attached.store.place.give_back()
 
 
-# -- what the options mean -----------------------------------------------------------------------------------------
+# -- reading the options -------------------------------------------------------------------------------------------
 
 
 def _blocks(model: nn.Module, units: Units | None) -> list[tuple[str, nn.Module]]:
@@ -192,7 +195,7 @@ def _blocks(model: nn.Module, units: Units | None) -> list[tuple[str, nn.Module]
 
 
 def _checkpoints_by_itself(model: nn.Module) -> bool:
-    """Return whether a model calls torch.utils.checkpoint, as transformers' switch or torch's CheckpointWrapper tell."""
+    """Return whether a model calls torch.utils.checkpoint: it has transformers' switch on, or torch's CheckpointWrapper."""
     return any(
         getattr(module, "gradient_checkpointing", False) is True or type(module).__name__ == "CheckpointWrapper"
         for module in model.modules()
@@ -219,7 +222,7 @@ def _place(options: Options, device: torch.device, streams: Streams, ledger: Led
 
 
 def _streams_of(model: nn.Module, device: torch.device) -> Streams:
-    """Return the streams of a sharded model's runtime, so that copies are ordered with its own; else new ones."""
+    """Return the streams of a sharded model's runtime, so that its copies and these are ordered; else new streams."""
     runtime = model.__dict__.get("_zeroshard")
     return runtime.comm.streams if runtime is not None else streams_for(device)
 
@@ -228,10 +231,10 @@ def _streams_of(model: nn.Module, device: torch.device) -> Streams:
 
 
 class _Forward:
-    """A callable in place of a module's forward (an object, so that deep-copying the model copies what it refers to)."""
+    """A callable in place of a module's forward. As an object, not a closure, it is copied with the model by copy.deepcopy."""
 
     def __init__(self, store: Store, name: str, inner: Callable) -> None:
-        functools.update_wrapper(self, inner)  # type: ignore[arg-type]  # it is called, by a __call__ of its class. Signature and docstring: tools look at them
+        functools.update_wrapper(self, inner)  # type: ignore[arg-type]  # tools read the signature and docstring of forward
         self.store, self.name, self.inner = store, name, inner
         self.active = True
 
@@ -255,10 +258,11 @@ class CheckpointedForward(_Forward):
             return self.inner(*args, **kwargs)
 
         with self._hooks():
+            # each tensor is an argument of its own, so that checkpoint saves it as an input, where the hooks see it
             return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=True)
 
     def _say_what_stays(self, inputs: Any) -> None:
-        """Print, after the first call only, that tensors inside an object are not packed: searching objects may be slow."""
+        """At the first call, print a line if tensors inside an object are not packed. Later calls do not search, which is slow."""
         opaque = None if self.looked else _opaque(inputs, self.store.min_numel)
         self.looked = True
         if opaque is not None:
@@ -284,7 +288,7 @@ class ForwardOfCheckpoints(_Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.active and torch.is_grad_enabled()) or _outer_checkpoint() or _in_backward():
             return self.inner(*args, **kwargs)
-        before = self.store.packed
+        before = self.store.packed  # number of tensors packed so far
         with self.store.hooks_of_checkpoints():
             output = self.inner(*args, **kwargs)
         if self.store.packed == before:
@@ -296,7 +300,7 @@ class ForwardOfCheckpoints(_Forward):
 
 
 class _Begin:
-    """Forward pre-hook of the model: tells the store that a forward begins."""
+    """Forward pre-hook of the model that begins a forward in the store."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -356,7 +360,7 @@ _HERE = _Place()
 
 
 def _take_out(value: Any) -> tuple[list[Tensor], Any]:
-    """Return the tensors in nested tuples, lists and dicts, and the containers with placeholders. Other objects stay whole."""
+    """Return the tensors in nested tuples, lists and dicts, and the containers with placeholders; objects are not searched."""
     if isinstance(value, Tensor):
         return [value], _HERE
     if type(value) not in (tuple, list, dict):
@@ -377,7 +381,7 @@ def _put_back(value: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _opaque(value: Any, min_numel: int) -> str | None:
-    """Return the class name of an object that holds tensors worth packing but was left whole by `_take_out`, or None."""
+    """Return the class name of an object in which `_take_out` did not look and which holds tensors worth packing, or None."""
     if type(value) in (tuple, list, dict):
         items = value.values() if type(value) is dict else value
         return next((found for item in items if (found := _opaque(item, min_numel))), None)
@@ -395,7 +399,7 @@ def _refuse_caches(name: str, args: tuple, kwargs: dict) -> None:
 
 
 def _outer_checkpoint() -> bool:
-    """Return whether this runs inside another checkpoint, which recomputes what is saved here."""
+    """Return whether a block runs inside another checkpoint, which computes the block's inputs again in backward."""
     return Outer().checkpoint is not None
 
 

@@ -108,7 +108,10 @@ def _check(hidden: Tensor, head: nn.Module, targets: Tensor, reduction: str, lab
 
 
 class LogitStatistics(torch.autograd.Function):
-    """Compute from one tile's logits (N, rows): log-sum-exp, the target's logit (0 if in another tile), the sum (if asked)."""
+    """Compute three numbers a row from one tile's logits (N, rows), which are not kept.
+
+    The log-sum-exp; the target's logit (0 if the target is in another tile); with_total: the sum (else 0).
+    """
 
     @staticmethod
     def forward(
@@ -127,11 +130,11 @@ class LogitStatistics(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_lse: Tensor, grad_picked: Tensor, grad_total: Tensor) -> tuple:
-        """Compute the logits again, and turn them into their gradient in place."""
+        """Compute the logits again, and their gradient in the same memory; return the gradients of x, weight and bias."""
         x, weight, bias, labels, lse = ctx.saved_tensors
         grad = _logits(x, weight, bias)
         lse = lse.masked_fill(lse == float("-inf"), 0.0)  # all logits are -inf: exp(-inf - 0) is 0, not nan
-        grad.sub_(lse[:, None]).exp_().mul_(grad_lse[:, None])
+        grad.sub_(lse[:, None]).exp_().mul_(grad_lse[:, None])  # softmax of this tile's logits, times d(lse)
         index, inside = _place(labels, weight.shape[0])
         grad.scatter_add_(1, index, grad_picked.masked_fill(~inside, 0.0)[:, None])
         if ctx.with_total:
@@ -149,5 +152,5 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _place(labels: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the column of each label (N, 1), arbitrary for labels of other tiles, and which labels are in this tile (N,)."""
+    """Return each label's column (N, 1), clamped for labels of other tiles, and whether the label is in this tile (N,)."""
     return labels.clamp(0, rows - 1)[:, None], (labels >= 0) & (labels < rows)

@@ -4,8 +4,9 @@
     backward   file -> host buffer -> device        reads run ahead, in the reverse of the order of packing
 
 The host buffers are few and of constant size; a forward that is faster than the disk waits for one. A file is an arena, whose
-slots every step uses again. Files are added when a step needs more, and never grow. They are sparse, so free space is checked
-whenever more is kept than ever before; at the first slice, for those known to follow as well.
+slots every step uses again. A step that needs more adds a file; files never grow. Since files are sparse, a slice may still
+find the disk full: free space is checked whenever the files hold more than ever before, and at the first slice also for the
+slices that are expected to follow.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class FileKept(Kept):
 
     file: File = field(init=False)
     space: Space = field(init=False)  # the file's free list
-    reading: Any = None  # the request that must finish before the slot is free (`drop`)
+    reading: Any = None  # set by `drop`: the read that must finish before the slot is used again
 
 
 class DiskPlace(Place[FileKept]):
@@ -58,7 +59,7 @@ class DiskPlace(Place[FileKept]):
         self.away = streams.separate_host
         pin = offload.pin_memory and device.type == "cuda"
         assert offload.path is not None
-        self.ranks = ranks_here(1)  # ranks that use this disk, as far as is known
+        self.ranks = ranks_here(1)  # ranks of this host, which may share the disk
         self.folder = SwapFolder(
             offload.path, rank=rank, needed_nbytes=arena_nbytes, host_needed_nbytes=arena_nbytes * self.ranks,
             any_filesystem=offload.any_filesystem,
@@ -69,8 +70,8 @@ class DiskPlace(Place[FileKept]):
             ledger, prefetch + 1 + _WRITING, 0, lambda nbytes: self._buffer(nbytes, pin), Tier.HOST, _BUFFERS
         )
         self._files: list[tuple[File, Space]] = []
-        self._leaving: deque[tuple[FileKept, Tensor, Any]] = deque()  # slices being copied to a host buffer, to be written
-        self._dying: list[FileKept] = []  # dropped slices that are perhaps still being written or read
+        self._leaving: deque[tuple[FileKept, Tensor, Any]] = deque()  # (slice, its host buffer, the copy to it); not written yet
+        self._dying: list[FileKept] = []  # dropped slices that may still be being written or read
         if arena_nbytes:
             self._add_file(arena_nbytes)
 
@@ -97,11 +98,12 @@ class DiskPlace(Place[FileKept]):
         return kept
 
     def _check_space(self, nbytes: int) -> None:
-        """Raise SwapError if the disk has no space for one more slice and, if it is the first, for those expected to follow."""
+        """Raise SwapError if the disk has no space for one more slice and, at the first slice, for the slices expected to follow."""
         needed = sum(space.used_nbytes for _, space in self._files) + -(-nbytes // ALIGN) * ALIGN
         if needed <= self._checked_nbytes:
             return
         foreseen = needed if self._files else needed * (1 + self.foreseen)
+        # files that exist need no more free space: this rank's, and those of all ranks below the same path
         mine = sum(map(_taken_nbytes, self.folder.path.glob(f"{_NAME}-*")))
         everyone = sum(map(_taken_nbytes, self.folder.path.parent.glob(f"zeroshard-swap-*/{_NAME}-*")))
         try:
@@ -141,7 +143,7 @@ class DiskPlace(Place[FileKept]):
     def fetch(self, kept: FileKept, wait: bool) -> None:
         if kept.ahead is not None:
             return
-        if kept.writing is None:
+        if kept.writing is None:  # the slice is still in its host buffer: `put` leaves the newest unwritten
             self._write()
         if not wait and not kept.writing.done():
             return
@@ -166,7 +168,7 @@ class DiskPlace(Place[FileKept]):
     def done(self, kept: FileKept) -> None:
         if kept.ahead is not None:
             buffer, read = kept.ahead
-            self.buffers.give(buffer, None if read.done() else read)  # `get` has raised the error of one that failed
+            self.buffers.give(buffer, None if read.done() else read)  # if it is done, `get` has raised its error, if any
             kept.ahead = None
 
     def drop(self, kept: FileKept) -> None:
@@ -176,7 +178,7 @@ class DiskPlace(Place[FileKept]):
         self._dying.append(kept)
 
     def _bury(self) -> None:
-        """Free the slots of dropped slices once no request uses them: requests to a file are not ordered."""
+        """Free the slots of dropped slices whose requests are done; an old one could else run after the slot's next write."""
         dying, self._dying = self._dying, []
         for kept in dying:
             if kept.writing is not None and kept.writing.done() and (kept.reading is None or kept.reading.done()):
@@ -193,7 +195,7 @@ class DiskPlace(Place[FileKept]):
 
 
 class ImaginedDiskPlace(Place[Kept]):
-    """Stand-in for a disk in a dry run: host buffers are taken and transfers are counted, but nothing is written."""
+    """Place of a dry run in the place of a disk: it takes host buffers and counts transfers, but writes nothing."""
 
     def __init__(self, device: torch.device, streams: ImaginedStreams, ledger: Ledger, prefetch: int) -> None:
         super().__init__(Tier.DISK, device, streams, ledger)
@@ -249,7 +251,7 @@ class ImaginedDiskPlace(Place[Kept]):
 
 
 def _taken_nbytes(path: Path) -> int:
-    """Return the bytes that a file takes on the disk; 0 if it is gone, since other ranks' files are counted too."""
+    """Return the bytes that a file takes on the disk; 0 if it is gone (another rank may remove its files meanwhile)."""
     try:
         return path.stat().st_blocks * 512
     except OSError:

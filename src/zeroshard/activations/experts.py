@@ -7,8 +7,9 @@
 
 Supported are the classes with Transformers' common interface of experts (`use_experts_implementation`, with any
 implementation): forward(hidden (T, H), index (T, K), weights (T, K)) is the sum over k of weight * expert(hidden).
-A tile derives from the class that it is cut from, and so has its implementation, activations and `_init_weights`. All tiles
-run in every forward, so that all ranks gather alike, and an expert without tokens has a gradient of zeros, as without tiles.
+The class of a tile derives from the class of the experts, and so has its implementation, activations and `_init_weights`. All
+tiles run in every forward, so that all ranks gather the same units; as without tiles, an expert without tokens gets zeros as
+gradient.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class TiledExperts(Tiled):
         """Return (T, H) for hidden (T, H), index (T, K), weights (T, K), however the class names these arguments."""
         bound = inspect.signature(self.stands_for.forward).bind(self, *args, **kwargs).arguments
         hidden, index, weights = list(bound.values())[1:]
-        experts, order = index.flatten().sort(stable=True)
+        experts, order = index.flatten().sort(stable=True)  # stable: an expert sees its tokens in the order of the batch
         parts = [next(iter(tile.parts.values())) for tile in self.tiles]
         starts = torch.tensor([part.start for part in parts], device=experts.device)
         begins = [*torch.searchsorted(experts, starts).tolist(), len(experts)]
@@ -57,8 +58,9 @@ class TiledExperts(Tiled):
             chosen = order[begin:stop]
             local, weight = experts[begin:stop] - part.start, weights.flatten()[chosen]
             rows.append(tile(hidden[chosen // index.shape[-1]], local.unsqueeze(-1), weight.unsqueeze(-1)))
-        back = torch.empty_like(order)
+        back = torch.empty_like(order)  # the inverse permutation of `order`
         back[order] = torch.arange(len(order), device=order.device)
+        # back in the order of tokens; the sum is over the K choices
         return torch.cat(rows)[back].unflatten(0, index.shape).sum(dim=-2)
 
     def extra_repr(self) -> str:
@@ -92,7 +94,7 @@ def _blank(cls: type[nn.Module]) -> ExpertsTile:
 
 
 def are_experts(module: nn.Module) -> bool:
-    """Return whether a module has Transformers' interface of experts, which computes each expert by itself."""
+    """Return whether a module has the attributes that Transformers' `use_experts_implementation` sets on experts."""
     return all(name in module.__dict__ for name in _INTERFACE)
 
 

@@ -85,7 +85,7 @@ class TiledLinear(Tiled):
                 for tile in self.tiles:
                     tile.weight.uniform_(-bound, bound)
             else:
-                for row in range(self.out_features):
+                for row in range(self.out_features):  # nn.Linear draws row by row, and each tile has a part of every row
                     for tile in self.tiles:
                         tile.weight.data[row].uniform_(-bound, bound)
             for tile in self.tiles:
@@ -133,8 +133,8 @@ class TiledEmbedding(Tiled):
 def _draw_normal(tensors: list[Tensor]) -> None:
     """Fill tensors one after another with the values that one normal_() over their concatenation would give.
 
-    torch draws groups of 16 values, and draws the last 16 again if the length is no multiple of 16. So chunks end at
-    multiples of 16, and the last chunk has at least 16 values.
+    On the CPU torch draws groups of 16 values, and draws the last 16 again if the length is no multiple of 16. So every draw
+    here ends at a multiple of 16, and the last one has at least 16 values; values past a tensor's end go to the next tensor.
     """
     total, drawn, end = sum(tensor.numel() for tensor in tensors), 0, 0
     pending = torch.empty(0, dtype=tensors[0].dtype, device=tensors[0].device)

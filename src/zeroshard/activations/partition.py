@@ -1,11 +1,11 @@
-"""Slices: partition activations over ranks that all have the same ones, and gather them (Pa; ZeRO, arXiv 1910.02054, 6.1).
+"""Slices: partition activations over ranks that hold the same activations, and gather them (Pa; ZeRO, arXiv 1910.02054, 6.1).
 
     batch x seq x hidden = numel      | rank 0 | rank 1 | rank 2 |pad|      each (shard_numel,)
     backward: one all-gather of a block's input before it is recomputed
 
 Ranks of a model-parallel group compute with the same activations, so each keeps 1/N. They pack and unpack in the same
 order. Once for each forward, when its first checkpoint is unpacked, they exchange a short message with the shapes of all its
-checkpoints, so that differing ranks raise before one waits for data that another does not have.
+checkpoints: ranks whose shapes differ raise before the first gather, in which one would wait for data that no peer has.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ class Slices:
         return flat[self.rank * shard_numel : (self.rank + 1) * shard_numel]
 
     def gather(self, mine: Tensor, name: str) -> Tensor:
-        """All-gather slices (shard_numel,) into new memory (world * shard_numel,) (collective). `mine` may be reused then."""
+        """All-gather slices (shard_numel,) into new memory (world * shard_numel,) (collective).
+
+        The caller may reuse the memory of `mine` when this returns.
+        """
         if self.comm is None:
             return mine.clone()
         whole = torch.empty(self.world_size * mine.numel(), dtype=mine.dtype, device=mine.device)
@@ -66,7 +69,7 @@ class Slices:
             region.tensor.copy_(mine)
             work = self.comm.gather(whole, region, label, tag=self._tag)
             pool.give(number, work)
-            self._works = [*(w for w in self._works if not w.drained()), work]
+            self._works = [*(w for w in self._works if not w.drained()), work]  # peers may still read this rank's region
             work.wait()
         else:
             work = self.comm.gather(whole, self.comm.private(mine, whole=False), label, tag=self._tag)
@@ -76,7 +79,10 @@ class Slices:
         return whole
 
     def _pool(self, nbytes: int) -> StagingPool:
-        """Return staging regions that peers read, of at least `nbytes` (collective if they are made anew, alike on all ranks)."""
+        """Return the pool of staging regions that peers read, each of `nbytes` or more.
+
+        A larger request replaces the pool (collective: all ranks pack equal sizes, so all replace it in the same call).
+        """
         assert self.comm is not None
         if self._staging is None or self._staging.nbytes < nbytes:
             self._drop_staging()
@@ -109,14 +115,14 @@ class Slices:
         self._forwards.clear()
 
     def agree(self, forward: int) -> bool:
-        """Check once for each forward that all ranks packed the same (collective). Return whether they were compared now.
+        """Check that all ranks packed the same tensors in a forward (collective; once for each forward). Return whether it checked.
 
-        Raises CollectiveMismatch on every rank, naming the first difference.
+        Raise CollectiveMismatch on every rank, with the first difference.
         """
         mine = self._forwards.pop(forward, None)
         if self.comm is None or mine is None:
             return False
-        payload = "\n".join([str(self.gathers), *mine])
+        payload = "\n".join([str(self.gathers), *mine])  # equal counts show that all ranks have done the same gathers
         everyone = self.comm.exchange(payload.encode(), "activation checkpoints of a forward")
         parts = [part.decode().split("\n") for part in everyone]
         counts = [int(part[0]) for part in parts]

@@ -31,7 +31,7 @@ class ActivationReport:
     Attributes:
         held: bytes of slices that are kept now, by place.
         peak: the most bytes that were kept at one moment, by place.
-        staging: buffers in addition, by place: peers read from those on the device; on the host they are for files.
+        staging: bytes of buffers in addition, by place: on the device, for gathers; on the host, between device and files.
         arena: memory or files that are reserved, by place.
         whole_peak: the peak that the same checkpoints would have without partitioning.
         formula: the largest number of checkpoints at one moment x bytes of the largest / N.
@@ -80,7 +80,7 @@ def activation_report(model: nn.Module) -> ActivationReport:
     """Return the report of a model with `zs.checkpoint_activations` on this rank (not collective)."""
     attached = attached_to(model)
     store = attached.store
-    store.alive()  # releases the slots that autograd does not refer to any more
+    store.alive()  # first releases the slots of tensors that autograd has freed
     ledger, place, slices = store.ledger, store.place, store.slices
     peaks = {Tier.DEVICE: ledger.peak[CHECKPOINTS], Tier.HOST: 0, Tier.DISK: 0}
     if place.tier is not Tier.DEVICE:

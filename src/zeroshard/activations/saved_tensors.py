@@ -1,15 +1,15 @@
 """The store of activation checkpoints: saved-tensor hooks that keep slices of tensors from forward to backward.
 
-    pack    tensor -> Packed      this rank's slice is copied to its place             (forward, as autograd saves)
+    pack    tensor -> Packed      this rank copies its slice to its Place              (forward, as autograd saves)
     unpack  Packed -> tensor      slices are brought back and all-gathered             (backward; perhaps more than once)
 
-Autograd holds the `Packed`. When that is freed (after its backward, with a dropped loss, or after a forward that raised), its
-slot is free again: a finalizer records this and the next call releases the slot, since finalizers may run in any thread.
+Autograd holds the `Packed`, and frees it after its backward, with a dropped loss, or after a forward that raised. A finalizer
+then only notes the slot, since finalizers may run in any thread; the store's next call releases it.
 
-Copies of a model share its store and may run in several threads; one of them is inside the store at a time.
+Copies of a model share its store and may run in several threads; one thread is inside the store at a time.
 
-Never packed are parameters and views of their memory, small tensors, tensors without a gradient (masks, positions: every
-block refers to the same one) and tensors saved while a backward recomputes. A tensor that several checkpoints of a forward
+The store never packs parameters and views of their memory, small tensors, tensors that require no gradient (masks, positions:
+all blocks refer to the same one), and tensors saved while a backward recomputes. A tensor that several checkpoints of a forward
 keep, such as the encoder's output in every block of a decoder, is packed once.
 """
 
@@ -44,7 +44,7 @@ from .storage import Kept, Place
 
 
 def _one_at_a_time(method: Callable) -> Callable:
-    """Decorator: let one thread at a time run such methods of a store."""
+    """Decorator of a store's methods: one thread at a time runs one of them."""
 
     @functools.wraps(method)
     def alone(self: Store, *args: Any) -> Any:
@@ -76,12 +76,12 @@ class Packed:
 class Store:
     """All packed tensors of one model on this rank.
 
-    Threads: any, one at a time (`_one_at_a_time`): forwards run in the rank's main thread, backwards on a GPU in autograd's.
-    Finalizers of tensors may run in any thread, and only append to `_freed`.
+    Threads: any, one at a time (`_one_at_a_time`): forwards run in the rank's main thread, a GPU's backwards in autograd's thread.
+    Finalizers of tensors run in any thread without the lock, and only append to `_freed`.
 
     Args:
         model: the model, whose parameters are never packed.
-        place, comm: where slices rest; the ranks that share the activations, or None.
+        place: where slices rest. comm: the ranks that share the activations; None: this rank keeps all.
         prefetch: number of slices that are brought back ahead of use.
         min_numel: tensors of fewer elements are not packed.
         check_equal: compare the values, not only the shapes, that ranks pack (for debugging: it reads everything).
@@ -98,7 +98,7 @@ class Store:
         self.alike: list[str] = []  # names of blocks whose inputs are expected to be of one size, in order
         self.messages: list[str] = []
         self.speaks = speaks
-        self.packed, self.unpacked = 0, 0  # so far
+        self.packed, self.unpacked = 0, 0  # number of tensors since the store was made
         self.whole_nbytes = self.whole_peak = 0  # whole bytes of the tensors packed now, and at most
         self.largest_nbytes, self.most = 0, 0  # bytes of the largest tensor; most tensors at a time
         self.closed = False
@@ -106,7 +106,7 @@ class Store:
         self._forward, self._number = 0, 0
         self._live: dict[int, Kept] = {}  # by number, in order of packing
         self._known: dict[tuple, weakref.ref[Packed]] = {}  # by `_identity` of the tensor
-        self._freed: deque[tuple[int, tuple, Kept, int]] = deque()  # from finalizers: number, key, slice, whole nbytes
+        self._freed: deque[tuple[int, tuple, Kept, int]] = deque()  # appended by finalizers: number, key, slice, whole nbytes
         self._ahead: list[Kept] = []
         self._inside = threading.RLock()
         self._parameters: dict[int, StorageWeakRef] = {}  # storages that parameters are views of, by id
@@ -148,11 +148,11 @@ class Store:
         if flat is None:
             return Saved(tensor)
         self.slices.record(self._forward, name, tensor)
-        if not self.packed and name in self.alike:
+        if not self.packed and name in self.alike:  # the very first slice: the disk is checked for the blocks after it, too
             self.place.foreseen = len(self.alike) - self.alike.index(name) - 1
         key = _identity(tensor, self._forward)
         known = self._known[key]() if key in self._known else None
-        if known is not None and not known.storage.expired():
+        if known is not None and not known.storage.expired():  # the same tensor, kept by an earlier checkpoint of this forward
             return known
         with torch.no_grad(), self._told():
             kept = self.place.put(self.slices.cut(flat), self.slices.shard_numel(flat.numel()))
@@ -161,12 +161,13 @@ class Store:
         packed = Packed(tensor, dense, kept, self._number, name, self._forward)
         self._live[packed.number] = kept
         self._known[key] = weakref.ref(packed)
+        # not at the interpreter's exit, after which no call would release the slot
         weakref.finalize(packed, self._freed.append, (packed.number, key, kept, tensor.nbytes)).atexit = False
         self._count(tensor.nbytes)
         return packed
 
     def _takes(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is packed. This depends only on the model, so all ranks decide alike."""
+        """Return whether a tensor is packed. This depends on shapes and on the model only, so it is the same on all ranks."""
         known = (Tensor, FakeTensor) if self.place.imagines else (Tensor,)
         if type(tensor) not in known or not tensor.requires_grad or tensor.layout is not torch.strided:
             return False
@@ -242,7 +243,7 @@ class Store:
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """Context that, before a disk failure is raised here, aborts the Comms of all ranks that may wait for this one."""
+        """Context in which a disk failure aborts the Comms of all ranks that may wait for this one, before it is raised."""
         try:
             yield
         except (OffloadIOError, SwapError) as error:
@@ -252,7 +253,7 @@ class Store:
             raise
 
     def _comms(self) -> list[Control]:
-        """Return the Comms of ranks that share the activations, and of those that share the parameters at present."""
+        """Return the Comms to the ranks that share the activations, and to those that share the parameters at present."""
         comms: list[Control] = [] if self.comm is None else [self.comm]
         for model in self._models:
             runtimes = [module.__dict__.get("_zeroshard") for module in model.modules()]  # None: this module is not sharded
@@ -281,7 +282,7 @@ class Store:
     # -- hooks -----------------------------------------------------------------------------------------------
 
     def hooks(self, name: str) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return a context that packs everything that autograd saves. Use it around a call of `checkpoint` only."""
+        """Return a context that packs every tensor that autograd saves. Use it around a call of torch's `checkpoint` only."""
         return torch.autograd.graph.saved_tensors_hooks(lambda tensor: self.pack(tensor, name), self.unpack)
 
     def hooks_of_checkpoints(self) -> torch.autograd.graph.saved_tensors_hooks:
@@ -290,7 +291,7 @@ class Store:
 
 
 class _InputHooks:
-    """Hooks that pack the inputs of checkpoints and leave other tensors to `outer`, the hooks around them."""
+    """Hooks that pack the inputs of checkpoints, and pass other tensors to `outer`, the saved-tensor hooks around them."""
 
     def __init__(self, store: Store) -> None:
         self.store, self.outer, self.count = store, Outer(), 0
@@ -303,7 +304,7 @@ class _InputHooks:
 
 
 def _is_input_of_checkpoint() -> bool:
-    """Return whether torch.utils.checkpoint itself saves the tensor that is being packed, by looking at the calling frames.
+    """Return whether torch.utils.checkpoint itself saves the tensor that is being packed, as the calling frames show.
 
     Non-reentrant checkpoints save their inputs in a function of that file (torch 2.13: SavedTensor; before: an autograd
     function), reentrant ones in `CheckpointFunction.apply`, called there. Tensors saved inside a checkpoint do not reach
@@ -317,7 +318,7 @@ def _is_input_of_checkpoint() -> bool:
 
 
 def _identity(tensor: Tensor, forward: int) -> tuple:
-    """Return a key that is equal for two tensors of a forward only if they have the same elements (while the storage lives)."""
+    """Return a key that two tensors of a forward share only if they have the same elements. It holds while their storage lives."""
     storage = torch_compat.storage_id(tensor.untyped_storage())
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, torch_compat.version(tensor), forward
 

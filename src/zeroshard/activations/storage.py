@@ -7,8 +7,8 @@
 
 Memory is taken from an *arena*: one allocation of constant size in which every checkpoint has a slot (ZeRO, arXiv
 1910.02054, 6.3: without it, long- and short-lived tensors interleave and memory is fragmented). A slice that does not fit
-gets an allocation of its own, and the arena is replaced by a larger one when it is empty (`settle`). So the first step
-measures, and the steady state allocates nothing.
+gets an allocation of its own, and `settle` replaces the arena by a larger one when it is empty. So the first step measures
+the need, and later steps allocate nothing.
 
 On a CPU the device's memory is the host's: DEVICE and HOST differ only in the ledger.
 """
@@ -29,7 +29,7 @@ from ..memory.ledger import Ledger, making
 from .free_list import Space
 
 CHECKPOINTS = "activation checkpoints"  # category in the ledger
-_SLOT_ALIGN = 512  # bytes: alignment of CUDA's allocator, and enough for every vector kernel
+_SLOT_ALIGN = 512  # bytes: alignment of torch's CUDA allocator, and enough for every vector kernel
 
 
 @dataclass(eq=False)
@@ -60,7 +60,7 @@ class Place(ABC, Generic[KeptT]):
 
     tier: Tier
     foreseen = 0
-    imagines = True  # whether it takes the fake tensors of a dry run
+    imagines = True  # whether `put` accepts the fake tensors of a dry run
 
     def __init__(self, tier: Tier, device: torch.device, streams: Streams, ledger: Ledger) -> None:
         self.tier, self.device, self.streams, self.ledger = tier, device, streams, ledger
@@ -69,15 +69,15 @@ class Place(ABC, Generic[KeptT]):
 
     @abstractmethod
     def put(self, part: Tensor, numel: int) -> KeptT:
-        """Copy `part` (at most numel,), contiguous and on the device, to the place, as a slice of `numel` elements."""
+        """Copy `part`, contiguous and on the device, to the place, as a slice of `numel` elements (the last rank's part is shorter)."""
 
     @abstractmethod
     def fetch(self, kept: KeptT, wait: bool) -> None:
-        """Start to bring a slice back. wait=False: do so only if that needs no waiting."""
+        """Start to copy a slice back to the device. wait=False: do nothing if that has to wait (for the slice's write)."""
 
     @abstractmethod
     def get(self, kept: KeptT) -> Tensor:
-        """Return the slice (numel,) on the device, for work that is queued on the current stream before `done`."""
+        """Return the slice (numel,) on the device; it is valid for work that is queued on the current stream before `done`."""
 
     @abstractmethod
     def done(self, kept: KeptT) -> None:
@@ -88,7 +88,7 @@ class Place(ABC, Generic[KeptT]):
         """Release a slice; the inverse of `put`."""
 
     def settle(self) -> str | None:
-        """Grow the arena to the most that has been needed, and return a message if it grew. Called when no slice is kept."""
+        """Grow the arena to the largest need so far; return a message if it grew. The store calls it when no slice is kept."""
         return None
 
     def give_back(self) -> None:
@@ -110,7 +110,7 @@ class MemoryPlace(Place[Kept]):
         self.pin = pin and device.type == "cuda"
         self._space = Space(0, _SLOT_ALIGN)
         self._arena: Tensor | None = None
-        self._beyond_nbytes = self._beyond_peak = 0  # bytes allocated outside the arena: now, and at most since it was made
+        self._beyond_nbytes = self._beyond_peak = 0  # bytes of slices outside the arena: now; most since the arena was made
         self._needed_nbytes = 0  # most bytes at a time, in the arena and outside
         self._down: Any = None  # newest copy to the host; copies of one direction run in order
         self._up: Any = None  # newest copy from the host
@@ -182,14 +182,14 @@ class MemoryPlace(Place[Kept]):
         if not self._beyond_peak or self._space.used_nbytes or self._beyond_nbytes:
             return None
         before = self.arena_nbytes
-        # if it was large enough but fragmented, grow by the bytes that did not fit
+        # an arena that was large enough but fragmented grows by the bytes that found no gap
         self._renew(self._needed_nbytes if self._needed_nbytes > before else before + self._beyond_peak)
         return f"arena for activation checkpoints ({self.tier.value}): {before:,} -> {self.arena_nbytes:,} bytes"
 
     def _renew(self, nbytes: int) -> None:
         """Replace the (empty) arena by one of `nbytes`."""
         self._finish()
-        # the old one is freed first, so that there are never two; if allocating fails there is none, which is a valid state
+        # free the old arena first, so that there are never two; if the allocation fails there is none, which is a valid state
         self._arena, self._space, self.arena_nbytes = None, Space(0, _SLOT_ALIGN), 0
         self._beyond_peak = 0
         space = Space(nbytes, _SLOT_ALIGN)

@@ -4,8 +4,8 @@
     model, optimizer = zs.shard(model, optimizer)    at most the block around it and one tile are gathered
 
 Words: a *cut* is the plan for one weight and every module that holds it (tied weights are cut alike), or for all weights of a
-module of experts. All checks come before the first change. Modules stay the same objects, with their hooks and attributes:
-only their class changes.
+module of experts. All checks are made before the first change. Modules stay the same objects, with their hooks and attributes;
+`tile` changes only their class.
 ZeRO-Infinity, arXiv 2104.07857, section 5.1.3 (memory-centric tiling).
 """
 
@@ -52,7 +52,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class Cut:
-    """Plan for weights (by attribute) that are cut alike: tile i has [bounds[i], bounds[i + 1]) of dimension `dim` of each."""
+    """Plan for weights (by attribute) with the same cuts: tile i has [bounds[i], bounds[i + 1]) of dimension `dim` of each."""
 
     weights: dict[str, nn.Parameter]
     holders: list[Holder]
@@ -76,22 +76,22 @@ def tile(
     model.
 
     Args:
-        max_bytes: bytes of one tile (all its parameters) when it is gathered. Shards are padded to 32 elements a rank beside it.
-        budget_bytes: in the place of max_bytes, a bound on all that is gathered for use at one time under units="auto": what
-            stands outside the blocks, the largest block, and one tile. What is gathered ahead (between hosts and on GPUs the next
-            unit, and up to Config.prefetch_nbytes) comes on top.
+        max_bytes: bound on the bytes of one gathered tile (all its parameters), without the padding of up to 32 elements a rank.
+        budget_bytes: in the place of max_bytes, a bound on all parameters that are gathered for use at one time under
+            units="auto": those outside the blocks, the largest block, and one tile. Units gathered ahead (between hosts and on
+            GPUs the next unit, and up to Config.prefetch_nbytes) come on top.
         dtype: dtype in which weights are gathered (torch.bfloat16 for precision="bf16"); default: their own.
-        optimizer: an optimizer that was built already and has not stepped. Tiles take the places of the weights in its groups.
+        optimizer: an optimizer that was built already and has not stepped. Tiles replace the weights in its groups.
 
-    Linear maps are cut by rows (outputs), or by columns where there are too few rows; embeddings by rows; tied weights alike.
-    Experts are those of Transformers with weights (experts, ..., ...), which count together and are cut between experts. Values,
-    requires_grad and module hooks stay, and state_dict(), load_state_dict(), zs.full_state_dict() and `weights=` use the original
-    names and shapes.
+    A Linear is cut by rows (outputs), or by columns if not even one row fits; embeddings are cut by rows, tied weights alike. A
+    module of experts is one of Transformers' with weights (experts, ..., ...): the bytes of all of them count, and it is cut
+    between experts. Values, requires_grad and module hooks stay, and state_dict(), load_state_dict(), zs.full_state_dict() and
+    `weights=` use the original names and shapes.
 
     Outputs cut by rows, embeddings and gradients of weights are the same bits up to the choice of kernel. The gradient of a tiled
-    linear map's input is a sum over tiles, rounded T - 1 times more. Outputs of experts are sums in another order, and what
-    _init_weights draws for tiles of a meta-device model comes in another order. What exceeds max_bytes and stays whole is named
-    on stderr. The call is collective if the model was built under zs.init().
+    Linear's input is a sum over T tiles, rounded T - 1 times more. Outputs of experts are sums in another order, and _init_weights
+    draws values for tiles of a meta-device model in another order. Parameters that exceed max_bytes and stay whole are named on
+    stderr. The call is collective if the model was built under zs.init().
 
     Raises:
         ConfigError: a bound is wrong, or too small for one row or expert; or a weight has a gradient, hooks, or states.
@@ -145,7 +145,7 @@ def _say(line: str) -> None:
 
 
 def _holders(model: nn.Module) -> dict[nn.Parameter, list[Holder]]:
-    """Return every parameter with all the modules that hold it."""
+    """Return for every parameter all the modules that hold it (several for a tied one)."""
     found: dict[nn.Parameter, list[Holder]] = defaultdict(list)
     for prefix, module in model.named_modules():
         for attribute, param in torch_compat.own_parameters(module).items():
@@ -192,7 +192,7 @@ def _bias(module: nn.Module) -> nn.Parameter | None:
 
 
 def _why_not(held: list[Holder], holders: dict[nn.Parameter, list[Holder]]) -> str | None:
-    """Return why a parameter cannot be cut, or None. Only parameters known to be used row by row are cut."""
+    """Return why a parameter cannot be cut, or None. Only weights that their module uses row by row can be cut."""
     for holder in held:
         module, where = holder.module, holder.prefix or "the model"
         experts = tiled_experts.are_experts(module)
@@ -230,7 +230,7 @@ def _cut(weights: dict[str, nn.Parameter], held: list[Holder], limit: int, dtype
 
 
 def _bounds(extent: int, most: int) -> list[int]:
-    """Return the bounds of the fewest even tiles of at most `most`, at multiples of _ROWS if that takes no more tiles."""
+    """Divide `extent` into the fewest even tiles of at most `most`; return their bounds: multiples of _ROWS if as few tiles allow it."""
     count = -(-extent // most)
     for step in (_ROWS, 1):
         chunks = extent // step
@@ -242,10 +242,10 @@ def _bounds(extent: int, most: int) -> list[int]:
 
 
 def _limit_of(model: nn.Module, holders: dict[nn.Parameter, list[Holder]], budget: int, dtype: torch.dtype | None) -> int:
-    """Return the largest of budget, budget / 2, ... with which root unit, largest other unit and one tile fit the budget."""
+    """Return the largest max_bytes of budget, budget / 2, ... with which root unit, largest other unit and one tile fit the budget."""
     config = Config()
     units = partition(model, config, collect(model, config))
-    limit, least = budget, 0
+    limit, least = budget, 0  # least: need of the last try, for the message
     while limit > 0:
         try:
             cuts, _ = _plan(holders, limit, dtype)
@@ -325,7 +325,7 @@ def _carry_out(cut: Cut, optimizer: torch.optim.Optimizer | None) -> None:
         module = holder.module
         cls, tiles = _tiles_of(module, weights, parts, optimizer)
         for attribute in cut.weights:
-            del torch_compat.own_parameters(module)[attribute]
+            del torch_compat.own_parameters(module)[attribute]  # the tiles hold the weight from here on
         module.__class__ = cls
         module.tiles = nn.ModuleList(tiles).train(module.training)
 
@@ -348,7 +348,7 @@ def _tiles_of(
 
 
 def _leave_fast_paths(model: nn.Module) -> None:
-    """Keep torch's encoders with tiles from their inference kernels, which read weights without calling the modules."""
+    """Switch off the inference kernels of torch's encoders with tiles: they read weights without calling the modules."""
     for module in model.modules():
         if not any(isinstance(inner, Tiled) for inner in module.modules()):
             continue
@@ -361,7 +361,7 @@ def _leave_fast_paths(model: nn.Module) -> None:
 def _linear_tiles(
     module: nn.Module, weights: list[nn.Parameter], parts: list[Part], optimizer: torch.optim.Optimizer | None
 ) -> list[LinearTile]:
-    """Return the tiles of one Linear. Tiles of rows get their part of the bias; of tiles of columns, the first gets all of it."""
+    """Return the tiles of one Linear. Each tile of rows gets its part of the bias; the first tile of columns gets the whole bias."""
     bias = torch_compat.own_parameters(module).get("bias")
     if bias is None:
         return [LinearTile(w, None, {"weight": p}) for w, p in zip(weights, parts, strict=True)]
@@ -386,7 +386,7 @@ def _padding(module: nn.Embedding, part: Part) -> int | None:
 
 
 def _part_of(param: nn.Parameter, part: Part) -> nn.Parameter:
-    """Return a part as a parameter with the whole's attributes: rows share the whole's memory, columns are copied."""
+    """Return a part of a parameter as a parameter with the same attributes. Rows share the whole's memory, columns are copies."""
     if isinstance(param, ShardedTensor):
         return _part_of_born(param, part)
     fresh = nn.Parameter(part.of(param.data).contiguous(), requires_grad=param.requires_grad)

@@ -1,4 +1,4 @@
-"""Checkpoints: written by all ranks in parallel, complete or invisible, loadable by any mesh (docs/checkpoint-format.md)."""
+"""Checkpoints: all ranks write one in parallel, it is complete or invisible, and any mesh loads it (docs/checkpoint-format.md)."""
 
 from .export import Exported, export
 from .inspect import Inspection, inspect_checkpoint

@@ -1,12 +1,14 @@
 """Read a checkpoint in one pass: reads are noted first, then carried out in the order of the files and verified.
 
-    note     tensor a <- file 0 [64, 900k)     tensor b <- file 0 [901k, 5M)     ...
+    add      tensor a <- file 0 [64, 900k)     tensor b <- file 0 [901k, 5M)     ...
     read     file 0 | window | window | ...    direct I/O, several ahead; checksum of each block
-             -> copied to destinations that nobody uses yet (new optimizer states)
-             -> or kept in its buffer, as far as there are buffers, if its destination must not change before all is verified
-    Kept     serves the noted reads afterwards; windows that were not kept are read, and verified, once more
+             -> copied to new tensors, which nothing refers to yet (new optimizer states)
+             -> or kept in its buffer, while buffers last, if it belongs to a tensor in use, which may change only after all
+                blocks are verified
+    Kept     then serves the noted reads of tensors in use; it reads and verifies windows that were not kept once more
 
-A damaged block is thus found before anything has changed. Whole blocks are read; ranks that share a block both read it.
+So a damaged block is found before anything has changed. Since checksums are of whole blocks, whole blocks are read: if two ranks
+need parts of one block, both read it.
 """
 
 from __future__ import annotations
@@ -32,13 +34,16 @@ from .manifest import Manifest
 from .rank_file import DIGEST_NBYTES
 from .read_buffers import SLOTS, WINDOW_NBYTES, Room
 
-_AHEAD = 16  # windows that `ahead` reads before the needed ones are known
-_AGAIN = 2  # windows that are read together where one was not kept, that one included
+_AHEAD = 16  # number of windows that `ahead` reads before the needed ones are known
+_AGAIN = 2  # number of windows that `_once_more` reads together: the one asked for, and the next
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A noted read: bytes [begin, end) of a file, elements of `dtype`, for `out`. A meta `out` is asked for later (Kept.read)."""
+    """A noted read of bytes [begin, end) of a file, elements of `dtype`.
+
+    out: the destination; on the meta device if the caller will ask for these elements later (Kept.read).
+    """
 
     begin: int
     end: int
@@ -48,7 +53,7 @@ class _Wanted:
 
 @dataclass(frozen=True)
 class _Window:
-    """Bytes [begin, end) of a file, read at once. lasts: some of them will be asked for later, so they should be kept."""
+    """Bytes [begin, end) of a file, one read. lasts: the caller will ask for some of them later, so they should be kept."""
 
     begin: int
     end: int
@@ -57,7 +62,10 @@ class _Window:
 
 @dataclass(frozen=True)
 class _Landing:
-    """A window being read: bytes from `begin` on, into `memory`. kept: `memory` is not used again until the room is closed."""
+    """A read in progress of a window, from byte `begin` on, into `memory`.
+
+    kept: `memory` holds the window until the room is closed; else later windows are read into it.
+    """
 
     begin: int
     memory: Tensor
@@ -91,7 +99,7 @@ class Bulk:
         self.room.close()
 
     def ahead(self, path: Path) -> None:
-        """Begin to read a file of which much will be needed, into free buffers. If it cannot be read, `read` raises."""
+        """Begin to read a file into free buffers, since this rank will probably need most of it. `read` raises its I/O errors."""
         for begin, end in itertools.islice(_cut(0, self.entries[path].nbytes), _AHEAD):
             memory = self.room.spare(end - begin)
             if memory is None:
@@ -100,7 +108,7 @@ class Bulk:
                 self._ahead[path, begin, end] = self.begin(path, begin, memory, kept=True)
 
     def add(self, stored: Stored, start: int, out: Tensor) -> None:
-        """Note that elements [start, start + n) of a stored tensor go into `out` (n,), or (if meta) will be asked for later."""
+        """Note a read of elements [start, start + n) of a stored tensor into `out` (n,); on meta: for a later `Kept.read`."""
         for at, first, place in stored.parts(start, out):
             if place.numel():
                 self.wanted.setdefault(at.path, []).append(_wanted(at, first, place))
@@ -109,7 +117,7 @@ class Bulk:
     def read(self, most: int) -> Kept:
         """Read and verify all noted reads. most: bytes of memory, besides the ring's, that may be allocated to keep windows.
 
-        Raises CheckpointCorrupt, or CheckpointError if a file cannot be read; destinations are undefined then.
+        Raises CheckpointCorrupt, or CheckpointError if a file cannot be read; the contents of destinations are then undefined.
         """
         kept, wanted = Kept(self), {path: sorted(noted, key=lambda each: each.begin) for path, noted in self.wanted.items()}
         windows = {path: list(_windows(noted, self.entries[path].nbytes)) for path, noted in wanted.items()}
@@ -177,8 +185,9 @@ class Bulk:
         """Return the measured seconds for reading one byte; None if nothing has been read."""
         if not self._first:
             return None
-        with suppress(OffloadIOError):  # `check` raises it to whoever needs this window
+        with suppress(OffloadIOError):  # `check` raises it when this window is needed
             self._first[0].handle.wait()
+        # reads overlap, so one alone would show too slow a disk
         done = [landing for landing in self._first if landing.handle.done()]
         return (max(landing.handle.ended for landing in done) - self._started) / sum(landing.memory.numel() for landing in done)
 
@@ -194,7 +203,7 @@ def _windows(wanted: list[_Wanted], file_nbytes: int) -> Iterator[_Window]:
     for begin, end in _spans(wanted, file_nbytes):
         while asked and asked[0].end <= begin:
             asked.popleft()
-        yield _Window(begin, end, bool(asked) and asked[0].begin < end)
+        yield _Window(begin, end, bool(asked) and asked[0].begin < end)  # lasts if a read that is asked for later overlaps it
 
 
 def _spans(wanted: list[_Wanted], file_nbytes: int) -> Iterator[tuple[int, int]]:
@@ -206,7 +215,7 @@ def _spans(wanted: list[_Wanted], file_nbytes: int) -> Iterator[tuple[int, int]]
             yield from _cut(begin, end)
             begin = first
         end = max(end, last)
-        while end - begin > 2 * WINDOW_NBYTES:
+        while end - begin > 2 * WINDOW_NBYTES:  # yield early: a span may be a whole file
             yield begin, begin + WINDOW_NBYTES
             begin += WINDOW_NBYTES
     yield from _cut(begin, end)
@@ -218,7 +227,7 @@ def _cut(begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _deliver(begin: int, memory: Tensor, wanted: deque[_Wanted]) -> int:
-    """Copy a window's bytes to noted reads (in order), after removing those that end before it. Return how many bytes."""
+    """Copy a window's bytes to the noted reads that overlap it; return how many. wanted: in order; reads before it are removed."""
     end, delivered = begin + memory.numel(), 0
     while wanted and wanted[0].end <= begin:
         wanted.popleft()
@@ -238,14 +247,14 @@ def _deliver(begin: int, memory: Tensor, wanted: deque[_Wanted]) -> int:
 class Kept:
     """Result of `Bulk.read`: `read` serves noted reads from the kept windows.
 
-    A window for which there was no memory is read and verified again. Reads that were not noted go to the file: small tensors
-    that `resolver.check_digests` has verified.
+    It reads and verifies a window again for which there was no memory. Reads that were not noted, of small tensors that
+    `resolver.check_digests` has verified, go to the file.
     """
 
     def __init__(self, bulk: Bulk) -> None:
         self.bulk = bulk
         self.windows: dict[Path, list[tuple[int, int, Tensor | None]]] = {}  # (first byte, nbytes, memory if kept), in order
-        self._again: OrderedDict[tuple[Path, int], tuple[_Landing, Tensor]] = OrderedDict()  # read again: (read, slot), as an LRU
+        self._again: OrderedDict[tuple[Path, int], tuple[_Landing, Tensor]] = OrderedDict()  # LRU of windows read again
         self._checked: set[tuple[Path, int]] = set()
 
     def note(self, path: Path, landing: _Landing) -> None:
@@ -274,7 +283,7 @@ class Kept:
             stored.fill(start, out)
 
     def _once_more(self, path: Path, number: int) -> Tensor:
-        """Return the memory of a window that was not kept, read and verified again. The next such windows are read ahead."""
+        """Read a window that was not kept again, verify it, and return its memory. Start to read the next such window, too."""
         windows, key = self.windows[path], (path, number)
         if key in self._again:
             self._again.move_to_end(key)

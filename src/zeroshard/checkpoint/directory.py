@@ -4,12 +4,12 @@
       step-00000100/                complete: manifest.json, .metadata, rank-00000.distcp, ...
       step-00000200/
       latest                        the name of the checkpoint saved last; while the next one is being renamed, a second line
-                                    has the previous name. If `latest` is missing or wrong, the newest checkpoint counts
+                                    has the previous name. If `latest` is missing or wrong, zs.load takes the newest one
       .step-00000300.1f2e3d.draft/  a *draft*: being written (its lock is held), or left by a run that ended
 
-A draft becomes a checkpoint by one rename. A checkpoint that is replaced is first moved to `.NAME.TOKEN.old`, which counts as
-NAME until the new one is in place. Drafts whose lock nobody holds are removed by the next save. The *newest* checkpoint has the
-highest step, and among equals the latest time, both read from manifests: clocks and copies change the times of files.
+A draft becomes a checkpoint by one rename. A save that replaces a checkpoint first renames the old one to `.NAME.TOKEN.old`,
+which is found as NAME until the new one is in place. The next save removes drafts whose lock nobody holds. The *newest* checkpoint
+has the highest step, and among equals the latest time, both read from manifests, since copying changes the times of files.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from ..utils.host import host_identity
 
 MANIFEST, LATEST, LOCK = "manifest.json", "latest", "lock"
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_NAME_NBYTES = 220  # filesystems allow 255, less what drafts and scratch files add to a name
+_NAME_NBYTES = 220  # filesystems allow 255; drafts and scratch files have longer names
 _OLD = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{6}\.old")
 _DRAFT = re.compile(r"\..+\.[0-9a-f]{6}\.draft")  # only drafts end so: exports and other scratch files end in .tmp
 _EARLIER_DRAFT = re.compile(r"\..+\.[0-9a-f]{6}\.tmp")  # drafts of earlier versions; only a folder with a lock is one
 _BOTH = "latest-two"  # file in a draft that becomes `latest` until the draft is renamed
-_DATA = "rank-*.distcp"  # data files of zs.save; other libraries that write this format name them otherwise
+_DATA = "rank-*.distcp"  # data files of zs.save; other writers of DCP's format use other names
 _PUT_BACK = f"Put the {MANIFEST} back from a copy, or move the folder away"
 _HEAD_NBYTES = 1 << 16  # first bytes of a manifest, which have its step and time
 _UNLOCKED_S = 24 * 3600.0  # where there are no locks, a draft untouched for this long counts as abandoned
@@ -55,7 +55,7 @@ def _by_step(name: str) -> bool:
 
 
 def plain_name(name: str) -> bool:
-    """Return whether a name has only letters, digits, '.', '_' and '-', and can be a file's beside those of a checkpoint."""
+    """Return whether a name has only letters, digits, '.', '_' and '-', and is no reserved name of this folder."""
     return isinstance(name, str) and bool(_PLAIN.fullmatch(name)) and valid_name(name)
 
 
@@ -74,7 +74,7 @@ def absolute(path: str | os.PathLike) -> str:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with its content, or the link if it is a symbolic one. What cannot be removed stays."""
+    """Remove a folder with its content, or only the link if it is a symbolic link. Errors are ignored: the rest stays."""
     if path.is_symlink():
         with suppress(OSError):
             path.unlink()
@@ -83,7 +83,7 @@ def remove(path: Path) -> None:
 
 
 def check_free(root: Path, name: str, overwrite: bool) -> None:
-    """Raise CheckpointError if the name is taken, by a checkpoint (without `overwrite`) or by anything else."""
+    """Raise CheckpointError if the name is taken: by a file or folder that is no checkpoint or, without `overwrite`, by any."""
     target = root / name
     if not os.path.lexists(target):
         return
@@ -107,7 +107,8 @@ def sync(path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes, *, named: bool = True) -> None:
-    """Write a file atomically: it has all its content or does not exist. named: sync the folder too, so that its name lasts."""
+    """Write a file atomically: it has all its content or does not exist. named: sync the folder too, to make the name durable."""
+    # in the same folder: os.replace is atomic within a filesystem
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(3)}.tmp")
     try:
         with open(scratch, "wb") as file:
@@ -154,7 +155,7 @@ class Draft:
         try:
             (self.path / LOCK).touch(0o600)
             self._lock = hold(self.path / LOCK)
-            (self.path / LOCK).write_text(json.dumps(_this_process()))  # stands in for the lock where there are none
+            (self.path / LOCK).write_text(json.dumps(_this_process()))  # for filesystems without locks: see `abandoned`
         except BaseException:
             shutil.rmtree(self.path, ignore_errors=True)
             raise
@@ -167,12 +168,13 @@ class Draft:
             )
 
     def publish(self, overwrite: bool = False, latest: bool = True) -> Path:
-        """Rename the draft to its name and, if `latest`, make `latest` name it. Raises OSError, or CheckpointError if another
-        save has taken the name meanwhile; nothing has changed then.
+        """Rename the draft to its name and, if `latest`, write the name to `latest`.
 
-        `latest` is written first, with the previous name on a second line: while no checkpoint has the new name, the second
-        line counts, so that the one rename takes effect for both. A checkpoint that is replaced has the name already, so
-        there `latest` is written after the rename.
+        Raise OSError, or CheckpointError if another save has taken the name meanwhile; nothing has changed then.
+
+        `latest` is written first, with the previous name on a second line. A reader takes the first line that names a complete
+        checkpoint, so the rename of the draft also switches `latest` from the second line to the first. If a checkpoint of this
+        name is replaced, `latest` is written after the rename, since the first line would name the old one at once.
         """
         check_free(self.root, self.name, overwrite)
         target, old = self.root / self.name, self.root / f".{self.name}.{self.token}.old"
@@ -198,7 +200,7 @@ class Draft:
                 raise _taken(target) from error
             self._take_back(target, old, before)
             raise
-        remove(old)
+        remove(old)  # only now: until `latest` and the folder are durable, the old checkpoint may be needed
         (target / LOCK).unlink(missing_ok=True)  # not earlier: a draft without its lock would count as abandoned
         self._unlock()
         return target
@@ -227,12 +229,12 @@ class Draft:
 
 
 def _this_process() -> dict[str, Any]:
-    """Identify this process: where it runs, its number, and when it started (since numbers are used again)."""
+    """Identify this process: its host and pid namespace, its pid, and its start time (since the system reuses pids)."""
     return {"place": _place(), "pid": os.getpid(), "started": _started(os.getpid())}
 
 
 def _place() -> list[str]:
-    """Return what makes process numbers comparable: the host, its boot, and the container's pid namespace."""
+    """Return the scope in which pids are unique: the host, its boot, and the container's pid namespace."""
     place = list(host_identity())
     with suppress(OSError):
         place.append(os.readlink("/proc/self/ns/pid"))
@@ -247,7 +249,7 @@ def _started(pid: int) -> str:
 
 
 def sweep(root: Path) -> int:
-    """Remove abandoned drafts and checkpoints that were replaced. Return how many."""
+    """Remove abandoned drafts and the old folders of replaced checkpoints. Return their number."""
     count = 0
     for path in sorted(root.glob(".*")):
         ours = _DRAFT.fullmatch(path.name) or (_EARLIER_DRAFT.fullmatch(path.name) and (path / LOCK).is_file())
@@ -276,7 +278,7 @@ def hold(path: Path) -> int | None:
 
 
 def held(path: Path) -> bool | None:
-    """Return whether a process holds the lock on a file; None if that cannot be found out (no locks, no permission)."""
+    """Return whether a process holds the lock on a file; None if this is unknown (no locks, no permission)."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -308,7 +310,7 @@ def abandoned(draft: Path) -> bool:
 
 
 def complete(root: Path) -> dict[str, Path]:
-    """Return complete checkpoints by name, the newest last: sorted by step and then time, as their manifests say."""
+    """Return complete checkpoints by name, the newest last: sorted by the steps, then the times, in their manifests."""
     found: dict[str, Path] = {}
     for path in root.iterdir() if root.is_dir() else ():
         old = _OLD.fullmatch(path.name)
@@ -337,10 +339,11 @@ def _age(name: str, path: Path) -> tuple[int, str, int, str] | None:
 
 
 def find(where: Path, name: str | None = None) -> Path:
-    """Return the path of a checkpoint: `where` itself, `name` in it, or the one in it that `latest` names, else the newest.
+    """Return the path of a checkpoint: `name` in the folder `where`; without a name, `where` itself if it is a checkpoint, else
+    the one in it that `latest` names, else the newest.
 
-    Raises CheckpointNotFound, with the names that there are; CheckpointIncomplete if the named checkpoint, or every one
-    that there is, lacks its manifest.
+    Raises CheckpointNotFound, with the names of those that exist; CheckpointIncomplete if the named checkpoint, or every
+    existing one, lacks its manifest.
     """
     if name is None and (where / MANIFEST).is_file():
         return where
@@ -366,7 +369,8 @@ def find(where: Path, name: str | None = None) -> Path:
 def passed_over(root: Path, found: Path) -> str:
     """Return a warning, with the number of lost steps, if `found` is not the checkpoint saved last; else "".
 
-    If `latest` has two lines and the first names nothing, that save ended before its last rename, and never reported success.
+    If `latest` has two lines and no folder has the first name, that save was killed before its last rename: it never reported
+    success, so nothing is lost.
     """
     names = [name for name in _names_in_latest(root) if valid_name(name)]
     if len(names) > 1 and not (root / names[0]).exists():
@@ -441,11 +445,11 @@ def previous(path: Path) -> Path | None:
 
 
 def prune(root: Path, saved: str, keep_last: int | None, keep: Callable[[Path], bool]) -> list[str]:
-    """Remove complete checkpoints except `saved`, `keep_last - 1` others and those for which `keep` holds. Return their names.
+    """Remove complete checkpoints except `saved`, `keep_last - 1` others and those for which `keep` is true. Return their names.
 
     Checkpoints named by their step and those with other names are counted apart, so that periodic saves do not remove "best".
-    The others that are kept are the newest up to the step of `saved`, to which a run can fall back, and then the newest of
-    higher steps, which a run leaves behind when it goes back to an earlier checkpoint.
+    Of the others, those of steps up to `saved`'s are kept before those of higher steps, and newer ones before older ones: a run
+    can fall back to the former, while the latter are left from before it resumed from an earlier checkpoint.
     """
     if keep_last is None:
         return []

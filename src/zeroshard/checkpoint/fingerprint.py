@@ -1,8 +1,9 @@
 """The identity of parameters that a checkpoint leaves out: a checksum that does not depend on how they are sharded.
 
-It is the sum over all elements of a hash of (bits, position), modulo 2^64, so ranks can add theirs up in any partition. `exact`
-is of the values as they rest; `rounded` and `half` are of the values rounded to bfloat16 and float16, so that a base model in
-another precision is recognised. (Not a float16 copy of what was saved as a bfloat16 copy: rounding twice differs from once.)
+The checksum is the sum over all elements of a hash of (bits, position), modulo 2^64, so ranks can add up those of their slices,
+however sharded. `exact` is of the values as they rest; `rounded` and `half` are of the values rounded to bfloat16 and float16, so
+that a base model in another precision is recognised. (Float16 and bfloat16 copies of one model count as different: rounding to
+float16 and then to bfloat16 differs from rounding once.)
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _POSITION, _SPREAD, _MIX = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133
 
 @dataclass(frozen=True)
 class Identity:
-    """Identity of one parameter or of a part of it. The sum (`+`) of all parts' is the parameter's."""
+    """Identity of one parameter or of a part of it. The identities of all parts add up (`+`) to the parameter's."""
 
     dtype: str
     shape: list[int]
@@ -40,7 +41,7 @@ class Identity:
         )
 
     def same(self, other: Identity) -> bool:
-        """Return whether both are of the same values, compared in the lower of their precisions."""
+        """Return whether both are identities of the same values, compared in the lower of their precisions."""
         if list(self.shape) != list(other.shape):
             return False
         if self.dtype == other.dtype:
@@ -50,8 +51,10 @@ class Identity:
 
 
 def identities(parameters: Iterable[tuple[ParamGroup, int]]) -> dict[str, Identity]:
-    """Return the identities of this rank's slices, by name, for ranks to add up. A tile has an identity of its own; shards along
-    model axes add up to the whole parameter's."""
+    """Return the identities of this rank's slices, by name; the caller adds up all ranks'.
+
+    A tile has an identity of its own. The shards along model axes add up to the identity of the whole parameter.
+    """
     found = {}
     for group, index in parameters:
         home, spec, part = group.homes[index], group.specs[index], group.specs[index].part
@@ -67,7 +70,7 @@ def identities(parameters: Iterable[tuple[ParamGroup, int]]) -> dict[str, Identi
 
 @torch.no_grad()
 def identify(source: Rest, begin: int, start: int, stop: int, shape: tuple[int, ...], part: Part | None = None) -> Identity:
-    """Return the identity of elements [start, stop) of a parameter or a part of it; they begin at element `begin` of `source`."""
+    """Return the identity of elements [start, stop) of a parameter or part, which lie in `source` from its element `begin` on."""
     exact = rounded = half = 0
     for first in range(start, stop, _CHUNK_NUMEL):
         last = min(first + _CHUNK_NUMEL, stop)
@@ -94,7 +97,7 @@ def _places(first: int, last: int, part: Part | None) -> Tensor:
 
 def _sum(values: Tensor, places: Tensor) -> int:
     bits = values.contiguous().view(_BITS[values.itemsize]).long()
-    mixed = (bits + 1) * _POSITION + places
+    mixed = (bits + 1) * _POSITION + places  # int64 arithmetic wraps modulo 2^64
     mixed ^= mixed >> 29
     mixed *= _MIX
     mixed ^= mixed >> 32

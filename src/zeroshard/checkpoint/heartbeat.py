@@ -1,10 +1,10 @@
-"""Work that all ranks do at the same time, each for as long as it takes, such as reading and writing files.
+"""Work that all ranks do at the same time, each at its own pace, such as reading and writing files.
 
     rank 0   work ---> done .  .  .  .  .  .  .  .  all know
     rank 1   work ---------|---------|------> done  all know        |: a beat, an exchange that says "still working"
 
-In a plain `Comm.exchange` a rank with a slow disk would count as lost after the stall timeout. Here a thread of each rank
-exchanges beats with the others while the rank works. As long as all ranks answer beats, nobody times out; a rank that has
+If ranks only met in a `Comm.exchange` after the work, a rank with a slow disk would exceed the stall timeout. So a thread of each
+rank exchanges beats with the others while the rank works. As long as all ranks answer beats, no wait times out; a rank that has
 died, left, or entered another collective is detected as in any exchange.
 """
 
@@ -28,11 +28,11 @@ def together(comm: DirectComm, label: str, work: Callable[[], Any], stop: Callab
     Args:
         label: "zs.verb: what", for messages.
         work: called in the calling thread. It must not use `comm`, and returns plain values (`comm.codec`).
-        stop: called from another thread, perhaps more than once, if another rank has failed or is gone, so that this rank's work
-            is in vain. None where work ends soon by itself.
+        stop: called from another thread, perhaps more than once, if another rank has failed or is gone: it should make `work` end
+            early. None if `work` is short.
 
     Raises:
-        The error that work raised on one rank, on every rank: a ZeroshardError as it is, others as CheckpointError (`telling`).
+        On every rank, the error that `work` raised on one rank: a ZeroshardError unchanged, others as CheckpointError (`telling`).
     """
     beats = _Beats(comm, label, stop)
     beats.start()
@@ -41,7 +41,7 @@ def together(comm: DirectComm, label: str, work: Callable[[], Any], stop: Callab
         result = encode((work(), None, False))
     except BaseException as raised:
         error = raised if not isinstance(raised, Exception) else telling(raised, label, comm.rank)
-        told = error if isinstance(error, Exception) else telling(error, label, comm.rank)
+        told = error if isinstance(error, Exception) else telling(error, label, comm.rank)  # for KeyboardInterrupt, ...
         result = encode((None, told, beats.stopped))
     everyone = beats.end(result, error)
     if error is not None and not isinstance(error, Exception):  # KeyboardInterrupt, ...: other ranks raise a CheckpointError
@@ -52,7 +52,7 @@ def together(comm: DirectComm, label: str, work: Callable[[], Any], stop: Callab
 
 
 def telling(error: BaseException, label: str, rank: int) -> Exception:
-    """Return an error that can be sent to other ranks: a ZeroshardError itself, or a CheckpointError caused by any other."""
+    """Return an error that can be sent to other ranks: a ZeroshardError itself; for any other error, a CheckpointError."""
     if isinstance(error, ZeroshardError):
         return error
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -62,24 +62,24 @@ def telling(error: BaseException, label: str, rank: int) -> Exception:
 
 
 def raise_first(problems: Sequence[Exception | None], rank: int, mine: Exception | None) -> None:
-    """Raise the same one of the ranks' errors on all ranks, if there are any. mine: this rank's error, with its cause."""
+    """Raise one of the ranks' errors, the same on all ranks, if there are any. mine: this rank's own error, with its cause."""
     found = [(at, problem) for at, problem in enumerate(problems) if problem is not None]
     if found:
-        at, problem = min(found, key=lambda item: not isinstance(item[1], CheckpointWriteError))  # it causes the others
+        at, problem = min(found, key=lambda item: not isinstance(item[1], CheckpointWriteError))  # a failed write causes others
         raise mine if at == rank and mine is not None else problem
 
 
 class _Beats:
     """The exchanges during one call of `together`.
 
-    Threads: from `start` to the end of `end` only `_meet`'s thread uses the Comm (whose `exchange` refuses a second caller);
-    `Tiers.beside_comm` keeps disk failures of the working thread away from it. `stop` is called in `_meet`'s thread.
+    Threads: from `start` to the end of `end` only the thread of `_meet` uses the Comm, whose `exchange` raises ThreadsMet for a
+    second thread; inside `Tiers.beside_comm` the working thread does not report disk failures by it. `_meet`'s thread calls `stop`.
     """
 
     def __init__(self, comm: DirectComm, label: str, stop: Callable[[], None] | None) -> None:
         self.comm, self.label, self.stop = comm, label, stop
         self.seconds = min(_BEAT_S, getattr(comm, "stall_timeout_s", 60.0) / 4)
-        self.stopped = False  # another rank failed while this one was working
+        self.stopped = False  # True if another rank failed while this one was working
         self._result = b""  # empty while this rank works
         self._ended = threading.Event()
         self._everyone: list[tuple] = []
@@ -112,17 +112,17 @@ class _Beats:
             while True:
                 self._ended.wait(self.seconds)
                 everyone = self.comm.exchange(self._result, self.label)
-                if all(everyone):
+                if all(everyone):  # every rank has a result: the work of all has ended
                     self._everyone = [decode(part) for part in everyone]
                     return
-                if any(part and decode(part)[1] is not None for part in everyone):
+                if any(part and decode(part)[1] is not None for part in everyone):  # a rank has ended with an error
                     self._in_vain()
         except BaseException as error:
             self._failure = error
             self._in_vain()
 
     def _in_vain(self) -> None:
-        if not self._result:
+        if not self._result:  # this rank still works
             self.stopped = True
             if self.stop is not None:
                 self.stop()

@@ -23,15 +23,15 @@ _LISTINGS = 5  # attempts at listing a folder from which checkpoints are being r
 
 @dataclass(frozen=True)
 class Inspection:
-    """The content of one checkpoint, as `zs.inspect_checkpoint` found it.
+    """The content of one checkpoint, a result of `zs.inspect_checkpoint`.
 
     Attributes:
-        kind: "zeroshard", or the format of another library, of which less is known.
+        kind: "zeroshard", or the name of another library's format, for which some attributes are unknown.
         numel: elements of all parameters and buffers.
         kinds: bytes by kind: parameters with buffers, optimizer states, other.
         files: bytes by name of file.
         checksums: "hold", "not verified", "the format has none", "damaged", or "unreadable" (an I/O error, a newer version).
-        damage: what is wrong, or "".
+        damage: description of the damage, or "".
         facts: world size, stage, precision, optimizer, time and versions.
         ties: another name of a tensor -> the name under which it is stored.
     """
@@ -63,12 +63,12 @@ class Inspection:
 
 
 def inspect_checkpoint(path: str | os.PathLike, *, name: str | None = None, verify: bool = True) -> list[Inspection]:
-    """Look at every complete checkpoint of a folder, the oldest first; or at `name` alone, or at the checkpoint that `path` is.
+    """Describe the checkpoint `path`, or every complete checkpoint in the folder `path`, the oldest first, or only `name` in it.
 
-    It needs one process, no process group and no device. Checkpoints that a running job removes meanwhile are left out.
+    It runs in one process, without process group and device. Checkpoints that a running job removes meanwhile are left out.
 
     Args:
-        verify: read all files and compare checksums. Damage, and what cannot be read, is reported, not raised.
+        verify: read all files and compare checksums. Damaged and unreadable files are reported in the result, not raised.
 
     Raises:
         CheckpointNotFound: there is no complete checkpoint.
@@ -124,7 +124,7 @@ def _unknown(folder: Path) -> Inspection:
 
 
 def _described(folder: Path, manifest: Manifest) -> Inspection:
-    """Return the facts that a manifest has."""
+    """Return the Inspection of a checkpoint by its manifest alone."""
     facts = {key: value for key, value in manifest.facts.items() if key not in ("step", "trained_only", "per_rank")}
     shapes = {name: (math.prod(entry.shape), entry.dtype.itemsize) for name, entry in manifest.tensors.items()}
     model = [shape for name, shape in shapes.items() if name.startswith(holding.MODEL)]

@@ -3,8 +3,8 @@
     find -> read the manifest -> compare names and shapes -> read slices, verify checksums -> put them into place
 
 The model changes only in the last step, after all others have passed on every rank. Each rank reads its own slices (of replicated
-states: whole tensors). Optimizer states that do not exist yet are read into new tensors, all else into buffers of the model's
-saves, or twice where there is no buffer (read_buffers.py). For states on host or disk an earlier pass verifies checksums.
+states: whole tensors): new optimizer states into new tensors, everything else into buffers of the model's saves, or twice if no
+buffer is free (read_buffers.py). If states rest on host or disk, a pass over all files first verifies the checksums.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from .source import Opened, name_left_out
 from .stages import Stages
 from .user_state import check_named, check_target, slices_of, takes_state
 
-_SPARE = 1.25  # a second copy is made in memory only where this many times its size is available
-_KINDS = {"betas", "eps", "momentum", "momentum_decay", "alpha", "rho", "etas", "lambd"}  # options that tell optimizers apart
+_SPARE = 1.25  # memory for a second copy of a state is allocated only if this many times its size is available
+_KINDS = {"betas", "eps", "momentum", "momentum_decay", "alpha", "rho", "etas", "lambd"}  # options that show an optimizer's class
 _IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}  # not loaded from other libraries' groups
 
 
 @dataclass
 class Loaded:
-    """The result of `zs.load`: the checkpoint's path, step and facts; `extra`, the saved values by name, without those that need
-    `trusted=True`; and `rng`, which says whether random generators were "restored", "reseeded" or "left".
+    """The result of `zs.load`: path, step and facts of the checkpoint. extra: the saved values by name, without those that need
+    `trusted=True`. rng: whether the random generators were "restored", "reseeded" or "left".
     """
 
     path: Path
@@ -86,30 +86,30 @@ def load(
     docs/how-to/export.md.
 
     Args:
-        path: a checkpoint, or a folder of them: then the one of `name`, or the one saved last. If that is not complete any more,
-            an older one is taken, and rank 0 says so on stderr, with the steps that are lost.
+        path: a checkpoint, or a folder of checkpoints: then `name` in it, or the one saved last. If that one is not complete any
+            more, load takes an older one, and rank 0 prints a line on stderr with the number of lost steps.
         optimizer: the model's optimizer; None leaves optimizer states as they are.
-        extra: by name, what `zs.save` was given. `load_state_dict` is called for objects that have it; the saved plain values are
-            in `Loaded.extra`. An object with `check_state_dict(state)` is asked first, before anything changes.
-        verify: True compares all checksums while everything is read for the first time, before anything changes; what finds no
-            room in memory until then is read and compared again. "before" reads everything once before, and so does True where
-            states rest on another tier. False compares sizes alone.
-        rng: restore random generators: exactly at the same number of ranks in the same mesh. Otherwise every rank is seeded anew
-            from rank 0's (ranks along tp and ep alike), and `Loaded.rng` says so.
-        trusted: unpickle any object in `extra`. Objects of your own classes need it, and can run code. Without it such an object
-            is refused if you asked for it, and left unread, with a line on stderr, if you did not.
-        strict: False leaves parameters and buffers that the checkpoint lacks as they are, and passes over what the model does not
-            have. Shapes, members of groups and the base model must be the same in any case.
+        extra: by name, the objects that `zs.save` was given. `load_state_dict` is called for objects that have it; saved plain
+            values are in `Loaded.extra`. `check_state_dict(state)`, if an object has it, is called before anything changes.
+        verify: True compares all checksums during the first read, before anything changes; blocks that can not be kept in memory
+            until then are read, and compared, again. "before" reads all files once more, before the load; so does True if states
+            rest on another tier. False compares sizes only.
+        rng: restore the random generators, if there are as many ranks in the same mesh. Otherwise each rank's generators are seeded
+            from rank 0's saved state (ranks along tp and ep with the same seed). `Loaded.rng` says which.
+        trusted: unpickle any object in `extra`. Objects of your own classes need it, and can run code. Without it, load raises for
+            such an object if `extra` names it, else leaves it unread and prints a line on stderr.
+        strict: False keeps parameters and buffers that the checkpoint lacks, and ignores entries that the model lacks. Shapes,
+            members of groups and the base model must be the same in any case.
 
     Raises:
         CheckpointNotFound: there is no complete checkpoint.
-        CheckpointIncomplete: there is one without its manifest.
-        CheckpointCorrupt: a file is damaged: which, where, expected and actual. Nothing was changed.
-        CheckpointMismatch: it is of another architecture or optimizer; all differences. Nothing was changed.
-        BaseModelMismatch: it holds trained parameters alone, of another base model. Nothing was changed.
+        CheckpointIncomplete: the checkpoint has no manifest.
+        CheckpointCorrupt: a file is damaged; the message has file, byte, expected and actual checksum. Nothing was changed.
+        CheckpointMismatch: the checkpoint is of another architecture or optimizer; lists all differences. Nothing was changed.
+        BaseModelMismatch: the checkpoint holds only the trained parameters of another base model. Nothing was changed.
         ModelChanged: parameters were replaced, added or removed since zs.shard(). Nothing was changed.
-        ConfigError: ranks call it differently, or an object of `extra` refuses its state.
-        CheckpointError: an object of `extra` refused its state in `load_state_dict`, when all else had been loaded.
+        ConfigError: ranks passed different arguments, or an object's `check_state_dict` raised it.
+        CheckpointError: an object's `load_state_dict` raised; everything else has been loaded.
     """
     if torch.is_inference_mode_enabled():  # no optimizer step could change tensors that are made in inference mode
         with torch.inference_mode(False), torch.no_grad():
@@ -127,7 +127,7 @@ def _put(
     runtime: Runtime, stages: Stages, path: Any, name: str | None, verify: bool | str, trusted: bool, strict: bool,
     wanted: dict[str, Any],
 ) -> tuple[_Loading, dict[str, Any]]:  # fmt: skip
-    """Find the checkpoint, compare it with the model and load it (collective). Return the load and the saved extras by name."""
+    """Find the checkpoint, compare it with the model, load it (collective). Return the `_Loading` and the saved extras by name."""
     world, mesh = runtime.world, runtime.topology.mesh
     for looks in range(LOOKS, 0, -1):
         with ExitStack() as held:
@@ -139,14 +139,14 @@ def _put(
                 loading.check_base()
                 loading.put()
                 return loading, extras
-            except CheckpointError:  # a run in progress may have removed it: the next one is loaded over what is loaded so far
+            except CheckpointError:  # if a running job has removed the checkpoint, load the next one over what is loaded so far
                 if looks == 1 or world.failure is not None or not removed(world, path, opened.path):
                     raise
     raise AssertionError("the last look returns or raises")
 
 
 def _agree(runtime: Runtime, path: Any, optimizer: Any, name: str | None, verify: Any, strict: bool, extra: Any) -> Stages:
-    """Check the arguments and that all ranks give the same ones (collective). Return what is known of the pipeline's stages."""
+    """Check the arguments, and that all ranks pass the same (collective). Return the pipeline's stages."""
     core, mine, telling_stages, problem = None, {}, None, None
     try:
         core = core_of(runtime, optimizer, "zs.load")
@@ -181,7 +181,7 @@ def await_save(runtime: Runtime) -> None:
 
 
 def _bulk_of(held: ExitStack, runtime: Runtime, core: OptimizerCore | None, folder: Path, manifest: Manifest) -> Bulk:
-    """Return the reader of one of our checkpoints. It starts to read where this rank's tensors are probably those of one file."""
+    """Return the reader of a checkpoint of zs.save. It starts to read the file that has this rank's tensors, if one probably does."""
     held.close()  # the reader of a checkpoint that has been removed meanwhile gives its buffers back
     bulk = held.enter_context(Bulk(folder, manifest, Room(saver_of(runtime).ring)))
     if _all_wanted(runtime, core, manifest) and manifest.facts["world_size"] == runtime.world.world_size:
@@ -190,7 +190,7 @@ def _bulk_of(held: ExitStack, runtime: Runtime, core: OptimizerCore | None, fold
 
 
 def _all_wanted(runtime: Runtime, core: OptimizerCore | None, manifest: Manifest) -> bool:
-    """Return whether everything in a checkpoint is read, hence verified by reading, and all states rest on the device."""
+    """Return whether reading verifies all checksums: the load needs everything in the checkpoint, and all states rest on the device."""
     tiers = {runtime.config.offload_param.tier, runtime.config.offload_optimizer.tier}
     sliced = any(name.startswith(holding.SLICES) for name in manifest.tensors)  # read one by one, and only if `extra` asks
     return tiers == {Tier.DEVICE} and not sliced and (core is not None or holding.GROUPS not in manifest.objects)
@@ -216,7 +216,7 @@ class _Loading:
     # -- compare ---------------------------------------------------------------------------------------------
 
     def compare(self, extra: dict[str, Any]) -> dict[str, Any]:
-        """Return the saved extras. Raise CheckpointMismatch, listing everything that does not fit the model."""
+        """Find all of the model's entries; return the saved extras. Raise CheckpointMismatch with all entries that do not fit."""
         missing, mismatched, untied, used = [], [], [], set()
         self._fit()
         model, several = self.opened.model, self._by_stages or not self.opened.ours  # tied parameters may be stored twice
@@ -248,7 +248,7 @@ class _Loading:
         return self._extras(extra)
 
     def _fit(self) -> None:
-        """Rename the checkpoint's tensors as the model's: strip or add wrappers' prefixes; note names of tied parameters."""
+        """Give the checkpoint's tensors the model's names: strip or add wrappers' prefixes. Note the aliases of tied parameters."""
         if self._by_stages or not self.opened.ours:
             for spec in (spec for group in self.runtime.groups for spec in group.specs):
                 self.aliases |= dict.fromkeys(safetensors.names_of(self.prefixes, spec), spec.whole_name)
@@ -276,7 +276,7 @@ class _Loading:
         return problems + [f"  {what}: {entry}" for what, entries in lists.items() for entry in dict.fromkeys(entries)]
 
     def _compare_optimizer(self) -> list[str]:
-        """Return what does not fit the optimizer. If everything fits, note where its states are stored."""
+        """Return the problems that keep the optimizer from loading; if there are none, note where its states are stored."""
         if self.core is None:
             return []
         if self.opened.groups is None:
@@ -301,12 +301,12 @@ class _Loading:
 
     @property
     def _by_stages(self) -> bool:
-        """True if pipeline stages saved or load it: each stage has its own copy of a tensor that one process would tie."""
+        """True if pipeline stages saved the checkpoint or load it: stages hold copies of a tensor that is tied in one process."""
         saved = self.opened.facts.get("mesh") if self.opened.ours else None
         return self.stages.several or (saved is not None and len(saved["stages"]) > 1)
 
     def _one(self, name: str) -> str:
-        """Return the name under which the state of a tied parameter is stored, or the name itself."""
+        """Return the name under which the checkpoint stores a parameter's state: that of the first of tied parameters."""
         return self.opened.ties.get(name, self.aliases.get(name, name)) if self._by_stages else name
 
     def _name_members(self, present: list[dict[str, Any]]) -> list[str]:
@@ -331,7 +331,7 @@ class _Loading:
         return []
 
     def _find_states(self) -> list[str]:
-        """Note where the state of every parameter is stored. Return the states whose shape fits no parameter."""
+        """Find the stored states of every parameter. Return a problem for each state whose shape is not its parameter's."""
         entries, problems = self.opened.states, []
         counters = set(self.opened.scalars) if self.opened.scalars is not None else {"step"} | {
             key for name, states in entries.items() for key, stored in states.items()
@@ -360,7 +360,7 @@ class _Loading:
         return problems
 
     def _find_slices(self, extra: dict[str, Any]) -> list[str]:
-        """Note the slices of parameters that objects of `extra` keep (zs.ema). Return those that do not fit."""
+        """Note where the checkpoint has the slices that objects of `extra` keep (zs.ema). Return the problems of those that do not fit."""
         problems = []
         for name, shards in slices_of(extra, self.runtime.model).items():
             saved = self.opened.slices.get(name, {})
@@ -401,7 +401,7 @@ class _Loading:
             )
 
     def _extras(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Return saved extras by name. Raise if a wanted one is missing, unread or of other ranks, or its target refuses it."""
+        """Return saved extras by name. Raise if a wanted one is missing, not unpickled, of other ranks, or its target refuses it."""
         found, unread = self.opened.extras, self.opened.unread
         for name in sorted(wanted.keys() & unread.keys()):
             raise unread[name]
@@ -443,7 +443,7 @@ class _Loading:
     # -- take ------------------------------------------------------------------------------------------------
 
     def put(self) -> None:
-        """Verify and load everything (collective). If loading fails half-way, the model refuses to run until the next load."""
+        """Verify and load everything (collective). If loading fails half-way, the model raises at every use until the next load."""
         self.verify()
         try:
             self.take()
@@ -463,7 +463,7 @@ class _Loading:
         self.runtime.unusable = ""
 
     def verify(self) -> None:
-        """Read and verify what is needed, or only verify everything (collective). Raises CheckpointCorrupt, CheckpointError."""
+        """Verify checksums, while reading into memory or in a pass over all files (collective). Raises CheckpointError."""
         bulk, path, comm = self.opened.bulk, self.opened.path, self.comm
         if bulk is None:
             return
@@ -480,7 +480,7 @@ class _Loading:
         agreed(comm, "zs.load: reading", read, path)
 
     def _note(self, bulk: Bulk) -> int:
-        """Tell `bulk` what will be read. Return the bytes of host memory that new optimizer states take."""
+        """Note all reads of this load with `bulk`. Return the bytes of host memory that new optimizer states take."""
         safetensors.note(self.runtime, self.found, self.opened.model, bulk)
         taken, on_host = 0, self.comm.device.type == "cpu"
 
@@ -509,7 +509,7 @@ class _Loading:
         """Load everything, from the buffers of `verify` or from the files (collective)."""
         runtime, reading = self.runtime, self.reading
         if self.core is not None:
-            self.core.drain()
+            self.core.drain()  # a pending delayed update would overwrite the loaded masters
         runtime.settle()
         runtime.drop_gradients()
         runtime.topology.forget()
@@ -519,7 +519,7 @@ class _Loading:
         refused = module_state.give_back(runtime.model, self.opened, computed, reading, self.comm.rank)
         for group in runtime.groups:
             for index in range(len(group.params)):
-                group.masters.written(index)
+                group.masters.written(index)  # streaming has written parameters and masters: neither is newer
         if self.core is not None:
             self._restore().put(write_over=True)
             for mine, given in zip(self.core.outer.param_groups, self.groups, strict=True):

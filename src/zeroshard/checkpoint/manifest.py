@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: its tensors, values and files with checksums, as JSON that any tool can read.
 
-Each rank sends rank 0 where tensors lie in its data file (only if that differs from the last save), and a *part*: the checksums
-and plain values of the file. Rank 0 joins these to `manifest.json` and to DCP's `.metadata`. docs/checkpoint-format.md is
-the specification.
+Each rank sends rank 0 the places of tensors in its data file (only if they differ from the last save), and a *part*: the checksums
+of the file and the places of plain values. Rank 0 makes `manifest.json` and DCP's `.metadata` of all ranks' parts.
+docs/checkpoint-format.md is the specification.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FACTS = ("step", "world_size", "stage", "precision", "optimizer", "trained_only
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A box of a tensor: its elements begin at byte `data` of file number `file`, in the blob [offset, offset + nbytes)."""
+    """A box of a tensor, in the blob [offset, offset + nbytes) of file number `file`; its elements begin at byte `data`."""
 
     file: int
     data: int
@@ -50,7 +50,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ObjectEntry:
-    """A plain value, as torch.save wrote it to bytes [offset, offset + nbytes) of file number `file`."""
+    """A plain value: bytes [offset, offset + nbytes) of file number `file` are a file of torch.save."""
 
     file: int
     offset: int
@@ -68,10 +68,11 @@ class FileEntry:
 
 @dataclass
 class Manifest:
-    """Content of a checkpoint. facts: step, world size, stage, precision, time, versions. frozen: identities of what is left out.
+    """Content of a checkpoint.
 
-    scalars: keys of optimizer states that are one number for each parameter; shapes do not distinguish them for parameters
-    without dimensions. None: an earlier version wrote the checkpoint.
+    facts: step, world size, stage, precision, time, versions. frozen: identities of the parameters that the save left out.
+    scalars: keys of optimizer states that are one number for each parameter; shapes do not show this for parameters without
+    dimensions. None: an earlier version wrote the checkpoint.
     """
 
     facts: dict[str, Any]
@@ -100,6 +101,7 @@ class Manifest:
             **({} if self.scalars is None else {"scalars": self.scalars}),
         }
         tensors = _json(_tensors_json(self.tensors)) if tensors is None else tensors
+        # one object, joined as text since `tensors` may be cached text
         text = f'{_json(head)[:-1]},"tensors":{tensors},{_json(tail)[1:-1]}'
         return f'{text},"checksum":"{xxhash.xxh3_64_hexdigest(text.encode())}"}}\n'.encode()
 
@@ -205,7 +207,7 @@ def _check_places(path: Path, manifest: Manifest) -> None:
 
 
 def tensors_of(layout: FileLayout) -> bytes:
-    """Return the JSON of where tensors lie in a rank's file. Equal layouts give equal bytes."""
+    """Return the JSON of the places of tensors in a rank's file. Equal layouts give equal bytes."""
     tensors: dict[str, Any] = {}
     for blob in layout.blobs:
         place = layout.places[blob.place]
@@ -215,7 +217,10 @@ def tensors_of(layout: FileLayout) -> bytes:
 
 
 def part_of(layout: FileLayout, name: str, digests: list[str], extra: dict[str, Any]) -> bytes:
-    """Return the JSON of the rest: name, size and checksums of a rank's file, plain values. extra: ties, identities, scalars."""
+    """Return the JSON of a rank's part: name, size and checksums of its file, places of plain values, and `extra`.
+
+    extra: ties, identities of frozen parameters, scalars.
+    """
     objects = {key: (offset, len(value)) for key, offset, value in layout.objects}
     return _json({"file": [name, layout.nbytes, digests], "objects": objects, **extra}).encode()
 
@@ -234,10 +239,10 @@ class Listed:
         self._metadata_of: tuple = ()
 
     def take(self, digests: list[str], told: list[bytes]) -> None:
-        """Take the `tensors_of` of all ranks. Raises CheckpointError if they do not have every element of each tensor once."""
+        """Replace the cache by the `tensors_of` of all ranks. Raise CheckpointError if boxes do not add up to their tensors."""
         self.digests, self.tensors = [], _join(told)
         self.text, self._metadata_of = _json(_tensors_json(self.tensors)), ()
-        self.digests = digests
+        self.digests = digests  # last: if `_join` raises, the cache must not match the next save
 
     def metadata(self, manifest: Manifest) -> bytes:
         """Return the content of `.metadata`. It is cached, since making it takes longer than writing it."""
@@ -270,7 +275,7 @@ def _join(told: list[bytes]) -> dict[str, TensorEntry]:
 def join(parts: list[bytes], facts: dict[str, Any], listed: Listed) -> Manifest:
     """Return the manifest made of all ranks' parts."""
     read = [json.loads(part) for part in parts]
-    files = [FileEntry(part["file"][0], part["file"][1], tuple(part["file"][2])) for part in read]
+    files = [FileEntry(part["file"][0], part["file"][1], tuple(part["file"][2])) for part in read]  # file number = rank
     manifest = Manifest(facts, files, listed.tensors, {})
     frozen: dict[str, Identity] = {}
     for number, part in enumerate(read):
@@ -286,7 +291,7 @@ def join(parts: list[bytes], facts: dict[str, Any], listed: Listed) -> Manifest:
 
 
 def write_ahead(folder: Path, listed: Listed) -> bytes:
-    """Write the last save's `.metadata`, which this save's mostly equals. Return what was written."""
+    """Write the last save's `.metadata`, since this save's is mostly equal to it. Return the bytes written."""
     if listed.last_metadata:
         _write_metadata(folder, listed.last_metadata)
     return listed.last_metadata
@@ -299,7 +304,7 @@ def _write_metadata(folder: Path, metadata: bytes) -> None:
 
 
 def write(folder: Path, manifest: Manifest, listed: Listed, ahead: bytes = b"") -> None:
-    """Write `.metadata`, unless `write_ahead` has, and then `manifest.json`. Their names last once the folder is synced."""
+    """Write `.metadata`, unless `write_ahead` has written the same, then `manifest.json`. The caller syncs the folder."""
     metadata = listed.metadata(manifest)
     if metadata != ahead:
         _write_metadata(folder, metadata)

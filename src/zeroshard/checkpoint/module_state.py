@@ -1,4 +1,4 @@
-"""Entries of a model's state dict besides parameters: compare them with a checkpoint, and load them.
+"""Entries of a model's state dict that are no parameters: compare them with a checkpoint, and load them.
 
 buffers       identified by object, since hooks may rename them in the state dict
 computed      tensors that hooks, or a module's `_save_to_state_dict`, compute; the model's `load_state_dict` loads them
@@ -57,7 +57,7 @@ def _key(prefix: str) -> str:
 
 
 def read_objects(model: nn.Module, opened: Opened, rank: int) -> None:
-    """Read a foreign checkpoint's extra states that modules of the model take; print on rank 0 which are left unread."""
+    """Read a foreign checkpoint's extra states for modules with `set_extra_state`; rank 0 prints the names of the others."""
     takers, left = _takers(model), []
     for name, reader in opened.module_readers.items():
         try:
@@ -76,11 +76,14 @@ def read_objects(model: nn.Module, opened: Opened, rank: int) -> None:
 def give_back(
     model: nn.Module, opened: Opened, computed: dict[str, Tensor], reading: Reading, rank: int
 ) -> CheckpointError | None:
-    """Load computed tensors and extra states through the modules' own methods. Return the first error, or None."""
+    """Load computed tensors and extra states by the modules' own methods. Return the first error, or None.
+
+    An error is returned, not raised, so that this rank stays in step with the others.
+    """
     refused = None
     for who, take in _takes(model, opened, computed, reading):
         try:
-            if reading.error is None:
+            if reading.error is None:  # after a failed read the values are undefined
                 take()
         except Exception as error:
             if refused is None:
@@ -91,7 +94,7 @@ def give_back(
 
 
 def _takes(model: nn.Module, opened: Opened, computed: dict[str, Tensor], reading: Reading) -> Iterator[tuple[str, Callable]]:
-    """Yield (description of the taker, function that loads its state), reading each state when it is requested."""
+    """Yield (description of a module, function that loads its state); each state is read when the caller asks for the next."""
     if computed:
         names = ", ".join(list(computed)[:3]) + (", ..." if len(computed) > 3 else "")
         yield (

@@ -3,8 +3,9 @@
     lasting   memory that is valid until the room is closed; None if there is no more
     passing   memory from a few slots in turn: valid until SLOTS further ones have been requested
 
-New memory can cost more than reading the same bytes a second time: a hypervisor may have to provide the pages first (0.4 GiB/s
-as measured, docs/log.md), and page-locking takes time. So allocating is timed and compared with the reads.
+Allocating memory can take longer than reading the same bytes a second time: a hypervisor may have to provide the pages first (at
+0.4 GiB/s in one measurement, docs/log.md), and page-locking takes time. So `lasting` times its allocations, compares them with the
+reads, and allocates no more once reading again is faster.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from ..memory.io.aligned import ALIGN, round_up
 from .rank_file import BUFFER_NBYTES, DIGEST_NBYTES, Ring
 
 WINDOW_NBYTES, SLOTS = 4 * DIGEST_NBYTES, 8  # size of one read; number of slots for passing memory
-_WORTH = 1.0  # allocating may take this many times as long as reading as many bytes again, which it saves
-_SLACK_S = 0.005  # shorter times say nothing about the pace
+_WORTH = 1.0  # allocating may take this many times as long as reading the same bytes again
+_SLACK_S = 0.005  # times below this are too short to compare
 _PASSING = SLOTS * WINDOW_NBYTES // BUFFER_NBYTES  # number of buffers that the slots take
 
 
@@ -39,35 +40,36 @@ class Room:
         self._pace: float | None = None  # seconds to read a byte, measured before anything was allocated
 
     def close(self) -> None:
-        """Give borrowed buffers back and free new ones. Call it when no read into them is in progress."""
+        """Return borrowed buffers to the ring and free new ones. The caller has waited for all reads into them."""
         for buffer in self._lent:
             self.ring.give(buffer)
         self._lent, self._apart, self._slots, self._buffer = [], [], None, None
         self._closed_to_more = True
 
     def plan(self, sizes: Iterable[int], all_last: bool, most: int) -> None:
-        """Announce windows of these sizes for `lasting`, and reserve buffers for `passing` if it will be needed.
+        """Announce windows of these sizes for `lasting`, and reserve buffers for `passing` if it will be called.
 
-        all_last: `passing` is called only if memory for `lasting` runs out. most: bytes that may be allocated besides the ring.
+        all_last: all windows should be kept, so `passing` is called only if memory for `lasting` runs out. most: bytes that may
+        be allocated besides the ring.
         """
         self.most = most
         count, at = 0, self._at if self._buffer is not None else BUFFER_NBYTES
         for nbytes in sizes:
-            if at + nbytes > BUFFER_NBYTES:
+            if at + nbytes > BUFFER_NBYTES:  # a window lies in one buffer
                 count, at = count + 1, 0
             at += round_up(nbytes)
         if not all_last or count > self.ring.free:
             self._set_apart()
 
     def passing(self, nbytes: int) -> Tensor:
-        """Return passing memory (nbytes,) of at most a window. Raises MemoryError and the like if there is none at all."""
+        """Return passing memory (nbytes,), at most a window. Raise MemoryError, RuntimeError or OSError without any."""
         if self._slots is None:
             self._set_apart()
             self._slots = itertools.cycle([slot for buffer in self._apart for slot in buffer.split(WINDOW_NBYTES)])
         return next(self._slots)[:nbytes]
 
     def lasting(self, nbytes: int, pace: Callable[[], float | None]) -> Tensor | None:
-        """Return lasting memory (nbytes,) of at most a window, or None. pace: returns the seconds to read a byte, or None."""
+        """Return lasting memory (nbytes,), at most a window, or None. pace: returns the seconds to read a byte, None if unknown."""
         return self._carve(nbytes, lambda: self._make(pace) if (buffer := self._take()) is None else buffer)
 
     def spare(self, nbytes: int) -> Tensor | None:

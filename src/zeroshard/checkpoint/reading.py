@@ -19,9 +19,9 @@ from .manifest import Manifest
 
 
 class Reading:
-    """Reads that do nothing after the first error, which is kept in `error`, so that ranks stay in step and raise it together.
+    """Reads that keep the first error in `error` and then do nothing, so that ranks stay in step and all raise it at the end.
 
-    kept: the result of `Bulk.read`, which serves the reads if given.
+    kept: the result of `Bulk.read`, from which tensors are then read; None: they are read from files.
     """
 
     def __init__(self, kept: Kept | None = None) -> None:
@@ -29,7 +29,7 @@ class Reading:
         self.error: Exception | None = None
 
     def guard(self, stored: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the same tensors, whose `read` keeps errors in `error` instead of raising them."""
+        """Return the same tensors with a `read` that keeps its error in `error` instead of raising it."""
         return {name: _Guarded(tensor.dtype, tensor.shape, tensor, self) for name, tensor in stored.items()}
 
 

@@ -33,16 +33,16 @@ from .rank_file import DIGEST_NBYTES
 from .reading import stored_tensors
 from .source import Opened, Untrusted
 
-LOOKS = 5  # number of attempts: a checkpoint may be removed while it is read, and then the next one is opened
+LOOKS = 5  # attempts to open a checkpoint: a running job may remove it meanwhile, and then the next one is opened
 _READ_NBYTES = 4 << 20
 T = TypeVar("T")
 
 
 def agreed(comm: DirectComm | Alone, label: str, action: Callable[[], T], path: str | os.PathLike = "") -> T:
-    """Carry out an action that may take one rank minutes; if it raises on one rank, every rank raises (collective).
+    """Run `action`, which may take one rank minutes, on all ranks; if it raises on one rank, every rank raises (collective).
 
-    The action must not use `comm` (see `together`). Ranks raise a ZeroshardError as it is, an OSError as CheckpointReadError,
-    and any other as a CheckpointError with the rank and the reason. path: what is read, for messages.
+    The action must not use `comm` (see `together`). Ranks raise a ZeroshardError unchanged, an OSError as CheckpointReadError,
+    and any other error as a CheckpointError with the rank and the reason. path: the checkpoint that is read, for messages.
     """
     results: list[T] = []
 
@@ -95,13 +95,13 @@ def find_checkpoint(comm: DirectComm | Alone, path: str | os.PathLike, name: str
 
 
 def removed(comm: DirectComm | Alone, path: str | os.PathLike, folder: Path) -> bool:
-    """Return whether a found checkpoint is gone, as when a run that saves to this folder removes older ones (collective)."""
+    """Return whether a checkpoint has vanished since it was found: a job that saves here may remove old ones (collective)."""
     gone = comm.rank == 0 and folder != Path(path) and not (folder / places.MANIFEST).exists()
     return bool(comm.exchange(b"1" if gone else b"", "zs.load: is it still there")[0])
 
 
 def hinted(folder: Path, action: Callable[[], T]) -> T:
-    """Carry out an action; if it raises CheckpointCorrupt, add to the message the checkpoint to fall back to."""
+    """Run an action; if it raises CheckpointCorrupt, add the name of the checkpoint before this one to the message."""
     try:
         return action()
     except CheckpointCorrupt as error:
@@ -129,7 +129,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 def check_digests(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1, small: bool = False) -> int:
     """Compare the checksums of this rank's share of all blocks. Return the bytes read. Raises CheckpointCorrupt.
 
-    small: only of blocks with plain values and numbers, which are read one by one; `Bulk` verifies the others.
+    small: only the blocks with plain values and single numbers, which are read one by one; `Bulk` verifies the others.
     """
     wanted = _small_blocks(manifest) if small else None
     blocks = [(f, n) for f in manifest.files for n in range(len(f.digests)) if wanted is None or (f.name, n) in wanted]
@@ -160,8 +160,10 @@ def _check(folder: Path, blocks: list[tuple[FileEntry, int]]) -> int:
 
 
 def _small_blocks(manifest: Manifest) -> set[tuple[str, int]]:
-    """Return (file, number) of every block that is read while comparing: blocks with bytes of objects, of tensors of at most
-    one element, and of optimizer states whose shape is not their parameter's."""
+    """Return (file, number) of every block that the comparison with the model reads.
+
+    They hold bytes of objects, of tensors of at most one element, or of optimizer states that lack their parameter's shape.
+    """
     stretches = [(o.file, o.offset, o.nbytes) for o in manifest.objects.values()]
     for name, entry in manifest.tensors.items():
         if torch.Size(entry.shape).numel() <= 1 or safetensors.is_extra_state(name) or _is_counter(manifest, name):
@@ -182,7 +184,7 @@ def _blocks(manifest: Manifest, stretches: list[tuple[int, int, int]]) -> set[tu
 
 
 def ask_for_small(folder: Path, manifest: Manifest) -> None:
-    """Ask the system to read all small blocks ahead (posix_fadvise). Errors are ignored: reading will raise them."""
+    """Ask the system to read all small blocks ahead (posix_fadvise). Errors are ignored, since the later reads raise them."""
     if not hasattr(os, "posix_fadvise"):
         return
     numbers: dict[str, list[int]] = {}
@@ -258,12 +260,12 @@ def _check_object(folder: Path, manifest: Manifest, name: str) -> None:
 
 
 def is_foreign(path: Path) -> bool:
-    """Return whether a path has a checkpoint of another library, and none of zs.save."""
+    """Return whether there is a checkpoint of another library at a path, and no checkpoint of zs.save."""
     return not (path / places.MANIFEST).is_file() and not places.complete(path) and recognise(path) is not None
 
 
 class Alone:
-    """The part of Comm that `open_any` uses, for one process without process group and device."""
+    """Stand-in for a Comm of one rank, for `open_any` in a process without process group and device."""
 
     rank, world_size = 0, 1
 
@@ -282,9 +284,10 @@ def open_any(
     If a run removes the checkpoint while it is opened, the next one is opened.
 
     verify, values: see `open_own`; other formats have no checksums.
-    in_bulk: makes the reader of tensors (`Opened.bulk`) from the manifest; tensors are not verified here then, but by the
-        reader or `check_digests`.
-    mesh: the ranks' mesh (`Topology.mesh`). States of single ranks are restored only if it equals the saved one.
+    in_bulk: makes the bulk reader (`Opened.bulk`) from the manifest. `open_any` then verifies small blocks only; the reader
+        verifies the others, or the caller by `check_digests`.
+    mesh: the ranks' mesh (`Topology.mesh`). Per-rank states (extras, random generators) are restored only if the saved mesh
+        is equal to it.
 
     Raises CheckpointNotFound, CheckpointCorrupt, CheckpointError.
     """
@@ -420,7 +423,7 @@ def _add_values(opened: Opened, manifest: Manifest, rank: int, trusted: bool) ->
 
 
 def owner_of(name: str, facts: Mapping[str, Any]) -> tuple[str, int | None]:
-    """Return (name of an extra, its rank or None if all ranks share it) of the object 'extra.<name>[.<rank>]'."""
+    """Return (name of the extra, rank, or None for an extra of all ranks) for the name 'extra.<name>[.<rank>]' of an object."""
     short = name.removeprefix(holding.EXTRA)
     stem, _, suffix = short.rpartition(".")
     if stem in facts["per_rank"] and suffix in map(str, range(facts["world_size"])):

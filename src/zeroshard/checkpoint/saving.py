@@ -2,9 +2,10 @@
 
     all ranks   agree on the name |                | fill buffers, write, sync | tell |                          | told
     rank 0                        | make the draft |                                  | manifest, rename, latest |
-    asynchronous: `save` returns when buffers are filled; a thread of each rank does the rest, and they meet by files in the draft
+    asynchronous: `save` returns when buffers are filled; a thread of each rank does the rest, and the threads of different
+                  ranks synchronise by files in the draft, since the training loop uses the Comm
 
-This file has the steps before anything is written; writing.py has the rest. Steps that may take minutes run in `together`.
+This file has the steps before anything is written; writing.py has the others. Steps that may take minutes run in `together`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from .writing import Plan, Save, Saver, Writing, write_error
 
 
 def saver_of(runtime: Runtime) -> Saver:
-    """Return the model's Saver, which its first save makes."""
+    """Return the model's Saver; the first call makes it."""
     if runtime.saver is None:
         runtime.saver = Saver(runtime)
     return runtime.saver
@@ -57,39 +58,40 @@ def save(
     latest: bool = True,
     files: dict[str, bytes] | None = None,
 ) -> Save:
-    """Save a sharded model, its optimizer and whatever else a run needs to go on (collective).
+    """Save a sharded model, its optimizer, random generators and `extra` (collective).
 
-    Each rank writes its shards, from wherever they rest, to its own file in a hidden folder of `path`. When all files are on the
-    disk, the folder is renamed to `path/NAME`. If the run is killed at any point, earlier checkpoints stay complete. Any mesh,
-    number of ranks, stage, tier and precision can load it (`zs.load`); so can torch.distributed.checkpoint. On a mesh with model
-    axes every rank calls this (a pipeline rank with its stage); they write one checkpoint of whole parameters.
+    Each rank writes its shards, on whatever tier they rest, to its own file in a hidden folder of `path`. When all files are on the
+    disk, rank 0 renames the folder to `path/NAME`. If the run is killed at any point, earlier checkpoints stay complete. `zs.load`
+    loads it with any mesh, number of ranks, stage, tier and precision; torch.distributed.checkpoint reads it, too. On a mesh with
+    model axes every rank calls this (a pipeline rank with its stage); together they write one checkpoint of whole parameters.
 
     Args:
         path: folder of the run's checkpoints, on a filesystem that all ranks see.
         optimizer: the model's optimizer. None: only the model is saved.
         extra: by name, objects with `state_dict` (schedulers, samplers, data loaders, zs.ema) or values that torch.save takes. If
             ranks give different ones, each rank's is saved.
-        step: number for the name and the record. None: the number of optimizer steps taken.
-        name: name of the checkpoint. None: step-00000100.
-        asynchronous: return while the state is still copied to host memory (`Save.snapshot_nbytes`) and written. Whatever changes
-            a state waits until it is copied, so forward and backward hide the copy. States on disk, and parameters that are
-            ordinary tensors (stages 0-2 in fp32), are copied before. `Save.wait()` or the next save raises if it failed.
-        if_busy: what to do while an asynchronous save is in progress: "wait" for it, or "refuse" (CheckpointError).
-        keep_last: number of checkpoints to keep, this one included; older ones are removed. Those with a name given by `name` are
-            counted and removed only by saves with such a name.
+        step: step of the checkpoint, for its name and manifest. None: the number of optimizer steps taken.
+        name: name of the checkpoint. None: made from the step, such as step-00000100.
+        asynchronous: return while the states are still being copied to host memory (`Save.snapshot_nbytes`) and written. A step, a
+            load or a write waits until they are copied, so the copy overlaps with forward and backward. States on disk, and
+            parameters that are ordinary tensors (stages 0-2 in fp32), are copied before save returns. If the save fails,
+            `Save.wait()` or the next save raises its error.
+        if_busy: if an asynchronous save is in progress, "wait" for it, or "refuse": raise CheckpointError.
+        keep_last: number of checkpoints to keep, this one included; save removes older ones. Checkpoints with a `name` of your own
+            are counted and removed only by saves with such a name.
         keep_every: do not remove checkpoints whose step is a multiple of this.
-        trained_only: leave out frozen parameters and record their checksums. None: if some parameters are frozen.
+        trained_only: leave out frozen parameters, and save their checksums. None: do so if some parameters are frozen.
         overwrite: replace a checkpoint of this name. A file or folder that is no checkpoint is never replaced.
-        latest: make `latest` name this checkpoint: the one that a load without a name takes.
-        files: content by name of further files that rank 0 writes for other programs; `zs.load` ignores them.
+        latest: write this checkpoint's name to `latest`, so that a load without a name takes it.
+        files: name -> content of further files that rank 0 writes for other programs; `zs.load` ignores them.
 
     Raises:
-        CheckpointWriteError: on every rank, if one could not write (disk full, read-only, ...). Nothing has changed.
+        CheckpointWriteError: a rank could not write (disk full, read-only, ...); every rank raises it. Nothing has changed.
         CheckpointError: a checkpoint of this name exists, `path` is a checkpoint itself, or an asynchronous save has failed or is
             busy.
         ModelChanged: parameters were replaced, added or removed.
         ModelMismatch: ranks wrote different values into one parameter.
-        ConfigError: ranks call it differently, a value has no place in a checkpoint, or `path` is not one folder for all ranks.
+        ConfigError: ranks passed different arguments, a value can not be saved, or `path` is not one folder for all ranks.
     """
     begin = time.monotonic()
     runtime = runtime_of(model)
@@ -180,7 +182,7 @@ def _check_files(files: dict[str, bytes]) -> None:
 
 
 def _await_last(saver: Saver, plan: Plan) -> None:
-    """Wait for the last save, or refuse to (`if_busy`); raise its error if nobody has seen that yet (collective)."""
+    """Wait for the last save, or raise CheckpointError while it runs (`if_busy`); raise its error if no call has yet (collective)."""
     last = saver.last
     if last is None:
         return
@@ -190,7 +192,7 @@ def _await_last(saver: Saver, plan: Plan) -> None:
             raise CheckpointError(
                 f"zs.save: the save of {last.path.name} is still under way; nothing was saved. Wait for it, or use if_busy='wait'."
             )
-    saver.last = None
+    saver.last = None  # its error is raised below, once
     if not last.told:
         last.wait()
 

@@ -1,6 +1,6 @@
 """An opened checkpoint of any format: tensors by name, optimizer states by parameter, groups, and facts.
 
-resolver.py makes it from a checkpoint of zs.save, importers/ from those of other libraries; it is all that loading.py uses.
+resolver.py makes it from a checkpoint of zs.save, and importers/ from other libraries' checkpoints; loading.py reads through it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ class Untrusted(CheckpointError):
 
 @dataclass
 class Opened:
-    """An opened checkpoint. In other formats than zs.save's, what the format does not have keeps its default.
+    """An opened checkpoint. Fields that a format does not have keep their defaults.
 
     model: parameters and buffers, under each of their names. states: parameter (name, or number in the groups) -> key ->
-    stored tensor or plain value. groups: options, and under "params" the names or numbers of their members. extras: this
-    rank's. per_rank: names of extras that differed between ranks, and that cannot be loaded since there are other ranks now.
+    stored tensor or plain value. groups: options, and under "params" the names or numbers of their members. extras: the values
+    saved for this rank. per_rank: names of extras that differed between ranks; they can not be loaded, since the number of ranks
+    or the mesh has changed.
     """
 
     path: Path
@@ -66,7 +67,7 @@ class Opened:
         return self.kind == "zeroshard"
 
     def tied(self) -> dict[str, str]:
-        """Return other name -> first name, for tensors that are stored once under several names."""
+        """Return alias -> first name, for tensors that are stored once under several names."""
         first: dict[Any, str] = {}
         found = {}
         for name in sorted(self.model, key=lambda name: name in self.ties):  # names that the checkpoint calls aliases last
@@ -97,7 +98,7 @@ class Opened:
 
 
 def _renaming(names: Iterable[str], wanted: frozenset[str]) -> Mapping[str, str]:
-    """Return name -> new name, for the way to strip or add prefixes that gives the most wanted names. {} if none is better."""
+    """Try ways to strip or add prefixes; return name -> new name for the one with the most wanted names, {} if none adds any."""
     names = list(dict.fromkeys(names))
     best, current = {name: name for name in names}, {name: _unwrapped(name) for name in names}
     most, wrapped = len(wanted.intersection(best.values())), {_unwrapped(name): name for name in wanted}

@@ -8,9 +8,9 @@
     extra.<name>              the user's extras; extra.<name>.<rank> where ranks gave different ones
     slices.<extra>.<name>     values that an extra keeps for each parameter, in its shape (user_state.HoldsSlices, zs.ema)
 
-Names are those of whole parameters: tiles, tensor-parallel shards, wrappers, units and flat buffers do not show, so that any
-other partition can read the checkpoint. Replicated states are divided among ranks as sharded ones are. Of ranks along model axes
-that hold the same elements one writes them (`group.counts`); of pipeline stages that have the same name, the first.
+Names are those of whole parameters, without tiles, tensor-parallel shards, wrappers, units and flat buffers, so that any other
+partition can read the checkpoint. Replicated states are divided among ranks as sharded ones are. If several ranks along model
+axes hold the same elements, one of them writes these (`group.counts`); if several pipeline stages have the same name, the first.
 """
 
 from __future__ import annotations
@@ -72,9 +72,10 @@ class Place:
 
 @dataclass
 class Contents:
-    """Tensors and plain values (objects, by name) that a rank saves. places[i] is read from sources[i], element begins[i] on.
+    """Tensors and plain values (objects, by name) that a rank saves. The save reads places[i] from sources[i], element begins[i] on.
 
-    guarded[i]: whoever writes the source waits for the save first (zero/write_gate.py), so it may be copied during training.
+    guarded[i]: True if every writer of sources[i] first waits for the save (zero/write_gate.py), which may then copy it while
+    training goes on.
     """
 
     places: list[Place] = field(default_factory=list)
@@ -128,7 +129,7 @@ def collect(
     rank, topology = runtime.world.rank, runtime.topology
     for group in runtime.groups:
         _add_values(contents, prefixes, group, frozen or group.trainable, names)
-    if rank == topology.stages[topology.stage][0]:
+    if rank == topology.stages[topology.stage][0]:  # one rank of a stage writes these
         _add_others(contents, runtime, names)
     if core is not None:
         _add_states(contents, runtime, core, names)
@@ -152,7 +153,7 @@ def _place(group: ParamGroup, index: int, named: tuple[str, Part | None], keys: 
 
 
 def _first(group: ParamGroup, index: int) -> bool:
-    """Return whether this rank writes values that a parameter has once (step): the rank with its first element, or rank 0."""
+    """Return whether this rank writes a parameter's single values (step): the rank with its first element does, or rank 0."""
     home, numel, part = group.homes[index], math.prod(group.specs[index].shape), group.specs[index].part
     if part is not None and any(part.unpacked.box.offsets):
         return False
@@ -160,7 +161,7 @@ def _first(group: ParamGroup, index: int) -> bool:
 
 
 def _written(group: ParamGroup, names: Names) -> Iterator[tuple[int, str, Part | None]]:
-    """Yield (index, name, part) of the parameters of a group of which this rank writes its elements."""
+    """Yield (index, name, part) for the parameters of a group whose elements this rank writes."""
     if group.counts:  # False on ranks whose copy another rank along a model axis writes
         for index, (name, part) in enumerate(names_of_group(group)):
             if names.writes(name):
@@ -187,7 +188,7 @@ def _add_slices(contents: Contents, group: ParamGroup, extra: str, rest: Rest, n
 
 
 def _add_others(contents: Contents, runtime: Runtime, names: Names) -> None:
-    """Add buffers and other values of the state dict that are no parameters."""
+    """Add the entries of the state dict that are no parameters: buffers, extra states, tensors that hooks compute."""
     params = {id(param) for group in runtime.groups for param in group.params}
     for name, value in runtime.model.state_dict(keep_vars=True).items():
         if id(value) in params or not names.writes(name):
@@ -255,6 +256,7 @@ def generators(device: torch.device) -> dict[str, Any]:
         states["cuda"] = torch.cuda.get_rng_state(device)
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        # a tensor: torch.load(weights_only=True) refuses arrays
         states["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *rest)
     return states
 

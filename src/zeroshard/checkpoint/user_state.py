@@ -22,13 +22,13 @@ from . import directory as places
 
 
 class HoldsSlices(Protocol):
-    """An object of `extra` with one value for each element of a model's parameters, sharded as they are (zs.ema).
+    """An object of `extra` with a value for each element of a model's parameters, sharded as the parameters are (zs.ema).
 
-    These values are saved by parameter name, as parameters are, and are loaded with the sharding of the loading model.
+    zs.save writes these values by parameter name, as it does parameters, so zs.load reads them into any other sharding.
     """
 
     def slices(self, model: nn.Module) -> list[tuple[ParamGroup, Rest]]:
-        """Return each group's shard of values, where it rests. Raises ConfigError if the object belongs to another model."""
+        """Return each group with the Rest of its shard of values. Raise ConfigError if the object belongs to another model."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the object's state besides its slices, as plain values."""
@@ -59,9 +59,10 @@ class Extra:
 
     @cached_property
     def digest_of_values(self) -> str:
-        """Hash of the values, equal for equal values of torch's and Python's own types even if their bytes differ.
+        """Hash of the values, the same for equal values of torch's and Python's own types.
 
-        Bytes differ since ranks order sets and dictionaries differently, and pickle writes an object once that occurs twice.
+        Their pickled bytes may differ: ranks order sets and dictionaries differently, and pickle writes an object that occurs
+        twice once.
         """
         try:
             return _digest(self.state).hex()
@@ -110,7 +111,7 @@ def takes_state(value: Any) -> bool:
 
 
 def check_target(name: str, value: Any) -> None:
-    """Raise ConfigError if an object given to zs.load has a state that loading would silently leave as it is."""
+    """Raise ConfigError if an object given to zs.load has a state that zs.load has no way to set."""
     if has_state(value) and not takes_state(value):
         raise ConfigError(
             f"zs.load: extra[{name!r}]: a {type(value).__name__} has a state_dict and no load_state_dict to take it back; give None, "
@@ -128,12 +129,12 @@ def _members(value: Any) -> Iterable[Any]:
 
 
 def alike(comm: Comm, extras: dict[str, Extra], digests: list[dict[str, str]]) -> set[str]:
-    """Return the names of extras that are the same on all ranks (collective). digests: each rank's hashes of bytes, by name."""
+    """Return the names of extras that are equal on all ranks (collective). digests: for each rank, name -> hash of the bytes."""
     same = {name for name in digests[0] if len({theirs[name] for theirs in digests}) == 1}
     if len(same) < len(digests[0]):
         mine = {name: extra.digest_of_values for name, extra in extras.items() if name not in same}
         everyone = exchange_values(comm, mine, "zs.save: extras that differ")
-        same |= {name for name in mine if len({theirs[name] for theirs in everyone}) == 1}
+        same |= {name for name in mine if len({theirs[name] for theirs in everyone}) == 1}  # equal values with different bytes
     return same
 
 

@@ -5,8 +5,8 @@
     3 ranks, from 4 on                0  1  2  0
 
 The samples consumed so far are a prefix of that order, whichever ranks read them, so one number is the position of all ranks.
-Only `follow` knows how many were consumed, since a loader's workers draw ahead, up to the end of the epoch. A loop over the
-loader without `follow` therefore has no position that could be saved.
+A loader's workers draw samples ahead, up to the end of the epoch; `follow` counts those that the loop has consumed. Without
+`follow` the position is unknown, and `state_dict` raises.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ShardedSampler(Sampler[int]):
         sampler = zs.ShardedSampler(len(dataset), seed=0)
         loader = DataLoader(dataset, batch_size=8, sampler=sampler, num_workers=2)
         for epoch in range(sampler.epoch, 3):
-            for batch in sampler.follow(loader):        # counts what the loop was given, whatever workers draw ahead
+            for batch in sampler.follow(loader):        # counts the batches of the loop, not those that workers draw ahead
                 ...
                 zs.save(path, model, optimizer, extra={"sampler": sampler})
 
@@ -40,13 +40,13 @@ class ShardedSampler(Sampler[int]):
         numel: samples of the data set.
         seed: seed of the order.
         shuffle: False: the order is 0, 1, 2, ...
-        drop_last: leave out the samples that cannot be dealt evenly. Otherwise the first ones of the epoch come again, so that
-            all ranks get equally many.
+        drop_last: leave out the last samples if they do not go evenly into the ranks. Otherwise the first samples of the epoch
+            come again, so that all ranks get equally many.
         rank, world_size: None: those of the process group.
 
     Attributes:
         epoch: the current epoch.
-        samples: how many of its samples all ranks together have consumed (without `follow`: have drawn).
+        samples: number of the epoch's samples that all ranks together have consumed (without `follow`: have drawn).
     """
 
     def __init__(
@@ -68,12 +68,13 @@ class ShardedSampler(Sampler[int]):
         self.numel, self.seed, self.shuffle, self.drop_last = numel, seed, shuffle, drop_last
         self.rank, self.world_size = rank, world_size
         self.epoch = self.samples = 0
-        self._loop: object | None = None  # the loop over `follow` in progress
-        self._drawn = False  # whether a loop without `follow` drew samples, of which it is not known how many were consumed
+        self._loop: object | None = None  # token of the loop over `follow` in progress
+        self._drawn = False  # True if a loop without `follow` has drawn samples: the position is then unknown
 
     def _order(self) -> list[int]:
         if not self.shuffle:
             return list(range(self.numel))
+        # no two seeds share an order within a million epochs
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
         return torch.randperm(self.numel, generator=generator, device="cpu").tolist()
 
@@ -96,9 +97,9 @@ class ShardedSampler(Sampler[int]):
     def follow(self, loader: Iterable[Any], batch_size: int | None = None) -> Iterator[Any]:
         """Yield the batches of a loader that draws from this sampler, and count their samples as consumed.
 
-        batch_size: samples of a batch on this rank. None: the loader's.
+        batch_size: number of samples of a batch on this rank. None: the loader's.
 
-        If another loop is begun before this one has ended, or a position is loaded, continuing this one raises ConfigError.
+        Raise ConfigError if this loop continues after another one was begun, or a position was loaded.
         """
         batch_size = batch_size if batch_size is not None else getattr(loader, "batch_size", None)
         if not batch_size:
@@ -133,7 +134,7 @@ class ShardedSampler(Sampler[int]):
         self.epoch, self.samples = self.epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, as with torch's DistributedSampler. No effect if it is the current one, whose position is kept."""
+        """Begin an epoch, as with torch's DistributedSampler. The current epoch keeps its position: the call does nothing then."""
         epoch = operator.index(epoch)  # takes NumPy's integers too
         if epoch != self.epoch:
             self.epoch, self.samples, self._drawn = epoch, 0, False
@@ -148,7 +149,7 @@ class ShardedSampler(Sampler[int]):
         return {name: getattr(self, name) for name in _POSITION}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise ConfigError if a position is of another data set or order. `zs.load` calls this before it changes anything."""
+        """Raise ConfigError if a position is of another data set or order. `zs.load` calls this before it changes the model."""
         if not isinstance(state, dict) or not set(_POSITION) <= state.keys():
             raise ConfigError(f"zs.ShardedSampler: expected a state_dict() of one, with {', '.join(_POSITION)}, got {state!r}.")
         for name in ("numel", "seed", "shuffle"):

@@ -4,8 +4,8 @@ Words: a *corpus* is the text of many files, joined with one zero byte after eac
 trained on; a *window* is `seq` inputs and the `seq` targets one byte further on.
 
 Invariants
-- The split is by file and depends on names only, so that it is the same everywhere; a single file is split near its end.
-- Row `i` of step `s` is a function of (seed, s, i): ranks take consecutive rows of the same global batch.
+- The split is by file and depends on names only, so that it is the same on every machine; a single file is split near its end.
+- Row `i` of step `s` is a function of (seed, s, i), and ranks take consecutive rows of the same global batch.
 
       global batch of step s     | row 0 | row 1 | row 2 | row 3 |
       2 ranks                    |---- rank 0 ---|---- rank 1 ---|
@@ -101,7 +101,7 @@ def _split_files(name: str, documents: dict[str, bytes], held_out_nbytes: int) -
     """Hold out whole files, the ones whose hashed names come first."""
     target_nbytes = min(held_out_nbytes, sum(map(len, documents.values())) // 10)
     order = sorted(documents, key=lambda file: hashlib.sha256(file.encode(errors="surrogateescape")).digest())
-    count, nbytes = 0, 0
+    count, nbytes = 0, 0  # hold out at least one file, and train on at least one
     while count == 0 or (nbytes < target_nbytes and count < len(order) - 1):
         nbytes += len(documents[order[count]]) + len(SEPARATOR)
         count += 1
@@ -122,9 +122,9 @@ def _as_tensor(content: bytes) -> Tensor:
 
 @dataclass(frozen=True)
 class Batches:
-    """The global batches of a run; each rank asks for its part of each.
+    """The global batches of a run, of which each rank asks for its rows.
 
-    `batch` counts sequences over all ranks and micro-batches, so the text of a step does not change with either.
+    `batch`: sequences of all ranks and micro-batches together, so that the text of a step depends on neither number.
     """
 
     text: Tensor  # (nbytes,) uint8
@@ -173,7 +173,7 @@ class Batches:
 def _epoch(seed: int, epoch: int, windows: int, seq: int) -> tuple[int, Tensor]:
     """Return an epoch's starting byte, in 0..seq-1, and its order of windows (windows,)."""
     digest = hashlib.sha256(f"zeroshard {seed} {epoch}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)  # a seed is a signed 64-bit number
     start = int(torch.randint(seq, (1,), generator=generator, device="cpu"))
     return start, torch.randperm(windows, generator=generator, device="cpu")
 

@@ -1,12 +1,12 @@
 """Uneven data: ranks that have fewer batches than others.
 
-    zs.join             rank 0  step 1 | step 2 | step 3          its data ends after two batches: it goes on as a peer
-                        rank 1  step 1 | step 2 | step 3          with zero weight until all have ended
+    zs.join             rank 0  step 1 | step 2 | step 3          its data ends after two batches: in step 3 it takes part
+                        rank 1  step 1 | step 2 | step 3          in rank 1's collectives, with gradients of zero
     zs.stop_together    both stop after step 2
 
-A rank whose data has ended still has a shard of every state, which the others need for their all-gathers, reduce-scatters, norms
-and steps. They send it their next event (zero/attendance.py), and it takes part without running the model: it unshards the same
-units, reduces zeros, and steps its shards with the other ranks' options.
+A rank whose data has ended still has a shard of every state, which the other ranks need for their all-gathers, reduce-scatters,
+norms and steps. They announce to it each event (zero/attendance.py), and it takes part without running the model: it gathers the
+same units, reduces zeros, and steps its shards with the other ranks' options.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ def join(model: nn.Module) -> Iterator[None]:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    A rank whose loop ends goes on as a peer with zero weight, with the learning rates and other options of ranks that still have
-    data, until all have ended; then all leave. Gradients are the mean over the batches that exist: with plain backwards every
-    batch of a step has the same weight, on any rank and in any micro-batch; with `zs.backward`, its given weight. A loader may be
-    empty. Learning-rate schedulers of torch are advanced to the position of those of the last rank.
+    A rank whose loop has ended stays in the `with` block: it takes part in the other ranks' collectives with gradients of zero, and
+    steps with their learning rates and other options, until every rank's loop has ended. Gradients are the mean over the batches
+    that exist: with plain backwards every batch of a step has the same weight, on any rank and in any micro-batch; with
+    `zs.backward`, its given weight. A loader may be empty. At the end torch's learning-rate schedulers of every rank are at the
+    position of the rank that ended last.
 
-    Once a rank has ended, the others may still run forward, backward, zs.clip_grad_norm_, step and zero_grad of this model.
-    Anything else that needs every rank (zs.save, zs.full_state_dict, writes to parameters, ...) raises ZeroshardError inside the
-    block: do it afterwards.
+    Once a rank's loop has ended, the others may still run forward, backward, zs.clip_grad_norm_, step and zero_grad of this model.
+    Other verbs that need every rank (zs.save, zs.full_state_dict, writes to parameters, ...) raise ZeroshardError inside the block:
+    call them after it.
 
-    Cost: none until a rank has ended, then one small message for each event. If an all-gather needs every rank (stage 3 over
-    torch.distributed, parameters on another tier), one small message for each forward from the start. (torch.distributed's Join
-    adds a collective to every forward.)
+    Cost: no message until a rank's loop has ended, then one small message for each event. If all-gathers need every rank (stage 3
+    over torch.distributed, parameters on another tier), one small message for each forward from the start. (torch.distributed's
+    Join adds a collective to every forward.)
     """
     attendance = runtime_of(model).attendance
     if attendance.joined:
@@ -62,7 +63,7 @@ def join(model: nn.Module) -> Iterator[None]:
 
 
 class _Peer:
-    """The part that a rank whose data has ended takes in the other ranks' collectives, until all have ended."""
+    """A rank whose data has ended, in the other ranks' collectives: it does the same for each event that they announce."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime, self.attendance = runtime, runtime.attendance
@@ -80,7 +81,7 @@ class _Peer:
         self.runtime.settle()
         self.attendance.serving = True
         if not self.attendance.ended and not self.attendance.gathers_meet:
-            self._await_backward()  # the others learn of this at their next collective: the end of a backward, or of the loop
+            self._await_backward()  # the others learn of this in the exchange at the end of a backward, or of their own loops
         while not self.attendance.everyone_ended:
             self._follow()
         self._catch_up()
@@ -92,7 +93,7 @@ class _Peer:
             self._reduce(agreed)
 
     def _follow(self) -> None:
-        """Wait for the next event of the other ranks, and do the same."""
+        """Wait for the next event that the other ranks announce, and take part in it."""
         event = self.attendance.ask(None)
         self._zero()
         if event is not None:
@@ -100,13 +101,13 @@ class _Peer:
             self.events[what](values)
 
     def _zero(self) -> None:
-        """Drop or zero gradients as often as zero_grad was called on the other ranks since the last event."""
+        """Drop or zero gradients if the other ranks have called zero_grad since the last event."""
         drops, zeros = self.attendance.behind
         if drops > 0:
             self.runtime.drop_gradients()
         elif zeros > 0:
             self.runtime.zero_gradients()
-        self.attendance.zeroed = [0, 0]
+        self.attendance.zeroed = [0, 0]  # these calls followed the other ranks', so peers need not hear of them
 
     def _gather(self, number: int) -> None:
         unit = self.runtime.units[number]
@@ -129,8 +130,8 @@ class _Peer:
     # -- at the end ------------------------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
-        """Bring options and schedulers to the state of the ranks that ended last (collective)."""
-        if len(self.attendance.latest) == self.runtime.comm.world_size:
+        """Set options and schedulers to those of the ranks that ended last (collective)."""
+        if len(self.attendance.latest) == self.runtime.comm.world_size:  # all ended in the same step
             return
         self.runtime.schedule.restart()  # this rank has not seen the last forwards
         if self.core is None:
@@ -161,7 +162,7 @@ def _position(scheduler: Any) -> int:
 
 
 def _numbers(scheduler: Any) -> dict[str, Any]:
-    """Return the numbers that a ReduceLROnPlateau has collected; {} for schedulers that go by the step count."""
+    """Return the numbers that a ReduceLROnPlateau keeps of its metric; {} for schedulers that depend on the step count only."""
     if not isinstance(scheduler, ReduceLROnPlateau):
         return {}
     return {k: v for k, v in vars(scheduler).items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
@@ -176,14 +177,14 @@ def _advance(scheduler: Any, position: int, numbers: dict[str, Any]) -> None:
 
 
 def stop_together(model: nn.Module, loader: Iterable[Any]) -> Iterable[Any]:
-    """Return a loader's batches, on every rank as many as the shortest loader has (the iteration is collective).
+    """Return an iterable over a loader's batches that ends on every rank where the shortest loader ends (iterating is collective).
 
         for batch in zs.stop_together(model, loader):
             ...
 
-    Each rank reads one batch ahead and says at the end of a backward whether there is another one, which costs no message. For a
-    batch without a communicating backward (an evaluation, zs.accumulate), one small message is sent. If batches are left over on
-    some ranks, rank 0 prints a line on stderr.
+    Each rank reads one batch ahead; the message at the end of each backward also has a bit for "this is the last batch", at no cost.
+    For a batch without a communicating backward (an evaluation, zs.accumulate), ranks exchange one small message. If batches are
+    left over on some ranks, rank 0 prints a line on stderr.
     """
     return _Together(runtime_of(model), loader)
 
@@ -210,6 +211,7 @@ class _Together:
             finally:
                 attendance.last = False
             batch, count = following, count + 1
+            # a backward since then has exchanged `last`
             without = attendance.lasts if attendance.meetings > meetings else self._agree(batch is _NONE)
         if self._runtime.comm.rank == 0 and len(without) < self._runtime.comm.world_size:
             ranks = ", ".join(map(str, sorted(without)))

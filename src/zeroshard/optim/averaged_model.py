@@ -3,8 +3,8 @@
     step 1       average = parameters
     later        average = decay average + (1 - decay) parameters        after each step that was not skipped
 
-Each rank keeps one fp32 value for each element of its shard (at every stage), on the tier of the optimizer's states. Masters
-are averaged where there are any, else the parameters.
+Each rank keeps one fp32 value for each element of its shard (at every stage), on the tier of the optimizer's states. The
+average follows the fp32 masters where the group has masters, else the parameters.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _CHUNK_NUMEL = 4 << 20  # elements copied at a time if source or target is offlo
 
 
 def ema(model: nn.Module, decay: float = 0.999) -> AveragedModel:
-    """Average a sharded model's trained parameters after each optimizer step (not collective).
+    """Start to average a sharded model's trained parameters: after each optimizer step from now on (not collective).
 
     Args:
-        decay: 0 to 1, the weight of the average so far. `AveragedModel.decay` may be changed between steps.
+        decay: 0 to 1, the weight of the old average in an update. `AveragedModel.decay` may be changed between steps.
 
     The numbers are those of torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn(decay) in one process. The average
     takes 4 bytes for each element of the shard. `extra={"ema": average}` saves and loads it in slices, at any stage and number of
     ranks.
 
     Raises:
-        ConfigError: decay is no such number.
+        ConfigError: decay is not a number from 0 to 1.
         ZeroshardError: the model is not sharded, or has no optimizer.
     """
     runtime = runtime_of(model)
@@ -52,12 +52,12 @@ def ema(model: nn.Module, decay: float = 0.999) -> AveragedModel:
 
 
 class AveragedModel:
-    """The average of one model's parameters, as `zs.ema` makes it; `updates` counts the steps that are in it."""
+    """The average of one model's parameters, returned by `zs.ema`; `updates` counts the steps that it has averaged."""
 
     def __init__(self, model: nn.Module, runtime: Runtime, decay: float) -> None:
-        """Called by `ema`, which documents and checks the arguments."""
+        """`ema` calls this; it documents and checks the arguments."""
         runtime.attendance.refuse("zs.ema")
-        runtime.moved.check()
+        runtime.moved.check()  # raises StatesAway while zs.offload_states has moved states
         self.model, self.runtime, self.decay, self.updates = model, runtime, decay, 0
         self._shards: list[tuple[ParamGroup, Rest]] = []
         for group in (group for group in runtime.groups if group.trainable):
@@ -66,16 +66,16 @@ class AveragedModel:
             group.averages.append(rest)
             self._shards.append((group, rest))
         self._aside: dict[int, Rest] = {}  # id of a group -> copy of its values, inside `swapped`
-        self._take(None)
+        self._take(None)  # until the first step, the average is the parameters
         runtime.optimizer.core.after_step.append(self._follow)
 
     def _follow(self) -> None:
-        self._take(self.decay if self.updates else None)
+        self._take(self.decay if self.updates else None)  # the first step sets the average, as torch's AveragedModel does
         self.updates += 1
 
     @torch.no_grad()
     def _take(self, decay: float | None) -> None:
-        """Add the present parameters to the average with weight 1 - decay; set the average to them if decay is None."""
+        """Compute average = decay average + (1 - decay) parameters; with decay None, average = parameters."""
         core = self.runtime.optimizer.core
         self.runtime.gate.wait()
         for group, average in self._shards:
@@ -87,17 +87,17 @@ class AveragedModel:
                 else:
                     mine, given = average.host(start, stop), source.host(first + start, first + stop)
                 mine.copy_(given) if decay is None else mine.lerp_(given.to(mine.dtype), 1 - decay)
-                if not average.resident and average.view(start, stop) is None:
+                if not average.resident and average.view(start, stop) is None:  # `mine` is a copy of what rests on disk
                     average.write(start, mine).wait()
 
     # -- use ---------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def swapped(self, model: nn.Module | None = None) -> Iterator[nn.Module]:
-        """Inside the context the model computes with the average, rounded to the parameters' dtype, on all ranks (collective).
+        """Replace the parameters by the average, rounded to their dtype, while the context lasts (collective).
 
-        It serves evaluation, `zs.full_state_dict` and `zs.stream_full_tensors`; everything else raises. Afterwards the parameters
-        are the same bits as before. Meanwhile a copy of the shard of parameters is kept where the average rests.
+        Inside, evaluation, `zs.full_state_dict` and `zs.stream_full_tensors` work; other verbs raise. The exit restores the
+        parameters bit for bit, from a copy of the parameters' shard that is kept on the average's tier meanwhile.
         """
         if model is not None and model is not self.model:
             raise ConfigError("AveragedModel.swapped: expected the model that was given to zs.ema, got another one.")
@@ -116,21 +116,21 @@ class AveragedModel:
         """Write this rank's shards of all groups by `write(group, average)`; gather replicated parameters again (collective)."""
         runtime, groups = self.runtime, [group for group, _ in self._shards]
         runtime.recover()
-        runtime.settle()
-        runtime.comm.exchange(b"", "AveragedModel.swapped")  # no rank reads shards any more
+        runtime.settle()  # units drop gathered copies of the values that are about to be replaced
+        runtime.comm.exchange(b"", "AveragedModel.swapped")  # a barrier: no peer reads this rank's shards any more
         runtime.comm.fence_write(synchronised=True)
         for group, average in self._shards:
             write(group, average)
-            group.mark_written()
+            group.mark_written()  # a backward of an earlier forward raises, as after a step
         works = [group.values.gather() for group in groups if not group.values.sharded]
         for work in works:
             work.wait()
         if works:
-            runtime.comm.exchange(b"", "averaged parameters gathered")
+            runtime.comm.exchange(b"", "averaged parameters gathered")  # no rank may write shards that a peer still copies
         runtime.comm.fence_read()
 
     def _lend(self, group: ParamGroup, average: Rest) -> None:
-        """Copy the values of a group to its place in `_aside`, and then the average into the values."""
+        """Copy the group's values to `_aside`, then the average into the values."""
         values, tiers = group.values.rest, self.runtime.tiers
         if id(group) not in self._aside:
             self._aside[id(group)] = tiers.place(group.offload, values.numel, values.dtype)
@@ -139,7 +139,7 @@ class AveragedModel:
         _copy(average, values)
 
     def _give_back(self, group: ParamGroup, average: Rest) -> None:
-        """Copy the values of a group back from `_aside`. Free memory there; keep a place on disk for the next time."""
+        """Copy the group's values back from `_aside`, and free the copy; its file on disk is kept for the next `swapped`."""
         aside = self._aside[id(group)]
         _copy(aside, group.values.rest)
         if group.offload.tier is not Tier.DISK:
@@ -156,7 +156,7 @@ class AveragedModel:
         return full_tensors(self.model, lambda group: kept.get(id(group), group.values.rest))
 
     def close(self) -> None:
-        """Stop following steps. The memory is freed with the model's, by zs.close."""
+        """Stop updating the average after steps. zs.close(model) frees its memory."""
         follow = self.runtime.optimizer.core.after_step
         if self._follow in follow:
             follow.remove(self._follow)
@@ -179,7 +179,7 @@ class AveragedModel:
         return {"decay": self.decay, "updates": self.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the number of updates; the decay stays that of this object."""
+        """Load the number of updates; keep this object's decay."""
         self.updates = int(state["updates"])
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -189,7 +189,7 @@ class AveragedModel:
 
 
 def _source(group: ParamGroup) -> tuple[Rest, int]:
-    """Return the resting place of a group's masters, else values, and the first element of this rank's shard in it."""
+    """Return the Rest of a group's masters (of its values where it has no masters), and this rank's first element in it."""
     if group.master is None:
         return group.values.rest, 0
     shard_numel = group.layout.shard_numel
@@ -205,6 +205,6 @@ def _copy(source: Rest, target: Rest) -> None:
 
 def _chunks(target: Rest, source: Rest) -> Iterator[tuple[int, int]]:
     """Yield ranges [start, stop) of `target`: one if both rest on the device, else chunks of _CHUNK_NUMEL elements."""
-    step = max(target.numel, 1) if target.resident and source.resident else _CHUNK_NUMEL
+    step = max(target.numel, 1) if target.resident and source.resident else _CHUNK_NUMEL  # range() takes no step of 0
     for start in range(0, target.numel, step):
         yield start, min(start + step, target.numel)

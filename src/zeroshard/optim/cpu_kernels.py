@@ -1,8 +1,8 @@
 """Optimizer steps on the host at the speed of memory, without a compiler: torch's fused kernels on chunks that stay in the cache.
 
 A mixed-precision update reads a 16-bit gradient and writes a 16-bit parameter beside the fp32 master and states. On
-whole tensors each cast is a further pass through memory (40 bytes a parameter for Adam); in chunks the fp32
-gradient never leaves the cache (28 bytes):
+whole tensors each cast is a further pass through memory (40 bytes per parameter for Adam); in chunks the fp32
+gradient never leaves the cache (28 bytes per parameter):
 
     gradient (bf16) --copy--> scratch (fp32) --fused step--> master, states (fp32) --copy--> parameter (bf16)
                               |____ one chunk of CHUNK_NUMEL parameters: 20 bytes each for Adam ____|
@@ -11,10 +11,10 @@ Words: a *stretch* is a contiguous tensor (n,) that one optimizer group steps; a
 stretch (exp_avg, sum, ...); all other entries of a state (`step`) are *counters*, one number per stretch. A *chunk* is a
 part of a stretch that starts at a multiple of CHUNK_ALIGNMENT.
 
-Bits: kernels run the code that torch runs for `fused=True`, and chunks give the same bits as the whole stretch: they
-start at multiples of CHUNK_ALIGNMENT, so torch's vectorised loops and the scalar tail after them, which rounds
-differently, process the same elements. `matches` returns whether an optimizer's own step gives those bits, too: with
-fused=True, or zs.Lion; torch's default (foreach) is the same mathematics with other roundings.
+Bits: kernels run the code that torch runs for `fused=True`. Chunks give the same bits as the whole stretch: since chunks
+start at multiples of CHUNK_ALIGNMENT, torch's vectorised loops, and the scalar tail after them (which rounds
+differently), process the same elements. `matches` returns whether an optimizer's own step gives the kernel's bits: it
+does with fused=True, and for zs.Lion; torch's default (foreach) computes the same formula with other roundings.
 
 Everything here runs under the caller's `torch.no_grad()`, on the calling thread unless a `Team` of threads is given.
 `python -m benchmarks.cpu_adam` measures it.
@@ -42,10 +42,11 @@ from .lion import Lion, lion_update
 
 
 def _chunk_for(second_nbytes: int | None, third_nbytes: int | None) -> int:
-    """Return the parameters per chunk and thread, from the sizes of a core's second-level cache and of the third-level one.
+    """Return the parameters per chunk and thread, from the sizes of a core's level-2 cache and of the level-3 cache.
 
-    Adam touches 20 bytes of cache per parameter. One thread, second level of 2 MB (docs/log.md): 2^16, 1.3 MB, is best; 2^14
-    +21% (calls), 2^15 +5%, 2^17 +1%, 2^18 +4%, 2^19 +8%. With 1 MB, and 32 MB in the third: 2^18 takes 26% less than 2^16.
+    Adam touches 20 bytes of cache per parameter. Measured with one thread and 2 MB of level 2 (docs/log.md): 2^16 (1.3 MB) is
+    fastest; 2^14 takes 21% more time (overhead of calls), 2^15 5%, 2^17 1%, 2^18 4%, 2^19 8%. With 1 MB of level 2 and 32 MB of
+    level 3, 2^18 takes 26% less time than 2^16.
     """
     if second_nbytes is None or third_nbytes is None or second_nbytes >= 20 << 16:
         return 1 << 16
@@ -59,7 +60,7 @@ CHUNK_ALIGNMENT = 32  # elements: two AVX-512 registers, the widest step of torc
 
 
 class Kernel(Protocol):
-    """One optimizer's update of a stretch or chunk, in place. Threads may update different chunks at the same time.
+    """Update of one optimizer class for a stretch or chunk, in place. Threads may update different chunks at the same time.
 
     columns: names of states as large as the parameter, in the order in which torch's own step creates them.
     passes: number of times that `step` walks over its tensors; with 1, a whole stretch is as fast as its chunks.
@@ -73,15 +74,15 @@ class Kernel(Protocol):
 
         Args:
             state: the columns, each (n,), and the counters. As in torch, `step` (0-dim, fp32) is incremented in place.
-                Chunks of one stretch share its counters: give each chunk clones of their values before the step and
-                keep the last chunk's, or `count` once and `update` each chunk, as `step_stretch` does.
+                Chunks of one stretch share its counters, which may advance only once: call `count` once and `update` for
+                each chunk, as `step_stretch` does, or step each chunk with clones of the counters and keep the last clones.
             options: the param_group as it is now. After a change of amsgrad, or of momentum to or from 0, get a new
-                kernel from `kernel_for`: the columns are others.
+                kernel from `kernel_for`, since the optimizer then has other columns.
         """
         ...
 
     def create(self, param: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the state from which the optimizer's own first step starts: counters, and columns like `param`."""
+        """Return the state with which the optimizer's own first step starts: counters, and columns like `param`."""
         ...
 
     def prepare(self, param: Tensor, grad: Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
@@ -89,11 +90,11 @@ class Kernel(Protocol):
         ...
 
     def count(self, state: dict[str, Any]) -> Any:
-        """Count one step in the counters; return what `update` needs to know of them."""
+        """Count one step in the counters; return the value that `update` takes as `count`."""
         ...
 
     def update(self, param: Tensor, grad: Tensor, columns: Sequence[Tensor], count: Any, options: dict) -> None:
-        """Compute one step, on tensors that are not checked."""
+        """Compute one step, without checks of the tensors (`prepare` has made them)."""
         ...
 
 
@@ -166,8 +167,8 @@ class _Adam(_Base):
 class _SGD(_Base):
     """Kernel of SGD. With momentum, the first step stores the gradient itself, without dampening, whatever the buffer holds.
 
-    The counter "fresh" (True) marks a buffer that no step has written yet; the first step removes it. A missing buffer, by
-    which torch marks this, is accepted as well.
+    The counter "fresh" (True) marks a buffer that no step has written yet; the first step removes it. torch marks this by the
+    absence of the buffer, which is accepted as well.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
@@ -195,7 +196,7 @@ class _SGD(_Base):
 
 
 class _Adagrad(_Base):
-    """Kernel of Adagrad. The accumulator starts from the constructor's value, as in torch, whatever the group says."""
+    """Kernel of Adagrad. As in torch, the accumulator starts from the constructor's value; the group's option is not read."""
 
     columns = ("sum",)
 
@@ -253,20 +254,20 @@ def _unwrapped(step: Callable[..., Any] | None) -> Callable[..., Any] | None:
 
 
 def _stepping_class(cls: type) -> type | None:
-    """Return the class of _KERNELS whose step a class has: itself, or the nearest base whose step it does not override.
+    """Return the nearest class of _KERNELS among `cls` and its bases, if `cls` has that class's step; else None.
 
-    Torch wraps `step` anew for each class that is built, so the unwrapped functions are compared.
+    torch.optim wraps `step` again in each class of which an optimizer is built, so the unwrapped functions are compared.
     """
     known = next((base for base in cls.__mro__ if base in _KERNELS), None)
     own = [[_unwrapped(getattr(c, name, None)) for name in torch_compat.STEP_METHODS] for c in (cls, known) if c is not None]
-    return known if own[0] == own[-1] else None
+    return known if own[0] == own[-1] else None  # without a known base, `own` has one entry and `known` is None
 
 
 def kernel_for(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> Kernel | None:
-    """Return the kernel whose step equals this optimizer's with the options (a param_group) given.
+    """Return the kernel that computes this optimizer's step with the given options (a param_group).
 
-    None for other classes, for subclasses with a step of their own, and for steps that autograd records. The caller then runs
-    the optimizer's own class on chunks.
+    Return None for a class without a kernel, a subclass with a step of its own, and a step that autograd records; the caller
+    then runs the optimizer's own class on chunks.
     """
     stepping = _stepping_class(type(optimizer))
     kind = _KERNELS[stepping] if stepping is not None else None
@@ -277,9 +278,9 @@ def kernel_for(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> Ker
 
 
 def matches(optimizer: torch.optim.Optimizer, options: dict[str, Any] | None = None) -> bool:
-    """Return whether the optimizer's own step gives the kernel's bits, in one param_group or (None) in all.
+    """Return whether the optimizer's own step gives the kernel's bits: with `options` (a param_group), or in all its groups.
 
-    True for zs.Lion and for fused=True; otherwise the mathematics is the same and the last bits differ.
+    True for zs.Lion and for fused=True; other optimizers that have a kernel compute the same formula with other last bits.
     """
     groups = optimizer.param_groups if options is None else [options]
     return all(
@@ -304,7 +305,7 @@ def step_chunk(
 ) -> None:
     """Compute master <- kernel(master, grad * scale), out <- master. The product is rounded in fp32.
 
-    scratch holds the product, unless grad is fp32 and scale is 1; then it may be None.
+    scratch: memory for the product; it may be None if grad is fp32 and scale is 1.
     """
     kernel.step(master, _scaled(grad, scale, scratch), state, options)
     if out is not None:
@@ -326,7 +327,7 @@ def _scaled(grad: Tensor, scale: float, scratch: Tensor | None) -> Tensor:
 
 
 def chunk_numel(threads: int | None = None) -> int:
-    """Return the parameters per chunk that `threads` of torch's threads process together (None: as many as torch has now)."""
+    """Return the parameters per chunk that torch's `threads` intra-op threads process together; None: torch's present number."""
     return CHUNK_NUMEL * (torch.get_num_threads() if threads is None else threads)
 
 
@@ -343,7 +344,7 @@ def step_stretch(
     team: Team | None = None,  # None: torch's threads on one chunk at a time
     chunk: int | None = None,  # elements per chunk
 ) -> None:
-    """Run `step_chunk` over a whole stretch. Counters count one step; missing columns are created."""
+    """Step a whole stretch chunk by chunk, as `step_chunk` steps one. Counters count one step; missing columns are created."""
     numel = master.numel()
     threads = 1 if team is None else team.threads
     if chunk is None:
@@ -355,11 +356,11 @@ def step_stretch(
         chunk = max(chunk, round_up(-(-numel // threads), CHUNK_ALIGNMENT))  # no chunk would be read a second time
     kernel.prepare(master, grad, state, options)
     count = kernel.count(state)
-    outs = itertools.repeat(None) if out is None else out.split(chunk)
+    outs = itertools.repeat(None) if out is None else out.split(chunk)  # endless, hence strict=False below
     columns = (
         zip(*(state[name].split(chunk) for name in kernel.columns), strict=False) if kernel.columns else itertools.repeat(())
     )
-    parts = deque(zip(master.split(chunk), grad.split(chunk), outs, columns, strict=False))
+    parts = deque(zip(master.split(chunk), grad.split(chunk), outs, columns, strict=False))  # popleft is atomic: no lock
 
     def work(scratch: Tensor | None = None) -> None:
         if casts and (scratch is None or scratch.numel() < min(chunk, numel)):
@@ -383,12 +384,12 @@ def step_stretch(
 
 
 class Team:
-    """Threads that share the chunks of a stretch: the calling one and threads - 1 helpers, until `close`.
+    """Threads that share the chunks of a stretch: the calling thread and `threads - 1` helpers, until `close`.
 
-    Each runs torch's operators alone, and takes the next chunk when it is done with one. torch's own threads instead
-    meet after every operator, three times per chunk: as fast on a quiet machine, but where other programs run on
-    the same cores the others always wait for a thread that is not scheduled (2.2 s instead of 0.19 s a step, docs/log.md).
-    One thread at a time calls it, the one that uses the HostStepper.
+    Each thread runs torch's operators single-threaded, and takes the next chunk when it is done with one. torch's intra-op
+    threads instead synchronise after every operator, three times per chunk. That is as fast on a quiet machine, but where
+    other programs run on the same cores, all threads wait whenever one of them is not scheduled (a step took 2.2 s instead of
+    0.19 s, docs/log.md). Only the thread that uses the HostStepper calls `run`.
     """
 
     def __init__(self, threads: int) -> None:
@@ -398,7 +399,7 @@ class Team:
             self._helpers = ThreadPoolExecutor(threads - 1, "host-step", torch.set_num_threads, (1,))
 
     def run(self, work: Callable[[], None]) -> None:
-        """Run work() on every thread, without autograd; return, or raise the first error, when all are done."""
+        """Run work() on every thread, without autograd; when all are done, return or raise the first error."""
 
         def helper() -> None:
             with torch.no_grad():  # grad mode is per thread
@@ -427,8 +428,8 @@ def visible_cores() -> int:
 def host_threads(local_ranks: int | None = None) -> int:
     """Return the threads for one rank's host step: the cores visible to the process, divided by the ranks of this machine.
 
-    local_ranks: None: LOCAL_WORLD_SIZE, which launchers set, or 1. Launchers also set OMP_NUM_THREADS=1 for ranks, which suits a
-    rank that computes on a GPU but leaves most cores of the host idle while it steps.
+    local_ranks: the ranks of this machine; None: LOCAL_WORLD_SIZE, which launchers set, or 1. OMP_NUM_THREADS is not read:
+    launchers set it to 1, which suits a rank that computes on a GPU but would leave most cores idle during the host's step.
     """
     ranks = ranks_here(1) if local_ranks is None else local_ranks
     return max(1, visible_cores() // max(1, ranks))
@@ -436,7 +437,7 @@ def host_threads(local_ranks: int | None = None) -> int:
 
 @contextmanager
 def stepping_threads(threads: int) -> Iterator[None]:
-    """Context in which torch's operators use `threads` threads on the calling thread; restores the number from before."""
+    """Context in which torch's operators, called on this thread, use `threads` threads; it restores the earlier number."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -446,6 +447,6 @@ def stepping_threads(threads: int) -> Iterator[None]:
 
 
 def describe_threads(threads: int) -> str:
-    """Return the threads of a rank in words, for the line at the start of a run."""
+    """Return the number of threads and cores in words, for the line that a run prints at its start."""
     cores = visible_cores()
     return f"{threads} thread{'s' * (threads > 1)} a rank, {cores} core{'s' * (cores > 1)}"

@@ -3,7 +3,8 @@
     device  | F1 B1 | F2 B2 | F3 B3 |            forward 3 uses the parameters of step 1
     host            | step 1 | step 2 |          a thread, which alone uses masters and states while it runs
 
-Where gradients rest as shards they are handed over, not copied: two resting places take turns.
+Gradients that rest as shards are not copied for the step: a group then has two resting places, and while the step reads
+one of them, backward writes into the other (zero/flat_buffer.py:hand_over).
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from .offloaded_step import HostStepper, Job
 class DelayedStep:
     """Runs a HostStepper in a thread, one step at a time.
 
-    Threads: all methods are for the rank's own thread. From `start` to the end of `wait`, the step's thread alone uses the
-    stepper, masters, states and gradients handed over. The rank's own keeps the Comm, and tells peers of failures (`wait`).
+    Threads: the rank's own thread calls all methods. From `start` to the end of `wait`, only the step's thread uses the stepper,
+    the masters, the states and the gradients of the jobs. It never uses the Comm: `wait`, on the rank's own thread, reports a
+    failure to the peers.
     """
 
     def __init__(self, host: HostStepper) -> None:
@@ -28,10 +30,10 @@ class DelayedStep:
         self.unpublished: list[Job] = []  # jobs stepped, or being stepped, whose parameters are not written yet
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.ticket: Any = None  # stands for an imagined step
+        self.ticket: Any = None  # in a dry run, in place of the thread
 
     def start(self, jobs: list[Job]) -> None:
-        """Step the jobs in the background. `wait`, and publish, before the next start."""
+        """Step the jobs in the background. The caller publishes the result (`take`) before it calls `start` again."""
         assert self._thread is None and not self.unpublished
         self.unpublished = jobs
         num_threads = torch.get_num_threads()
@@ -56,18 +58,18 @@ class DelayedStep:
         return self._thread is not None
 
     def wait(self) -> None:
-        """Return when the running step is done. Raises what it raised, at every call, since masters are then half stepped."""
+        """Wait until the running step is done. If it failed, every call raises its error, since masters are then half stepped."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         if self.ticket is not None:
             self.host.tiers.streams.join(self.ticket)
-        self.host.tiers.check()  # tells the peers
+        self.host.tiers.check()  # raises an I/O error of the step, and reports it to the peers
         if self._error is not None:
             raise self._error
 
     def take(self) -> list[Job]:
-        """Wait; return the jobs whose masters are now to be published."""
+        """Wait for the running step; return its jobs, whose masters the caller must now write into the parameters."""
         self.wait()
         jobs, self.unpublished = self.unpublished, []
         return jobs

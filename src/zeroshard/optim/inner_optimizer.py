@@ -1,4 +1,4 @@
-"""Inner optimizers: of the user's class, they step what the user's own does not hold: runs, chunks, whole parameters."""
+"""Inner optimizers: copies of the user's optimizer that step other tensors than its parameters: runs, chunks, whole matrices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def inner_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return an optimizer of the same class and options without parameters, whatever its constructor looks like."""
+    """Return an optimizer of the same class and options without parameters. The constructor, whose arguments vary, is not called."""
     inner = object.__new__(type(optimizer))
     inner.__dict__.update(optimizer.__dict__)
     inner.__dict__.pop("step", None)  # a scheduler's wrapper around the outer optimizer's step
@@ -22,10 +22,11 @@ def inner_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def step_on_device(inner: torch.optim.Optimizer, hosted: list[bool], device: torch.device) -> None:
-    """Step the inner optimizer's groups that have parameters: some classes stack them, or use torch._foreach, and fail on none.
+    """Step the inner optimizer's groups that have parameters. Others are hidden: some classes fail on an empty list of tensors.
 
-    hosted: which groups have elements that the host steps. If such a group has no parameters here, it gets one of no
-    elements, so that the class counts the step. Groups of whole parameters only get the count from whole_matrix.py.
+    hosted: for each group, whether the host steps some of its runs. Such a group without parameters here gets one of no
+    elements, so that a class which counts steps in its groups counts this one. For a group whose parameters are all stepped
+    whole, `WholeStepper.step` returns the options that the class has changed, counts among them.
     """
     groups = inner.param_groups
     empty = [group for group, on_host in zip(groups, hosted, strict=True) if on_host and not group["params"]]
@@ -38,4 +39,4 @@ def step_on_device(inner: torch.optim.Optimizer, hosted: list[bool], device: tor
         inner.step()
     inner.param_groups = groups
     for group in empty:
-        inner.state.pop(group["params"].pop(), None)
+        inner.state.pop(group["params"].pop(), None)  # the group stays without parameters here

@@ -66,11 +66,15 @@ class Lion(torch.optim.Optimizer):
 
 
 def lion_update(param: Tensor, grad: Tensor, exp_avg: Tensor, options: dict, scratch: Tensor | None = None) -> None:
-    """Update in place, in five elementwise passes (four without weight decay). scratch: like param; None: it is allocated."""
+    """Update param and exp_avg in place, in five elementwise passes (four without weight decay).
+
+    scratch: memory like param for the update's direction; None: it is allocated.
+    """
     lr, weight_decay = float(options["lr"]), float(options["weight_decay"])
     beta1, beta2 = options["betas"]
     if options["maximize"]:
         grad = torch.neg(grad)
+    # before exp_avg is updated: Lion's beta1 is for the update only
     direction = torch.lerp(exp_avg, grad, 1 - beta1, out=scratch).sign_()
     if weight_decay != 0:
         param.mul_(1 - lr * weight_decay)

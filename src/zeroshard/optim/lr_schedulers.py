@@ -1,8 +1,8 @@
 """Learning-rate schedulers do not count optimizer steps that were skipped for non-finite gradients.
 
-The usual loop calls `scheduler.step()` after every `optimizer.step()`, or after an epoch of them, and does not know which
-were skipped. So torch's schedulers are patched, once per process, to ask the optimizer; those of optimizers that are not
-sharded work as before.
+The usual loop calls `scheduler.step()` after every `optimizer.step()`, or after an epoch of steps, and does not know which
+of them were skipped. So the `step` of torch's scheduler classes is patched, once per process, to ask the optimizer.
+Schedulers of optimizers that are not sharded work as before.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from .step_record import StepRecord
 
 
 class Tally:
-    """Number of steps that an optimizer was asked for and that it skipped, now and at each scheduler's last step.
+    """Counts of an optimizer's `step` calls and of its skipped steps, now and at each scheduler's last step.
 
-    holds: schedulers stand still after skipped steps.
+    holds: whether schedulers must not advance after skipped steps (Config.hold_schedulers).
     """
 
     def __init__(self, holds: bool = True) -> None:
         self.holds = holds
         self.asked = self.skipped = 0
-        self.scheduling = False  # inside a scheduler's step, whose component schedulers step with it
+        self.scheduling = False  # True inside a scheduler's step: the schedulers that it chains then step without asking
         self._seen: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 
     @property
     def schedulers(self) -> list[Any]:
-        """The schedulers that have asked, in the order of their first step."""
+        """The schedulers that have stepped since sharding, in the order of their first step."""
         return list(self._seen)
 
     def note(self, record: StepRecord) -> StepRecord:
-        """Count one more step, and return its record. A step without gradients does not count as skipped."""
+        """Count the step of a record, and return the record. A step without gradients does not count as skipped."""
         self.asked += 1
         self.skipped += record.skipped and not math.isfinite(record.grad_norm)
         return record
 
     def counts(self, scheduler: Any) -> bool:
-        """Return False where all steps since the scheduler's last one were skipped."""
+        """Return whether the scheduler may step: not if the optimizer has skipped every step since the scheduler's last one."""
         asked, skipped = self._seen.get(scheduler, (0, 0))
         self._seen[scheduler] = self.asked, self.skipped
         return not self.holds or self.asked == asked or self.asked - asked > self.skipped - skipped
 
 
 def respect_skipped_steps() -> None:
-    """Patch torch's schedulers to stand still after skipped steps of a sharded optimizer. Idempotent."""
+    """Patch torch's schedulers not to advance after skipped steps of a sharded optimizer. Idempotent."""
     for name in dir(lr_scheduler):
         cls = getattr(lr_scheduler, name)
         own = isinstance(cls, type) and issubclass(cls, lr_scheduler.LRScheduler) and "step" in cls.__dict__
@@ -63,7 +63,7 @@ def _standing_still(step: Any) -> Any:
         tally = getattr(getattr(getattr(self, "optimizer", None), "core", None), "tally", None)
         if not isinstance(tally, Tally) or tally.scheduling:
             return step(self, *args, **kwargs)
-        if not tally.counts(self) and getattr(self, "last_epoch", 0) >= 0:
+        if not tally.counts(self) and getattr(self, "last_epoch", 0) >= 0:  # -1: the constructor's own first step
             return None
         tally.scheduling = True
         try:
@@ -76,7 +76,7 @@ def _standing_still(step: Any) -> Any:
 
 
 def rewrap_for_schedulers(optimizer: torch.optim.Optimizer) -> None:
-    """Wrap `optimizer.step` again for a scheduler built before sharding, which looks for its mark there."""
+    """Wrap `optimizer.step` for a scheduler built before sharding: it warns unless it finds its mark on that method."""
     plain = optimizer.step
 
     def step(*args: Any, **kwargs: Any) -> Any:

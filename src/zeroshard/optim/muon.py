@@ -35,7 +35,7 @@ class Muon(torch.optim.Optimizer):
         adam_lr: learning rate of AdamW's groups that name none; None: lr.
 
     Raises:
-        ConfigError: a parameter is assigned to neither, or is to be stepped by Muon and is not a matrix.
+        ConfigError: a parameter has no use_muon, neither by its group nor itself; or it has use_muon=True and is not a matrix.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, adam_lr: float | None = None) -> None:
@@ -69,7 +69,7 @@ class Muon(torch.optim.Optimizer):
         )  # fmt: skip
 
     def _step_adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        for param in (param for param in params if not self.state[param]):
+        for param in (param for param in params if not self.state[param]):  # the first step of a parameter
             zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
             self.state[param].update(step=torch.tensor(0.0), **zeros)
         columns = [[self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq", "step")]
@@ -97,7 +97,7 @@ def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _divided(group: dict[str, Any]) -> list[tuple[bool, list[Tensor]]]:
-    """Return (stepped by Muon, parameters) of a group, or of its two halves."""
+    """Return (stepped by Muon, parameters) for a group, or for both halves of a group whose parameters differ in use_muon."""
     members = group["params"]
     untold = [param for param in members if "use_muon" not in group and not hasattr(param, "use_muon")]
     if untold:

@@ -2,7 +2,8 @@
 
     train ...   zs.offload_states(model)   generate with another engine   zs.reload_states(model)   train ...
 
-States that are away can not be used (`StatesAway`); the others can. Buffers hold no state: they get memory again when needed.
+Using states that are away raises `StatesAway`; the others can be used. Buffers hold no state, so their memory is freed, and
+allocated again at the next use.
 """
 
 from __future__ import annotations
@@ -48,14 +49,15 @@ def offload_states(
         include: which states: "optimizer", "masters", "parameters", "gradients", "buffers" (those of gathers, reductions, host
             steps, saves and activation checkpoints), or DeepSpeed's words "optim_states", "hp_params", "lp_params", "lp_grads"
             and "contiguous_grad_buffer". None: all.
-        device: "cpu" copies into host memory; where the device is the host, only buffers are freed. "nvme", a folder on a local
-            disk, or an Offload copies into files in a folder of this run; "nvme" alone means the folder of zs.shard. What rests
-            off the device already stays where it is.
+        device: "cpu" copies into host memory (where the model computes on the CPU, it only frees buffers). "nvme", a folder on a
+            local disk, or an Offload copies into files in a folder of this run; "nvme" means the folder that zs.shard was given.
+            States that already rest off the device stay where they are.
         pin_memory: use page-locked copies on the host.
-        non_blocking: return while copies to the host are under way (not those to files).
+        non_blocking: return while copies to the host are under way; copies to files are always waited for.
 
-    Using a state that is away raises StatesAway: a forward needs parameters, a backward gradients too, a step, a save or a write
-    everything. After `zero_grad` there are no gradients to copy. Further calls move what is still on the device.
+    Using a state that is away raises StatesAway: a forward uses the parameters, a backward parameters and gradients, and a step,
+    a save or a write all states. After `zero_grad` there are no gradients to copy. A further call moves states that are still
+    on the device.
 
     Raises:
         ConfigError: an option is wrong, on any rank, or ranks call it differently. Nothing has changed.
@@ -66,8 +68,8 @@ def offload_states(
     runtime = runtime_of(model)
     check_idle(runtime, "zs.offload_states", also_moved=True)
     parts, offload = _agree(runtime, include, device, pin_memory)
-    parts = [part for part in parts if part not in runtime.moved]
-    if not runtime.moved.any:  # otherwise an earlier call has waited, and nothing was written since
+    parts = [part for part in parts if part not in runtime.moved]  # an earlier call has moved the others
+    if not runtime.moved.any:  # `wait` would raise StatesAway; an earlier call has waited, and no state was written since
         runtime.gate.wait()
     if "gradients" not in runtime.moved:
         runtime.flush()
@@ -89,7 +91,7 @@ def offload_states(
 
 
 def reload_states(model: nn.Module) -> None:
-    """Bring back the states that `zs.offload_states` has moved, bit for bit (collective). Does nothing where none is away."""
+    """Move the states back that `zs.offload_states` has moved, bit for bit (collective). Do nothing if there are none."""
     runtime = runtime_of(model)
     runtime.attendance.refuse("zs.reload_states")
     runtime.tiers.check()
@@ -104,7 +106,7 @@ def reload_states(model: nn.Module) -> None:
 
 
 def _agree(runtime: Runtime, include: Any, device: Any, pin_memory: bool) -> tuple[list[str], Offload]:
-    """Return the parts to move and where to move them, after a check that every rank asks for the same (collective)."""
+    """Return the parts to move and their destination, after a check that every rank asks for the same (collective)."""
     comm, parts, offload = runtime.comm, list[str](), Offload()
     problem: Exception | None = None
     try:
@@ -157,7 +159,7 @@ def _offload(runtime: Runtime, device: Any, pin_memory: bool) -> Offload:
 
 
 def _check_space(runtime: Runtime, memories: list[Memory], offload: Offload) -> None:
-    """Raise on every rank where the folder's disk is too small for the ranks of a host (collective)."""
+    """Raise on every rank if, on any host, the folder's disk has no space for the states of that host's ranks (collective)."""
     if offload.tier is not Tier.DISK:
         return
     host, folder = host_identity(), offload.path
@@ -174,11 +176,11 @@ def _check_space(runtime: Runtime, memories: list[Memory], offload: Offload) -> 
             raise told
 
 
-# -- what there is -------------------------------------------------------------------------------------------------
+# -- the states ----------------------------------------------------------------------------------------------------
 
 
 def _rests(runtime: Runtime) -> dict[str, list[Rest]]:
-    """Return every resting place that other code may access, by part."""
+    """Return the Rests of all states by part; `moved` makes them raise StatesAway while they are away."""
     groups = runtime.groups
     return {
         "optimizer": [rest for group in groups for rest in (*group.columns.values(), *group.averages)],
@@ -189,7 +191,7 @@ def _rests(runtime: Runtime) -> dict[str, list[Rest]]:
 
 
 def _memories(runtime: Runtime) -> list[Memory]:
-    """Return the memories of states that are on the device."""
+    """Return the tensors on the device that hold states."""
     found: list[Memory] = []
     for group in runtime.groups:
         values, grads = group.values, group.grads
@@ -214,8 +216,8 @@ def _resting(part: str, category: str, rest: Rest | None, kept: bool = True) -> 
 
 
 def _device_states(runtime: Runtime) -> list[Tensor]:
-    """Return the states that the inner optimizer keeps, one tensor per storage: states of split runs are views of one."""
-    whole: dict[int, Tensor] = {}
+    """Return the inner optimizer's states, one tensor per storage, since the states of split runs are views of one storage."""
+    whole: dict[int, Tensor] = {}  # id of a storage -> flat tensor over all of it
     for state in state_tensors(runtime.optimizer.core.inner.state) if runtime.optimizer is not None else []:
         whole.setdefault(torch_compat.storage_id(state.untyped_storage()), state.new_empty(0).set_(state.untyped_storage()))
     return [tensor for tensor in whole.values() if tensor.numel()]

@@ -4,8 +4,8 @@
     step    | s1 | s2 | s3 | s4          master weights, gradient and states, in chunks that stay in cache
     write   |    | s1 | s2 | s3 | s4     states that rest on the host are stepped in place and need no buffer
 
-Slabs pass through one arena of constant size. At the end of a step its free memory is filled with the first slabs of
-the next step (`poll`), so that the disk also works while forward and backward run.
+Slabs pass through one arena of constant size. At the end of a step, `poll` reads the first slabs of the next step into
+the arena's free memory, so that the disk also works while forward and backward run.
 
 The arithmetic is that of the optimizer's own class, run on chunks (equal in bits to a step without offload), or torch's
 fused kernels (optim/cpu_kernels.py).
@@ -36,17 +36,17 @@ from .state_storage import ColumnStates
 
 _STEPPED, _GRADIENT, _VALUES = "(stepped)", "(gradient)", "(values)"  # names of the parts of a slab that are not states
 _CLASS_CHUNK_NUMEL = 1 << 18  # for an optimizer's own class, whose step has an overhead of some 0.15 ms
-_FLIGHT = 4  # most slabs started ahead, per buffer: slabs in place take no memory, and need some limit
+_FLIGHT = 4  # most slabs started ahead, per buffer: a limit for slabs in place, which no lack of memory holds back
 _SLAB_MULTIPLE = 4096  # elements: slabs begin at page boundaries in any dtype
 
 
 @dataclass(eq=False)
 class Job:
-    """The step of one run of parameters.
+    """The host's step of one run.
 
-    options: those of its parameter group; attributes: numbers among the optimizer's attributes; both from before the step.
-    gradient: where it rests; factor: what it is still to be multiplied by. publish: write the parameters as well. names, scalars:
-    of its states after the step (names None: before the first chunk of a first step).
+    options: of the run's parameter group; attributes: the numbers that the optimizer's class keeps on itself; both as they were
+    before the step. gradient: where the gradient rests, not yet multiplied by `factor`. publish: also write the parameters.
+    names, scalars: of the run's states after the step (names None: no chunk of a first step has been computed).
     """
 
     run: Run
@@ -75,9 +75,10 @@ class Job:
 
 @dataclass(eq=False)
 class Slab:
-    """Elements [begin, end) of a shard, part of one run.
+    """Elements [begin, end) of a shard, all in one run.
 
-    parts: the tensors of the step by name, in place or in `buffer`; staged: the rests to which parts must be written back.
+    parts: by name, the tensors that the step uses: views of memory where they rest, or copies in `buffer`. staged: for each
+    copy that the step changes, the Rest to which it must be written back.
     """
 
     job: Job
@@ -91,7 +92,7 @@ class Slab:
 
     @property
     def key(self) -> tuple:
-        """Key that is equal for the same slab in the next step."""
+        """Key by which a slab of this step is found among those that the last step has read ahead."""
         return id(self.job.run), self.begin, self.end
 
 
@@ -112,9 +113,8 @@ class _All(Work):
 class HostStepper:
     """Steps the runs whose states rest on the host or on disk.
 
-    Threads: one at a time, which is checked (`ThreadsMet`): the rank's own or, during a delayed step, that step's
-    (optim/delayed_update.py). The rank's own thread stays out until `DelayedStep.wait` has returned; zero/write_gate.py
-    sees to it.
+    Threads: one at a time, else ThreadsMet is raised: the rank's own thread or, during a delayed step, the thread of that step
+    (optim/delayed_update.py). zero/write_gate.py calls `DelayedStep.wait` before the rank's own thread uses the stepper again.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, offload: Offload, tiers: Tiers, fused: bool) -> None:
@@ -124,9 +124,9 @@ class HostStepper:
         limit_nbytes = offload.buffer_count * offload.buffer_nbytes
         self.pool = Arena(tiers.ledger, limit_nbytes, PAGE_NBYTES, lambda n: tiers.host_buffer(n, pin), Tier.HOST, self.turn)
         self._ahead: deque[Slab] = deque()  # slabs that are read ahead for the next step
-        self._next: deque[Slab] = deque()  # the slabs of the next step behind them
+        self._next: deque[Slab] = deque()  # the next step's slabs that are not read yet
         self._uploads: list[Work] = []  # copies to the device in this step
-        # a rank that computes on a separate device lets the step use its share of the cores
+        # a rank that computes on a GPU lets the host's step use its share of the cores, whatever OMP_NUM_THREADS is
         self.threads = host_threads() if tiers.separate else torch.get_num_threads()
         self.scratch = torch.empty(chunk_numel(self.threads), device="cpu")
         self.team = Team(1 if tiers.comm.imagined else self.threads)  # fake tensors belong to one thread
@@ -148,7 +148,7 @@ class HostStepper:
         if self.pool.lacks(useful_nbytes):
             self.forget()  # slabs read ahead are in the memory that a larger one replaces
         self.pool.reserve(useful_nbytes)
-        flight: deque[Slab] = deque()
+        flight: deque[Slab] = deque()  # slabs whose parts are being read, in the order of the step
         while plan or flight:
             while plan and len(flight) < _FLIGHT * self.offload.buffer_count and self._start(plan[0], wait=not flight):
                 flight.append(plan.popleft())
@@ -164,11 +164,11 @@ class HostStepper:
         for job in jobs:
             job.close()
         self.forget()
-        self._next = deque(Slab(*slab) for slab in following)
+        self._next = deque(Slab(*slab) for slab in following)  # the next step is expected to step the same runs
 
     @one_thread
     def poll(self) -> None:
-        """Read the next step's first slabs into memory that has come free."""
+        """Read the next step's first slabs into free memory of the arena; never wait."""
         while self._next:
             slab = self._next[0]
             nbytes = self._staged_nbytes(slab)
@@ -185,13 +185,13 @@ class HostStepper:
 
     @one_thread
     def forget(self) -> None:
-        """Drop the slabs that were read ahead, because the states at rest are about to change or will not be stepped next."""
+        """Drop the slabs that were read ahead: the caller is about to change the states, or will not step them next."""
         while self._ahead:
             self._drop_ahead()
         self._next = deque()
 
     def _take_ahead(self) -> Slab:
-        """Return the first slab that was read ahead, which is now used."""
+        """Remove the first slab that was read ahead, and return it."""
         slab = self._ahead.popleft()
         self._count_ahead(slab, -1)
         return slab
@@ -207,7 +207,7 @@ class HostStepper:
 
     @one_thread
     def give_back(self) -> None:
-        """Give the memory of the arena back until the next step."""
+        """Free the arena's memory; the next step allocates it again."""
         self.forget()
         self.pool.give_back()
 
@@ -219,7 +219,8 @@ class HostStepper:
         self.team.close()
 
     def _start(self, slab: Slab, wait: bool) -> bool:
-        """Start to read a slab's parts. False where there is no memory for them."""
+        """Start to read a slab's parts. Return False if the arena has no memory for them; with `wait`, wait for memory."""
+        # slabs ahead of this one in the queue belong to runs that are not stepped this time
         while self._ahead and self._ahead[0].key != slab.key and self._is_ahead(slab):
             self._drop_ahead()
         if self._ahead and self._ahead[0].key == slab.key:
@@ -260,35 +261,37 @@ class HostStepper:
     def _slabs(self, job: Job) -> Iterator[Slab]:
         run = job.run
         if run.numel == 0:
-            yield Slab(job, run.start, run.stop)  # a run without elements has a step count, too
+            yield Slab(job, run.start, run.stop)  # a run without elements has a step count, which every rank shows
         slab_numel = self.slab_numel(job)
         begin = run.start
         while begin < run.stop:
             end = min(run.stop, (begin // slab_numel + 1) * slab_numel)
+            # slabs begin at multiples of slab_numel of the shard (page boundaries), not of the run
             yield Slab(job, begin, end)
             begin = end
 
     def _away(self, job: Job) -> list[int]:
-        """Return the bytes per element of each tensor that a step of this run must move through the arena."""
+        """Return the bytes per element of each tensor that a step of this run copies through the arena."""
         group = job.run.group
         rests = [group.masters.stepped, job.gradient, group.values.rest, *group.columns.values()]
         away = [r.dtype.itemsize for r in {id(r): r for r in rests}.values() if r.view(0, 0) is None]
         staged = group.offload.tier is Tier.DISK or job.states.declared
         if staged and not group.columns:  # a first step: its states are not made yet
             kernel = self.kernel(job)
+            # without a kernel the class is unknown: two states are foreseen, as Adam has
             away += [group.masters.stepped.dtype.itemsize] * (len(kernel.columns) if kernel is not None else 2)
         return away
 
     def slab_numel(self, job: Job) -> int:
-        """Return the number of elements that fit buffer_nbytes; the whole run where everything is stepped in place."""
+        """Return the elements of a slab: as many as fit buffer_nbytes, or the whole run if the host steps it in place."""
         away = self._away(job)
         if not away:
             return max(job.run.stop, 1)
-        room = self.offload.buffer_nbytes - 2 * PAGE_NBYTES * len(away)
+        room = self.offload.buffer_nbytes - 2 * PAGE_NBYTES * len(away)  # `_carve` skips at most two pages for each tensor
         return max(room // sum(away) // _SLAB_MULTIPLE, 1) * _SLAB_MULTIPLE
 
     def _staged_nbytes(self, slab: Slab) -> int:
-        """Return the bytes that a slab takes of the arena; 0 where everything is stepped in place."""
+        """Return the bytes that a slab needs in the arena; 0 if the host steps it in place."""
         away = self._away(slab.job)
         if not away or slab.end == slab.begin:
             return 0
@@ -303,7 +306,7 @@ class HostStepper:
             self._bring(slab, name, group.columns[name], read=True, write=True)
 
     def _bring(self, slab: Slab, name: str, rest: Rest, *, read: bool, write: bool) -> Tensor:
-        """Add elements of a rest to the slab's parts: in place, or in its buffer."""
+        """Add a Rest's elements [begin, end) to the slab's parts: a view of the memory where they rest, or a copy in its buffer."""
         view = rest.view(slab.begin, slab.end)
         if slab.begin == slab.end:
             view = torch.empty(0, dtype=rest.dtype, device="cpu")
@@ -318,14 +321,14 @@ class HostStepper:
 
     @staticmethod
     def _carve(slab: Slab, rest: Rest) -> Tensor:
-        """Return memory in the slab's buffer, with the same offset in a page as in the file: O_DIRECT then needs no copy."""
+        """Return memory in the slab's buffer at the same offset within a page as in the file, so that O_DIRECT needs no copy."""
         numel, itemsize = slab.end - slab.begin, rest.dtype.itemsize
         start = round_up(slab.used_nbytes, PAGE_NBYTES)
         if not isinstance(rest, MemoryRest):
             start += slab.begin * itemsize % PAGE_NBYTES
         stop = start + numel * itemsize
         if slab.buffer is None or stop > slab.buffer.numel():
-            return torch.empty(numel, dtype=rest.dtype, device="cpu")  # a first step makes more states than foreseen
+            return torch.empty(numel, dtype=rest.dtype, device="cpu")  # a first step may make more states than `_away` foresaw
         slab.used_nbytes = stop
         return slab.buffer[start:stop].view(rest.dtype)
 
@@ -351,6 +354,7 @@ class HostStepper:
         """Step one slab."""
         job, kernel = slab.job, self.kernel(slab.job)
         param, grad, out = slab.parts[_STEPPED], slab.parts[_GRADIENT], slab.parts.get(_VALUES)
+        # every chunk of a step begins with the same counters
         scalars = {k: v.clone() if isinstance(v, Tensor) else v for k, v in job.states.scalars.items()}
         if kernel is not None:
             if job.fresh:
@@ -413,18 +417,18 @@ class HostStepper:
         return self.inner.state[leaf]
 
     def _take_states(self, slab: Slab, start: int, param: Tensor, state: dict[str, Any]) -> None:
-        """Copy states that the class has made or replaced into the slab's parts."""
+        """Copy the states that the optimizer's class has made or replaced into the slab's parts."""
         for name, value in state.items():
             if not is_column(value, tuple(param.shape)):
                 continue
             if name not in slab.parts:
                 self._bring(slab, name, slab.job.states.column(name, value.dtype), read=False, write=True)
             place = slab.parts[name][start : start + param.numel()]
-            # unless it was stepped in place
+            # a state that the class has updated in place is there already
             if torch_compat.storage_id(place.untyped_storage()) != torch_compat.storage_id(value.untyped_storage()):
                 place.copy_(value)
 
 
 def _fresh(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of settings for one chunk, which may write into them."""
+    """Return a copy of settings for the step of one chunk, since the optimizer's class may write into them."""
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in settings.items()}

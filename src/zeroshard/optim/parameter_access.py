@@ -1,14 +1,14 @@
 """Access to one parameter's value, gradient and optimizer states, whole or as this rank's slice, on whatever tier they rest.
 
-    zs.value_of(p)                     the fp32 master where there is one; setting it also sets the parameter, rounded
+    zs.value_of(p)                     the fp32 master (where there is none, the parameter); setting it also sets the parameter
     zs.gradient_of(p)                  the mean gradient over ranks, as p.grad shows it, without the loss scale
     zs.state_of(p, "exp_avg")          one optimizer state; None before the first step
 
     .full()   .set_full(value)         the whole tensor (shape), equal on every rank
     .local()  .set_local(value)        this rank's slice, flat (stop - start,): elements [start, stop) of the flattened tensor
 
-They return copies. `full` and both setters are collective: all ranks call them, for the same parameters in the same order.
-A value of the wrong shape on one rank raises ConfigError on all of them, and nothing is changed.
+`full` and `local` return copies. `full` and both setters are collective: all ranks call them, for the same parameters in the
+same order. A value of the wrong shape on one rank raises ConfigError on all ranks, and nothing is changed.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from .state_view import entries_of, write_entry
 
 
 def value_of(param: Tensor) -> ParameterPart:
-    """Return access to the value of a sharded model's parameter, as precise as it is kept. Raises ZeroshardError for others."""
+    """Return access to a parameter's fp32 master, or value without one. Raise ZeroshardError if no sharded model has the parameter."""
     return _Value(param)
 
 
 def gradient_of(param: Tensor) -> ParameterPart:
-    """The mean gradient of a parameter of a sharded model; None where it has none. The next step uses what you set."""
+    """Return access to a parameter's mean gradient, which is None if it has none. The next step uses a gradient set by it."""
     return _Gradient(param)
 
 
 def state_of(param: Tensor, key: str) -> OptimizerStatePart:
-    """Return access to an optimizer state (or None) of a sharded model's parameter. A step count is a number."""
+    """Return access to one optimizer state of a parameter; it is None before the first step. A step count is one number."""
     return OptimizerStatePart(param, key)
 
 
 class ParameterPart(ABC):
-    """The result of `value_of`, `gradient_of` and `state_of`, described at the head of this file."""
+    """The result of `value_of`, `gradient_of` and `state_of`; the docstring of this module describes it."""
 
     what: str
     replicated: bool  # whether every rank holds all of it
@@ -68,11 +68,11 @@ class ParameterPart(ABC):
 
     @abstractmethod
     def local(self) -> Any:
-        """Return a copy of this rank's slice, flat; None where there is nothing."""
+        """Return a copy of this rank's slice, flat; None if the parameter has no such gradient or state."""
 
     @abstractmethod
     def full(self) -> Any:
-        """Return a copy of the whole tensor, on every rank (collective); None where there is nothing."""
+        """Return a copy of the whole tensor, on every rank (collective); None if the parameter has no such gradient or state."""
 
     def set_full(self, value: Tensor) -> None:
         """Set the whole tensor; every rank gives the same tensor of the parameter's shape (collective)."""
@@ -100,17 +100,18 @@ class ParameterPart(ABC):
         """Get ready for a write (collective)."""
 
     def _problem(self) -> str | None:
-        """Return why it can not be set, or None."""
+        """Return why this part of the parameter can not be set, or None."""
         return None
 
     def _agree(self, value: Any, shape: tuple[int, ...], compare: bool = False) -> None:
-        """Raise ConfigError on every rank where any rank can not set it (collective)."""
+        """Raise ConfigError on every rank if one rank's value can not be set or, with `compare`, ranks gave different values."""
         problem, given = self._problem(), type(value).__name__
         if isinstance(value, Tensor):
             given = f"a tensor of shape {tuple(value.shape)}"
         fits = isinstance(value, Tensor) and not isinstance(value, ShardedTensor)
         if problem is None and not (fits and (tuple(value.shape) == shape or (len(shape) == 1 and value.numel() == shape[0]))):
             problem = f"expected a tensor of shape {shape}, got {given}"
+        # a replicated value must be equal on all ranks
         checksum = zlib.crc32(bytes_of(value.detach().cpu().contiguous())) if compare and problem is None else 0
         everyone = exchange_values(self.group.comm, (problem, checksum), f"set the {self.what} of {self.home.name}")
         for rank, (theirs, _) in enumerate(everyone):
@@ -214,7 +215,7 @@ class OptimizerStatePart(ParameterPart):
         return {k: v for k, v in entries_of(self._core, self.param).items() if k == self.key} if self._stepped else {}
 
     def names(self) -> list[str]:
-        """Return the names of all states that this parameter has; [] before the first step."""
+        """Return the names of all optimizer states of this parameter; [] before the first step."""
         return sorted(entries_of(self._core, self.param)) if self._stepped else []
 
     @property
@@ -246,7 +247,10 @@ class OptimizerStatePart(ParameterPart):
 
 
 def whole_states(group: ParamGroup, index: int, entries: dict[str, Any]) -> dict[str, Any]:
-    """Return one parameter's states with whole tensors (collective). Ranks without elements get keys and scalars from others."""
+    """Return one parameter's states with whole tensors (collective).
+
+    A rank that has no elements of the parameter may have no states of it: it gets their names and scalars from other ranks.
+    """
     plain = {
         k: v.cpu() if isinstance(v, Tensor) else v for k, v in entries.items() if not isinstance(v, ShardedTensor)
     }  # on the host, since a peer's device may be another

@@ -27,10 +27,10 @@ _NO_SLICE = (1,) * 7  # leading dimensions that mark a state which is not a slic
 
 @dataclass(eq=False)
 class Run:
-    """Elements [start, stop) of the stepped buffer of `group`: the parameters `indices`, in layout order.
+    """Elements [start, stop) of the buffer that the optimizer steps for `group`: the parameters `indices`, in layout order.
 
-    whole: the run is one parameter that is stepped as a whole (optim/whole_matrix.py). states: its optimizer states. tensor: the
-    leaf that the inner optimizer steps (a view of values or masters); None where the states are offloaded and the host steps it.
+    whole: the run is one parameter that is stepped as a whole (optim/whole_matrix.py). states: the run's optimizer states.
+    tensor: the leaf that the inner optimizer steps (a view of values or masters); None if the host steps offloaded states.
     """
 
     group: ParamGroup
@@ -55,19 +55,20 @@ class Run:
         return isinstance(value, Rest) or is_column(value, (self.numel,))
 
     def place(self, value: Rest | Tensor, index: int) -> tuple[Rest, int]:
-        """Return where a column rests, and the first element there of this parameter (of the rank's slice, if it is sharded)."""
+        """Return the Rest of a column, and the index in it of the first element of this parameter (of this rank's slice)."""
         start, _ = self.group.masters.range(index)
         return (value, start) if isinstance(value, Rest) else (self.states.tiers.over(value), start - self.start)
 
     def rested(self, value: Any) -> Any:
-        """Return a state that is not sharded in the form in which it is kept.
+        """Return a state that is not sharded in the form in which the run keeps it.
 
-        For a whole parameter, a 1-D state (of rows, say) gets leading dimensions of 1, since its numel may equal that of a slice.
+        A 1-D state of a whole parameter (statistics of its rows, say) gets leading dimensions of 1: `is_column` would else take
+        it for a slice of a sharded state if it happens to have as many elements.
         """
         return value.view(*_NO_SLICE, -1) if self.whole and isinstance(value, Tensor) and value.dim() == 1 else value
 
     def shown(self, value: Any) -> Any:
-        """Undo `rested`: return the state in the form that the optimizer's class has given it."""
+        """Return a state in the form that the optimizer's class has given it: the inverse of `rested`."""
         rested = isinstance(value, Tensor) and value.dim() > len(_NO_SLICE) and tuple(value.shape[:-1]) == _NO_SLICE
         return value.view(-1) if self.whole and rested else value
 
@@ -75,8 +76,8 @@ class Run:
 class RunMaker:
     """Makes the runs of one optimizer.
 
-    replicated: every rank has all optimizer states. state: that of the inner optimizer. alone: ids of parameters that are
-    stepped as a whole, each in a run of its own. columns: those that do not rest as they are, by name.
+    replicated: every rank has all optimizer states. state: the inner optimizer's `state`. alone: ids of parameters that are
+    stepped as a whole, each in a run of its own. columns: by name, the states that the optimizer's class keeps encoded.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class RunMaker:
 
     @contextmanager
     def ready(self, runs: list[Run]) -> Iterator[None]:
-        """Context in which the inner optimizer has what it steps the runs on the device with: gradients, and decoded columns."""
+        """Context in which the tensors of runs on the device have gradients, and the inner optimizer has their decoded columns."""
         on_device = [(run, run.tensor) for run in runs if run.tensor is not None]
         for run, tensor in on_device:
             tensor.grad = self.gradient(run)
@@ -107,7 +108,7 @@ class RunMaker:
                 run.states.take(self.state, tensor)
 
     def stepped(self, group: ParamGroup) -> Tensor:
-        """Return what the inner optimizer steps, on the device: the masters where there are any, else the values."""
+        """Return the tensor on the device of which runs are views: the masters where there are any, else the values."""
         if group.master is not None:
             return group.master.load(0, group.master.numel)
         return group.values.full if self.replicated else group.values.rest.load(0, group.layout.shard_numel)
@@ -118,10 +119,10 @@ class RunMaker:
         return run.group.gradients.in_step(run.start, run.stop, run.tensor.dtype)
 
     def runs(self, group: ParamGroup, keys: Sequence[K | None]) -> list[tuple[K, Run]]:
-        """Return (key, run) for each maximal stretch of parameters with equal, not-None key.
+        """Return (key, run) for each longest stretch of neighbouring parameters with the same key; None: the parameter is left out.
 
-        A parameter of which this rank has no elements joins its neighbour's run, or becomes a run of no elements: its
-        step count lives on every rank, so that all ranks show the same states.
+        A parameter without elements on this rank joins its neighbour's run, or becomes a run without elements: every rank keeps
+        its step count, so that all ranks show the same states.
         """
         pending: list[tuple[K, int, int, list[int]]] = []
         alone = [id(param) in self.alone for param in group.params]
@@ -129,9 +130,9 @@ class RunMaker:
             if key is None:
                 continue
             start, stop = group.masters.range(index)
-            if start == stop:
+            if start == stop:  # no elements here: put it at the end of the run before, so that it adjoins
                 start = stop = pending[-1][2] if pending else 0
-            apart = alone[index] or (pending and alone[pending[-1][3][0]])
+            apart = alone[index] or (pending and alone[pending[-1][3][0]])  # a parameter that is stepped whole shares no run
             if pending and not apart and pending[-1][0] == key and pending[-1][2] == start:
                 last = pending.pop()
                 pending.append((key, last[1], stop, [*last[3], index]))
@@ -155,6 +156,7 @@ class RunMaker:
         bunches: list[list[Run]] = []
         kind: object = None
         for run in runs:
+            # the last run with elements
             last = next((other for other in reversed(bunches[-1]) if other.numel), run) if bunches else run
             adjoins = bunches and bunches[-1][0].group is run.group and (not run.numel or last is run or last.stop == run.start)
             if adjoins and kind == run.states.kind() and not (run.whole or bunches[-1][0].whole):
@@ -165,7 +167,7 @@ class RunMaker:
         return [bunch[0] if len(bunch) == 1 else self._join(bunch) for bunch in bunches]
 
     def _join(self, parts: list[Run]) -> Run:
-        filled = [run for run in parts if run.numel] or parts[:1]
+        filled = [run for run in parts if run.numel] or parts[:1]  # runs without elements have no place in the buffer
         indices = [index for run in parts for index in run.indices]
         joined = self.make(parts[0].group, filled[0].start, filled[-1].stop, indices)
         states: list[Any] = [run.states for run in filled]

@@ -60,7 +60,7 @@ class OptimizerCore:
             self.delayed = DelayedStep(self.host)
         runtime.gate.delayed, runtime.gate.stepper = self.delayed, self.host
         self.runs: list[list[Run]] = [[] for _ in optimizer.param_groups]
-        self.parted = False  # whether runs were split so that a state could be written (state_view.py)
+        self.parted = False  # True after a write to one parameter's state has split its run (state_view.py)
         self.members = [list(group["params"]) for group in optimizer.param_groups]
         self.group_of = {id(p): number for number, g in enumerate(optimizer.param_groups) for p in g["params"]}
         for group in runtime.groups:
@@ -70,7 +70,7 @@ class OptimizerCore:
                 self.runs[number].append(run)
         self._show_runs()
         self.last_step: StepRecord | None = None
-        self.allied = [self]  # cores that share one norm and one verdict: those of this rank's pipeline stages
+        self.allied = [self]  # the cores of this rank's pipeline stages, which share one norm and one decision to skip a step
         self.after_step: list[Callable[[], None]] = []  # called after each step that was not skipped
         self.tally = Tally(runtime.config.hold_schedulers)
         self._skipped_in_a_row = 0
@@ -90,21 +90,21 @@ class OptimizerCore:
 
     @property
     def stepped_groups(self) -> list[ParamGroup]:
-        """The flat-buffer groups that have a gradient to step with: the same on every rank."""
+        """The groups of which some rank has a gradient for this step: the same on every rank."""
         return [g for g in self.runtime.groups if g.grads is not None and g.grads.reduced and any(g.active)]
 
     # -- agree -----------------------------------------------------------------------------------------------
 
     def global_norm(self) -> tuple[float, float]:
-        """Return the norm of the mean gradient over all ranks, and the factor that gradients carry (collective).
+        """Return the norm of the mean gradient over all ranks, and the divisor that turns gradients into that mean (collective).
 
-        The norm is non-finite where any element is. The factor is the loss scale times the mean weight (zs.backward).
+        The norm is non-finite if any element is. The divisor is the loss scale times the mean weight (zs.backward).
         """
         total, account = sum(core._square_sum() for core in self.allied) / self._scale() ** 2, self.runtime.account
         watches = [core.runtime.values for core in self.allied]
         mine = struct.pack(
             f"<dd?{len(watches)}Q", total, account.weight, account.unweighted, *(watch.fingerprint() for watch in watches)
-        )
+        )  # the fingerprints show ranks that wrote different values into a replicated parameter
         again = "" if account.clipped is None else " anew (it was not finite, or gradients were written since)"
         parts = self.world.exchange(mine, f"optimizer step: gradient norm{again}{self.runtime.attendance.remark()}")
         everyone = [struct.unpack(f"<dd?{len(watches)}Q", part) for part in parts]
@@ -122,7 +122,7 @@ class OptimizerCore:
         return (math.sqrt(total) if total >= 0 else math.nan) / mean, self._scale() * mean
 
     def _square_sum(self) -> float:
-        """Return the square sum of the gradients that this rank counts, without undoing scale or weight."""
+        """Return the square sum of this rank's part of the gradients, which still carry loss scale and weights."""
         buffers = [group.gradients for group in self.stepped_groups if group.counts]
         known = [grads.square_sum for grads in buffers if grads.square_sum is not None]
         total = sum(value for value in known if isinstance(value, float))
@@ -138,8 +138,8 @@ class OptimizerCore:
     def clip(self, max_norm: float | None) -> float:
         """Undo loss scale and weights, and scale all gradients so that their global norm is at most `max_norm` (collective).
 
-        Returns the norm before clipping, which the next step uses again. Where it is not finite, gradients stay as they are, and
-        the step computes the norm anew, on all ranks: the gradients may have been repaired by then.
+        Return the norm before clipping, which the next step uses again. If it is not finite, gradients stay as they are, and the
+        step computes the norm again, on all ranks: the program may have repaired the gradients by then.
         """
         self.runtime.flush()
         self.runtime.attendance.tell("clip", max_norm)
@@ -151,7 +151,7 @@ class OptimizerCore:
             for core in self.allied:
                 core.runtime.flush()
             norm, divisor = self.global_norm()
-        elif found.of_ally and found.max_norm == max_norm:  # an allied core has clipped for all of them
+        elif found.of_ally and found.max_norm == max_norm:  # the clip of another stage's core has scaled these gradients too
             self.runtime.account.clipped = replace(found, of_ally=False)
             return found.norm
         else:
@@ -166,7 +166,7 @@ class OptimizerCore:
         return norm
 
     def _take_norm(self, found: Clipped, divisor: float, stepping: bool) -> None:
-        """Scale this core's gradients by the norm found for all allied cores; leave them where the norm is not finite."""
+        """Clip this core's gradients by the norm over all allied cores; leave them unchanged if it is not finite."""
         if self._usable(found.norm):
             self._scale_gradients(found.coefficient / divisor, stepping)
             self.runtime.account.undone(unscaled=self.runtime.progress.scaler is not None)
@@ -192,7 +192,7 @@ class OptimizerCore:
     # -- step ------------------------------------------------------------------------------------------------
 
     def step(self) -> StepRecord:
-        """Take one step (collective). Without gradients on any rank, do nothing and return a record that says so."""
+        """Take one step (collective). If no rank has a gradient, step nothing and return a record with skipped=True."""
         runtime = self.runtime
         if runtime.closed:
             raise ModelClosed("optimizer.step() after zs.close(model): make a new optimizer of its parameters.")
@@ -220,7 +220,7 @@ class OptimizerCore:
         scale = runtime.progress.loss_scale
         found = account.clipped
         if self._known() is None and not (found is not None and found.refused):
-            undone = found is not None and not self._usable(found.norm)  # a clip that met a non-finite norm
+            undone = found is not None and not self._usable(found.norm)  # clip again: the first clip met inf or nan
             self._clip(found.max_norm if found is not None and undone else runtime.config.max_grad_norm, stepping=True)
         runtime.attendance.count_step()
         assert account.clipped is not None
@@ -236,7 +236,7 @@ class OptimizerCore:
         return self.tally.note(StepRecord(norm, coefficient, skipped=False, loss_scale=scale))
 
     def _skip(self, norm: float, scale: float) -> StepRecord:
-        """Skip the step on every rank and allied core, and name parameters and ranks; raise after too many in a row (B20)."""
+        """Record a skipped step on every rank and allied core, with the parameters at fault; raise after too many in a row."""
         names = tuple(dict.fromkeys(name for core in self.allied for name in core._nonfinite_names()))
         for core in self.allied:
             if core is not self:
@@ -255,7 +255,7 @@ class OptimizerCore:
         return self.last_step
 
     def _nonfinite_names(self) -> tuple[str, ...]:
-        """Return "name (rank r)" for non-finite gradients; r sent the value, or holds the shard if only the result is known."""
+        """Return "name (rank r)" for non-finite gradients: r has sent the value; "shard of rank r" if no sender is known."""
         groups = self.stepped_groups
         senders = [sorted(group.gradients.culprits) for group in groups]
         mine = [
@@ -303,14 +303,15 @@ class OptimizerCore:
             told = self.whole.step([(run, options[number]) for run, number in zip(whole, numbers, strict=True)])
             for number, changed in zip(numbers, told, strict=True):
                 self.inner.param_groups[number].update(changed)
-        self._copy_options(self.inner, self.outer)
+        self._copy_options(self.inner, self.outer)  # some classes count their steps in options or attributes
         for group in groups:
             if group.master is not None and group.offload.tier is Tier.DEVICE:
                 self._put_values(group, self.maker.stepped(group))
             if group.gradients.replicated:
                 group.gradients.apply_factor()  # since p.grad is a view of it
         self._enter_states()
-        return list({id(group): group for group in [*published, *self.stepped_groups]}.values())  # not those handed over
+        # groups whose gradients a delayed update has taken over are no longer in `stepped_groups`: the next step publishes them
+        return list({id(group): group for group in [*published, *self.stepped_groups]}.values())
 
     def _put_values(self, group: ParamGroup, stepped: Tensor) -> None:
         """Write the rounded masters into the parameters."""
@@ -322,10 +323,10 @@ class OptimizerCore:
             rest.store(0, stepped if rest.resident else stepped.to(rest.dtype))  # round first, then move fewer bytes
 
     def _settings(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Return the groups' options, and the numbers that the class keeps on itself, as they are before a step.
+        """Return copies of the groups' options, and of the numbers that the optimizer keeps as attributes, from before a step.
 
-        The host steps chunk by chunk and every chunk begins with them: a class that counts its steps there counts once. They
-        are copies: schedulers write into a tensor of a learning rate while a delayed update runs.
+        The host restores them before each chunk, so that a class which counts its steps there counts one step, not one per
+        chunk. They are copies since schedulers write into a tensor of a learning rate while a delayed update runs.
         """
         copied = lambda value: value.clone() if isinstance(value, Tensor) else value  # noqa: E731
         groups = [{k: copied(v) for k, v in group.items() if k != "params"} for group in self.inner.param_groups]
@@ -355,17 +356,17 @@ class OptimizerCore:
         )
 
     def _publish_delayed(self) -> list[ParamGroup]:
-        """Write the masters that the delayed update has stepped into the parameters; return the groups concerned."""
+        """Write the masters of the delayed update into the parameters; return the groups that it has stepped."""
         assert self.delayed is not None
         groups = list({id(job.run.group): job.run.group for job in self.delayed.take()}.values())
         for group in groups:
-            self.refresh_masters(group)  # keeps what the user has written meanwhile
+            self.refresh_masters(group)  # keeps the user's writes since the update began
             self._put_values(group, group.masters.stepped.host(0, group.masters.stepped.numel))
         return groups
 
     @torch.no_grad()
     def drain(self) -> None:
-        """Finish a delayed update: parameters, masters and states are then of one step (collective if one was delayed)."""
+        """Finish a delayed update, so that parameters, masters and states are of the same step (collective if one was pending)."""
         self.runtime.gate.wait()
         if self.delayed is not None and self.delayed.unpublished:
             self.comm.fence_write()
@@ -378,14 +379,14 @@ class OptimizerCore:
         return [run for runs in self.runs for run in runs]
 
     def _join_parted(self) -> None:
-        """Join runs that were split for writes to states, where their states are of equal kind again."""
+        """Join the runs that writes to states have split, if their states are of equal kind again."""
         if self.parted:
             self.parted = False
             self.runs = [self.maker.joined(runs) for runs in self.runs]
             self._show_runs()
 
     def _split_where_inactive(self, stepped: set[int]) -> None:
-        """Split runs with a parameter that has no gradient on any rank, so that this one keeps its state."""
+        """Split each run that has a parameter without a gradient on any rank, so that this parameter keeps its state."""
         changed = False
         for number, runs in enumerate(self.runs):
             result: list[Run] = []
@@ -401,7 +402,7 @@ class OptimizerCore:
             self._show_runs()
 
     def refresh_masters(self, group: ParamGroup) -> None:
-        """Update the masters from what the user has written into parameters since the last step."""
+        """Copy the user's writes to parameters since the last step into the masters."""
         if group.masters.outdated():
             if self.host is not None:
                 self.host.forget()
@@ -409,7 +410,7 @@ class OptimizerCore:
 
     @staticmethod
     def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-        """Copy the groups' options, and what the optimizer's class keeps on itself (a step count, say)."""
+        """Copy the groups' options, and the attributes that the optimizer's class keeps on the object (a step count, say)."""
         for name, value in vars(source).items():
             if name not in _NOT_COPIED and not name.endswith("_hooks"):
                 vars(target)[name] = value
@@ -431,7 +432,7 @@ class OptimizerCore:
         self.comm.fence_read()
 
     def _enter_states(self) -> None:
-        """Enter the inner optimizer's states in the ledger; columns are entered where they are made."""
+        """Enter the inner optimizer's states in the ledger; `Tiers.rest` enters columns when it makes them."""
         held = state_tensors(self.inner.state)
         nbytes = sum(tensor.nbytes for tensor in held)
         if nbytes != self._state_nbytes:
@@ -441,7 +442,7 @@ class OptimizerCore:
             self._state_nbytes = nbytes
 
     def poll(self) -> None:
-        """Continue the transfers for the next step."""
+        """Continue to read the next step's states ahead; the runtime calls this during forward and backward."""
         if self.host is not None and (self.delayed is None or not self.delayed.running):
             self.host.poll()
 
@@ -473,12 +474,12 @@ class OptimizerCore:
 
 
 class DropsGradients(torch.optim.Optimizer):
-    """Base class with the last `zero_grad` of a sharded optimizer: a user's own may come before it, and call it by super()."""
+    """Last base class of a sharded optimizer: a `zero_grad` of the user's class reaches this one by super()."""
 
     core: OptimizerCore
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients; with set_to_none=False, set existing ones to zero, with which a step then steps."""
+        """Drop all gradients; with set_to_none=False, set existing ones to zero, and a step then uses the zeros."""
         self.core.runtime.drop_gradients() if set_to_none else self.core.runtime.zero_gradients()
 
 
@@ -489,7 +490,7 @@ class ShardedOptimizer:
 
     @torch.optim.Optimizer.profile_hook_step
     def step(self, closure: Any = None) -> Any:
-        """Take one step (collective). `last_step` tells what it did."""
+        """Take one step (collective). `last_step` has its record: norm, clip coefficient, skipped or not."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -515,7 +516,7 @@ class ShardedOptimizer:
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict, as in torch. Tensors are whole (of one process) or sharded alike (of this optimizer)."""
+        """Load a state dict, as in torch: one of a plain optimizer, with whole tensors, or one of this sharded optimizer."""
         super().load_state_dict({**state_dict, "state": {}})  # type: ignore[misc]
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]  # type: ignore[attr-defined]
@@ -529,7 +530,7 @@ class ShardedOptimizer:
 
     @property
     def state(self) -> dict:
-        """Optimizer states by parameter, tensors sharded; state_view.py tells what may be written."""
+        """Optimizer states by parameter, tensors sharded; state_view.py describes writes to them."""
         return mapping_of(self.core)
 
     @state.setter
@@ -578,7 +579,7 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, runtime: Runtime) -> torch
     core = OptimizerCore(optimizer, runtime)
     wrapped = optimizer.__dict__.pop("step", None)  # a scheduler's wrapper, which counts steps
     optimizer.__dict__.pop("state")
-    optimizer.__dict__.pop("_step_supports_amp_scaling", None)  # `step` lets a GradScaler unscale
+    optimizer.__dict__.pop("_step_supports_amp_scaling", None)  # fused classes unscale in `step`; this one has GradScaler do it
     optimizer.__class__ = _sharded_class(type(optimizer))
     optimizer.core = core  # type: ignore[attr-defined]
     if given:

@@ -1,7 +1,7 @@
 """Loading of optimizer states (from a state dict or a checkpoint) into runs.
 
-Neighbouring parameters with equal counters become one run again. So runs that were split because a parameter missed a step,
-or that come from another partition, are stepped by as few kernels as their states allow.
+Loading makes new runs, and neighbouring parameters with equal counters share one. So states that were saved from split runs
+(a parameter had missed a step), or by another number of ranks, are stepped by as few kernels as their counters allow.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class TensorReader:
 
 
 def restore(core: Core, states: dict[int, SavedState]) -> None:
-    """Replace all states. states: by id of the parameter; a parameter without an entry is as before its first step."""
+    """Replace all states. states: by id of the parameter; a parameter without an entry loses its states."""
     Restoring(core, states).put()
 
 
@@ -89,9 +89,9 @@ class Restoring:
 
     @torch.no_grad()
     def note(self, bulk: Bulk, has: Callable[[int], bool]) -> None:
-        """Register reads with `bulk` into new tensors, for states that can not reuse memory; `put` reads the others.
+        """Allocate states that can not reuse the memory of old ones, and register reads into them with `bulk`; `put` reads the rest.
 
-        has: returns whether the device can spare so many bytes for new tensors; if not, `put` reads all states.
+        has: bytes -> whether the device has memory for so many beside the old states; if not, `put` reads all states.
         """
         device, spare = self.core.comm.device, _spare(self.core, self.runs)
         runs = [(run, given) for _, run, given in self.runs if isinstance(run.states, DeviceStates)]
@@ -110,8 +110,8 @@ class Restoring:
     def put(self, write_over: bool = False) -> None:
         """Replace all states.
 
-        write_over: reuse the memory of the states that a run of the same elements had, since new memory can cost more than
-            the writes to it. The states that are read must be others.
+        write_over: reuse the memory of the old states of a run with the same elements, since allocating can cost more time than
+            reading. The readers must not read from these old states.
         """
         core = self.core
         spare = _spare(core, self.runs) if write_over else {}
@@ -126,7 +126,7 @@ class Restoring:
                 continue
             entries = scalars_for(run, core.outer.param_groups[number], given[0])  # equal for all of the run
             made, old = self._made.pop(id(run), {}), spare.pop(id(run), {})
-            left = {key: reader for key, reader in given[0].tensors.items() if key not in made}
+            left = {key: reader for key, reader in given[0].tensors.items() if key not in made}  # `note` has read the others
             for key, reader in left.items():
                 made[key] = old[key] if key in old else empty(run.numel, state_dtype(run.group, reader.dtype), core.comm.device)
             _fill(core, run, given, {key: made[key] for key in left}, None)
@@ -137,7 +137,7 @@ class Restoring:
 
 
 def _spare(core: Core, runs: list[tuple[int, Run, list[SavedState]]]) -> dict[int, dict[str, Tensor]]:
-    """Return the old states whose memory new runs can reuse, by id of the run: of the same elements, and not referred to."""
+    """Return by id of a new run the old states whose memory it can reuse: of the same elements, without other references."""
     before = [run for runs in core.runs for run in runs if isinstance(run.states, DeviceStates)]
     old = {(id(run.group), run.start, run.numel): run.states.load() for run in before}
     uses = Counter(id(value) for entries in old.values() for value in entries.values())
@@ -168,10 +168,10 @@ def _runs(core: Core, states: dict[int, SavedState]) -> Iterator[tuple[int, Run,
 
 
 def scalars_for(run: Run, options: Mapping[str, Any], saved: SavedState) -> dict[str, Any]:
-    """Return counters and the like on the device where the run's step needs them, wherever they come from.
+    """Return a parameter's saved scalars (counters and the like), moved to the device where the run's step needs them.
 
-    The host steps with scalars on the host. On the device it is as when torch loads a state dict: `step` stays on the host,
-    except for fused and capturable optimizers, whose kernels would take a host pointer for a device pointer.
+    The host's step needs them on the host. A step on the device needs them as after torch's load_state_dict: on the device, but
+    `step` on the host unless the optimizer is fused or capturable (their kernels would take a host pointer for a device pointer).
     """
     on_device = run.tensor is not None and bool(options.get("fused") or options.get("capturable"))
     found = {key: run.rested(value) for key, value in saved.scalars.items()}
@@ -183,9 +183,9 @@ def scalars_for(run: Run, options: Mapping[str, Any], saved: SavedState) -> dict
 
 
 def _fill(core: Core, run: Run, given: list[SavedState], values: dict[str, Tensor], bulk: Bulk | None) -> None:
-    """Read the states of all parameters of a run, by key, into values (run.numel,). bulk: registers the reads instead.
+    """Read the states of all parameters of a run, by key, into values (run.numel,). bulk: register the reads with it instead.
 
-    Parameter by parameter, the order of our checkpoints, so that files are read in order.
+    The reads go parameter by parameter, the order of zeroshard's checkpoints, so that files are read sequentially.
     """
     for index, state in zip(run.indices, given, strict=True):
         start, stop = _held(core, run, index)
@@ -200,7 +200,7 @@ def _fill(core: Core, run: Run, given: list[SavedState], values: dict[str, Tenso
 
 
 def _fill_columns(core: Core, run: Run, states: ColumnStates, given: list[SavedState], options: Mapping[str, Any]) -> None:
-    """Read the states of a run that rest on another tier, or encoded."""
+    """Read the states of a run into columns, which rest on another tier or are encoded."""
     if not given[0].tensors and not given[0].scalars:
         return
     columns = {key: states.column(key, state_dtype(run.group, reader.dtype)) for key, reader in given[0].tensors.items()}
@@ -219,7 +219,7 @@ def _held(core: Core, run: Run, index: int) -> tuple[int, int]:
 
 
 def copy_to_rest(reader: Reader, start: int, stop: int, rest: Rest, begin: int) -> None:
-    """Copy elements [start, stop) of a stored tensor to a resting place, from its element `begin` on, in chunks."""
+    """Copy elements [start, stop) of a stored tensor to a Rest, from the Rest's element `begin` on, in chunks."""
     for first in range(start, stop, _CHUNK_NUMEL):
         values = torch.empty(min(_CHUNK_NUMEL, stop - first), dtype=rest.dtype, device="cpu")
         reader.read(first, values)
@@ -227,5 +227,5 @@ def copy_to_rest(reader: Reader, start: int, stop: int, rest: Rest, begin: int) 
 
 
 def state_dtype(group: ParamGroup, given: torch.dtype) -> torch.dtype:
-    """Return the dtype of a state: for floating-point ones that of what is stepped."""
+    """Return the dtype in which a stored state is kept: floating-point states get the dtype of the masters (or stepped values)."""
     return group.masters.stepped.dtype if given.is_floating_point else given

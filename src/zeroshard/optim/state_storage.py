@@ -1,7 +1,7 @@
-"""The optimizer states of one run: in the inner optimizer, or in columns that rest on another tier, or encoded.
+"""The optimizer states of one run, kept by the inner optimizer (DeviceStates) or in columns (ColumnStates).
 
-A *column* is one state (exp_avg, ...) of a whole shard, with a `Rest` of its own; a run uses a range of it. So a run can be
-split without moving anything but its scalars (step counts and the like).
+States that rest on another tier, or encoded, are columns. A *column* is one state (exp_avg, ...) of a whole shard, with a `Rest`
+of its own, and a run uses a range of it. So splitting a run copies only its scalars (step counts and the like).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DeviceStates:
         return is_column(value, (self.tensor.numel(),))
 
     def load(self) -> dict[str, Any]:
-        """Return name -> tensor of the run's size, or scalar. {} before the first step."""
+        """Return the states by name: tensors of the run's size, and scalars. {} before the first step."""
         return self.state.get(self.tensor) or {}
 
     def save(self, entries: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ class DeviceStates:
         return _kind(self.load(), self._is_column)
 
     def join(self, parts: list[DeviceStates]) -> None:
-        """Take over the states of neighbours of equal kind, which keep none."""
+        """Move the states of neighbouring runs of equal kind here; `parts` are empty afterwards."""
         entries = dict(parts[0].load())
         for name, value in entries.items():
             if parts[0]._is_column(value):
@@ -86,7 +86,7 @@ class DeviceStates:
 class ColumnStates:
     """States of elements [start, stop) of the columns of a group's shard, and the run's own scalars.
 
-    declared: the columns that do not rest as they are, by name.
+    declared: by name, the columns that the optimizer's class keeps encoded.
     """
 
     def __init__(self, group: ParamGroup, tiers: Tiers, declared: dict[str, StateColumn], start: int, stop: int) -> None:
@@ -95,7 +95,7 @@ class ColumnStates:
         self.scalars: dict[str, Any] = {}
 
     def column(self, name: str, dtype: torch.dtype) -> Rest:
-        """Return the Rest of a column, which is made on the first call. dtype: that of the optimizer's tensor."""
+        """Return the Rest of a column; the first call makes it. dtype: the dtype in which the optimizer sees the state."""
         columns = self.group.columns
         if name not in columns:
             layout, column = self.group.layout, self.declared.get(name) or StateColumn(name)
@@ -105,7 +105,7 @@ class ColumnStates:
         return columns[name]
 
     def load(self) -> dict[str, Any]:
-        """Return name -> Rest of the whole column, or scalar. {} before the first step."""
+        """Return the states by name: the Rests of whole columns, and scalars. {} before the first step."""
         return {**{name: self.group.columns[name] for name in self.names or ()}, **self.scalars}
 
     def save(self, entries: dict[str, Any]) -> None:
@@ -119,13 +119,13 @@ class ColumnStates:
                 self.scalars[name] = value
 
     def lend(self, state: dict[Tensor, dict], tensor: Tensor) -> None:
-        """Put the states, as the optimizer has them, under the run's tensor in an inner optimizer's state; `take` takes them back."""
+        """Put decoded copies of the states into an inner optimizer's `state`, under the run's tensor; `take` stores them again."""
         entries = {k: v.load(self.start, self.stop) if isinstance(v, Rest) else v for k, v in self.load().items()}
         if entries:
             state[tensor] = entries
 
     def take(self, state: dict[Tensor, dict], tensor: Tensor) -> None:
-        """Replace all states by those that the step has left."""
+        """Remove the run's states from an inner optimizer's `state` after its step, and store them in the columns."""
         if entries := state.pop(tensor, None):
             self.save(entries)
 
@@ -154,7 +154,7 @@ class ColumnStates:
         return self.names is None, _kind(self.load(), lambda value: isinstance(value, Rest))
 
     def join(self, parts: list[ColumnStates]) -> None:
-        """Take over the states of neighbours of equal kind: ranges of the same columns."""
+        """Become the states of neighbouring runs of equal kind; columns do not move, since all are ranges of the same ones."""
         self.names, self.scalars = parts[0].names, parts[0].scalars
 
     def cut(self, start: int, stop: int, part: Tensor | None) -> ColumnStates:
@@ -166,7 +166,7 @@ class ColumnStates:
 
 
 class StateHome:
-    """The Home (see tensor/sharded_tensor.py) of one parameter's part of a column, from element `begin` on, read and written at rest."""
+    """The Home (tensor/sharded_tensor.py) of one parameter's slice of a state: elements of `column` from `begin` on, on any tier."""
 
     undivided = False
 
@@ -259,7 +259,7 @@ class WholeState(Tensor):
 
 @torch.no_grad()
 def write_state(state: Tensor, value: Tensor, name: str) -> None:
-    """Copy a value, whole or sharded like the parameter, into a state that the user sees. Raises ConfigError by its shape."""
+    """Copy a value, whole or sharded like the parameter, into a state. Raise ConfigError if it has another shape."""
     if tuple(value.shape) != tuple(state.shape):
         raise ConfigError(
             f"optimizer.state: {name}: expected a tensor of the parameter's shape {tuple(state.shape)}, got "
@@ -269,7 +269,7 @@ def write_state(state: Tensor, value: Tensor, name: str) -> None:
 
 
 def hashable(value: Any) -> Hashable:
-    """Return a stand-in for a scalar of any kind that is hashable, and equal where the scalar is."""
+    """Return a hashable value that is equal for equal scalars."""
     if isinstance(value, Tensor):
         return (str(value.dtype), tuple(value.shape), tuple(value.reshape(-1).tolist()))
     return value if isinstance(value, Hashable) else repr(value)

@@ -4,11 +4,12 @@ States are kept in runs of flat shards (segments.py). The tensors in the mapping
 them works as in torch. The dicts around them are views, which forward assignments and removals to the runs.
 
     state[p]["exp_avg"] = value     copied into the state; value is whole, or sharded like the parameter
-    state[p]["step"] = 0            for that parameter alone: its run is split, and joined again at the next step where
-                                    neighbours have equal states by then
+    state[p]["step"] = 0            for that parameter alone: its run is split; the next step joins it with neighbouring
+                                    runs whose states are then equal
     del state[p], state.clear()     as before the first step
 
-Where a replicated state rests encoded (tensor/state_column.py), a copy of it is shown: assign, rather than write into it.
+Of a replicated state that rests encoded (tensor/state_column.py), the mapping has a decoded copy: assign a new value, since
+writing into the copy changes nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .state_storage import StateHome, WholeState, hashable, write_state
 
 
 class _HandsOn(dict):
-    """A dict that forwards all its changes through `__setitem__` and `__delitem__`; copies of it are plain dicts."""
+    """A dict whose methods make all changes through `__setitem__` and `__delitem__`; copies of it are plain dicts."""
 
     _core: Core | None = None  # None: not bound to an optimizer, and so an ordinary dict
     _param: Tensor | None = None
@@ -129,7 +130,7 @@ class StateByParameter(_HandsOn):
 
 
 def mapping_of(core: Core) -> StateByParameter:
-    """Return the mapping that `optimizer.state` is."""
+    """Return the mapping for `optimizer.state`."""
     result = StateByParameter()
     for param, entries in state_by_param(core, WholeState).items():
         dict.__setitem__(result, param, ParameterState(entries).bind(core, param))
@@ -137,7 +138,7 @@ def mapping_of(core: Core) -> StateByParameter:
 
 
 def plain(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one parameter's states for a state dict, where writing into the dict does not change the optimizer."""
+    """Return one parameter's states for a state dict, so that assignments to the dict do not change the optimizer."""
     return {key: value.plain() if isinstance(value, WholeState) else value for key, value in entries.items()}
 
 
@@ -200,7 +201,10 @@ def load_state(core: Core, states: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def _counters(core: Core, states: Mapping[int, Mapping[str, Any]]) -> set[str]:
-    """Return the keys of states that are one number per parameter. For a scalar parameter the shape can not tell."""
+    """Return the keys of states that are one number per parameter, from parameters with dimensions.
+
+    A scalar parameter's own state does not show this: its columns have the same shape () as its counters.
+    """
     shapes = {id(p): spec.shape for g in core.runtime.groups for p, spec in zip(g.params, g.specs, strict=True)}
     return {"step"} | {
         key
@@ -224,7 +228,7 @@ def _saved(group: ParamGroup, index: int, entries: Mapping[str, Any], counters: 
 
 
 def replace(core: Core, param: Tensor, entries: dict[str, Any]) -> ParameterState:
-    """Replace all states of one parameter ({}: as before its first step); return the dict that then shows them."""
+    """Replace all states of one parameter ({}: drop them); return the dict for `optimizer.state[param]`."""
     given = {key: _kept(value) for key, value in entries.items()}  # a state may be given under another's name
     shown = _find(core, param)[0].states.load() if given or id(param) in core.group_of else {}
     for key in [key for key in shown if key not in given]:
@@ -243,7 +247,7 @@ def remove_entry(core: Core, param: Tensor, key: str) -> None:
 
 @torch.no_grad()
 def write_entry(core: Core, param: Tensor, key: str, value: Any) -> Any:
-    """Write one state of one parameter; return what then shows it. That of a column is the state itself."""
+    """Write one state of one parameter; return the entry for `optimizer.state[param]` (for a column, a view of the state)."""
     core.runtime.gate.before()
     run, index = _find(core, param)
     states, shape, name = run.states.load(), run.group.specs[index].shape, f"{run.group.specs[index].name}, {key!r}"
@@ -257,7 +261,7 @@ def write_entry(core: Core, param: Tensor, key: str, value: Any) -> Any:
     if was_column and isinstance(value, Tensor):
         shown = _view(core, run, index, run.states.load()[key], WholeState)
         write_state(shown, value, name)
-        if core.replicated:  # what is shown of an encoded column is a copy
+        if core.replicated:  # for an encoded column, `shown` is a decoded copy
             rest, begin = run.place(run.states.load()[key], index)
             rest.store(begin, shown.as_subclass(Tensor).reshape(-1))
         core.states_changed()
@@ -273,7 +277,7 @@ def write_entry(core: Core, param: Tensor, key: str, value: Any) -> Any:
 
 
 def _scalars(core: Core) -> set[str]:
-    """Return the keys of states that are one number per parameter, as far as there are states."""
+    """Return the keys of all present states that are one number per parameter."""
     found = {"step"}
     for run in (run for runs in core.runs for run in runs):
         found |= {key for key, value in run.states.load().items() if not run.holds(value)}
@@ -281,7 +285,7 @@ def _scalars(core: Core) -> set[str]:
 
 
 def _find(core: Core, param: Any) -> tuple[Run, int]:
-    """Return the run of a parameter, and the parameter's index in its group. Raises ConfigError where no run has it."""
+    """Return the run of a parameter, and the parameter's index in its group. Raise ConfigError if no run has the parameter."""
     for run in (run for runs in core.runs for run in runs):
         for index in run.indices:
             if run.group.params[index] is param:
@@ -294,7 +298,7 @@ def _find(core: Core, param: Any) -> tuple[Run, int]:
 
 
 def _alone(core: Core, param: Tensor) -> tuple[Run, int]:
-    """Return a run of only this parameter, splitting its run if need be, and the parameter's index in its group."""
+    """Split the parameter's run, if it has others; return the run of this parameter alone, and its index in its group."""
     run, index = _find(core, param)
     if len(run.indices) > 1:
         runs = core.runs[core.group_of[id(param)]]

@@ -1,11 +1,11 @@
-"""Trial of an optimizer class, at zs.shard: is its step elementwise, that is, independent of the tensors that hold the elements?
+"""Trial of an optimizer class, at zs.shard: is its step elementwise, that is, the same however elements are cut into tensors?
 
     whole     two small parameters, of as many dimensions as the group's have, stepped as on one process
     slices    the same elements as three ranks have them: flat, cut within parameters
     alone     each of the two by itself, as zs.whole_matrix steps it
 
-Each of the optimizer's groups is tried with its own options, for several steps, on values that are the same on every rank. A
-trial works on copies, and is stopped before it draws a random number or sends anything to other ranks.
+Each kind of parameter group is tried with its own options, for _STEPS steps, on values that are the same on every rank. A
+trial works on copies, and is aborted before it draws a random number or sends anything to other ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 _STEPS = 12  # some classes use the whole matrix in every tenth step only
 _SHAPE = (6, 5, 2, 2, 2)  # a trial's shape is its beginning; 1-D parameters have as many elements as a matrix
 _LR = 0.05  # replaces the learning rate, since a warm-up begins with 0 and would change nothing
-_TOLERANCE = 1e-3  # fraction of the largest change
+_TOLERANCE = 1e-3  # fraction of the largest change: steps that differ by less differ in rounding only
 _MAX_NUMEL = 1 << 20  # largest tensor on the optimizer that is copied for a trial
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, FunctionType, BuiltinFunctionType)
 _eager = threading.Lock()  # torch.compile's stance is per process, so ranks that are threads take turns
@@ -41,7 +41,7 @@ Part = tuple[int, int, tuple[int, ...]]  # elements [start, stop) of the two par
 
 @dataclass(frozen=True)
 class Departure:
-    """Groups (by number) whose step is not elementwise. how: the evidence. alone: each parameter may be stepped by itself."""
+    """Groups (by number) whose step is not elementwise. how: the evidence. alone: stepping each parameter by itself is exact."""
 
     groups: list[int]
     how: str
@@ -49,7 +49,7 @@ class Departure:
 
 
 class Sends(Exception):
-    """Raised where a trial's step is about to send something to other ranks. large: as large as a parameter."""
+    """Raised when a trial's step is about to send something to other ranks. large: tensors as large as a parameter."""
 
     def __init__(self, operation: str, large: bool) -> None:
         super().__init__(operation)
@@ -57,11 +57,11 @@ class Sends(Exception):
 
 
 class _Untold(Exception):
-    """Raised where a trial has no result."""
+    """Raised when a trial can not tell whether the step is elementwise."""
 
 
 class _Watch(TorchDispatchMode):
-    """Dispatch mode that stops what would have effects outside a trial."""
+    """Dispatch mode that aborts the trial at an operator with effects outside it: communication, or a random draw."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -72,13 +72,13 @@ class _Watch(TorchDispatchMode):
 
 
 def departure(optimizer: torch.optim.Optimizer) -> Departure | None:
-    """Return how the optimizer's step differs from an elementwise one; None where it does not, or where trials have no result.
+    """Return how the optimizer's step differs from an elementwise one; None if it does not, or if no trial has a result.
 
-    They have none for a class that fails on whole parameters, too (it needs a closure, names, a process group), that keeps
+    A trial has no result for a class that fails on whole parameters too (it needs a closure, names, a process group), that keeps
     objects that can not be copied (a model, objects of its own), or whose step draws random numbers.
 
     Raises:
-        Sends: its step sends tensors as large as parameters to other ranks.
+        Sends: the optimizer's step sends tensors as large as parameters to other ranks.
     """
     found: list[tuple[list[int], str, bool]] = []
     with _apart():
@@ -101,7 +101,7 @@ def departure(optimizer: torch.optim.Optimizer) -> Departure | None:
 
 
 def sends(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the operation by which the optimizer's step sends something to other ranks; None where a trial shows none."""
+    """Return the operation by which the optimizer's step sends data to other ranks; None if the trials meet none."""
     with _apart():
         for numbers, param in _samples(optimizer):
             try:
@@ -121,16 +121,18 @@ class _Trial:
         dims = max(param.dim(), 1)
         self.shape = _SHAPE[:dims] + (1,) * (dims - len(_SHAPE)) if dims > 1 else (_SHAPE[0] * _SHAPE[1],)
         self.numel = numel = math.prod(self.shape)
+        # sines of this are the same on every rank, without a draw
         at = torch.arange(2 * numel, dtype=torch.float64, device="cpu")
         size = torch.where(at < numel, 1.0, 3.0)  # gives the two parameters different norms
         self.value = (size * torch.sin(at * at * 0.7 + 0.3)).float()
         self.grads = [(size * torch.cos(at * (at + t) * 0.9 + t) / (1 + at % 7)).float() for t in range(_STEPS)]
 
     def outcome(self) -> tuple[str | None, bool]:
-        """Return how the step of slices differs (None: it does not), and whether parameters may be stepped alone."""
+        """Return how the step of slices differs (None: it does not), and whether stepping each parameter alone is exact."""
         whole = self._stepped([[(0, self.numel, self.shape), (self.numel, 2 * self.numel, self.shape)]])
         if not torch.isfinite(whole).all():
             raise _Untold
+        # three slices; the second has elements of both parameters
         cuts = [0, self.numel // 2 + 2, self.numel + 7, 2 * self.numel]
         how = self._difference(whole, [[(start, stop, (stop - start,))] for start, stop in itertools.pairwise(cuts)])
         if how is None:
@@ -196,7 +198,7 @@ class _Trial:
         return inner
 
     def _state(self, leaf: nn.Parameter) -> dict[str, Any]:
-        """Return a state like the parameter's, for classes that make their states when they are built, not in the first step."""
+        """Return a small copy of the parameter's state, for classes that make states in their constructor, not in the first step."""
         state: dict[str, Any] = {}
         for key, value in self.optimizer.state[self.param].items():
             if isinstance(value, Tensor) and value.dim() > 0:
@@ -210,7 +212,10 @@ class _Trial:
 
 
 def _samples(optimizer: torch.optim.Optimizer) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield (groups, a parameter of the first) per kind of group and number of dimensions. Numeric options make no kind."""
+    """Yield (numbers of alike groups, a parameter of the first) per kind of options and number of dimensions.
+
+    Groups that differ only in the values of numeric options (lr, betas, ...) are of one kind, and tried once.
+    """
     samples: dict[Any, tuple[list[int], Tensor]] = {}
     for number, group in enumerate(optimizer.param_groups):
         told = {k: v for k, v in group.items() if k not in ("params", "param_names", "name") and not isinstance(v, Tensor)}
@@ -225,7 +230,7 @@ def _samples(optimizer: torch.optim.Optimizer) -> Iterator[tuple[list[int], Tens
 
 
 def _on_some_device(look: Callable[[_Trial], T], optimizer: torch.optim.Optimizer, number: int, param: Tensor) -> T:
-    """Apply `look` to a trial on the host or, where the class fails there, on the device of the parameters."""
+    """Apply `look` to a trial on the host or, if the class fails there, on the device of the parameters."""
     device = torch.device("cpu")
     others = [] if param.is_meta or isinstance(param, FakeTensor) or param.device == device else [param.device]
     for place in [device, *others]:
@@ -240,7 +245,7 @@ def _on_some_device(look: Callable[[_Trial], T], optimizer: torch.optim.Optimize
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Context with real tensors on the host, without autograd and compilers, and without effects outside."""
+    """Context for a trial: real tensors on the host, no autograd, no compiler, and `_Watch` against effects outside."""
     compiles = DYNAMO in sys.modules  # not imported: nothing is compiled, and importing takes a second
     with disable_current_modes(), torch.device("cpu"), torch.no_grad(), _eager:
         with torch.compiler.set_stance("force_eager") if compiles else nullcontext(), _Watch():
@@ -248,7 +253,7 @@ def _apart() -> Iterator[None]:
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of plain data and tensors. Raises _Untold for objects through which a trial could change the user's."""
+    """Return a copy of plain data and tensors. Raise _Untold for other objects: a trial could change the user's through them."""
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.numel() <= _MAX_NUMEL:
         return torch.full(value.shape, 0.01, dtype=value.dtype) if _is_unreal(value) else value.detach().clone()
     if isinstance(value, _ATOMS):

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step; `optimizer.last_step` is the one that was taken last.
+    """The outcome of one call of `optimizer.step()`.
 
     Attributes:
         grad_norm: global norm of the mean gradient before clipping, without the loss scale.
         clip_coefficient: the factor by which gradients were clipped; 1.0 where they were not.
-        skipped: whether nothing was stepped, because gradients were not finite or there were none.
+        skipped: True if no parameter was stepped, because gradients were not finite or no parameter had one.
         nonfinite: "name (rank r)" of each parameter whose gradient was not finite.
         loss_scale: the loss scale of fp16 before the step.
     """

@@ -1,4 +1,4 @@
-"""Checks of an optimizer: whether its steps on flat shards equal its steps on parameters."""
+"""Checks of an optimizer at zs.shard: do its steps on flat shards equal its steps on whole parameters?"""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _ELEMENTWISE = {
 def check_optimizer(optimizer: torch.optim.Optimizer | None, specs: list[ParamSpec], delayed: bool) -> None:
     """Raise ConfigError unless this optimizer's steps on shards of these parameters equal its steps on whole ones.
 
-    delayed: its updates run beside the next step. None: there may still be hooks that step other optimizers.
+    optimizer: None if the model has none; hooks on parameters may still step others. delayed: Config.delayed_update is set.
     """
     if optimizer is not None:
         _check_elementwise(optimizer)
@@ -53,9 +53,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, specs: list[ParamSp
 
 
 def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for a class whose step needs more than the elements that it steps, and so differs on flat shards.
+    """Raise ConfigError for a class whose step of an element depends on other elements, and so differs on flat shards.
 
-    Classes of torch are known; those in _NOT_ELEMENTWISE are refused by name, and any other one is tried (optim/step_probe.py).
+    Classes in _ELEMENTWISE pass, names in _NOT_ELEMENTWISE are refused, and any other class is tried (optim/step_probe.py).
     """
     cls = type(optimizer)
     if cls in _ELEMENTWISE:
@@ -105,7 +105,7 @@ def _sends(cls: type, operation: str) -> str:
 
 
 def _check_steps_itself(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for an optimizer that holds another one, which would step whole parameters besides their shards."""
+    """Raise ConfigError for an optimizer that holds another one: the held one would step whole parameters, not shards."""
     for name, value in vars(optimizer).items():
         other = next((held for held in _within(value) if isinstance(held, torch.optim.Optimizer)), optimizer)
         if other is not optimizer:
@@ -124,7 +124,7 @@ def _within(value: Any) -> list[Any]:
 
 
 def _check_hooks(optimizer: torch.optim.Optimizer | None, specs: list[ParamSpec]) -> None:
-    """Raise ConfigError where hooks on parameters step optimizers other than this one in backward."""
+    """Raise ConfigError if hooks on parameters step other optimizers than this one in backward."""
     hooked = [spec for spec in specs if post_accumulate_hooks(spec.original) or hasattr(spec.original, _IN_BACKWARD)]
     roots: list[Any] = [hook for spec in hooked for hook in post_accumulate_hooks(spec.original).values()]
     found = other_optimizers([*roots, *(getattr(spec.original, _IN_BACKWARD, None) for spec in hooked)], optimizer)
@@ -151,7 +151,7 @@ def _check_parameters(optimizer: torch.optim.Optimizer, known: set[int]) -> None
 
 
 def check_members(optimizer: torch.optim.Optimizer, members: list[list[Tensor]], groups: list[ParamGroup]) -> None:
-    """Raise ConfigError if groups hold other parameters than `members`, which they had at zs.shard(); order is free."""
+    """Raise ConfigError if a group's parameters are not those in `members`, which it had at zs.shard(); their order is free."""
     now = [group["params"] for group in optimizer.param_groups]
     if len(now) == len(members) and all(
         len(params) == len(then) and all(map(is_, params, then)) for params, then in zip(now, members, strict=True)

@@ -4,12 +4,13 @@
               rank 1 collects w1                              steps it                                    "
     turn 2    w2, w3 ...
 
-Each parameter is a run of its own (optim/segments.py). States of the parameter's shape are sharded like it; those of other
+Each parameter is a run of its own (optim/segments.py). States of the parameter's shape are sharded like it; states of other
 shapes, and numbers, are the same on every rank. So checkpoints, tiers and resharding need no special case. At a replicated stage
 each rank steps all parameters, and nothing is sent.
 
-Assignment: the largest parameters first, each to the rank with the fewest elements so far. In a turn every rank holds one whole
-parameter, with gradient and states, besides its slices; the other ranks' parameters pass through it in chunks.
+Parameters are assigned to ranks by size, the largest first, each to the rank with the fewest elements so far. In a turn every
+rank holds one whole parameter, with gradient and states, besides its slices. The slices travel by all-gathers of small chunks
+(zero/chunked_gather.py), which also bring each rank other ranks' parameters; it drops those chunks at once.
 """
 
 from __future__ import annotations
@@ -39,18 +40,17 @@ _CHUNK_NBYTES = 4 << 20  # size of one rank's staging buffer
 
 Where = Callable[[Tensor, Mapping[str, Any]], bool]
 _DECLARED: dict[type, Where] = {}
-_BY_NAME = {"transformers.optimization.Adafactor"}  # classes of packages that are not imported; all their parameters
+_BY_NAME = {"transformers.optimization.Adafactor"}  # classes declared without importing their package
 
 
 def whole_matrix(cls: type[torch.optim.Optimizer] | None = None, *, where: Where | None = None) -> Any:
-    """Declare that an optimizer class steps each parameter by itself and needs the whole of it; return the class. Also usable as
-    a decorator.
+    """Declare that an optimizer class steps each parameter independently and needs all of it. Return the class: also a decorator.
 
     Args:
         cls: the class; classes derived from it count as well. Its step of a parameter must depend only on that parameter, its
             gradient, its states and the options of its group: no norm over several parameters, no count on the optimizer itself.
-        where: (parameter, options of its group) -> whether that parameter is stepped whole. The others are elementwise. None: all
-            whole.
+        where: (parameter, options of its group) -> whether the class needs that parameter whole; its step of the others must be
+            elementwise. None: it needs all parameters whole.
 
     torch.optim.Muon, torch.optim.Adafactor and the Adafactor of Transformers are declared already. Raises ConfigError for
     anything but an optimizer class.
@@ -69,7 +69,7 @@ for _name in ("Muon", "Adafactor"):
 
 
 def declared(optimizer: torch.optim.Optimizer) -> Where | None:
-    """Return the `where` declared for an optimizer's class or for a base of it; None where there is none."""
+    """Return the `where` declared for an optimizer's class or a base of it; None if no such class was declared."""
     for cls in type(optimizer).__mro__:
         if cls in _DECLARED:
             return _DECLARED[cls]
@@ -108,7 +108,11 @@ def check_whole(optimizer: torch.optim.Optimizer, specs: Sequence[ParamSpec], de
 
 @dataclass(eq=False)
 class Stepping:
-    """One parameter to step. states: its states of its shape, name -> dtype; others: the rest. written: options it changed."""
+    """One parameter to step on rank `owner`.
+
+    states: name -> dtype of the states that have the parameter's shape; others: all other states. written: the options of its
+    group that the step has changed.
+    """
 
     run: Run
     options: dict[str, Any]
@@ -144,7 +148,7 @@ class WholeStepper:
 
     @torch.no_grad()
     def step(self, runs: list[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
-        """Step all runs (collective, the same runs in order on all ranks); return the options that each step changed."""
+        """Step all runs, the same in the same order on all ranks (collective); return the options that each step has changed."""
         jobs = [self._job(run, options) for run, options in runs]
         if self.replicated:
             for job in jobs:
@@ -170,12 +174,13 @@ class WholeStepper:
         self.inner.state = defaultdict(dict, {leaf: state} if state else {})
         self.inner.step()
         after, options = self.inner.state[leaf], self.inner.param_groups[0]
+        # options that the class has replaced; the default `options` is a value that no option has
         job.written = {k: v for k, v in options.items() if k != "params" and v is not job.options.get(k, options) and sendable(v)}
-        self.inner.state, self.inner.param_groups = defaultdict(dict), []
+        self.inner.state, self.inner.param_groups = defaultdict(dict), []  # free the whole parameter
         return leaf.detach(), {key: self._as_cut(job, key, value) for key, value in after.items()}
 
     def _as_cut(self, job: Stepping, key: str, value: Any) -> Any:
-        """Return a state as it is kept: one of shape (1, m, n), from a class that stacks matrices, gets the matrix's shape."""
+        """Return a state in the form in which the run keeps it. Classes that stack matrices make states (1, m, n): kept as (m, n)."""
         if isinstance(value, Tensor) and key not in job.others:
             leading = value.dim() - len(job.shape)
             if leading >= 0 and tuple(value.shape) == (1,) * leading + job.shape and value.dim():
@@ -184,10 +189,10 @@ class WholeStepper:
         return job.run.rested(value) if not _is_state(value, job.shape) else value
 
     def _leading(self, job: Stepping, key: str) -> int:
-        """Return how many leading dimensions of 1 the class gives a state. After a load, a step on zeros finds it out."""
+        """Return how many leading dimensions of 1 the class gives a state. If no step has shown it (after a load), step zeros."""
         at = key, len(job.shape)
         if at not in self.stacked:
-            self.stacked[at] = 0
+            self.stacked[at] = 0  # `_as_cut` overwrites it if the step below shows leading dimensions
             first, zeros = replace(job, states={}, others={}), torch.zeros(job.numel, device=self.comm.device)
             self._step_class(first, zeros, zeros.clone(), {})
         return self.stacked[at]
@@ -195,7 +200,7 @@ class WholeStepper:
     # -- replicated ----------------------------------------------------------------------------------------------
 
     def _step_here(self, job: Stepping) -> None:
-        """Step a parameter of which this rank has all, in place. Its states are in the run's, followed by the padding."""
+        """Step a replicated parameter in place, without communication. The run's state tensors end with the layout's padding."""
         run, numel, slot = job.run, job.numel, job.group.layout.slots[job.index]
         assert run.tensor is not None
         entries = run.states.load()
@@ -234,7 +239,7 @@ class WholeStepper:
         self._give_back(turn, mine)
 
     def _imagined(self, job: Stepping) -> tuple[dict[str, torch.dtype], dict[str, Any], dict[str, Any]]:
-        """Return what an imagined owner would send after a first step, computed on the meta device, which no observer counts."""
+        """Return the message of an imagined owner after a first step, computed on the meta device, outside of the dry run's modes."""
         first = replace(job, states={}, others={})
         with disable_current_modes():
             param, grad = (torch.empty(job.numel, dtype=job.group.masters.stepped.dtype, device="meta") for _ in range(2))
@@ -288,7 +293,7 @@ class WholeStepper:
 
         def take(rank: int, start: int, received: Tensor) -> None:
             job, parts = targets[rank]
-            first, begin = job.group.homes[job.index].start, 0
+            first, begin = job.group.homes[job.index].start, 0  # `begin`: byte of the owner's stream at which each part begins
             for part in parts:
                 _lay(received, start, part.view(torch.uint8), begin + first * part.itemsize)
                 begin += job.numel * part.itemsize
@@ -323,13 +328,13 @@ class WholeStepper:
 
 
 def _placed(value: Any, key: str, run: Run) -> Any:
-    """Return an unsharded state from the owner on this run's device; `step` stays on the host, where torch keeps it."""
+    """Return an unsharded state that the owner has sent, on this run's device; `step` stays on the host, as in torch."""
     moves = run.tensor is not None and isinstance(value, Tensor) and key != "step"
     return value.to(run.tensor.device) if moves else value  # type: ignore[union-attr]
 
 
 def _told(job: Stepping, after: dict[str, Any]) -> tuple[dict[str, torch.dtype], dict[str, Any]]:
-    """Return what other ranks must know of a parameter's states after its step: dtypes by name, and the unsharded states."""
+    """Return the owner's message about a parameter's states after its step: dtypes of the sharded ones, and the others' values."""
     states = {key: value.dtype for key, value in after.items() if _is_state(value, job.shape) and key not in job.others}
     return states, {key: value for key, value in after.items() if key not in states}
 
@@ -346,7 +351,7 @@ def _lay(received: Tensor, start: int, target: Tensor, begin: int) -> None:
 
 
 def _turns(jobs: list[Stepping], ranks: int) -> Iterator[list[Stepping]]:
-    """Assign each job to one rank; yield them in turns of at most one per rank."""
+    """Assign each job to a rank (`owner`); yield the jobs in turns of at most one per rank."""
     loads = [0] * ranks
     queues: list[list[Stepping]] = [[] for _ in range(ranks)]
     for job in sorted(jobs, key=lambda job: -job.numel):

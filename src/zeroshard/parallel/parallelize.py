@@ -59,28 +59,28 @@ def parallelize(
     config: Config | str | os.PathLike | None = None,
     **options: Unpack[ShardOptions],
 ) -> Parallel:
-    """Cut a model of the Transformer family over a mesh of tensor, pipeline and data parallelism (collective); return this rank's
-    part.
+    """Distribute a Transformer over a mesh of tensor, pipeline and data parallelism (collective); return this rank's part.
 
     Args:
         model: inputs -> outputs (of a language model: tokens -> logits), the same on every rank (the same seed), on its device or
-            on the meta device. Drop it afterwards: the rank's part is `run.model`.
-        mesh: with axes named "pp", "dp" (or "dp_replicate" and "dp_shard") and "tp", of which any may be missing.
-        optimizer: parameters -> optimizer, a class or functools.partial(AdamW, lr=...), called with the parameters of the rank's
-            part. Where all of a part are frozen it is called with one trained stand-in of a single element.
-        micro_batches: forwards and backwards of a step, through the pipeline, or one after the other.
-        schedule: the pipeline's: GPipe, 1F1B (default), Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, ...
+            on the meta device. Drop your reference afterwards, to free what other ranks hold: this rank's part is `run.model`.
+        mesh: a DeviceMesh whose axes are named "pp", "dp" (or "dp_replicate" and "dp_shard") and "tp"; any may be missing.
+        optimizer: parameters -> optimizer, a class or functools.partial(AdamW, lr=...). It is called with the parameters of each of
+            the rank's stages; for a stage whose parameters are all frozen, with one trained dummy parameter of a single element.
+        micro_batches: number of micro-batches of a step: a pipeline overlaps them; without one they run one after the other.
+        schedule: the pipeline's schedule: GPipe, 1F1B (default), Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, ...
         stages_per_rank: stages of the pipeline on each rank; None: as few as the schedule needs.
-        styles: tensor parallelism: name pattern -> style, laid over the model's own (`styles_for`).
-        cuts: the blocks with which stages begin; None: by cost.
+        styles: tensor parallelism: name pattern -> style; they override the model's own styles (`styles_for`).
+        cuts: the blocks with which stages 1, 2, ... begin; None: cut by cost (see `cut_stages`).
         sequence_parallel, loss_parallel: see `tensor_parallel.apply`.
         loss: (outputs, targets) -> mean loss of a micro-batch. None: cross-entropy of the next token, over targets that are not
             -100.
-        example: an input of the model, of any values, where inputs are not tokens. By it a pipeline finds out what is used before
-            and after the blocks (see `cut_stages`).
+        example: an input of the model, of any values; needed if inputs are not tokens. One forward on it shows which modules are
+            used before and after the blocks (see `cut_stages`).
         config, options: as of zs.shard (stage, precision, max_grad_norm, offload_optimizer, ...).
 
-    Raises ConfigError, before anything changes, where an axis does not divide heads, features, blocks or ranks.
+    Raises:
+        ConfigError: an axis does not divide heads, features, blocks or ranks. Nothing has changed.
 
     Sources: Megatron-LM, arXiv 1909.08053 and 2104.04473; ZeRO beside them: 1910.02054, section 10.4.
     """
@@ -102,7 +102,7 @@ def parallelize(
     if chosen is not None:
         for module in modules:
             part = _of_stage(chosen, module)
-            # without any head `apply` raises, which says so
+            # logits stay sharded only in the stage with the head; for a model without a head, let `apply` raise its error
             stays_cut = loss_parallel and (part.head is not None or chosen.head is None)
             apply(module, mesh["tp"], part, sequence_parallel=sequence_parallel, loss_parallel=stays_cut)
     made = [None] * len(modules) if optimizer is None else _optimizers(optimizer, modules, mesh)
@@ -124,7 +124,7 @@ def _optimizers(make: MakeOptimizer, modules: list[nn.Module], mesh: DeviceMesh)
     else:
         cause = None
     for name in mesh.mesh_dim_names or ():
-        for told in exchange_objects(problems, mesh[name].get_group()):
+        for told in exchange_objects(problems, mesh[name].get_group()):  # one axis after the other brings a problem to every rank
             problems = problems | told
     if problems:
         rank, text = min(problems.items())
@@ -136,7 +136,7 @@ def _optimizers(make: MakeOptimizer, modules: list[nn.Module], mesh: DeviceMesh)
 
 
 def _optimizer(make: MakeOptimizer, module: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of a stage. A stage without trained parameters needs one too, for steps, norms and schedules."""
+    """Return the optimizer of a stage. A stage without trained parameters has one too: norm, step and schedulers are collective."""
     params = list(module.parameters())
     if any(param.requires_grad for param in params):
         return make(iter(params))
@@ -145,7 +145,7 @@ def _optimizer(make: MakeOptimizer, module: nn.Module) -> torch.optim.Optimizer:
     made = make(iter([stand_in]))
     for group in made.param_groups:
         group["params"] = params if any(param is stand_in for param in group["params"]) else []
-    made.state.clear()
+    made.state.clear()  # states that the constructor has made for the dummy
     return made
 
 
@@ -166,7 +166,7 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of the cross-entropies of which `next_token_loss` is the mean."""
+    """Return the cross-entropy summed over the targets, where `next_token_loss` returns the mean."""
     logits = logits if is_distributed(logits) else logits.float()
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
@@ -213,7 +213,7 @@ def _schedule(schedule: str | None, per_rank: int | None, pp: int) -> tuple[str,
 
 
 def _of_stage(styles: ParallelStyles, stage: nn.Module) -> ParallelStyles:
-    """Return the part of the whole model's styles that concerns modules of this stage."""
+    """Return the whole model's styles for those modules and parameters that this stage has."""
     modules = {name for name, module in stage.named_modules() if not isinstance(module, StandIn)}
     there = modules | {name for name, _ in stage.named_parameters()}
     return ParallelStyles(
@@ -224,10 +224,10 @@ def _of_stage(styles: ParallelStyles, stage: nn.Module) -> ParallelStyles:
 
 
 class Parallel:
-    """A model over a mesh, as this rank has it; `parallelize` makes it.
+    """One rank's part of a model over a mesh, the result of `parallelize`.
 
-    `model` and `optimizer` are this rank's part (the first stage, where it has several: `models`, `optimizers`), for zs.save,
-    zs.load, zs.report, zs.close and schedulers. `traffic` has what each axis has sent in a step.
+    `model` and `optimizer` are this rank's part, for zs.save, zs.load, zs.report, zs.close and schedulers. If the rank has several
+    stages they are the first one's; `models` and `optimizers` list all. `traffic` counts the bytes that each axis sends in a step.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class Parallel:
         micro_batches.
         """
         loss = self.backward(inputs, targets)
-        self.optimizer  # noqa: B018  # raises where there is none
+        self.optimizer  # noqa: B018  # the property raises ConfigError without an optimizer
         for each in self.optimizers:
             each.step()
             each.zero_grad()
@@ -286,6 +286,7 @@ class Parallel:
                 return torch.stack([whole(score(_logits(self.model(x)), y)).float() / share for x, y in batches]).sum()
             previous, self.pipeline.loss = self.pipeline.loss, score
             try:
+                # Pipeline divides each loss by micro_batches
                 return self.pipeline.evaluate(inputs, target=targets) * (self.micro_batches / share)
             finally:
                 self.pipeline.loss = previous
@@ -301,9 +302,9 @@ class Parallel:
         return inputs.chunk(self.micro_batches), targets.chunk(self.micro_batches)
 
     def _accumulated(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
-        """Run the micro-batches of a step without a pipeline, one after the other; the backward of the last one reduces.
+        """Run the micro-batches of a step without a pipeline, one after the other; the last backward reduces the gradients.
 
-        If gradients rest off the device each backward reduces, since the device has no room for whole sums in fp32.
+        If gradients rest off the device, each backward reduces: the device may have no memory for unsharded sums in fp32.
         """
         losses = []
         runtime = runtime_of(self.model)

@@ -4,11 +4,11 @@
     rank 1      F0 B0 F1 B1 F2 B2 F3 B3 r r              r: the reduction over the data-parallel ranks of this stage
 
 Each stage was given to zs.shard. Gradients of all micro-batches but the last accumulate on this rank, as inside zs.accumulate.
-The last backward starts a unit's reduction when the unit is complete and waits for none, so that the previous stage gets its
-gradients first. So gradients are reduced once per step, while the pipeline drains.
+The last backward starts the reduction of each unit whose gradients are complete, and waits for no reduction, so that the
+previous stage gets its gradients first. So gradients are reduced once per step, while the pipeline drains.
 
-Schedules that split a backward (zero bubble) ask autograd for gradients, and accumulate those of weights themselves. They are
-given to the runtime by `Runtime.hold`, since its hooks do not see them.
+Schedules that split a backward (zero bubble) compute weight gradients apart, by autograd.grad, which the runtime's hooks on
+parameters do not see: `_Stage` passes these gradients to `Runtime.hold`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .tied import TiedParameters, exchange_objects
 
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the first and the last stage are on one rank
-_PATIENCE_S, _PAUSE_S = 5.0, 0.05  # time to wait for a peer's reason after a connection broke; pause between polls
+_PATIENCE_S, _PAUSE_S = 5.0, 0.05  # after a connection has broken: time to wait for the failed rank's message; time between polls
 Loss = Callable[[Tensor, Any], Tensor]
 
 
@@ -71,7 +71,7 @@ def stages_of(rank: int, ranks: int, per_rank: int, schedule: str = "1F1B") -> l
 
 
 class _Weight:
-    """Proxy for a parameter in torch's stage_backward_weight, which takes the gradient in place of the parameter's `.grad`."""
+    """Proxy for a parameter in torch's stage_backward_weight: torch assigns the gradient to the proxy's `.grad`, not to p.grad."""
 
     requires_grad, grad_fn = True, None
 
@@ -84,13 +84,13 @@ class _Weight:
 
 
 class _Stage(PipelineStage):
-    """torch's stage with the backward of a sharded module. sent_nbytes: bytes of activations and gradients sent to others."""
+    """torch's stage, with the backward of a sharded module. sent_nbytes: bytes of activations and gradients sent so far."""
 
     sent_nbytes = 0
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> Any:
         runtime = runtime_of(self.submod)
-        whole = any(unit.sharded for unit in runtime.units)  # stage 3: parameters are released, so a backward is not split
+        whole = any(unit.sharded for unit in runtime.units)  # stage 3 releases parameters, so "input" runs the full backward
         if backward_type == "weight" and whole:
             return (), None
         if backward_type == "weight":
@@ -125,15 +125,15 @@ class _Stage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _warmup_backward_result(self, received_result: Any = None) -> Any:
-        """Result of torch's vote on whether stages know their inputs' shapes. All of ours do; an imagined rank has no voters."""
+        """Return the result of torch's vote on whether all stages know their inputs' shapes: 1, yes, on an imagined rank."""
         return types.SimpleNamespace(item=lambda: 1) if is_imagined() else super()._warmup_backward_result(received_result)
 
     def _note(self, what: str) -> None:
-        """Record what this rank waits for, for the message if the wait takes too long."""
+        """Record the tensor for which this rank is about to wait: a StallError then names it."""
         runtime_of(self.submod).comm.progress.note(f"pipeline stage {self.stage_index}: {what}")
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        """Return gradients for the previous stage if it is on this rank. In a V torch calls this even in an evaluation: ()."""
+        """Return the gradients for a previous stage on this rank. V schedules call this in an evaluation too: return () then."""
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
@@ -141,13 +141,16 @@ class _Stage(PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Start the reductions after the step's last backward. Gradients are not scaled: losses were divided by micro-batches."""
+        """Start the reductions after the step's last backward. No scaling: `_build` divides each loss by the micro-batches."""
         runtime_of(self.submod).begin_reductions()
 
 
 @contextlib.contextmanager
 def _held(runtime: Runtime, reduce: bool) -> Iterator[None]:
-    """Context for a backward that accumulates gradients on this rank. reduce: also start reductions of complete units."""
+    """Context for a backward that accumulates gradients on this rank, as zs.accumulate does.
+
+    reduce: start the reduction of each complete unit, without waiting for it.
+    """
     reductions = runtime.reductions
     previous = runtime.sync, reductions.waits
     runtime.sync, reductions.waits, runtime.account.held = reduce, False, True
@@ -179,15 +182,15 @@ class Pipeline:
         Args:
             stages: this rank's stages in the order of `stages_of`, each sharded by zs.shard over its data-parallel ranks; made by
                 `cut_stages`, or your own modules from one tensor (the first stage: from the inputs) to one tensor. ZeRO stage 3
-                unshards for every micro-batch and direction, (2 * micro_batches) times a step, unless `max_live_parameters` keeps
-                units unsharded between them; its backwards are not split.
+                gathers each unit in every forward and backward, 2 * micro_batches times a step, unless `max_live_parameters`
+                keeps it gathered in between; zero-bubble schedules do not split its backwards.
             pp: the mesh axis mesh["pp"], or a process group: the ranks of one pipeline.
             micro_batches: number of parts into which a batch is split along dimension 0, the same on all ranks.
-            loss: function (output of the last stage, target) -> mean loss of the micro-batch. `step` returns the mean over them.
+            loss: (output of the last stage, target) -> mean loss of the micro-batch. `step` returns the mean over micro-batches.
             schedule: one of torch's: GPipe, 1F1B, LoopedBFS, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV.
 
-        Raises ConfigError, on all ranks, for stages that do not fit the schedule, different numbers of micro-batches, and options
-        (fp16 loss scaling) for which stages would have to exchange more than they do.
+        Raises ConfigError, on all ranks: stages do not fit the schedule, ranks have different numbers of micro-batches, or an
+        option is not supported in a pipeline (precision="fp16", whose loss scale the stages would have to share).
         """
         self.stages = [stages] if isinstance(stages, nn.Module) else list(stages)
         self.group = pp.get_group() if isinstance(pp, DeviceMesh) else pp
@@ -269,7 +272,7 @@ class Pipeline:
         return next(filter(None, map(self._unserved, self.runtimes)), None) if self.ranks > 1 else None
 
     def _unserved(self, runtime: Runtime) -> str | None:
-        """Return why an option cannot be used in a pipeline, since one stage's step would depend on the others; or None."""
+        """Return why the stage's options can not be used in a pipeline, whose stages share norm and skipped steps; or None."""
         if runtime.config.precision == "fp16":
             return "precision='fp16' with a pipeline: each stage would have a loss scale of its own. Use 'bf16', which needs no loss scale."
         if runtime.optimizer is not None and runtime.world is runtime.comm:
@@ -284,9 +287,9 @@ class Pipeline:
     def step(self, *inputs: Any, target: Any = None, losses: list | None = None, **kwargs: Any) -> Tensor:
         """Run forward and backward of a batch. Return the mean loss on every rank of the pipeline (collective).
 
-        All ranks of a pipeline give the same arguments: inputs (batch, ...), target (batch, ...), keyword arguments for every stage's
-        forward. losses: a list that is filled with each micro-batch's loss. Gradients are then those of the mean loss, over
-        micro-batches and data-parallel ranks, as after one backward; call the optimizers' `step` next.
+        All ranks of a pipeline pass the same arguments: inputs (batch, ...), target (batch, ...), and keyword arguments for every
+        stage's forward. losses: a list that `step` fills with each micro-batch's loss. Afterwards gradients are those of the mean
+        loss over micro-batches and data-parallel ranks, as after one backward; call the optimizers' `step` next.
         """
         return self._run(True, inputs, target, losses, kwargs)
 
@@ -305,7 +308,8 @@ class Pipeline:
         found: list[Tensor] = []
         run = schedule.step if training else schedule.eval
         if training:
-            self.tied.set_aside()
+            self.tied.set_aside()  # the sum over copies must not add gradients of earlier steps twice
+        # torch's schedule takes inputs at the first stage, targets at the last
         given, wanted = inputs if 0 in self.own else (), target if self._has_last else None
         try:
             run(*given, target=wanted, losses=found, return_outputs=False, **kwargs)
@@ -321,15 +325,15 @@ class Pipeline:
             told.copy_(torch.stack([loss.detach().float() for loss in found]))
         dist.broadcast(told, dist.get_global_rank(self.group, self._rank_of(self.count - 1)), group=self.group)
         if losses is not None:
-            losses[:] = (told * self.micro_batches).unbind()
+            losses[:] = (told * self.micro_batches).unbind()  # undo the division in `_build`
         return sum(told.unbind(), torch.zeros((), device=self.device))
 
     def _explain(self, error: RuntimeError) -> None:
-        """Raise PeerFailed, with the failed rank's error, if `error` is a connection to a stage that broke because of it."""
+        """Raise PeerFailed, with the failed rank's error, if `error` is a broken connection to a stage whose rank has failed."""
         world, deadline = self.runtimes[0].world, time.monotonic() + _PATIENCE_S
         if not any(word in str(error).lower() for word in ("connection", "gloo", "nccl", "timed out")):
             return
-        late = "timed out" in str(error).lower()
+        late = "timed out" in str(error).lower()  # the rank may be slow, not failed: no message is to be expected
         while isinstance(world, SharedComm) and not late and time.monotonic() < deadline:
             world.serve()  # raises PeerFailed
             time.sleep(_PAUSE_S)
@@ -340,7 +344,7 @@ class Pipeline:
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes that this rank has sent to other stages so far: activations and gradients, also gradients of tied parameters."""
+        """Bytes that this rank has sent to other stages so far: activations, their gradients, and gradients of tied parameters."""
         return sum(stage.sent_nbytes for stage in self._made) + self.tied.sent_nbytes
 
     @property
@@ -348,7 +352,7 @@ class Pipeline:
         return self.count - 1 in self.own
 
     def _rank_of(self, stage: int) -> int:
-        """Return the rank within the pipeline that has a stage."""
+        """Return the rank in the pipeline's group that runs a stage."""
         per_rank = len(self.stages)
         return next(r for r in range(self.ranks) if stage in stages_of(r, self.ranks, per_rank, self.schedule))
 
@@ -371,10 +375,10 @@ class Pipeline:
                 f"the same call; shapes of the inputs by rank: {shapes}."
             )
 
-    # -- what torch is given ---------------------------------------------------------------------------------
+    # -- torch's schedule ------------------------------------------------------------------------------------
 
     def _build(self, training: bool, inputs: tuple, kwargs: dict) -> Any:
-        """Return a schedule for batches of this shape, since torch's buffers are made for one shape."""
+        """Return a schedule for batches of this shape; torch's schedules allocate receive buffers for one shape."""
         rows = find_tensors(inputs)[0].shape[0] // self.micro_batches
         first = {key: value[:rows] if isinstance(value, Tensor) else value for key, value in kwargs.items()}
         shapes = self._shapes(tuple(x[:rows] for x in inputs), first)
@@ -395,7 +399,10 @@ class Pipeline:
 
     @torch.no_grad()
     def _shapes(self, inputs: tuple, kwargs: dict) -> list[list[tuple[torch.Size, torch.dtype]]]:
-        """Return shapes and dtypes of each stage's input and the last's output, from one forward each on zeros (collective)."""
+        """Return shapes and dtypes of each stage's inputs and the last stage's outputs (collective).
+
+        Each stage runs one forward on zeros of the shapes that the stage before it has broadcast.
+        """
         shapes = [[(x.shape, x.dtype) for x in inputs]]
         if is_imagined():
             return self._assumed_shapes(inputs, shapes)
@@ -411,7 +418,7 @@ class Pipeline:
         return shapes
 
     def _assumed_shapes(self, inputs: tuple, shapes: list) -> list[list[tuple[torch.Size, torch.dtype]]]:
-        """Return `_shapes` for an imagined rank: between stages, the hidden states that `cut_stages` has recorded."""
+        """Return `_shapes` for an imagined rank, which has no peers: the shape of hidden states that `cut_stages` has recorded."""
         place: Any = self.stages[0].pipeline_stage
         hidden = [(place.hidden(inputs[0]), self.runtimes[0].groups[0].values.dtype)]
         return shapes + [hidden] * self.count

@@ -5,14 +5,15 @@
     stage 1             |                   blocks.2 blocks.3 | norm head     hidden states -> logits
 
 A stage is a copy of the model, of a subclass of its class, with fewer parameters; it runs the model's own forward. The forward's
-loop over blocks visits only this stage's: the first takes the received hidden states in place of its argument, and the output
-of the last is sent on. Every stage makes masks, positions and rotary tables itself, from shapes. Modules with parameters
-outside of the blocks that belong to another stage are replaced by a `StandIn`, which returns zeros that nothing reads.
+loop over blocks visits only this stage's blocks: the first takes the received hidden states in place of its argument, and the
+last one's output is sent to the next stage. Every stage makes masks, positions and rotary tables itself, from shapes. A
+`StandIn` replaces each module outside of the blocks whose parameters belong to another stage; nothing reads the zeros that it
+returns.
 
-Which modules are used before and after the blocks is not guessed from names: the forward runs once on three tokens (with fake
-tensors if the model is on the meta device), and every function that uses a parameter is recorded. So any model can be cut that
-consists of (something) -> one list of blocks -> (something), with one tensor of hidden states between blocks. For other models,
-write the modules of the stages yourself and give them to Pipeline.
+To find which modules are used before and after the blocks, the forward runs once on a few tokens (with fake tensors if the
+model is on the meta device), and every function that uses a parameter is recorded. So a model can be cut if its forward consists
+of modules, one list of blocks, and further modules, with one tensor of hidden states between blocks. For other models, write
+the modules of the stages yourself and give them to Pipeline.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ _FIRST, _LAST = "before the blocks", "after the blocks"
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter of the whole model that two stages hold. names: number of the stage -> name there."""
+    """A parameter of the whole model that two stages hold. names: number of a stage -> the parameter's name in it."""
 
     names: dict[int, str]
 
 
 @dataclass
 class Passage:
-    """Hidden states that a running stage has received, and those that it will send."""
+    """The hidden states that a running stage has received, and its own, to be sent to the next stage."""
 
     received: Tensor | None = None
     sent: Tensor | None = None
@@ -67,7 +68,7 @@ class Place:
 
 
 class Stage:
-    """Base class of a stage, before the model's own class; `pipeline_stage` is its Place."""
+    """First base class of a stage's class, before the model's own class; `pipeline_stage` is the stage's Place."""
 
     pipeline_stage: Place
 
@@ -78,7 +79,7 @@ class Stage:
             (received,) = args
             passage.received = received
             assert place.example is not None
-            args = (place.example(received),)
+            args = (place.example(received),)  # zeros: masks and positions come from the shape
         try:
             output = super().forward(*args, **place.kwargs | kwargs)  # type: ignore[misc]
             sent = passage.sent
@@ -115,7 +116,7 @@ class StageBlocks(nn.ModuleList):
 
 
 class _End:
-    """Wrapper of a stage's first or last block: it takes the received hidden states, or keeps the output to be sent."""
+    """Wrapper of a stage's first block, which it gives the received hidden states, or of its last, whose output it keeps to send."""
 
     def __init__(self, block: Any, passage: Passage, receives: bool = False, sends: bool = False) -> None:
         self._block, self._passage, self._receives, self._sends = block, passage, receives, sends
@@ -129,7 +130,7 @@ class _End:
         if not self._sends:
             return output
         self._passage.sent = output[0] if isinstance(output, tuple) else output
-        hidden = self._passage.sent.detach()  # the rest of the model's forward needs no gradient here
+        hidden = self._passage.sent.detach()  # the modules after the blocks belong to another stage: no graph is needed here
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
     def __getattr__(self, name: str) -> Any:
@@ -145,8 +146,8 @@ def _hidden_argument(kwargs: dict[str, Any]) -> str:
 class StandIn(nn.Module):
     """Replacement for a module of another stage: returns zeros of its output's shape, without memory.
 
-    shape: shape of its output for the example, with None for dimensions that equal the input's (rows, positions). Attributes that
-    the model reads (`self.embeddings.projection.weight.dtype`) come from a copy of the module on the meta device.
+    shape: the module's output shape for the example, with None for dimensions that equal the input's (rows, positions). Attributes
+    that the model reads (`self.embeddings.projection.weight.dtype`) come from a copy of the module on the meta device.
     """
 
     def __init__(self, passage: Passage, shape: tuple[int | None, ...], module: nn.Module) -> None:
@@ -175,7 +176,7 @@ class StandIn(nn.Module):
 
 
 def cut_by_cost(costs: Sequence[float], stages: int) -> list[range]:
-    """Divide blocks into one range per stage, with the least maximal cost; of equally good cuts, earlier stages get more."""
+    """Divide blocks into one range per stage, so that the costliest stage costs least; ties give earlier stages more blocks."""
     count, sums = len(costs), [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
@@ -186,7 +187,7 @@ def cut_by_cost(costs: Sequence[float], stages: int) -> list[range]:
         for stop in range(stage + 1, count + 1):
             for start in range(stage, stop):
                 worst = max(best[-1][start], sums[stop] - sums[start])
-                if worst <= row[stop]:
+                if worst <= row[stop]:  # of equal cuts the one with the later start, so that earlier stages get more blocks
                     row[stop], starts[stop] = worst, start
         best.append(row)
         begins.append(starts)
@@ -213,8 +214,11 @@ def _numel(parameters: Any) -> int:
 
 
 def find_block_list(model: nn.Module, name: str | None = None) -> tuple[str, nn.ModuleList]:
-    """Return (name, nn.ModuleList) of a model's blocks: the one named, or of the outermost lists of composite modules of one
-    class, the one with most parameters. Raises ConfigError."""
+    """Return (name, nn.ModuleList) of a model's blocks. Raise ConfigError if there is no such list.
+
+    name: name of the list. None: of the outermost lists whose members are of one class and have submodules, the one with the most
+    parameters.
+    """
     found = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
     if name is not None:
         if name not in found:
@@ -230,12 +234,12 @@ def find_block_list(model: nn.Module, name: str | None = None) -> tuple[str, nn.
     return max(outermost.items(), key=lambda item: _numel(item[1].parameters()))
 
 
-# -- what is used where ------------------------------------------------------------------------------------------
+# -- recorded uses -----------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Uses:
-    """Uses of parameters outside of the blocks, and order of the blocks, as recorded in one forward."""
+    """The uses of parameters outside of the blocks, and the order of the blocks, recorded in one forward."""
 
     phases: dict[str, set[str]]  # name of a parameter -> phases in which it is used (_FIRST, _LAST, ...)
     outputs: dict[str, tuple[int | None, ...]]  # name of a module -> shape of its output; None: the input's dimension
@@ -262,7 +266,7 @@ class _Watch(TorchFunctionMode):
 
 @torch.no_grad()
 def _stand_ins(tensors: list[tuple[str, Tensor]]) -> tuple[dict[int, Tensor], Any]:
-    """Return the tensors for a recorded forward, by the id of the tensor that each replaces, and the context to run it in.
+    """Return the tensors for a recorded forward, by the id of the model's tensor that each replaces, and a context to run it in.
 
     Buffers are copied, since this forward must not change running statistics. If any tensor is on "meta", all become fake.
     """
@@ -332,6 +336,7 @@ def _watch_forward(model: nn.Module, blocks: list[nn.Module], example: Tensor, k
             handles.append(module.register_forward_pre_hook(begins(name)))
             handles.append(module.register_forward_hook(ends(name), with_kwargs=True))
     try:
+        # dropout here must not advance the program's generators
         with fake, _Watch(seen), torch.random.fork_rng(enabled=not tensors[0][1].is_meta):
             replaced = {n: shadow[id(t)] for n, t in tensors if shadow[id(t)] is not t}
             torch.func.functional_call(model, replaced, (example,), kwargs, tie_weights=False)
@@ -397,17 +402,17 @@ def cut_stages(
     head_weight: float = 1.0,
     example: Tensor | None = None,
 ) -> list[nn.Module]:
-    """Return the modules of some stages of a model. The model stays as it is, and stages share its blocks.
+    """Return the modules of some stages of a model. The model is not changed; the stages share its blocks.
 
     Args:
         model: any nn.Module with one nn.ModuleList of blocks (the family of Transformers), also on the meta device. Parameters
-            keep their names. The stages hold what they use of it: drop the model, and no rank keeps the rest.
-        stages: how many stages there are in all.
-        own: the numbers of the stages that are wanted.
-        cuts: the blocks with which stages 1, 2, ... begin, as numbers or names ("model.layers.8"). None: by cost, which is the
-            parameters of each block, and those before the blocks times embedding_weight, and those after them times head_weight.
-            (An embedding takes the memory of its parameters, 1.0, but next to no time.)
-        blocks: the name of the list of blocks, where it is not the one with most parameters.
+            keep their names. Stages refer only to the tensors that they use: drop the model, and the others are freed.
+        stages: number of stages in all.
+        own: numbers of the stages to return.
+        cuts: the blocks with which stages 1, 2, ... begin, as numbers or names ("model.layers.8"). None: by cost. A block costs its
+            number of parameters; the first block also those before the blocks, times embedding_weight, and the last block also
+            those after them, times head_weight. (An embedding takes the memory of its parameters, but next to no time.)
+        blocks: name of the list of blocks, if it is not the one with the most parameters.
         example: an input of the model, of any values and with any number of rows; None: a batch of tokens, (2, 3) int64.
 
     Raises:
@@ -445,7 +450,7 @@ def cut_stages(
     ranges = cut_by_cost(costs, stages) if cuts is None else _cuts_as_asked(cuts, names, stages)
     ties = _ties(model, uses, stages)
     for name in {name for tie in ties for name in tie.names.values()}:
-        sizes[name].__dict__["unit_of_its_own"] = True  # so that its layout is the same in both stages
+        sizes[name].__dict__["unit_of_its_own"] = True  # a flat buffer shared with other parameters would differ between stages
     return [_Cutter(model, path, uses, kwargs, given).stage(index, ranges, ties) for index in own]
 
 
@@ -468,7 +473,7 @@ def _copy_of(param: nn.Parameter) -> nn.Parameter:
 
 
 class _Cutter:
-    """Makes the stages of one model: copies of its modules outside of the blocks, which share its tensors."""
+    """Makes one stage of a model: copies of the modules outside of the blocks, with the model's own tensors."""
 
     def __init__(self, model: nn.Module, path: str, uses: _Uses, kwargs: dict[str, Any], example: Tensor) -> None:
         self.model, self.path, self.uses, self.kwargs, self.example = model, path, uses, kwargs, example
@@ -494,7 +499,7 @@ class _Cutter:
         return stage
 
     def _config(self) -> Any:
-        """Return the config with per-layer lists cut to this stage's layers, since Transformers' loops count these from 0."""
+        """Return the config with its per-layer lists cut to this stage's layers: Transformers' loops index them from 0."""
         config, count = getattr(self.model, "config", None), self.place.blocks.stop
         whole = len(self.uses.order)
         rows = {k: v for k, v in getattr(config, "__dict__", {}).items() if isinstance(v, list) and len(v) == whole}

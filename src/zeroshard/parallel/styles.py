@@ -1,8 +1,8 @@
-"""Styles of tensor parallelism: how each module of a model is sharded, and over how many ranks it can be.
+"""Styles of tensor parallelism: how each module of a model is sharded, and which numbers of ranks divide it.
 
-Styles are data: full names of modules (and of parameters outside of linear maps, such as experts') -> style. They come from
-the model itself if Transformers has some for it (`_tp_plan`, `config.base_model_tp_plan`), else from FAMILIES.
-`tensor_parallel.apply` carries them out with torch.distributed.tensor.parallel.
+Styles are data: full names of modules (and of parameters that no linear map holds, such as those of experts) -> style. They
+come from the model itself if Transformers has some for it (`_tp_plan`, `config.base_model_tp_plan`), else from FAMILIES.
+`tensor_parallel.apply` shards the modules by them, with torch.distributed.tensor.parallel.
 
     one MLP, 2 ranks    x (replicated) -> up: rows 0..n/2 | n/2..n -> gelu -> down: columns 0..n/2 | n/2..n -> sum over ranks
                                           colwise                            rowwise          one all-reduce, none between
@@ -39,7 +39,7 @@ MOST_RANKS = 64  # largest number of ranks to suggest
 
 @dataclass(frozen=True)
 class Family:
-    """Styles of one architecture. Names are tails of full names: "attn.c_proj" is every module whose name ends so."""
+    """Styles of one architecture. Names are the last parts of full names: "attn.c_proj" is each module whose name ends with it."""
 
     styles: Mapping[str, str]
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # attributes that count heads or features
@@ -120,7 +120,7 @@ class ParallelStyles:
 
 
 def styles_for(model: nn.Module, styles: Mapping[str, Any] | None = None, *, vocabulary: bool = True) -> ParallelStyles:
-    """Return the tensor-parallel styles of a model: its own, or those of its family, with `styles` laid over them.
+    """Return the tensor-parallel styles of a model: its own, or those of its family, overridden by `styles`.
 
     Args:
         styles: pattern -> style (one of STYLES, a ParallelStyle of torch, or None: whole). A pattern is a full name whose parts
@@ -128,7 +128,7 @@ def styles_for(model: nn.Module, styles: Mapping[str, Any] | None = None, *, voc
         vocabulary: False leaves embedding and head whole.
 
     Raises:
-        ConfigError: a pattern matches nothing, a style is not known, or nothing is known of the model.
+        ConfigError: a pattern matches nothing, a style is not known, or neither the model nor its family has styles.
     """
     names = _names(model)
     family = FAMILIES.get(_family(model), Family({}))
@@ -139,7 +139,7 @@ def styles_for(model: nn.Module, styles: Mapping[str, Any] | None = None, *, voc
             f"rowwise. Known are models that bring some (Transformers' _tp_plan) and {', '.join(FAMILIES)}."
         )
     embedding, head = _ends(model, family)
-    for name in (embedding, head):
+    for name in (embedding, head):  # `vocabulary` decides about these two, not the model's own plan
         given.pop(name, None)
     if vocabulary and embedding:
         given[embedding] = VOCABULARY
@@ -166,7 +166,7 @@ def styles_for(model: nn.Module, styles: Mapping[str, Any] | None = None, *, voc
 
 
 def divides(model: nn.Module, tp: int, styles: ParallelStyles | None = None) -> list[str]:
-    """Return a sentence for each size of a model that `tp` does not divide, with the nearest `tp` that does; [] if it fits."""
+    """Return a sentence for each size of a model that `tp` does not divide, with the nearest `tp` that divides all; [] if none."""
     given = _sizes(model, styles or styles_for(model))
     fit = [ranks for ranks in range(1, MOST_RANKS + 1) if not any(size % ranks for size in given.values())]
     near = [max((n for n in fit if n < tp), default=None), min((n for n in fit if n > tp), default=None)]
@@ -182,7 +182,7 @@ def divides(model: nn.Module, tp: int, styles: ParallelStyles | None = None) -> 
 
 
 def most_ranks(model: nn.Module) -> int:
-    """The most ranks of tensor parallelism that divide a model; its divisors do so too. 1: there are no styles for it."""
+    """Return the largest number of tensor-parallel ranks that divides a model (its divisors do, too); 1 without styles."""
     try:
         return math.gcd(*_sizes(model, styles_for(model)).values()) or 1
     except ConfigError:
@@ -242,7 +242,7 @@ def _sizes(model: nn.Module, styles: ParallelStyles) -> dict[str, int]:
 
 
 def _names(model: nn.Module) -> list[str]:
-    """Return names of modules with parameters (others may be stand-ins of a pipeline stage), and of the parameters."""
+    """Return the names of all modules with parameters, and of the parameters. Modules without may be a pipeline's stand-ins."""
     modules = [name for name, module in model.named_modules() if name and next(module.parameters(), None) is not None]
     return modules + [name for name, _ in model.named_parameters()]
 

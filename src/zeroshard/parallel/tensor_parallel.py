@@ -5,11 +5,12 @@
       enter attention  all-gather      (batch, seq, dim)           DTensor, Replicate: once for all maps that read it
                        q, k, v | o     this rank's heads           plain tensors
       leave            reduce-scatter  x + ...
-    without it the stream is a plain, whole tensor on every rank: all-reduce after rowwise maps, and its mirror in backward.
+    Without sequence_parallel the stream is a plain, whole tensor on every rank: forward all-reduces the output of each rowwise
+    map, and backward the gradient of each entry's input.
 
-Words: *map*: a linear layer; *stream*: the hidden states between blocks; *entry*: a module whose sharded maps read one
-input, which becomes a DTensor once, so that its gradient is summed over ranks once; *stack*: the outermost list of blocks;
-*island*: a mixture of experts, inside of which tensors are plain and whole with and without sequence_parallel.
+Words: *map*: a linear layer; *stream*: the hidden states between blocks; *entry*: a module with several sharded maps that read
+its input: the input becomes a DTensor once, so that its gradient is summed over ranks once; *stack*: the outermost list of
+blocks; *island*: a mixture of experts, inside of which tensors are plain and whole with and without sequence_parallel.
 """
 
 from __future__ import annotations
@@ -63,8 +64,10 @@ def apply(
 
     Sharded parameters become DTensors of one placement: Shard, or _StridedShard for packed ones. Biases of rowwise maps and,
     with sequence_parallel, norms of blocks become Replicate DTensors, whose gradients torch sums; all other parameters stay
-    plain and get the same gradient on every rank. All ranks start from the values of the axis's first rank; ties stay tied.
-    Seed dropout alike on all ranks of the axis, since whole tensors must get the same mask (heads of ranks then share masks).
+    plain and get the same gradient on every rank. All ranks start from the values of the axis's first rank; tied parameters
+    stay tied. Seed dropout equally on all ranks of the axis: tensors that every rank holds whole must get the same mask (the
+    heads of different ranks then share their masks too).
+
     Raises ConfigError or ZeroshardError, before anything is changed, if the number of ranks does not divide the model, names
     or styles do not fit, or the model is sharded already.
     """
@@ -87,7 +90,7 @@ def apply(
 
 
 class _Cut:
-    """One call of `apply`: it finds the modules to change, with checks, when made, and changes them in `run`."""
+    """One call of `apply`: the constructor finds and checks the modules to change, and `run` changes them."""
 
     def __init__(
         self, model: nn.Module, mesh: DeviceMesh, styles: ParallelStyles, sequence_parallel: bool, loss_parallel: bool
@@ -120,7 +123,10 @@ class _Cut:
         return found
 
     def _norms(self) -> list[str]:
-        """Return the norms on the stream: other modules with parameters in blocks. Raises ConfigError if one is no norm."""
+        """Return the norms that the stream passes through: the modules with parameters in blocks that have no style.
+
+        Raise ConfigError if one of these is not a norm.
+        """
         parents = [name.rpartition(".")[0] for name in self.colwise]
         found = []
         for name, module in self.model.named_modules():
@@ -225,7 +231,7 @@ def _rows(dim: int, maps: int) -> Any:
 
 
 def _placement(param: Tensor, style: str) -> Any:
-    """Return the placement of a parameter (..., out, in) that the styles name directly."""
+    """Return the placement of a parameter (..., out, in) for which the styles have an entry of its own (experts)."""
     return _rows(param.ndim - 1 if style in ROWWISE else param.ndim - 2, PACKED.get(style, 1))
 
 
@@ -233,6 +239,7 @@ def _distribute(module: nn.Module, attribute: str, mesh: DeviceMesh, placement: 
     from torch.distributed.tensor import distribute_tensor
 
     param = getattr(module, attribute)
+    # the first rank sends its values; meta tensors have none
     whole = distribute_tensor(param.detach(), mesh, [placement], src_data_rank=None if param.is_meta else 0)
     module.register_parameter(attribute, nn.Parameter(whole, requires_grad=param.requires_grad))
 
@@ -257,7 +264,10 @@ def _rowwise_conv1d(module: nn.Module, mesh: DeviceMesh, style: str, stream: boo
 
 
 def _ties(model: nn.Module, styles: ParallelStyles) -> list[list[tuple[nn.Module, str]]]:
-    """Return all (module, attribute) of each tied parameter that styles shard. Raises ConfigError if not all are sharded."""
+    """Return, for each tied parameter that styles shard, all (module, attribute) that hold it.
+
+    Raise ConfigError if styles shard it in one module and not in another.
+    """
     places: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for name, module in model.named_modules():
         for attribute, param in torch_compat.own_parameters(module).items():
@@ -291,7 +301,7 @@ def _tie(places: list[tuple[nn.Module, str]]) -> None:
 
 @torch.no_grad()
 def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Broadcast whole parameters and buffers from the axis's first rank, whose values sharded ones have (collective)."""
+    """Broadcast the unsharded parameters and buffers of the axis's first rank (collective); sharding has sent its other values."""
     from torch.distributed.tensor import DTensor
 
     for tensor in (*model.parameters(), *model.buffers()):
@@ -305,7 +315,7 @@ def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _as(x: Tensor, mesh: DeviceMesh, placement: Any) -> Any:
-    """Return a plain tensor as a DTensor with `placement`, or a DTensor, redistributed if `placement` is Replicate."""
+    """Return a plain tensor as a DTensor with `placement`. A DTensor is redistributed for Replicate, else returned as it is."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(x, DTensor):
@@ -362,9 +372,9 @@ def _stream_end(module: nn.Module, args: tuple, output: Any) -> Any:
 
 
 def _compute_locally(module: nn.Module, mesh: DeviceMesh, partial_inputs: bool = False, partial_outputs: bool = False) -> None:
-    """Let a module's own code see plain tensors: this rank's part of its parameters, and whole inputs.
+    """Let a module's forward compute with plain tensors: this rank's shards of its parameters, and whole inputs.
 
-    partial_inputs: gradients of the inputs are summed over ranks. partial_outputs: outputs are summed over ranks.
+    partial_inputs: sum the gradients of the inputs over ranks. partial_outputs: sum the outputs over ranks.
     """
     from torch.distributed.tensor import DTensor, Partial
 
@@ -392,6 +402,7 @@ def _compute_locally(module: nn.Module, mesh: DeviceMesh, partial_inputs: bool =
         return DTensor.from_local(output, mesh, [Partial()], run_check=False).redistribute(placements=[_replicate()]).to_local()
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
+    # after an error, too: a local tensor must not go on hiding the parameter
     module.register_forward_hook(leave, always_call=True)
 
 

@@ -4,8 +4,8 @@
                                                               sum, the lower stage's first -> both step alike
     stage 3   head.weight        gradient from the head    --+
 
-In both stages such a parameter is a unit of its own (`unit_of_its_own`), so that its shards are the same. A rank adds to its
-slice of the gradient the slice of the other stage's rank in the same pipeline. Nothing is gathered.
+In both stages such a parameter is a unit of its own (`unit_of_its_own`), so that both cut it into the same shards. Each rank adds
+to its slice of the gradient the slice of the rank with the other stage in the same pipeline, so no gradient is gathered.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ..zero.unit import ParamGroup
 
 
 class TiedParameters:
-    """Parameters that stages of this rank share with other stages of its pipeline."""
+    """The parameters of which this rank's stages and other stages of its pipeline each hold a copy."""
 
     def __init__(
         self, stages: Sequence[nn.Module], own: Sequence[int], group: dist.ProcessGroup, rank_of: Callable[[int], int]
     ) -> None:
-        """Give all copies the values of the lowest stage's (collective). rank_of: number of a stage -> its rank in the group."""
+        """Set all copies to the value of the lowest stage's copy (collective). rank_of: number of a stage -> rank in the group."""
         self.group, self.sent_nbytes = group, 0
         self.copies: dict[tuple, dict[int, tuple[ParamGroup, int]]] = {}  # sorted names of a tie -> stage -> this rank's copy
         for number, stage in zip(own, stages, strict=True):
@@ -75,7 +75,7 @@ class TiedParameters:
         return value
 
     def set_aside(self) -> None:
-        """Keep, before the backwards of a step, gradients of earlier steps, which are summed over copies already."""
+        """Keep gradients of earlier steps, which are summed over the copies already; called before the backwards of a step."""
         self._before = {}
         for key, held in self.copies.items():
             group, index = next(iter(held.values()))
@@ -104,7 +104,7 @@ class TiedParameters:
                     works.append(dist.irecv(parts[number], group=self.group, group_src=rank, tag=number))
             for work in works:
                 work.wait()
-            total = parts[min(parts)].clone()
+            total = parts[min(parts)].clone()  # the same order on all ranks: all copies get the same bits
             for number in sorted(parts)[1:]:
                 total += parts[number]
             if key in self._before:
@@ -132,7 +132,7 @@ def _param(copy: tuple[ParamGroup, int]) -> nn.Parameter:
 
 
 def _layout(group: ParamGroup, index: int) -> tuple:
-    """Return what must be the same for all copies: dtype, and first and last element of this rank's slice."""
+    """Return the facts that must be equal for all copies: dtype, and begin and end of this rank's slice."""
     home = group.homes[index]
     return str(group.values.dtype), (0, group.layout.slots[index].numel) if group.gradients.replicated else (
         home.start,

@@ -1,8 +1,8 @@
 """Bytes sent per mesh axis in a step: tensor parallelism's collectives, activations between stages, and ZeRO's own.
 
-The second step is counted (the first may make buffers), by a dispatch mode that sees every functional collective of torch. Bytes
-are those that this rank sends in a ring, as in docs/learn/network.md: an all-gather or reduce-scatter of n bytes over N ranks
-sends n (N - 1) / N, an all-reduce twice that.
+Only the second step is counted (the first may allocate buffers). A dispatch mode sees every functional collective of torch, and
+adds the bytes that this rank would send in a ring (docs/learn/network.md): n (N - 1) / N for an all-gather or reduce-scatter of n
+bytes over N ranks, and twice that for an all-reduce.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..zero.runtime import runtime_of
 from .pipeline import Pipeline
 
 _COUNTED_STEP = 1
-_PASSES = {
+_PASSES = {  # collective -> how often its data goes once around the ring
     "all_reduce": 2.0,
     "all_gather_into_tensor": 1.0,
     "reduce_scatter_tensor": 1.0,
@@ -69,7 +69,7 @@ class Traffic:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Context around forward and backward of a step. The optimizer's traffic is counted until the next one begins."""
+        """Context around forward and backward of a step. The optimizer's traffic counts too, until the next step begins."""
         counting = self._steps == _COUNTED_STEP
         if self._steps == _COUNTED_STEP + 1:
             self._after = self._totals()

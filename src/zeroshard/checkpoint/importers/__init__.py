@@ -2,7 +2,7 @@
 
 *.safetensors, their index, folders         Hugging Face
 *.pt, *.bin, ...; pytorch_model*.bin        torch.save
-latest, *_model_states.pt                   DeepSpeed; with a folder zero beside them: its universal checkpoints
+latest, *_model_states.pt                   DeepSpeed; if there is also a folder zero, a universal checkpoint of DeepSpeed
 .metadata                                   torch.distributed.checkpoint (FSDP2)
 """
 

@@ -1,9 +1,9 @@
 """Checkpoints of DeepSpeed, of ZeRO stages 0 to 3 and any number of data-parallel ranks.
 
-    latest                                         the name of the newest: global_step100
+    latest                                         the name of the newest checkpoint: global_step100
     global_step100/
-      mp_rank_00_model_states.pt                   the model as it computes (stages 0 to 2), shapes, names of buffers
-      zero_pp_rank_R_mp_rank_00_model_states.pt    the same at stage 3, frozen parameters cut over the ranks
+      mp_rank_00_model_states.pt                   low-precision parameters (stages 0 to 2), shapes, names of buffers
+      zero_pp_rank_R_mp_rank_00_model_states.pt    the same at stage 3, with this rank's parts of frozen parameters only
       [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt    rank R's slices of flat fp32 values and optimizer states
 
 Stages 1 and 2: the parameters of an optimizer group are concatenated, and the result is divided among ranks.
@@ -41,7 +41,7 @@ Stretches = dict[str, list[tuple[int, int, int, int, int]]]  # name -> (first, c
 
 
 def tag_folder(path: Path) -> Path | None:
-    """Return the folder with the files, if `path` is a checkpoint of DeepSpeed or a folder of them with `latest`; else None."""
+    """Return the folder of a checkpoint of DeepSpeed: `path`, or the one in it that `latest` names; None if neither is one."""
     if any(path.glob("*mp_rank_*_model_states.pt")):
         return path
     try:
@@ -52,7 +52,7 @@ def tag_folder(path: Path) -> Path | None:
 
 
 def open_deepspeed(path: Path) -> Opened:
-    """Open a checkpoint of DeepSpeed. Raises CheckpointError (also tensor- or pipeline-parallel ones), CheckpointCorrupt."""
+    """Open a checkpoint of DeepSpeed. Raises CheckpointCorrupt, or CheckpointError, also for tensor- or pipeline-parallel ones."""
     folder = checked_folder(path)
     files = _optimizer_files(folder)
     optimizers = [open_torch_file(file)["optimizer_state_dict"] for file in files]
@@ -77,7 +77,7 @@ def open_deepspeed(path: Path) -> Opened:
 
 
 def _add_numbered(opened: Opened, optimizer: Any) -> None:
-    """Add the optimizer states of stage 0, by the parameters' numbers. Masters, which have no names there, are not read."""
+    """Add the optimizer states of stage 0, by the parameters' numbers. Masters are not read, since stage 0 saves no names of them."""
     optimizer = optimizer.get("optimizer_state_dict", optimizer)
     if isinstance(optimizer.get("state"), Mapping):
         opened.states = {number: dict(state) for number, state in optimizer["state"].items()}
@@ -98,7 +98,7 @@ def checked_folder(path: Path) -> Path:
 
 
 def describe(opened: Opened, first: Any, folder: Path) -> None:
-    """Add facts from a rank's model file and its other entries as extras; those that are not plain values stay unread."""
+    """Add the facts in a rank's model file, and its other entries as extras; objects of other classes stay in `opened.unread`."""
     opened.step = int(first.get("global_steps") or 0)
     opened.module_readers = objects_of(first["module"], folder)
     opened.facts = {"step": opened.step, "deepspeed": first.get("ds_version"), "world_size": first.get("dp_world_size")}
@@ -142,7 +142,7 @@ def _check_count(folder: Path, optimizers: list[Any]) -> None:
 
 
 def unsharded(first: Any, models: list[Any], stage3: bool) -> dict[str, Any]:
-    """Return tensors stored by name: all at stages 0 to 2; at stage 3 buffers, and frozen parameters joined from pieces."""
+    """Return the tensors that the model files have by name: all at stages 0 to 2; buffers and frozen parameters at stage 3."""
     if not stage3:
         return {name: value for name, value in first["module"].items() if is_tensor(value)}
     found = {name: first["module"][name] for name in first["buffer_names"] if is_tensor(first["module"].get(name))}
@@ -206,7 +206,7 @@ def _stretches_of_stage3(shapes: list[dict[str, tuple[int, ...]]], world_size: i
 
 
 def _stretches(shapes: list[dict[str, tuple[int, ...]]], flats: list[Any], optimizers: list[Any]) -> Stretches:
-    """Return the stretches of stages 1 and 2: from the saved mapping, or if there is none, from the order of parameters."""
+    """Return the stretches of stages 1 and 2: from `param_slice_mappings` or, if a file has none, from the order of parameters."""
     found: Stretches = {name: [] for group in shapes for name in group}
     if all("param_slice_mappings" in optimizer for optimizer in optimizers):
         done = dict.fromkeys(found, 0)

@@ -1,10 +1,10 @@
 """Universal checkpoints of DeepSpeed, made by its ds_to_universal: a folder for each parameter.
 
 global_step100_universal/
-  mp_rank_00_model_states.pt, or zero_pp_rank_R_...    as in the checkpoint that it was made of
+  mp_rank_00_model_states.pt, or zero_pp_rank_R_...    copied from the original checkpoint
   zero/
     optimizer_state.pt            options of groups, the loss scale
-    NAME/fp32.pt                  the value, (shape) or, made of stage 3, flat
+    NAME/fp32.pt                  the value, in the parameter's shape; flat if the original is of stage 3
     NAME/exp_avg.pt, step.pt ...  optimizer states
 """
 
@@ -73,7 +73,7 @@ def _in_file(file: Path, shape: tuple[int, ...]) -> Any:
 
 
 def _add_groups(opened: Opened, saved: Any, shapes: list[dict[str, tuple[int, ...]]]) -> None:
-    """Add the options of groups, and step counts where the parameters' folders have none."""
+    """Add the options of groups, and step counts for parameters whose folders have none."""
     inner = saved.get("optimizer_state_dict") or saved
     opened.scaler = scaler_of(saved.get("loss_scaler"))
     opened.groups = []

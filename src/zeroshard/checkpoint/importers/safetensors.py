@@ -4,8 +4,8 @@
     model-00001-of-00002.safetensors, ...                   several, and
     model.safetensors.index.json                            {weight_map: {name: file}}
 
-Only files that the index names count, since files of an earlier save, or variants, may lie beside them. pytorch_model.bin has
-such an index as well.
+If there is an index, other files are ignored: they may be of an earlier save, or variants. pytorch_model.bin has such an index,
+too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..safetensors import FOREIGN_DTYPES, SAFETENSORS_DTYPES, elements_of
 def index_folder(path: str | os.PathLike) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file, of an index's files, or of a folder, by each of their names.
 
-    In a folder with an index, only the files that the index names count; without one, all safetensors files do.
+    In a folder with an index, only the files that the index names are read; without one, all safetensors files.
     """
     root = Path(path)
     index = root if is_index(root) else None if root.is_file() else _index_in(root)
@@ -64,9 +64,9 @@ def read_index(index: Path) -> dict[str, Path]:
 
 
 def merged(parts: dict[Path, dict[str, Any]], wanted: dict[str, Path]) -> dict[str, Any]:
-    """Merge the entries of several files. Of a name in several files, the file counts that the index `wanted` has for it.
+    """Merge the entries of several files. wanted: the index: name -> file to take it from, if several files have it.
 
-    Raises CheckpointError where nothing says which one counts.
+    Raises CheckpointError if several files have a name and the index does not.
     """
     found: dict[str, Any] = {}
     holders: dict[str, Path] = {}

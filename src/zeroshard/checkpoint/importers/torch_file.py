@@ -1,8 +1,8 @@
-"""Files of torch.save: find where each tensor lies, without reading tensors and without running code from the file.
+"""Files of torch.save: find the place of each tensor in the file, without reading tensors and without running code from the file.
 
-Such a file is a zip archive of a pickle and one uncompressed entry for each storage. The pickle is read by torch's restricted
-unpickler with fake tensors. Every class that the unpickler does not allow is replaced by an inert stand-in, so that files of
-other libraries can be read where these are not installed, and no code of theirs runs.
+Such a file is a zip archive of a pickle and one uncompressed entry for each storage. torch's restricted unpickler reads the pickle,
+with fake tensors. An inert stand-in replaces every class that the unpickler does not allow, so that files of other libraries can
+be read if these are not installed, and none of their code runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOCK = threading.Lock()  # torch's list of allowed classes is one for all threa
 
 
 class StandIn:
-    """Inert replacement for an object of another library, with its constructor's `arguments` and its attributes."""
+    """Inert replacement for an object of another library; it keeps the constructor's `arguments` and the object's attributes."""
 
     def __new__(cls, *arguments: Any, **options: Any) -> StandIn:
         """Make a stand-in; any arguments are accepted and kept."""
@@ -48,7 +48,7 @@ class StandIn:
 
 @dataclass(frozen=True)
 class StridedTensor(Stored):
-    """A stored tensor that is not contiguous: a transpose, a column. A read holds the whole range of its elements in memory."""
+    """A stored tensor that is not contiguous: a transpose, a column. Each read loads the whole range of its elements into memory."""
 
     extent: StoredTensor  # (n,): the storage from the first to the last element
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class StridedTensor(Stored):
 
 @dataclass(frozen=True)
 class TensorBlob(Stored):
-    """A range of bytes in a file that is itself a file of torch.save with one tensor. It is opened at the first read."""
+    """A tensor in a range of bytes of a file that is itself a file of torch.save. The first read opens it."""
 
     path: Path
     offset: int
@@ -131,7 +131,7 @@ def _locate(tensor: Tensor, path: Path, base: int) -> StoredTensor | StridedTens
 
 
 def is_tensor(value: Any) -> bool:
-    """Return whether a value that `open_torch_file` returns stands for a tensor."""
+    """Return whether a value in a result of `open_torch_file` is the location of a tensor."""
     return isinstance(value, (StoredTensor, StridedTensor))
 
 
@@ -145,7 +145,7 @@ def value_of(stored: Any) -> Any:
 
 
 def plain(value: Any, where: str) -> Any:
-    """Return a value with all its tensors read. Raises Untrusted if it has a stand-in for an object of another library."""
+    """Return a value with all its tensors read. Raise Untrusted if it contains a StandIn for an object of another library."""
     if isinstance(value, Mapping):
         return {key: plain(entry, where) for key, entry in value.items()}
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):

@@ -1,7 +1,7 @@
 """deepspeed.accelerator: one interface for the device of this process, CUDA or CPU.
 
-`get_accelerator()` chooses once: from the variable DS_ACCELERATOR ("cuda", "cpu"), else CUDA if torch finds a device.
-Memory is in bytes; on the CPU it is this process's resident memory, and its peak is the largest that an earlier call has seen.
+`get_accelerator()` chooses the device once: by the variable DS_ACCELERATOR ("cuda", "cpu"), else CUDA if torch finds a device.
+Memory is in bytes; on the CPU it is this process's resident memory, and its peak is the largest value at a call so far.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DeepSpeedAccelerator:
     Event: Any = None
 
     def __getattr__(self, name: str) -> Any:
-        if name in _TENSORS:  # FloatTensor([0.0]) and its like: a tensor of that type on this device
+        if name in _TENSORS:  # FloatTensor([0.0]) makes a tensor of that type on this device
             return functools.partial(torch.tensor, dtype=_TENSORS[name], device=self._name)
         raise AttributeError(f"the {self._name} accelerator of zeroshard.deepspeed has no {name}; torch.{self._name} may have it")
 
@@ -225,7 +225,7 @@ _SAME_IN_TORCH = (
 
 
 class CUDA_Accelerator(DeepSpeedAccelerator):
-    """Accelerator for CUDA, which passes functions of the same name on to torch.cuda."""
+    """Accelerator for CUDA; the functions in _SAME_IN_TORCH are torch.cuda's."""
 
     _name, _communication_backend_name = "cuda", "nccl"
 
@@ -301,7 +301,7 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
 
 
 def _resident_nbytes() -> int:
-    """Return this process's resident memory in bytes; 0 if the system does not tell it."""
+    """Return this process's resident memory in bytes; 0 on systems without /proc."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:

@@ -73,7 +73,7 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Do nothing: DeepSpeed frees a step's buffers here, and there are none."""
+    """Do nothing: DeepSpeed frees its buffers for activations here, and zeroshard has none."""
 
 
 def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def apply_config(model: nn.Module, config: Any, mpu: Any) -> None:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed all generators of this rank; without tensor parallelism there is only one stream of random numbers."""
+    """Seed all generators of this rank. Megatron's separate generator for tensor parallelism does not exist here."""
     torch.manual_seed(seed)
 
 

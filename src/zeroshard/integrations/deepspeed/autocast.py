@@ -1,4 +1,4 @@
-"""deepspeed.runtime.torch_autocast: an engine's forward uses its configuration's autocast, not the surrounding one."""
+"""deepspeed.runtime.torch_autocast: an engine's forward runs under the autocast of its configuration, not of its caller."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
 
 
 def autocast_if_enabled(engine: Any) -> contextlib.AbstractContextManager:
-    """Return torch.autocast as the section torch_autocast says; without it, disable a surrounding autocast and warn once."""
+    """Return torch.autocast with the options of the section torch_autocast; without it, disable the caller's and warn once."""
     kind, enabled = engine.device.type, engine.torch_autocast_enabled()
     dtype = engine.torch_autocast_dtype()
     if enabled and dtype is not None:

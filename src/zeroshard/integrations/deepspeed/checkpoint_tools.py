@@ -1,4 +1,4 @@
-"""deepspeed.checkpoint: functions that scripts call. The engine's checkpoints are universal without conversion."""
+"""deepspeed.checkpoint: functions that scripts call. Engines load each other's checkpoints at any stage and number of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"  # key in client_state t
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = torch.device("cpu")) -> Any:
-    """Return `item` with every tensor in lists, tuples and dicts copied to storage of its own; tied tensors stay tied."""
+    """Return `item` with every tensor in lists, tuples and dicts copied to its own storage; tied tensors get one copy."""
     return _cloned(item, device, {})
 
 
@@ -43,11 +43,11 @@ def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
 
 
 def convert_to_universal(args: Any = None) -> None:
-    """Stand in for ds_to_universal.main: give a checkpoint a second name. Checkpoints, also DeepSpeed's own, need no conversion,
-    since they load at any stage with any number of ranks.
+    """Give a checkpoint a second tag, in the place of ds_to_universal.main.
 
-    args: an object, or the command line, with input_folder (folder/tag) and output_folder (folder/another tag). Files are linked,
-    or copied if the file system has no links; `latest_universal` in the folder names the new tag.
+    No conversion is needed: checkpoints, DeepSpeed's own too, load at any stage and number of ranks. args: an object, or None for
+    the command line, with input_folder (folder/tag) and output_folder (folder/another tag). Files are hard links, or copies if the
+    file system has no links; the new tag is written to `latest_universal` in the folder.
     """
     if args is None:
         parser = argparse.ArgumentParser(prog="ds_to_universal", description=convert_to_universal.__doc__)
@@ -61,7 +61,7 @@ def convert_to_universal(args: Any = None) -> None:
     shutil.copytree(source, draft, copy_function=_link_or_copy)
     if target.exists():
         shutil.rmtree(target)
-    os.replace(draft, target)
+    os.replace(draft, target)  # one rename: the new tag is complete or not there
     write_whole(target.parent / "latest_universal", f"{target.name}\n".encode())
 
 

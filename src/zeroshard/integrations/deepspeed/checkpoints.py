@@ -1,8 +1,8 @@
 """Checkpoints of the engine: zeroshard's format in DeepSpeed's folders (folder/tag, `latest`). DeepSpeed's own load too.
 
 run/
-  latest                              the tag of the newest
-  zero_to_fp32.py                     a script: from a checkpoint to whole fp32 weights
+  latest                              the tag of the newest checkpoint
+  zero_to_fp32.py                     a script that converts a checkpoint to whole fp32 weights
   global_step100/
     manifest.json, *.distcp           zeroshard's files (docs/checkpoint-format.md); only these are loaded
     mp_rank_00_model_states.pt        for scripts that read DeepSpeed's files: counters, client_state, names and shapes (at stage
@@ -75,9 +75,9 @@ class Checkpoints(WholeWeights):
     ) -> bool:  # fmt: skip
         """Save model, optimizer, scheduler, counters and client_state to save_dir/tag (collective). An existing tag is replaced.
 
-        tag: None for global_step and its number. exclude_frozen_parameters: leave out frozen parameters and record their
-        checksums. With {"checkpoint": {"writer": {"decoupled": true}}} this returns when all states are copied to host memory;
-        the next save, a load and destroy() wait until they are written.
+        tag: name of the checkpoint; None: "global_step" and the step's number. exclude_frozen_parameters: leave out frozen
+        parameters, and save their checksums. With {"checkpoint": {"writer": {"decoupled": true}}} it returns when all states are
+        copied to host memory; the next save, a load and destroy() wait until they are written.
         """
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
@@ -120,10 +120,12 @@ class Checkpoints(WholeWeights):
         return extra if self.lr_scheduler is None else {**extra, "lr_scheduler": self.lr_scheduler}
 
     def _described(self, client_state: dict[str, Any], exclude_frozen: bool) -> dict[str, Any]:
-        """Return, on rank 0, files with DeepSpeed's names: the model's, with weights below stage 3; optimizers' without
-        states."""
+        """Return name -> content of the files with DeepSpeed's names, on rank 0 ({} on others).
+
+        The model's file has whole weights below stage 3; the optimizer's files have no states.
+        """
         state = self.module.state_dict(keep_vars=True)
-        if runtime_of(self.module).comm.rank:
+        if runtime_of(self.module).comm.rank:  # after state_dict(), which runs the user's hooks on all ranks
             return {}
         scheduler, stage, facts = self.lr_scheduler, self.zero_optimization_stage(), self._facts()
         model = {
@@ -209,14 +211,15 @@ class Checkpoints(WholeWeights):
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
         """Load a checkpoint of any stage and number of ranks (collective).
 
-        Checkpoints that DeepSpeed itself wrote, and its universal ones, are loaded too. Returns its path and client_state, or
-        (None, None) if there is no `latest`. client_state is the saved one, with DeepSpeed's entries ds_config, ds_version and
-        global_samples. Accumulated gradients are dropped, and micro-steps are counted from the beginning of a step.
+        It also loads checkpoints that DeepSpeed itself wrote, and its universal ones. Return the checkpoint's path and client_state,
+        or (None, None) if there is no `latest`. client_state is the saved one, with DeepSpeed's entries ds_config, ds_version and
+        global_samples. Accumulated gradients are dropped, and the count of micro-steps goes back to the beginning of a step.
 
         Args:
             load_module_strict: if False, tensors that the checkpoint lacks keep their values, and unknown ones are ignored.
-            custom_load_fn: called as custom_load_fn(src=..., dst=...) with whole tensors by name and the module, on every rank;
-                rank 0's writes count. If no optimizer states are loaded, names and shapes may differ from the model's.
+            custom_load_fn: called on every rank as custom_load_fn(src=..., dst=...), with whole tensors by name and the module,
+                whose parameters are gathered; rank 0's writes are kept. If no optimizer states are loaded, names and shapes may
+                differ from the model's.
             trusted: unpickle any object in client_state, which can run code.
 
         Raises:
@@ -233,7 +236,7 @@ class Checkpoints(WholeWeights):
         wanted = load_optimizer_states and not load_module_only
         optimizer = self.basic_optimizer if wanted else None
         scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None
-        opened = open_any(runtime.comm, folder, verify=False, trusted=trusted)
+        opened = open_any(runtime.comm, folder, verify=False, trusted=trusted)  # `loading.load` verifies
         engine, saved, client_state = agreed(runtime.comm, "load_checkpoint: extras", lambda: _extras_of(opened, trusted), folder)
         if scheduler is not None and saved is None:
             raise CheckpointMismatch(
@@ -259,12 +262,15 @@ class Checkpoints(WholeWeights):
             for name in _COUNTERS & engine.keys():
                 setattr(self, name, engine[name])
         self.loaded_checkpoint_dp_world_size, self.loaded_checkpoint_mp_world_size = engine.get("dp_world_size"), 1
-        self._backwards = 0
+        self._backwards = 0  # the gradients of earlier backwards are dropped
         self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
         return _path_of(folder), client_state
 
     def _tag_folder(self, root: Path, tag: Any) -> Path | None:
-        """Return the folder of a tag, or of the latest; None if there is no `latest`. Raises CheckpointNotFound, ValueError."""
+        """Return the folder of a tag (None: of the tag in `latest`; None if there is no such file), as rank 0 finds it (collective).
+
+        Raises CheckpointNotFound, ValueError.
+        """
         pointer = "latest_universal" if self._config.load_universal_checkpoint else LATEST
         comm = runtime_of(self.module).comm
         tags = exchange_values(comm, latest_tag(root, pointer) if tag is None else str(tag), "load_checkpoint: tag")
@@ -308,7 +314,7 @@ def _extras_of(opened: Opened, trusted: bool) -> tuple[dict[str, Any], Any, dict
 
 
 def _told(state: dict[str, Any], whole: bool) -> dict[str, Tensor]:
-    """Return copies of a state dict's tensors on the host, tied ones as one; whole=False: meta tensors of their shapes."""
+    """Return copies of a state dict's tensors on the host; tied tensors get one copy. whole=False: meta tensors of their shapes."""
     copies: dict[int, Tensor] = {}
     for value in state.values():
         if isinstance(value, Tensor) and id(value) not in copies:
@@ -331,7 +337,7 @@ def _path_of(folder: Path) -> str:
 
 
 def latest_tag(root: Path, pointer: str = LATEST) -> str | None:
-    """Return the tag in the pointer file, or None. A killed save leaves the previous tag on a second line, which then counts."""
+    """Return the first tag in the pointer file that has a folder, or None. A killed save leaves the previous tag on a second line."""
     try:
         names = [line.strip() for line in (root / pointer).read_text().splitlines() if line.strip()]
     except (FileNotFoundError, NotADirectoryError):

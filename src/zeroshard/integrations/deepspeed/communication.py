@@ -1,10 +1,10 @@
 """deepspeed.comm: torch.distributed under DeepSpeed's names, and its initialisation.
 
 Names that this module does not define are torch.distributed's (`__getattr__`). Operations take DeepSpeed's arguments `prof`,
-`log_name` and `debug`, and are timed and counted after `configure(enabled=True)`, for `log_summary`. Training does not use these:
-zeroshard has its own collectives, which `zs.report(model)` counts.
+`log_name` and `debug`; after `configure(enabled=True)` they are timed and counted for `log_summary`. The engine does not use
+them for training: zeroshard has its own collectives, which `zs.report(model)` counts.
 
-In threads of `zeroshard.testing.run_threads`, rank, world size and barrier are the thread's.
+In threads of `zeroshard.testing.run_threads`, rank, world size and barrier are those of the thread as a rank.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Initialise torch.distributed, unless it is: with gloo on the CPU, nccl on CUDA.
+    """Initialise torch.distributed, unless it is initialised already: with gloo on the CPU, nccl on CUDA.
 
     The rank comes from the arguments, from torchrun's variables, or (auto_mpi_discovery) from Open MPI's. Without any of them
     this is a world of one process, and torchrun's variables are set accordingly.
@@ -72,7 +72,7 @@ def init_distributed(
 
 
 def stall_timeout_s() -> float:
-    """Return the seconds that ranks wait for one another: the process group's timeout (DEEPSPEED_TIMEOUT minutes, or 10)."""
+    """Return the stall timeout in seconds: that of the process group (DEEPSPEED_TIMEOUT minutes, or 10)."""
     return _timeouts[0].total_seconds()
 
 
@@ -229,7 +229,7 @@ def _op(fn: Callable[..., Any]) -> Callable[..., Any]:
             return fn(*args, **kwargs)
         started = time.perf_counter()
         result = fn(*args, **kwargs)
-        get_accelerator().synchronize()
+        get_accelerator().synchronize()  # else the time would be that of starting the operation
         seconds, nbytes = time.perf_counter() - started, _nbytes((args, kwargs))
         comms_logger.records[name][nbytes].append(seconds)
         if comms_logger.verbose and get_rank() == 0:
@@ -256,7 +256,7 @@ def _row(nbytes: int, seconds: list[float]) -> dict[str, Any]:
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
     """Print, on rank 0, calls and times by operation and size (collective). return_dict: also return them, on all ranks.
 
-    show_straggler: also this rank's waiting time by operation: its seconds less those of the fastest rank.
+    show_straggler: the returned dict also has this rank's waiting time by operation: its seconds less the fastest rank's.
     """
     summary = {name: {nbytes: _row(nbytes, s) for nbytes, s in sizes.items()} for name, sizes in comms_logger.records.items()}
     waited = None

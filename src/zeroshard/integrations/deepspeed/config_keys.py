@@ -1,11 +1,12 @@
 """Every key of a DeepSpeed configuration (0.19.8, and older templates), with its treatment here, as data.
 
-    honoured   it changes what is computed, stored, saved or reported
-    noted      it is accepted; if it is not the default, a warning says why it has no effect. Results do not depend on it
-    refused    it is not supported: an error has its name and the remedy, unless its value is the default or switches it off
+    honoured   the key changes the computation, the storage, checkpoints or reports
+    noted      the key is accepted and has no effect: results do not depend on it. A value other than the default gets a warning
+               with the reason
+    refused    the key is not supported: it raises an error with the remedy, unless its value is the default or switches it off
 
 `KEYS` maps the full name ("zero_optimization.stage") to its row; `table()` returns the rows for a document. ds_config.py reads
-configurations by it, sections.py makes typed sections from it.
+configurations by these rows, and sections.py makes typed sections from them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 
 class Treatment(Enum):
-    """Treatment of a key; see the head of this file."""
+    """Treatment of a key; the docstring of this module defines the three."""
 
     HONOURED = "honoured"
     NOTED = "noted"
@@ -36,7 +37,7 @@ class Key:
     text:    honoured: its effect; noted: the reason why it has none; refused: the remedy.
     option:  honoured: the option of zs.shard that it sets, if any.
     is_on:   refused: function that returns whether a value switches the key on.
-    fits:    noted: further values without a warning, since they ask for what happens in any case.
+    fits:    noted: further values that get no warning, since they describe zeroshard's behaviour.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Key:
 
 
 def is_on(value: object) -> bool:
-    """Return whether a section or switch is on: templates have `"enabled": false`, {} and None for 'off'."""
+    """Return whether a section or switch is on; templates write `"enabled": false`, {} or None for 'off'."""
     if not isinstance(value, Mapping):
         return bool(value) and value != "auto"
     if "enabled" in value:

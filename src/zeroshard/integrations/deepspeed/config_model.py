@@ -1,10 +1,10 @@
-"""deepspeed.runtime.config_utils: a pydantic base class for programs' own configurations, with deprecated fields.
+"""deepspeed.runtime.config_utils: a pydantic base class for the configurations of programs, with deprecated fields.
 
     class Mine(DeepSpeedConfigModel):
         size: int = 0
         width: str = Field("0", json_schema_extra={"deprecated": True, "new_param": "size", "new_param_fn": int})
 
-It needs the package pydantic, which zeroshard's own configurations do not.
+This module needs the package pydantic; zeroshard's own configurations do not.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ except ImportError as error:
 class DeepSpeedConfigModel(BaseModel):
     """Base class of configurations. Unknown keys and wrong types raise pydantic's ValidationError; "auto" means the default.
 
-    strict: read "auto" as a value. A field is deprecated by `json_schema_extra`: `deprecated` is true, `deprecated_msg` is
-    logged, and `new_param` names the field (or "section.field") that is set to new_param_fn(value), unless `set_new_param` is
-    false. Raises AssertionError if both fields are given.
+    strict: accept "auto" as an ordinary value. A field is deprecated if its `json_schema_extra` has `deprecated` true: its
+    `deprecated_msg` is logged, and the field in `new_param` (or "section.field") is set to new_param_fn(value), unless
+    `set_new_param` is false. Raises AssertionError if both fields are given.
     """
 
     model_config = ConfigDict(

@@ -1,11 +1,11 @@
 """DeepSpeed's optimizer classes: subclasses of torch's and zeroshard's with DeepSpeed's arguments. Nothing is compiled.
 
-DeepSpeed's classes for the host and for the device are the same here: `zero_optimization.offload_optimizer` determines where
-states rest and are stepped. fused=True is set, so a step has the bits of torch's fused step, also when the host steps offloaded
-states (optim/cpu_kernels.py). States have the precision of the stepped values: fp32 masters, unless the configuration has
-none; `fp32_optimizer_states` is only an attribute.
+DeepSpeed's classes for the host and for the device are the same here: `zero_optimization.offload_optimizer` determines the tier
+of the states, and so whether host or device steps them. The classes set fused=True, so a step has the bits of torch's fused step,
+also when the host steps offloaded states (optim/cpu_kernels.py). States have the dtype of the stepped values: fp32 for masters,
+the parameters' if the configuration has no masters; `fp32_optimizer_states` is kept as an attribute without effect.
 
-bias_correction=False and amsgrad=True are refused, since torch's fused step lacks the first, and DeepSpeed the second.
+bias_correction=False and amsgrad=True raise ConfigError: torch's fused step lacks the first, and DeepSpeed the second.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _refuse(name: str, argument: str, value: Any, remedy: str) -> None:
 
 
 class _Adam(torch.optim.Adam):
-    """torch's Adam, with decoupled weight decay or L2 decay."""
+    """torch's fused Adam, with decoupled weight decay or L2 decay."""
 
     def __init__(
         self,

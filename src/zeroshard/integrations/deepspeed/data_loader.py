@@ -12,7 +12,7 @@ from ...comm import backend_select
 
 
 def check_dataset(dataset: Any) -> None:
-    """Raise ValueError if an object is no data set that a loader can use."""
+    """Raise ValueError unless an object is a torch Dataset, or has __getitem__ and __len__."""
     if not isinstance(dataset, Dataset) and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise ValueError(f"Training data must be a torch Dataset, got {type(dataset).__name__}")
 
@@ -20,10 +20,10 @@ def check_dataset(dataset: Any) -> None:
 class DeepSpeedDataLoader:
     """Loader of one rank's micro-batches. Without a data_sampler, the data set is shuffled and divided among ranks.
 
-    As in DeepSpeed, every pass has the same order until the program calls `loader.data_sampler.set_epoch`. drop_last: drop a last
-    batch that is not full (each rank's share has been padded with the first samples). num_workers: processes that load samples,
-    with random numbers of their own. None: two, as in DeepSpeed; zero if ranks are threads, which must not fork, or daemonic
-    processes, which may not have children, or for an IterableDataset, which each worker would read completely.
+    As in DeepSpeed, every pass has the same order until the program calls `loader.data_sampler.set_epoch`. drop_last: drop the last
+    batch if it is not full (the sampler has padded each rank's share with the first samples). num_workers: number of processes that
+    load samples, each with its own random generators. None: two, as in DeepSpeed, but zero if ranks are threads, which must not
+    fork, or daemonic processes, which may not have children, or for an IterableDataset, which each worker would read completely.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class DeepSpeedDataLoader:
         try:
             return next(self.data)
         except StopIteration:
-            self.data = None
+            self.data = None  # the next call begins a new pass
             raise
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
 """Modules made from the table in surface.py: `deepspeed.x.y` and `zeroshard.deepspeed.x.y` are one module object.
 
-The object behind a name is imported at its first use, so that `import deepspeed` is quick. The error for a name that does not
-exist says what to use instead.
+The object for a name is imported when the name is first used, so that `import deepspeed` is quick. The error for a name that does
+not exist has the name to use instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HERE = __package__
 
 
 class SurfaceModule(ModuleType):
-    """One module of the interface. Its attributes can be assigned, as those of any module."""
+    """One module of the interface. Programs can assign its attributes, as those of any module."""
 
     def __getattr__(self, name: str) -> Any:
         path = self.__dict__.get("_surface_path")
@@ -58,7 +58,7 @@ def _resolve(where: str) -> Any:
 
 
 def _passed_on(path: str, name: str) -> Any:
-    """Return the attribute from the `__getattr__` of the module behind it (deepspeed.comm: torch.distributed's), or None."""
+    """Return the attribute from `__getattr__` of the module that implements `path` (deepspeed.comm: torch.distributed's), or None."""
     try:
         return _resolve(SURFACE[path]["__getattr__"])(name)
     except AttributeError:
@@ -100,7 +100,7 @@ class _Loader(Loader):
         return _modules[path]
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing, since names are imported at their first use."""
+        """Do nothing: `SurfaceModule.__getattr__` imports names at their first use."""
 
 
 class _Finder(MetaPathFinder):
@@ -118,7 +118,7 @@ class _Finder(MetaPathFinder):
 
 
 def _path_of(fullname: str) -> str | None:
-    """Return a module's path below `zeroshard.deepspeed` or `deepspeed`, or None; `deepspeed` counts only if it is ours."""
+    """Return a module's path below `zeroshard.deepspeed`, or below `deepspeed` if that is zeroshard's; else None."""
     for root in (ROOT, ALIAS):
         if fullname.startswith(f"{root}.") and isinstance(sys.modules.get(root), SurfaceModule):
             return fullname.removeprefix(f"{root}.")

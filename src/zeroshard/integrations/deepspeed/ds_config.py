@@ -2,8 +2,8 @@
 
     read -> examine (refused keys raise, notes are collected) -> typed sections -> batch sizes -> contradictions
 
-Attributes have the names of DeepSpeed's class (0.19.8). config_keys.py has the treatment of each key, shard_options.py its
-mapping to zs.shard.
+Attributes have the names of DeepSpeed's class (0.19.8). config_keys.py defines the treatment of each key, and shard_options.py
+maps keys to options of zs.shard.
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ def _section(config: Mapping[str, Any], *names: str, within: str = "") -> Any:
 
 
 def _number(name: str, value: Any) -> Any:
-    """Return the value. Raises DeepSpeedConfigError if it is no number (inf is one, nan is not)."""
+    """Return the value. Raise DeepSpeedConfigError if it is not a number; inf is accepted, nan is not."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
         raise DeepSpeedConfigError(f"{name}: expected a number, got {value!r}.")
     return value
 
 
 def dtype_of(key: str, name: object) -> torch.dtype | None:
-    """Return the dtype that a name stands for; None for None and "auto"."""
+    """Return the dtype of a name; None for None and "auto". Raise ValueError for other names."""
     if name is None or name == "auto":
         return None
     dtype = name if isinstance(name, torch.dtype) else DTYPES.get(str(name).lower().removeprefix("torch."))
@@ -106,7 +106,7 @@ def dtype_of(key: str, name: object) -> torch.dtype | None:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON as a dict. Raises ValueError if it has a key twice."""
+    """Return a JSON object as a dict. Raise ValueError if it has a key twice."""
     names = [name for name, _ in pairs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -145,7 +145,7 @@ def read_config(config: object) -> dict[str, Any]:
             text = base64.urlsafe_b64decode(os.fspath(config)).decode("utf-8")
             return _parse(text, "the base64 text")
         except (UnicodeDecodeError, ValueError) as error:
-            if "more than once" in str(error):
+            if "more than once" in str(error):  # the text was valid base64 and JSON: report this, not that it is no path
                 raise
     raise ValueError(f"expected a dict, the path of a configuration file that exists, or urlsafe base64 of JSON, got {config!r}.")
 
@@ -161,7 +161,7 @@ class DeepSpeedConfig:
     notes: a sentence for each key that has no effect here; `say_notes` prints them once.
 
     Raises DeepSpeedConfigError for refused keys, ValidationError (a ValueError) for a wrong value or an unknown key of a typed
-    section, AssertionError for batch sizes that do not multiply and modes that exclude each other.
+    section, AssertionError if train_batch_size is not micro-batch x accumulation x ranks, or for modes that exclude each other.
     """
 
     optimizer_name: Any
@@ -201,7 +201,7 @@ class DeepSpeedConfig:
                 )
 
     def _planned_options(self, given: dict[str, Any], path: object) -> dict[str, Any]:
-        """Remove the section that `zeroshard plan --auto` writes from `given`, and return its options of zs.shard."""
+        """Remove the section of `zeroshard plan --auto` from `given`, and return the options of zs.shard in it."""
         plan = {"mesh": {}, **_section(given, SECTION)}
         given.pop(SECTION, None)
         if cuts_model(plan["mesh"]):
@@ -379,7 +379,7 @@ _said: set[str] = set()
 
 
 def _with_defaults(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return an untyped section, completed with the defaults of its keys."""
+    """Return an untyped section, with the defaults of the keys that it lacks."""
     section = {key: value for key, value in _section(given, name).items() if not (isinstance(value, str) and value == "auto")}
     return {**{key.field: key.default for key in keys_of(name)}, **section}
 

@@ -3,8 +3,9 @@
     engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     loss = engine(batch); engine.backward(loss); engine.step()
 
-Micro-steps accumulate gradients by `zs.accumulate`: stages 0 and 1 sum locally until the boundary, stages 2 and 3 reduce after
-every backward, as DeepSpeed does. The sharded optimizer does loss scaling, clipping and overflow handling.
+Gradients accumulate over micro-steps: stages 0 and 1 sum them locally, inside `zs.accumulate`, until the last micro-step before an
+optimizer step (the boundary); stages 2 and 3 reduce after every backward, as DeepSpeed does. zs.shard's optimizer does loss
+scaling, clipping and the skipping of steps with an overflow.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from .engine_optimizer import wrap
 from .logs import logger
 from .timers import SynchronizedWallClockTimer, ThroughputTimer
 
-_scaled: set[int] = set()  # graph tasks of backwards whose loss an engine has scaled already
+_scaled: set[int] = set()  # graph tasks (autograd's ids) of running backwards whose loss `engine.backward` has scaled already
 
 
 def _is_loss(value: Any) -> bool:
@@ -45,7 +46,7 @@ def _is_loss(value: Any) -> bool:
 
 
 def _one_thread(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: raise ZeroshardError if another thread is inside the engine, since their collectives and gradients would mix."""
+    """Decorator: raise ZeroshardError if another thread is inside the engine; collectives and gradients of both would mix."""
 
     @functools.wraps(method)
     def call(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +64,7 @@ def _one_thread(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _UnscaledGradient(torch.autograd.Function):
-    """Multiply x by a factor and pass the gradient unscaled: zeroshard scales gradients where they enter the model."""
+    """Multiply x by a factor, and pass its gradient unscaled: the runtime multiplies gradients of outputs by the loss scale."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -77,8 +78,8 @@ class _UnscaledGradient(torch.autograd.Function):
 class DeepSpeedEngine(Checkpoints, nn.Module):
     """The engine that `initialize` (setup.py) returns. Attributes that it lacks are looked up in the module.
 
-    module: the sharded model. basic_optimizer: the sharded optimizer, of the given class. optimizer: wrapper of it with
-    DeepSpeed's interface (engine_optimizer.py), None for inference.
+    module: the sharded model. basic_optimizer: the sharded optimizer, a subclass of the given optimizer's class. optimizer: its
+    wrapper with DeepSpeed's interface (engine_optimizer.py); None for inference.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, config: Any, **known: Any) -> None:
@@ -100,13 +101,13 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self._running_engine_step = self._step_applied = False
         self._global_grad_norm: float | None = None
         self._backwards = 0  # backwards since the last step
-        self._loss: Any = 0.0  # sum of the losses that these returned, for the monitor
+        self._loss: Any = 0.0  # sum of the losses of these backwards, for the monitor
         self._turn = threading.RLock()
         self.client_optimizer, self.client_lr_scheduler, self._client_name = known["client"]
         self.param_names = {param: name for name, param in module.named_parameters()}
         self.mp_world_size, self.has_moe_layers, self.sparse_tensor_module_names = 1, False, set[str]()
         self.timers = SynchronizedWallClockTimer()
-        timed = SimpleNamespace(enabled=config.timers_config.enabled, synchronized=False)  # steps overlap the device's work
+        timed = SimpleNamespace(enabled=config.timers_config.enabled, synchronized=False)  # do not wait for the device
         self.tput_timer = ThroughputTimer(timed, config.train_batch_size, steps_per_output=config.steps_per_print)
         self._held: contextlib.AbstractContextManager | None = None
         self._gc_was_on = False
@@ -133,7 +134,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             output = self.module(*args, **kwargs)
         if self._gradient_factor() != 1 and torch.is_grad_enabled() and self.optimizer is not None and not in_derivative():
             for tensor in find_tensors(output):
-                if tensor.grad_fn is not None:
+                if tensor.grad_fn is not None:  # for programs that call loss.backward() instead of engine.backward(loss)
                     tensor.register_hook(self._scale_unless_scaled)
         return output
 
@@ -142,16 +143,16 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return self._ranks_summed() / self.gradient_accumulation_steps()
 
     def _ranks_summed(self) -> int:
-        """Return the factor from the mean over ranks to the configured sum or mean: the number of ranks, or 1."""
+        """Return the factor for gradients, whose mean over ranks is computed: the number of ranks if a sum is configured, else 1."""
         return self.dp_world_size if self._config.gradient_allreduce_op == "sum" else 1
 
     def _scale_unless_scaled(self, grad: Tensor) -> Tensor | None:
         return None if torch_compat.graph_task() in _scaled else grad * self._gradient_factor()
 
     def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
-        """Return the loss times the loss scale, to call `backward()` on. Gradients are not scaled twice.
+        """Return the loss times the loss scale, for a program's own `.backward()`; its gradients are not scaled twice.
 
-        retain_graph: no effect here; give it to `backward()`.
+        retain_graph: no effect; pass it to `.backward()`.
         """
         assert self.optimizer is not None, "must provide optimizer during init in order to use scale"
         assert _is_loss(loss), "loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)"
@@ -160,7 +161,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     @_one_thread
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Run backward of loss / gradient_accumulation_steps (scale_wrt_gas=False: of loss), and return that."""
+        """Run backward of loss / gradient_accumulation_steps (scale_wrt_gas=False: of the loss), and return that quotient."""
         assert self.optimizer is not None, "must provide optimizer during init in order to use backward"
         assert _is_loss(loss), "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors"
         self._hold(self._sums_locally())
@@ -169,7 +170,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         tasks: list[int] = []
 
         def mark(grad: Tensor) -> Tensor:
-            tasks.append(torch_compat.graph_task())
+            tasks.append(torch_compat.graph_task())  # the hooks of `forward` recognise this backward by it
             _scaled.add(tasks[-1])
             return grad * self._ranks_summed()
 
@@ -185,7 +186,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return scaled
 
     def _backward_epilogue(self) -> None:
-        """Do nothing: work that DeepSpeed does after a backward is done here when backward() returns."""
+        """Do nothing: when backward() returns, everything that DeepSpeed does after a backward has been done."""
 
     # -- accumulation --------------------------------------------------------------------------------------------
 
@@ -198,7 +199,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return not self.zero_optimization_partition_gradients() and not self.is_gradient_accumulation_boundary()
 
     def _hold(self, yes: bool) -> None:
-        """Enter or leave `zs.accumulate`, which stays entered from one micro-step to the next."""
+        """Enter `zs.accumulate` if it is not entered, or leave it. It stays entered from one micro-step to the next."""
         if yes and self._held is None:
             self._held = api.accumulate(self.module)
             self._held.__enter__()
@@ -236,7 +237,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Context whose backwards are reduced once, at its end (stages 1 to 3)."""
+        """Context whose backwards sum gradients locally; its end reduces the sums (stages 1 to 3)."""
         assert self.managed_gradient_accumulation(), (
             "coalesce_grad_reduction is not supported with managed_gradient_accumulation=False; "
             "the caller already owns the accumulation boundary via step()"
@@ -269,7 +270,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     @_one_thread
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Count a micro-step. At the boundary, step the optimizer, drop gradients, and step the scheduler (collective)."""
+        """Count a micro-step. At the boundary, step the optimizer and the scheduler, and drop the gradients (collective)."""
         assert not self.inside_no_sync_ctxt, "It is illegal to call Engine.step() inside no_sync context manager"
         assert self.optimizer is not None, "must provide optimizer during init in order to use step"
         self._step_applied = False
@@ -290,11 +291,11 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.optimizer.step()
         record = self.basic_optimizer.last_step
         self._global_grad_norm = self._norm_shown(record) if self.zero_compute_grad_norm() else None
-        self.optimizer.zero_grad()
-        self._step_applied = math.isfinite(record.grad_norm) or not record.skipped
+        self.optimizer.zero_grad()  # as DeepSpeed's step does: its programs need not call zero_grad
+        self._step_applied = math.isfinite(record.grad_norm) or not record.skipped  # a step without gradients counts as applied
         if not self._step_applied:
             self.skipped_steps += 1
-        elif self.lr_scheduler is not None:
+        elif self.lr_scheduler is not None:  # not after a skipped step
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
         if self.managed_gradient_accumulation():
@@ -305,12 +306,12 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self._backwards, self._loss = 0, 0.0
 
     def _norm_shown(self, record: Any) -> float:
-        """Return the gradient norm of a step; inf if ZeRO's optimizer skipped it, as in DeepSpeed."""
+        """Return the gradient norm of a step; inf for a skipped step at stages 1 to 3, as in DeepSpeed."""
         skipped = record.skipped and not math.isfinite(record.grad_norm)
         return math.inf if skipped and self.zero_optimization() else record.grad_norm
 
     def _check_used(self) -> None:
-        """Raise AssertionError on all ranks if a trained parameter got no gradient on any of them."""
+        """Raise AssertionError on all ranks if no rank has a gradient for some trained parameter."""
         runtime = runtime_of(self.module)
         runtime.flush()
         groups = [group for group in runtime.groups if group.trainable]
@@ -381,7 +382,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         reload_states(self.module)
 
     def empty_partition_cache(self) -> None:
-        """Free cached memory. Parameters need no release: between steps, only those that the configuration keeps are gathered."""
+        """Free memory that allocators cache. Between steps no parameters are gathered, except those that the configuration keeps."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

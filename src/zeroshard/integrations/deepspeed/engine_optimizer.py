@@ -27,16 +27,16 @@ _INSTEAD = {
 
 
 class EngineOptimizer(OptimizerViews):
-    """Wrapper of a sharded optimizer, `.optimizer`. Attributes that it lacks are looked up there."""
+    """Wrapper of a sharded optimizer, `.optimizer`, in which attributes are looked up that the wrapper lacks."""
 
     def __init__(self, optimizer: Any, config: Any) -> None:
         self.optimizer = optimizer
         self._config = config
         self.custom_loss_scaler = False
-        self._sharded: Any = None  # the sharded optimizer while `.optimizer` is a flat picture
+        self._sharded: Any = None  # the sharded optimizer while `.optimizer` is the copy of `flat_picture`
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":
+        if name == "optimizer":  # not set yet (copying, unpickling): looking it up would recurse
             raise AttributeError(name)
         if name in _INSTEAD:
             told = f"engine.optimizer.{name} is about DeepSpeed's buffers, which zeroshard does not have"
@@ -84,7 +84,7 @@ class EngineOptimizer(OptimizerViews):
         self.optimizer.zero_grad(set_to_none)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """Call loss.backward(). The loss scale is applied to gradients where they enter the model."""
+        """Call loss.backward(). The runtime multiplies the gradients of the model's outputs by the loss scale."""
         loss.backward(retain_graph=retain_graph)
 
     def get_lr(self) -> float:
@@ -97,7 +97,7 @@ class EngineOptimizer(OptimizerViews):
             group["lr"] = lr
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sharded optimizer's state dict with DeepSpeed's entries: this rank's master slices by group, the stage."""
+        """Return the sharded optimizer's state dict and DeepSpeed's entries: this rank's master slices by group, stage, scale."""
         stage, slices = int(self._config.zero_optimization_stage), self.fp32_partitioned_groups_flat
         told = {
             "zero_stage": stage, "overflow": self.overflow, "dynamic_loss_scale": self.dynamic_loss_scale, "cur_scale": self.loss_scale,
@@ -131,8 +131,7 @@ class EngineOptimizer(OptimizerViews):
         return scaler is not None and scaler.dynamic
 
     def needs_scaler(self) -> bool:
-        """Return whether losses are scaled (fp16). A plain backward works too: gradients are scaled where they enter the
-        model."""
+        """Return whether there is a loss scale (fp16). A plain loss.backward() works too: the runtime applies the scale."""
         return self.loss_scaler is not None
 
     @property
@@ -141,7 +140,7 @@ class EngineOptimizer(OptimizerViews):
         return None if record is None else record.grad_norm
 
     def refresh_fp32_params(self) -> None:
-        """Do nothing: masters follow writes to parameters without a call."""
+        """Do nothing: a step copies writes to parameters into the masters by itself."""
 
     def empty_partition_cache(self) -> None:
         """Do nothing: parameters are not kept gathered between steps."""
@@ -151,11 +150,11 @@ class EngineOptimizer(OptimizerViews):
 
 
 class Stages1And2(EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer):
-    """Optimizer of stages 1 and 2, an instance of DeepSpeed's class for these."""
+    """Optimizer of stages 1 and 2; isinstance of DeepSpeed's class for them holds."""
 
 
 class Stage3(EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer_Stage3):
-    """Optimizer of stage 3, an instance of DeepSpeed's class for it."""
+    """Optimizer of stage 3; isinstance of DeepSpeed's class for it holds."""
 
     def _set_fp32_optimizer_param_groups(self) -> None:
         """Make `.optimizer` a copy in DeepSpeed's flat layout until `_clear_fp32_optimizer_param_groups` (collective)."""
@@ -184,7 +183,7 @@ class Unfused(EngineOptimizer, stand_ins.FP16_UnfusedOptimizer):
 
 
 def wrap(optimizer: torch.optim.Optimizer | None, config: Any) -> Any:
-    """Return the optimizer in the wrapper that DeepSpeed would use; at stage 0 in fp32 the optimizer itself."""
+    """Return the optimizer in the wrapper whose class DeepSpeed would use; at stage 0 in fp32 the optimizer itself."""
     stage, dtype = int(config.zero_optimization_stage), config.model_dtype
     if optimizer is None:
         return None

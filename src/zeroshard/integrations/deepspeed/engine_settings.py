@@ -86,7 +86,7 @@ class Settings:
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Set the global batch by the number of micro-batches per step. Raises ValueError if that is not a whole number."""
+        """Set the global batch by changing the number of micro-batches per step. Raise ValueError if this is no whole number."""
         micro = self._config.train_micro_batch_size_per_gpu * self.dp_world_size
         if train_batch_size % micro:
             raise ValueError(

@@ -1,8 +1,9 @@
 """deepspeed.utils.safe_get_* and safe_set_*: master, gradient and states of a parameter, whole or this rank's slice.
 
-Floating-point values are returned in fp32 (float64 stays), as copies. None is returned if the parameter is frozen or not of a
-sharded model, or has no gradient, or no state yet (before the first step). Setting a frozen one does nothing, as in DeepSpeed; a
-value of another shape raises on every rank. The functions for slices (local) are for stage 3 only.
+The get functions return copies, of floating-point values in fp32 (float64 stays). They return None for a frozen parameter, for one
+of no sharded model, for a parameter without gradient, and for states before the first step. The set functions ignore frozen
+parameters, as in DeepSpeed; for a value of another shape they raise on every rank. The functions for slices (local) are for stage
+3 only.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key
 
 
 def safe_update_full_grad_vectorized(param_list: Iterable[Tensor], update_func: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Set each existing gradient to update_func(whole gradient, parameter), which is the same on every rank (collective)."""
+    """Set each existing gradient to update_func(whole gradient, parameter), whose result is equal on every rank (collective)."""
     for param in param_list:
         gradient = safe_get_full_grad(param)
         if gradient is not None:

@@ -1,7 +1,7 @@
 """Make `import deepspeed` find zeroshard, in this process and in its children.
 
-Frameworks look up the package and its metadata with importlib, some of them while they are imported. So a real folder with a
-dist-info (site/) comes first on sys.path; entries in sys.modules would not be enough.
+Frameworks look up the package and its metadata with importlib, some of them while they are imported. Entries in sys.modules would
+not answer these look-ups, so `install` puts a real folder with a dist-info (site/) first on sys.path.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _DECIDE_AT_IMPORT = ("accelerate", "transformers", "lightning", "pytorch_lightni
 
 
 def install() -> None:
-    """Make `import deepspeed` import `zeroshard.deepspeed` from now on. Call it first; calling it again has no effect.
+    """Make `import deepspeed` import `zeroshard.deepspeed` from now on. Call it before other imports; a second call does nothing.
 
-    Raises ConfigError if accelerate, transformers, lightning or the real deepspeed were imported before, since they decide at
-    import whether DeepSpeed is installed.
+    Raises ConfigError if accelerate, transformers or lightning were imported before, since they decide at import whether DeepSpeed
+    is installed, or if the real deepspeed was.
     """
     present = sys.modules.get("deepspeed")
     if present is not None and present is sys.modules.get("zeroshard.deepspeed"):

@@ -3,8 +3,8 @@
     zeroshard-deepspeed --num_gpus 2 train.py --deepspeed --deepspeed_config ds_config.json
 
 Each rank gets torchrun's variables, `--local_rank=N` (unless --no_local_rank), and an environment in which `import deepspeed`
-finds zeroshard. With several hosts nothing is started, but the command for each host is printed; --no_ssh --node_rank N starts
-this host's ranks.
+finds zeroshard. With several hosts the launcher starts nothing and prints the command for each host; with --no_ssh --node_rank N
+it starts this host's ranks.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, execute: Callable[..., object] = os.execve) -> int:
-    """Replace this process by torchrun (by `execute`). With several hosts, print a command for each and return 2.
+    """Replace this process by torchrun, with `execute`. With several hosts, print a command for each and return 2.
 
     Raises ConfigError for arguments that contradict each other, name something that does not exist, or are not supported.
     """
@@ -146,14 +146,14 @@ def _hosts(args: argparse.Namespace) -> dict[str, list[int]]:
 
 
 def _devices_here(args: argparse.Namespace) -> int:
-    """Return the number of devices of this machine: for --include and --exclude all, whatever CUDA_VISIBLE_DEVICES says."""
+    """Return the number of devices of this machine; for --include and --exclude also devices hidden by CUDA_VISIBLE_DEVICES."""
     if get_accelerator()._name == "cuda" and (args.include or args.exclude):
         return max(1, len(list(Path("/proc/driver/nvidia/gpus").glob("*"))), get_accelerator().device_count())
     return get_accelerator().device_count()
 
 
 def _filtered(pool: dict[str, list[int]], given: str, keep: bool) -> dict[str, list[int]]:
-    """Return the pool with only (keep), or without, the devices in `host:0,1@other`; hosts without devices are left out."""
+    """Return the devices of the pool that `given` (`host:0,1@other`) lists (keep), or does not list; drop hosts without any."""
     named: dict[str, set[int]] = {}
     option = "--include" if keep else "--exclude"
     for part in given.split("@"):
@@ -171,11 +171,11 @@ def _filtered(pool: dict[str, list[int]], given: str, keep: bool) -> dict[str, l
     return left
 
 
-# -- what is started ---------------------------------------------------------------------------------------------
+# -- the command -------------------------------------------------------------------------------------------------
 
 
 def _environment(args: argparse.Namespace, hosts: dict[str, list[int]]) -> dict[str, str]:
-    """Return this process's environment with the devices chosen for this host and zeroshard on PYTHONPATH as deepspeed."""
+    """Return this process's environment with this host's chosen devices visible, and zeroshard as deepspeed on PYTHONPATH."""
     from .install import child_environment
 
     env = {**os.environ, **child_environment()}

@@ -1,4 +1,4 @@
-"""Leaf modules: mark modules whose parameters ZeRO stage 3 gathers together, by class, name or suffix.
+"""Leaf modules: mark modules, by class, name or suffix, whose parameters ZeRO stage 3 is to gather together.
 
 A mark is the attribute `_z3_leaf` of the module. Classes are given as types (subclasses match too) or by name: the bare
 class name, or module path and qualified name.

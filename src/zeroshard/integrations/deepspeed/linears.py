@@ -1,7 +1,7 @@
 """deepspeed.runtime.zero.linear and .tiling: a linear layer with its own autograd function, and one made of tiles.
 
-Programs use these in place of torch.nn.Linear to save memory at stage 3. zeroshard saves it for every module; these classes
-compute the same values as torch's.
+With DeepSpeed, programs use these classes in place of torch.nn.Linear to save memory at stage 3. zeroshard saves the memory for
+every module, so here they only compute the same values as torch's.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class LinearModuleForZeroStage3(nn.Linear):
 
 
 class TiledLinear(nn.Module):
-    """Linear layer made of tiles: `linears[o][i]` is a layer from part i of the features to part o of the outputs.
+    """Linear layer made of tiles: `linears[o][i]` maps part i of the features to part o of the outputs.
 
-    `in_parts` and `out_parts` are the bounds of the parts. Tiles of the last part of the features have the bias.
+    `in_parts` and `out_parts` are the bounds of the parts. The tiles of the last part of the features hold the bias.
 
     Args:
         in_splits, out_splits: number of parts of the features, and of the outputs.
@@ -136,7 +136,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """TiledLinear of layers that return (output, bias) and leave the sum to the caller, as Megatron's do."""
+    """TiledLinear of layers that return (output, bias), for the caller to add, as Megatron's do."""
 
     def _add(self, total: Any, new: Any) -> Any:
         assert isinstance(new, tuple) and len(new) == 2, (

@@ -1,7 +1,7 @@
 """deepspeed.utils.logging: the logger named "DeepSpeed" and messages by rank.
 
-The logger writes warnings and above to stdout and does not propagate, as DeepSpeed's does: scripts and frameworks set
-its level (`logger.setLevel`), and tests add their own handlers.
+As DeepSpeed's logger, it writes warnings and above to stdout and does not propagate; scripts and frameworks change its level
+(`logger.setLevel`), and tests add their own handlers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def warning_once(message: str, *args: object) -> None:
 
 
 def get_dist_msg(message: str, ranks: list[int] | None = None) -> str | None:
-    """Return the message with its rank on `ranks` ([-1]: all), or if there is no process group; None on other ranks."""
+    """Return the message with this rank's number, if the rank is in `ranks` ([-1]: all) or has no process group; else None."""
     rank = dist.get_rank() if dist.is_initialized() else -1
     said = rank == -1 or (bool(ranks) and ranks is not None and (ranks[0] == -1 or rank in ranks))
     return f"[Rank {rank}] {message}" if said else None

@@ -8,8 +8,8 @@ An *iteration* counts calls of `step`, from 0; before the first it is -1. The ra
     WarmupDecayLR   the same, and after the warm-up (total - k) / (total - warmup) in the place of 1, never below 0
     WarmupCosineLR  the optimizer's own rate * ratio: min_ratio -> 1 by w(k), then a half cosine to cos_min_ratio
 
-A schedule uses only `param_groups` of its optimizer, so that it works with a sharded optimizer. All but OneCycle write a rate,
-which get_last_lr returns, when they are built; if last_batch_iteration is not -1, building writes nothing.
+A schedule uses only `param_groups` of its optimizer, so that it works with a sharded optimizer. If last_batch_iteration is -1, the
+constructor writes the first rate, which get_last_lr then returns (not for OneCycle); else it writes nothing.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def update_lr(param_groups: list[dict], rates: list) -> list:
-    """Write a rate to each group, in place if the group's lr is a tensor. Return the groups' lr."""
+    """Write a rate to each group, in place if its lr is a tensor. Return the groups' lr."""
     for group, rate in zip(param_groups, rates, strict=True):
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate.squeeze() if isinstance(rate, Tensor) else rate)
@@ -113,7 +113,7 @@ class _Schedule:
         self.last_batch_iteration = last_batch_iteration
 
     def _start(self, rates: list) -> None:
-        """Write the rates for the first iteration, unless the schedule continues from a later one."""
+        """Write the rates of the first iteration, unless the schedule starts at a later one (last_batch_iteration)."""
         if self.last_batch_iteration == -1:
             self._last_lr = update_lr(self.optimizer.param_groups, rates)
 
@@ -148,7 +148,7 @@ class _Schedule:
 
 
 class LRRangeTest(_Schedule):
-    """Range test: a rate that grows, to find out where training diverges. Smith, arXiv:1803.09820, section 3."""
+    """Range test: the rate grows until training diverges, to find the largest usable rate. Smith, arXiv:1803.09820, section 3."""
 
     def __init__(
         self,
@@ -270,6 +270,7 @@ class _Warmup(_Schedule):
     """Base class of the three schedules with a warm-up w(k) from 0 to 1."""
 
     def __init__(self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int) -> None:
+        # log(1) is 0, by which `_warmth` would divide
         self.warmup_num_steps = max(2, _positive_int(WARMUP_NUM_STEPS, warmup_num_steps))
         super().__init__(optimizer, last_batch_iteration)
         if warmup_type not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
@@ -379,7 +380,7 @@ class WarmupCosineLR(_Warmup):
 
 
 def _own_rates(optimizer: torch.optim.Optimizer) -> list:
-    """Return copies of the groups' rates, since tensors among them are written in place."""
+    """Return copies of the groups' rates, since `update_lr` writes into rates that are tensors."""
     return [g["lr"].clone() if isinstance(g["lr"], Tensor) else g["lr"] for g in optimizer.param_groups]
 
 

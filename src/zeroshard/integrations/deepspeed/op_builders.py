@@ -1,6 +1,6 @@
-"""deepspeed.ops.op_builder: the available operations. Nothing is compiled; `load` returns zeroshard's module for one.
+"""deepspeed.ops.op_builder: the available operations. Nothing is compiled; `load` returns zeroshard's module for an operation.
 
-`is_compatible` is true for operations that zeroshard has in pure Python; scripts call it before they use an optimizer or a disk.
+`is_compatible()` returns True for operations that zeroshard has; scripts call it before they use an optimizer or a disk.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Internal attributes of DeepSpeed's optimizers that scripts read: slices of masters and gradients, groups, the loss scale.
 
-All are copies, made when they are read; to write, use `deepspeed.utils.safe_set_*`. A slice is this rank's part of a parameter,
+Each read of such an attribute makes a copy; to write, use `deepspeed.utils.safe_set_*`. A slice is this rank's part of a parameter,
 flat, as `safe_get_local_*` returns it.
 """
 
@@ -57,7 +57,7 @@ class OptimizerViews:
 
     @property
     def accumulated_grads_in_cpu(self) -> dict[int, Tensor]:
-        """Empty, since gradients on the host are accumulated where they rest."""
+        """Empty: zeroshard accumulates offloaded gradients in their shards, without buffers of their own."""
         return {}
 
     @property
@@ -99,7 +99,7 @@ class OptimizerViews:
 
     @property
     def loss_scale_config(self) -> SimpleNamespace:
-        """Settings of the loss scale: whether it is dynamic, its value, number of steps, and the rules of its changes."""
+        """Settings of the loss scale: whether it is dynamic, its value, number of steps, and how it grows and shrinks."""
         core, fp16 = self.optimizer.core, self._config.float16_config
         scaler = core.runtime.progress.scaler
         dynamic = scaler is not None and scaler.dynamic
@@ -148,8 +148,10 @@ class LossScalerView:
 
 
 def _flat(parts: list[ParameterPart]) -> Any:
-    """Return this rank's slices of whole tensors in fp32, padded to equal sizes and concatenated (collective). If a part is a
-    plain value or one number, as a step count, return that."""
+    """Return this rank's slices of whole tensors in fp32, padded to equal sizes and concatenated (collective).
+
+    If a part is a plain value or one number, such as a step count, return that part's value.
+    """
     found = []
     for part in parts:
         whole, comm = part.full(), part.group.comm

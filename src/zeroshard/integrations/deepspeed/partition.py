@@ -3,9 +3,9 @@
     with zero.Init(config_dict_or_path=config): model = Net()               zs.init, in the dtype of the configuration
     with zero.GatheredParameters(params, modifier_rank=0): ...              zs.gathered of parameters
 
-Only parameters of stage 3 (small ones that stay whole included) and those made under zero.Init have the attributes ds_*, so
-`hasattr(p, "ds_id")` identifies ZeRO-3. They are properties of these parameters' classes, set when this module is imported. A
-gathered parameter is an ordinary one for a while, and gets them from `GatheredParameters`; the compute parameters that modules
+Only parameters of stage 3 (also small ones that stay whole) and parameters made under zero.Init have the attributes ds_*, so
+`hasattr(p, "ds_id")` identifies ZeRO-3. Importing this module adds the attributes, as properties, to the classes of sharded
+parameters. A gathered parameter is an ordinary one, and gets them from `GatheredParameters`; the compute parameters that modules
 have inside a forward get them from `attach`.
 """
 
@@ -95,13 +95,13 @@ def is_zero_param(parameter: object) -> bool:
 
 
 class Init:
-    """Context in which new modules' parameters are partitioned from the start. With `module`, partition an existing module's.
+    """Context in which modules are made with partitioned parameters. With `module`, partition an existing module's at once.
 
-    dtype: dtype of floating-point parameters. None: fp16, bf16 or fp32 as the configuration says, and without one fp16 (bf16 if
-    the device has no fp16), as in DeepSpeed. remote_device: "cpu" and "nvme" make parameters on the host, others on the
-    accelerator. If the configuration's stage is not 3, nothing is partitioned, and a warning says so. All ranks get the values
-    that rank 0 draws, whatever their seeds. Functions of `module.apply` called inside see each module's own parameters whole,
-    and rank 0's writes count. Torch's constructors are not replaced.
+    dtype: dtype of floating-point parameters. None: fp16, bf16 or fp32, by the configuration; without a configuration fp16 (bf16 if
+    the device has no fp16), as in DeepSpeed. remote_device: "cpu" and "nvme" make parameters on the host, other values on the
+    accelerator. If the configuration's stage is not 3, nothing is partitioned, and a warning is logged. All ranks get the values
+    that rank 0 draws, whatever their seeds. A function given to `module.apply` inside sees each module's own parameters whole, and
+    rank 0's writes are kept. Torch's constructors are not replaced.
 
     Raises ValueError or RuntimeError for contradictory arguments, before anything changes.
     """
@@ -210,7 +210,7 @@ _apply_lock, _applying = threading.Lock(), 0  # number of open contexts in all t
 
 
 def _gather_in_apply(opened: int) -> None:
-    """Replace nn.Module.apply while an `Init` is open (1: one opens, -1: one ends); it gathers in that thread only."""
+    """Replace nn.Module.apply while any thread has an `Init` open (opened: 1 or, at its end, -1). It gathers in that thread only."""
     global _applying
     with _apply_lock:
         _applying += opened
@@ -224,7 +224,7 @@ def _apply(self: nn.Module, fn: Callable[[nn.Module], Any]) -> nn.Module:
 
 
 class _OnWhole:
-    """Wrapper of a function of a module: calls it with the module's own parameters gathered; rank 0's writes count."""
+    """Wrapper of a function for `module.apply`: calls it with the module's own parameters gathered, and keeps rank 0's writes."""
 
     def __init__(self, fn: Callable[[nn.Module], Any]) -> None:
         self.fn = fn
@@ -262,7 +262,7 @@ def _true(value: Any) -> bool:
 
 
 def _place(remote_device: Any, config: dict[str, Any] | None) -> str | None:
-    """Return where parameters are made: the configuration's offload_param.device, else remote_device; None for 'none'."""
+    """Return the device for new parameters: the configuration's offload_param.device, else remote_device; None for 'none'."""
     section = (config or {}).get("zero_optimization")
     offload = section.get("offload_param") if isinstance(section, dict) else None
     place = (offload or {}).get("device", remote_device)
@@ -280,14 +280,13 @@ def _accelerator() -> torch.device:
 
 @contextlib.contextmanager
 def _seed_of_rank_0(comm: DirectComm) -> Iterator[None]:
-    """Context with rank 0's states of torch's generators, if ranks differ; afterwards each rank has its own again
-    (collective)."""
+    """Context in which torch's generators of all ranks have rank 0's states; its end restores each rank's own (collective)."""
     generators = [torch.default_generator]
     if comm.device.type == "cuda":
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
     mine = [generator.get_state() for generator in generators]
     said = b"".join(bytes(state.numpy()) for state in mine)
-    sums = comm.exchange(zlib.crc32(said).to_bytes(4, "little"), "zero.Init: seeds")
+    sums = comm.exchange(zlib.crc32(said).to_bytes(4, "little"), "zero.Init: seeds")  # send the states only if they differ
     if len(set(sums)) == 1:
         yield
         return
@@ -316,11 +315,11 @@ def _note(message: str) -> None:
 
 
 class GatheredParameters:
-    """`with GatheredParameters(params, modifier_rank=0):` gathers parameters; writes of modifier_rank reach all ranks.
+    """`with GatheredParameters(params, modifier_rank=0):` gathers parameters; writes of modifier_rank are sent to all ranks.
 
-    params: a parameter or an iterable; entries that are not partitioned parameters are ignored. Without modifier_rank, writes
-    are dropped, as in DeepSpeed, with one warning that names the parameters; with `enable_sanity_checks` in the configuration,
-    every rank raises RuntimeError. fwd_module: see register_external_parameter.
+    params: a parameter or an iterable; entries that are not partitioned parameters are ignored. Without modifier_rank, writes are
+    dropped, as in DeepSpeed, and one warning has the names of the parameters; with `enable_sanity_checks` in the configuration,
+    every rank raises RuntimeError instead. fwd_module: see register_external_parameter.
     """
 
     def __init__(
@@ -367,7 +366,10 @@ class GatheredParameters:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Register that a module's forward uses another's parameter (it may do so without). RuntimeError if it is no parameter."""
+    """Register that a module's forward uses another module's parameter; zeroshard does not need it, `all_parameters()` lists it.
+
+    Raises RuntimeError if `parameter` is not an nn.Parameter.
+    """
     if not isinstance(parameter, nn.Parameter):
         raise RuntimeError(f"register_external_parameter: expected an nn.Parameter, got {type(parameter).__name__}.")
     show_external_parameters(module)
@@ -400,7 +402,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 
 class MultipleAllGatherHandles:
-    """DeepSpeed's handle of several gathers. Here a gather has ended when it returns, so `wait` has nothing to do."""
+    """DeepSpeed's handle of several gathers. Here `all_gather` returns when the gather has ended, so `wait` does nothing."""
 
     def __init__(self, handles: list[Any]) -> None:
         self.handles = handles
@@ -415,11 +417,11 @@ class MultipleAllGatherHandles:
 
 def _bound(method: Callable[..., Any], param: Tensor) -> Any:
     """Bind a method to a partitioned parameter."""
-    return _home(param) and types.MethodType(method, param)
+    return _home(param) and types.MethodType(method, param)  # `_home` raises AttributeError for other parameters
 
 
 def _home(param: Tensor) -> Any:
-    """Return a partitioned parameter's home. Raises AttributeError at other stages than 3, which have no ds_* attributes."""
+    """Return a partitioned parameter's home. Raise AttributeError below stage 3, where parameters have no ds_* attributes."""
     home = home_of(param)
     if home is None or (isinstance(home, ParamHome) and not (home.group.values.sharded or _persists(home))):
         raise AttributeError(f"{type(param).__name__!r} object is not partitioned")
@@ -434,6 +436,7 @@ def _persists(home: Any) -> bool:
 def _ds_id(param: Tensor) -> int:
     """Return a number that identifies a parameter, the same on every rank."""
     home = _home(param)
+    # number of the flat buffer, then of the parameter in it
     return (home.group.values.number << 16) + home.index if isinstance(home, ParamHome) else home.number
 
 
@@ -448,7 +451,7 @@ def _ds_status(param: Tensor) -> ZeroParamStatus:
 
 
 def _ds_tensor(param: Tensor) -> Tensor:
-    """Return this rank's slice, flat, with the attributes that DeepSpeed sets on it."""
+    """Return this rank's slice, flat, with the attributes of DeepSpeed's `ds_tensor`."""
     home = _home(param)
     local = (home.fetch(gradient=False) if _persists(home) else param._local).detach()  # type: ignore[attr-defined]
     local.ds_numel, local.status, local.final_location = local.numel(), ZeroParamStatus.AVAILABLE, None
@@ -479,7 +482,7 @@ def _all_gather_coalesced(param: Any, params: Iterable[Any], safe_mode: bool = F
 def _partition(
     param: Any, param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True
 ) -> None:
-    """Undo `all_gather`. has_been_updated: keep writes, which must be the same on every rank (collective); else drop them."""
+    """Undo `all_gather`. has_been_updated: keep writes, which all ranks must have made equally (collective); else drop them."""
     for each in [param] if param_list is None else param_list:
         if not is_gathered(each):
             continue
@@ -564,7 +567,7 @@ def _close(gathering: Gathering) -> None:
 
 
 def attach(model: nn.Module) -> None:
-    """Set ds_* on the compute parameters of a sharded model, which its modules have inside a forward: they are AVAILABLE."""
+    """Set ds_* on the compute parameters of a sharded model, which its modules have inside a forward; ds_status is AVAILABLE."""
     for param, compute in _pairs(model):
         compute.__dict__.update(_shown(param, compute))
 

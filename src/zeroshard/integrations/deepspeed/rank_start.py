@@ -1,10 +1,10 @@
-"""First program of a rank that zeroshard-deepspeed starts: sets it up and runs the user's program. Imports nothing of zeroshard.
+"""The program that zeroshard-deepspeed starts for each rank: it sets the rank up and executes the user's program.
 
     python rank_start.py '{"position": 2, "cores": [0, 1], "log": "folder/20260101120000"}' python -u script.py --steps 3
 
-torchrun gives every rank the same arguments, so differences between ranks are set here: `--local_rank=N` is inserted at
-`position` of the command (null: nowhere), the rank is bound to its part of `cores` (null: all cores), and its output goes to
-<log>_rank<RANK>.log (null: to the launcher's output).
+torchrun gives every rank the same arguments, so this program makes the differences between ranks: it inserts `--local_rank=N` at
+`position` of the command (null: nowhere), binds the rank to its part of `cores` (null: all cores), and writes the output to
+<log>_rank<RANK>.log (null: to the launcher's output). It imports nothing of zeroshard.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The typed sections of a DeepSpeed configuration: objects with a field for each key of config_keys.KEYS.
 
-Values are converted if nothing is lost (5e8, "3"). Everything else raises ValidationError, which names the key: an unknown key,
-a fraction for a whole number, a value outside its range. "auto" means the default.
+Values are converted if that loses nothing (5e8, "3"). An unknown key, a fraction for a whole number or a value outside its range
+raises ValidationError with the name of the key. "auto" means the default.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ READERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 class Section:
     """Base class of typed sections, made from keyword arguments.
 
-    given: names of the fields that were given (and not as "auto"). notes: warnings from reading them.
+    given: names of the fields that were given a value other than "auto". notes: warnings about them.
     """
 
     prefix: ClassVar[str]
@@ -332,9 +332,10 @@ KEYS_BELOW = "its keys are below"  # text of a section's own row
 class Judgement:
     """Treatment of one key of a configuration, with its value.
 
-    name: full name in config_keys.KEYS. written: name in the configuration, perhaps an alias. treatment: "served"; "ignored";
-    "refused"; "off" for a key that is switched off; "open" for "auto", which the caller fills in. text: effect of the key, reason
-    why it has none, or remedy. note: warning about an ignored key, or "". key: its row in config_keys.KEYS, or None.
+    name: full name in config_keys.KEYS. written: name in the configuration, perhaps an alias. treatment: "served", "ignored" or
+    "refused"; "off" for a key that is switched off; "open" for the value "auto", which the program that reads the file replaces.
+    text: the effect of the key, the reason why it has none, or the remedy. note: warning about an ignored key, or "". key: its row
+    in config_keys.KEYS, or None.
     """
 
     name: str
@@ -409,7 +410,7 @@ def examine(config: Mapping[str, Any]) -> list[str]:
     """Return warnings about the keys of a configuration, one sentence each. Raises DeepSpeedConfigError for a refused key."""
     notes = []
     for found in judge(config):
-        told_later = found.key is None and found.name.rpartition(".")[0] in _TYPED  # the typed section raises ValidationError
+        told_later = found.key is None and found.name.rpartition(".")[0] in _TYPED  # typed sections raise ValidationError for it
         if found.treatment == "refused" and not told_later:
             shown = repr(found.value) if len(repr(found.value)) < 60 else "{...}"
             raise DeepSpeedConfigError(f"{found.name} = {shown} is not supported: {found.text}.")

@@ -68,7 +68,7 @@ def initialize(
     if training_data is not None:
         check_dataset(training_data)
     given = _config_of(args, config, config_params)
-    partition.shutdown_init_context()
+    partition.shutdown_init_context()  # initialize may be called inside zero.Init; it makes ordinary tensors
     try:
         if not communication.is_initialized():
             communication.init_distributed(dist_init_required=dist_init_required, distributed_port=distributed_port)
@@ -130,11 +130,11 @@ def _initialize(
 
 
 def _let_go(model: nn.Module, optimizer: Any, given: Any) -> Any:
-    """Close the model's earlier engine. Return the given parameters with those replaced that closing has made anew."""
+    """Close the model's earlier engine. Return `given` with parameters replaced that zs.close has replaced in the model."""
     before = dict(model.named_parameters())
     given = list(given) if isinstance(given, Iterable) and not isinstance(given, nn.Module) else given
     partition.detach(model)
-    api.close(model)
+    api.close(model)  # it gives the model ordinary parameters, which may be new objects
     now = {id(before[name]): param for name, param in model.named_parameters()}
 
     def renewed(entry: Any) -> Any:
@@ -150,7 +150,7 @@ def _let_go(model: nn.Module, optimizer: Any, given: Any) -> Any:
 
 
 def _together(comm: Comm, what: str, action: Callable[[], T]) -> T:
-    """Return an action's result. If it raises on one rank, every rank raises (collective), so that none waits for that rank."""
+    """Return an action's result. If it raises on one rank, every rank raises (collective), so that no rank waits for that one."""
     failure: Exception | None = None
     try:
         result = action()
@@ -177,7 +177,7 @@ def _config(given: Any, mpu: Any, optimizer: Any, lr_scheduler: Any, world_size:
 def _prepare(
     model: nn.Module, optimizer: Any, model_parameters: Any, lr_scheduler: Any, mpu: Any, config: DeepSpeedConfig, device: torch.device
 ) -> tuple[torch.optim.Optimizer | None, Any, dict[str, Any], MonitorMaster]:  # fmt: skip
-    """Prepare the model, and return optimizer, scheduler, options of zs.shard and monitor. May raise on a single rank."""
+    """Cast and move the model; return optimizer, scheduler, options of zs.shard and monitor. It may raise on a single rank."""
     leaf_modules.apply_zero_leaf_module_config(model, config.zero_config.leaf_module)
     cast_buffers(config, model)
     cast_parameters(config, model)
@@ -188,7 +188,7 @@ def _prepare(
     options = shard_options(config)
     if basic is None:
         options = {key: value for key, value in options.items() if not key.startswith(("offload_optimizer", "offload_gradient"))}
-        options["stage"] = 3 if options["stage"] == 3 else 0
+        options["stage"] = 3 if options["stage"] == 3 else 0  # without an optimizer, stages 1 and 2 have nothing to shard
     lr_scheduler = _scheduler(lr_scheduler, basic, config)  # made before sharding, since it may raise
     try:
         monitor = MonitorMaster(config.monitor_config)
@@ -225,7 +225,7 @@ def _move(model: nn.Module, device: torch.device) -> None:
 
 
 def _basic_optimizer(model: nn.Module, optimizer: Any, model_parameters: Any, config: Any) -> torch.optim.Optimizer | None:
-    """Return the torch optimizer to shard: the client's, the one that its function makes, or the configuration's."""
+    """Return the torch optimizer to shard: the program's own, the one that the program's function makes, or the configuration's."""
     if optimizer is None and config.optimizer_name is None:
         return None
     parameters = _parameters(model, model_parameters)

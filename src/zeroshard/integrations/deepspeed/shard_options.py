@@ -41,7 +41,7 @@ def shard_options(config: DeepSpeedConfig) -> dict[str, Any]:
     if config.communication_data_type is not None:
         options["reduce_dtype"] = config.communication_data_type
     options["gradient_dtype"] = config.gradient_dtype
-    options |= {
+    options |= {  # DeepSpeed's behaviour, where zeroshard's defaults differ
         "skip_nonfinite": _skips_nonfinite(config),
         "max_skipped_steps": math.inf,
         "hold_schedulers": False,
@@ -59,8 +59,9 @@ def shard_options(config: DeepSpeedConfig) -> dict[str, Any]:
 def _skips_nonfinite(config: DeepSpeedConfig) -> bool:
     """Return whether DeepSpeed's optimizer of this stage and precision skips a step whose gradients are not finite.
 
-    Its optimizers for fp16 and for stage 3 do. At stage 0 in fp32 there is only the plain optimizer, which does not. At stages 1
-    and 2 it does if compute_grad_norm is on; in bf16 if check_grad_overflow is on, and always at stage 1 with fp32 gradients.
+    DeepSpeed's optimizers for fp16 and for stage 3 skip it. At stage 0 in fp32 DeepSpeed has only the plain optimizer, which steps.
+    At stages 1 and 2 its optimizer skips if compute_grad_norm is on; in bf16 if check_grad_overflow is on, and always at stage 1
+    with fp32 gradients.
     """
     zero, bf16 = config.zero_config, config.bfloat16_config
     if config.float16_config.enabled or zero.stage == 3:
@@ -99,7 +100,7 @@ def _precision(config: DeepSpeedConfig) -> dict[str, Any]:
 
 
 def _gathering(config: DeepSpeedConfig) -> dict[str, Any]:
-    """Return options for parameters that stay whole, for prefetching and for keeping units gathered, as far as they are given."""
+    """Return the options for parameters that stay whole and, if the configuration sets them, for prefetching and reuse of units."""
     zero = config.zero_config
     options = {name: getattr(zero, name) for name in ("param_persistence_threshold", "model_persistence_threshold")}
     if "prefetch_bucket_size" in zero.given:
@@ -200,7 +201,9 @@ def build_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) -> torch
 
 
 def _muon_groups(parameters: Iterable[Any], params: dict[str, Any]) -> list[dict[str, Any]]:
-    """Divide each group by its parameters' `use_muon`. Options: the group's, else muon_lr or adam_lr, params, defaults.
+    """Divide each group by its parameters' `use_muon`. An option is the group's own, else from params, else the default.
+
+    The learning rate in params is muon_lr or adam_lr, else lr.
 
     Raises ValueError if a parameter has no such mark.
     """
@@ -247,7 +250,7 @@ def _torch_optimizer(name: str) -> type[torch.optim.Optimizer]:
 
 
 def cast_parameters(config: DeepSpeedConfig, model: nn.Module) -> None:
-    """Cast whole parameters to the enabled precision, so that masters start from rounded values, as DeepSpeed's do."""
+    """Cast unpartitioned parameters to the enabled precision, so that masters start from rounded values, as DeepSpeed's do."""
     for param in model.parameters() if config.model_dtype is not torch.float32 else ():
         if param.dtype in (torch.float32, torch.float16, torch.bfloat16) and not is_zero_param(param):
             param.data = param.data.to(config.model_dtype)

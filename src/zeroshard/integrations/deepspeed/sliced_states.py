@@ -1,4 +1,4 @@
-"""State dicts of an engine's optimizer in DeepSpeed's form: ordinary tensors, each this rank's slice.
+"""State dicts of an engine's optimizer in DeepSpeed's form: each tensor is an ordinary one with this rank's slice of a state.
 
 Programs save one per rank (`torch.save(engine.optimizer.state_dict(), f"rank{rank}.pt")`) and load them with the same number of
 ranks. `engine.save_checkpoint` works for any number.
@@ -33,7 +33,7 @@ class SlicedStates:
         return {**found, COUNT: self.core.runtime.comm.world_size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this rank's `state_dict` of the same number of ranks, or a whole one of torch's optimizer in one process."""
+        """Load this rank's `state_dict` from a run with as many ranks, or a state dict of a plain torch optimizer."""
         count, ranks, state = state_dict.get(COUNT), self.core.runtime.comm.world_size, state_dict["state"]
         if count not in (None, ranks):
             raise ConfigError(
@@ -51,7 +51,7 @@ class SlicedStates:
 
 
 def show_slices(optimizer: torch.optim.Optimizer) -> None:
-    """Give a sharded optimizer such state dicts, if its states are sharded."""
+    """Add SlicedStates to the class of a sharded optimizer, unless its states are replicated."""
     if not optimizer.core.replicated:  # type: ignore[attr-defined]
         cls = type(optimizer)
         optimizer.__class__ = type(cls.__name__, (SlicedStates, cls), {"__qualname__": cls.__qualname__})

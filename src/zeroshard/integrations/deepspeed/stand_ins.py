@@ -1,7 +1,7 @@
 """Names of DeepSpeed that programs import, inherit from or test with isinstance, but that zeroshard does not implement.
 
-A *stand-in* is a class or function that can be imported; making an instance or calling it raises `NotSupported`, which says what
-to use instead. The optimizers' base classes are real: plain classes, which the engine's optimizer inherits.
+A *stand-in* is a class or function that can be imported; making an instance or calling it raises `NotSupported`, whose message has
+the replacement. The base classes of optimizers are no stand-ins: they are plain classes from which the engine's optimizer derives.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MIN_SWAPPABLE_BYTES = 2**20  # deepspeed.runtime.swap_tensor: DeepSpeed's tests 
 
 
 class NotSupported(ZeroshardError, NotImplementedError):
-    """Raised for a part of DeepSpeed that zeroshard does not have; the message says what to use instead."""
+    """Raised for a part of DeepSpeed that zeroshard does not have; the message has the replacement."""
 
 
 def _stand_in(name: str, remedy: str, base: type = object) -> Any:

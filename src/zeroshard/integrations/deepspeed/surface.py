@@ -1,7 +1,7 @@
-"""Table of DeepSpeed's interface: the names that frameworks and scripts use, and the module here that has each.
+"""Table of DeepSpeed's interface: the names that frameworks and scripts use, and the module of this folder that defines each.
 
-An entry maps modules of DeepSpeed (several with the same names; "." is the package itself) to "module of this folder: names";
-"name=other" if it has another name here. A module or name that is not listed does not exist.
+An entry maps modules of DeepSpeed (several, if they have the same names; "." is the package itself) to "module of this folder:
+names". "name=other": the module of this folder calls it `other`. Modules and names that are not listed do not exist.
 """
 
 from __future__ import annotations

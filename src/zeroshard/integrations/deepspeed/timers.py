@@ -51,7 +51,7 @@ class ThroughputTimer:
         self.started = False
         self.micro_step_count += 1
         self.global_step_count += global_step
-        if not self.start_time:
+        if not self.start_time:  # still in the warm-up
             return
         self.end_time = _now(self.config.synchronized)
         seconds = self.end_time - self.start_time

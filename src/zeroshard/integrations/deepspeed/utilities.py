@@ -1,7 +1,7 @@
 """Helpers of deepspeed.utils, deepspeed.utils.groups and deepspeed.runtime.utils that scripts call.
 
-Groups: the engine has only data parallelism over all ranks, so the data-parallel group is the world, and every other kind of
-group has one rank (size 1, rank 0, group None).
+Groups: the engine has only data parallelism over all ranks, so the data-parallel group is the world, and functions for every other
+kind of group return size 1, rank 0 and None as the group.
 """
 
 from __future__ import annotations
@@ -191,14 +191,14 @@ def set_random_seed(seed: int) -> None:
 
 
 def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
-    """Return items with those that criterion_func selects copied to the device, within lists, tuples and dicts."""
+    """Return a copy of `item` (nested lists, tuples, dicts) in which each entry that criterion_func selects is on the device."""
     if criterion_func(item):
         return item.to(device)
     return _each(item, lambda value: copy_to_device(value, device, criterion_func))
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """Return items moved to the device. Tensors that criterion_func selects keep their identity; None: all are copied."""
+    """Return `item` with its tensors on the device. Those that criterion_func selects stay the same objects; others are copied."""
     if criterion_func is not None and criterion_func(item):
         item.data = item.to(device)
         return item

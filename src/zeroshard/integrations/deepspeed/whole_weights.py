@@ -1,4 +1,4 @@
-"""Functions for whole weights: of an engine, to save them in one file for other programs; of a checkpoint, in host memory."""
+"""Whole weights: gather those of an engine, to save them in one file for other programs; read those of a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _STREAM_NBYTES = 256 << 20  # bytes of tensors that are gathered at a time
 
 
 def read_whole(opened: Opened, dtype: torch.dtype | None, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
-    """Read a checkpoint's tensors into host memory, by name; floating-point ones in dtype (None: as stored), tied ones as one."""
+    """Read a checkpoint's tensors into host memory, by name; tied names get one tensor.
+
+    dtype: dtype of floating-point tensors; None: as stored. wanted: name -> whether to read the tensor.
+    """
     ties, state = opened.tied(), {}
     for name, stored in opened.model.items():
         if name not in ties and wanted(name):
@@ -58,9 +61,9 @@ class WholeWeights(Settings):
         return {name: value for name, value in state.items() if name not in frozen}
 
     def _whole_on_rank_0(self, exclude_frozen_parameters: bool) -> dict[str, Any] | None:
-        """Return the state dict in host memory on rank 0, None on others (collective); _STREAM_NBYTES are gathered at a time.
+        """Return the state dict in host memory on rank 0, None on other ranks (collective).
 
-        Tied tensors are one tensor; every other has memory of its own.
+        _STREAM_NBYTES are gathered at a time. Tied names get one tensor, and no other tensors share memory.
         """
         first = runtime_of(self.module).comm.rank == 0
         state = self.module.state_dict(keep_vars=True)
@@ -68,7 +71,7 @@ class WholeWeights(Settings):
         frozen = state.keys() - order.keys()
         found: dict[str, Any] = {}
         for part in stream_full_tensors(self.module, max_nbytes=_STREAM_NBYTES):
-            copies: dict[int, Tensor] = {}
+            copies: dict[int, Tensor] = {}  # id of a gathered tensor -> its copy, which tied names share
             for name, value in part.items() if first else ():
                 if name not in frozen:
                     if id(value) not in copies:
@@ -89,8 +92,9 @@ class WholeWeights(Settings):
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write whole weights to one file of torch.save, on rank 0 (collective). If stage3_gather_16bit_weights_on_model_save is
-        false at stage 3, write nothing and return False.
+        """Write whole weights to one file of torch.save, on rank 0 (collective); return True.
+
+        If stage3_gather_16bit_weights_on_model_save is false at stage 3, write nothing and return False.
         """
         path = os.path.join(save_dir, save_filename)
         sharded = self.zero_optimization_partition_weights()

@@ -76,7 +76,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, Any]:
     """Return whole tensors by name, on the host; floating-point ones in fp32. Tied tensors share memory.
 
-    lazy_mode: return LazyTensors, each read when its `contiguous()` is called. exclude_frozen_parameters: leave frozen ones out.
+    lazy_mode: return LazyTensors, each read when its `contiguous()` is called. exclude_frozen_parameters: leave out frozen parameters.
     """
     opened, names = _open(_folder(checkpoint_dir, tag), exclude_frozen_parameters)
     if not lazy_mode:
@@ -88,7 +88,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def to_torch_tensor(state_dict: Mapping[str, Any], return_empty_tensor: bool = False, dtype: Any = None) -> dict[str, Tensor]:
-    """Replace lazy tensors by tensors. return_empty_tensor: uninitialised, without reading. dtype: of floating-point ones."""
+    """Replace lazy tensors by tensors; names of one lazy tensor get one tensor.
+
+    return_empty_tensor: allocate tensors without reading their values. dtype: dtype of floating-point tensors.
+    """
     made: dict[int, Tensor] = {}
     for value in state_dict.values():
         if id(value) not in made:
@@ -101,8 +104,9 @@ def convert_zero_checkpoint_to_state_dict(
     checkpoint_dir: Any, output_dir: Any, dtype: Any = torch.float32, max_shard_size: Any = "5GB",
     safe_serialization: bool = False, tag: Any = None, exclude_frozen_parameters: bool = False,
 ) -> None:  # fmt: skip
-    """Write whole weights to output_dir, some MiB at a time: model*.safetensors or pytorch_model*.bin, with an index if there are
-    several files. Existing files of these names are replaced.
+    """Write whole weights to output_dir: model*.safetensors or pytorch_model*.bin, with an index if there are several files.
+
+    Weights are read and written some MiB at a time. Existing files of these names are replaced.
 
     max_shard_size: largest size of a file: 5GB, 500MiB or a number of bytes; None: one file. Raises as zs.export.
     """
@@ -115,6 +119,7 @@ def convert_zero_checkpoint_to_state_dict(
             export(source, scratch / "made", dtype=dtype, max_shard_nbytes=most, names=names, verify=False)
         else:
             _write_torch(opened, source, scratch / "made", dtype, most, names)
+        # the index last: it names files that exist
         for file in sorted((scratch / "made").iterdir(), key=lambda path: path.suffix == ".json"):
             os.replace(file, out / file.name)
     finally:
@@ -175,7 +180,7 @@ def nbytes_of(size: Any) -> int:
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Any, tag: Any = None) -> nn.Module:
-    """Move a model to the host, load the checkpoint's weights, and return it. It does not belong to an engine any more."""
+    """Move a model to the host, load the checkpoint's weights into it, and return it."""
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model

@@ -5,8 +5,8 @@
     fabric = Fabric(strategy=FabricZeroshardStrategy(stage=2, max_live_parameters=0))
 
 Names: zeroshard (stage 3), zeroshard_stage_1, _2, _3, zeroshard_stage_2_offload, zeroshard_stage_3_offload (host memory).
-They are registered in `lightning`, or if that is missing in `pytorch_lightning`; in both if the second was imported before.
-The import is needed, since Lightning cannot find strategies of other packages by itself.
+They are registered in `lightning` (if that is not installed, in `pytorch_lightning`), and also in `pytorch_lightning` if that was
+imported before. Lightning does not search other packages for strategies, so programs must import this module.
 """
 
 import sys
@@ -27,7 +27,7 @@ _PACKAGES = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "l
 
 
 def _register(trainer: str, fabric: str) -> tuple[type, type]:
-    """Derive both classes from a package's own, and register them there. trainer, fabric: names of its modules."""
+    """Derive both strategy classes from a package's DDPStrategy, and register them in it. trainer, fabric: names of its modules."""
     made = []
     for name, ours, package in (
         ("ZeroshardStrategy", TrainerSharding, trainer),

@@ -22,7 +22,7 @@ from .sharding import Sharding, whole_state_dict
 
 
 class _Around(nn.Module):
-    """Module that Fabric calls, separate from the model, so that methods marked for it run inside the model's forward hooks."""
+    """Wrapper of the model that Fabric calls: methods that Fabric redirects through its forward then run the model's own hooks."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def _inner(module: nn.Module) -> nn.Module:
 
 
 class _Accumulation:
-    """Fabric's control of backwards without communication, by zs.accumulate."""
+    """Fabric's object for backwards without communication; it uses zs.accumulate."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Any:
         return zs.accumulate(_inner(module)) if enabled else contextlib.nullcontext()
@@ -94,7 +94,7 @@ class FabricSharding(Sharding):
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True
     ) -> Tensor:
-        """Clip, and return the norm before (collective). With a loss scale (fp16), a step with a non-finite norm is skipped."""
+        """Clip, and return the norm before clipping (collective). In fp16 a non-finite norm does not raise: the step is skipped."""
         if float(norm_type) != 2.0:
             raise ConfigError(f"norm_type: expected 2, got {norm_type}: the norm over all ranks is that of zs.clip_grad_norm_.")
         norm = zs.clip_grad_norm_(_inner(module), max_norm)
@@ -114,8 +114,7 @@ class FabricSharding(Sharding):
         _inner(module).load_state_dict(state_dict, strict=strict)
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None) -> None:
-        """Save a checkpoint (collective). state: by name, the model, perhaps its optimizer, plain values, objects with
-        state_dict."""
+        """Save a checkpoint (collective). state: by name, the model, its optimizer (optional), values, objects with state_dict."""
         if self._state_dict_type == "full":
             super().save_checkpoint(path, state, storage_options, filter)
             return
@@ -128,7 +127,7 @@ class FabricSharding(Sharding):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a folder of save_checkpoint, or a file (collective). Return the saved entries that `state` does not name."""
+        """Load a folder that save_checkpoint wrote, or a file (collective). Return the saved entries that `state` does not have."""
         path = Path(self.broadcast(path))
         if not path.is_dir():
             return super().load_checkpoint(path, state, strict=strict, weights_only=weights_only)

@@ -1,4 +1,4 @@
-"""Base of both strategies: options, Lightning's names of precisions, the layout of checkpoints, whole states.
+"""Base class of both strategies: options, Lightning's names of precisions, the layout of checkpoints, whole states.
 
 sharded checkpoint    PATH/checkpoint/...     written by zs.save: every rank's part, and Lightning's own entries as an extra
 full checkpoint       PATH                    a file of torch.save, as one process would write it (state_dict_type="full")
@@ -31,7 +31,7 @@ _Strategy: Any = object  # placeholder for Lightning's strategy, the second base
 
 
 def precision_class(base: Any) -> type:
-    """Return a precision plugin derived from a package's own (`base`), for strategies whose models zeroshard casts."""
+    """Return a precision plugin class, derived from a package's own (`base`), that leaves casts to zs.shard."""
 
     class ZeroshardPrecision(base):
         """Autocast for mixed precisions; zs.shard handles parameters, inputs, masters and the loss scale."""
@@ -52,7 +52,7 @@ def precision_class(base: Any) -> type:
 
 
 class Sharding(_Strategy):
-    """Base class of the strategies with their options; it comes before Lightning's own class among the bases."""
+    """First base class of the strategies, before Lightning's DDPStrategy; it has their options."""
 
     _precision_class: type
 
@@ -65,7 +65,7 @@ class Sharding(_Strategy):
         config: zs.Config | None = None,
         **settings: Any,
     ) -> None:
-        """stage, config and all settings in zs.Config are options of zs.shard; others are those of Lightning's DDPStrategy.
+        """stage, config and the settings that zs.Config has go to zs.shard; all other settings go to Lightning's DDPStrategy.
 
         state_dict_type: form of written checkpoints: "sharded", a folder of all ranks' parts, or "full", one file.
         trusted: unpickle objects of any class (hyperparameters, states of callbacks) in sharded checkpoints, as zs.load does.
@@ -121,7 +121,7 @@ class Sharding(_Strategy):
         return self._precision_class(name, self)
 
     def _shard(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Call zs.shard with at most one optimizer; a model that is sharded already is closed before (collective)."""
+        """Call zs.shard with at most one optimizer, after zs.close if the model is sharded already (collective)."""
         if len(optimizers) > 1:
             raise ConfigError(
                 f"expected one optimizer, got {len(optimizers)}: use one with several parameter groups, or strategy='ddp'."
@@ -135,14 +135,14 @@ class Sharding(_Strategy):
             model.to(self.root_device)
 
     def _save(self, path: Any, model: nn.Module, optimizer: Any, extra: dict[str, Any], storage_options: Any) -> None:
-        """Write a folder with all ranks' parts, replacing an existing checkpoint (collective). `extra`: rank 0's is saved."""
+        """Write a folder with all ranks' parts, replacing an existing checkpoint (collective). Rank 0's `extra` is saved."""
         if storage_options is not None:
             raise ConfigError("storage_options: zs.save writes folders of this filesystem by itself. Leave it out.")
-        extra, path = self.broadcast((extra, os.fspath(path)))
+        extra, path = self.broadcast((extra, os.fspath(path)))  # zs.save raises if ranks pass different paths
         zs.save(path, model, optimizer, extra={"lightning": extra}, name=NAME, overwrite=True)
 
     def _load(self, path: Path, model: nn.Module, optimizer: Any, weights_only: bool | None) -> dict[str, Any]:
-        """Load such a folder, with any world size and stage, and return the saved `extra` (collective)."""
+        """Load a folder of `_save`, written at any world size and stage, and return the saved `extra` (collective)."""
         found = zs.load(path, model, optimizer, extra={"lightning": None}, trusted=self._trusted or weights_only is False)
         return found.extra["lightning"]
 
@@ -153,6 +153,6 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return the model's whole state dict on the host, with masters' values where there are any (collective)."""
+    """Return the model's whole state dict on the host, with the fp32 masters of parameters that have them (collective)."""
     whole = zs.full_state_dict(model, masters=True)
     return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in whole.items()}

@@ -29,7 +29,7 @@ class TrainerSharding(Sharding):
     """
 
     optimizers: Any  # defined by Lightning's strategy
-    _restored = False  # whether load_checkpoint has loaded everything, so that Lightning must not
+    _restored = False  # True if load_checkpoint has loaded model and optimizer: Lightning must not load them again
 
     # -- precision ---------------------------------------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ class TrainerSharding(Sharding):
 
     @contextlib.contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Context around configure_model: parameters are made sharded."""
+        """Context around configure_model, in which parameters are sharded when they are made."""
         with zs.init(**self.shard_options()):
             yield
 
@@ -57,7 +57,7 @@ class TrainerSharding(Sharding):
         return torch.device("meta") if empty_init else self.root_device
 
     def setup(self, trainer: Any) -> None:
-        """Shard the model, for a fit with its optimizer (collective). For evaluation, an already sharded model is kept."""
+        """Shard the model, in a fit with its optimizer (collective). An evaluation keeps a model that is sharded already."""
         self.accelerator.setup(trainer)
         self._restored, model, fitting = False, self.lightning_module, trainer.state.fn == "fit"
         if fitting and self._layer_sync and not is_sharded(model):
@@ -66,7 +66,7 @@ class TrainerSharding(Sharding):
         if fitting:
             if is_sharded(model):
                 zs.close(model)
-            self._reset_optimizers_and_schedulers()
+            self._reset_optimizers_and_schedulers()  # those of an earlier fit refer to the closed model
             self.setup_optimizers(trainer)
         if fitting or not is_sharded(model):
             # if configure_optimizers returns None, Lightning makes a _MockOptimizer
@@ -141,7 +141,7 @@ class TrainerSharding(Sharding):
         self._save(filepath, self.lightning_module, optimizer, rest, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a folder into the model and, in a fit, its optimizer (collective). A file is returned for Lightning to load."""
+        """Load a folder into the model and, in a fit, its optimizer (collective). Of a file, return the content for Lightning."""
         path = Path(self.broadcast(checkpoint_path))
         self._restored = path.is_dir()
         if not self._restored:
