@@ -87,8 +87,7 @@ def save(
 
     Raises:
         CheckpointWriteError: a rank could not write (disk full, read-only, ...); every rank raises it. Nothing has changed.
-        CheckpointError: a checkpoint of this name exists, `path` is a checkpoint itself, or an asynchronous save has failed or is
-            busy.
+        CheckpointError: a checkpoint of this name exists, `path` is one itself, or an asynchronous save has failed or is busy.
         ModelChanged: parameters were replaced, added or removed.
         ModelMismatch: ranks wrote different values into one parameter.
         ConfigError: ranks passed different arguments, a value can not be saved, or `path` is not one folder for all ranks.

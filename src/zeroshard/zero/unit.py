@@ -241,8 +241,9 @@ class ParamGroup:
             grads.store(home.begin, place)
         grads.reduced = grads.reduced or value is not None
         self.active[index] = value is not None
-        groups = self.runtime.groups if self.runtime is not None else []
-        if value is None and not any(any(g.active) or (g.grads is not None and g.grads.holds) for g in groups):
+        if value is not None or self.runtime is None:
+            return
+        if not any(any(g.active) or (g.grads is not None and g.grads.holds) for g in self.runtime.groups):
             self.runtime.forget_backwards()  # the program has set every p.grad = None: the same as zero_grad
 
     def refuse_gradient_write(self) -> None:
