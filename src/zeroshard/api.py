@@ -262,9 +262,8 @@ def accumulate(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 def backward(model: nn.Module, loss: Tensor, *, weight: float) -> None:
     """Run loss.backward() with a weight in the mean over the global batch, such as the number of target tokens.
 
-    The step's gradient is sum(weight * grad) / sum(weight) over all ranks and all calls since zero_grad. So every token has the same
-    weight, however tokens are distributed over ranks and micro-batches. A step raises ZeroshardError if there were plain backwards
-    too.
+    The step's gradient is sum(weight * grad) / sum(weight) over all ranks and all calls since zero_grad: every token has the same
+    weight, however tokens are distributed over ranks and micro-batches. A step after plain backwards, too, raises ZeroshardError.
     """
     runtime = runtime_of(model)
     weight = _at_least_0("weight", weight)

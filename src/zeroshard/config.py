@@ -96,10 +96,10 @@ class Offload:
         Config.offload_path (in zs.checkpoint_activations: its `path`).
     pin_memory: page-locked host memory if there is a GPU, so that copies overlap with the computation.
     ratio: for the optimizer: the fraction of the states that is offloaded, 0 to 1. The rest stays on the device.
-    buffer_count, buffer_nbytes: number and size of each rank's host buffers, through which states are copied. For parameters there
-        are half as many buffers, each as large as the largest shard.
-    fused: for the optimizer: the host steps with torch's fused kernels. None: True for a model on a GPU; for one on the CPU as the
-        optimizer was built, which gives the same bits as without offload.
+    buffer_count, buffer_nbytes: number and size of each rank's host buffers, through which states are copied. For parameters
+        there are half as many buffers, each as large as the largest shard.
+    fused: for the optimizer: the host steps with torch's fused kernels. None: True for a model on a GPU; for one on the CPU as
+        the optimizer was built, which gives the same bits as without offload.
     checksum: for "nvme": compute a checksum of all bytes written, and compare it when they are read.
     any_filesystem: for "nvme": accept tmpfs and network file systems.
     """
@@ -134,7 +134,7 @@ class Offload:
     def of(cls, given: object, path: str | None, name: str, option: str = "offload_path") -> Offload:
         """Make an Offload from an Offload, a device name, a mapping of fields, or None ("none").
 
-        path: the folder for "nvme" if `given` has no path. name, option: names of the options of `given` and `path`, for messages.
+        path: the folder for "nvme" if `given` has no path. name, option: the options' names, for messages.
         """
         offload = cls._read(given, name)
         if offload.tier is not Tier.DISK or offload.path is not None:
@@ -273,12 +273,12 @@ class Config:
     sets several of them at once. The names: "ddp", "zero-1", "zero-2", "zero-3", "zero-offload", "zero-3-offload",
     "zero-infinity" (which needs offload_path).
 
-    stage: 0: nothing is sharded; 1: optimizer states are; 2: also gradients; 3: also parameters. `zs.shard` also takes "auto" (see
-        its `sample`).
+    stage: 0: nothing is sharded; 1: optimizer states are; 2: also gradients; 3: also parameters. `zs.shard` also takes "auto"
+        (see its `sample`).
     precision: dtype of parameters, activations and sent gradients: "fp32", "bf16" or "fp16". Frozen parameters have no fp32
         masters: they are rounded, and stay rounded in exports and after zs.close (see `dtypes`).
-    units: modules whose parameters are gathered and reduced together: "auto" (the classes that repeat in a container), "model" (one
-        unit), "leaf" (each module that owns parameters), a tuple of classes or class names, or a function (name, module) -> bool.
+    units: modules whose parameters are gathered and reduced together: "auto" (the classes that repeat in a container), "model"
+        (one unit), "leaf" (each module with parameters), a tuple of classes or class names, or a function (name, module) -> bool.
     max_unit_numel: units with more elements are split into their child modules, if they have any (0: split all units).
     min_unit_numel: neighbouring units are merged until they have this many elements; 0: no units are merged.
     max_grad_norm: clip the global norm to this before each step; None or 0: never.
@@ -315,26 +315,26 @@ class Config:
     offload_path: folder for the states on "nvme" whose Offload has no path.
     delayed_update: after this many warm-up steps (0: from the first) the host's update of a step runs during the next step's
         forward and backward, one step late (ZeRO-Offload, arXiv 2101.06840, section 4.3; 40 in the paper). None: never.
-    param_persistence_threshold: stage 3: parameters of at most this many elements stay whole on every rank's device, as at stage 2,
-        and need no gather; 0: none. DeepSpeed's stage3_param_persistence_threshold.
-    model_persistence_threshold: stage 3: bound on the elements of all these parameters together; the model's first ones stay whole.
+    param_persistence_threshold: stage 3: parameters of at most this many elements stay whole on every rank's device, as at stage
+        2, and need no gather; 0: none. DeepSpeed's stage3_param_persistence_threshold.
+    model_persistence_threshold: stage 3: bound on the elements of all such parameters; the first ones in the model stay whole.
     max_live_parameters: stage 3: keep a unit gathered from forward to backward if at most this many elements are gathered in
         between; 0: none.
     prefetch_bucket_size: prefetch_nbytes as a number of elements.
-    shard_size, mics_shard_size: shard states over groups of this many consecutive ranks, each of which holds all shards (MiCS, arXiv
-        2205.00119, section 3.2; HSDP). Gathers stay inside of a group.
+    shard_size, mics_shard_size: shard states over groups of this many consecutive ranks, each of which holds all shards (MiCS,
+        arXiv 2205.00119, section 3.2; HSDP). Gathers stay inside of a group.
     replicate_optimizer: with groups, or a mesh of two axes: each group holds all optimizer states. False: optimizer states and
         gradients are sharded over all ranks, and parameters over each group, as with zero_hpz_partition_size.
     zero_hpz_partition_size: stage 3: the ranks of each node of this many ranks keep secondary shards of the parameters: the
-        forward's gathers bring them, and later gathers stay inside of the node: hpZ (ZeRO++, arXiv 2306.10209, section 4.2). 1: none.
+        forward's gathers bring them, and later gathers stay inside of the node: hpZ (ZeRO++, arXiv 2306.10209, 4.2). 1: none.
     zero_quantized_weights: parameters are sent packed: qwZ (ibid., section 4.1). True ("int8"), "int8", "int4", "fp8", or a
         zs.Compression.
     zero_quantized_gradients: gradients are sent packed: qgZ (ibid., section 4.3), in two hops if ranks are in nodes. The same
         values, and "top_k", "low_rank" (arXiv 1905.13727).
     hierarchical: gathers and reductions take two hops, between nodes and inside of them. None: if nodes are given, or found
         (several hosts with the same number of ranks).
-    stall_timeout_s: a rank that waits longer than this raises StallError on every rank, which names the missing ranks. Above 0, at
-        most 2,000,000.
+    stall_timeout_s: a rank that waits longer than this raises StallError on every rank, which names the missing ranks. Above 0,
+        at most 2,000,000.
 
     A bound on a number of elements or bytes may be inf: no bound.
     """

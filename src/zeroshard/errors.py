@@ -132,8 +132,8 @@ class HostMemoryError(ZeroshardError, MemoryError):
 class DeviceMemoryError(ZeroshardError, torch.OutOfMemoryError):
     """A device had no memory for an allocation inside of a sharded model: in zs.shard, a forward, a backward or a step.
 
-    The message lists the bytes that this rank holds, by kind, and the cheapest changes that reduce them, with their costs. torch's
-    error is the cause (`__cause__`), and `except torch.OutOfMemoryError` catches this error too. How-to:
+    The message lists the bytes that this rank holds, by kind, and the cheapest changes that reduce them, with their costs.
+    torch's error is the cause (`__cause__`), and `except torch.OutOfMemoryError` catches this error too. How-to:
     docs/how-to/out-of-memory.md.
     """
 

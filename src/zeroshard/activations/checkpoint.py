@@ -115,7 +115,7 @@ def checkpoint_activations(
             grows between steps only. A disk must have space for it; with None, for the inputs of all blocks if these are of one
             class and each input is as large as the first.
         min_numel: inputs of fewer elements are not packed.
-        check_equal: compare the values that the ranks of `partition` pack, not only the shapes (for debugging: it reads them all).
+        check_equal: compare the values that the ranks of `partition` pack, not only their shapes (for debugging: it is slow).
         off: undo an earlier call; the other options are ignored.
 
     Raises:
@@ -262,7 +262,7 @@ class CheckpointedForward(_Forward):
             return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=True)
 
     def _say_what_stays(self, inputs: Any) -> None:
-        """At the first call, print a line if tensors inside an object are not packed. Later calls do not search, which is slow."""
+        """At the first call, print a line if tensors inside an object are not packed. Searching is slow, so others do not."""
         opaque = None if self.looked else _opaque(inputs, self.store.min_numel)
         self.looked = True
         if opaque is not None:

@@ -98,7 +98,7 @@ class DiskPlace(Place[FileKept]):
         return kept
 
     def _check_space(self, nbytes: int) -> None:
-        """Raise SwapError if the disk has no space for one more slice and, at the first slice, for the slices expected to follow."""
+        """Raise SwapError if the disk has no space for one more slice (at the first: also for those expected to follow)."""
         needed = sum(space.used_nbytes for _, space in self._files) + -(-nbytes // ALIGN) * ALIGN
         if needed <= self._checked_nbytes:
             return

@@ -115,7 +115,7 @@ class Slices:
         self._forwards.clear()
 
     def agree(self, forward: int) -> bool:
-        """Check that all ranks packed the same tensors in a forward (collective; once for each forward). Return whether it checked.
+        """Check, once for each forward, that all ranks packed the same tensors (collective). Return whether this call checked.
 
         Raise CollectiveMismatch on every rank, with the first difference.
         """

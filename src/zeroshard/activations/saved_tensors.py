@@ -76,7 +76,7 @@ class Packed:
 class Store:
     """All packed tensors of one model on this rank.
 
-    Threads: any, one at a time (`_one_at_a_time`): forwards run in the rank's main thread, a GPU's backwards in autograd's thread.
+    Threads: any, one at a time (`_one_at_a_time`): forwards run in the rank's main thread, on a GPU backwards in autograd's.
     Finalizers of tensors run in any thread without the lock, and only append to `_freed`.
 
     Args:
@@ -318,7 +318,7 @@ def _is_input_of_checkpoint() -> bool:
 
 
 def _identity(tensor: Tensor, forward: int) -> tuple:
-    """Return a key that two tensors of a forward share only if they have the same elements. It holds while their storage lives."""
+    """Return a key that two tensors of a forward share only if they have the same elements (while their storage lives)."""
     storage = torch_compat.storage_id(tensor.untyped_storage())
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, torch_compat.version(tensor), forward
 

@@ -69,7 +69,7 @@ class Place(ABC, Generic[KeptT]):
 
     @abstractmethod
     def put(self, part: Tensor, numel: int) -> KeptT:
-        """Copy `part`, contiguous and on the device, to the place, as a slice of `numel` elements (the last rank's part is shorter)."""
+        """Copy `part`, contiguous and on the device, to the place, as a slice of `numel` elements (`part` may have fewer)."""
 
     @abstractmethod
     def fetch(self, kept: KeptT, wait: bool) -> None:

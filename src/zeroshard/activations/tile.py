@@ -89,9 +89,9 @@ def tile(
     `weights=` use the original names and shapes.
 
     Outputs cut by rows, embeddings and gradients of weights are the same bits up to the choice of kernel. The gradient of a tiled
-    Linear's input is a sum over T tiles, rounded T - 1 times more. Outputs of experts are sums in another order, and _init_weights
-    draws values for tiles of a meta-device model in another order. Parameters that exceed max_bytes and stay whole are named on
-    stderr. The call is collective if the model was built under zs.init().
+    Linear's input is a sum over T tiles, rounded T - 1 times more. Outputs of experts are sums in another order, and
+    _init_weights draws values for tiles of a meta-device model in another order. Parameters that exceed max_bytes and stay whole
+    are named on stderr. The call is collective if the model was built under zs.init().
 
     Raises:
         ConfigError: a bound is wrong, or too small for one row or expert; or a weight has a gradient, hooks, or states.
@@ -230,7 +230,7 @@ def _cut(weights: dict[str, nn.Parameter], held: list[Holder], limit: int, dtype
 
 
 def _bounds(extent: int, most: int) -> list[int]:
-    """Divide `extent` into the fewest even tiles of at most `most`; return their bounds: multiples of _ROWS if as few tiles allow it."""
+    """Return the bounds of the fewest even tiles of at most `most`: multiples of _ROWS if that takes no more tiles."""
     count = -(-extent // most)
     for step in (_ROWS, 1):
         chunks = extent // step
@@ -242,7 +242,7 @@ def _bounds(extent: int, most: int) -> list[int]:
 
 
 def _limit_of(model: nn.Module, holders: dict[nn.Parameter, list[Holder]], budget: int, dtype: torch.dtype | None) -> int:
-    """Return the largest max_bytes of budget, budget / 2, ... with which root unit, largest other unit and one tile fit the budget."""
+    """Return the largest max_bytes (budget, budget / 2, ...) with which root unit, largest other unit and a tile fit."""
     config = Config()
     units = partition(model, config, collect(model, config))
     limit, least = budget, 0  # least: need of the last try, for the message
@@ -361,7 +361,7 @@ def _leave_fast_paths(model: nn.Module) -> None:
 def _linear_tiles(
     module: nn.Module, weights: list[nn.Parameter], parts: list[Part], optimizer: torch.optim.Optimizer | None
 ) -> list[LinearTile]:
-    """Return the tiles of one Linear. Each tile of rows gets its part of the bias; the first tile of columns gets the whole bias."""
+    """Return the tiles of one Linear. A tile of rows gets its part of the bias; the first tile of columns gets all of it."""
     bias = torch_compat.own_parameters(module).get("bias")
     if bias is None:
         return [LinearTile(w, None, {"weight": p}) for w, p in zip(weights, parts, strict=True)]

@@ -1,4 +1,4 @@
-"""Checkpoints: all ranks write one in parallel, it is complete or invisible, and any mesh loads it (docs/checkpoint-format.md)."""
+"""Checkpoints: all ranks write in parallel, a checkpoint is complete or invisible, any mesh loads it (checkpoint-format.md)."""
 
 from .export import Exported, export
 from .inspect import Inspection, inspect_checkpoint

@@ -227,7 +227,7 @@ def _cut(begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _deliver(begin: int, memory: Tensor, wanted: deque[_Wanted]) -> int:
-    """Copy a window's bytes to the noted reads that overlap it; return how many. wanted: in order; reads before it are removed."""
+    """Copy a window's bytes to the noted reads that overlap it; return how many. Reads that end before it are removed."""
     end, delivered = begin + memory.numel(), 0
     while wanted and wanted[0].end <= begin:
         wanted.popleft()

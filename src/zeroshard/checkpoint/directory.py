@@ -8,8 +8,8 @@
       .step-00000300.1f2e3d.draft/  a *draft*: being written (its lock is held), or left by a run that ended
 
 A draft becomes a checkpoint by one rename. A save that replaces a checkpoint first renames the old one to `.NAME.TOKEN.old`,
-which is found as NAME until the new one is in place. The next save removes drafts whose lock nobody holds. The *newest* checkpoint
-has the highest step, and among equals the latest time, both read from manifests, since copying changes the times of files.
+which is found as NAME until the new one is in place. The next save removes drafts whose lock nobody holds. The *newest*
+checkpoint has the highest step, and among equals the latest time, both read from manifests: copying changes times of files.
 """
 
 from __future__ import annotations

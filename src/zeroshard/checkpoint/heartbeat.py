@@ -32,7 +32,7 @@ def together(comm: DirectComm, label: str, work: Callable[[], Any], stop: Callab
             early. None if `work` is short.
 
     Raises:
-        On every rank, the error that `work` raised on one rank: a ZeroshardError unchanged, others as CheckpointError (`telling`).
+        On every rank, the error that `work` raised on one: a ZeroshardError unchanged, others as CheckpointError (`telling`).
     """
     beats = _Beats(comm, label, stop)
     beats.start()
@@ -73,7 +73,7 @@ class _Beats:
     """The exchanges during one call of `together`.
 
     Threads: from `start` to the end of `end` only the thread of `_meet` uses the Comm, whose `exchange` raises ThreadsMet for a
-    second thread; inside `Tiers.beside_comm` the working thread does not report disk failures by it. `_meet`'s thread calls `stop`.
+    second thread; inside `Tiers.beside_comm` the working thread does not report disk failures by it. That thread calls `stop`.
     """
 
     def __init__(self, comm: DirectComm, label: str, stop: Callable[[], None] | None) -> None:

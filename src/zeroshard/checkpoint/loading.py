@@ -94,10 +94,10 @@ def load(
         verify: True compares all checksums during the first read, before anything changes; blocks that can not be kept in memory
             until then are read, and compared, again. "before" reads all files once more, before the load; so does True if states
             rest on another tier. False compares sizes only.
-        rng: restore the random generators, if there are as many ranks in the same mesh. Otherwise each rank's generators are seeded
-            from rank 0's saved state (ranks along tp and ep with the same seed). `Loaded.rng` says which.
-        trusted: unpickle any object in `extra`. Objects of your own classes need it, and can run code. Without it, load raises for
-            such an object if `extra` names it, else leaves it unread and prints a line on stderr.
+        rng: restore the random generators, if there are as many ranks in the same mesh. Otherwise each rank's generators are
+            seeded from rank 0's saved state (ranks along tp and ep with the same seed). `Loaded.rng` says which.
+        trusted: unpickle any object in `extra`. Objects of your own classes need it, and can run code. Without it, load raises
+            for such an object if `extra` names it, else leaves it unread and prints a line on stderr.
         strict: False keeps parameters and buffers that the checkpoint lacks, and ignores entries that the model lacks. Shapes,
             members of groups and the base model must be the same in any case.
 
@@ -127,7 +127,7 @@ def _put(
     runtime: Runtime, stages: Stages, path: Any, name: str | None, verify: bool | str, trusted: bool, strict: bool,
     wanted: dict[str, Any],
 ) -> tuple[_Loading, dict[str, Any]]:  # fmt: skip
-    """Find the checkpoint, compare it with the model, load it (collective). Return the `_Loading` and the saved extras by name."""
+    """Find the checkpoint, compare it with the model, load it (collective). Return the `_Loading` and the saved extras."""
     world, mesh = runtime.world, runtime.topology.mesh
     for looks in range(LOOKS, 0, -1):
         with ExitStack() as held:
@@ -181,7 +181,7 @@ def await_save(runtime: Runtime) -> None:
 
 
 def _bulk_of(held: ExitStack, runtime: Runtime, core: OptimizerCore | None, folder: Path, manifest: Manifest) -> Bulk:
-    """Return the reader of a checkpoint of zs.save. It starts to read the file that has this rank's tensors, if one probably does."""
+    """Return the reader of a checkpoint of zs.save; it starts to read the file that probably has this rank's tensors, if any."""
     held.close()  # the reader of a checkpoint that has been removed meanwhile gives its buffers back
     bulk = held.enter_context(Bulk(folder, manifest, Room(saver_of(runtime).ring)))
     if _all_wanted(runtime, core, manifest) and manifest.facts["world_size"] == runtime.world.world_size:
@@ -190,7 +190,7 @@ def _bulk_of(held: ExitStack, runtime: Runtime, core: OptimizerCore | None, fold
 
 
 def _all_wanted(runtime: Runtime, core: OptimizerCore | None, manifest: Manifest) -> bool:
-    """Return whether reading verifies all checksums: the load needs everything in the checkpoint, and all states rest on the device."""
+    """Return whether reading verifies all checksums: the load needs the whole checkpoint, and states rest on the device."""
     tiers = {runtime.config.offload_param.tier, runtime.config.offload_optimizer.tier}
     sliced = any(name.startswith(holding.SLICES) for name in manifest.tensors)  # read one by one, and only if `extra` asks
     return tiers == {Tier.DEVICE} and not sliced and (core is not None or holding.GROUPS not in manifest.objects)
@@ -248,7 +248,7 @@ class _Loading:
         return self._extras(extra)
 
     def _fit(self) -> None:
-        """Give the checkpoint's tensors the model's names: strip or add wrappers' prefixes. Note the aliases of tied parameters."""
+        """Give the checkpoint's tensors the model's names: strip or add wrappers' prefixes. Note aliases of tied parameters."""
         if self._by_stages or not self.opened.ours:
             for spec in (spec for group in self.runtime.groups for spec in group.specs):
                 self.aliases |= dict.fromkeys(safetensors.names_of(self.prefixes, spec), spec.whole_name)
@@ -360,7 +360,7 @@ class _Loading:
         return problems
 
     def _find_slices(self, extra: dict[str, Any]) -> list[str]:
-        """Note where the checkpoint has the slices that objects of `extra` keep (zs.ema). Return the problems of those that do not fit."""
+        """Find the stored slices of objects of `extra` that keep some (zs.ema). Return a problem for each that does not fit."""
         problems = []
         for name, shards in slices_of(extra, self.runtime.model).items():
             saved = self.opened.slices.get(name, {})
@@ -401,7 +401,7 @@ class _Loading:
             )
 
     def _extras(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Return saved extras by name. Raise if a wanted one is missing, not unpickled, of other ranks, or its target refuses it."""
+        """Return saved extras by name. Raise if a wanted one is missing, unread, of other ranks, or refused by its target."""
         found, unread = self.opened.extras, self.opened.unread
         for name in sorted(wanted.keys() & unread.keys()):
             raise unread[name]
@@ -443,7 +443,7 @@ class _Loading:
     # -- take ------------------------------------------------------------------------------------------------
 
     def put(self) -> None:
-        """Verify and load everything (collective). If loading fails half-way, the model raises at every use until the next load."""
+        """Verify and load everything (collective). If loading fails half-way, the model raises when used, until the next load."""
         self.verify()
         try:
             self.take()

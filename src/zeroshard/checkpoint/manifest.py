@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: its tensors, values and files with checksums, as JSON that any tool can read.
 
-Each rank sends rank 0 the places of tensors in its data file (only if they differ from the last save), and a *part*: the checksums
-of the file and the places of plain values. Rank 0 makes `manifest.json` and DCP's `.metadata` of all ranks' parts.
+Each rank sends rank 0 the places of tensors in its data file (only if they differ from the last save), and a *part*: the
+checksums of the file and the places of plain values. Rank 0 makes `manifest.json` and DCP's `.metadata` of all ranks' parts.
 docs/checkpoint-format.md is the specification.
 """
 

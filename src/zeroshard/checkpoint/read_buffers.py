@@ -4,8 +4,8 @@
     passing   memory from a few slots in turn: valid until SLOTS further ones have been requested
 
 Allocating memory can take longer than reading the same bytes a second time: a hypervisor may have to provide the pages first (at
-0.4 GiB/s in one measurement, docs/log.md), and page-locking takes time. So `lasting` times its allocations, compares them with the
-reads, and allocates no more once reading again is faster.
+0.4 GiB/s in one measurement, docs/log.md), and page-locking takes time. So `lasting` times its allocations, compares them with
+the reads, and allocates no more once reading again is faster.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Room:
         return next(self._slots)[:nbytes]
 
     def lasting(self, nbytes: int, pace: Callable[[], float | None]) -> Tensor | None:
-        """Return lasting memory (nbytes,), at most a window, or None. pace: returns the seconds to read a byte, None if unknown."""
+        """Return lasting memory (nbytes,), at most a window, or None. pace: returns the seconds to read a byte, or None."""
         return self._carve(nbytes, lambda: self._make(pace) if (buffer := self._take()) is None else buffer)
 
     def spare(self, nbytes: int) -> Tensor | None:

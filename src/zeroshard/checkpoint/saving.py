@@ -60,10 +60,10 @@ def save(
 ) -> Save:
     """Save a sharded model, its optimizer, random generators and `extra` (collective).
 
-    Each rank writes its shards, on whatever tier they rest, to its own file in a hidden folder of `path`. When all files are on the
-    disk, rank 0 renames the folder to `path/NAME`. If the run is killed at any point, earlier checkpoints stay complete. `zs.load`
-    loads it with any mesh, number of ranks, stage, tier and precision; torch.distributed.checkpoint reads it, too. On a mesh with
-    model axes every rank calls this (a pipeline rank with its stage); together they write one checkpoint of whole parameters.
+    Each rank writes its shards, on whatever tier they rest, to its own file in a hidden folder of `path`. When all files are on
+    the disk, rank 0 renames the folder to `path/NAME`. If the run is killed at any point, earlier checkpoints stay complete.
+    `zs.load` loads it with any mesh, number of ranks, stage, tier and precision; torch.distributed.checkpoint reads it, too. On a
+    mesh with model axes every rank calls this (a pipeline rank with its stage), and they write one checkpoint.
 
     Args:
         path: folder of the run's checkpoints, on a filesystem that all ranks see.
@@ -72,13 +72,13 @@ def save(
             ranks give different ones, each rank's is saved.
         step: step of the checkpoint, for its name and manifest. None: the number of optimizer steps taken.
         name: name of the checkpoint. None: made from the step, such as step-00000100.
-        asynchronous: return while the states are still being copied to host memory (`Save.snapshot_nbytes`) and written. A step, a
-            load or a write waits until they are copied, so the copy overlaps with forward and backward. States on disk, and
+        asynchronous: return while the states are still being copied to host memory (`Save.snapshot_nbytes`) and written. A step,
+            a load or a write waits until they are copied, so the copy overlaps with forward and backward. States on disk, and
             parameters that are ordinary tensors (stages 0-2 in fp32), are copied before save returns. If the save fails,
             `Save.wait()` or the next save raises its error.
         if_busy: if an asynchronous save is in progress, "wait" for it, or "refuse": raise CheckpointError.
-        keep_last: number of checkpoints to keep, this one included; save removes older ones. Checkpoints with a `name` of your own
-            are counted and removed only by saves with such a name.
+        keep_last: number of checkpoints to keep, this one included; save removes older ones. Checkpoints with a `name` of your
+            own are counted and removed only by saves with such a name.
         keep_every: do not remove checkpoints whose step is a multiple of this.
         trained_only: leave out frozen parameters, and save their checksums. None: do so if some parameters are frozen.
         overwrite: replace a checkpoint of this name. A file or folder that is no checkpoint is never replaced.
@@ -87,7 +87,7 @@ def save(
 
     Raises:
         CheckpointWriteError: a rank could not write (disk full, read-only, ...); every rank raises it. Nothing has changed.
-        CheckpointError: a checkpoint of this name exists, `path` is one itself, or an asynchronous save has failed or is busy.
+        CheckpointError: a checkpoint of this name exists, `path` is a checkpoint, or an asynchronous save has failed or is busy.
         ModelChanged: parameters were replaced, added or removed.
         ModelMismatch: ranks wrote different values into one parameter.
         ConfigError: ranks passed different arguments, a value can not be saved, or `path` is not one folder for all ranks.
@@ -181,7 +181,7 @@ def _check_files(files: dict[str, bytes]) -> None:
 
 
 def _await_last(saver: Saver, plan: Plan) -> None:
-    """Wait for the last save, or raise CheckpointError while it runs (`if_busy`); raise its error if no call has yet (collective)."""
+    """Wait for the last save, or raise CheckpointError while it runs (`if_busy`); raise its error if it was not raised yet."""
     last = saver.last
     if last is None:
         return

@@ -38,7 +38,7 @@ class Stages:
 
     @staticmethod
     def tell(runtime: Runtime, core: OptimizerCore | None) -> Any:
-        """Return the facts about its stage that the stage's first rank sends to all ranks, in plain values; None on other ranks."""
+        """Return what a stage's first rank sends to all ranks about the stage, in plain values; None on its other ranks."""
         ranks, groups = runtime.topology.stages, runtime.groups
         if len(ranks) == 1 or runtime.world.rank != ranks[runtime.topology.stage][0]:
             return None

@@ -72,7 +72,7 @@ class Place:
 
 @dataclass
 class Contents:
-    """Tensors and plain values (objects, by name) that a rank saves. The save reads places[i] from sources[i], element begins[i] on.
+    """Tensors and plain values (objects, by name) that a rank saves. places[i] lies in sources[i] from element begins[i] on.
 
     guarded[i]: True if every writer of sources[i] first waits for the save (zero/write_gate.py), which may then copy it while
     training goes on.

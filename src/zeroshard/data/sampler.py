@@ -134,7 +134,7 @@ class ShardedSampler(Sampler[int]):
         self.epoch, self.samples = self.epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, as with torch's DistributedSampler. The current epoch keeps its position: the call does nothing then."""
+        """Begin an epoch, as with torch's DistributedSampler. Do nothing if it is the current one: its position is kept."""
         epoch = operator.index(epoch)  # takes NumPy's integers too
         if epoch != self.epoch:
             self.epoch, self.samples, self._drawn = epoch, 0, False

@@ -35,15 +35,15 @@ def join(model: nn.Module) -> Iterator[None]:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    A rank whose loop has ended stays in the `with` block: it takes part in the other ranks' collectives with gradients of zero, and
-    steps with their learning rates and other options, until every rank's loop has ended. Gradients are the mean over the batches
-    that exist: with plain backwards every batch of a step has the same weight, on any rank and in any micro-batch; with
+    A rank whose loop has ended stays in the `with` block: it takes part in the other ranks' collectives with gradients of zero,
+    and steps with their learning rates and other options, until every rank's loop has ended. Gradients are the mean over the
+    batches that exist: with plain backwards every batch of a step has the same weight, on any rank and in any micro-batch; with
     `zs.backward`, its given weight. A loader may be empty. At the end torch's learning-rate schedulers of every rank are at the
     position of the rank that ended last.
 
-    Once a rank's loop has ended, the others may still run forward, backward, zs.clip_grad_norm_, step and zero_grad of this model.
-    Other verbs that need every rank (zs.save, zs.full_state_dict, writes to parameters, ...) raise ZeroshardError inside the block:
-    call them after it.
+    Once a rank's loop has ended, the others may still run forward, backward, zs.clip_grad_norm_, step and zero_grad of this
+    model. Other verbs that need every rank (zs.save, zs.full_state_dict, writes to parameters, ...) raise ZeroshardError inside
+    the block: call them after it.
 
     Cost: no message until a rank's loop has ended, then one small message for each event. If all-gathers need every rank (stage 3
     over torch.distributed, parameters on another tier), one small message for each forward from the start. (torch.distributed's
@@ -177,14 +177,14 @@ def _advance(scheduler: Any, position: int, numbers: dict[str, Any]) -> None:
 
 
 def stop_together(model: nn.Module, loader: Iterable[Any]) -> Iterable[Any]:
-    """Return an iterable over a loader's batches that ends on every rank where the shortest loader ends (iterating is collective).
+    """Return an iterable over a loader's batches that ends on every rank with the shortest loader (iterating is collective).
 
         for batch in zs.stop_together(model, loader):
             ...
 
-    Each rank reads one batch ahead; the message at the end of each backward also has a bit for "this is the last batch", at no cost.
-    For a batch without a communicating backward (an evaluation, zs.accumulate), ranks exchange one small message. If batches are
-    left over on some ranks, rank 0 prints a line on stderr.
+    Each rank reads one batch ahead; the message at the end of each backward also has a bit for "this is the last batch", at no
+    cost. For a batch without a communicating backward (an evaluation, zs.accumulate), ranks exchange one small message. If
+    batches are left over on some ranks, rank 0 prints a line on stderr.
     """
     return _Together(runtime_of(model), loader)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 
 def inner_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return an optimizer of the same class and options without parameters. The constructor, whose arguments vary, is not called."""
+    """Return an optimizer of the same class and options without parameters, without a call of the class's constructor."""
     inner = object.__new__(type(optimizer))
     inner.__dict__.update(optimizer.__dict__)
     inner.__dict__.pop("step", None)  # a scheduler's wrapper around the outer optimizer's step

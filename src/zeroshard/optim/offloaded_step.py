@@ -306,7 +306,7 @@ class HostStepper:
             self._bring(slab, name, group.columns[name], read=True, write=True)
 
     def _bring(self, slab: Slab, name: str, rest: Rest, *, read: bool, write: bool) -> Tensor:
-        """Add a Rest's elements [begin, end) to the slab's parts: a view of the memory where they rest, or a copy in its buffer."""
+        """Add a Rest's elements [begin, end) to the slab's parts: a view of the memory at rest, or a copy in its buffer."""
         view = rest.view(slab.begin, slab.end)
         if slab.begin == slab.end:
             view = torch.empty(0, dtype=rest.dtype, device="cpu")

@@ -33,7 +33,7 @@ from .state_view import entries_of, write_entry
 
 
 def value_of(param: Tensor) -> ParameterPart:
-    """Return access to a parameter's fp32 master, or value without one. Raise ZeroshardError if no sharded model has the parameter."""
+    """Return access to a parameter's fp32 master, or value. Raise ZeroshardError if it is a parameter of no sharded model."""
     return _Value(param)
 
 

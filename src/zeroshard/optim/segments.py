@@ -95,7 +95,7 @@ class RunMaker:
 
     @contextmanager
     def ready(self, runs: list[Run]) -> Iterator[None]:
-        """Context in which the tensors of runs on the device have gradients, and the inner optimizer has their decoded columns."""
+        """Context in which tensors of runs on the device have gradients, and the inner optimizer has their decoded columns."""
         on_device = [(run, run.tensor) for run in runs if run.tensor is not None]
         for run, tensor in on_device:
             tensor.grad = self.gradient(run)
@@ -119,7 +119,7 @@ class RunMaker:
         return run.group.gradients.in_step(run.start, run.stop, run.tensor.dtype)
 
     def runs(self, group: ParamGroup, keys: Sequence[K | None]) -> list[tuple[K, Run]]:
-        """Return (key, run) for each longest stretch of neighbouring parameters with the same key; None: the parameter is left out.
+        """Return (key, run) for each longest stretch of neighbours with the same key; a parameter of key None is left out.
 
         A parameter without elements on this rank joins its neighbour's run, or becomes a run without elements: every rank keeps
         its step count, so that all ranks show the same states.

@@ -366,7 +366,7 @@ class OptimizerCore:
 
     @torch.no_grad()
     def drain(self) -> None:
-        """Finish a delayed update, so that parameters, masters and states are of the same step (collective if one was pending)."""
+        """Finish a delayed update, so that parameters, masters and states are of one step (collective if one was pending)."""
         self.runtime.gate.wait()
         if self.delayed is not None and self.delayed.unpublished:
             self.comm.fence_write()

@@ -89,7 +89,7 @@ class Restoring:
 
     @torch.no_grad()
     def note(self, bulk: Bulk, has: Callable[[int], bool]) -> None:
-        """Allocate states that can not reuse the memory of old ones, and register reads into them with `bulk`; `put` reads the rest.
+        """Allocate states that can not reuse old ones' memory, and register reads into them with `bulk`; `put` reads the rest.
 
         has: bytes -> whether the device has memory for so many beside the old states; if not, `put` reads all states.
         """
@@ -227,5 +227,5 @@ def copy_to_rest(reader: Reader, start: int, stop: int, rest: Rest, begin: int) 
 
 
 def state_dtype(group: ParamGroup, given: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a stored state is kept: floating-point states get the dtype of the masters (or stepped values)."""
+    """Return the dtype in which a stored state is kept: floating-point states get that of the masters, or of the values."""
     return group.masters.stepped.dtype if given.is_floating_point else given

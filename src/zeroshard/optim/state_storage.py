@@ -119,7 +119,7 @@ class ColumnStates:
                 self.scalars[name] = value
 
     def lend(self, state: dict[Tensor, dict], tensor: Tensor) -> None:
-        """Put decoded copies of the states into an inner optimizer's `state`, under the run's tensor; `take` stores them again."""
+        """Put decoded copies of the states into an inner optimizer's `state`, under the run's tensor, for a step; then `take`."""
         entries = {k: v.load(self.start, self.stop) if isinstance(v, Rest) else v for k, v in self.load().items()}
         if entries:
             state[tensor] = entries
@@ -166,7 +166,7 @@ class ColumnStates:
 
 
 class StateHome:
-    """The Home (tensor/sharded_tensor.py) of one parameter's slice of a state: elements of `column` from `begin` on, on any tier."""
+    """The Home (tensor/sharded_tensor.py) of one parameter's slice of a state: `column` from element `begin` on, on any tier."""
 
     undivided = False
 

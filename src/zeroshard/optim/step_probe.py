@@ -198,7 +198,7 @@ class _Trial:
         return inner
 
     def _state(self, leaf: nn.Parameter) -> dict[str, Any]:
-        """Return a small copy of the parameter's state, for classes that make states in their constructor, not in the first step."""
+        """Return a small copy of the parameter's state, for classes that make states in their constructor."""
         state: dict[str, Any] = {}
         for key, value in self.optimizer.state[self.param].items():
             if isinstance(value, Tensor) and value.dim() > 0:

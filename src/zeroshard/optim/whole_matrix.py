@@ -180,7 +180,7 @@ class WholeStepper:
         return leaf.detach(), {key: self._as_cut(job, key, value) for key, value in after.items()}
 
     def _as_cut(self, job: Stepping, key: str, value: Any) -> Any:
-        """Return a state in the form in which the run keeps it. Classes that stack matrices make states (1, m, n): kept as (m, n)."""
+        """Return a state in the form in which the run keeps it: (m, n) for states (1, m, n) of classes that stack matrices."""
         if isinstance(value, Tensor) and key not in job.others:
             leading = value.dim() - len(job.shape)
             if leading >= 0 and tuple(value.shape) == (1,) * leading + job.shape and value.dim():
@@ -239,7 +239,7 @@ class WholeStepper:
         self._give_back(turn, mine)
 
     def _imagined(self, job: Stepping) -> tuple[dict[str, torch.dtype], dict[str, Any], dict[str, Any]]:
-        """Return the message of an imagined owner after a first step, computed on the meta device, outside of the dry run's modes."""
+        """Return an imagined owner's message after a first step, computed on the meta device, outside of the dry run's modes."""
         first = replace(job, states={}, others={})
         with disable_current_modes():
             param, grad = (torch.empty(job.numel, dtype=job.group.masters.stepped.dtype, device="meta") for _ in range(2))
@@ -334,7 +334,7 @@ def _placed(value: Any, key: str, run: Run) -> Any:
 
 
 def _told(job: Stepping, after: dict[str, Any]) -> tuple[dict[str, torch.dtype], dict[str, Any]]:
-    """Return the owner's message about a parameter's states after its step: dtypes of the sharded ones, and the others' values."""
+    """Return the owner's message about a parameter's states after its step: dtypes of sharded ones, and the others' values."""
     states = {key: value.dtype for key, value in after.items() if _is_state(value, job.shape) and key not in job.others}
     return states, {key: value for key, value in after.items() if key not in states}
 

@@ -65,8 +65,8 @@ def parallelize(
         model: inputs -> outputs (of a language model: tokens -> logits), the same on every rank (the same seed), on its device or
             on the meta device. Drop your reference afterwards, to free what other ranks hold: this rank's part is `run.model`.
         mesh: a DeviceMesh whose axes are named "pp", "dp" (or "dp_replicate" and "dp_shard") and "tp"; any may be missing.
-        optimizer: parameters -> optimizer, a class or functools.partial(AdamW, lr=...). It is called with the parameters of each of
-            the rank's stages; for a stage whose parameters are all frozen, with one trained dummy parameter of a single element.
+        optimizer: parameters -> optimizer, a class or functools.partial(AdamW, lr=...). It is called with the parameters of each
+            of the rank's stages; for a stage without trained parameters, with a trained dummy parameter of one element.
         micro_batches: number of micro-batches of a step: a pipeline overlaps them; without one they run one after the other.
         schedule: the pipeline's schedule: GPipe, 1F1B (default), Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, ...
         stages_per_rank: stages of the pipeline on each rank; None: as few as the schedule needs.
@@ -136,7 +136,7 @@ def _optimizers(make: MakeOptimizer, modules: list[nn.Module], mesh: DeviceMesh)
 
 
 def _optimizer(make: MakeOptimizer, module: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of a stage. A stage without trained parameters has one too: norm, step and schedulers are collective."""
+    """Return the optimizer of a stage. A stage without trained parameters has one, too, since norms and steps are collective."""
     params = list(module.parameters())
     if any(param.requires_grad for param in params):
         return make(iter(params))
@@ -226,8 +226,9 @@ def _of_stage(styles: ParallelStyles, stage: nn.Module) -> ParallelStyles:
 class Parallel:
     """One rank's part of a model over a mesh, the result of `parallelize`.
 
-    `model` and `optimizer` are this rank's part, for zs.save, zs.load, zs.report, zs.close and schedulers. If the rank has several
-    stages they are the first one's; `models` and `optimizers` list all. `traffic` counts the bytes that each axis sends in a step.
+    `model` and `optimizer` are this rank's part, for zs.save, zs.load, zs.report, zs.close and schedulers. If the rank has
+    several stages they are the first one's; `models` and `optimizers` list all. `traffic` counts the bytes that each axis sends
+    in a step.
     """
 
     def __init__(

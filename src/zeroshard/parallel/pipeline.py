@@ -71,7 +71,7 @@ def stages_of(rank: int, ranks: int, per_rank: int, schedule: str = "1F1B") -> l
 
 
 class _Weight:
-    """Proxy for a parameter in torch's stage_backward_weight: torch assigns the gradient to the proxy's `.grad`, not to p.grad."""
+    """Proxy for a parameter in torch's stage_backward_weight, which sets the gradient as the proxy's `.grad`, not as p.grad."""
 
     requires_grad, grad_fn = True, None
 
@@ -344,7 +344,7 @@ class Pipeline:
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes that this rank has sent to other stages so far: activations, their gradients, and gradients of tied parameters."""
+        """Bytes that this rank has sent to other stages so far: activations, their gradients, gradients of tied parameters."""
         return sum(stage.sent_nbytes for stage in self._made) + self.tied.sent_nbytes
 
     @property
@@ -418,7 +418,7 @@ class Pipeline:
         return shapes
 
     def _assumed_shapes(self, inputs: tuple, shapes: list) -> list[list[tuple[torch.Size, torch.dtype]]]:
-        """Return `_shapes` for an imagined rank, which has no peers: the shape of hidden states that `cut_stages` has recorded."""
+        """Return `_shapes` for an imagined rank, which has no peers, from the hidden states' shape that `cut_stages` recorded."""
         place: Any = self.stages[0].pipeline_stage
         hidden = [(place.hidden(inputs[0]), self.runtimes[0].groups[0].values.dtype)]
         return shapes + [hidden] * self.count

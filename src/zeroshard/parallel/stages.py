@@ -116,7 +116,7 @@ class StageBlocks(nn.ModuleList):
 
 
 class _End:
-    """Wrapper of a stage's first block, which it gives the received hidden states, or of its last, whose output it keeps to send."""
+    """Wrapper of a stage's first block, to pass it the received hidden states, or of its last, to keep its output for sending."""
 
     def __init__(self, block: Any, passage: Passage, receives: bool = False, sends: bool = False) -> None:
         self._block, self._passage, self._receives, self._sends = block, passage, receives, sends
@@ -146,8 +146,8 @@ def _hidden_argument(kwargs: dict[str, Any]) -> str:
 class StandIn(nn.Module):
     """Replacement for a module of another stage: returns zeros of its output's shape, without memory.
 
-    shape: the module's output shape for the example, with None for dimensions that equal the input's (rows, positions). Attributes
-    that the model reads (`self.embeddings.projection.weight.dtype`) come from a copy of the module on the meta device.
+    shape: the module's output shape for the example, with None for dimensions that equal the input's (rows, positions).
+    Attributes that the model reads (`self.embeddings.projection.weight.dtype`) come from a copy of the module on the meta device.
     """
 
     def __init__(self, passage: Passage, shape: tuple[int | None, ...], module: nn.Module) -> None:
@@ -409,9 +409,9 @@ def cut_stages(
             keep their names. Stages refer only to the tensors that they use: drop the model, and the others are freed.
         stages: number of stages in all.
         own: numbers of the stages to return.
-        cuts: the blocks with which stages 1, 2, ... begin, as numbers or names ("model.layers.8"). None: by cost. A block costs its
-            number of parameters; the first block also those before the blocks, times embedding_weight, and the last block also
-            those after them, times head_weight. (An embedding takes the memory of its parameters, but next to no time.)
+        cuts: the blocks with which stages 1, 2, ... begin, as numbers or names ("model.layers.8"). None: by cost. A block costs
+            its number of parameters; the first block also those before the blocks, times embedding_weight, and the last block
+            also those after them, times head_weight. (An embedding takes the memory of its parameters, but next to no time.)
         blocks: name of the list of blocks, if it is not the one with the most parameters.
         example: an input of the model, of any values and with any number of rows; None: a batch of tokens, (2, 3) int64.
 

@@ -39,7 +39,7 @@ MOST_RANKS = 64  # largest number of ranks to suggest
 
 @dataclass(frozen=True)
 class Family:
-    """Styles of one architecture. Names are the last parts of full names: "attn.c_proj" is each module whose name ends with it."""
+    """Styles of one architecture. Names are ends of full names: "attn.c_proj" is each module whose name ends with it."""
 
     styles: Mapping[str, str]
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # attributes that count heads or features
@@ -166,7 +166,7 @@ def styles_for(model: nn.Module, styles: Mapping[str, Any] | None = None, *, voc
 
 
 def divides(model: nn.Module, tp: int, styles: ParallelStyles | None = None) -> list[str]:
-    """Return a sentence for each size of a model that `tp` does not divide, with the nearest `tp` that divides all; [] if none."""
+    """Return a sentence for each size of a model that `tp` does not divide, with the nearest `tp` that divides all."""
     given = _sizes(model, styles or styles_for(model))
     fit = [ranks for ranks in range(1, MOST_RANKS + 1) if not any(size % ranks for size in given.values())]
     near = [max((n for n in fit if n < tp), default=None), min((n for n in fit if n > tp), default=None)]

@@ -301,7 +301,7 @@ def _tie(places: list[tuple[nn.Module, str]]) -> None:
 
 @torch.no_grad()
 def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Broadcast the unsharded parameters and buffers of the axis's first rank (collective); sharding has sent its other values."""
+    """Broadcast unsharded parameters and buffers from the axis's first rank (collective); sharding has sent the others."""
     from torch.distributed.tensor import DTensor
 
     for tensor in (*model.parameters(), *model.buffers()):

@@ -30,7 +30,7 @@ class TiedParameters:
     def __init__(
         self, stages: Sequence[nn.Module], own: Sequence[int], group: dist.ProcessGroup, rank_of: Callable[[int], int]
     ) -> None:
-        """Set all copies to the value of the lowest stage's copy (collective). rank_of: number of a stage -> rank in the group."""
+        """Set all copies to the value of the lowest stage's copy (collective). rank_of: number of a stage -> its rank."""
         self.group, self.sent_nbytes = group, 0
         self.copies: dict[tuple, dict[int, tuple[ParamGroup, int]]] = {}  # sorted names of a tie -> stage -> this rank's copy
         for number, stage in zip(own, stages, strict=True):

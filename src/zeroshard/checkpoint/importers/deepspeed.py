@@ -52,7 +52,7 @@ def tag_folder(path: Path) -> Path | None:
 
 
 def open_deepspeed(path: Path) -> Opened:
-    """Open a checkpoint of DeepSpeed. Raises CheckpointCorrupt, or CheckpointError, also for tensor- or pipeline-parallel ones."""
+    """Open a checkpoint of DeepSpeed. Raise CheckpointCorrupt, or CheckpointError (also for tensor or pipeline parallelism)."""
     folder = checked_folder(path)
     files = _optimizer_files(folder)
     optimizers = [open_torch_file(file)["optimizer_state_dict"] for file in files]
@@ -77,7 +77,7 @@ def open_deepspeed(path: Path) -> Opened:
 
 
 def _add_numbered(opened: Opened, optimizer: Any) -> None:
-    """Add the optimizer states of stage 0, by the parameters' numbers. Masters are not read, since stage 0 saves no names of them."""
+    """Add the optimizer states of stage 0, by the parameters' numbers. Masters, saved without names, are not read."""
     optimizer = optimizer.get("optimizer_state_dict", optimizer)
     if isinstance(optimizer.get("state"), Mapping):
         opened.states = {number: dict(state) for number, state in optimizer["state"].items()}
@@ -206,7 +206,7 @@ def _stretches_of_stage3(shapes: list[dict[str, tuple[int, ...]]], world_size: i
 
 
 def _stretches(shapes: list[dict[str, tuple[int, ...]]], flats: list[Any], optimizers: list[Any]) -> Stretches:
-    """Return the stretches of stages 1 and 2: from `param_slice_mappings` or, if a file has none, from the order of parameters."""
+    """Return the stretches of stages 1 and 2, by `param_slice_mappings` or, if a file has none, by the order of parameters."""
     found: Stretches = {name: [] for group in shapes for name in group}
     if all("param_slice_mappings" in optimizer for optimizer in optimizers):
         done = dict.fromkeys(found, 0)

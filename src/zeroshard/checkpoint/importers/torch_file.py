@@ -1,8 +1,8 @@
 """Files of torch.save: find the place of each tensor in the file, without reading tensors and without running code from the file.
 
-Such a file is a zip archive of a pickle and one uncompressed entry for each storage. torch's restricted unpickler reads the pickle,
-with fake tensors. An inert stand-in replaces every class that the unpickler does not allow, so that files of other libraries can
-be read if these are not installed, and none of their code runs.
+Such a file is a zip archive of a pickle and one uncompressed entry for each storage. torch's restricted unpickler reads the
+pickle, with fake tensors. An inert stand-in replaces every class that the unpickler does not allow, so that files of other
+libraries can be read if these are not installed, and none of their code runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StandIn:
 
 @dataclass(frozen=True)
 class StridedTensor(Stored):
-    """A stored tensor that is not contiguous: a transpose, a column. Each read loads the whole range of its elements into memory."""
+    """A stored tensor that is not contiguous: a transpose, a column. Each read loads the whole range of its elements."""
 
     extent: StoredTensor  # (n,): the storage from the first to the last element
     shape: tuple[int, ...]

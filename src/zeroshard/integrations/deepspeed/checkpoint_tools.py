@@ -46,8 +46,8 @@ def convert_to_universal(args: Any = None) -> None:
     """Give a checkpoint a second tag, in the place of ds_to_universal.main.
 
     No conversion is needed: checkpoints, DeepSpeed's own too, load at any stage and number of ranks. args: an object, or None for
-    the command line, with input_folder (folder/tag) and output_folder (folder/another tag). Files are hard links, or copies if the
-    file system has no links; the new tag is written to `latest_universal` in the folder.
+    the command line, with input_folder (folder/tag) and output_folder (folder/another tag). Files are hard links, or copies if
+    the file system has no links; the new tag is written to `latest_universal` in the folder.
     """
     if args is None:
         parser = argparse.ArgumentParser(prog="ds_to_universal", description=convert_to_universal.__doc__)

@@ -211,9 +211,10 @@ class Checkpoints(WholeWeights):
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
         """Load a checkpoint of any stage and number of ranks (collective).
 
-        It also loads checkpoints that DeepSpeed itself wrote, and its universal ones. Return the checkpoint's path and client_state,
-        or (None, None) if there is no `latest`. client_state is the saved one, with DeepSpeed's entries ds_config, ds_version and
-        global_samples. Accumulated gradients are dropped, and the count of micro-steps goes back to the beginning of a step.
+        It also loads checkpoints that DeepSpeed itself wrote, and its universal ones. Return the checkpoint's path and
+        client_state, or (None, None) if there is no `latest`. client_state is the saved one, with DeepSpeed's entries ds_config,
+        ds_version and global_samples. Accumulated gradients are dropped, and the count of micro-steps goes back to the beginning
+        of a step.
 
         Args:
             load_module_strict: if False, tensors that the checkpoint lacks keep their values, and unknown ones are ignored.
@@ -267,7 +268,7 @@ class Checkpoints(WholeWeights):
         return _path_of(folder), client_state
 
     def _tag_folder(self, root: Path, tag: Any) -> Path | None:
-        """Return the folder of a tag (None: of the tag in `latest`; None if there is no such file), as rank 0 finds it (collective).
+        """Return the folder of rank 0's tag (None: of the tag in `latest`; None if there is no such file) (collective).
 
         Raises CheckpointNotFound, ValueError.
         """
@@ -314,7 +315,7 @@ def _extras_of(opened: Opened, trusted: bool) -> tuple[dict[str, Any], Any, dict
 
 
 def _told(state: dict[str, Any], whole: bool) -> dict[str, Tensor]:
-    """Return copies of a state dict's tensors on the host; tied tensors get one copy. whole=False: meta tensors of their shapes."""
+    """Return copies of a state dict's tensors on the host, one for tied tensors. whole=False: meta tensors of their shapes."""
     copies: dict[int, Tensor] = {}
     for value in state.values():
         if isinstance(value, Tensor) and id(value) not in copies:
@@ -337,7 +338,7 @@ def _path_of(folder: Path) -> str:
 
 
 def latest_tag(root: Path, pointer: str = LATEST) -> str | None:
-    """Return the first tag in the pointer file that has a folder, or None. A killed save leaves the previous tag on a second line."""
+    """Return the first tag in the pointer file with a folder, or None. A killed save leaves the previous tag on a second line."""
     try:
         names = [line.strip() for line in (root / pointer).read_text().splitlines() if line.strip()]
     except (FileNotFoundError, NotADirectoryError):

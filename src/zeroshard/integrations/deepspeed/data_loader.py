@@ -20,10 +20,11 @@ def check_dataset(dataset: Any) -> None:
 class DeepSpeedDataLoader:
     """Loader of one rank's micro-batches. Without a data_sampler, the data set is shuffled and divided among ranks.
 
-    As in DeepSpeed, every pass has the same order until the program calls `loader.data_sampler.set_epoch`. drop_last: drop the last
-    batch if it is not full (the sampler has padded each rank's share with the first samples). num_workers: number of processes that
-    load samples, each with its own random generators. None: two, as in DeepSpeed, but zero if ranks are threads, which must not
-    fork, or daemonic processes, which may not have children, or for an IterableDataset, which each worker would read completely.
+    As in DeepSpeed, every pass has the same order until the program calls `loader.data_sampler.set_epoch`. drop_last: drop the
+    last batch if it is not full (the sampler has padded each rank's share with the first samples). num_workers: number of
+    processes that load samples, each with its own random generators. None: two, as in DeepSpeed, but zero if ranks are threads,
+    which must not fork, or daemonic processes, which may not have children, or for an IterableDataset, which each worker would
+    read completely.
     """
 
     def __init__(

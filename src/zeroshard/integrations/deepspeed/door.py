@@ -58,7 +58,7 @@ def _resolve(where: str) -> Any:
 
 
 def _passed_on(path: str, name: str) -> Any:
-    """Return the attribute from `__getattr__` of the module that implements `path` (deepspeed.comm: torch.distributed's), or None."""
+    """Return the attribute from `__getattr__` of the module that implements `path` (deepspeed.comm has one), or None."""
     try:
         return _resolve(SURFACE[path]["__getattr__"])(name)
     except AttributeError:

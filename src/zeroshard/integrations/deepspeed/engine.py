@@ -3,8 +3,8 @@
     engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     loss = engine(batch); engine.backward(loss); engine.step()
 
-Gradients accumulate over micro-steps: stages 0 and 1 sum them locally, inside `zs.accumulate`, until the last micro-step before an
-optimizer step (the boundary); stages 2 and 3 reduce after every backward, as DeepSpeed does. zs.shard's optimizer does loss
+Gradients accumulate over micro-steps: stages 0 and 1 sum them locally, inside `zs.accumulate`, until the last micro-step before
+an optimizer step (the boundary); stages 2 and 3 reduce after every backward, as DeepSpeed does. zs.shard's optimizer does loss
 scaling, clipping and the skipping of steps with an overflow.
 """
 
@@ -143,7 +143,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return self._ranks_summed() / self.gradient_accumulation_steps()
 
     def _ranks_summed(self) -> int:
-        """Return the factor for gradients, whose mean over ranks is computed: the number of ranks if a sum is configured, else 1."""
+        """Return the factor from the mean gradient over ranks to the configured one: the number of ranks for a sum, else 1."""
         return self.dp_world_size if self._config.gradient_allreduce_op == "sum" else 1
 
     def _scale_unless_scaled(self, grad: Tensor) -> Tensor | None:
@@ -382,7 +382,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         reload_states(self.module)
 
     def empty_partition_cache(self) -> None:
-        """Free memory that allocators cache. Between steps no parameters are gathered, except those that the configuration keeps."""
+        """Free memory that allocators cache. Only parameters that the configuration keeps are gathered between steps."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
 """deepspeed.utils.safe_get_* and safe_set_*: master, gradient and states of a parameter, whole or this rank's slice.
 
-The get functions return copies, of floating-point values in fp32 (float64 stays). They return None for a frozen parameter, for one
-of no sharded model, for a parameter without gradient, and for states before the first step. The set functions ignore frozen
+The get functions return copies, of floating-point values in fp32 (float64 stays). They return None for a frozen parameter, for
+one of no sharded model, for a parameter without gradient, and for states before the first step. The set functions ignore frozen
 parameters, as in DeepSpeed; for a value of another shape they raise on every rank. The functions for slices (local) are for stage
 3 only.
 """

@@ -19,8 +19,8 @@ _DECIDE_AT_IMPORT = ("accelerate", "transformers", "lightning", "pytorch_lightni
 def install() -> None:
     """Make `import deepspeed` import `zeroshard.deepspeed` from now on. Call it before other imports; a second call does nothing.
 
-    Raises ConfigError if accelerate, transformers or lightning were imported before, since they decide at import whether DeepSpeed
-    is installed, or if the real deepspeed was.
+    Raises ConfigError if accelerate, transformers or lightning were imported before, since they decide at import whether
+    DeepSpeed is installed, or if the real deepspeed was.
     """
     present = sys.modules.get("deepspeed")
     if present is not None and present is sys.modules.get("zeroshard.deepspeed"):

@@ -8,8 +8,8 @@ An *iteration* counts calls of `step`, from 0; before the first it is -1. The ra
     WarmupDecayLR   the same, and after the warm-up (total - k) / (total - warmup) in the place of 1, never below 0
     WarmupCosineLR  the optimizer's own rate * ratio: min_ratio -> 1 by w(k), then a half cosine to cos_min_ratio
 
-A schedule uses only `param_groups` of its optimizer, so that it works with a sharded optimizer. If last_batch_iteration is -1, the
-constructor writes the first rate, which get_last_lr then returns (not for OneCycle); else it writes nothing.
+A schedule uses only `param_groups` of its optimizer, so that it works with a sharded optimizer. If last_batch_iteration is -1,
+the constructor writes the first rate, which get_last_lr then returns (not for OneCycle); else it writes nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Internal attributes of DeepSpeed's optimizers that scripts read: slices of masters and gradients, groups, the loss scale.
 
-Each read of such an attribute makes a copy; to write, use `deepspeed.utils.safe_set_*`. A slice is this rank's part of a parameter,
-flat, as `safe_get_local_*` returns it.
+Each read of such an attribute makes a copy; to write, use `deepspeed.utils.safe_set_*`. A slice is this rank's part of a
+parameter, flat, as `safe_get_local_*` returns it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     with GatheredParameters(model.parameters()): remove_hooks(engine); model.generate(...); add_hooks(engine)       in trl
 
-zeroshard's own hooks stay registered, since they do nothing for gathered parameters. The handles of this module belong to no hook:
-programs remove and count them.
+zeroshard's own hooks stay registered, since they do nothing for gathered parameters. The handles of this module belong to no
+hook: programs remove and count them.
 """
 
 from __future__ import annotations

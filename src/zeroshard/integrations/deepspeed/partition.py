@@ -97,11 +97,11 @@ def is_zero_param(parameter: object) -> bool:
 class Init:
     """Context in which modules are made with partitioned parameters. With `module`, partition an existing module's at once.
 
-    dtype: dtype of floating-point parameters. None: fp16, bf16 or fp32, by the configuration; without a configuration fp16 (bf16 if
-    the device has no fp16), as in DeepSpeed. remote_device: "cpu" and "nvme" make parameters on the host, other values on the
+    dtype: dtype of floating-point parameters. None: fp16, bf16 or fp32, by the configuration; without one fp16 (bf16 if the
+    device has no fp16), as in DeepSpeed. remote_device: "cpu" and "nvme" make parameters on the host, other values on the
     accelerator. If the configuration's stage is not 3, nothing is partitioned, and a warning is logged. All ranks get the values
-    that rank 0 draws, whatever their seeds. A function given to `module.apply` inside sees each module's own parameters whole, and
-    rank 0's writes are kept. Torch's constructors are not replaced.
+    that rank 0 draws, whatever their seeds. A function given to `module.apply` inside sees each module's own parameters whole,
+    and rank 0's writes are kept. Torch's constructors are not replaced.
 
     Raises ValueError or RuntimeError for contradictory arguments, before anything changes.
     """
@@ -210,7 +210,7 @@ _apply_lock, _applying = threading.Lock(), 0  # number of open contexts in all t
 
 
 def _gather_in_apply(opened: int) -> None:
-    """Replace nn.Module.apply while any thread has an `Init` open (opened: 1 or, at its end, -1). It gathers in that thread only."""
+    """Replace nn.Module.apply while any thread has an `Init` open; it gathers in that thread only. opened: 1, at the end -1."""
     global _applying
     with _apply_lock:
         _applying += opened

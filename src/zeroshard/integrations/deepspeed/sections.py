@@ -334,8 +334,8 @@ class Judgement:
 
     name: full name in config_keys.KEYS. written: name in the configuration, perhaps an alias. treatment: "served", "ignored" or
     "refused"; "off" for a key that is switched off; "open" for the value "auto", which the program that reads the file replaces.
-    text: the effect of the key, the reason why it has none, or the remedy. note: warning about an ignored key, or "". key: its row
-    in config_keys.KEYS, or None.
+    text: the effect of the key, the reason why it has none, or the remedy. note: warning about an ignored key, or "".
+    key: the key's row in config_keys.KEYS, or None.
     """
 
     name: str

@@ -225,7 +225,7 @@ def _move(model: nn.Module, device: torch.device) -> None:
 
 
 def _basic_optimizer(model: nn.Module, optimizer: Any, model_parameters: Any, config: Any) -> torch.optim.Optimizer | None:
-    """Return the torch optimizer to shard: the program's own, the one that the program's function makes, or the configuration's."""
+    """Return the torch optimizer to shard: the program's own, the one that its function makes, or the configuration's."""
     if optimizer is None and config.optimizer_name is None:
         return None
     parameters = _parameters(model, model_parameters)

@@ -59,9 +59,9 @@ def shard_options(config: DeepSpeedConfig) -> dict[str, Any]:
 def _skips_nonfinite(config: DeepSpeedConfig) -> bool:
     """Return whether DeepSpeed's optimizer of this stage and precision skips a step whose gradients are not finite.
 
-    DeepSpeed's optimizers for fp16 and for stage 3 skip it. At stage 0 in fp32 DeepSpeed has only the plain optimizer, which steps.
-    At stages 1 and 2 its optimizer skips if compute_grad_norm is on; in bf16 if check_grad_overflow is on, and always at stage 1
-    with fp32 gradients.
+    DeepSpeed's optimizers for fp16 and for stage 3 skip it. At stage 0 in fp32 DeepSpeed has only the plain optimizer, which
+    steps. At stages 1 and 2 its optimizer skips if compute_grad_norm is on; in bf16 if check_grad_overflow is on, and always at
+    stage 1 with fp32 gradients.
     """
     zero, bf16 = config.zero_config, config.bfloat16_config
     if config.float16_config.enabled or zero.stage == 3:
@@ -100,7 +100,7 @@ def _precision(config: DeepSpeedConfig) -> dict[str, Any]:
 
 
 def _gathering(config: DeepSpeedConfig) -> dict[str, Any]:
-    """Return the options for parameters that stay whole and, if the configuration sets them, for prefetching and reuse of units."""
+    """Return the options for parameters that stay whole and, if they are given, for prefetching and for reuse of units."""
     zero = config.zero_config
     options = {name: getattr(zero, name) for name in ("param_persistence_threshold", "model_persistence_threshold")}
     if "prefetch_bucket_size" in zero.given:

@@ -1,7 +1,7 @@
 """Names of DeepSpeed that programs import, inherit from or test with isinstance, but that zeroshard does not implement.
 
-A *stand-in* is a class or function that can be imported; making an instance or calling it raises `NotSupported`, whose message has
-the replacement. The base classes of optimizers are no stand-ins: they are plain classes from which the engine's optimizer derives.
+A *stand-in* is a class or function that can be imported; making an instance or calling it raises `NotSupported`, whose message
+has the replacement. The base classes of optimizers are no stand-ins: the class of the engine's optimizer derives from them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Helpers of deepspeed.utils, deepspeed.utils.groups and deepspeed.runtime.utils that scripts call.
 
-Groups: the engine has only data parallelism over all ranks, so the data-parallel group is the world, and functions for every other
-kind of group return size 1, rank 0 and None as the group.
+Groups: the engine has only data parallelism over all ranks, so the data-parallel group is the world, and functions for every
+other kind of group return size 1, rank 0 and None as the group.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """Return `item` with its tensors on the device. Those that criterion_func selects stay the same objects; others are copied."""
+    """Return `item` with its tensors on the device. Those that criterion_func selects stay the same objects, others do not."""
     if criterion_func is not None and criterion_func(item):
         item.data = item.to(device)
         return item

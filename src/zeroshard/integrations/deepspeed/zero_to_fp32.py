@@ -76,7 +76,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, Any]:
     """Return whole tensors by name, on the host; floating-point ones in fp32. Tied tensors share memory.
 
-    lazy_mode: return LazyTensors, each read when its `contiguous()` is called. exclude_frozen_parameters: leave out frozen parameters.
+    lazy_mode: return LazyTensors, each read when its `contiguous()` is called.
+    exclude_frozen_parameters: leave out frozen parameters.
     """
     opened, names = _open(_folder(checkpoint_dir, tag), exclude_frozen_parameters)
     if not lazy_mode:

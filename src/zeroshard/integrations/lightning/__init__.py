@@ -27,7 +27,7 @@ _PACKAGES = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "l
 
 
 def _register(trainer: str, fabric: str) -> tuple[type, type]:
-    """Derive both strategy classes from a package's DDPStrategy, and register them in it. trainer, fabric: names of its modules."""
+    """Derive both strategy classes from a package's DDPStrategy, and register them. trainer, fabric: names of its modules."""
     made = []
     for name, ours, package in (
         ("ZeroshardStrategy", TrainerSharding, trainer),

@@ -22,7 +22,7 @@ from .sharding import Sharding, whole_state_dict
 
 
 class _Around(nn.Module):
-    """Wrapper of the model that Fabric calls: methods that Fabric redirects through its forward then run the model's own hooks."""
+    """Wrapper of the model that Fabric calls: methods that Fabric redirects through its forward run the model's own hooks."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class FabricSharding(Sharding):
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True
     ) -> Tensor:
-        """Clip, and return the norm before clipping (collective). In fp16 a non-finite norm does not raise: the step is skipped."""
+        """Clip, and return the norm before clipping (collective). In fp16 a non-finite norm is no error: the step is skipped."""
         if float(norm_type) != 2.0:
             raise ConfigError(f"norm_type: expected 2, got {norm_type}: the norm over all ranks is that of zs.clip_grad_norm_.")
         norm = zs.clip_grad_norm_(_inner(module), max_norm)
@@ -114,7 +114,7 @@ class FabricSharding(Sharding):
         _inner(module).load_state_dict(state_dict, strict=strict)
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None) -> None:
-        """Save a checkpoint (collective). state: by name, the model, its optimizer (optional), values, objects with state_dict."""
+        """Save a checkpoint (collective). state: by name, the model, perhaps its optimizer, values, objects with state_dict."""
         if self._state_dict_type == "full":
             super().save_checkpoint(path, state, storage_options, filter)
             return
@@ -127,7 +127,7 @@ class FabricSharding(Sharding):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a folder that save_checkpoint wrote, or a file (collective). Return the saved entries that `state` does not have."""
+        """Load a folder that save_checkpoint wrote, or a file (collective). Return the saved entries that `state` lacks."""
         path = Path(self.broadcast(path))
         if not path.is_dir():
             return super().load_checkpoint(path, state, strict=strict, weights_only=weights_only)
