@@ -7,6 +7,7 @@ import torch
 from helpers import OddGPT, seeded, token_batches
 from offloading import tiers
 from private_ranks import PostOffice, PrivateComm
+from zoo import Stack, square
 
 import zeroshard as zs
 from zeroshard.optim import whole_matrix
@@ -298,3 +299,40 @@ def test_adafactor_of_transformers(options, stage, monkeypatch):
     found = pytest.importorskip("transformers.optimization").Adafactor  # ./test installs it; a class like it is tested above
     monkeypatch.setitem(MAKERS, "of transformers", lambda model: found(model.parameters(), **options))
     run_threads(2, _equal, "of transformers", _reference("of transformers", 2), {"stage": stage})
+
+
+@zs.whole_matrix
+class CountsInPlace(torch.optim.Optimizer):
+    """Counts its steps in a tensor among the options of its group, which each step writes into."""
+
+    def __init__(self, params):
+        super().__init__(params, {"count": torch.zeros(())})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] += 1
+            for param in (param for param in group["params"] if param.grad is not None):
+                param.sub_(param.grad / group["count"])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_option_that_a_step_writes_into_is_kept(stage):
+    def rank_main(rank):
+        model = seeded(Stack)
+        model, optimizer = zs.shard(model, CountsInPlace(model.parameters()), stage=stage)
+        for _ in range(3):
+            square(model, (torch.ones(2, 7),)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [group["count"].item() for group in optimizer.param_groups], zs.full_state_dict(model)
+
+    plain = seeded(Stack)
+    alone = CountsInPlace(plain.parameters())
+    for _ in range(3):
+        square(plain, (torch.ones(2, 7),)).backward()
+        alone.step()
+        alone.zero_grad()
+    for counts, state in run_threads(2, rank_main):
+        assert counts == [3.0]
+        torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-5, atol=1e-6)

@@ -410,8 +410,8 @@ class HostStepper:
         """Step a chunk with the optimizer's own class; return the states afterwards."""
         leaf = nn.Parameter(param)
         leaf.grad = grad.to(param.dtype) if job.factor == 1.0 else grad.to(param.dtype) * job.factor
-        vars(self.inner).update(_fresh(job.attributes))
-        self.inner.param_groups = [{**_fresh(job.options), "params": [leaf]}]
+        vars(self.inner).update(fresh(job.attributes))
+        self.inner.param_groups = [{**fresh(job.options), "params": [leaf]}]
         self.inner.state = defaultdict(dict, {leaf: state} if state else {})
         self.inner.step()
         return self.inner.state[leaf]
@@ -429,6 +429,6 @@ class HostStepper:
                 place.copy_(value)
 
 
-def _fresh(settings: dict[str, Any]) -> dict[str, Any]:
+def fresh(settings: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of settings for the step of one chunk, since the optimizer's class may write into them."""
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in settings.items()}

@@ -34,7 +34,7 @@ from .cpu_kernels import matches
 from .delayed_update import DelayedStep
 from .inner_optimizer import inner_copy, step_on_device
 from .lr_schedulers import Tally, respect_skipped_steps, rewrap_for_schedulers
-from .offloaded_step import HostStepper, Job
+from .offloaded_step import HostStepper, Job, fresh
 from .segments import Run, RunMaker, state_tensors
 from .state_view import ParameterState, load_state, mapping_of, plain, state_by_param
 from .step_record import StepRecord
@@ -328,10 +328,9 @@ class OptimizerCore:
         The host restores them before each chunk, so that a class which counts its steps there counts one step, not one per
         chunk. They are copies since schedulers write into a tensor of a learning rate while a delayed update runs.
         """
-        copied = lambda value: value.clone() if isinstance(value, Tensor) else value  # noqa: E731
-        groups = [{k: copied(v) for k, v in group.items() if k != "params"} for group in self.inner.param_groups]
+        groups = [fresh({k: v for k, v in group.items() if k != "params"}) for group in self.inner.param_groups]
         own = vars(self.inner).items()
-        return groups, {k: copied(v) for k, v in own if k not in _NOT_COPIED and isinstance(v, (int, float, Tensor))}
+        return groups, fresh({k: v for k, v in own if k not in _NOT_COPIED and isinstance(v, (int, float, Tensor))})
 
     def _step_on_host(self, runs: list[Run], options_of: list[dict[str, Any]], attributes: dict[str, Any]) -> None:
         """Step the offloaded runs, in the order of the model, at once or as a delayed update."""

@@ -33,6 +33,7 @@ from ..utils.torch_compat import disable_current_modes
 from ..zero.chunked_gather import ChunkedGather
 from ..zero.parameter import ParamSpec
 from ..zero.unit import ParamGroup
+from .offloaded_step import fresh
 from .segments import Run
 from .state_storage import ColumnStates
 
@@ -138,6 +139,13 @@ class Stepping:
         return self.group.layout.slots[self.index].numel
 
 
+def _differs(after: Any, before: Any) -> bool:
+    """Return True for an option that a step has replaced, or written into (a tensor, of which it had a copy)."""
+    if isinstance(after, Tensor) and isinstance(before, Tensor):
+        return not torch.equal(after, before)
+    return after is not before
+
+
 class WholeStepper:
     """Steps the runs of whole parameters."""
 
@@ -170,12 +178,13 @@ class WholeStepper:
         state = {key: value.view((1,) * self._leading(job, key) + job.shape) for key, value in states.items()}
         others = {key: job.run.shown(value) for key, value in job.others.items()}
         state |= {key: value.clone() if isinstance(value, Tensor) else value for key, value in others.items()}
-        self.inner.param_groups = [{**job.options, "params": [leaf]}]
+        self.inner.param_groups = [{**fresh(job.options), "params": [leaf]}]
         self.inner.state = defaultdict(dict, {leaf: state} if state else {})
         self.inner.step()
         after, options = self.inner.state[leaf], self.inner.param_groups[0]
-        # options that the class has replaced; the default `options` is a value that no option has
-        job.written = {k: v for k, v in options.items() if k != "params" and v is not job.options.get(k, options) and sendable(v)}
+        # the default `options` is a value that no option has
+        changed = {k: v for k, v in options.items() if k != "params" and _differs(v, job.options.get(k, options))}
+        job.written = {k: v for k, v in changed.items() if sendable(v)}
         self.inner.state, self.inner.param_groups = defaultdict(dict), []  # free the whole parameter
         return leaf.detach(), {key: self._as_cut(job, key, value) for key, value in after.items()}
 
