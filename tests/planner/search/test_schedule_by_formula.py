@@ -14,9 +14,14 @@ from zeroshard.config import Tier
 from zeroshard.errors import ConfigError
 from zeroshard.memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, STAGING
 from zeroshard.planner.dry_run import plan
+from zeroshard.planner.model_source import ModelSource
 from zeroshard.planner.models import CASE_STUDIES, GPT, GPTConfig
+from zeroshard.planner.request import Request
 from zeroshard.planner.search.profile import Profile, UnitProfile
+from zeroshard.planner.search.requested import layout_of, of_layout
 from zeroshard.planner.search.schedule import Layout, memory_of, trace_of
+from zeroshard.planner.simulator.hardware import Hardware
+from zeroshard.planner.simulator.simulate import simulate
 from zeroshard.planner.simulator.trace import Resource
 from zeroshard.zero.runtime import runtime_of
 
@@ -166,6 +171,22 @@ def test_a_profile_of_a_dry_run_is_that_of_the_formulas():
             ]
     with pytest.raises(ConfigError, match="expected a plan over two or more ranks of dp alone"):
         Profile.of_plan(dataclasses.replace(dry, axes={"dp": 2, "tp": 2}), 32)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"prefetch_bucket_size": 0}, {"prefetch_bucket_size": 220_000}, {"overlap": False}], ids=str
+)
+def test_what_is_gathered_ahead_is_the_runtimes(options):
+    """A limit as a number of elements, or nothing beside computation: bytes that are gathered at once, and what waits for links."""
+    given, hardware = {"stage": 3, "precision": "bf16"} | options, Hardware.named("a100-80gb")
+    request = Request(
+        ModelSource("small", lambda: GPT(SHAPE), 32, 1000), hardware, {"pp": 1, "dp": 6, "tp": 1}, 1, 32, options=given
+    )
+    layout, found, profile = layout_of(request), request.plan(), Profile.of_shape(SHAPE)
+    assert memory_of(profile, layout)[Tier.DEVICE][GATHERED] == found.report.peak[GATHERED]
+    assert layout_of(of_layout(request, layout)) == layout
+    waits = [simulate(each, hardware).exposed_s for each in (found.trace, trace_of(profile, layout)[0])]
+    assert waits[1] == pytest.approx(waits[0], rel=0.15)
 
 
 def test_gradients_on_the_host_leave_no_whole_sums_on_the_device_with_tensor_parallelism():

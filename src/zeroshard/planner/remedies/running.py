@@ -37,7 +37,8 @@ _SEQUENCES, _TOKENS = 16, 1024
 _BLOCK_KEEPS = 16  # times its input, which a block keeps for backward
 _OPTIONS = (
     "stage", "precision", "offload_optimizer", "offload_gradient", "offload_param", "offload_path", "shard_size",
-    "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "prefetch_nbytes", "max_unit_numel",
+    "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "prefetch_nbytes",
+    "prefetch_bucket_size", "overlap", "max_unit_numel",
 )  # fmt: skip
 _SMALL = 0.01  # share of what the device holds: a change that frees less is no remedy
 

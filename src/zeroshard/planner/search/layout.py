@@ -35,6 +35,7 @@ class Layout:
         zs.accumulate, as zs.parallelize does; else each is reduced.
     checkpointing: "none"; "blocks": each keeps its input; "partitioned": ranks of tp keep a part each; "host": the host keeps it.
     shard_size (HSDP, MiCS), hpz, quantized_weights, quantized_gradients, prefetch_nbytes, max_unit_numel: see Config.
+        Where prefetch_nbytes is None, computation waits for each gather and reduction (overlap=False).
     node_size: ranks of a node. hops: a collective across nodes takes "two", the default, or "one" (hierarchical=False), where the
         bytes are those sent to each peer directly; the simulator makes rings of them.
     gradient_itemsize: bytes of a gradient's element at rest. state_itemsize: of an element's optimizer states, without masters.
@@ -61,7 +62,7 @@ class Layout:
     quantized_gradients: str | None = None
     node_size: int = 8
     hops: str = "two"
-    prefetch_nbytes: int = 64 << 20
+    prefetch_nbytes: int | None = Config.prefetch_nbytes
     max_unit_numel: int | None = None
     gradient_itemsize: int = 4
     state_itemsize: int = 8
@@ -137,7 +138,7 @@ class Layout:
         named |= {"max_unit_numel": self.max_unit_numel}
         named |= {"zero_quantized_weights": self.quantized_weights, "zero_quantized_gradients": self.quantized_gradients}
         if self.prefetch_nbytes != Config.prefetch_nbytes:
-            named["prefetch_nbytes"] = self.prefetch_nbytes
+            named |= {"overlap": False} if self.prefetch_nbytes is None else {"prefetch_nbytes": self.prefetch_nbytes}
         if self.hops == "one" and min(self.place()) > 1:
             named["hierarchical"] = False
         return found | {name: value for name, value in named.items() if value is not None}

@@ -16,7 +16,7 @@ from ...config import STAGES, Config, Offload, Placement, Row, Tier
 from ...memory.estimate import Group, arena_nbytes
 from ...memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, SECONDARY, STAGING
 from ...tensor.state_column import StateColumn
-from ...zero.prefetch import LOOKAHEAD
+from ...zero.prefetch import most_gathered
 from ...zero.shard_model import LANDINGS, STAGING_BUFFERS
 from ..plan import ACTIVATIONS
 from .layout import Layout, packed_nbytes, rests_away
@@ -47,7 +47,11 @@ def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, di
     moments = sizes.stepped if replicated else own  # the padding at the end of a whole buffer is not stepped
     add(OPTIMIZER, layout.optimizer, moments * layout.state_itemsize)
     if sharded and layout.shards > 1:
-        add(GATHERED, Tier.DEVICE, sizes.gathered(0 if away else layout.prefetch_nbytes, layout.itemsize))
+        add(
+            GATHERED,
+            Tier.DEVICE,
+            sizes.gathered(0 if away and layout.prefetch_nbytes else layout.prefetch_nbytes, layout.itemsize),
+        )
     if sharded and layout.hpz > 1:
         add(SECONDARY, Tier.DEVICE, whole / layout.hpz * packed_nbytes(layout.quantized_weights, layout.itemsize))
     if spread and layout.held:
@@ -114,19 +118,11 @@ class Sizes:
         )  # fmt: skip
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019
-    def gathered(self, prefetch_nbytes: int, itemsize: int) -> int:
+    def gathered(self, prefetch_nbytes: int | None, itemsize: int) -> int:
         """Return the gathered bytes at the fullest moment of stage 3: the root, the unit in use, and those gathered ahead."""
         nbytes = {name: numel * itemsize for name, numel in self.whole.items()}
-        held, most = sum(nbytes[name] for name in nbytes.keys() - set(self.visits)), 0
-        for order in (self.visits, self.visits[::-1]):
-            for at, name in enumerate(order):
-                ahead = 0
-                for other in dict.fromkeys(each for each in order[at + 1 : at + 1 + LOOKAHEAD] if each != name):
-                    if ahead and ahead + nbytes[other] > prefetch_nbytes:  # the next one is gathered in any case
-                        break
-                    ahead += nbytes[other]
-                most = max(most, nbytes[name] + ahead)
-        return held + most
+        held = sum(nbytes[name] for name in nbytes.keys() - set(self.visits))
+        return held + most_gathered(self.visits, nbytes, prefetch_nbytes)
 
 
 def _visits(units: Sequence[UnitProfile], homes: list[Home]) -> list[str]:

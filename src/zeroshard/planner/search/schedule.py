@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...config import STAGES, Placement, Tier
-from ...zero.prefetch import LOOKAHEAD
+from ...zero.prefetch import LOOKAHEAD, count_ahead
 from ..simulator.trace import AttentionWork, Resource, Task, Trace
 from .layout import Bytes, Layout, Volumes, rests_away
 from .memory import memory_of
@@ -218,15 +218,11 @@ class Stage:
         """Gather the first stretch, and beside its computation those after it that the runtime would gather ahead."""
         if not self.sharded or (self.layout.shards == 1 and self.layout.parameter is Tier.DEVICE):
             return
-        ahead = 0.0
-        for at, stretch in enumerate(upcoming[: LOOKAHEAD + 1]):
-            for home in stretch.homes:
-                size = self.volumes[home.name].numel * self.layout.itemsize
-                if at and ahead and ahead + size > self.layout.prefetch_nbytes:
-                    return
-                ahead += size * bool(at)
-                if home.name not in self.gathers:
-                    self._gather(home, phase, self.last)
+        later = [home for stretch in upcoming[1 : LOOKAHEAD + 1] for home in stretch.homes]
+        sizes = [self.volumes[home.name].numel * self.layout.itemsize for home in later]
+        for home in (*upcoming[0].homes, *later[: count_ahead(sizes, self.layout.prefetch_nbytes)]):
+            if home.name not in self.gathers:
+                self._gather(home, phase, self.last)
 
     def _gather(self, home: Home, phase: str, after: tuple[int, ...]) -> None:
         if not self.sharded:
@@ -280,6 +276,8 @@ class Stage:
         if packed and hops:
             read = volumes.numel * packed + nbytes * lay.gradient_itemsize
             done = (self._pack(f"unpack {home.name}", "backward", read, done, home),)
+        if lay.prefetch_nbytes is None:
+            self.last = tuple({*self.last, *done})
         if self.row.gradient is Placement.SHARDED and rests_away(lay.gradient, lay.separate):
             if lay.separate:
                 done = (
