@@ -1,6 +1,7 @@
 """Layouts: what ranks hold and send by the formulas is what the runtime holds and sends on imagined ranks; traces are of the same bytes."""
 
 import dataclasses
+from collections import Counter
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from zeroshard.planner.request import Request
 from zeroshard.planner.search.profile import Profile, UnitProfile
 from zeroshard.planner.search.requested import layout_of, of_layout
 from zeroshard.planner.search.schedule import Layout, memory_of, trace_of
-from zeroshard.planner.simulator.hardware import Hardware
+from zeroshard.planner.simulator.hardware import NETWORK, Hardware
 from zeroshard.planner.simulator.simulate import simulate
 from zeroshard.planner.simulator.trace import Resource
 from zeroshard.zero.runtime import runtime_of
@@ -77,6 +78,11 @@ def test_a_trace_sends_what_the_runtime_sends(stage):
     runtime = sum(each.nbytes for each in ledger.traffic.values()) / 2
     between, inside = sent(layout, Profile.of_shape(SHAPE))
     assert (between, inside) == (0, pytest.approx(runtime, rel=2e-3))  # and some bytes that ranks tell each other
+
+
+def collectives(trace):
+    """Their number on each axis: each has a latency of its own."""
+    return Counter(task.axis for task in trace.tasks for _ in range(task.messages) if set(task.nbytes) & set(NETWORK))
 
 
 OPTIONS = {
@@ -146,6 +152,8 @@ def test_a_dry_run_comes_to_the_same(layout, tmp_path):
     for resource in set(Resource) - {Resource.DEVICE, Resource.HOST}:
         assert trace.total(resource) == pytest.approx(found.trace.total(resource), rel=0.01), resource
     assert sum(t.flops for t in trace.tasks) == pytest.approx(sum(t.flops for t in found.trace.tasks), rel=0.03)
+    stretched = trace_of(profile, layout, groups=1)[0]
+    assert collectives(trace) == collectives(stretched) == collectives(found.trace)
     assert trace.model_flops == pytest.approx(found.trace.model_flops, rel=1e-3)
 
 

@@ -114,6 +114,8 @@ class Stage:
     def _add(
         self, name: str, phase: str, nbytes: Mapping[Resource, float], after: tuple[int, ...], chain: bool = False, **more: Any
     ) -> int:  # fmt: skip
+        home = self.volumes.get(more.get("unit", ""))
+        more.setdefault("messages", 1 if home is None else len(home.shards))  # each flat buffer travels by itself
         number = self.trace.add(Task(name, phase, nbytes, tuple(sorted(set(after))), **more))
         if chain:
             self.last = (number,)
@@ -174,7 +176,8 @@ class Stage:
         if lay.checkpointing == "partitioned" and lay.tp > 1:
             sent = self._kept(stretch) * (lay.tp - 1)
             name = f"gather input {stretch.name}"
-            needed = (*needed, self._add(name, "backward", self._tp_nbytes(sent), self.last, axis="tp", peers=lay.tp))
+            given: dict[str, Any] = {"axis": "tp", "peers": lay.tp, "messages": len(stretch.units)}
+            needed = (*needed, self._add(name, "backward", self._tp_nbytes(sent), self.last, **given))
         flops = sum(unit.flops for unit in stretch.units)
         last = sum(unit.last_flops for unit in stretch.units) if lay.stops_early else 0.0
         self._compute(f"forward again {stretch.name}", "backward", stretch, (flops - last) / flops if flops else 1.0, needed)
@@ -308,7 +311,7 @@ class Stage:
         sent = 2 * (lay.tp - 1) / lay.tp * self.tokens * ((8 + lay.itemsize) if told else reduces * width * lay.itemsize)
         self._add(
             f"sum {stretch.name}", phase, self._tp_nbytes(sent), self.last, chain=True, axis="tp", peers=lay.tp,
-            kernels=3 if told else reduces, unit=stretch.name,
+            messages=3 if told else reduces, unit=stretch.name,
         )  # fmt: skip
 
     def _boundary_before(self) -> int:

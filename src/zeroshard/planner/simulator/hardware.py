@@ -237,7 +237,7 @@ def resource_seconds(
             rate = link.rate(ranks, hardware.devices_per_node)
             if link.group is not None and members > 1 and (link.trees or task.axis == "tp"):
                 rate = min(rate, link.group / members)
-            times[resource] = moved / (rate * utilisation) + hop * _hops(task) * (nbytes > 0)
+            times[resource] = moved / (rate * utilisation) + hop * _hops(task) * task.messages * (nbytes > 0)
     return times
 
 

@@ -60,7 +60,7 @@ class Task:
     numel: parameters that are stepped (HOST, DEVICE). after: numbers of the tasks that must be over before it begins; below 0:
     tasks of the step before, counted from its last (-1). channel: the name that joins a send with its receive in another stage,
     see `simulate.py`. distinct: whether a collective sends other bytes to each peer (an all-to-all), so that ranks cannot pass
-    bytes on, as those of a ring do.
+    bytes on, as those of a ring do. messages: collectives or copies, one after the other, that the task stands for.
     """
 
     name: str
@@ -76,6 +76,7 @@ class Task:
     unit: str = ""  # of the model, whose work it is
     channel: str = ""
     distinct: bool = False
+    messages: int = 1
     products: int = 0
     attention: AttentionWork | None = None
 
