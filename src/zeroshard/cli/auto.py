@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..planner.plan import Plan
-from ..planner.request import Request, gib
+from ..planner.request import Request, gib, judge
 from ..planner.search.layout_file import write_config
 from ..planner.search.requested import of_layout, profile_of
 from ..planner.search.schedule import Layout
@@ -26,7 +26,7 @@ def choose(request: Request, global_batch: int, fixed: dict[str, Any], lossy: bo
     def verify(layout: Layout) -> Plan:
         chosen = of_layout(request, layout)
         made[layout] = chosen, chosen.plans()
-        return max(made[layout][1], key=lambda plan: max(phase.nbytes(tier) for phase in plan.phases for tier in phase.held))
+        return judge(made[layout][1], request.hardware).plan
 
     def simulated(layout: Layout) -> Simulation:
         chosen, plans = made[layout]

@@ -114,7 +114,7 @@ def _planned(options: Options) -> int:
                 auto.write(layouts, options.write_config, options.offload_path)
         else:
             plans = request.plans()
-        verdict = judge(plans, request)
+        verdict = judge(plans, request.hardware)
         notes = [*request.source.notes, *([layouts.reason] if layouts is not None else [])]
         sheets = [tables.memory(verdict.plan), tables.communication(verdict.plan), tables.activations(verdict.plan)]
         if options.out is not None:

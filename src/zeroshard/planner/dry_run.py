@@ -105,7 +105,8 @@ def plan(
     _check(model_fn, batch, loss, optimizer, micro_batches, node_size, hold=hold, separate=separate, whole=whole)
     config = Config.build(config, **options)
     recorder = Recorder(separate)
-    kind = Imagination(node_size, separate, not separate and node_size is None, recorder)
+    one_host = not separate and (node_size or 0) in (0, _product(axes))
+    kind = Imagination(node_size, separate, one_host, recorder)
     token = imagination.set(kind)
     try:
         _check_options(axes, parallel or {}, checkpointing)

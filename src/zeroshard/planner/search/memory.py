@@ -18,7 +18,7 @@ from ...memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from ...tensor.state_column import StateColumn
 from ...zero.prefetch import most_gathered
 from ...zero.shard_model import LANDINGS, STAGING_BUFFERS
-from ..plan import ACTIVATIONS
+from ..plan import ACTIVATIONS, Held, fullest, memories
 from .layout import Layout, packed_nbytes, rests_away
 from .profile import Home, Profile, UnitProfile, homes_of
 
@@ -62,6 +62,12 @@ def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, di
     add(ACTIVATIONS, Tier.DEVICE, tokens * (kept[0] * in_flight(layout, stage) + working))
     add(ACTIVATIONS, Tier.HOST, tokens * kept[1] * in_flight(layout, stage))
     return {tier: dict(found) for tier, found in held.items()}
+
+
+def held_of(profile: Profile, layout: Layout) -> dict[Tier, Held]:
+    """Return the bytes of each memory by category on the rank where it is fullest: one of the first stage, or of the last."""
+    stages = sorted({0, layout.pp - 1})
+    return fullest([memories(memory_of(profile, layout, stage), layout.separate) for stage in stages])
 
 
 def in_flight(layout: Layout, stage: int) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 from ...config import STAGES, Placement, Tier
 from ...errors import ConfigError, did_you_mean
 from ...memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
-from ..plan import Plan
+from ..plan import Held, Plan, fullest, memories
 from ..recorder import telling
 from ..request import gb
 from ..simulator.hardware import Hardware, resource_seconds
@@ -29,7 +29,7 @@ from ..simulator.simulate import Simulation, simulate
 from ..simulator.spread import seconds_with_spread
 from ..simulator.trace import Resource, Task, Trace
 from .layout import Layout, Volumes, exchange
-from .memory import Sizes, memory_of
+from .memory import Sizes, held_of
 from .profile import Profile
 from .schedule import attention_of, trace_of
 
@@ -50,7 +50,8 @@ TIERS: dict[int, tuple[tuple[Tier, Tier, Tier], ...]] = {  # stage -> where opti
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits. step_s: seconds of a step of the whole batch. memory: bytes of its fullest rank, by tier and category.
+    """A layout that fits. step_s: seconds of a step of the whole batch. memory: bytes of each memory by category, on the rank and
+    at the moment at which it is fullest.
 
     by_formula: whether seconds and memory are those of formulas; else those of a dry run.
     """
@@ -118,7 +119,7 @@ def search(
         counts["layouts"] += 1
         if counts["layouts"] % 1000 == 0:
             _tell(f"{counts['layouts']:,} layouts looked at, {counts['fit']:,} fit by formula")
-        excess = _excess(profile, layout, limits)
+        excess = _excess(held_of(profile, layout), limits)
         if excess > 1:
             shortest = min(shortest, (excess, layout), key=lambda pair: pair[0])
             continue
@@ -237,20 +238,13 @@ def _between_nodes(stage: int, several: bool, inside: int, lossy: bool) -> list[
 def _limits(hardware: Hardware, devices: int, margin: float) -> dict[Tier, float]:
     """Return the bytes of each tier that one rank may take."""
     ranks = min(hardware.devices_per_node, devices)
-    own = (hardware.device.memory_nbytes - hardware.overhead_nbytes) * (1 - margin)
-    shared = {Tier.HOST: hardware.host_memory_nbytes, Tier.DISK: hardware.disk_nbytes}
-    return {Tier.DEVICE: own} | {tier: nbytes * (1 - margin) / ranks for tier, nbytes in shared.items()}
+    room = {tier: hardware.capacity(tier) * (1 - margin) / ranks for tier in Tier}
+    return room | {Tier.DEVICE: (hardware.capacity(Tier.DEVICE) - hardware.overhead_nbytes) * (1 - margin)}
 
 
-def _excess(profile: Profile, layout: Layout, limits: Mapping[Tier, float]) -> float:
-    """Return the fullest rank's bytes over its limit, on the tier where this is most; above 1 the layout does not fit."""
-    worst = 0.0
-    for stage in {0, layout.pp - 1}:
-        held = {tier: float(sum(found.values())) for tier, found in memory_of(profile, layout, stage).items()}
-        if not layout.separate:
-            held[Tier.DEVICE] += held.pop(Tier.HOST, 0.0)
-        worst = max(worst, *(nbytes / limits[tier] if limits[tier] else math.inf for tier, nbytes in held.items() if nbytes))
-    return worst
+def _excess(held: Mapping[Tier, Held], limits: Mapping[Tier, float]) -> float:
+    """Return the bytes of a memory over its limit, of that where this is most; above 1 it does not fit."""
+    return max(sum(found.values()) / limits[tier] for tier, found in held.items())
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
@@ -342,12 +336,9 @@ def timed(profile: Profile, layout: Layout, hardware: Hardware) -> tuple[float, 
 
 def _candidate(profile: Profile, layout: Layout, hardware: Hardware) -> Candidate:
     step_s, simulation = timed(profile, layout, hardware)
-    memory = max(
-        (memory_of(profile, layout, stage) for stage in {0, layout.pp - 1}), key=lambda held: sum(held[Tier.DEVICE].values())
-    )
     tokens = layout.sequences * profile.seq
     tflops = 3 * profile.flops * tokens / layout.ranks / step_s / 1e12
-    return Candidate(layout, step_s, tflops, tokens / step_s, simulation.bound, memory)
+    return Candidate(layout, step_s, tflops, tokens / step_s, simulation.bound, held_of(profile, layout))
 
 
 def _simulated(
@@ -422,11 +413,12 @@ def _confirmed(
         counts["verified"] += 1
         _tell(f"dry run of {each.layout}")
         plan = verify(each.layout)
-        if any(plan.peak(tier) > limit for tier, limit in limits.items()):
+        held = fullest([memories(phase.held, plan.separate) for phase in plan.phases])
+        if _excess(held, limits) > 1:
             counts["refused"] += 1
             continue
         kinds.add(_kind(each.layout))
-        found.append(each if simulated is None else _by_dry_run(each, plan, simulated(each.layout)))
+        found.append(each if simulated is None else _by_dry_run(each, held, simulated(each.layout)))
     if not found:
         raise ConfigError(
             f"none of the {counts['verified']} fastest layouts fits by its dry run: use more devices, or a smaller batch."
@@ -434,10 +426,9 @@ def _confirmed(
     return _in_order(found)
 
 
-def _by_dry_run(each: Candidate, plan: Plan, done: Simulation) -> Candidate:
-    fullest = max(plan.phases, key=lambda phase: phase.nbytes(Tier.DEVICE))
+def _by_dry_run(each: Candidate, held: Mapping[Tier, Held], done: Simulation) -> Candidate:
     return replace(
-        each, step_s=done.step_s, tflops=done.tflops, tokens_per_s=done.tokens_per_s, bound=done.bound, memory=fullest.held,
+        each, step_s=done.step_s, tflops=done.tflops, tokens_per_s=done.tokens_per_s, bound=done.bound, memory=held,
         by_formula=False,
     )  # fmt: skip
 
@@ -459,7 +450,7 @@ def _reason(
     sentences = [f"{layout} takes {_gb(best.nbytes())} of the {room} that a device has for it, {seconds} s a step."]
     lower = _without(layout)
     if lower is not None:
-        needed = max(sum(memory_of(profile, lower, stage)[Tier.DEVICE].values()) for stage in {0, layout.pp - 1})
+        needed = sum(held_of(profile, lower)[Tier.DEVICE].values())
         what = f"ZeRO-{lower.stage}" if lower.stage != layout.stage else "Without offloading it"
         if needed > limits[Tier.DEVICE]:
             sentences.append(f"{what} would need {_gb(needed)}.")
@@ -497,10 +488,10 @@ def _no_layout(devices: int, global_batch: int, fixed: Mapping[str, Any]) -> str
 def _too_large(profile: Profile, hardware: Hardware, shortest: tuple[float, Layout | None], limits: Mapping[Tier, float]) -> str:
     excess, layout = shortest
     assert layout is not None
-    held = memory_of(profile, layout)
-    states = sum(held[tier].get(name, 0) for tier in Tier for name in (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER))
+    held = held_of(profile, layout)
+    states = sum(found.get(name, 0) for found in held.values() for name in (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER))
     sizes = ", ".join(
-        f"{_gb(sum(held[tier].values()))} on {tier.value} ({_gb(limits[tier])} available)" for tier in Tier if held[tier]
+        f"{_gb(sum(held[tier].values()))} on {tier.value} ({_gb(limits[tier])} available)" for tier in held if held[tier]
     )
     return (
         f"{profile.name} of {profile.numel / 1e9:.3g}B parameters does not fit {layout.ranks} x {hardware.name} in any layout. The nearest, "
