@@ -19,7 +19,7 @@ from zeroshard.planner.model_source import ModelSource
 from zeroshard.planner.models import CASE_STUDIES, GPT, GPTConfig
 from zeroshard.planner.request import Request
 from zeroshard.planner.search.profile import Profile, UnitProfile
-from zeroshard.planner.search.requested import layout_of, of_layout
+from zeroshard.planner.search.requested import layout_of, of_layout, profile_of
 from zeroshard.planner.search.schedule import Layout, memory_of, trace_of
 from zeroshard.planner.simulator.hardware import NETWORK, Hardware
 from zeroshard.planner.simulator.simulate import simulate
@@ -195,6 +195,26 @@ def test_what_is_gathered_ahead_is_the_runtimes(options):
     assert layout_of(of_layout(request, layout)) == layout
     waits = [simulate(each, hardware).exposed_s for each in (found.trace, trace_of(profile, layout)[0])]
     assert waits[1] == pytest.approx(waits[0], rel=0.15)
+
+
+def test_one_plan_tells_of_the_model_whatever_its_stage_and_way_to_reduce(monkeypatch):
+    source, hardware = ModelSource("small", lambda: GPT(SHAPE), 32, 1000), Hardware.named("a100-80gb")
+    options = [{"stage": 3}, {"stage": 0}, {"stage": 3, "shard_size": 2}, {"stage": 2, "zero_quantized_gradients": "int8"}]
+    splitting = [{"stage": 3, "max_unit_numel": 1 << 14}, {"stage": 3, "zero_quantized_weights": "int8"}]
+    asked = [
+        Request(source, hardware, {"pp": 1, "dp": 4, "tp": 1}, 2, 32, node_size=2, options=each) for each in options + splitting
+    ]
+    plans = [each.plan() for each in asked]
+
+    def no_plan(self, stage=0):
+        raise ConfigError("a further dry run")
+
+    monkeypatch.setattr(Request, "plan", no_plan)
+    units = [profile_of(request, [plan]).units for request, plan in zip(asked[:4], plans, strict=False)]
+    assert units == [units[0]] * 4
+    for request, plan in zip(asked[4:], plans[4:], strict=True):
+        with pytest.raises(ConfigError, match="a further dry run"):
+            profile_of(request, [plan])
 
 
 def test_gradients_on_the_host_leave_no_whole_sums_on_the_device_with_tensor_parallelism():

@@ -16,7 +16,7 @@ from .layout import Layout
 from .profile import Profile
 
 CHECKPOINTING: dict[str, Any] = {"none": False, "blocks": True, "partitioned": {"partition": True}, "host": {"offload": "cpu"}}
-_PACKED = {"shard_size", "mics_shard_size", "zero_quantized_gradients", "hierarchical"}  # what is reduced is not what is sent
+_OTHER_UNITS = {"max_unit_numel", "zero_quantized_weights"}  # with these a plan's units are others, or keep other tensors
 
 
 def of_layout(request: Request, layout: Layout) -> Request:
@@ -55,7 +55,7 @@ def profile_of(request: Request, plans: Sequence[Plan] = ()) -> Profile:
     if source.config is not None:
         return Profile.of_shape(replace(source.config, seq_len=request.seq), source.name)
     alone = request.axes["dp"] == request.ranks > 1
-    if plans and alone and request.config.stage and not request.checkpointing and not _PACKED & set(request.options):
+    if plans and alone and not request.checkpointing and not _OTHER_UNITS & set(request.options):
         whole, known = request, plans[0]
     else:
         ranks = max(request.ranks_of_node, 2)  # one node, so that a unit is gathered in one hop
