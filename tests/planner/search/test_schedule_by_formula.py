@@ -210,11 +210,11 @@ def test_one_plan_tells_of_the_model_whatever_its_stage_and_way_to_reduce(monkey
         raise ConfigError("a further dry run")
 
     monkeypatch.setattr(Request, "plan", no_plan)
-    units = [profile_of(request, [plan]).units for request, plan in zip(asked[:4], plans, strict=False)]
+    units = [profile_of(request, [made]).units for request, made in zip(asked[:4], plans, strict=False)]
     assert units == [units[0]] * 4
-    for request, plan in zip(asked[4:], plans[4:], strict=True):
+    for request, made in zip(asked[4:], plans[4:], strict=True):
         with pytest.raises(ConfigError, match="a further dry run"):
-            profile_of(request, [plan])
+            profile_of(request, [made])
 
 
 def test_gradients_on_the_host_leave_no_whole_sums_on_the_device_with_tensor_parallelism():
