@@ -27,12 +27,17 @@ def count_ahead(sizes: Sequence[float], limit_nbytes: int | None) -> int:
 
 
 def most_gathered(order: Sequence[str], nbytes: Mapping[str, int], limit_nbytes: int | None) -> int:
-    """Return the most bytes that are gathered at once while forward visits units in this order, and backward in the reverse."""
+    """Return the most bytes that are gathered at once while forward visits units in this order, and backward in the reverse.
+
+    A unit that is visited twice (of a tied embedding) stays gathered in backward between the two.
+    """
     most = 0
-    for visits in (order, order[::-1]):
+    twice = {name for name in order if order.count(name) > 1}
+    for visits, staying in ((order, set()), (order[::-1], twice)):
         for at, name in enumerate(visits):
-            ahead = [nbytes[other] for other in dict.fromkeys(visits[at + 1 : at + 1 + LOOKAHEAD]) if other != name]
-            most = max(most, nbytes[name] + sum(ahead[: count_ahead(ahead, limit_nbytes)]))
+            here = {name} | {other for other in staying if other in visits[:at] and other in visits[at:]}
+            ahead = [nbytes[other] for other in dict.fromkeys(visits[at + 1 : at + 1 + LOOKAHEAD]) if other not in here]
+            most = max(most, sum(nbytes[other] for other in here) + sum(ahead[: count_ahead(ahead, limit_nbytes)]))
     return most
 
 

@@ -19,9 +19,10 @@ from ...config import Config, Placement
 from ...errors import ConfigError
 from ...memory.ledger import Ledger
 from ...utils.compression import Compression
-from ..base import Comm
+from ..base import Comm, Reserved
 from ..codecs import TopK, codec_of
 from ..codecs.base import Codec
+from ..fake import FakeComm, Imagination, imagination
 from .compressed import CompressedGathers, CompressedReductions, Errors
 from .hierarchical import HierarchicalComm
 from .low_rank import LowRankReductions
@@ -119,6 +120,15 @@ class Topology:
         return self.gradients if packed and self.sent is not None and numel >= self.sent.min_numel else self.plain_gradients
 
 
+def needed(values: Iterable[tuple[Comm, Reserved]], slices: Iterable[tuple[Comm, Reserved]]) -> int:
+    """Return the bytes of the buffers of all Comms on this rank: see `Comm.needed`. Each pair is a group's Comm and shard."""
+    found: dict[Comm, tuple[list[Reserved], list[Reserved]]] = {}
+    for number, groups in enumerate((values, slices)):
+        for comm, shard in groups:
+            found.setdefault(comm, ([], []))[number].append(shard)
+    return sum(comm.needed(*each) for comm, each in found.items())
+
+
 def check(config: Config, comm: Comm, nodes: Parts | None = None) -> None:
     """Raise ConfigError for groups or nodes that do not divide the ranks. nodes: the groups along a mesh's inner axis."""
     for name in ("shard_size", "zero_hpz_partition_size"):
@@ -178,6 +188,17 @@ def open_topology(
         _factorize(topology, config, ledger, warm)
     _pack_weights(topology, config, ledger, warm)
     return topology
+
+
+def imagined_topology(
+    config: Config, ranks: int, node_size: int, separate: bool, copies: bool, mesh: Parts | None = None
+) -> Topology:
+    """Return the Comms that a model would have: they tell what they would hold and send (not collective). See Imagination."""
+    token = imagination.set(Imagination(node_size, separate, copies))
+    try:
+        return open_topology(config, Topology.flat(FakeComm(0, ranks)), Ledger(), lambda steps: True, mesh)
+    finally:
+        imagination.reset(token)
 
 
 def _even(world_size: int, size: int) -> Parts:

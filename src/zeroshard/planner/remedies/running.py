@@ -18,13 +18,14 @@ import torch
 from ...config import Placement, Tier
 from ...errors import ConfigError
 from ...memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARTIAL
+from ...zero.auto_wrap import ROOT
 from ...zero.out_of_memory import Shortage, size
 from ..model_source import ModelSource, Shape
 from ..plan import ACTIVATIONS
 from ..request import Request
 from ..search.layout import Layout
 from ..search.memory import memory_of
-from ..search.profile import ROOT, Profile, UnitProfile
+from ..search.profile import Profile, UnitProfile
 from ..search.requested import layout_of
 from ..search.schedule import trace_of
 from ..search.search import plainness, timed

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...config import PRECISIONS, STAGES, Config, Placement, Tier
 from ...errors import ConfigError, did_you_mean
+from ...memory.estimate import rests_away
 from ..simulator.trace import Resource
 from .profile import Home
 
@@ -242,7 +243,3 @@ class Volumes:
         if self.row.parameter is Placement.SHARDED or self.row.optimizer is not Placement.SHARDED:
             return []
         return exchange(lay, self.numel * self._weight, lay.shards)
-
-
-def rests_away(tier: Tier, separate: bool) -> bool:
-    return tier is Tier.DISK or (tier is Tier.HOST and separate)

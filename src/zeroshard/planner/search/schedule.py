@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...config import STAGES, Placement, Tier
+from ...memory.estimate import rests_away
 from ...zero.prefetch import LOOKAHEAD, count_ahead
 from ..simulator.trace import AttentionWork, Resource, Task, Trace
-from .layout import Bytes, Layout, Volumes, rests_away
+from .layout import Bytes, Layout, Volumes
 from .memory import memory_of
 from .profile import BACKWARD_PASSES, Home, Profile, UnitProfile, homes_of
 

@@ -29,8 +29,8 @@ from ..simulator.simulate import Simulation, simulate
 from ..simulator.spread import seconds_with_spread
 from ..simulator.trace import Resource, Task, Trace
 from .layout import Layout, Volumes, exchange
-from .memory import Sizes, held_of
-from .profile import Profile
+from .memory import held_of
+from .profile import Profile, homes_of
 from .schedule import attention_of, trace_of
 
 MARGIN = 0.1  # share of the memory that is left for what the formulas do not count: holes between blocks, temporaries
@@ -259,6 +259,12 @@ def _work(profile: Profile, pp: int, stage: int) -> tuple[float, int, int, float
     return sum(u.flops for u in units), products, summed, sum(u.flops for u in units if u.block)
 
 
+@functools.lru_cache(maxsize=4096)
+def _shard_numel(profile: Profile, pp: int, stage: int, tp: int, shards: int) -> int:
+    """Return the elements of a rank's shard of all flat buffers of a stage."""
+    return sum(sum(home.shards(tp, shards)) for home in homes_of(profile.stages(pp)[stage]))
+
+
 def bound(profile: Profile, layout: Layout, hardware: Hardware) -> float:
     """Return the least seconds of a step: its computation, or its busiest link, and the optimizer's step after that."""
     return max(_stage_bound(profile, layout, hardware, stage) for stage in {0, layout.pp // 2, layout.pp - 1})
@@ -267,7 +273,7 @@ def bound(profile: Profile, layout: Layout, hardware: Hardware) -> float:
 def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: int) -> float:
     lay, count, tokens = layout, layout.micro_batches, layout.micro_batch * profile.seq
     flops, products, summed, in_blocks = _work(profile, lay.pp, stage)
-    sizes = Sizes.of(profile, lay.pp, stage, lay.tp, lay.shards)
+    own = _shard_numel(profile, lay.pp, stage, lay.tp, lay.shards)
     again = in_blocks / flops if flops and lay.checkpointing != "none" else 0.0
     trace = Trace(node_size=lay.node_size)
 
@@ -283,7 +289,7 @@ def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: in
         sent = 2 * (lay.tp - 1) / lay.tp * summed * tokens * lay.itemsize * (2 + again / 2)
         computing += count * seconds({Resource.INSIDE: sent}, lay.tp)[Resource.INSIDE]
     links: dict[Resource, float] = defaultdict(float)
-    row, whole = STAGES[lay.stage], sizes.own * lay.shards
+    row, whole = STAGES[lay.stage], own * lay.shards
     weight = Volumes.weight_nbytes(lay) * whole
 
     def add(hops: list[dict[Resource, float]], times: float) -> None:
@@ -297,7 +303,6 @@ def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: in
         add(exchange(lay, weight, lay.shards), 1)
         add(exchange(lay, weight, lay.shards, inside_only=lay.hpz > 1), 2 * count - 1)
     add(exchange(lay, Volumes.gradient_nbytes(lay) * whole, lay.shards, reduce=True), reduces)
-    own = sizes.own
     if sharded and (lay.parameter is Tier.DISK or (lay.parameter is Tier.HOST and lay.separate)):
         for resource in [Resource.READ] * (lay.parameter is Tier.DISK) + [Resource.UP] * lay.separate:
             links[resource] += 2 * count * seconds({resource: own * lay.itemsize})[resource]
