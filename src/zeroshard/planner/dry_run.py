@@ -105,7 +105,7 @@ def plan(
     _check(model_fn, batch, loss, optimizer, micro_batches, node_size, hold=hold, separate=separate, whole=whole)
     config = Config.build(config, **options)
     recorder = Recorder(separate)
-    one_host = not separate and (node_size or 0) in (0, _product(axes))
+    one_host = not separate and (node_size or _product(axes)) >= _product(axes)
     kind = Imagination(node_size, separate, one_host, recorder)
     token = imagination.set(kind)
     try:

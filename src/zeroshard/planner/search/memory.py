@@ -15,7 +15,7 @@ import torch
 from ...comm.mesh.topology import Topology, imagined_topology, needed
 from ...config import Config, Placement, Tier
 from ...memory.estimate import BUFFERS, Group, needs, rests_away
-from ...memory.ledger import GATHERED, PARTIAL, SECONDARY, STAGING
+from ...memory.ledger import GATHERED, GRADIENTS, PARTIAL, SECONDARY, STAGING
 from ...tensor.state_column import StateColumn
 from ...zero.prefetch import most_gathered
 from ..plan import ACTIVATIONS, Held, fullest, memories
@@ -50,7 +50,7 @@ def _states_of(profile: Profile, layout: Layout, stage: int) -> dict[Tier, dict[
     comms = _comms(Layout(**{name: getattr(layout, name) for name in _ROUTES}))
     units, held = profile.stages(layout.pp)[stage], {tier: defaultdict(int) for tier in Tier}
     homes = homes_of(units, layout.max_unit_numel)
-    gradient = torch.float32 if layout.gradient_itemsize == 4 else config.compute_dtype
+    gradient = torch.float32 if layout.gradient_itemsize >= 4 else config.compute_dtype
     states = (
         config.offload_optimizer,
         torch.float32 if layout.has_masters else None,
@@ -65,7 +65,9 @@ def _states_of(profile: Profile, layout: Layout, stage: int) -> dict[Tier, dict[
             slices.append((comms.gradients_of(home.packs, numel), (size, config.compute_dtype)))
     repeated = layout.micro_batches > 1 and not layout.held
     for (category, tier, _), nbytes in needs(config, layout.separate, groups, repeated).items():
-        held[tier][STAGING if category is BUFFERS else category] += nbytes
+        # published systems may keep gradients twice, as fp16 and fp32
+        share = layout.gradient_itemsize / gradient.itemsize if category is GRADIENTS else 1
+        held[tier][STAGING if category is BUFFERS else category] += round(nbytes * share)
     device, whole = held[Tier.DEVICE], sum(group.numel for group in groups)
     if layout.hpz > 1 and config.row.parameter is Placement.SHARDED:
         device[SECONDARY] = round(whole / layout.hpz * packed_nbytes(layout.quantized_weights, layout.itemsize))
