@@ -10,9 +10,9 @@ from typing import Any
 
 from ..planner.plan import Plan
 from ..planner.request import Request, gib, judge
+from ..planner.search.layout import Layout
 from ..planner.search.layout_file import write_config
 from ..planner.search.requested import of_layout, profile_of
-from ..planner.search.schedule import Layout
 from ..planner.search.search import Candidate, Found, search
 from ..planner.simulator.simulate import Simulation
 from ..planner.simulator.spread import rate_with_spread, seconds_with_spread, two_digits

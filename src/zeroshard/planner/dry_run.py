@@ -172,17 +172,6 @@ def observe(
     return found
 
 
-def stages(model_fn: Callable[[], nn.Module], axes: Mapping[str, int], *, every: bool = False, **options: Any) -> list[Plan]:
-    """Return plans of a rank in the first, a middle and the last stage of a pipeline (every: in each). Options as of `plan`.
-
-    The first stage holds the activations of the most micro-batches, the last one the logits.
-    """
-    sizes = _axes(None, axes)
-    numbers = range(sizes["pp"]) if every else sorted({0, sizes["pp"] // 2, sizes["pp"] - 1})
-    place = sizes["dp"] * sizes["tp"]
-    return [plan(model_fn, axes=sizes, rank=number * place, **options) for number in numbers]
-
-
 def _product(axes: Mapping[str, int]) -> int:
     size = 1
     for each in axes.values():

@@ -9,8 +9,10 @@ from zeroshard.errors import ConfigError
 from zeroshard.memory.ledger import OPTIMIZER
 from zeroshard.planner.models.gpt import GPTConfig
 from zeroshard.planner.plan import Phase, Plan
+from zeroshard.planner.search.layout import Layout
+from zeroshard.planner.search.memory import memory_of
 from zeroshard.planner.search.profile import Profile
-from zeroshard.planner.search.schedule import Layout, memory_of, trace_of
+from zeroshard.planner.search.schedule import trace_of
 from zeroshard.planner.search.search import MARGIN, _limits, bound, search, timed
 from zeroshard.planner.simulator.hardware import Hardware
 from zeroshard.planner.simulator.simulate import simulate

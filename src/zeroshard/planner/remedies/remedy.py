@@ -21,10 +21,13 @@ from ..faults import OutOfTime
 from ..plan import Plan
 from ..recorder import deadline, telling
 from ..request import WHERE, Request, Verdict, gb, gib, judge, verdicts
+from ..search.layout import Layout
 from ..search.memory import held_of, memory_of
+from ..search.profile import Profile
 from ..search.requested import layout_of, profile_of
 from ..search.schedule import trace_of
-from ..search.search import bound, plainness, timed
+from ..search.search import bound, in_order, timed
+from ..simulator.hardware import Hardware
 from ..simulator.simulate import simulate
 from ..simulator.spread import two_digits
 from ..simulator.trace import Resource, Trace
@@ -34,7 +37,6 @@ ENOUGH = 3  # remedies that are shown
 _MOST_CHANGES = 4  # in one remedy
 _SIMULATED = 8  # choices that are simulated: those that fit, the cheapest by their bounds
 _SURE = 0.95  # share of the memory up to which formulas alone are believed
-EQUAL = 1.02  # times within this factor are taken to be the same: the plainest comes first
 _LINKS = (Resource.INSIDE, Resource.BETWEEN)
 _COPIES = {"host": (Resource.DOWN, Resource.UP), "disk": (Resource.READ, Resource.WRITE)}
 _LOADED = 1.02  # a load that grows by a smaller factor is not mentioned
@@ -81,7 +83,7 @@ def remedies(request: Request, plans: Sequence[Plan], seconds: float = 60.0) -> 
     finally:
         deadline.reset(token)
     sure = [choice for choice in left if choice.share <= _SURE]
-    return _cheapest_first(confirmed) + [_by_formula(formulas, choice) for choice in sure[: ENOUGH - len(confirmed)]]
+    return cheapest_first(confirmed) + [_by_formula(formulas, choice) for choice in sure[: ENOUGH - len(confirmed)]]
 
 
 # -- formulas ------------------------------------------------------------------------------------------------------
@@ -184,17 +186,15 @@ def _ranked(formulas: _Formulas, fitting: list[_Choice], until: float) -> list[_
         for choice in sorted(same, key=lambda each: formulas.bound(each.request))[:_SIMULATED]:
             slow = time.monotonic() > until
             found.append(replace(choice, seconds=(formulas.bound if slow else formulas.seconds)(choice.request)))
-    return _cheapest_first(found)
+    return cheapest_first(found)
 
 
-def _cheapest_first(found: Sequence[Any]) -> list[Any]:
-    """Order by ranks, then by seconds; among those that take the same time within EQUAL, the plainest comes first."""
-    left, ordered = sorted(found, key=lambda each: (each.request.ranks, each.seconds)), []
-    while left:
-        same = [each for each in left if each.request.ranks == left[0].request.ranks and each.seconds <= EQUAL * left[0].seconds]
-        ordered.append(min(same, key=lambda each: plainness(layout_of(each.request))))
-        left.remove(ordered[-1])
-    return ordered
+def cheapest_first(found: Sequence[Any]) -> list[Any]:
+    """Order by ranks, then as a search orders layouts. found: each has a request, and seconds of a step."""
+    by_ranks = [
+        [each for each in found if each.request.ranks == ranks] for ranks in sorted({each.request.ranks for each in found})
+    ]
+    return [each for same in by_ranks for each in in_order(same, lambda each: (each.seconds, layout_of(each.request)))]
 
 
 # -- what is said --------------------------------------------------------------------------------------------------
@@ -223,9 +223,8 @@ def _tried(formulas: _Formulas, plans: Sequence[Plan], choice: _Choice) -> list[
 
 def _by_formula(formulas: _Formulas, choice: _Choice) -> Remedy:
     def step(request: Request) -> Step:
-        layout = layout_of(request)
-        host = round(sum(memory_of(formulas.profile, layout)[Tier.HOST].values()))
-        return Step(trace_of(formulas.profile, layout)[0], host, formulas.seconds(request), request.ranks)
+        found = Step.by_formula(formulas.profile, layout_of(request), request.hardware)
+        return replace(found, seconds=formulas.pace * found.seconds)
 
     before, after = formulas.request, choice.request
     said = _cost(step(before), step(after))
@@ -240,6 +239,11 @@ class Step:
     host: int
     seconds: float
     ranks: int
+
+    @classmethod
+    def by_formula(cls, profile: Profile, layout: Layout, hardware: Hardware) -> Step:
+        host = round(sum(memory_of(profile, layout)[Tier.HOST].values()))
+        return cls(trace_of(profile, layout)[0], host, timed(profile, layout, hardware)[0], layout.ranks)
 
 
 def _cost(old: Step, new: Step) -> str:

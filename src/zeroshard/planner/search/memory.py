@@ -48,7 +48,8 @@ def _states_of(profile: Profile, layout: Layout, stage: int) -> dict[Tier, dict[
     """Return the bytes of `memory_of` without activations: what the runtime counts before it allocates (zero/shard_model.py)."""
     config, away = Config(**layout.options(path="/")), rests_away(layout.parameter, layout.separate)
     comms = _comms(Layout(**{name: getattr(layout, name) for name in _ROUTES}))
-    units, held = profile.stages(layout.pp)[stage], {tier: defaultdict(int) for tier in Tier}
+    units = profile.stages(layout.pp)[stage]
+    held: dict[Tier, dict[str, int]] = {tier: defaultdict(int) for tier in Tier}
     homes = homes_of(units, layout.max_unit_numel)
     gradient = torch.float32 if layout.gradient_itemsize >= 4 else config.compute_dtype
     states = (

@@ -16,14 +16,12 @@ from ...memory.estimate import rests_away
 from ...zero.prefetch import LOOKAHEAD, count_ahead
 from ..simulator.trace import AttentionWork, Resource, Task, Trace
 from .layout import Bytes, Layout, Volumes
-from .memory import memory_of
 from .profile import BACKWARD_PASSES, Home, Profile, UnitProfile, homes_of
 
 _BACKWARD_KERNELS = 3  # times the kernels of a forward, counted by dry runs of a GPT
 # times the flops of a forward: five products of scores, not two (FlashAttention-2, arXiv 2307.08691, section 4.1)
 _ATTENTION_BACKWARD = 2.5
 _STEP_NBYTES = 36  # per element, which torch's AdamW moves beyond one pass over all that it steps: its kernels are not fused
-__all__ = ["Layout", "Stage", "memory_of", "trace_of"]
 
 
 def trace_of(profile: Profile, layout: Layout, *, groups: int | None = None) -> list[Trace]:

@@ -14,9 +14,9 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ...config import STAGES, Placement, Tier
 from ...errors import ConfigError, did_you_mean
@@ -39,6 +39,7 @@ _CONFIRMED = 3  # kinds of layouts whose dry runs are simulated
 _LARGE_UNIT = 0.05  # share of the device's memory: blocks that take more when they are gathered may be split
 _EQUAL = 1.02  # times within this factor are taken to be the same
 
+_T = TypeVar("_T")
 _D, _H, _S = Tier.DEVICE, Tier.HOST, Tier.DISK
 TIERS: dict[int, tuple[tuple[Tier, Tier, Tier], ...]] = {  # stage -> where optimizer, gradients, parameters may rest
     0: ((_D, _D, _D),),
@@ -363,17 +364,23 @@ def _simulated(
         fastest = min(found, key=lambda each: each.step_s)
         best = fastest.step_s
         second = min((each.step_s for each in found if _kind(each.layout) != _kind(fastest.layout)), default=math.inf)
-    return _in_order(found)
+    return in_order(found, _of)
 
 
-def _in_order(found: list[Candidate]) -> list[Candidate]:
-    best = min(each.step_s for each in found)
+def in_order(found: Sequence[_T], of: Callable[[_T], tuple[float, Layout]]) -> list[_T]:
+    """Return the fastest first; of those that are equally fast as the fastest, the plainest. of: a function -> (seconds, layout)."""
+    best = min((of(each)[0] for each in found), default=0.0)
 
-    def order(each: Candidate) -> tuple:
-        equal = each.step_s <= best * _EQUAL
-        return not equal, plainness(each.layout) if equal else (), each.step_s
+    def order(each: _T) -> tuple:
+        seconds, layout = of(each)
+        equal = seconds <= best * _EQUAL
+        return not equal, plainness(layout) if equal else (), seconds
 
     return sorted(found, key=order)
+
+
+def _of(each: Candidate) -> tuple[float, Layout]:
+    return each.step_s, each.layout
 
 
 def _kind(layout: Layout) -> tuple:
@@ -428,7 +435,7 @@ def _confirmed(
         raise ConfigError(
             f"none of the {counts['verified']} fastest layouts fits by its dry run: use more devices, or a smaller batch."
         )
-    return _in_order(found)
+    return in_order(found, _of)
 
 
 def _by_dry_run(each: Candidate, held: Mapping[Tier, Held], done: Simulation) -> Candidate:

@@ -80,10 +80,6 @@ class Task:
     products: int = 0
     attention: AttentionWork | None = None
 
-    @property
-    def resources(self) -> tuple[Resource, ...]:
-        return tuple(self.nbytes)
-
 
 @dataclass
 class Trace:
@@ -123,11 +119,3 @@ class Trace:
         """Return the bytes of one resource in a step. phases: only those of these phases."""
         chosen = None if phases is None else set(phases)
         return sum(t.nbytes.get(resource, 0.0) for t in self.tasks if chosen is None or t.phase in chosen)
-
-    def scaled(self, factors: Mapping[Resource, float]) -> Trace:
-        """Return a trace with the bytes of each resource times a factor: for another number of ranks, say."""
-        tasks = [
-            replace(t, nbytes={resource: amount * factors.get(resource, 1.0) for resource, amount in t.nbytes.items()})
-            for t in self.tasks
-        ]
-        return replace(self, tasks=tasks)
