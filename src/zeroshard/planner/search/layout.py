@@ -198,27 +198,12 @@ class Volumes:
         self.layout, self.row = layout, STAGES[layout.stage]
         self.shards = home.shards(layout.tp, layout.shards)
         self.numel = sum(self.shards) * layout.shards  # elements of the buffers, with their padding
-        self._weight, self._grad = self.weight_nbytes(layout, home.packs), self.gradient_nbytes(layout, home.packs)
-
-    @property
-    def packed_weight_nbytes(self) -> float:
-        """Bytes of an element of parameters that are sent packed; 0: they are sent as they are."""
-        return self._weight if self._weight != self.layout.itemsize else 0.0
-
-    @property
-    def packed_gradient_nbytes(self) -> float:
-        """Bytes of an element of gradients that are sent packed; 0: they are sent as they are."""
-        return self._grad if self._grad != self.layout.itemsize else 0.0
-
-    @staticmethod
-    def weight_nbytes(layout: Layout, packs: bool = True) -> float:
-        """Return the bytes of an element of parameters as it is sent."""
-        return packed_nbytes(layout.quantized_weights if packs else None, layout.itemsize)
-
-    @staticmethod
-    def gradient_nbytes(layout: Layout, packs: bool = True) -> float:
-        """Return the bytes of an element of gradients as it is sent."""
-        return packed_nbytes(layout.quantized_gradients if packs else None, layout.itemsize)
+        codecs = (layout.quantized_weights, layout.quantized_gradients) if home.packs else (None, None)
+        self._weight, self._grad = (packed_nbytes(codec, layout.itemsize) for codec in codecs)
+        # bytes of an element that is sent packed; 0: it is sent as it is
+        self.packed_weight_nbytes, self.packed_gradient_nbytes = (
+            nbytes * (codec is not None) for codec, nbytes in zip(codecs, (self._weight, self._grad), strict=True)
+        )
 
     def gather(self, first: bool) -> list[Bytes]:
         """Return the hops of a gather before a pass (stage 3). first: of the step; later ones read secondary shards, if any."""

@@ -266,13 +266,7 @@ class Stage:
             nbytes = volumes.numel * (lay.itemsize + packed)
             after = self.last = (self._pack(f"pack {home.name}", "backward", nbytes, after, home),)
         done = self._hops(
-            f"reduce {home.name}",
-            "backward",
-            hops,
-            after,
-            peers=lay.shards,
-            unit=home.name,
-            distinct=not lay.rings,
+            f"reduce {home.name}", "backward", hops, after, peers=lay.shards, unit=home.name, distinct=not lay.rings
         )
         nbytes = sum(volumes.shards)
         if packed and hops:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from ...config import STAGES, Placement, Tier
 from ...errors import ConfigError, did_you_mean
+from ...memory.estimate import rests_away
 from ...memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from ..plan import Held, Plan, fullest, memories
 from ..recorder import telling
@@ -28,7 +29,7 @@ from ..simulator.hardware import Hardware, resource_seconds
 from ..simulator.simulate import Simulation, simulate
 from ..simulator.spread import seconds_with_spread
 from ..simulator.trace import Resource, Task, Trace
-from .layout import Layout, Volumes, exchange
+from .layout import Layout, exchange, packed_nbytes
 from .memory import held_of
 from .profile import Profile, homes_of
 from .schedule import attention_of, trace_of
@@ -291,7 +292,7 @@ def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: in
         computing += count * seconds({Resource.INSIDE: sent}, lay.tp)[Resource.INSIDE]
     links: dict[Resource, float] = defaultdict(float)
     row, whole = STAGES[lay.stage], own * lay.shards
-    weight = Volumes.weight_nbytes(lay) * whole
+    weight = packed_nbytes(lay.quantized_weights, lay.itemsize) * whole
 
     def add(hops: list[dict[Resource, float]], times: float) -> None:
         for hop in hops:
@@ -303,8 +304,8 @@ def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: in
     if sharded:
         add(exchange(lay, weight, lay.shards), 1)
         add(exchange(lay, weight, lay.shards, inside_only=lay.hpz > 1), 2 * count - 1)
-    add(exchange(lay, Volumes.gradient_nbytes(lay) * whole, lay.shards, reduce=True), reduces)
-    if sharded and (lay.parameter is Tier.DISK or (lay.parameter is Tier.HOST and lay.separate)):
+    add(exchange(lay, packed_nbytes(lay.quantized_gradients, lay.itemsize) * whole, lay.shards, reduce=True), reduces)
+    if sharded and rests_away(lay.parameter, lay.separate):
         for resource in [Resource.READ] * (lay.parameter is Tier.DISK) + [Resource.UP] * lay.separate:
             links[resource] += 2 * count * seconds({resource: own * lay.itemsize})[resource]
     if spread and lay.gradient is not Tier.DEVICE and lay.separate:
@@ -396,15 +397,8 @@ def plainness(layout: Layout) -> tuple:
     away = sum(tier is not Tier.DEVICE for tier in _states(layout)[1:])
     packed = sum(each is not None for each in (layout.quantized_weights, layout.quantized_gradients))
     special = (layout.max_unit_numel is not None) + (layout.hpz > 1) + (layout.shard_size is not None) + (layout.hops != "two")
-    return (
-        away,
-        packed,
-        (layout.pp > 1) + (layout.tp > 1),
-        layout.checkpointing != "none",
-        special,
-        layout.stage,
-        layout.micro_batches,
-    )
+    axes, kept = (layout.pp > 1) + (layout.tp > 1), layout.checkpointing != "none"
+    return away, packed, axes, kept, special, layout.stage, layout.micro_batches
 
 
 def _confirmed(
