@@ -11,7 +11,6 @@ from typing import Any
 from ..planner.plan import Plan
 from ..planner.request import Request, gib, judge
 from ..planner.search.layout import Layout
-from ..planner.search.layout_file import write_config
 from ..planner.search.requested import of_layout, profile_of
 from ..planner.search.search import Candidate, Found, search
 from ..planner.simulator.simulate import Simulation
@@ -54,8 +53,3 @@ def _row(name: str, each: Candidate, spread: Sequence[float]) -> tuple[str, ...]
         name, str(each.layout), seconds_with_spread(each.step_s, spread), rate_with_spread(each.tflops, spread),
         two_digits(each.tokens_per_s), gib(each.nbytes()),
     )  # fmt: skip
-
-
-def write(found: Found, path: str, offload_path: str | None) -> None:
-    """Write the configuration of the best layout to a file. Raises ConfigError."""
-    write_config(found, path, offload_path=offload_path)

@@ -24,6 +24,7 @@ from ..planner import tables
 from ..planner.plan import Plan
 from ..planner.remedies.remedy import Remedy, remedies
 from ..planner.request import Request, Verdict, gib, judge
+from ..planner.search.layout_file import write_config
 from ..planner.search.search import Found
 from ..planner.simulator.spread import rate_with_spread, said_of, seconds_with_spread
 from . import auto, report_error
@@ -111,7 +112,7 @@ def _planned(options: Options) -> int:
             batch = options.global_batch or request.axes["dp"] * request.rows * request.micro_batches
             request, plans, layouts = auto.choose(request, batch, options.fixed(request), options.lossy)
             if options.write_config is not None:
-                auto.write(layouts, options.write_config, options.offload_path)
+                write_config(layouts, options.write_config, offload_path=options.offload_path)
         else:
             plans = request.plans()
         verdict = judge(plans, request.hardware)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -94,18 +95,19 @@ def plan(
         ConfigError: an argument is wrong, or the model cannot be divided so, or cannot be built or run without values.
     """
     axes = _axes(ranks, axes)
-    if not _whole(rank, 0) or rank >= _product(axes):
-        raise ConfigError(f"rank: expected one of 0 to {_product(axes) - 1}, got {rank!r}.")
+    total = math.prod(axes.values())
+    if not _whole(rank, 0) or rank >= total:
+        raise ConfigError(f"rank: expected one of 0 to {total - 1}, got {rank!r}.")
     if isinstance(hardware, str):
         hardware = Hardware.named(hardware)
     if hardware is not None:
         separate = hardware.separate if separate is None else separate
-        node_size = hardware.devices_per_node if node_size is None and _product(axes) > hardware.devices_per_node else node_size
+        node_size = hardware.devices_per_node if node_size is None and total > hardware.devices_per_node else node_size
     separate = True if separate is None else separate
     _check(model_fn, batch, loss, optimizer, micro_batches, node_size, hold=hold, separate=separate, whole=whole)
     config = Config.build(config, **options)
     recorder = Recorder(separate)
-    one_host = not separate and (node_size or _product(axes)) >= _product(axes)
+    one_host = not separate and (node_size or total) >= total
     kind = Imagination(node_size, separate, one_host, recorder)
     token = imagination.set(kind)
     try:
@@ -113,7 +115,7 @@ def plan(
         # a plan is of training, even if the caller is under torch.no_grad() or torch.inference_mode()
         with torch.inference_mode(False), torch.enable_grad(), _built(model_fn) as model:
             run = _Run(
-                model, axes, rank, config, optimizer, micro_batches, recorder, node_size or _product(axes), loss, parallel or {}, hold,
+                model, axes, rank, config, optimizer, micro_batches, recorder, node_size or total, loss, parallel or {}, hold,
                 model_fn if whole else None,
             )  # fmt: skip
             return run.plan(batch, checkpointing, name or type(model).__name__, separate, hardware)
@@ -170,13 +172,6 @@ def observe(
     found = run.plan(batch, checkpointing, name or type(model).__name__, separate)
     api.close(run.model, restore=False)
     return found
-
-
-def _product(axes: Mapping[str, int]) -> int:
-    size = 1
-    for each in axes.values():
-        size *= each
-    return size
 
 
 def _whole(value: object, least: int) -> bool:

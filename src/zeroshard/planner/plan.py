@@ -6,6 +6,7 @@ estimate (`Hardware.overhead_nbytes`).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -100,10 +101,7 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        size = 1
-        for each in self.axes.values():
-            size *= each
-        return size
+        return math.prod(self.axes.values())
 
     def peak(self, tier: Tier | str, phases: Iterable[str] = PHASES) -> int:
         """Return the most bytes that a tier holds at any moment of these phases.

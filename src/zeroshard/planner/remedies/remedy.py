@@ -19,7 +19,7 @@ from ...config import Tier
 from ...errors import ConfigError
 from ..faults import OutOfTime
 from ..plan import Plan
-from ..recorder import deadline, telling
+from ..recorder import deadline, tell
 from ..request import WHERE, Request, Verdict, gb, gib, judge, verdicts
 from ..search.layout import Layout
 from ..search.memory import held_of, memory_of
@@ -27,7 +27,7 @@ from ..search.profile import Profile
 from ..search.requested import layout_of, profile_of
 from ..search.schedule import trace_of
 from ..search.search import bound, in_order, timed
-from ..simulator.hardware import Hardware
+from ..simulator.hardware import NETWORK, Hardware
 from ..simulator.simulate import simulate
 from ..simulator.spread import two_digits
 from ..simulator.trace import Resource, Trace
@@ -37,7 +37,6 @@ ENOUGH = 3  # remedies that are shown
 _MOST_CHANGES = 4  # in one remedy
 _SIMULATED = 8  # choices that are simulated: those that fit, the cheapest by their bounds
 _SURE = 0.95  # share of the memory up to which formulas alone are believed
-_LINKS = (Resource.INSIDE, Resource.BETWEEN)
 _COPIES = {"host": (Resource.DOWN, Resource.UP), "disk": (Resource.READ, Resource.WRITE)}
 _LOADED = 1.02  # a load that grows by a smaller factor is not mentioned
 
@@ -146,8 +145,7 @@ def _fitting(formulas: _Formulas, until: float) -> list[_Choice]:
             for request in _changed(formulas.request, chosen):
                 if time.monotonic() > until:
                     return found
-                if (tell := telling.get()) is not None:
-                    tell(f"looking for changes that make it fit: {len(found)} by formula so far")
+                tell(f"looking for changes that make it fit: {len(found)} by formula so far")
                 named = changes(formulas.request, request)
                 # any smaller number of rows is one and the same change: the largest that fits is found first
                 made = frozenset((name, "fewer" if name == "rows" else str(value)) for name, value in named.items())
@@ -254,7 +252,7 @@ def _cost(old: Step, new: Step) -> str:
 def burdens(old: Step, new: Step) -> list[str]:
     """Describe what a step does more after a change, a phrase for each resource."""
     said = []
-    sent = [sum(step.trace.total(link) for link in _LINKS) for step in (old, new)]
+    sent = [sum(step.trace.total(link) for link in NETWORK) for step in (old, new)]
     if sent[1] > _LOADED * sent[0]:
         said.append(f"sends {gb(sent[1])} GB a step, not {gb(sent[0])}")
     computed = [sum(task.flops for task in step.trace.tasks) for step in (old, new)]

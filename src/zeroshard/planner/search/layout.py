@@ -23,7 +23,7 @@ _CHECKPOINT_WORDS = {
 HOPS = ("one", "two")
 _PACKED = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}  # bytes a value; in addition each block of 256 has a step of 4 bytes
 _STEP_NBYTES = 4 / 256
-_DEVICE_NAMES = {Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.DISK: "nvme"}
+DEVICE_NAMES = {Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.DISK: "nvme"}
 
 Bytes = dict[Resource, float]
 
@@ -132,7 +132,7 @@ class Layout:
         found: dict[str, Any] = {"stage": self.stage, "precision": self.precision}
         for name in ("optimizer", "gradient", "parameter"):
             if getattr(self, name) is not Tier.DEVICE:
-                found["offload_param" if name == "parameter" else f"offload_{name}"] = _DEVICE_NAMES[getattr(self, name)]
+                found["offload_param" if name == "parameter" else f"offload_{name}"] = DEVICE_NAMES[getattr(self, name)]
         if Tier.DISK in (self.optimizer, self.gradient, self.parameter) and path is not None:
             found["offload_path"] = path
         named: dict[str, Any] = {"shard_size": self.shard_size, "zero_hpz_partition_size": self.hpz if self.hpz > 1 else None}

@@ -23,7 +23,7 @@ from ...errors import ConfigError, did_you_mean
 from ...memory.estimate import rests_away
 from ...memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from ..plan import Held, Plan, fullest, memories
-from ..recorder import telling
+from ..recorder import tell
 from ..request import gb
 from ..simulator.hardware import Hardware, resource_seconds
 from ..simulator.simulate import Simulation, simulate
@@ -120,7 +120,7 @@ def search(
     for layout in _layouts(profile, hardware, devices, global_batch, precision, fixed or {}, lossy):
         counts["layouts"] += 1
         if counts["layouts"] % 1000 == 0:
-            _tell(f"{counts['layouts']:,} layouts looked at, {counts['fit']:,} fit by formula")
+            tell(f"{counts['layouts']:,} layouts looked at, {counts['fit']:,} fit by formula")
         excess = _excess(held_of(profile, layout), limits)
         if excess > 1:
             shortest = min(shortest, (excess, layout), key=lambda pair: pair[0])
@@ -139,11 +139,6 @@ def search(
     runner_up = next((each for each in ranked[1:] if _kind(each.layout) != _kind(best.layout)), None)
     reason = _reason(profile, hardware, best, runner_up, limits)
     return Found(best, runner_up, reason, dict(counts), profile, hardware, global_batch)
-
-
-def _tell(text: str) -> None:
-    if (tell := telling.get()) is not None:
-        tell(text)
 
 
 def _check(profile: Profile, devices: int, global_batch: int, fixed: Mapping[str, Any], margin: float) -> None:
@@ -358,7 +353,7 @@ def _simulated(
         if counts["simulated"] == _MOST_SIMULATED or (least > best * _EQUAL and second < math.inf and least > second):
             break
         counts["simulated"] += 1
-        _tell(
+        tell(
             f"{counts['fit']:,} of {counts['layouts']:,} layouts fit by formula; simulated {counts['simulated']}, the best {best:.2g} s a step"
         )
         found.append(_candidate(profile, layout, hardware))
@@ -417,7 +412,7 @@ def _confirmed(
         if _kind(each.layout) in kinds:  # one of the same kind, faster by formula, fits
             continue
         counts["verified"] += 1
-        _tell(f"dry run of {each.layout}")
+        tell(f"dry run of {each.layout}")
         plan = verify(each.layout)
         held = fullest([memories(phase.held, plan.separate) for phase in plan.phases])
         if _excess(held, limits) > 1:
