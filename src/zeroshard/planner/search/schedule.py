@@ -114,7 +114,8 @@ class Stage:
         self, name: str, phase: str, nbytes: Mapping[Resource, float], after: tuple[int, ...], chain: bool = False, **more: Any
     ) -> int:  # fmt: skip
         home = self.volumes.get(more.get("unit", ""))
-        more.setdefault("messages", 1 if home is None else len(home.shards))  # each flat buffer travels by itself
+        # each flat buffer travels by itself; published systems (rings) have one
+        more.setdefault("messages", 1 if home is None or self.layout.rings else len(home.shards))
         number = self.trace.add(Task(name, phase, nbytes, tuple(sorted(set(after))), **more))
         if chain:
             self.last = (number,)
