@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-from zeroshard.planner.simulator.disk_bandwidth import Burst, DiskProbe, write_bulk
+from zeroshard.planner.simulator.disk_bandwidth import Burst, DiskBursts, write_bulk
 from zeroshard.planner.simulator.micro_benchmark import divert_output, one_line
 
 from . import contenders, memory, parallel
@@ -226,9 +226,9 @@ class _Rank:
         return self.trainer.keeper()
 
     @cached_property
-    def _probe(self) -> DiskProbe:
+    def _probe(self) -> DiskBursts:
         assert self.workload.swap_path is not None
-        return DiskProbe(self.workload.swap_path)
+        return DiskBursts(self.workload.swap_path)
 
     def close(self) -> None:
         """Remove the files of what is offloaded to disk."""

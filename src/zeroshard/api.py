@@ -135,7 +135,7 @@ def _shard(
     # open communicators; the checks that follow are collective, and make sure of equal models, options and values
     group, peers, world = axes.open(device, config.stall_timeout_s)
     if auto is not None:
-        config = choose(config, group, model, specs, optimizer, *auto)
+        config = choose(config, group, model, specs, optimizer, *auto, axes.parts)
     check_same_model(group, model, specs, config, optimizer, axes.parts)
     topology.check(config, group, axes.parts)
     if planned is not None:

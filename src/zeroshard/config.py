@@ -504,10 +504,10 @@ class Config:
         return STAGES[self.stage]
 
     @property
-    def prefetch_limit_nbytes(self) -> int:
-        """Bound on the bytes gathered ahead of use, from prefetch_bucket_size or prefetch_nbytes."""
-        if self.prefetch_bucket_size is None:
-            return self.prefetch_nbytes
+    def prefetch_limit_nbytes(self) -> int | None:
+        """Largest number of bytes that are gathered ahead of use, beside one unit; None: nothing is gathered ahead."""
+        if not self.overlap or self.prefetch_bucket_size is None:
+            return self.prefetch_nbytes if self.overlap else None
         return self.prefetch_bucket_size * self.compute_dtype.itemsize
 
     @property

@@ -34,7 +34,7 @@ def test_memory_is_stacked_by_category_up_to_what_each_moment_holds(planned, tmp
     assert not any("GiB" in label or "MiB" in label for label in labels)  # 40 GB are far away
     top = max(collection.get_datalim(axis.transData).y1 for collection in axis.collections)
     unit = tables.scale_of(plan.peak(Tier.DEVICE) + asked.hardware.overhead_nbytes)[0]
-    assert top * unit == pytest.approx(judge([plan], asked).used, rel=1e-6)
+    assert top * unit == pytest.approx(judge([plan], asked.hardware).used, rel=1e-6)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -60,7 +60,7 @@ def test_the_end_of_the_device_is_drawn_where_it_is_near(planned, tmp_path):
 
 def test_a_page_holds_everything_and_loads_nothing(planned, tmp_path):
     asked, plan = planned
-    verdict = judge([plan], asked)
+    verdict = judge([plan], asked.hardware)
     pictures.draw_memory(plan, asked, tmp_path / "memory.png")
     shown = [tables.memory(plan), tables.communication(plan), tables.activations(plan)]
     pictures.write_page(

@@ -19,11 +19,11 @@ def stage_0():
 
 def test_a_verdict_is_about_the_fullest_phase_with_the_device_s_overhead(stage_0):
     asked = replace(request(), hardware=hardware(GIB, overhead_nbytes=64 * MIB))
-    verdict = judge(stage_0, asked)
+    verdict = judge(stage_0, asked.hardware)
     assert verdict.fits and verdict.used == stage_0[0].peak(Tier.DEVICE) + 64 * MIB
     assert str(verdict).startswith("fits: ") and "of 1.0 GiB (device overhead 0.0625 counted), fullest in" in str(verdict)
     tight = replace(asked, hardware=hardware(verdict.used - MIB, overhead_nbytes=64 * MIB))
-    verdict = judge(stage_0, tight)
+    verdict = judge(stage_0, tight.hardware)
     assert not verdict.fits and verdict.short == MIB
     largest = max(verdict.held, key=verdict.held.get)
     assert f"{verdict.phase} holds {largest} " in str(verdict) and "short by 0.000977 GiB" in str(verdict)
@@ -38,11 +38,11 @@ def test_the_host_of_a_node_counts_all_its_ranks(stage_0):
     held = Phase("forward", {Tier.DEVICE: {PARAMETERS: MIB}, Tier.HOST: {OPTIMIZER: 30 * MIB}})
     plan = replace(stage_0[0], phases=(held,))
     asked = replace(request(), hardware=hardware(GIB, host_memory_nbytes=100 * MIB))
-    verdict = judge([plan], asked)
+    verdict = judge([plan], asked.hardware)
     assert (verdict.tier, verdict.used, verdict.short) == (Tier.HOST, 120 * MIB, 20 * MIB)
     assert "of a node's host" in str(verdict) and "on each rank" in str(verdict)
     together = replace(asked, hardware=replace(asked.hardware, separate=False))
-    assert judge([replace(plan, separate=False)], together).used == 31 * MIB  # one memory, a rank's
+    assert judge([replace(plan, separate=False)], together.hardware).used == 31 * MIB  # one memory, a rank's
 
 
 def test_tables_add_up(stage_0):

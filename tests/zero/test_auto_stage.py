@@ -45,7 +45,7 @@ def test_the_first_stage_that_fits(monkeypatch, capfd, mib, stage):
     assert said.count("stage='auto'") == 1 and f"stage {stage} takes" in said
 
 
-@pytest.mark.parametrize(("gib", "chosen"), [(20, (1, "none")), (1.2, (2, "none")), (0.8, (3, "none")), (0.75, (3, "nvme"))])
+@pytest.mark.parametrize(("gib", "chosen"), [(20, (1, "none")), (1.2, (2, "none")), (0.7, (3, "none")), (0.68, (3, "nvme"))])
 def test_large_models_on_imagined_ranks(monkeypatch, tmp_path, gib, chosen):
     """537 MB of parameters over 8 ranks of one host; a disk is used where a folder is given and nothing else fits."""
     monkeypatch.setattr(auto_stage, "limits", lambda: [Limit("a test", int(gib * 8 * 2**30), "")])

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..planner.plan import Plan
-from ..planner.request import Request, gib
-from ..planner.search.layout_file import write_config
+from ..planner.request import Request, gib, judge
+from ..planner.search.layout import Layout
 from ..planner.search.requested import of_layout, profile_of
-from ..planner.search.schedule import Layout
 from ..planner.search.search import Candidate, Found, search
 from ..planner.simulator.simulate import Simulation
 from ..planner.simulator.spread import rate_with_spread, seconds_with_spread, two_digits
@@ -26,7 +25,7 @@ def choose(request: Request, global_batch: int, fixed: dict[str, Any], lossy: bo
     def verify(layout: Layout) -> Plan:
         chosen = of_layout(request, layout)
         made[layout] = chosen, chosen.plans()
-        return max(made[layout][1], key=lambda plan: max(phase.nbytes(tier) for phase in plan.phases for tier in phase.held))
+        return judge(made[layout][1], request.hardware).plan
 
     def simulated(layout: Layout) -> Simulation:
         chosen, plans = made[layout]
@@ -54,8 +53,3 @@ def _row(name: str, each: Candidate, spread: Sequence[float]) -> tuple[str, ...]
         name, str(each.layout), seconds_with_spread(each.step_s, spread), rate_with_spread(each.tflops, spread),
         two_digits(each.tokens_per_s), gib(each.nbytes()),
     )  # fmt: skip
-
-
-def write(found: Found, path: str, offload_path: str | None) -> None:
-    """Write the configuration of the best layout to a file. Raises ConfigError."""
-    write_config(found, path, offload_path=offload_path)

@@ -24,6 +24,7 @@ from ..planner import tables
 from ..planner.plan import Plan
 from ..planner.remedies.remedy import Remedy, remedies
 from ..planner.request import Request, Verdict, gib, judge
+from ..planner.search.layout_file import write_config
 from ..planner.search.search import Found
 from ..planner.simulator.spread import rate_with_spread, said_of, seconds_with_spread
 from . import auto, report_error
@@ -87,6 +88,7 @@ class Options(PlanOptions):
         found |= {"stage": self.stage} if self.stage is not None else {}
         found |= {"hpz": self.hpz} if self.hpz > 1 else {}
         found |= {"shard_size": self.shard_size} if self.shard_size is not None else {}
+        found |= {"prefetch_nbytes": request.config.prefetch_limit_nbytes} if self.prefetch_bucket_size is not None else {}
         return found | ({"checkpointing": "blocks"} if self.checkpoint_activations else {})
 
 
@@ -110,10 +112,10 @@ def _planned(options: Options) -> int:
             batch = options.global_batch or request.axes["dp"] * request.rows * request.micro_batches
             request, plans, layouts = auto.choose(request, batch, options.fixed(request), options.lossy)
             if options.write_config is not None:
-                auto.write(layouts, options.write_config, options.offload_path)
+                write_config(layouts, options.write_config, offload_path=options.offload_path)
         else:
             plans = request.plans()
-        verdict = judge(plans, request)
+        verdict = judge(plans, request.hardware)
         notes = [*request.source.notes, *([layouts.reason] if layouts is not None else [])]
         sheets = [tables.memory(verdict.plan), tables.communication(verdict.plan), tables.activations(verdict.plan)]
         if options.out is not None:

@@ -121,7 +121,7 @@ def _told(request: Request, utilisation: float, latency_s: float | None, options
 
     with working("dry run"):
         plans = request.plans()
-        verdict = judge(plans, request)
+        verdict = judge(plans, request.hardware)
         done = request.simulated(plans, utilisation, latency_s)
     table = _busy(done)
     if not options.json:  # print the verdict before drawing pictures

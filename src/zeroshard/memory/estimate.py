@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 
 import torch
@@ -26,6 +26,8 @@ from .ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 
 PAGE_NBYTES = 4096  # regions on disk and mapped memory begin at multiples of this
 BUFFERS = "buffers"
+STAGING_BUFFERS = 2  # of gradients: one is being filled while the other is being reduced
+LANDINGS = STAGING_BUFFERS + 1
 _CATEGORIES = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER, BUFFERS)
 
 Place = tuple[str, Tier, str | None]  # category, tier, folder on disk
@@ -37,6 +39,7 @@ class Group:
 
     gradient: dtype in which its gradient rests (None: frozen). states: the tier of masters and optimizer states. master: dtype of
     a master copy, or None. columns: the optimizer states per element. whole: every rank has all values, at any stage.
+    unpadded: elements without the padding at the end, which is not stepped where a rank steps all; 0: there is no padding.
     """
 
     numel: int
@@ -47,6 +50,7 @@ class Group:
     master: torch.dtype | None = None
     columns: Sequence[StateColumn] = ()
     whole: bool = False
+    unpadded: int = 0
 
     @property
     def stepped(self) -> torch.dtype:
@@ -54,10 +58,53 @@ class Group:
         return self.master or self.dtype
 
 
-def needs(config: Config, separate: bool, groups: Sequence[Group]) -> dict[Place, int]:
-    """Return the bytes that one rank will hold, by place. Of buffers of constant size only the optimizer step's are counted.
+def rests_away(tier: Tier, separate: bool) -> bool:
+    """Return True where computation can not use states of this tier in place. separate: the device has a memory of its own."""
+    return tier is Tier.DISK or (tier is Tier.HOST and separate)
 
-    separate: the device has a memory of its own.
+
+@dataclass
+class Buffers:
+    """Sizes of buffers of constant size, through which gradients are sent and shards pass between tiers.
+
+    sent, fetched: (bytes, count, most) of the pools of gradients and of gathered shards. landed_nbytes: of each landing.
+    """
+
+    sent: tuple[int, int, int] = (0, 0, 0)
+    fetched: tuple[int, int, int] | None = None
+    landed_nbytes: int = 0
+
+    @classmethod
+    def of(cls, config: Config, separate: bool, groups: Sequence[Group]) -> Buffers:
+        row, sizes = config.row, cls()
+        sent = []
+        for group in groups:
+            send = config.send_dtype or group.dtype
+            if group.gradient is not None and (row.gradient is Placement.SHARDED or send != group.gradient):
+                sent.append(group.numel * send.itemsize)
+        limit = min(len(sent), 64)
+        sizes.sent = (max(sent, default=0), min(STAGING_BUFFERS, limit), limit)
+        fetched = [group.shard_numel * group.dtype.itemsize for group in groups if not group.whole]
+        if row.parameter is Placement.SHARDED and fetched and rests_away(config.offload_param.tier, separate):
+            count = min(max(config.offload_param.buffer_count // 2, 2), len(fetched))
+            sizes.fetched = (max(fetched), count, min(len(fetched), 64))
+        if row.gradient is Placement.SHARDED and rests_away(config.offload_gradient.tier, separate):
+            sizes.landed_nbytes = max(each.shard_numel * max(4, (each.gradient or each.dtype).itemsize) for each in groups)
+        return sizes
+
+    def by_tier(self, config: Config, separate: bool, repeated: bool) -> Iterator[tuple[Tier, int]]:
+        """Yield (tier, bytes) of all these buffers. repeated: a step has several backwards that are reduced."""
+        fetched = 0 if self.fetched is None else self.fetched[0] * self.fetched[1]
+        yield Tier.DEVICE, self.sent[0] * self.sent[1] + LANDINGS * self.landed_nbytes + fetched
+        if separate:
+            passing = repeated or config.offload_gradient.tier is Tier.DISK
+            yield Tier.HOST, LANDINGS * self.landed_nbytes * passing + fetched * (config.offload_param.tier is Tier.DISK)
+
+
+def needs(config: Config, separate: bool, groups: Sequence[Group], repeated: bool = True) -> dict[Place, int]:
+    """Return the bytes that one rank will hold, by place, without what gathers and reductions hold in several hops or packed.
+
+    separate: the device has a memory of its own. repeated: a step may have several backwards that are reduced.
     """
     found: dict[Place, int] = defaultdict(int)
 
@@ -80,13 +127,16 @@ def needs(config: Config, separate: bool, groups: Sequence[Group]) -> dict[Place
         numel = group.shard_numel if row.optimizer is Placement.SHARDED else group.numel
         if group.master is not None:
             add(MASTERS, group.states, numel * group.master.itemsize)
+        stepped = numel if row.optimizer is Placement.SHARDED else group.unpadded or numel
         for column in group.columns:
-            add(OPTIMIZER, group.states, column.nbytes(numel, group.stepped))
-    found[BUFFERS, Tier.HOST, None] += arena_nbytes(config, separate, groups)
+            add(OPTIMIZER, group.states, column.nbytes(stepped, group.stepped))
+    arena = (Tier.HOST, _arena_nbytes(config, separate, groups))
+    for tier, nbytes in (*Buffers.of(config, separate, groups).by_tier(config, separate, repeated), arena):
+        found[BUFFERS, tier, None] += nbytes
     return dict(found)
 
 
-def arena_nbytes(config: Config, separate: bool, groups: Sequence[Group]) -> int:
+def _arena_nbytes(config: Config, separate: bool, groups: Sequence[Group]) -> int:
     """Return the bytes of the arena through which the host's step moves what it can not use in place (offloaded_step.py)."""
     offload = config.offload_optimizer
     limit_nbytes, total, largest = offload.buffer_count * offload.buffer_nbytes, 0, 0

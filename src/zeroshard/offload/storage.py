@@ -30,7 +30,7 @@ from ..comm.pool import BufferPool, StagingPool
 from ..comm.streams import Copy, Streams
 from ..config import Offload, Tier
 from ..errors import OffloadIOError
-from ..memory.estimate import PAGE_NBYTES
+from ..memory.estimate import PAGE_NBYTES, rests_away
 from ..memory.io.aligned import zeros
 from ..memory.io.async_file import Engine, File, empty_aligned
 from ..memory.io.swap_folder import SwapFolder
@@ -396,7 +396,7 @@ class Tiers:
 
     def away(self, offload: Offload) -> bool:
         """Return True where computation can not use states of this tier in place."""
-        return offload.tier is Tier.DISK or (offload.tier is Tier.HOST and self.separate)
+        return rests_away(offload.tier, self.separate)
 
     def rest(self, category: str, offload: Offload, numel: int, dtype: torch.dtype) -> Rest:
         """Return a new resting place, zero-filled and entered in the ledger."""

@@ -95,26 +95,27 @@ def plan(
         ConfigError: an argument is wrong, or the model cannot be divided so, or cannot be built or run without values.
     """
     axes = _axes(ranks, axes)
-    count = math.prod(axes.values())
-    if not _whole(rank, 0) or rank >= count:
-        raise ConfigError(f"rank: expected one of 0 to {count - 1}, got {rank!r}.")
+    total = math.prod(axes.values())
+    if not _whole(rank, 0) or rank >= total:
+        raise ConfigError(f"rank: expected one of 0 to {total - 1}, got {rank!r}.")
     if isinstance(hardware, str):
         hardware = Hardware.named(hardware)
     if hardware is not None:
         separate = hardware.separate if separate is None else separate
-        node_size = hardware.devices_per_node if node_size is None and count > hardware.devices_per_node else node_size
+        node_size = hardware.devices_per_node if node_size is None and total > hardware.devices_per_node else node_size
     separate = True if separate is None else separate
     _check(model_fn, batch, loss, optimizer, micro_batches, node_size, hold=hold, separate=separate, whole=whole)
     config = Config.build(config, **options)
     recorder = Recorder(separate)
-    kind = Imagination(node_size, separate, not separate and node_size is None, recorder)
+    one_host = not separate and (node_size or total) >= total
+    kind = Imagination(node_size, separate, one_host, recorder)
     token = imagination.set(kind)
     try:
         _check_options(axes, parallel or {}, checkpointing)
         # a plan is of training, even if the caller is under torch.no_grad() or torch.inference_mode()
         with torch.inference_mode(False), torch.enable_grad(), _built(model_fn) as model:
             run = _Run(
-                model, axes, rank, config, optimizer, micro_batches, recorder, node_size or count, loss, parallel or {}, hold,
+                model, axes, rank, config, optimizer, micro_batches, recorder, node_size or total, loss, parallel or {}, hold,
                 model_fn if whole else None,
             )  # fmt: skip
             return run.plan(batch, checkpointing, name or type(model).__name__, separate, hardware)
@@ -171,17 +172,6 @@ def observe(
     found = run.plan(batch, checkpointing, name or type(model).__name__, separate)
     api.close(run.model, restore=False)
     return found
-
-
-def stages(model_fn: Callable[[], nn.Module], axes: Mapping[str, int], *, every: bool = False, **options: Any) -> list[Plan]:
-    """Return plans of a rank in the first, a middle and the last stage of a pipeline (every: in each). Options as of `plan`.
-
-    The first stage holds the activations of the most micro-batches, the last one the logits.
-    """
-    sizes = _axes(None, axes)
-    numbers = range(sizes[PP]) if every else sorted({0, sizes[PP] // 2, sizes[PP] - 1})
-    place = math.prod(sizes.values()) // sizes[PP]
-    return [plan(model_fn, axes=sizes, rank=number * place, **options) for number in numbers]
 
 
 def _whole(value: object, least: int) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 from ..activations.storage import CHECKPOINTS
 from ..config import Tier
 from ..memory.ledger import AVERAGES, GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, RESIDUALS, SECONDARY, STAGING
-from .plan import ACTIVATIONS, Held, Moment, Phase, Plan
+from .plan import ACTIVATIONS, Moment, Plan, memories
 from .request import Request, Verdict
 from .tables import Table, scale_of
 
@@ -51,7 +51,7 @@ def draw_memory(plan: Plan, request: Request, path: str | Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    beside = {phase.name: [Moment(phase.name, _BESIDE[phase.name], _held(phase, plan.separate))] * 2 for phase in plan.phases
+    beside = {phase.name: [Moment(phase.name, _BESIDE[phase.name], memories(phase.held, plan.separate)[Tier.DEVICE])] * 2 for phase in plan.phases
               if phase.name in _BESIDE}  # fmt: skip  # twice: as wide as a unit
     ahead, behind = (
         [each for name in names for each in beside.get(name, [])] for names in (("load", "first step"), ("step", "save"))
@@ -80,15 +80,6 @@ def draw_memory(plan: Plan, request: Request, path: str | Path) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(*axis.get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False, reverse=True)
     figure.savefig(path, dpi=110)
-
-
-def _held(phase: Phase, separate: bool) -> Held:
-    """Return bytes by category of the device; on CPUs with the host's, which are the same memory."""
-    found: Held = {}
-    for tier in (Tier.DEVICE,) if separate else (Tier.DEVICE, Tier.HOST):
-        for name, nbytes in phase.held.get(tier, {}).items():
-            found[name] = found.get(name, 0) + nbytes
-    return found
 
 
 def _mark_phases(axis: Any, moments: Sequence[Moment]) -> None:

@@ -7,7 +7,8 @@ estimate (`Hardware.overhead_nbytes`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 
@@ -22,6 +23,19 @@ ACTIVATIONS = "activations"  # and all else that operators allocate: inputs, log
 KEPT = "kept by the C library"  # only on CPUs: holes that other phases have left in the heap, see memory/host_memory.py
 
 Held = dict[str, int]  # bytes by category: those of memory/ledger.py, and ACTIVATIONS
+
+
+def memories(held: Mapping[Tier, Held], separate: bool) -> dict[Tier, Held]:
+    """Return the bytes of each memory by category. Where device and host are one memory (not `separate`), it counts as the device."""
+    found = {tier: Counter(held.get(tier, {})) for tier in Tier}
+    if not separate:
+        found[Tier.DEVICE].update(found.pop(Tier.HOST))
+    return {tier: dict(each) for tier, each in found.items()}
+
+
+def fullest(moments: Sequence[Mapping[Tier, Held]]) -> dict[Tier, Held]:
+    """Return for each memory what it holds at that of these moments at which it is fullest."""
+    return {tier: max((each[tier] for each in moments), key=lambda held: sum(held.values())) for tier in moments[0]}
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,12 @@ deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 telling: ContextVar[Callable[[str], None] | None] = ContextVar("telling", default=None)
 
 
+def tell(text: str) -> None:
+    """Show a line of progress, if somebody listens."""
+    if (show := telling.get()) is not None:
+        show(text)
+
+
 class Recorder(Watcher):
     """A watcher of one rank that writes its trace; `begin` starts a new one. meter: measures what the rank holds meanwhile.
 
@@ -73,8 +79,7 @@ class Recorder(Watcher):
             self.flush()
             self.moments.append(Moment(self.meter.phase, self.unit, self.meter.stretch(), self.meter.held(Tier.DEVICE)))
             self.unit, self.backward = unit, backward
-            if (tell := telling.get()) is not None:
-                tell(f"dry run of rank {self.trace.rank}: {self.meter.phase}, {unit or 'whole model'}")
+            tell(f"dry run of rank {self.trace.rank}: {self.meter.phase}, {unit or 'whole model'}")
             self.meter.phase = "backward" if backward and self.phase == "forward" else self.phase
 
     def computed(self) -> None:

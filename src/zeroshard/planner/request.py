@@ -15,7 +15,7 @@ from ..config import Config, Tier
 from ..errors import ConfigError
 from ..utils.axes import PP, TP
 from .model_source import ModelSource, example_loss
-from .plan import Held, Plan
+from .plan import Held, Plan, memories
 from .simulator.hardware import Hardware
 from .simulator.simulate import Simulation, simulate
 from .simulator.trace import Trace
@@ -83,7 +83,7 @@ class Request:
             batch, loss = (lambda: example(self.rows)), example_loss
         made = plan(
             self.source.build, axes=self.axes, batch=batch, loss=loss, micro_batches=self.micro_batches, name=self.source.name,
-            rank=stage * self.ranks_of_stage, node_size=self.ranks_of_node if self.ranks > self.ranks_of_node else None,
+            rank=stage * self.axes["dp"] * tp, node_size=self.ranks_of_node,
             hardware=self.hardware, checkpointing=self.checkpointing, parallel=self.parallel, **self.options,
         )  # fmt: skip
         if example is not None:  # here `tokens` counts samples, from which throughput is computed
@@ -141,44 +141,23 @@ class Verdict:
         return f"short by {gib(self.short)} GiB of {gib(self.capacity)}{where}{counted}: {self.phase} holds {why} on {rank}"
 
 
-def judge(plans: Sequence[Plan], request: Request) -> Verdict:
+def judge(plans: Sequence[Plan], hardware: Hardware) -> Verdict:
     """Return the verdict on the rank and the memory that are fullest, relative to the capacity."""
-    found = [each for plan in plans for each in _fullest(plan, request.hardware, request.ranks_of_node)]
-    return max(found, key=lambda each: each.used / each.capacity)
+    return max((each for plan in plans for each in verdicts(plan, hardware)), key=lambda each: each.used / each.capacity)
 
 
-def judge_alone(plan: Plan, hardware: Hardware) -> Verdict:
-    """Return the verdict on one rank on this hardware, with as many ranks on a node as were planned."""
-    ranks = min(plan.ranks, plan.trace.node_size)
-    return max(_fullest(plan, hardware, ranks), key=lambda each: each.used / each.capacity)
-
-
-def _fullest(plan: Plan, hardware: Hardware, ranks: int) -> Iterable[Verdict]:
-    """Yield a verdict on each memory that one rank uses. ranks: number of ranks on a node."""
-    device = {Tier.DEVICE} if plan.separate else {Tier.DEVICE, Tier.HOST}  # one memory
-    for tier in Tier:
-        alike = device if tier in device else {tier}
-        if tier is Tier.HOST and tier in device:
-            continue
-        held = {phase.name: _joined(phase.held.get(each, {}) for each in alike) for phase in plan.phases}
-        sums = {name: sum(found.values()) for name, found in held.items()}
-        used = max(sums.values())
+def verdicts(plan: Plan, hardware: Hardware) -> Iterable[Verdict]:
+    """Yield a verdict on each memory that one rank uses."""
+    phases = {phase.name: memories(phase.held, plan.separate) for phase in plan.phases}
+    for tier in memories({}, plan.separate):
+        sums = {name: sum(found[tier].values()) for name, found in phases.items()}
+        most = max(sums.values())
         # of equally full phases rather not "first step", where states that are being made may still count as activations
-        name = max((each for each in sums if sums[each] >= _ALIKE * used), key=lambda each: (each != "first step", sums[each]))
-        if tier is Tier.DEVICE:
-            capacity, overhead = hardware.device.memory_nbytes, hardware.overhead_nbytes
-            yield Verdict(plan, tier, name, held[name], used + overhead, capacity, overhead)
-        elif used:
-            capacity = hardware.host_memory_nbytes if tier is Tier.HOST else max(hardware.disk_nbytes, 1)
-            yield Verdict(plan, tier, name, held[name], used * ranks, capacity, 0)
-
-
-def _joined(parts: Iterable[Held]) -> Held:
-    found: Held = {}
-    for part in parts:
-        for name, nbytes in part.items():
-            found[name] = found.get(name, 0) + nbytes
-    return found
+        name = max((each for each in sums if sums[each] >= _ALIKE * most), key=lambda each: (each != "first step", sums[each]))
+        if most or tier is Tier.DEVICE:
+            used = round(hardware.used(tier, most, min(plan.ranks, plan.trace.node_size)))
+            overhead = hardware.overhead_nbytes if tier is Tier.DEVICE else 0
+            yield Verdict(plan, tier, name, phases[name][tier], used, hardware.capacity(tier), overhead)
 
 
 def gib(nbytes: float) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..config import Tier
 from ..utils.axes import cuts_model
 from .plan import PHASES, Plan
-from .request import Request, Verdict, gb, gib, judge_alone
+from .request import Request, Verdict, gb, gib, judge
 from .simulator.hardware import NAMES, Hardware
 from .simulator.trace import Resource, Task
 
@@ -81,10 +81,9 @@ def memory(plan: Plan, most: int | None = None) -> Table:
             continue
         if tier is Tier.DEVICE:
             rows.append((f"{where}: the device's overhead", *cells([hardware.overhead_nbytes] * len(phases))))
-            rows.append((f"{where}: capacity", *cells([hardware.device.memory_nbytes] * len(phases))))
+            rows.append((f"{where}: capacity", *cells([hardware.capacity(tier)] * len(phases))))
         else:
-            there = hardware.host_memory_nbytes if tier is Tier.HOST else hardware.disk_nbytes
-            rows.append((f"{where}: capacity, 1 of {ranks} ranks", *cells([there // ranks] * len(phases))))
+            rows.append((f"{where}: capacity, 1 of {ranks} ranks", *cells([hardware.capacity(tier) // ranks] * len(phases))))
     return Table(f"Memory of rank {plan.rank} of {plan.ranks:,}, {name}", ("", *(phase.name for phase in phases)), tuple(rows))
 
 
@@ -164,7 +163,7 @@ def _sends(plan: Plan) -> str:
 
 def page(plan: Plan, verdict: Verdict | None = None) -> str:
     """Return the verdict, what was planned, and about 20 lines of numbers. verdict: None: that on this rank alone."""
-    found = verdict or (judge_alone(plan, plan.hardware) if plan.hardware is not None else None)
+    found = verdict or (judge([plan], plan.hardware) if plan.hardware is not None else None)
     first = f"{found}{_unit_of(plan, found.phase)}" if found is not None else _where_it_fits(plan)
     sent = [f"{axis} {gb(nbytes)}" for axis, nbytes in plan.sent.items() if nbytes]
     moved = {
@@ -200,7 +199,7 @@ def _where_it_fits(plan: Plan) -> str:
     """Return, for a plan without hardware, the memory that it needs of a device and the known hardware that has as much."""
     phase = max(plan.phases, key=lambda each: each.nbytes(Tier.DEVICE))
     known = [each for each in map(Hardware.named, NAMES) if each.separate == plan.separate]
-    fits = [each.name for each in known if judge_alone(plan, each).fits]
+    fits = [each.name for each in known if judge([plan], each).fits]
     short = [each.name for each in known if each.name not in fits]
     said = [f"fits {', '.join(fits)}"] * bool(fits) + [f"does not fit {', '.join(short)}"] * bool(short)
     needs = f"needs {gib(phase.nbytes(Tier.DEVICE))} GiB of a device, fullest in {phase.name}{_unit_of(plan, phase.name)}"

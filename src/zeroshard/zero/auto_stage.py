@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..comm.base import DirectComm
 from ..comm.codec import exchange_values
-from ..comm.mesh.topology import Topology
+from ..comm.mesh.topology import Parts, check, imagined_topology
 from ..config import Config, Tier
 from ..errors import ConfigError, ZeroshardError
 from ..memory.host_memory import limits
@@ -56,18 +56,15 @@ def is_auto(stage: object, options: Mapping[str, Any], sample: Any) -> bool:
 
 
 def choose(
-    config: Config,
-    comm: DirectComm,
-    model: nn.Module,
-    specs: list[ParamSpec],
-    optimizer: torch.optim.Optimizer | None,
-    sample: Any,
-) -> Config:
+    config: Config, comm: DirectComm, model: nn.Module, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None, sample: Any,
+    parts: Parts | None = None,
+) -> Config:  # fmt: skip
     """Return `config` with the first of CHOICES that fits on every rank (collective).
 
     sample: an input of the model, or a tuple or mapping of them; its forward runs on fake tensors, to measure the activations
-    that are saved for backward. Raise ConfigError, on every rank, if nothing fits.
+    that are saved for backward. parts: the groups along a mesh's inner axis. Raise ConfigError, on every rank, if nothing fits.
     """
+    check(config, comm, parts)
     kept = None if sample is None else _kept_nbytes(model, sample, config)
     parameters = sum(spec.original.nbytes for spec in specs if spec.original.device.type == comm.device.type)
     device, host = _available(comm, parameters)
@@ -82,7 +79,7 @@ def choose(
         candidate = _candidate(config, row, comm)
         if candidate is None or ((comm.world_size == 1) != (row[0] == 0) and not any(row[1:])):
             continue
-        held = _held(candidate, comm, model, specs, optimizer)
+        held = _held(candidate, comm, model, specs, optimizer, parts)
         if all(held.get(tier, 0) <= nbytes for tier, nbytes in room.items()):
             if comm.rank == 0:
                 print(f"zeroshard: {_reason(row, held, room, tried, kept)}", file=sys.stderr)
@@ -106,12 +103,14 @@ def _candidate(config: Config, row: tuple[int, str | None, str | None, str | Non
 
 
 def _held(
-    config: Config, comm: DirectComm, model: nn.Module, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None
+    config: Config, comm: DirectComm, model: nn.Module, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None, parts: Parts | None
 ) -> dict[Tier, int]:  # fmt: skip
     """Return the bytes that one rank would hold, by tier; on a CPU, bytes of the host count as the device's."""
     tiers = Tiers(comm, Ledger())
     tiers.state_columns = state_columns(optimizer)
-    builder = Builder(config, Topology.flat(comm), tiers.ledger, tiers, optimizer_groups(optimizer), 0)
+    near = comm.nodes.count(comm.nodes[comm.rank])
+    comms = imagined_topology(config, comm.world_size, near, tiers.separate, comm.copies, parts)
+    builder = Builder(config, comms, tiers.ledger, tiers, optimizer_groups(optimizer), 0)
     found: dict[Tier, int] = {Tier.DEVICE: 0}
     for (_, planned, _), nbytes in builder.needs(partition(model, config, specs)).items():
         tier = Tier.DEVICE if planned is Tier.HOST and not tiers.separate else planned

@@ -31,6 +31,7 @@ from ..utils.torch_compat import original
 from .parameter import ParamSpec
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+ROOT = "(root)"  # the unit that stays gathered from the beginning of a pass to its end
 LARGE_FRACTION = 0.25  # a module outside the blocks gets its own unit from this fraction of the largest block's elements
 
 
@@ -320,7 +321,7 @@ def _rest_units(model: nn.Module, config: Config, units: list[UnitPlan], rest: l
     if config.max_unit_numel is not None:
         large_numel = min(large_numel, config.max_unit_numel)
     by_owner: dict[frozenset, UnitPlan] = {}
-    root = UnitPlan("(root)", [model])
+    root = UnitPlan(ROOT, [model])
     for spec in rest:
         owners = [owner for owner, _ in spec.owners]
         own_numel = sum(p.numel() for p in torch_compat.own_parameters(owners[0]).values() if p is not None)

@@ -6,7 +6,7 @@ gather    |G1 G2|G3 |              at each visit: fetch from other tiers as far 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from ..comm.base import Comm
 from ..config import Config
@@ -14,6 +14,31 @@ from .schedule import Schedule
 from .unit import Phase, Unit
 
 LOOKAHEAD = 8  # number of visits considered at a time: bounds the work on the host when units are tiny
+
+
+def count_ahead(sizes: Sequence[float], limit_nbytes: int | None) -> int:
+    """Return how many of the next units, of these bytes, are gathered ahead: one, and more within the limit (None: no unit)."""
+    ahead = 0.0
+    for count, size in enumerate(sizes if limit_nbytes is not None else ()):
+        if ahead and ahead + size > (limit_nbytes or 0):
+            return count
+        ahead += size
+    return len(sizes) if limit_nbytes is not None else 0
+
+
+def most_gathered(order: Sequence[str], nbytes: Mapping[str, int], limit_nbytes: int | None) -> int:
+    """Return the most bytes that are gathered at once while forward visits units in this order, and backward in the reverse.
+
+    A unit that is visited twice (of a tied embedding) stays gathered in backward between the two.
+    """
+    most = 0
+    twice = {name for name in order if order.count(name) > 1}
+    for visits, staying in ((order, set()), (order[::-1], twice)):
+        for at, name in enumerate(visits):
+            here = {name} | {other for other in staying if other in visits[:at] and other in visits[at:]}
+            ahead = [nbytes[other] for other in dict.fromkeys(visits[at + 1 : at + 1 + LOOKAHEAD]) if other not in here]
+            most = max(most, sum(nbytes[other] for other in here) + sum(ahead[: count_ahead(ahead, limit_nbytes)]))
+    return most
 
 
 class Prefetcher:
@@ -33,11 +58,7 @@ class Prefetcher:
         for unit in upcoming:
             if not unit.fetch():  # no buffer is free, so none for later units either
                 break
-        ahead = 0
-        for unit in upcoming:
-            if ahead and ahead + unit.gathered_nbytes > self.config.prefetch_limit_nbytes:  # the first unit may exceed the budget
-                return
-            ahead += unit.gathered_nbytes
+        for unit in upcoming[: count_ahead([each.gathered_nbytes for each in upcoming], self.config.prefetch_limit_nbytes)]:
             if self._gains_by_gathering(unit):
                 self.gather(unit)
 

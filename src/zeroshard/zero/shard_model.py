@@ -7,40 +7,37 @@ the sharded parameter, and its old tensor becomes the compute parameter over the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..comm.base import Comm, DirectComm, Reserved
+from ..comm.base import Comm, DirectComm
 from ..comm.codec import exchange_values
 from ..comm.mesh.compressed import CompressedGathers
-from ..comm.mesh.topology import Topology
+from ..comm.mesh.topology import Topology, needed
 from ..comm.pool import BufferPool, StagingPool
 from ..config import Config, Offload, Placement, Tier
 from ..errors import ConfigError, HostMemoryError, OffloadIOError
-from ..memory.estimate import BUFFERS, Group, Need, Place, needs, shortage
+from ..memory.estimate import BUFFERS, LANDINGS, Buffers, Group, Need, Place, needs, shortage
 from ..memory.host_memory import keep_freed_memory, limits, return_freed_memory
 from ..memory.ledger import GATHERED, GRADIENTS, MASTERS, Ledger
 from ..offload.storage import Tiers
 from ..tensor.attributes import attributes_of
-from ..tensor.flat_layout import ALIGNMENT, FlatLayout
+from ..tensor.flat_layout import ALIGNMENT, FlatLayout, round_up
 from ..tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
 from ..tensor.state_column import StateColumn, declared_columns
 from ..utils import torch_compat
 from ..utils.torch_compat import carry_hooks, swap
-from .auto_wrap import UnitPlan, partition
+from .auto_wrap import ROOT, UnitPlan, partition
 from .flat_buffer import GradientBuffer, ParameterBuffer
 from .out_of_memory import FAILURES, tell_of_building
 from .parameter import ParamHome, ParamSpec
+from .prefetch import most_gathered
 from .rank_consistency import optimizer_groups
 from .unit import ParamGroup, Unit
 from .user_hooks import adopt
-
-STAGING_BUFFERS = 2  # of gradients: one is being filled while the other is being reduced
-LANDINGS = STAGING_BUFFERS + 1
 
 Pair = tuple[list[ParamSpec], FlatLayout]  # a bucket (the parameters of one group) and its layout
 
@@ -114,27 +111,6 @@ def _agree_on(problem: Exception | None, tiers: Tiers, label: str) -> None:
         raise found
 
 
-@dataclass
-class _BufferSizes:
-    """Sizes of fixed buffers. landed_nbytes: bytes of a landing buffer.
-
-    sent, fetched: (bytes of a buffer, usual count, most) of the staging pools for gradients and for shards from other tiers.
-    """
-
-    sent: tuple[int, int, int] = (0, 0, 0)
-    fetched: tuple[int, int, int] | None = None
-    landed_nbytes: int = 0
-
-    def by_tier(self, separate: bool) -> Iterator[tuple[Tier, int]]:
-        """Yield (tier, bytes) of all these buffers."""
-        yield Tier.DEVICE, self.sent[0] * self.sent[1] + LANDINGS * self.landed_nbytes
-        if self.fetched is not None:
-            yield Tier.DEVICE, self.fetched[0] * self.fetched[1]
-        if separate:
-            yield Tier.HOST, LANDINGS * self.landed_nbytes
-            yield Tier.HOST, 0 if self.fetched is None else self.fetched[0] * self.fetched[1]
-
-
 class Builder:
     """Builds the units of one model."""
 
@@ -150,14 +126,14 @@ class Builder:
         self._states: dict[int, tuple[Offload, torch.dtype | None]] = {}  # id of a bucket's first spec -> result of _plan_states
         self.replaced: dict[int, nn.Parameter] = {}  # id of a given parameter -> the object that took its place
 
-    def _lay_out(self, plans: list[UnitPlan]) -> tuple[list[list[Pair]], _BufferSizes]:
-        """Return the buckets and layouts of each unit, and the sizes of the fixed buffers."""
+    def _lay_out(self, plans: list[UnitPlan]) -> list[list[Pair]]:
+        """Return the buckets and layouts of each unit."""
         self._choose_whole([spec for plan in plans for spec in plan.specs])
         units = [[(bucket, self._layout(bucket)) for bucket in self._buckets(plan)] for plan in plans]
         pairs = [pair for unit in units for pair in unit]
         trainable = [(bucket[0], layout) for bucket, layout in pairs if bucket[0].requires_grad]
         self._states = {id(spec): self._plan_states(spec, layout) for spec, layout in trainable}
-        return units, self._buffer_sizes(pairs)
+        return units
 
     def _choose_whole(self, specs: list[ParamSpec]) -> None:
         """Choose small parameters that stay whole at rest, in the model's order, up to `model_persistence_threshold` elements."""
@@ -169,20 +145,25 @@ class Builder:
 
     def needs(self, plans: list[UnitPlan]) -> dict[Place, int]:
         """Return the bytes that this rank would hold, gathered units included. Nothing is allocated, and `build` may follow."""
-        units, sizes = self._lay_out(plans)
-        found = self._needs([pair for unit in units for pair in unit], sizes)
-        if self._sharded and self.comm.world_size > 1:
-            sharded = [[(bucket, layout) for bucket, layout in unit if not bucket[0].whole] for unit in units]
-            nbytes = sorted(sum(layout.numel * bucket[0].dtype.itemsize for bucket, layout in unit) for unit in sharded)
-            gathered = sum(nbytes[-3:])  # upper bound of the root, the unit in use and the next one
-            found[GATHERED, Tier.DEVICE, None] = gathered
-        self._stepped_numel = self._offloaded_numel = 0  # `build` lays out again, and counts anew
+        units, away = self._lay_out(plans), self.tiers.away(self.config.offload_param)
+        found = self._needs([pair for unit in units for pair in unit])
+        mapped = self.comm.copies and self.config.map_shared and not away
+        if self._sharded and self.comm.world_size > 1 and not mapped:
+            nbytes = {
+                plan.name: sum(layout.numel * bucket[0].dtype.itemsize for bucket, layout in unit if not bucket[0].whole)
+                for plan, unit in zip(plans, units, strict=True)
+            }
+            order, limit = [name for name in nbytes if name != ROOT], self.config.prefetch_limit_nbytes
+            found[GATHERED, Tier.DEVICE, None] = nbytes.get(ROOT, 0) + most_gathered(order, nbytes, limit and (not away) * limit)
+        self._stepped_numel = self._offloaded_numel = 0
         return found
 
     def build(self, plans: list[UnitPlan]) -> list[Unit]:
         """Build all units, with the parameters' present values in their buffers (collective)."""
-        laid_out, sizes = self._lay_out(plans)
-        self._check_room([pair for unit in laid_out for pair in unit], sizes)
+        laid_out = self._lay_out(plans)
+        pairs = [pair for unit in laid_out for pair in unit]
+        self._check_room(pairs)
+        sizes = Buffers.of(self.config, self.tiers.separate, [self._group_need(*pair) for pair in pairs])
         self.pool = StagingPool(self.comm, self.ledger, *sizes.sent)
         self._make_tier_pools(sizes)
         units = []
@@ -238,27 +219,7 @@ class Builder:
         alignment = math.lcm(ALIGNMENT, *(column.elements for column in columns))
         return FlatLayout.build([spec.shape for spec in bucket], self.comm.world_size, alignment)
 
-    def _buffer_sizes(self, pairs: list[Pair]) -> _BufferSizes:
-        """Return the sizes of the buffers from which gradients are sent, and through which shards pass between tiers."""
-        config, sizes = self.config, _BufferSizes()
-        resting, sent = config.row.gradient is not Placement.SHARDED, []
-        for bucket, layout in pairs:
-            send = self.send_dtype(bucket[0].dtype)
-            if bucket[0].requires_grad and not (resting and send == self.gradient_dtype(bucket[0].dtype)):
-                sent.append(layout.numel * send.itemsize)
-        limit = min(len(sent), 64)
-        sizes.sent = (max(sent, default=0), min(STAGING_BUFFERS, limit), limit)
-        fetched = [layout.shard_numel * bucket[0].dtype.itemsize for bucket, layout in pairs if not bucket[0].whole]
-        if self._sharded and fetched and self.tiers.away(config.offload_param):
-            count = min(max(config.offload_param.buffer_count // 2, 2), len(fetched))
-            sizes.fetched = (max(fetched), count, min(len(fetched), 64))
-        if config.row.gradient is Placement.SHARDED and self.tiers.away(config.offload_gradient):
-            sizes.landed_nbytes = max(
-                layout.shard_numel * max(4, self.gradient_dtype(bucket[0].dtype).itemsize) for bucket, layout in pairs
-            )
-        return sizes
-
-    def _make_tier_pools(self, sizes: _BufferSizes) -> None:
+    def _make_tier_pools(self, sizes: Buffers) -> None:
         """Make the pools of fixed buffers for shards that pass between tiers."""
         tiers = self.tiers
         if sizes.fetched is not None:
@@ -271,13 +232,13 @@ class Builder:
             tiers.landings = BufferPool(self.ledger, LANDINGS, nbytes, tiers.device_buffer, Tier.DEVICE)
             tiers.arrivals = BufferPool(self.ledger, LANDINGS, nbytes, tiers.host_buffer, Tier.HOST)
 
-    def _check_room(self, pairs: list[Pair], sizes: _BufferSizes) -> None:
-        """Raise on every rank if host memory or a disk is too small for the ranks of some host (collective)."""
+    def _check_room(self, pairs: list[Pair]) -> None:
+        """Raise on every rank if host memory or a disk is too small for the ranks of some host (collective; B22, B23)."""
         config, comm, tiers = self.config, self.comm, self.tiers
         offloads = (config.offload_param, config.offload_gradient, config.offload_optimizer)
         if comm.imagined or (comm.device.type != "cpu" and all(offload.tier is Tier.DEVICE for offload in offloads)):
             return
-        found = self._needs(pairs, sizes)
+        found = self._needs(pairs)
         on_host = {Tier.HOST} | ({Tier.DEVICE} if comm.device.type == "cpu" else set())
         mine = Need.of(found, on_host, tiers.released_nbytes, limits())
         everyone = [Need.told(*other) for other in exchange_values(comm, mine.plain(), "zs.shard: memory")]
@@ -294,31 +255,29 @@ class Builder:
             problem = error
         _agree_on(problem, tiers, "zs.shard: space on disks")
 
-    def _needs(self, pairs: list[Pair], sizes: _BufferSizes) -> dict[Place, int]:
+    def _needs(self, pairs: list[Pair]) -> dict[Place, int]:
         found = needs(self.config, self.tiers.separate, [self._group_need(bucket, layout) for bucket, layout in pairs])
         if not self.tiers.state_columns:  # no optimizer: gradients on the device take no memory before the first backward
             found.pop((GRADIENTS, Tier.DEVICE, None), None)
-        for tier, nbytes in [*sizes.by_tier(self.tiers.separate), (Tier.DEVICE, self._travelling_nbytes(pairs))]:
-            found[BUFFERS, tier, None] = found.get((BUFFERS, tier, None), 0) + nbytes
+        found[BUFFERS, Tier.DEVICE, None] += self._travelling_nbytes(pairs)
         return found
 
     def _travelling_nbytes(self, pairs: list[Pair]) -> int:
         """Return the bytes of secondary shards, partial sums between hops, quantized buffers, and quantization errors kept."""
-        values: dict[Comm, list[Reserved]] = {}
-        slices: dict[Comm, list[Reserved]] = {}
-        for bucket, layout in pairs:
-            spec = bucket[0]
-            values.setdefault(self._values_comm(spec, layout), []).append((layout.shard_numel, spec.dtype))
+        values, slices = [], []
+        for (spec, *_), layout in pairs:
+            values.append((self._values_comm(spec, layout), (layout.shard_numel, spec.dtype)))
             if spec.requires_grad:
-                slices.setdefault(self._grads_comm(spec, layout), []).append((layout.shard_numel, self.send_dtype(spec.dtype)))
-        return sum(comm.needed(values.get(comm, []), slices.get(comm, [])) for comm in dict.fromkeys((*values, *slices)))
+                slices.append((self._grads_comm(spec, layout), (layout.shard_numel, self.send_dtype(spec.dtype))))
+        return needed(values, slices)
 
     def _group_need(self, bucket: list[ParamSpec], layout: FlatLayout) -> Group:
         dtype, columns = bucket[0].dtype, [self.tiers.state_columns.get(id(spec.original), ()) for spec in bucket]
         if not bucket[0].requires_grad:  # frozen: no gradient, masters or states
             return Group(layout.numel, layout.shard_numel, dtype, whole=bucket[0].whole)
         states = (self.gradient_dtype(dtype), *self._states[id(bucket[0])], max(columns, key=len))
-        return Group(layout.numel, layout.shard_numel, dtype, *states, bucket[0].whole)
+        unpadded = round_up(layout.slots[-1].stop, layout.alignment)
+        return Group(layout.numel, layout.shard_numel, dtype, *states, bucket[0].whole, unpadded)
 
     def send_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of parameters of `dtype` are sent."""

@@ -7,6 +7,7 @@ from helpers import OddGPT, adamw, seeded, token_batches
 from mesh_kit import on_ranks, options_of
 
 import zeroshard as zs
+from zeroshard.memory.estimate import Buffers
 from zeroshard.memory.ledger import RESIDUALS, SECONDARY, STAGING
 from zeroshard.utils.compression import Compression
 from zeroshard.zero import shard_model
@@ -31,7 +32,8 @@ def test_what_was_reserved_is_what_the_ledger_holds(name, monkeypatch):
 
     def note(builder, pairs):
         found = travelling(builder, pairs)
-        nbytes, count, _ = builder._buffer_sizes(pairs).sent
+        groups = [builder._group_need(*pair) for pair in pairs]
+        nbytes, count, _ = Buffers.of(builder.config, builder.tiers.separate, groups).sent
         forecast[builder.topology.control.rank] = found + nbytes * count
         return found
 

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 from planned import MIB, hardware, request
 
+from zeroshard.config import Tier
 from zeroshard.memory.ledger import GATHERED
 from zeroshard.planner.faults import OutOfTime
 from zeroshard.planner.models import GPT, GPTConfig
@@ -34,7 +35,7 @@ def gpt(known=True, **fields):
 
 def short(asked, plans, nbytes):
     """The same on devices that lack so many bytes."""
-    return replace(asked, hardware=hardware(judge(plans, asked).used - nbytes))
+    return replace(asked, hardware=hardware(judge(plans, asked.hardware).used - nbytes))
 
 
 def said(found):
@@ -44,7 +45,7 @@ def said(found):
 def check(asked, found):
     """The first fits by its own dry run, and costs are ordered."""
     first = found[0]
-    assert first.verdict.fits and judge(first.request.plans(), first.request).used == first.verdict.used
+    assert first.verdict.fits and judge(first.request.plans(), first.request.hardware).used == first.verdict.used
     tried = [each.seconds for each in found if each.verdict is not None]
     assert all(later * 1.02 >= sooner for sooner, later in itertools.pairwise(tried))
     assert all(each.flags == flags(asked, each.request) for each in found)
@@ -69,7 +70,7 @@ def test_the_cheapest_changes_come_first_and_fit_by_their_own_dry_run(stage_0):
 ], ids=["activations", "units", "a user's own model", "tensor parallel"])  # fmt: skip
 def test_what_does_not_fit_has_a_remedy_that_does(asked, category, part, expected):
     plans = asked.plans()
-    asked = short(asked, plans, int(judge(plans, asked).held[category] * part))
+    asked = short(asked, plans, int(judge(plans, asked.hardware).held[category] * part))
     found = remedies(asked, plans)
     check(asked, found)
     assert expected & set(said(found)), said(found)
@@ -80,14 +81,14 @@ def test_where_no_change_suffices_alone_several_do_and_none_is_idle():
     asked = request(options=FINE | {"stage": 0}, rows=2, seq=256)
     plans = asked.plans()
     least = replace(asked, options=FINE, rows=1, micro_batches=2)
-    asked = replace(asked, hardware=hardware(int(judge(least.plans(), least).used * 1.02)))
+    asked = replace(asked, hardware=hardware(int(judge(least.plans(), least.hardware).used * 1.02)))
     found = remedies(asked, plans)
     check(asked, found)
     for name, value in changes(asked, found[0].request).items():
         assert value != asked.options.get(name)
         without = replace(found[0].request, options={**found[0].request.options, name: asked.options.get(name)})
         if name != "stage":  # offloading needs one
-            assert not judge(without.plans(), without).fits, name
+            assert not judge(without.plans(), without.hardware).fits, name
 
 
 def test_where_there_is_no_time_for_a_dry_run_formulas_say_what_fits(stage_0, monkeypatch):
@@ -100,7 +101,7 @@ def test_where_there_is_no_time_for_a_dry_run_formulas_say_what_fits(stage_0, mo
     assert len(found) == ENOUGH and all(each.verdict is None and "fits by formula: " in each.then for each in found)
     monkeypatch.undo()
     for each in found:
-        assert judge(each.request.plans(), each.request).fits and "s a step, not" in each.cost
+        assert judge(each.request.plans(), each.request.hardware).fits and "s a step, not" in each.cost
     assert remedies(asked, stage_0, seconds=0) == []
 
 
@@ -170,7 +171,8 @@ def test_what_nodes_keep_can_be_less():
     assert {"--quantized-weights int8", "--hpz 1"} <= set(offered(shared))
     packed, plain = (next(each for each in KINDS[-1](shared) if name in flags(shared, each)) for name in ("int8", "hpz"))
     formulas = module._Formulas(shared, shared.plans())
-    assert formulas.fullest(plain)[2] < formulas.fullest(packed)[2] < formulas.fullest(shared)[2]
+    used = [formulas.uses(each)[Tier.DEVICE][0] for each in (plain, packed, shared)]
+    assert used == sorted(set(used))
     assert {"--shard-size 4", "--shard-size 8"} <= set(
         offered(request(axes={"dp": 8}, options=options | {"shard_size": 2}, node_size=2))
     )

@@ -15,9 +15,9 @@ from zeroshard.integrations.deepspeed.ds_config import DeepSpeedConfig
 from zeroshard.integrations.deepspeed.sections import DeepSpeedConfigError
 from zeroshard.integrations.deepspeed.shard_options import shard_options
 from zeroshard.planner.models.gpt import GPT, GPTConfig
+from zeroshard.planner.search.layout import Layout
 from zeroshard.planner.search.layout_file import deepspeed_config, section, write_config
 from zeroshard.planner.search.profile import Profile
-from zeroshard.planner.search.schedule import Layout
 from zeroshard.planner.search.search import search
 from zeroshard.planner.simulator.hardware import Hardware
 from zeroshard.testing import imagined_mesh, run_threads

@@ -1,10 +1,23 @@
-"""`zeroshard plan --auto` and `zeroshard simulate` say the same seconds of the same layout."""
+"""One layout has the same seconds in `plan --auto` and `simulate`, and the same bytes in a dry run, by formula and for stage="auto"."""
 
 import json
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import zeroshard as zs
 from zeroshard.cli import main
+from zeroshard.comm.fake import FakeComm, Imagination, imagination
+from zeroshard.config import Config, Tier
+from zeroshard.memory.ledger import GATHERED, STAGING
+from zeroshard.planner.dry_run import plan
+from zeroshard.planner.models import GPT, GPTConfig
+from zeroshard.planner.plan import ACTIVATIONS, KEPT
+from zeroshard.planner.search.layout import Layout
+from zeroshard.planner.search.memory import memory_of
+from zeroshard.planner.search.profile import Profile
+from zeroshard.zero import auto_stage
 
 SMALL = ["quickstart", "--ranks", "8", "--node-size", "4", "--seq", "64", "--hardware", "a100-40gb", "--precision", "bf16"]
 LAYOUTS = {
@@ -57,3 +70,53 @@ def test_search_and_simulation_say_the_same_seconds(name, capsys, tmp_path):
     simulated = told(capsys, "simulate", *given, *mesh, *same, *batch, "--json")
     assert found["auto"]["step_s"] == simulated["step_s"] == section["prediction"]["step_s"]
     assert found["auto"]["tflops"] == simulated["tflops"]
+
+
+SHAPE = GPTConfig(vocab_size=2000, seq_len=32, dim=128, layers=4, heads=4, bias=True)
+HOST = {"optimizer": Tier.HOST, "gradient": Tier.HOST}
+CPU = {"precision": "fp32", "separate": False}
+
+
+def held_for_auto(layout, monkeypatch):
+    """The device's bytes by which stage="auto" would judge a layout."""
+    found = {}
+
+    def judged(config, comm, model, specs, optimizer, sample, parts):
+        given = Config.build(None, **layout.options())
+        found.update(auto_stage._held(given, comm, model, specs, optimizer, parts))
+        return given
+
+    monkeypatch.setattr("zeroshard.api.choose", judged)
+    one_host = not layout.separate and layout.dp <= layout.node_size
+    token = imagination.set(Imagination(layout.node_size, layout.separate, one_host))
+    try:
+        with FakeTensorMode():
+            model = GPT(SHAPE)
+            zs.shard(
+                model,
+                torch.optim.AdamW(model.parameters()),
+                stage="auto",
+                comm=FakeComm(0, layout.dp),
+                precision=layout.precision,
+            )
+    finally:
+        imagination.reset(token)
+    return found[Tier.DEVICE]
+
+
+@pytest.mark.parametrize("layout", [
+    Layout(dp=4, stage=0), Layout(dp=6, stage=1), Layout(dp=4, stage=2, **HOST), Layout(dp=4), Layout(dp=4, prefetch_nbytes=0),
+    Layout(dp=8, node_size=4), Layout(dp=8, node_size=4, hpz=4), Layout(dp=8, node_size=4, shard_size=4), Layout(dp=4, **CPU),
+    Layout(dp=8, stage=2, node_size=4, **CPU),
+], ids=lambda layout: f"{layout}, {layout.dp} of {layout.node_size}, {layout.precision}, ahead {layout.prefetch_nbytes}")  # fmt: skip
+def test_a_dry_run_a_formula_and_stage_auto_count_the_same_bytes(layout, monkeypatch):
+    found = plan(
+        lambda: GPT(SHAPE), ranks=layout.dp, batch=(1, 32), node_size=layout.node_size, separate=layout.separate, **layout.options()
+    )  # fmt: skip
+    held = {name for phase in found.phases for name in phase.held[Tier.DEVICE]} - {ACTIVATIONS, KEPT}
+    peak = {name: max(phase.held[Tier.DEVICE].get(name, 0) for phase in found.phases) for name in held}
+    peak |= {name: found.report.peak[name] for name in (GATHERED, STAGING) if found.report.peak[name]}
+    formula = memory_of(Profile.of_shape(SHAPE), layout)[Tier.DEVICE]
+    formula.pop(ACTIVATIONS)
+    assert formula == peak
+    assert held_for_auto(layout, monkeypatch) == sum(peak.values())

@@ -1,6 +1,7 @@
 """Layouts: what ranks hold and send by the formulas is what the runtime holds and sends on imagined ranks; traces are of the same bytes."""
 
 import dataclasses
+from collections import Counter
 
 import pytest
 import torch
@@ -14,9 +15,16 @@ from zeroshard.config import Tier
 from zeroshard.errors import ConfigError
 from zeroshard.memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, STAGING
 from zeroshard.planner.dry_run import plan
+from zeroshard.planner.model_source import ModelSource
 from zeroshard.planner.models import CASE_STUDIES, GPT, GPTConfig
+from zeroshard.planner.request import Request
+from zeroshard.planner.search.layout import Layout
+from zeroshard.planner.search.memory import memory_of
 from zeroshard.planner.search.profile import Profile, UnitProfile
-from zeroshard.planner.search.schedule import Layout, memory_of, trace_of
+from zeroshard.planner.search.requested import layout_of, of_layout, profile_of
+from zeroshard.planner.search.schedule import trace_of
+from zeroshard.planner.simulator.hardware import NETWORK, Hardware
+from zeroshard.planner.simulator.simulate import simulate
 from zeroshard.planner.simulator.trace import Resource
 from zeroshard.zero.runtime import runtime_of
 
@@ -72,6 +80,11 @@ def test_a_trace_sends_what_the_runtime_sends(stage):
     runtime = sum(each.nbytes for each in ledger.traffic.values()) / 2
     between, inside = sent(layout, Profile.of_shape(SHAPE))
     assert (between, inside) == (0, pytest.approx(runtime, rel=2e-3))  # and some bytes that ranks tell each other
+
+
+def collectives(trace):
+    """Their number on each axis: each has a latency of its own."""
+    return Counter(task.axis for task in trace.tasks for _ in range(task.messages) if set(task.nbytes) & set(NETWORK))
 
 
 OPTIONS = {
@@ -141,6 +154,8 @@ def test_a_dry_run_comes_to_the_same(layout, tmp_path):
     for resource in set(Resource) - {Resource.DEVICE, Resource.HOST}:
         assert trace.total(resource) == pytest.approx(found.trace.total(resource), rel=0.01), resource
     assert sum(t.flops for t in trace.tasks) == pytest.approx(sum(t.flops for t in found.trace.tasks), rel=0.03)
+    stretched = trace_of(profile, layout, groups=1)[0]
+    assert collectives(trace) == collectives(stretched) == collectives(found.trace)
     assert trace.model_flops == pytest.approx(found.trace.model_flops, rel=1e-3)
 
 
@@ -166,6 +181,42 @@ def test_a_profile_of_a_dry_run_is_that_of_the_formulas():
             ]
     with pytest.raises(ConfigError, match="expected a plan over two or more ranks of dp alone"):
         Profile.of_plan(dataclasses.replace(dry, axes={"dp": 2, "tp": 2}), 32)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"prefetch_bucket_size": 0}, {"prefetch_bucket_size": 220_000}, {"overlap": False}], ids=str
+)
+def test_what_is_gathered_ahead_is_the_runtimes(options):
+    """A limit as a number of elements, or nothing beside computation: bytes that are gathered at once, and what waits for links."""
+    given, hardware = {"stage": 3, "precision": "bf16"} | options, Hardware.named("a100-80gb")
+    request = Request(
+        ModelSource("small", lambda: GPT(SHAPE), 32, 1000), hardware, {"pp": 1, "dp": 6, "tp": 1}, 1, 32, options=given
+    )
+    layout, found, profile = layout_of(request), request.plan(), Profile.of_shape(SHAPE)
+    assert memory_of(profile, layout)[Tier.DEVICE][GATHERED] == found.report.peak[GATHERED]
+    assert layout_of(of_layout(request, layout)) == layout and layout.hops == "two"
+    waits = [simulate(each, hardware).exposed_s for each in (found.trace, trace_of(profile, layout)[0])]
+    assert waits[1] == pytest.approx(waits[0], rel=0.15)
+
+
+def test_one_plan_tells_of_the_model_whatever_its_stage_and_way_to_reduce(monkeypatch):
+    source, hardware = ModelSource("small", lambda: GPT(SHAPE), 32, 1000), Hardware.named("a100-80gb")
+    options = [{"stage": 3}, {"stage": 0}, {"stage": 3, "shard_size": 2}, {"stage": 2, "zero_quantized_gradients": "int8"}]
+    splitting = [{"stage": 3, "max_unit_numel": 1 << 14}, {"stage": 3, "zero_quantized_weights": "int8"}]
+    asked = [
+        Request(source, hardware, {"pp": 1, "dp": 4, "tp": 1}, 2, 32, node_size=2, options=each) for each in options + splitting
+    ]
+    plans = [each.plan() for each in asked]
+
+    def no_plan(self, stage=0):
+        raise ConfigError("a further dry run")
+
+    monkeypatch.setattr(Request, "plan", no_plan)
+    units = [profile_of(request, [made]).units for request, made in zip(asked[:4], plans, strict=False)]
+    assert units == [units[0]] * 4
+    for request, made in zip(asked[4:], plans[4:], strict=True):
+        with pytest.raises(ConfigError, match="a further dry run"):
+            profile_of(request, [made])
 
 
 def test_gradients_on_the_host_leave_no_whole_sums_on_the_device_with_tensor_parallelism():

@@ -4,22 +4,26 @@ import dataclasses
 
 import pytest
 
-from zeroshard.config import Tier
+from zeroshard.config import Config, Tier
 from zeroshard.errors import ConfigError
 from zeroshard.memory.ledger import OPTIMIZER
 from zeroshard.planner.models.gpt import GPTConfig
+from zeroshard.planner.plan import Phase, Plan
+from zeroshard.planner.search.layout import Layout
+from zeroshard.planner.search.memory import memory_of
 from zeroshard.planner.search.profile import Profile
-from zeroshard.planner.search.schedule import Layout, memory_of, trace_of
+from zeroshard.planner.search.schedule import trace_of
 from zeroshard.planner.search.search import MARGIN, _limits, bound, search, timed
 from zeroshard.planner.simulator.hardware import Hardware
 from zeroshard.planner.simulator.simulate import simulate
+from zeroshard.planner.simulator.trace import Trace
 
 TINY = Profile.of_shape(GPTConfig(vocab_size=256, seq_len=256, dim=128, layers=3, heads=4), "tiny")
 SEVEN = Profile.of_shape(GPTConfig(vocab_size=50257, seq_len=1024, dim=4096, layers=36, heads=32, bias=True, tied=True), "7.5B")
 TRILLION = Profile.of_shape(
     GPTConfig(vocab_size=50257, seq_len=1024, dim=25600, layers=128, heads=256, bias=True, tied=True), "1T"
 )
-V100, A100 = Hardware.named("v100-32gb"), Hardware.named("a100-80gb")
+V100, A100, CPU = map(Hardware.named, ("v100-32gb", "a100-80gb", "cpu"))
 ALONE = {"tp": 1, "pp": 1}
 
 
@@ -53,19 +57,32 @@ def test_what_does_not_fit_is_said_with_what_is_missing():
         search(TRILLION, V100, 1, 1, precision="fp16", fixed=ALONE)
 
 
+def dry(*phases, separate=True):
+    """A dry run whose rank holds in each phase so many bytes of the device and the host."""
+    held = [{tier: {"": nbytes} for tier, nbytes in zip(Tier, each, strict=False)} for each in phases]
+    named = tuple(map(Phase, ("forward", "backward"), held))
+    return Plan("", 0, {}, Config(), 1, 1, 1, separate, named, (), Trace(), None, {})
+
+
 def test_a_dry_run_that_refuses_brings_the_next():
-    class Dry:
-        def __init__(self, nbytes):
-            self.nbytes = nbytes
-
-        def peak(self, tier, phases=()):
-            return self.nbytes if tier is Tier.DEVICE else 0
-
     free = search(TINY, A100, 8, 64)
-    found = search(TINY, A100, 8, 64, verify=lambda layout: Dry(10**12 if layout == free.best.layout else 1))
+    found = search(TINY, A100, 8, 64, verify=lambda layout: dry([10**12 if layout == free.best.layout else 1]))
     assert found.best.layout != free.best.layout and found.considered["refused"] == 1
     with pytest.raises(ConfigError, match="none of the .* fastest layouts fits by its dry run"):
-        search(TINY, A100, 8, 64, verify=lambda layout: Dry(10**12))
+        search(TINY, A100, 8, 64, verify=lambda layout: dry([10**12]))
+
+
+def test_device_and_host_of_a_cpu_are_one_memory_in_a_dry_run_too():
+    room = _limits(CPU, 2, MARGIN)[Tier.DEVICE]
+    with pytest.raises(ConfigError, match="none of the .* fastest layouts fits by its dry run"):
+        search(TINY, CPU, 2, 8, precision="fp32", verify=lambda layout: dry([0.6 * room, 0.6 * room], separate=False))
+    assert search(TINY, CPU, 2, 8, precision="fp32", verify=lambda layout: dry([0.6 * room, 0.3 * room], separate=False))
+
+
+def test_each_memory_is_told_at_its_own_fullest_moment():
+    done = simulate(trace_of(TINY, Layout(dp=8)), A100)
+    best = search(TINY, A100, 8, 64, verify=lambda layout: dry([5, 1], [3, 9]), simulated=lambda layout: done).best
+    assert (best.nbytes(Tier.DEVICE), best.nbytes(Tier.HOST)) == (5, 9)
 
 
 def test_slow_links_between_nodes_bring_secondary_shards_and_packing():

@@ -20,9 +20,10 @@ from ...config import Config, Placement
 from ...errors import ConfigError
 from ...memory.ledger import Ledger
 from ...utils.compression import Compression
-from ..base import Comm, DirectComm
+from ..base import Comm, DirectComm, Reserved
 from ..codecs import TopK, codec_of
 from ..codecs.base import Codec
+from ..fake import FakeComm, Imagination, imagination
 from .axes import Axes, Parts
 from .compressed import CompressedGathers, CompressedReductions, Errors
 from .hierarchical import HierarchicalComm
@@ -111,6 +112,15 @@ class Topology:
     def gradients_of(self, packed: bool, numel: int) -> Comm:
         """Return the Comm that reduces a group's gradients. packed: as in `values_of`."""
         return self.gradients if packed and self.sent is not None and numel >= self.sent.min_numel else self.shards
+
+
+def needed(values: Iterable[tuple[Comm, Reserved]], slices: Iterable[tuple[Comm, Reserved]]) -> int:
+    """Return the bytes of the buffers of all Comms on this rank: see `Comm.needed`. Each pair is a group's Comm and shard."""
+    found: dict[Comm, tuple[list[Reserved], list[Reserved]]] = {}
+    for number, groups in enumerate((values, slices)):
+        for comm, shard in groups:
+            found.setdefault(comm, ([], []))[number].append(shard)
+    return sum(comm.needed(*each) for comm, each in found.items())
 
 
 def check(config: Config, comm: Comm, nodes: Parts | None = None) -> None:
@@ -239,6 +249,17 @@ class _Packing:
         if note not in self.notes:
             self.notes.append(note)
         return True
+
+
+def imagined_topology(
+    config: Config, ranks: int, node_size: int, separate: bool, copies: bool, mesh: Parts | None = None
+) -> Topology:
+    """Return the Comms that a model would have: they tell what they would hold and send (not collective). See Imagination."""
+    token = imagination.set(Imagination(node_size, separate, copies))
+    try:
+        return open_topology(config, Topology.flat(FakeComm(0, ranks)), Ledger(), lambda steps: True, mesh)
+    finally:
+        imagination.reset(token)
 
 
 def _even(world_size: int, size: int) -> Parts:

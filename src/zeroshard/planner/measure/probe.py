@@ -8,19 +8,17 @@ own, with the arithmetic of the model's optimizer.
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from ...config import Tier
 from ...memory.io.aligned import empty_aligned
-from ...memory.io.async_file import Engine, File, Handle, open_file
+from ...memory.io.async_file import Engine, Handle
 from ...offload.gradient_offload import NarrowRest
 from ...offload.storage import Tiers
 from ...optim.cpu_kernels import TEAM_CHUNK_NUMEL, Kernel, step_stretch, stepping_threads
@@ -29,6 +27,7 @@ from ...optim.offloaded_step import HostStepper, Job
 from ...optim.segments import Run
 from ...optim.sharded_optimizer import OptimizerCore
 from ...tensor.state_column import is_column
+from ..simulator.disk_bandwidth import hidden_file, noise
 
 _PROBE_S = 0.4
 _NUMEL = 1 << 22  # parameters that are stepped: with their states, more than caches hold
@@ -133,12 +132,9 @@ class DiskProbe:
 
     def __init__(self, folder: str | os.PathLike, read_share: float) -> None:
         self.read_share = read_share
-        name = Path(folder) / f".zeroshard-probe-{os.getpid()}-{secrets.token_hex(4)}"
-        self.engine = Engine()
-        self.file: File = open_file(name, 2 * _BLOCKS * _BLOCK_NBYTES, create=True)
-        os.unlink(name)
+        self.engine, self.file = Engine(), hidden_file(folder, 2 * _BLOCKS * _BLOCK_NBYTES)
         self.target = empty_aligned(_BLOCK_NBYTES)  # all reads go here; the data is not used
-        self.source = empty_aligned(_BLOCK_NBYTES).random_(0, 256, generator=torch.Generator())  # disks may skip zeros
+        self.source = noise(_BLOCK_NBYTES)
         self._count = self._reads = 0
         first = [self.engine.write(self.file, block * _BLOCK_NBYTES, self.source) for block in range(2 * _BLOCKS)]
         for handle in first:  # so that the measured writes overwrite blocks, as those of steps do

@@ -224,11 +224,6 @@ def theory_sent_per_step(runtime: Runtime) -> Sent:
     return total
 
 
-def theory_nbytes_per_step(runtime: Runtime) -> int:
-    """Return the total of `theory_sent_per_step`, inside and between nodes."""
-    return sum(theory_sent_per_step(runtime))
-
-
 Link = tuple[Tier, Tier]  # from, to
 
 

@@ -15,7 +15,7 @@ _GPT2_VOCABULARY = "GPT-2's 50,257 tokens, padded to a multiple of 128 x tp as M
 
 
 @dataclass(frozen=True)
-class Layout:
+class PublishedLayout:
     """Arrangement of the ranks of a published run, and its batch sizes."""
 
     tp: int
@@ -38,7 +38,7 @@ class CaseStudy:
 
     full: GPTConfig
     tiny: GPTConfig
-    layout: Layout
+    layout: PublishedLayout
     billions: float  # billions of parameters, as published
     sources: dict[str, str]  # names of fields -> document and section
 
@@ -49,7 +49,7 @@ class CaseStudy:
         return self.full if scale == "full" else self.tiny
 
 
-def _case_study(full: GPTConfig, heads: int, layout: Layout, billions: float, sources: dict[str, str]) -> CaseStudy:
+def _case_study(full: GPTConfig, heads: int, layout: PublishedLayout, billions: float, sources: dict[str, str]) -> CaseStudy:
     """Make a case study, with a tiny scale of the full one: bytes as tokens, four blocks of dim 96, `heads` heads."""
     tiny = replace(full, vocab_size=256, seq_len=128, dim=96, layers=4, heads=heads, init_std=0.02)
     return CaseStudy(full, tiny, layout, billions, sources)
@@ -59,7 +59,7 @@ CASE_STUDIES: dict[str, CaseStudy] = {
     "turing-nlg": _case_study(
         GPTConfig(vocab_size=50688, seq_len=1024, dim=4256, layers=78, heads=28, bias=True, tied=True),
         heads=4,
-        layout=Layout(tp=4, pp=1, dp=64, stage=1, precision="fp16", global_batch=512, micro_batch=None, device="V100 32 GB"),
+        layout=PublishedLayout(tp=4, pp=1, dp=64, stage=1, precision="fp16", global_batch=512, micro_batch=None, device="V100 32 GB"),
         billions=17,
         sources={
             "layers, dim, heads, seq_len, global_batch, precision, tp":
@@ -76,7 +76,7 @@ CASE_STUDIES: dict[str, CaseStudy] = {
             bias=True, tied=True, init_std=0.0048,
         ),
         heads=12,  # like 112 no power of two, so that ALiBi has slopes of both kinds
-        layout=Layout(tp=4, pp=12, dp=8, stage=1, precision="bf16", global_batch=2048, micro_batch=2, device="A100 80 GB"),
+        layout=PublishedLayout(tp=4, pp=12, dp=8, stage=1, precision="bf16", global_batch=2048, micro_batch=2, device="A100 80 GB"),
         billions=176.247,
         sources={
             "layers, dim, heads, seq_len, global_batch, billions": "BLOOM, arXiv 2211.05100, table 3",
@@ -88,7 +88,7 @@ CASE_STUDIES: dict[str, CaseStudy] = {
     "mt-nlg": _case_study(
         GPTConfig(vocab_size=51200, seq_len=2048, dim=20480, layers=105, heads=128, bias=True, tied=True, init_std=4e-3),
         heads=8,
-        layout=Layout(tp=8, pp=35, dp=8, stage=1, precision="bf16", global_batch=1920, micro_batch=None, device="A100 80 GB"),
+        layout=PublishedLayout(tp=8, pp=35, dp=8, stage=1, precision="bf16", global_batch=1920, micro_batch=None, device="A100 80 GB"),
         billions=530,
         sources={
             "layers, dim, heads, seq_len, global_batch, init_std, tp, pp": "MT-NLG, arXiv 2201.11990, section 3.2",

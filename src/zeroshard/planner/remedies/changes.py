@@ -15,12 +15,12 @@ from typing import Any
 from ...config import Tier
 from ...utils.axes import DP, PP, TP, cuts_model
 from ..request import FLAGS, Request
+from ..search.layout import DEVICE_NAMES
 from ..search.requested import CHECKPOINTING, layout_of
 from ..search.search import TIERS
 
 _TIMES = (2, 4, 8, 16)
 _FIELDS = ("axes", "rows", "checkpointing")  # fields of a request that a change sets, beside its options
-_DEVICES = {Tier.HOST: "cpu", Tier.DISK: "nvme"}
 
 
 def _meshes(request: Request) -> Iterator[Request]:
@@ -61,7 +61,7 @@ def _states(request: Request) -> Iterator[Request]:
             if tiers[1] is Tier.HOST and stage > 1:  # the default with an offloaded optimizer
                 moved.pop("offload_gradient", None)
             path = {"offload_path": request.options.get("offload_path") or "."} if Tier.DISK in moved.values() else {}
-            yield _with(request, stage=stage, **{name: _DEVICES[tier] for name, tier in moved.items()}, **path)
+            yield _with(request, stage=stage, **{name: DEVICE_NAMES[tier] for name, tier in moved.items()}, **path)
 
 
 def _rows(request: Request) -> Iterator[Request]:

@@ -9,7 +9,6 @@ is the seconds of a step; changes that need more ranks come last. A remedy that 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -21,13 +20,15 @@ from ...errors import ConfigError
 from ...utils.axes import PP
 from ..faults import OutOfTime
 from ..plan import Plan
-from ..recorder import deadline, telling
-from ..request import WHERE, Request, Verdict, gb, gib, judge
+from ..recorder import deadline, tell
+from ..request import WHERE, Request, Verdict, gb, gib, judge, verdicts
 from ..search.layout import Layout
-from ..search.memory import activations, in_flight, memory_of
+from ..search.memory import held_of, memory_of
+from ..search.profile import Profile
 from ..search.requested import layout_of, profile_of
 from ..search.schedule import trace_of
-from ..search.search import bound, plainness, timed
+from ..search.search import bound, in_order, timed
+from ..simulator.hardware import NETWORK, Hardware
 from ..simulator.simulate import simulate
 from ..simulator.spread import two_digits
 from ..simulator.trace import Resource, Trace
@@ -37,8 +38,6 @@ ENOUGH = 3  # remedies that are shown
 _MOST_CHANGES = 4  # in one remedy
 _SIMULATED = 8  # choices that are simulated: those that fit, the cheapest by their bounds
 _SURE = 0.95  # share of the memory up to which formulas alone are believed
-EQUAL = 1.02  # times within this factor are taken to be the same: the plainest comes first
-_LINKS = (Resource.INSIDE, Resource.BETWEEN)
 _COPIES = {"host": (Resource.DOWN, Resource.UP), "disk": (Resource.READ, Resource.WRITE)}
 _LOADED = 1.02  # a load that grows by a smaller factor is not mentioned
 
@@ -84,7 +83,7 @@ def remedies(request: Request, plans: Sequence[Plan], seconds: float = 60.0) -> 
     finally:
         deadline.reset(token)
     sure = [choice for choice in left if choice.share <= _SURE]
-    return _cheapest_first(confirmed) + [_by_formula(formulas, choice) for choice in sure[: ENOUGH - len(confirmed)]]
+    return cheapest_first(confirmed) + [_by_formula(formulas, choice) for choice in sure[: ENOUGH - len(confirmed)]]
 
 
 # -- formulas ------------------------------------------------------------------------------------------------------
@@ -104,60 +103,30 @@ class _Choice:
 class _Formulas:
     """The memory and the seconds of requests by formulas, corrected by what the dry run of the given request says.
 
-    error, pace: the given request's device memory, and seconds of a step: the dry run's over the formulas'.
+    error, pace: the given request's bytes of the memory that is short, and seconds of a step: the dry run's over the formulas'.
     """
 
     def __init__(self, request: Request, plans: Sequence[Plan]) -> None:
-        self.request, self.verdict = request, judge(plans, request)
+        self.request, self.verdict = request, judge(plans, request.hardware)
         self.profile = profile_of(request, plans)
-        self.layout, self._states = layout_of(request), functools.cache(self._states_of)
         self.error = self.pace = 1.0
-        if self.verdict.tier is Tier.DEVICE:
-            stage = self.verdict.plan.rank // request.ranks_of_stage
-            self.error = (self.verdict.used - self.verdict.overhead) / self._held(self.layout, stage)[Tier.DEVICE]
+        by_formula = sum(held_of(self.profile, layout_of(request))[self.verdict.tier].values())
+        if by_formula:
+            self.error = sum(self.verdict.held.values()) / by_formula
         if request.axes[PP] == 1:  # else a step cannot be simulated, as only the first and the last stage were planned
             self.pace = simulate(plans[0].trace, request.hardware).step_s / self.seconds(request)
 
-    def _states_of(self, layout: Layout, stage: int) -> dict[Tier, int]:
-        """Return the bytes of a rank by tier without activations. The layout's micro-batches must be of one sequence."""
-        held = memory_of(self.profile, layout, stage)
-        kept, working = activations(self.profile, layout.pp, stage, layout.itemsize, layout.tp, layout.checkpointing)
-        own = {Tier.DEVICE: kept[0] * in_flight(layout, stage) + working, Tier.HOST: kept[1] * in_flight(layout, stage)}
-        return {tier: round(sum(found.values()) - self.profile.seq * own.get(tier, 0.0)) for tier, found in held.items()}
-
-    def _held(self, layout: Layout, stage: int) -> dict[Tier, float]:
-        """Return the bytes of a rank by tier."""
-        few = replace(layout, micro_batch=1, micro_batches=min(layout.micro_batches, 2), checkpointing="none")
-        held: dict[Tier, float] = dict(self._states(few, stage))
-        (device, host), working = activations(self.profile, layout.pp, stage, layout.itemsize, layout.tp, layout.checkpointing)
-        tokens, waiting = layout.micro_batch * self.profile.seq, in_flight(layout, stage)
-        held[Tier.DEVICE] += tokens * (device * waiting + working)
-        held[Tier.HOST] += tokens * host * waiting
-        if not layout.separate:
-            held[Tier.DEVICE] += held.pop(Tier.HOST)
-        return held
-
-    def fullest(self, request: Request) -> tuple[float, Tier, float, float]:
-        """Return (used / capacity, tier, used, capacity) of the memory that is fullest, as `judge` counts them."""
-        hardware, layout, ranks, found = request.hardware, layout_of(request), request.ranks_of_node, []
-        capacities = {
-            Tier.DEVICE: hardware.device.memory_nbytes,
-            Tier.HOST: hardware.host_memory_nbytes,
-            Tier.DISK: hardware.disk_nbytes,
+    def uses(self, request: Request) -> dict[Tier, tuple[float, int]]:
+        """Return what is used of each memory and its capacity, as `judge` counts them."""
+        found, hardware = held_of(self.profile, layout_of(request)), request.hardware
+        nbytes = {tier: sum(held.values()) * (self.error if tier is self.verdict.tier else 1) for tier, held in found.items()}
+        return {
+            tier: (hardware.used(tier, each, request.ranks_of_node), hardware.capacity(tier)) for tier, each in nbytes.items()
         }
-        for stage in {0, layout.pp - 1}:
-            for tier, nbytes in self._held(layout, stage).items():
-                used = self.error * nbytes + hardware.overhead_nbytes if tier is Tier.DEVICE else nbytes * ranks
-                found.append((used / max(capacities[tier], 1), tier, used, float(capacities[tier])))
-        return max(found, key=lambda each: each[0])
 
     def frees(self, request: Request) -> int:
         """Return the bytes that the changed request frees of the memory that was short."""
-        tier, times = self.verdict.tier, self.error if self.verdict.tier is Tier.DEVICE else request.ranks_of_node
-        before, after = (
-            max(self._held(lay, stage)[tier] for stage in {0, lay.pp - 1}) for lay in (self.layout, layout_of(request))
-        )
-        return round(times * (before - after))
+        return round(self.verdict.used - self.uses(request)[self.verdict.tier][0])
 
     def seconds(self, request: Request) -> float:
         return self.pace * timed(self.profile, layout_of(request), request.hardware)[0]
@@ -177,18 +146,19 @@ def _fitting(formulas: _Formulas, until: float) -> list[_Choice]:
             for request in _changed(formulas.request, chosen):
                 if time.monotonic() > until:
                     return found
-                if (tell := telling.get()) is not None:
-                    tell(f"looking for changes that make it fit: {len(found)} by formula so far")
+                tell(f"looking for changes that make it fit: {len(found)} by formula so far")
                 named = changes(formulas.request, request)
                 # any smaller number of rows is one and the same change: the largest that fits is found first
                 made = frozenset((name, "fewer" if name == "rows" else str(value)) for name, value in named.items())
                 if any(each.changes <= made for each in found):
                     continue
                 try:
-                    share, tier, used, capacity = formulas.fullest(request)
+                    uses = formulas.uses(request)
                 except ConfigError:  # not for this model or mesh
                     continue
+                share, tier = max((used / capacity, tier) for tier, (used, capacity) in uses.items())
                 if share <= 1:
+                    used, capacity = uses[tier]
                     then = f"fits by formula: {gib(used)} of {gib(capacity)} GiB{WHERE[tier]}"
                     found.append(_Choice(request, made, share, then, 0.0))
         if count > 1 and any(each.request.ranks == formulas.request.ranks for each in found):
@@ -215,17 +185,15 @@ def _ranked(formulas: _Formulas, fitting: list[_Choice], until: float) -> list[_
         for choice in sorted(same, key=lambda each: formulas.bound(each.request))[:_SIMULATED]:
             slow = time.monotonic() > until
             found.append(replace(choice, seconds=(formulas.bound if slow else formulas.seconds)(choice.request)))
-    return _cheapest_first(found)
+    return cheapest_first(found)
 
 
-def _cheapest_first(found: Sequence[Any]) -> list[Any]:
-    """Order by ranks, then by seconds; among those that take the same time within EQUAL, the plainest comes first."""
-    left, ordered = sorted(found, key=lambda each: (each.request.ranks, each.seconds)), []
-    while left:
-        same = [each for each in left if each.request.ranks == left[0].request.ranks and each.seconds <= EQUAL * left[0].seconds]
-        ordered.append(min(same, key=lambda each: plainness(layout_of(each.request))))
-        left.remove(ordered[-1])
-    return ordered
+def cheapest_first(found: Sequence[Any]) -> list[Any]:
+    """Order by ranks, then as a search orders layouts. found: each has a request, and seconds of a step."""
+    by_ranks = [
+        [each for each in found if each.request.ranks == ranks] for ranks in sorted({each.request.ranks for each in found})
+    ]
+    return [each for same in by_ranks for each in in_order(same, lambda each: (each.seconds, layout_of(each.request)))]
 
 
 # -- what is said --------------------------------------------------------------------------------------------------
@@ -238,10 +206,11 @@ def _tried(formulas: _Formulas, plans: Sequence[Plan], choice: _Choice) -> list[
         changed = after.plans()
     except ConfigError:  # not for this model or mesh
         return []
-    verdict = judge(changed, after)
+    verdict, short = judge(changed, after.hardware), formulas.verdict
     if not verdict.fits:
         return []
-    frees = formulas.verdict.used - sum(_at(changed, formulas.verdict).values()) - formulas.verdict.overhead
+    uses = (each.used for plan in changed for each in verdicts(plan, after.hardware) if each.tier is short.tier)
+    frees = short.used - max(uses, default=0)
 
     def step(made: Sequence[Plan], request: Request) -> Step:
         seconds = simulate(made[0].trace, request.hardware).step_s if request.axes[PP] == 1 else formulas.seconds(request)
@@ -251,18 +220,10 @@ def _tried(formulas: _Formulas, plans: Sequence[Plan], choice: _Choice) -> list[
     return [Remedy(flags(before, after), after, str(verdict), verdict, frees, new.seconds, _cost(old, new))]
 
 
-def _at(plans: Sequence[Plan], verdict: Verdict) -> dict[str, int]:
-    """Return what the changed run holds where the given one is fullest: on the same rank and tier, in the same phase."""
-    plan = next((each for each in plans if each.rank == verdict.plan.rank), plans[0])
-    phase = next((each for each in plan.phases if each.name == verdict.phase), None)
-    return phase.held.get(verdict.tier, {}) if phase is not None else {}
-
-
 def _by_formula(formulas: _Formulas, choice: _Choice) -> Remedy:
     def step(request: Request) -> Step:
-        layout = layout_of(request)
-        host = round(sum(memory_of(formulas.profile, layout)[Tier.HOST].values()))
-        return Step(trace_of(formulas.profile, layout)[0], host, formulas.seconds(request), request.ranks)
+        found = Step.by_formula(formulas.profile, layout_of(request), request.hardware)
+        return replace(found, seconds=formulas.pace * found.seconds)
 
     before, after = formulas.request, choice.request
     said = _cost(step(before), step(after))
@@ -278,6 +239,11 @@ class Step:
     seconds: float
     ranks: int
 
+    @classmethod
+    def by_formula(cls, profile: Profile, layout: Layout, hardware: Hardware) -> Step:
+        host = round(sum(memory_of(profile, layout)[Tier.HOST].values()))
+        return cls(trace_of(profile, layout)[0], host, timed(profile, layout, hardware)[0], layout.ranks)
+
 
 def _cost(old: Step, new: Step) -> str:
     """Describe the seconds of a step before and after a change, and what it does more."""
@@ -287,7 +253,7 @@ def _cost(old: Step, new: Step) -> str:
 def burdens(old: Step, new: Step) -> list[str]:
     """Describe what a step does more after a change, a phrase for each resource."""
     said = []
-    sent = [sum(step.trace.total(link) for link in _LINKS) for step in (old, new)]
+    sent = [sum(step.trace.total(link) for link in NETWORK) for step in (old, new)]
     if sent[1] > _LOADED * sent[0]:
         said.append(f"sends {gb(sent[1])} GB a step, not {gb(sent[0])}")
     computed = [sum(task.flops for task in step.trace.tasks) for step in (old, new)]

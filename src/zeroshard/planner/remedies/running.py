@@ -19,47 +19,45 @@ from ...config import Placement, Tier
 from ...errors import ConfigError
 from ...memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARTIAL
 from ...utils.axes import DP, cuts_model, planned_sizes
+from ...zero.auto_wrap import ROOT
 from ...zero.out_of_memory import Shortage, size
 from ..model_source import ModelSource, Shape
-from ..plan import ACTIVATIONS
 from ..request import Request
 from ..search.layout import Layout
-from ..search.memory import memory_of
-from ..search.profile import ROOT, Profile, UnitProfile
+from ..search.memory import held_of
+from ..search.profile import Profile, UnitProfile
 from ..search.requested import layout_of
-from ..search.schedule import trace_of
-from ..search.search import plainness, timed
 from ..simulator.hardware import Hardware
 from .changes import KINDS, changes
-from .remedy import ENOUGH, EQUAL, Step, burdens
+from .remedy import ENOUGH, Step, burdens, cheapest_first
 
 # assumed for a micro-batch, whose size is not known: what half of it would free does not depend on that, seconds do
 _SEQUENCES, _TOKENS = 16, 1024
 _BLOCK_KEEPS = 16  # times its input, which a block keeps for backward
 _OPTIONS = (
     "stage", "precision", "offload_optimizer", "offload_gradient", "offload_param", "offload_path", "shard_size",
-    "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "prefetch_nbytes", "max_unit_numel",
+    "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "prefetch_nbytes",
+    "prefetch_bucket_size", "overlap", "max_unit_numel",
 )  # fmt: skip
 _SMALL = 0.01  # share of what the device holds: a change that frees less is no remedy
 
 
 @dataclass(frozen=True)
 class _Change:
-    """A change. enough: it frees as much as was asked. frees: bytes of the device. seconds: of a step. plain: see `plainness`."""
+    """A change. enough: it frees as much as was asked. frees: bytes of the device. seconds: of a step."""
 
     text: str
     enough: bool
     frees: int
     seconds: float
-    ranks: int
-    plain: tuple
+    request: Request
 
 
 def advise(shortage: Shortage) -> list[str]:
     """Return the cheapest changes, at most ENOUGH, one of a kind, as lines: what to write, what it frees, what it costs."""
     request, profile = _request(shortage), _profile(shortage)
     found = [_best([*_of_kind(kind, request, profile, shortage)]) for kind in KINDS]
-    ordered = sorted(filter(None, found), key=lambda each: (not each.enough, each.ranks, each.seconds))
+    ordered = sorted(filter(None, found), key=lambda each: (not each.enough, each.request.ranks, each.seconds))
     return [each.text for each in ordered[:ENOUGH]]
 
 
@@ -103,50 +101,35 @@ def _profile(shortage: Shortage) -> Profile:
 
 def _of_kind(kind: Any, request: Request, profile: Profile, shortage: Shortage) -> Iterator[_Change]:
     before = _layout(request)
-    held, old = _held(profile, before, shortage), _step(profile, before, request)
-    least = max(_SMALL * sum(held.values()), 1.0)
+    held, old = sum(_held(profile, before, shortage).values()), Step.by_formula(profile, before, request.hardware)
+    least = max(_SMALL * held, 1.0)
     for changed in kind(request):
         if cuts_model(changed.axes):  # another program: zs.parallelize
             continue
         try:
             after = _layout(changed)
-            frees = round(sum(held.values()) - sum(_held(profile, after, shortage).values()))
+            frees = round(held - sum(_held(profile, after, shortage).values()))
         except ConfigError:  # not for this model or these ranks
             continue
         if frees >= least:
-            new = _step(profile, after, changed)
+            new = Step.by_formula(profile, after, changed.hardware)
             costs = "; ".join(burdens(old, new)) or "nothing more is sent or computed"
             of_activations = changed.rows != request.rows or changed.checkpointing != request.checkpointing
             text = f"{_words(request, changed)}: {'up to' if of_activations else 'about'} {size(frees)} less; {costs}"
             text += "; not enough alone" * (frees < shortage.asked)
-            yield _Change(text, frees >= shortage.asked, frees, new.seconds, changed.ranks, plainness(after))
+            yield _Change(text, frees >= shortage.asked, frees, new.seconds, changed)
 
 
 def _best(found: list[_Change]) -> _Change | None:
     """Return the cheapest change that frees enough; if none does, the one that frees most."""
     enough = [each for each in found if each.enough]
-    if enough:
-        fastest = min(each.seconds for each in enough)
-        return min((each for each in enough if each.seconds <= EQUAL * fastest), key=lambda each: (each.ranks, each.plain))
-    return max(found, key=lambda each: each.frees, default=None)
+    return cheapest_first(enough)[0] if enough else max(found, key=lambda each: each.frees, default=None)
 
 
 def _held(profile: Profile, layout: Layout, shortage: Shortage) -> dict[str, float]:
     """Return bytes of the device by category. Frozen parameters have no gradients and no optimizer states."""
-    by_tier = memory_of(profile, layout)
-    held: dict[str, float] = dict(by_tier[Tier.DEVICE])
-    if not layout.separate:
-        for name, nbytes in by_tier[Tier.HOST].items():
-            held[name] = held.get(name, 0.0) + nbytes
-    for name in (GRADIENTS, MASTERS, OPTIMIZER, PARTIAL):
-        held[name] = held.get(name, 0.0) * shortage.trained
-    held[ACTIVATIONS] = held.get(ACTIVATIONS, 0.0)
-    return held
-
-
-def _step(profile: Profile, layout: Layout, request: Request) -> Step:
-    host = round(sum(memory_of(profile, layout)[Tier.HOST].values()))
-    return Step(trace_of(profile, layout)[0], host, timed(profile, layout, request.hardware)[0], request.ranks)
+    trained = dict.fromkeys((GRADIENTS, MASTERS, OPTIMIZER, PARTIAL), shortage.trained)
+    return {name: nbytes * trained.get(name, 1.0) for name, nbytes in held_of(profile, layout)[Tier.DEVICE].items()}
 
 
 def _summed(request: Request) -> bool:

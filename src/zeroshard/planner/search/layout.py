@@ -11,6 +11,7 @@ from typing import Any
 
 from ...config import PRECISIONS, STAGES, Config, Placement, Tier
 from ...errors import ConfigError, did_you_mean
+from ...memory.estimate import rests_away
 from ...utils.axes import PLANNED
 from ..simulator.trace import Resource
 from .profile import Home
@@ -23,7 +24,7 @@ _CHECKPOINT_WORDS = {
 HOPS = ("one", "two")
 _PACKED = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}  # bytes a value; in addition each block of 256 has a step of 4 bytes
 _STEP_NBYTES = 4 / 256
-_DEVICE_NAMES = {Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.DISK: "nvme"}
+DEVICE_NAMES = {Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.DISK: "nvme"}
 
 Bytes = dict[Resource, float]
 
@@ -36,6 +37,7 @@ class Layout:
         zs.accumulate, as zs.parallelize does; else each is reduced.
     checkpointing: "none"; "blocks": each keeps its input; "partitioned": ranks of tp keep a part each; "host": the host keeps it.
     shard_size (HSDP, MiCS), hpz, quantized_weights, quantized_gradients, prefetch_nbytes, max_unit_numel: see Config.
+        Where prefetch_nbytes is None, computation waits for each gather and reduction (overlap=False).
     node_size: ranks of a node. hops: a collective across nodes takes "two", the default, or "one" (hierarchical=False), where the
         bytes are those sent to each peer directly; the simulator makes rings of them.
     gradient_itemsize: bytes of a gradient's element at rest. state_itemsize: of an element's optimizer states, without masters.
@@ -62,7 +64,7 @@ class Layout:
     quantized_gradients: str | None = None
     node_size: int = 8
     hops: str = "two"
-    prefetch_nbytes: int = 64 << 20
+    prefetch_nbytes: int | None = Config.prefetch_nbytes
     max_unit_numel: int | None = None
     gradient_itemsize: int = 4
     state_itemsize: int = 8
@@ -131,14 +133,14 @@ class Layout:
         found: dict[str, Any] = {"stage": self.stage, "precision": self.precision}
         for name in ("optimizer", "gradient", "parameter"):
             if getattr(self, name) is not Tier.DEVICE:
-                found["offload_param" if name == "parameter" else f"offload_{name}"] = _DEVICE_NAMES[getattr(self, name)]
+                found["offload_param" if name == "parameter" else f"offload_{name}"] = DEVICE_NAMES[getattr(self, name)]
         if Tier.DISK in (self.optimizer, self.gradient, self.parameter) and path is not None:
             found["offload_path"] = path
         named: dict[str, Any] = {"shard_size": self.shard_size, "zero_hpz_partition_size": self.hpz if self.hpz > 1 else None}
         named |= {"max_unit_numel": self.max_unit_numel}
         named |= {"zero_quantized_weights": self.quantized_weights, "zero_quantized_gradients": self.quantized_gradients}
         if self.prefetch_nbytes != Config.prefetch_nbytes:
-            named["prefetch_nbytes"] = self.prefetch_nbytes
+            named |= {"overlap": False} if self.prefetch_nbytes is None else {"prefetch_nbytes": self.prefetch_nbytes}
         if self.hops == "one" and min(self.place()) > 1:
             named["hierarchical"] = False
         return found | {name: value for name, value in named.items() if value is not None}
@@ -197,27 +199,12 @@ class Volumes:
         self.layout, self.row = layout, STAGES[layout.stage]
         self.shards = home.shards(layout.tp, layout.shards)
         self.numel = sum(self.shards) * layout.shards  # elements of the buffers, with their padding
-        self._weight, self._grad = self.weight_nbytes(layout, home.packs), self.gradient_nbytes(layout, home.packs)
-
-    @property
-    def packed_weight_nbytes(self) -> float:
-        """Bytes of an element of parameters that are sent packed; 0: they are sent as they are."""
-        return self._weight if self._weight != self.layout.itemsize else 0.0
-
-    @property
-    def packed_gradient_nbytes(self) -> float:
-        """Bytes of an element of gradients that are sent packed; 0: they are sent as they are."""
-        return self._grad if self._grad != self.layout.itemsize else 0.0
-
-    @staticmethod
-    def weight_nbytes(layout: Layout, packs: bool = True) -> float:
-        """Return the bytes of an element of parameters as it is sent."""
-        return packed_nbytes(layout.quantized_weights if packs else None, layout.itemsize)
-
-    @staticmethod
-    def gradient_nbytes(layout: Layout, packs: bool = True) -> float:
-        """Return the bytes of an element of gradients as it is sent."""
-        return packed_nbytes(layout.quantized_gradients if packs else None, layout.itemsize)
+        codecs = (layout.quantized_weights, layout.quantized_gradients) if home.packs else (None, None)
+        self._weight, self._grad = (packed_nbytes(codec, layout.itemsize) for codec in codecs)
+        # bytes of an element that is sent packed; 0: it is sent as it is
+        self.packed_weight_nbytes, self.packed_gradient_nbytes = (
+            nbytes * (codec is not None) for codec, nbytes in zip(codecs, (self._weight, self._grad), strict=True)
+        )
 
     def gather(self, first: bool) -> list[Bytes]:
         """Return the hops of a gather before a pass (stage 3). first: of the step; later ones read secondary shards, if any."""
@@ -242,7 +229,3 @@ class Volumes:
         if self.row.parameter is Placement.SHARDED or self.row.optimizer is not Placement.SHARDED:
             return []
         return exchange(lay, self.numel * self._weight, lay.shards)
-
-
-def rests_away(tier: Tier, separate: bool) -> bool:
-    return tier is Tier.DISK or (tier is Tier.HOST and separate)

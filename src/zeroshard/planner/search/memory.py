@@ -7,57 +7,96 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from ...config import STAGES, Config, Offload, Placement, Row, Tier
-from ...memory.estimate import Group, arena_nbytes
-from ...memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, SECONDARY, STAGING
+from ...comm.mesh.topology import Topology, imagined_topology, needed
+from ...config import Config, Placement, Tier
+from ...memory.estimate import BUFFERS, Group, needs, rests_away
+from ...memory.ledger import GATHERED, GRADIENTS, PARTIAL, SECONDARY, STAGING
 from ...tensor.state_column import StateColumn
-from ...zero.prefetch import LOOKAHEAD
-from ...zero.shard_model import LANDINGS, STAGING_BUFFERS
-from ..plan import ACTIVATIONS
-from .layout import Layout, packed_nbytes, rests_away
+from ...utils.axes import DP, TP
+from ...zero.prefetch import most_gathered
+from ..plan import ACTIVATIONS, Held, fullest, memories
+from .layout import Layout, packed_nbytes
 from .profile import Home, Profile, UnitProfile, homes_of
+
+# the fields of a layout that determine its Comms
+_ROUTES = (DP, TP, "stage", "separate", "node_size", "shard_size", "hpz", "quantized_weights", "quantized_gradients", "hops")
 
 
 def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, dict[str, int]]:
     """Return the bytes of a rank of a stage, by tier and category of memory/ledger.py, at the fullest moment of the device.
 
-    Model states are those of the runtime to the byte (on disk: to the page). Activations are estimates, without the allocator's
-    holes and what the model's formulas leave out (buffers, masks). The context of the device is `Hardware.overhead_nbytes`.
+    Model states are those of the runtime to the byte. Activations are estimates, without the allocator's holes and what the
+    model's formulas leave out (buffers, masks). The context of the device is `Hardware.overhead_nbytes`.
     """
-    row, sizes = STAGES[layout.stage], Sizes.of(profile, layout.pp, stage, layout.tp, layout.shards, layout.max_unit_numel)
-    own, whole = sizes.own, sizes.own * layout.shards
-    held: dict[Tier, dict[str, int]] = {tier: defaultdict(int) for tier in Tier}
-
-    def add(category: str, tier: Tier, nbytes: float) -> None:
+    # all that the states do not depend on is left out, so that the layouts of a search share them
+    few = replace(layout, micro_batch=1, micro_batches=min(layout.micro_batches, 2), checkpointing="none")
+    held = {tier: dict(found) for tier, found in _states_of(profile, few, stage).items()}
+    (device, host), working = activations(profile, layout.pp, stage, layout.itemsize, layout.tp, layout.checkpointing)
+    tokens, waiting = layout.micro_batch * profile.seq, in_flight(layout, stage)
+    for tier, nbytes in ((Tier.DEVICE, tokens * (device * waiting + working)), (Tier.HOST, tokens * host * waiting)):
         if nbytes:
-            held[tier][category] += round(nbytes)
+            held[tier][ACTIVATIONS] = round(nbytes)
+    return held
 
-    sharded, away = row.parameter is Placement.SHARDED, rests_away(layout.parameter, layout.separate)
-    replicated = row.optimizer is not Placement.SHARDED
-    states = whole if replicated else own
-    add(PARAMETERS, layout.parameter if sharded else Tier.DEVICE, (own if sharded else whole) * layout.itemsize)
-    spread = row.gradient is Placement.SHARDED
-    add(GRADIENTS, layout.gradient if spread else Tier.DEVICE, (own if spread else whole) * layout.gradient_itemsize)
-    add(MASTERS, layout.optimizer, states * 4 * layout.has_masters)
-    moments = sizes.stepped if replicated else own  # the padding at the end of a whole buffer is not stepped
-    add(OPTIMIZER, layout.optimizer, moments * layout.state_itemsize)
-    if sharded and layout.shards > 1:
-        add(GATHERED, Tier.DEVICE, sizes.gathered(0 if away else layout.prefetch_nbytes, layout.itemsize))
-    if sharded and layout.hpz > 1:
-        add(SECONDARY, Tier.DEVICE, whole / layout.hpz * packed_nbytes(layout.quantized_weights, layout.itemsize))
-    if spread and layout.held:
-        add(PARTIAL, Tier.DEVICE, whole * layout.gradient_itemsize)
-    _add_buffers(layout, row, sizes.shards, add)
-    tokens = layout.micro_batch * profile.seq
-    kept, working = activations(profile, layout.pp, stage, layout.itemsize, layout.tp, layout.checkpointing)
-    add(ACTIVATIONS, Tier.DEVICE, tokens * (kept[0] * in_flight(layout, stage) + working))
-    add(ACTIVATIONS, Tier.HOST, tokens * kept[1] * in_flight(layout, stage))
-    return {tier: dict(found) for tier, found in held.items()}
+
+@functools.lru_cache(maxsize=4096)
+def _states_of(profile: Profile, layout: Layout, stage: int) -> dict[Tier, dict[str, int]]:
+    """Return the bytes of `memory_of` without activations: what the runtime counts before it allocates (zero/shard_model.py)."""
+    config, away = Config(**layout.options(path="/")), rests_away(layout.parameter, layout.separate)
+    comms = _comms(Layout(**{name: getattr(layout, name) for name in _ROUTES}))
+    units = profile.stages(layout.pp)[stage]
+    held: dict[Tier, dict[str, int]] = {tier: defaultdict(int) for tier in Tier}
+    homes = homes_of(units, layout.max_unit_numel)
+    gradient = torch.float32 if layout.gradient_itemsize >= 4 else config.compute_dtype
+    states = (
+        config.offload_optimizer,
+        torch.float32 if layout.has_masters else None,
+        (StateColumn(""),) * (layout.state_itemsize // 4),
+    )
+    groups, values, slices = [], [], []
+    for home in homes:
+        for size, unpadded in zip(home.shards(layout.tp, layout.shards), home.shards(layout.tp, 1), strict=True):
+            numel = size * layout.shards
+            groups.append(Group(numel, size, config.compute_dtype, gradient, *states, unpadded=unpadded))
+            values.append((comms.values_of(home.packs, numel), (size, config.compute_dtype)))
+            slices.append((comms.gradients_of(home.packs, numel), (size, config.compute_dtype)))
+    repeated = layout.micro_batches > 1 and not layout.held
+    for (category, tier, _), nbytes in needs(config, layout.separate, groups, repeated).items():
+        # published systems may keep gradients twice, as fp16 and fp32
+        share = layout.gradient_itemsize / gradient.itemsize if category is GRADIENTS else 1
+        held[tier][STAGING if category is BUFFERS else category] += round(nbytes * share)
+    device, whole = held[Tier.DEVICE], sum(group.numel for group in groups)
+    if layout.hpz > 1 and config.row.parameter is Placement.SHARDED:
+        device[SECONDARY] = round(whole / layout.hpz * packed_nbytes(layout.quantized_weights, layout.itemsize))
+    device[STAGING] += max(needed(values, slices) - device[SECONDARY], 0)
+    if config.row.parameter is Placement.SHARDED and layout.shards > 1 and (away or not comms.shards.copies):
+        sizes = {home.name: sum(home.shards(layout.tp, layout.shards)) * layout.shards * layout.itemsize for home in homes}
+        order = _visits(units, homes)
+        at_rest = sum(sizes[name] for name in sizes.keys() - set(order))
+        limit = 0 if away and layout.prefetch_nbytes else layout.prefetch_nbytes
+        device[GATHERED] = at_rest + most_gathered(order, sizes, limit)
+    if config.row.gradient is Placement.SHARDED and layout.held:
+        device[PARTIAL] = whole * layout.gradient_itemsize
+    return {tier: {name: nbytes for name, nbytes in found.items() if nbytes} for tier, found in held.items()}
+
+
+@functools.lru_cache(maxsize=256)
+def _comms(layout: Layout) -> Topology:
+    """Return the Comms of an imagined rank of dp."""
+    near = max(layout.node_size // layout.tp, 1)
+    one_host = not layout.separate and layout.dp <= near
+    return imagined_topology(Config(**layout.options()), layout.dp, near, layout.separate, one_host)
+
+
+def held_of(profile: Profile, layout: Layout) -> dict[Tier, Held]:
+    """Return the bytes of each memory by category on the rank where it is fullest: one of the first stage, or of the last."""
+    stages = sorted({0, layout.pp - 1})
+    return fullest([memories(memory_of(profile, layout, stage), layout.separate) for stage in stages])
 
 
 def in_flight(layout: Layout, stage: int) -> int:
@@ -85,79 +124,9 @@ def activations(
     return (device, host), working
 
 
-@dataclass(frozen=True, eq=False)
-class Sizes:
-    """The elements of a stage's flat buffers on one rank. shards: of each buffer. stepped: of all, whole, without dp's padding.
-
-    whole: of each home when it is gathered, by name. visits: the homes' names in the order of forward.
-    """
-
-    shards: tuple[int, ...]
-    stepped: int
-    whole: Mapping[str, int]
-    visits: tuple[str, ...]
-
-    @property
-    def own(self) -> int:
-        return sum(self.shards)
-
-    @staticmethod
-    @functools.lru_cache(maxsize=4096)
-    def of(profile: Profile, pp: int, stage: int, tp: int, shards: int, max_unit_numel: int | None = None) -> Sizes:
-        """Return the sizes of a stage. shards: number of ranks over which a buffer is cut."""
-        units = profile.stages(pp)[stage]
-        homes = homes_of(units, max_unit_numel)
-        each = [home.shards(tp, shards) for home in homes]
-        return Sizes(
-            tuple(size for sizes in each for size in sizes), sum(sum(home.shards(tp, 1)) for home in homes),
-            {home.name: sum(sizes) * shards for home, sizes in zip(homes, each, strict=True)}, tuple(_visits(units, homes)),
-        )  # fmt: skip
-
-    @functools.lru_cache(maxsize=4096)  # noqa: B019
-    def gathered(self, prefetch_nbytes: int, itemsize: int) -> int:
-        """Return the gathered bytes at the fullest moment of stage 3: the root, the unit in use, and those gathered ahead."""
-        nbytes = {name: numel * itemsize for name, numel in self.whole.items()}
-        held, most = sum(nbytes[name] for name in nbytes.keys() - set(self.visits)), 0
-        for order in (self.visits, self.visits[::-1]):
-            for at, name in enumerate(order):
-                ahead = 0
-                for other in dict.fromkeys(each for each in order[at + 1 : at + 1 + LOOKAHEAD] if each != name):
-                    if ahead and ahead + nbytes[other] > prefetch_nbytes:  # the next one is gathered in any case
-                        break
-                    ahead += nbytes[other]
-                most = max(most, nbytes[name] + ahead)
-        return held + most
-
-
 def _visits(units: Sequence[UnitProfile], homes: list[Home]) -> list[str]:
     """Return the names of the homes that forward gathers, in its order; of a split home, those of its parts."""
     apart: dict[str, list[str]] = defaultdict(list)
     for home in (home for home in homes if not home.held):
         apart[home.origin or home.name].append(home.name)
     return [part for unit in units for part in apart.get(unit.home or unit.name, ())]
-
-
-def _add_buffers(layout: Layout, row: Row, sizes: tuple[int, ...], add: Callable[[str, Tier, float], None]) -> None:
-    """Add buffers of constant size (zero/shard_model.py): for gradients to send, shards to gather, states of the host's step."""
-    resting = row.gradient is not Placement.SHARDED and layout.itemsize == layout.gradient_itemsize
-    sent = [] if resting else [size * layout.shards * layout.itemsize for size in sizes]
-    add(STAGING, Tier.DEVICE, max(sent, default=0) * min(STAGING_BUFFERS, len(sent)))
-    largest, offload = max(sizes), Offload()
-    if rests_away(layout.parameter, layout.separate):
-        count = min(max(offload.buffer_count // 2, 2), len(sizes))
-        add(STAGING, Tier.DEVICE, largest * layout.itemsize * count)
-        add(STAGING, Tier.HOST, largest * layout.itemsize * count * (layout.separate and layout.parameter is Tier.DISK))
-    if rests_away(layout.gradient, layout.separate):
-        repeated = layout.micro_batches > 1 and not layout.held
-        add(STAGING, Tier.DEVICE, largest * 4 * LANDINGS)
-        add(STAGING, Tier.HOST, largest * 4 * LANDINGS * repeated)
-    if layout.optimizer is not Tier.DEVICE:
-        add(STAGING, Tier.HOST, _arena_nbytes(layout, sizes))
-
-
-def _arena_nbytes(layout: Layout, sizes: tuple[int, ...]) -> int:
-    """Return the bytes of the arena through which the host's step brings states that it cannot reach (memory/estimate.py)."""
-    config = Config(**layout.options(path="/"))
-    columns, master = (StateColumn(""),) * (layout.state_itemsize // 4), torch.float32 if layout.has_masters else None
-    groups = [Group(0, size, config.compute_dtype, torch.float32, config.offload_optimizer, master, columns) for size in sizes]
-    return arena_nbytes(config, layout.separate, groups)

@@ -17,7 +17,7 @@ from ...config import Tier
 from ...errors import ConfigError
 from ...tensor.flat_layout import ALIGNMENT, round_up
 from ...utils.axes import TP, cuts_model
-from ...zero.auto_wrap import LARGE_FRACTION
+from ...zero.auto_wrap import LARGE_FRACTION, ROOT
 from ..models.gpt import NGRAM_LENGTHS, GPTConfig
 from ..plan import ACTIVATIONS, Plan
 from ..simulator.trace import AttentionWork, Resource
@@ -33,7 +33,6 @@ KERNELS = {
     _EAGER: ((30, 19, 12.5), (31, 23, 13.5)),  # Megatron-LM of 2019: each of these by itself, and copies for heads
 }
 _PARALLEL_LOSS = 1.75  # temporaries of torch's loss over a divided vocabulary, over those of the plain loss (from dry runs)
-ROOT = "(root)"  # the unit that stays gathered from the beginning of a pass to its end
 
 
 @dataclass(frozen=True)

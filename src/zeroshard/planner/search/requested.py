@@ -10,14 +10,14 @@ import torch
 
 from ...errors import ConfigError
 from ...parallel.styles import most_ranks
-from ...utils.axes import DP, TP, cuts_model, planned_sizes
+from ...utils.axes import DP, TP, planned_sizes
 from ..plan import Plan
 from ..request import Request
 from .layout import Layout
 from .profile import Profile
 
 CHECKPOINTING: dict[str, Any] = {"none": False, "blocks": True, "partitioned": {"partition": True}, "host": {"offload": "cpu"}}
-_PACKED = {"shard_size", "mics_shard_size", "zero_quantized_gradients", "hierarchical"}  # what is reduced is not what is sent
+_OTHER_UNITS = {"max_unit_numel", "zero_quantized_weights"}  # with these a plan's units are others, or keep other tensors
 
 
 def of_layout(request: Request, layout: Layout) -> Request:
@@ -42,7 +42,7 @@ def layout_of(request: Request) -> Layout:
         **axes, stage=config.stage, optimizer=config.offload_optimizer.tier, gradient=config.offload_gradient.tier,
         parameter=config.offload_param.tier, micro_batch=request.rows, micro_batches=request.micro_batches, checkpointing=checkpointing,
         precision=config.precision, shard_size=config.shard_size, hpz=config.zero_hpz_partition_size, node_size=request.ranks_of_node,
-        hops="two" if config.hierarchical else "one", prefetch_nbytes=config.prefetch_nbytes, max_unit_numel=config.max_unit_numel,
+        hops="one" if config.hierarchical is False else "two", prefetch_nbytes=config.prefetch_limit_nbytes, max_unit_numel=config.max_unit_numel,
         gradient_itemsize=config.gradient_dtype.itemsize, separate=request.hardware.separate, **packed,
     )  # fmt: skip
 
@@ -55,8 +55,8 @@ def profile_of(request: Request, plans: Sequence[Plan] = ()) -> Profile:
     source = request.source
     if source.config is not None:
         return Profile.of_shape(replace(source.config, seq_len=request.seq), source.name)
-    alone = request.ranks > 1 and not cuts_model(request.axes)
-    if plans and alone and request.config.stage and not request.checkpointing and not _PACKED & set(request.options):
+    alone = request.axes[DP] == request.ranks > 1
+    if plans and alone and not request.checkpointing and not _OTHER_UNITS & set(request.options):
         whole, known = request, plans[0]
     else:
         ranks = max(request.ranks_of_node, 2)  # one node, so that a unit is gathered in one hop

@@ -12,18 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...config import STAGES, Placement, Tier
+from ...memory.estimate import rests_away
 from ...utils.axes import PP, TP
-from ...zero.prefetch import LOOKAHEAD
+from ...zero.prefetch import LOOKAHEAD, count_ahead
 from ..simulator.trace import AttentionWork, Resource, Task, Trace
-from .layout import Bytes, Layout, Volumes, rests_away
-from .memory import memory_of
+from .layout import Bytes, Layout, Volumes
 from .profile import BACKWARD_PASSES, Home, Profile, UnitProfile, homes_of
 
 _BACKWARD_KERNELS = 3  # times the kernels of a forward, counted by dry runs of a GPT
 # times the flops of a forward: five products of scores, not two (FlashAttention-2, arXiv 2307.08691, section 4.1)
 _ATTENTION_BACKWARD = 2.5
 _STEP_NBYTES = 36  # per element, which torch's AdamW moves beyond one pass over all that it steps: its kernels are not fused
-__all__ = ["Layout", "Stage", "memory_of", "trace_of"]
 
 
 def trace_of(profile: Profile, layout: Layout, *, groups: int | None = None) -> list[Trace]:
@@ -115,6 +114,9 @@ class Stage:
     def _add(
         self, name: str, phase: str, nbytes: Mapping[Resource, float], after: tuple[int, ...], chain: bool = False, **more: Any
     ) -> int:  # fmt: skip
+        home = self.volumes.get(more.get("unit", ""))
+        # each flat buffer travels by itself; published systems (rings) have one
+        more.setdefault("messages", 1 if home is None or self.layout.rings else len(home.shards))
         number = self.trace.add(Task(name, phase, nbytes, tuple(sorted(set(after))), **more))
         if chain:
             self.last = (number,)
@@ -175,7 +177,8 @@ class Stage:
         if lay.checkpointing == "partitioned" and lay.tp > 1:
             sent = self._kept(stretch) * (lay.tp - 1)
             name = f"gather input {stretch.name}"
-            needed = (*needed, self._add(name, "backward", self._tp_nbytes(sent), self.last, axis=TP, peers=lay.tp))
+            given: dict[str, Any] = {"axis": TP, "peers": lay.tp, "messages": len(stretch.units)}
+            needed = (*needed, self._add(name, "backward", self._tp_nbytes(sent), self.last, **given))
         flops = sum(unit.flops for unit in stretch.units)
         last = sum(unit.last_flops for unit in stretch.units) if lay.stops_early else 0.0
         self._compute(f"forward again {stretch.name}", "backward", stretch, (flops - last) / flops if flops else 1.0, needed)
@@ -219,15 +222,11 @@ class Stage:
         """Gather the first stretch, and beside its computation those after it that the runtime would gather ahead."""
         if not self.sharded or (self.layout.shards == 1 and self.layout.parameter is Tier.DEVICE):
             return
-        ahead = 0.0
-        for at, stretch in enumerate(upcoming[: LOOKAHEAD + 1]):
-            for home in stretch.homes:
-                size = self.volumes[home.name].numel * self.layout.itemsize
-                if at and ahead and ahead + size > self.layout.prefetch_nbytes:
-                    return
-                ahead += size * bool(at)
-                if home.name not in self.gathers:
-                    self._gather(home, phase, self.last)
+        later = [home for stretch in upcoming[1 : LOOKAHEAD + 1] for home in stretch.homes]
+        sizes = [self.volumes[home.name].numel * self.layout.itemsize for home in later]
+        for home in (*upcoming[0].homes, *later[: count_ahead(sizes, self.layout.prefetch_nbytes)]):
+            if home.name not in self.gathers:
+                self._gather(home, phase, self.last)
 
     def _gather(self, home: Home, phase: str, after: tuple[int, ...]) -> None:
         if not self.sharded:
@@ -269,18 +268,14 @@ class Stage:
             nbytes = volumes.numel * (lay.itemsize + packed)
             after = self.last = (self._pack(f"pack {home.name}", "backward", nbytes, after, home),)
         done = self._hops(
-            f"reduce {home.name}",
-            "backward",
-            hops,
-            after,
-            peers=lay.shards,
-            unit=home.name,
-            distinct=not lay.rings,
+            f"reduce {home.name}", "backward", hops, after, peers=lay.shards, unit=home.name, distinct=not lay.rings
         )
         nbytes = sum(volumes.shards)
         if packed and hops:
             read = volumes.numel * packed + nbytes * lay.gradient_itemsize
             done = (self._pack(f"unpack {home.name}", "backward", read, done, home),)
+        if lay.prefetch_nbytes is None:
+            self.last = tuple({*self.last, *done})
         if self.row.gradient is Placement.SHARDED and rests_away(lay.gradient, lay.separate):
             if lay.separate:
                 done = (
@@ -311,7 +306,7 @@ class Stage:
         sent = 2 * (lay.tp - 1) / lay.tp * self.tokens * ((8 + lay.itemsize) if told else reduces * width * lay.itemsize)
         self._add(
             f"sum {stretch.name}", phase, self._tp_nbytes(sent), self.last, chain=True, axis=TP, peers=lay.tp,
-            kernels=3 if told else reduces, unit=stretch.name,
+            messages=3 if told else reduces, unit=stretch.name,
         )  # fmt: skip
 
     def _boundary_before(self) -> int:

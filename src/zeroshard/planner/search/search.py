@@ -14,24 +14,25 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ...config import STAGES, Placement, Tier
 from ...errors import ConfigError, did_you_mean
+from ...memory.estimate import rests_away
 from ...memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from ...utils.axes import DP, PP, TP
-from ..plan import Plan
-from ..recorder import telling
+from ..plan import Held, Plan, fullest, memories
+from ..recorder import tell
 from ..request import gb
 from ..simulator.hardware import Hardware, resource_seconds
 from ..simulator.simulate import Simulation, simulate
 from ..simulator.spread import seconds_with_spread
 from ..simulator.trace import Resource, Task, Trace
-from .layout import Layout, Volumes, exchange
-from .memory import Sizes, memory_of
-from .profile import Profile
+from .layout import Layout, exchange, packed_nbytes
+from .memory import held_of
+from .profile import Profile, homes_of
 from .schedule import attention_of, trace_of
 
 MARGIN = 0.1  # share of the memory that is left for what the formulas do not count: holes between blocks, temporaries
@@ -40,6 +41,7 @@ _CONFIRMED = 3  # kinds of layouts whose dry runs are simulated
 _LARGE_UNIT = 0.05  # share of the device's memory: blocks that take more when they are gathered may be split
 _EQUAL = 1.02  # times within this factor are taken to be the same
 
+_T = TypeVar("_T")
 _D, _H, _S = Tier.DEVICE, Tier.HOST, Tier.DISK
 TIERS: dict[int, tuple[tuple[Tier, Tier, Tier], ...]] = {  # stage -> where optimizer, gradients, parameters may rest
     0: ((_D, _D, _D),),
@@ -51,7 +53,8 @@ TIERS: dict[int, tuple[tuple[Tier, Tier, Tier], ...]] = {  # stage -> where opti
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits. step_s: seconds of a step of the whole batch. memory: bytes of its fullest rank, by tier and category.
+    """A layout that fits. step_s: seconds of a step of the whole batch. memory: bytes of each memory by category, on the rank and
+    at the moment at which it is fullest.
 
     by_formula: whether seconds and memory are those of formulas; else those of a dry run.
     """
@@ -118,8 +121,8 @@ def search(
     for layout in _layouts(profile, hardware, devices, global_batch, precision, fixed or {}, lossy):
         counts["layouts"] += 1
         if counts["layouts"] % 1000 == 0:
-            _tell(f"{counts['layouts']:,} layouts looked at, {counts['fit']:,} fit by formula")
-        excess = _excess(profile, layout, limits)
+            tell(f"{counts['layouts']:,} layouts looked at, {counts['fit']:,} fit by formula")
+        excess = _excess(held_of(profile, layout), limits)
         if excess > 1:
             shortest = min(shortest, (excess, layout), key=lambda pair: pair[0])
             continue
@@ -137,11 +140,6 @@ def search(
     runner_up = next((each for each in ranked[1:] if _kind(each.layout) != _kind(best.layout)), None)
     reason = _reason(profile, hardware, best, runner_up, limits)
     return Found(best, runner_up, reason, dict(counts), profile, hardware, global_batch)
-
-
-def _tell(text: str) -> None:
-    if (tell := telling.get()) is not None:
-        tell(text)
 
 
 def _check(profile: Profile, devices: int, global_batch: int, fixed: Mapping[str, Any], margin: float) -> None:
@@ -238,20 +236,13 @@ def _between_nodes(stage: int, several: bool, inside: int, lossy: bool) -> list[
 def _limits(hardware: Hardware, devices: int, margin: float) -> dict[Tier, float]:
     """Return the bytes of each tier that one rank may take."""
     ranks = min(hardware.devices_per_node, devices)
-    own = (hardware.device.memory_nbytes - hardware.overhead_nbytes) * (1 - margin)
-    shared = {Tier.HOST: hardware.host_memory_nbytes, Tier.DISK: hardware.disk_nbytes}
-    return {Tier.DEVICE: own} | {tier: nbytes * (1 - margin) / ranks for tier, nbytes in shared.items()}
+    room = {tier: hardware.capacity(tier) * (1 - margin) / ranks for tier in Tier}
+    return room | {Tier.DEVICE: (hardware.capacity(Tier.DEVICE) - hardware.overhead_nbytes) * (1 - margin)}
 
 
-def _excess(profile: Profile, layout: Layout, limits: Mapping[Tier, float]) -> float:
-    """Return the fullest rank's bytes over its limit, on the tier where this is most; above 1 the layout does not fit."""
-    worst = 0.0
-    for stage in {0, layout.pp - 1}:
-        held = {tier: float(sum(found.values())) for tier, found in memory_of(profile, layout, stage).items()}
-        if not layout.separate:
-            held[Tier.DEVICE] += held.pop(Tier.HOST, 0.0)
-        worst = max(worst, *(nbytes / limits[tier] if limits[tier] else math.inf for tier, nbytes in held.items() if nbytes))
-    return worst
+def _excess(held: Mapping[Tier, Held], limits: Mapping[Tier, float]) -> float:
+    """Return the bytes of a memory over its limit, of that where this is most; above 1 it does not fit."""
+    return max(sum(found.values()) / limits[tier] for tier, found in held.items())
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
@@ -266,6 +257,12 @@ def _work(profile: Profile, pp: int, stage: int) -> tuple[float, int, int, float
     return sum(u.flops for u in units), products, summed, sum(u.flops for u in units if u.block)
 
 
+@functools.lru_cache(maxsize=4096)
+def _shard_numel(profile: Profile, pp: int, stage: int, tp: int, shards: int) -> int:
+    """Return the elements of a rank's shard of all flat buffers of a stage."""
+    return sum(sum(home.shards(tp, shards)) for home in homes_of(profile.stages(pp)[stage]))
+
+
 def bound(profile: Profile, layout: Layout, hardware: Hardware) -> float:
     """Return the least seconds of a step: its computation, or its busiest link, and the optimizer's step after that."""
     return max(_stage_bound(profile, layout, hardware, stage) for stage in {0, layout.pp // 2, layout.pp - 1})
@@ -274,7 +271,7 @@ def bound(profile: Profile, layout: Layout, hardware: Hardware) -> float:
 def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: int) -> float:
     lay, count, tokens = layout, layout.micro_batches, layout.micro_batch * profile.seq
     flops, products, summed, in_blocks = _work(profile, lay.pp, stage)
-    sizes = Sizes.of(profile, lay.pp, stage, lay.tp, lay.shards)
+    own = _shard_numel(profile, lay.pp, stage, lay.tp, lay.shards)
     again = in_blocks / flops if flops and lay.checkpointing != "none" else 0.0
     trace = Trace(node_size=lay.node_size)
 
@@ -290,8 +287,8 @@ def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: in
         sent = 2 * (lay.tp - 1) / lay.tp * summed * tokens * lay.itemsize * (2 + again / 2)
         computing += count * seconds({Resource.INSIDE: sent}, lay.tp)[Resource.INSIDE]
     links: dict[Resource, float] = defaultdict(float)
-    row, whole = STAGES[lay.stage], sizes.own * lay.shards
-    weight = Volumes.weight_nbytes(lay) * whole
+    row, whole = STAGES[lay.stage], own * lay.shards
+    weight = packed_nbytes(lay.quantized_weights, lay.itemsize) * whole
 
     def add(hops: list[dict[Resource, float]], times: float) -> None:
         for hop in hops:
@@ -303,9 +300,8 @@ def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: in
     if sharded:
         add(exchange(lay, weight, lay.shards), 1)
         add(exchange(lay, weight, lay.shards, inside_only=lay.hpz > 1), 2 * count - 1)
-    add(exchange(lay, Volumes.gradient_nbytes(lay) * whole, lay.shards, reduce=True), reduces)
-    own = sizes.own
-    if sharded and (lay.parameter is Tier.DISK or (lay.parameter is Tier.HOST and lay.separate)):
+    add(exchange(lay, packed_nbytes(lay.quantized_gradients, lay.itemsize) * whole, lay.shards, reduce=True), reduces)
+    if sharded and rests_away(lay.parameter, lay.separate):
         for resource in [Resource.READ] * (lay.parameter is Tier.DISK) + [Resource.UP] * lay.separate:
             links[resource] += 2 * count * seconds({resource: own * lay.itemsize})[resource]
     if spread and lay.gradient is not Tier.DEVICE and lay.separate:
@@ -343,12 +339,9 @@ def timed(profile: Profile, layout: Layout, hardware: Hardware) -> tuple[float, 
 
 def _candidate(profile: Profile, layout: Layout, hardware: Hardware) -> Candidate:
     step_s, simulation = timed(profile, layout, hardware)
-    memory = max(
-        (memory_of(profile, layout, stage) for stage in {0, layout.pp - 1}), key=lambda held: sum(held[Tier.DEVICE].values())
-    )
     tokens = layout.sequences * profile.seq
     tflops = 3 * profile.flops * tokens / layout.ranks / step_s / 1e12
-    return Candidate(layout, step_s, tflops, tokens / step_s, simulation.bound, memory)
+    return Candidate(layout, step_s, tflops, tokens / step_s, simulation.bound, held_of(profile, layout))
 
 
 def _simulated(
@@ -361,24 +354,30 @@ def _simulated(
         if counts["simulated"] == _MOST_SIMULATED or (least > best * _EQUAL and second < math.inf and least > second):
             break
         counts["simulated"] += 1
-        _tell(
+        tell(
             f"{counts['fit']:,} of {counts['layouts']:,} layouts fit by formula; simulated {counts['simulated']}, the best {best:.2g} s a step"
         )
         found.append(_candidate(profile, layout, hardware))
         fastest = min(found, key=lambda each: each.step_s)
         best = fastest.step_s
         second = min((each.step_s for each in found if _kind(each.layout) != _kind(fastest.layout)), default=math.inf)
-    return _in_order(found)
+    return in_order(found, _of)
 
 
-def _in_order(found: list[Candidate]) -> list[Candidate]:
-    best = min(each.step_s for each in found)
+def in_order(found: Sequence[_T], of: Callable[[_T], tuple[float, Layout]]) -> list[_T]:
+    """Return the fastest first; of those that are equally fast as the fastest, the plainest. of: a function -> (seconds, layout)."""
+    best = min((of(each)[0] for each in found), default=0.0)
 
-    def order(each: Candidate) -> tuple:
-        equal = each.step_s <= best * _EQUAL
-        return not equal, plainness(each.layout) if equal else (), each.step_s
+    def order(each: _T) -> tuple:
+        seconds, layout = of(each)
+        equal = seconds <= best * _EQUAL
+        return not equal, plainness(layout) if equal else (), seconds
 
     return sorted(found, key=order)
+
+
+def _of(each: Candidate) -> tuple[float, Layout]:
+    return each.step_s, each.layout
 
 
 def _kind(layout: Layout) -> tuple:
@@ -394,15 +393,8 @@ def plainness(layout: Layout) -> tuple:
     away = sum(tier is not Tier.DEVICE for tier in _states(layout)[1:])
     packed = sum(each is not None for each in (layout.quantized_weights, layout.quantized_gradients))
     special = (layout.max_unit_numel is not None) + (layout.hpz > 1) + (layout.shard_size is not None) + (layout.hops != "two")
-    return (
-        away,
-        packed,
-        (layout.pp > 1) + (layout.tp > 1),
-        layout.checkpointing != "none",
-        special,
-        layout.stage,
-        layout.micro_batches,
-    )
+    axes, kept = (layout.pp > 1) + (layout.tp > 1), layout.checkpointing != "none"
+    return away, packed, axes, kept, special, layout.stage, layout.micro_batches
 
 
 def _confirmed(
@@ -421,24 +413,24 @@ def _confirmed(
         if _kind(each.layout) in kinds:  # one of the same kind, faster by formula, fits
             continue
         counts["verified"] += 1
-        _tell(f"dry run of {each.layout}")
+        tell(f"dry run of {each.layout}")
         plan = verify(each.layout)
-        if any(plan.peak(tier) > limit for tier, limit in limits.items()):
+        held = fullest([memories(phase.held, plan.separate) for phase in plan.phases])
+        if _excess(held, limits) > 1:
             counts["refused"] += 1
             continue
         kinds.add(_kind(each.layout))
-        found.append(each if simulated is None else _by_dry_run(each, plan, simulated(each.layout)))
+        found.append(each if simulated is None else _by_dry_run(each, held, simulated(each.layout)))
     if not found:
         raise ConfigError(
             f"none of the {counts['verified']} fastest layouts fits by its dry run: use more devices, or a smaller batch."
         )
-    return _in_order(found)
+    return in_order(found, _of)
 
 
-def _by_dry_run(each: Candidate, plan: Plan, done: Simulation) -> Candidate:
-    fullest = max(plan.phases, key=lambda phase: phase.nbytes(Tier.DEVICE))
+def _by_dry_run(each: Candidate, held: Mapping[Tier, Held], done: Simulation) -> Candidate:
     return replace(
-        each, step_s=done.step_s, tflops=done.tflops, tokens_per_s=done.tokens_per_s, bound=done.bound, memory=fullest.held,
+        each, step_s=done.step_s, tflops=done.tflops, tokens_per_s=done.tokens_per_s, bound=done.bound, memory=held,
         by_formula=False,
     )  # fmt: skip
 
@@ -460,7 +452,7 @@ def _reason(
     sentences = [f"{layout} takes {_gb(best.nbytes())} of the {room} that a device has for it, {seconds} s a step."]
     lower = _without(layout)
     if lower is not None:
-        needed = max(sum(memory_of(profile, lower, stage)[Tier.DEVICE].values()) for stage in {0, layout.pp - 1})
+        needed = sum(held_of(profile, lower)[Tier.DEVICE].values())
         what = f"ZeRO-{lower.stage}" if lower.stage != layout.stage else "Without offloading it"
         if needed > limits[Tier.DEVICE]:
             sentences.append(f"{what} would need {_gb(needed)}.")
@@ -498,10 +490,10 @@ def _no_layout(devices: int, global_batch: int, fixed: Mapping[str, Any]) -> str
 def _too_large(profile: Profile, hardware: Hardware, shortest: tuple[float, Layout | None], limits: Mapping[Tier, float]) -> str:
     excess, layout = shortest
     assert layout is not None
-    held = memory_of(profile, layout)
-    states = sum(held[tier].get(name, 0) for tier in Tier for name in (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER))
+    held = held_of(profile, layout)
+    states = sum(found.get(name, 0) for found in held.values() for name in (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER))
     sizes = ", ".join(
-        f"{_gb(sum(held[tier].values()))} on {tier.value} ({_gb(limits[tier])} available)" for tier in Tier if held[tier]
+        f"{_gb(sum(held[tier].values()))} on {tier.value} ({_gb(limits[tier])} available)" for tier in held if held[tier]
     )
     return (
         f"{profile.name} of {profile.numel / 1e9:.3g}B parameters does not fit {layout.ranks} x {hardware.name} in any layout. The nearest, "

@@ -39,7 +39,7 @@ from ...utils import torch_compat
 from ...utils.torch_compat import TorchDispatchMode
 from ...zero.runtime import runtime_of
 from ..measure.probe import Rehearsal, step_rate
-from .disk_bandwidth import PHASES, REQUEST_NBYTES, Burst, DiskProbe, DiskSpeed, bandwidth
+from .disk_bandwidth import PHASES, REQUEST_NBYTES, Burst, DiskBursts, DiskSpeed, bandwidth
 from .hardware import Curve, Device, Hardware, Link
 from .micro_benchmark import seconds
 from .trace import Resource
@@ -199,7 +199,7 @@ def _measure(rank: int, world_size: int, path: str | None, amount: Amount) -> Fo
 
 
 def _bursts(comm: DirectComm, path: str, amount: Amount) -> dict[str, list[Burst]]:
-    probe, bursts = DiskProbe(path, 16 * amount.numel), dict[str, list[Burst]]()
+    probe, bursts = DiskBursts(path, 16 * amount.numel), dict[str, list[Burst]]()
     kinds = {phase: (phase, REQUEST_NBYTES) for phase in PHASES} | {
         f"small {phase}": (phase, SMALL_NBYTES) for phase in ("write", "read")
     }

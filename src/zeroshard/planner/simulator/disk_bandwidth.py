@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ...memory.io.aligned import empty_aligned
@@ -49,11 +50,11 @@ def bandwidth(bursts: list[Burst]) -> float:
     return sum(b.nbytes for b in bursts) / (max(b.end for b in bursts) - min(b.begin for b in bursts))
 
 
-class DiskProbe:
+class DiskBursts:
     """A hidden file of this process, which `burst` writes and reads."""
 
     def __init__(self, folder: str, nbytes: int = NBYTES) -> None:
-        self.file = _hidden_file(folder, 2 * nbytes)  # the first half is written, the second read
+        self.file = hidden_file(folder, 2 * nbytes)  # the first half is written, the second read
         self.nbytes = nbytes
         self._move(writes=True, reads=False, at=nbytes)  # blocks that were never written would be read without the disk
 
@@ -64,7 +65,7 @@ class DiskProbe:
     def _move(self, *, writes: bool, reads: bool, at: int, request_nbytes: int = REQUEST_NBYTES) -> Burst:
         """Write and read, with buffers that are freed at once, so that they do not count in a measurement of memory."""
         size = min(request_nbytes, self.nbytes)
-        source, target, handles = _noise(size), empty_aligned(size).zero_(), []
+        source, target, handles = noise(size), empty_aligned(size).zero_(), []
         with Engine() as engine:
             begin = time.monotonic()
             for offset in range(0, self.nbytes - size + 1, size):
@@ -79,8 +80,8 @@ class DiskProbe:
 
 def write_bulk(folder: str, nbytes: int) -> Burst:
     """Write a new file of so many bytes through the engine alone, with its space reserved beforehand, and sync it."""
-    source, begin = _noise(REQUEST_NBYTES), time.monotonic()
-    file = _hidden_file(folder, nbytes, reserve=True)
+    source, begin = noise(REQUEST_NBYTES), time.monotonic()
+    file = hidden_file(folder, nbytes, reserve=True)
     with Engine() as engine:
         for handle in [engine.write(file, at, source[: nbytes - at]) for at in range(0, nbytes, REQUEST_NBYTES)]:
             handle.wait()
@@ -90,7 +91,7 @@ def write_bulk(folder: str, nbytes: int) -> Burst:
     return Burst(begin, end, nbytes)
 
 
-def _hidden_file(folder: str, nbytes: int, reserve: bool = False) -> File:
+def hidden_file(folder: str | os.PathLike, nbytes: int, reserve: bool = False) -> File:
     """Create a file and remove its name, so that it disappears with the process."""
     name = Path(folder) / f".zeroshard-probe-{os.getpid()}-{secrets.token_hex(4)}"
     file = open_file(name, nbytes, create=True, reserve=reserve)
@@ -98,10 +99,10 @@ def _hidden_file(folder: str, nbytes: int, reserve: bool = False) -> File:
     return file
 
 
-def _noise(nbytes: int) -> Tensor:
+def noise(nbytes: int) -> Tensor:
     """Return bytes that no disk can skip or compress: a random MiB, again and again."""
     memory, begin = empty_aligned(nbytes), min(nbytes, 1 << 20)
-    memory[:begin].random_(0, 256)
+    memory[:begin].random_(0, 256, generator=torch.Generator())  # the global one is the program's
     for part in memory[begin:].split(begin):
         part.copy_(memory[: part.numel()])
     return memory

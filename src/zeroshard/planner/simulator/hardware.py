@@ -19,7 +19,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ...config import PRECISIONS
+from ...config import PRECISIONS, Tier
 from ...errors import ConfigError, did_you_mean
 from ...utils.axes import TP
 from .trace import AttentionWork, Resource, Task, Trace
@@ -188,6 +188,15 @@ class Hardware:
         _write_table(lines, "", {f.name: getattr(self, f.name) for f in fields(self)})
         Path(path).write_text("\n".join(lines).lstrip("\n") + "\n")
 
+    def capacity(self, tier: Tier) -> int:
+        """Return the bytes of a device's memory, or of the host's or the disk's of a node."""
+        sizes = {Tier.DEVICE: self.device.memory_nbytes, Tier.HOST: self.host_memory_nbytes, Tier.DISK: self.disk_nbytes}
+        return max(sizes[tier], 1)
+
+    def used(self, tier: Tier, nbytes: float, ranks: int) -> float:
+        """Return the bytes of `capacity` that are used where each of the `ranks` of a node holds so many bytes of the tier."""
+        return nbytes + self.overhead_nbytes if tier is Tier.DEVICE else nbytes * ranks
+
     def link(self, resource: Resource) -> Link:
         """Return the link of a resource. Raises ConfigError if there is none."""
         if resource not in self.links:
@@ -238,7 +247,7 @@ def resource_seconds(
             rate = link.rate(ranks, hardware.devices_per_node)
             if link.group is not None and members > 1 and (link.trees or task.axis == TP):
                 rate = min(rate, link.group / members)
-            times[resource] = moved / (rate * utilisation) + hop * _hops(task) * (nbytes > 0)
+            times[resource] = moved / (rate * utilisation) + hop * _hops(task) * task.messages * (nbytes > 0)
     return times
 
 

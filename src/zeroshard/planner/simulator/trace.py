@@ -62,7 +62,7 @@ class Task:
     numel: parameters that are stepped (HOST, DEVICE). after: numbers of the tasks that must be over before it begins; below 0:
     tasks of the step before, counted from its last (-1). channel: the name that joins a send with its receive in another stage,
     see `simulate.py`. distinct: whether a collective sends other bytes to each peer (an all-to-all), so that ranks cannot pass
-    bytes on, as those of a ring do.
+    bytes on, as those of a ring do. messages: collectives or copies, one after the other, that the task stands for.
     """
 
     name: str
@@ -78,12 +78,9 @@ class Task:
     unit: str = ""  # of the model, whose work it is
     channel: str = ""
     distinct: bool = False
+    messages: int = 1
     products: int = 0
     attention: AttentionWork | None = None
-
-    @property
-    def resources(self) -> tuple[Resource, ...]:
-        return tuple(self.nbytes)
 
 
 @dataclass
@@ -124,11 +121,3 @@ class Trace:
         """Return the bytes of one resource in a step. phases: only those of these phases."""
         chosen = None if phases is None else set(phases)
         return sum(t.nbytes.get(resource, 0.0) for t in self.tasks if chosen is None or t.phase in chosen)
-
-    def scaled(self, factors: Mapping[Resource, float]) -> Trace:
-        """Return a trace with the bytes of each resource times a factor: for another number of ranks, say."""
-        tasks = [
-            replace(t, nbytes={resource: amount * factors.get(resource, 1.0) for resource, amount in t.nbytes.items()})
-            for t in self.tasks
-        ]
-        return replace(self, tasks=tasks)
