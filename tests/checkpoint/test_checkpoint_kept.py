@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,10 +18,13 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.checkpoint import bulk_reader, loading, resolver
 from zeroshard.checkpoint import read_buffers as room_module
-from zeroshard.checkpoint.rank_file import BUFFER_NBYTES, FileWriter, Ring
+from zeroshard.checkpoint.rank_file import BUFFER_NBYTES, FileWriter
 from zeroshard.checkpoint.read_buffers import SLOTS, WINDOW_NBYTES, Room
+from zeroshard.comm.pool import BufferPool
+from zeroshard.config import Tier
 from zeroshard.errors import CheckpointCorrupt
 from zeroshard.memory.io.aligned import ALIGN, empty_aligned
+from zeroshard.memory.ledger import Ledger
 from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of
 
@@ -80,7 +84,7 @@ def test_a_load_after_a_save_reads_into_its_buffers(options, worlds, asynchronou
         for _ in range(2):
             zs.load(tmp_path / "a", model, optimizer)
             assert_equal(snapshot(model, optimizer), expected)
-            assert ring.count == ring._free.qsize() == count
+            assert ring.count == ring.free == count
             train(model, optimizer, rank, BATCHES[3:])
         zs.close(model)
 
@@ -123,13 +127,13 @@ def test_what_does_not_fit_the_buffers_is_read_once_more(options, worlds, free, 
         train(model, optimizer, rank, WIDE)
         zs.save(tmp_path, model, optimizer, name="y", asynchronous=True).wait()
         ring = runtime_of(model).saver.ring
-        if rank == worlds[1] - 1:
-            ring.release(keep=free)
-        count = ring.count
+        while rank == worlds[1] - 1 and ring.free > free:
+            ring.lose(ring.borrow())
+        count = ring.free
         for _ in range(2):
             zs.load(tmp_path, model, optimizer, name="x")
             assert_equal(snapshot(model, optimizer), expected)
-            assert ring.count == ring._free.qsize() == count
+            assert ring.free == count
         zs.close(model)
 
     run_threads(worlds[1], rank_run)
@@ -221,7 +225,7 @@ def test_a_damaged_block_is_found_before_anything_has_changed(where, tmp_path, c
         with pytest.raises(CheckpointCorrupt, match="rank-00001.distcp"):
             zs.load(tmp_path, model, optimizer)
         assert_equal(snapshot(model, optimizer), before)
-        assert ring.count == ring._free.qsize() == count
+        assert ring.count == ring.free == count
         if rank == 0:
             path.write_bytes(content)
         comm.exchange(b"", "mended")
@@ -355,7 +359,7 @@ def test_damage_in_states_of_a_shape_of_their_own_is_found(kept, tmp_path):
     optimizer.step()
     path = zs.save(tmp_path, model, optimizer, name="x", asynchronous=kept).wait() / "rank-00000.distcp"
     if not kept:
-        runtime_of(model).saver.ring.release()
+        runtime_of(model).saver.ring.give_back()
     content = path.read_bytes()
     for at in range(1000, len(content), len(content) // 9):
         path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
@@ -401,13 +405,17 @@ def test_buffers_of_a_save_that_failed_while_it_copied_are_there_for_a_load(tmp_
 # -- the pieces --------------------------------------------------------------------------------------------------------
 
 
+def pool(make: Callable[[int], torch.Tensor]) -> BufferPool:
+    return BufferPool(Ledger(), 0, BUFFER_NBYTES, make, Tier.HOST)
+
+
 class Memory:
-    """A ring whose buffers cost `seconds` each to make, by a clock that only they move."""
+    """A pool whose buffers cost `seconds` each to make, by a clock that only they move."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float, free: int = 0) -> None:
         self.now, self.seconds, self.made = 0.0, seconds, 0
         monkeypatch.setattr(room_module.time, "monotonic", lambda: self.now)
-        self.ring = Ring(lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+        self.ring = pool(lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
         self.ring.grow(free)
         self.ring.make = self.make
 
@@ -448,7 +456,7 @@ def test_a_room_gives_back_what_it_borrowed_and_keeps_apart_what_lasts(monkeypat
 
 @given(st.lists(st.integers(1, WINDOW_NBYTES), max_size=40), st.integers(2, 12))
 def test_windows_that_last_do_not_overlap(sizes, free):
-    ring = Ring(empty_aligned)  # as saves make it: other memory is aligned as it comes
+    ring = pool(empty_aligned)  # as saves make it: other memory is aligned as it comes
     ring.grow(free)
     room = Room(ring)
     room.plan(sizes, True, 0)
@@ -458,16 +466,15 @@ def test_windows_that_last_do_not_overlap(sizes, free):
     assert apart in (0, 2) and (apart or len(found) == len(sizes)), "where all fit nothing is set apart"
 
 
-def test_a_ring_lends_and_takes_back():
-    ring = Ring(lambda nbytes: torch.empty(1))
+def test_a_pool_lends_what_it_has_and_takes_it_back():
+    ring = pool(lambda nbytes: torch.empty(1))
     ring.grow(2)
     one, two = ring.borrow(), ring.borrow()
     assert one is not None and two is not None and ring.borrow() is None and ring.count == 2
     ring.give(one)
     ring.give(two)
     assert ring.count == ring.free == 2
-    ring.release(keep=1)
-    assert ring.count == ring.free == 1
+    assert ring.borrow() is two, "the one that was given last"
 
 
 # -- what is read ahead ------------------------------------------------------------------------------------------------

@@ -46,13 +46,13 @@ def gate(monkeypatch):
     """While it is shut, files are not written: what is saved beside training is then surely still in buffers."""
     opened = threading.Event()
     opened.set()
-    plain = rank_file.FileWriter._serve
+    plain = rank_file.FileWriter.finish
 
     def later(self) -> None:
         assert opened.wait(30)
         plain(self)
 
-    monkeypatch.setattr(rank_file.FileWriter, "_serve", later)
+    monkeypatch.setattr(rank_file.FileWriter, "finish", later)
     return opened
 
 

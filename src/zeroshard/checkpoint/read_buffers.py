@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
+from ..comm.pool import BufferPool
 from ..memory.io.aligned import ALIGN, round_up
-from .rank_file import BUFFER_NBYTES, DIGEST_NBYTES, Ring
+from .rank_file import BUFFER_NBYTES, DIGEST_NBYTES
 
 WINDOW_NBYTES, SLOTS = 4 * DIGEST_NBYTES, 8  # size of one read; number of slots for passing memory
 _WORTH = 1.0  # allocating may take this many times as long as reading as many bytes again, which it saves
@@ -25,9 +26,9 @@ _PASSING = SLOTS * WINDOW_NBYTES // BUFFER_NBYTES  # number of buffers that the 
 
 
 class Room:
-    """Buffers borrowed from a ring until `close`, and new ones."""
+    """Buffers borrowed from a pool until `close`, and new ones."""
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: BufferPool) -> None:
         self.ring = ring
         self.most = 0  # bytes that may be allocated
         self._lent: list[Tensor] = []

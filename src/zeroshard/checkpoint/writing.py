@@ -41,7 +41,7 @@ from . import manifest as listing
 from . import state_map as holding
 from .fingerprint import identities
 from .heartbeat import telling, together
-from .rank_file import BUFFER_NBYTES, ROTATING, FileLayout, FileWriter, Ring, memory_nbytes
+from .rank_file import BUFFER_NBYTES, ROTATING, FileLayout, FileWriter, memory_nbytes, staging
 from .stages import Stages
 from .state_map import Contents
 
@@ -120,20 +120,20 @@ class Saver:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.ring = Ring(runtime.tiers.host_buffer, runtime.ledger)
+        self.ring = staging(runtime.tiers, runtime.ledger)
         self.engine = Engine()
         self.last: Save | None = None
         self.listed = listing.Listed()
         self.tensors, self.digest = b"", ""  # JSON of the layout's tensors (`tensors_of`), and its XXH3-64
         self._layout: FileLayout | None = None
 
-    def layout(self, contents: Contents) -> FileLayout:
+    def layout(self, contents: Contents, extras: dict[str, bytes]) -> FileLayout:
         """Return the layout of this rank's file. The last save's is used again if every tensor has kept its place."""
         if self._layout is None or self._layout.places != contents.places:
             self._layout = FileLayout.of(contents)
             self.tensors = listing.tensors_of(self._layout)
             self.digest = xxhash.xxh3_64_hexdigest(self.tensors)
-        return self._layout.with_objects(contents.objects)
+        return self._layout.with_objects(contents.objects, extras)
 
     def await_copy(self) -> None:
         """Wait until the last save has copied the states. Called before they are changed."""
@@ -221,7 +221,7 @@ class Writing:
         finally:
             self.saver.engine.rest()
         assert self.layout is not None
-        snapshot_nbytes = self.saver.ring.nbytes if self.plan.asynchronous else 0
+        snapshot_nbytes = self.saver.ring.made_nbytes if self.plan.asynchronous else 0
         save = Save(Path(self.plan.root) / self.plan.name, self.layout.nbytes, snapshot_nbytes)
         save.seconds = save.stall_seconds = time.monotonic() - self.begin
         if self.plan.asynchronous:
@@ -267,7 +267,7 @@ class Writing:
         self.contents = holding.collect(
             self.runtime, self.core, frozen=not self.plan.trained_only, names=self.stages, slices=self.slices
         )
-        self.layout = layout = self._with_extras(self.saver.layout(self.contents))
+        self.layout = layout = self.saver.layout(self.contents, self._own_extras())
         asynchronous = self.plan.asynchronous
         with self._write_errors():
             self.writer = FileWriter(self.file, layout, self.saver.engine, self.saver.ring, eager=not asynchronous)
@@ -292,16 +292,14 @@ class Writing:
         nbytes = self.layout.nbytes if self.layout is not None else 0
         return write_errors(self.folder, nbytes, f"rank {self.comm.rank}: saving a checkpoint")
 
-    def _with_extras(self, layout: FileLayout) -> FileLayout:
-        end = layout.nbytes
-        for name, value in self.extras.items():
-            if name in self.shared and self.comm.rank:
-                continue
-            key = f"{holding.EXTRA}{name}" + ("" if name in self.shared else f".{self.comm.rank}")
-            layout.objects.append((key, end, value))
-            end += -(-len(value) // 64) * 64
-        layout.nbytes = end
-        return layout
+    def _own_extras(self) -> dict[str, bytes]:
+        """Return the extras that this rank writes, by their names in the checkpoint: of shared ones rank 0 writes all."""
+        rank, shared = self.comm.rank, self.shared
+        return {
+            f"{holding.EXTRA}{name}" + ("" if name in shared else f".{rank}"): value
+            for name, value in self.extras.items()
+            if rank == 0 or name not in shared
+        }
 
     def _identities(self) -> dict[str, list]:
         return {name: list(vars(identity).values()) for name, identity in identities(self.contents.frozen).items()}

@@ -219,7 +219,8 @@ class BufferPool:
         self.category = category
         self.turn = Turn(f"the pool of buffers between tiers ({tier.value})")
         self._free: list[tuple[Tensor, Any]] = []  # (buffer, the `Pending` that still reads or writes it)
-        self._made = self._made_nbytes = 0
+        self._made = 0
+        self.made_nbytes = 0  # bytes of all buffers, free and taken
 
     @one_thread
     def take(self, wait: bool = False, in_line: bool = False) -> Tensor | None:
@@ -239,6 +240,23 @@ class BufferPool:
         if pending is not None:
             pending.join() if in_line else pending.wait()
         return buffer
+
+    @one_thread
+    def grow(self, count: int) -> None:
+        """Allocate buffers until there are at least `count`, for `borrow`."""
+        while self._made < count:
+            self._free.append((self.take_further(), None))
+            self.count = max(self.count, self._made)
+
+    @one_thread
+    def borrow(self) -> Tensor | None:
+        """Take the free buffer that was given back last, whose pages exist; None where none is free. None is allocated."""
+        return self._settled(-1) if self._free else None
+
+    @property
+    def free(self) -> int:
+        """Number of free buffers."""
+        return len(self._free)
 
     @one_thread
     def take_fitting(self, nbytes: int) -> Tensor:
@@ -263,6 +281,8 @@ class BufferPool:
 
     def _drop_surplus(self) -> None:
         """Drop free buffers beyond `count`, and those that have become too small."""
+        if self._made <= self.count and self.made_nbytes == self._made * self.nbytes:
+            return
         for position, (buffer, pending) in reversed(list(enumerate(self._free))):
             surplus = self._made > self.count or buffer.nbytes < self.nbytes
             if surplus and (pending is None or pending.done()):
@@ -271,16 +291,17 @@ class BufferPool:
     @one_thread
     def take_further(self) -> Tensor:
         """Take a buffer beyond `count`, for a need that can not wait. Surplus buffers are dropped when they are free again."""
+        buffer = self.make(self.nbytes)
         self._made += 1
-        self._made_nbytes += self.nbytes
+        self.made_nbytes += self.nbytes
         self.ledger.enter(self.category, self.nbytes, self.tier)
-        return self.make(self.nbytes)
+        return buffer
 
     @one_thread
     def lose(self, buffer: Tensor) -> None:
         """Write off a buffer that was taken and will not be given back."""
         self._made -= 1
-        self._made_nbytes -= buffer.nbytes
+        self.made_nbytes -= buffer.nbytes
         self.ledger.strike(self.category, buffer.nbytes, self.tier)
 
     @one_thread
@@ -296,8 +317,8 @@ class BufferPool:
             with contextlib.suppress(OffloadIOError):  # its data is not needed any more
                 pending.wait() if pending is not None else None
         self._free.clear()
-        self.ledger.strike(self.category, self._made_nbytes, self.tier)
-        self._made = self._made_nbytes = self.count = 0
+        self.ledger.strike(self.category, self.made_nbytes, self.tier)
+        self._made = self.made_nbytes = self.count = 0
 
 
 class Arena:
