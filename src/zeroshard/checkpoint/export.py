@@ -29,7 +29,7 @@ from ..utils.dtypes import casts_to
 from . import dcp
 from .directory import absolute, sync
 from .resolver import LOOKS, Alone, open_any, removed
-from .safetensors import SAFETENSORS_NAMES, safetensors_header
+from .safetensors import SAFETENSORS_NAMES, SafetensorsFile
 from .saving import write_error
 from .source import Opened, Untrusted
 
@@ -341,11 +341,10 @@ class _Exporting:
 
     def _write_shard(self, path: Path, names: list[str]) -> None:
         metadata = {"format": "pt"} | {alias: name for alias, name in self.ties.items() if name in names}
-        header, places = safetensors_header(path, {name: self.tensors[name] for name in names}, metadata)
-        path.write_bytes(header)
+        file = SafetensorsFile.of(path, {name: self.tensors[name] for name in names}, metadata)
+        file.create()
         for name in names:
-            self._copy(name, places[name])
-        os.truncate(path, len(header) + sum(self._nbytes(name) for name in names))  # where it ends in empty tensors
+            self._copy(name, file.places[name])
         sync(path)
 
     def _copy(self, name: str, target: StoredTensor) -> None:
