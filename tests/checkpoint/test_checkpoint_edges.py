@@ -400,8 +400,8 @@ def test_whatever_ends_the_writer_ends_the_save(where, asynchronous, tmp_path, m
             patch.setattr(rank_file.xxhash, "xxh3_64_hexdigest", raises(MemoryError("digest"))(None))
         with pytest.raises(zs.CheckpointError, match="rank 0 failed: (RuntimeError: can't start|MemoryError: digest)"):
             zs.save(tmp_path, model, optimizer, name="x", asynchronous=asynchronous).wait()
-    ring = runtime_of(model).saver.ring
-    assert names(tmp_path) == [] and ring.free == ring.count
+    pool = runtime_of(model).saver.pool
+    assert names(tmp_path) == [] and pool.free == pool.count
     path = zs.save(tmp_path, model, optimizer, name="x", asynchronous=asynchronous).wait()
     assert len(Manifest.read(path).files[0].digests) == rank_file.digest_count((path / "rank-00000.distcp").stat().st_size)
     zs.close(model)
@@ -436,13 +436,13 @@ def test_buffers_are_counted_as_they_are_made():
         made.append(torch.empty(1))
         return made[-1]
 
-    ring = rank_file.BufferPool(Ledger(), 0, rank_file.BUFFER_NBYTES, make, Tier.HOST)
+    pool = rank_file.BufferPool(Ledger(), 0, rank_file.BUFFER_NBYTES, make, Tier.HOST)
     with pytest.raises(MemoryError):
-        ring.grow(4)
-    assert ring.count == ring.free == 2
+        pool.grow(4)
+    assert pool.count == pool.free == 2
     made.clear()
-    ring.grow(3)
-    assert ring.count == ring.free == 3
+    pool.grow(3)
+    assert pool.count == pool.free == 3
 
 
 def test_a_buffer_goes_round_only_when_all_reads_into_it_have_ended(tmp_path, monkeypatch):

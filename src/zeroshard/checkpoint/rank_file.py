@@ -146,12 +146,12 @@ class FileWriter:
     Threads: one at a time; `stop` in any.
     """
 
-    def __init__(self, path: Path, layout: FileLayout, engine: Engine, ring: BufferPool, *, eager: bool = True) -> None:
+    def __init__(self, path: Path, layout: FileLayout, engine: Engine, pool: BufferPool, *, eager: bool = True) -> None:
         """Make the file at full size. Raises OffloadIOError (ENOSPC, ...).
 
         eager: write while `fill` copies. If False, write in `finish` or when buffers run out, so as not to slow the copying.
         """
-        self.layout, self.engine, self.ring, self.eager = layout, engine, ring, eager
+        self.layout, self.engine, self.pool, self.eager = layout, engine, pool, eager
         self.file = open_file(path, layout.nbytes, create=True, reserve=True)
         self.digests: list[str] = []
         self.error: Exception | None = None  # first error; nothing more is written after it
@@ -266,7 +266,7 @@ class FileWriter:
             self._advance()
             # copying further ahead of the disk would take cores from writing
             ahead = self.eager and len(self._full) + len(self._writes) >= ROTATING
-            if not ahead and (buffer := self.ring.borrow()) is not None:
+            if not ahead and (buffer := self.pool.borrow()) is not None:
                 return buffer
             self._writing = True
             self._advance()
@@ -314,4 +314,4 @@ class FileWriter:
                 handle.wait()
         except Exception as error:
             self.error = self.error or error
-        self.ring.give(buffer)
+        self.pool.give(buffer)

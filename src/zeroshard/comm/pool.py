@@ -1,7 +1,8 @@
 """Pools of buffers of constant size (ZeRO-R's CB, arXiv 1910.02054, 5.2.2).
 
 `StagingPool`: regions from which gradients are reduced, and from which offloaded shards are gathered. `BufferPool`: buffers
-of one size for shards and gradients between tiers. `Arena`: one stretch of memory through which optimizer states pass.
+of one size for shards and gradients between tiers, and for files of checkpoints. `Arena`: one stretch of memory through which
+optimizer states pass.
 
 A gradient buffer is taken when a unit's first gradient appears and given back when its reduction has started; it
 can be taken again once no rank reads it any more. Normally `count` buffers circulate, in turn, so that the number of touched
@@ -207,7 +208,7 @@ class StagingPool:
 
 
 class BufferPool:
-    """A pool of `count` buffers of `nbytes` each, allocated when they are first taken.
+    """A pool of `count` buffers of `nbytes` each, allocated when they are first taken, or all at once by `grow`.
 
     make: nbytes -> memory (nbytes,) uint8, on `tier`. category: the ledger's name of them.
     """
