@@ -43,6 +43,13 @@ def storable(dtype: torch.dtype) -> bool:
     return not str(dtype).startswith("torch.q")
 
 
+def archived(value: Any) -> bytes:
+    """Return what torch.save writes for a value."""
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()
+
+
 class _Described:
     """Stand-in that pickles as a contiguous tensor over the storage of the given key, without having the elements."""
 

@@ -17,7 +17,6 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from errno import EIO
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,8 @@ from . import dcp
 from .directory import absolute, sync
 from .resolver import LOOKS, Alone, open_any, removed
 from .safetensors import SAFETENSORS_NAMES, SafetensorsFile
-from .saving import write_error
 from .source import Opened, Untrusted
+from .writing import write_errors
 
 CONFIG = "hf_config"  # the extra under which a checkpoint may keep a Hugging Face configuration
 _METADATA = "__metadata__"  # key that the safetensors format reserves
@@ -124,20 +123,18 @@ def _write(
         settings = _kept_config(opened)
     exporting = _Exporting(opened, dtype, _read_objects(opened, format))
     scratch = target.with_name(f".{target.name}.{secrets.token_hex(3)}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if format == "torch":
-            files = exporting.write_torch(scratch)
-        else:
-            files = exporting.write_safetensors(scratch, max_shard_nbytes, settings)
-        os.replace(scratch, target)
-        sync(target.parent)
-    except OSError as error:
-        _remove(scratch)
-        raise write_error(error.filename or target, error.errno or EIO, exporting.nbytes, "zs.export") from error
-    except BaseException:
-        _remove(scratch)
-        raise
+    with write_errors(target, exporting.nbytes, "zs.export"):
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if format == "torch":
+                files = exporting.write_torch(scratch)
+            else:
+                files = exporting.write_safetensors(scratch, max_shard_nbytes, settings)
+            os.replace(scratch, target)
+            sync(target.parent)
+        except BaseException:
+            _remove(scratch)
+            raise
     names = tuple(sorted(files)) if format == "safetensors" else (target.name,)
     written = sum((target / file if format == "safetensors" else target).stat().st_size for file in names)
     return Exported(target, names, written, len(exporting.tensors), exporting.numel, exporting.ties, opened.trained_only)
@@ -296,9 +293,9 @@ class _Exporting:
         files = [*shards]
         if len(shards) > 1:
             weight_map = {name: file for file, names in shards.items() for name in names}
-            metadata = {"total_size": self.nbytes, "total_parameters": self.numel}
+            total = {"total_size": self.nbytes, "total_parameters": self.numel}
             files.append("model.safetensors.index.json")
-            _write_json(folder / files[-1], {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
+            _write_json(folder / files[-1], {"metadata": total, "weight_map": dict(sorted(weight_map.items()))})
         if settings is not None:
             files.append("config.json")
             _write_json(folder / files[-1], self._described(settings))

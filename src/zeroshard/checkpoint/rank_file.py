@@ -13,7 +13,6 @@ Checksums: XXH3-64 of every block of DIGEST_NBYTES of the file (the last block: 
 from __future__ import annotations
 
 import dataclasses
-import io
 import pickle
 from collections import deque
 from collections.abc import Iterator
@@ -34,7 +33,7 @@ from ..memory.io.async_file import Engine, open_file
 from ..memory.ledger import Ledger
 from ..offload.storage import Tiers
 from ..tensor.chunks import Box
-from .dcp import ALIGN, frame
+from .dcp import ALIGN, archived, frame
 from .state_map import Contents, Place
 
 BUFFER_NBYTES = 16 << 20
@@ -113,26 +112,15 @@ class FileLayout:
 
 
 def _pickled(name: str, value: Any) -> bytes:
-    out = io.BytesIO()
     try:
-        torch.save(value, out)
+        return archived(value)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise ConfigError(f"zs.save: {name} can not be saved: {error}") from error
-    return out.getvalue()
 
 
 def digest_count(nbytes: int) -> int:
     """Return the number of checksums of a file."""
     return -(-nbytes // DIGEST_NBYTES)
-
-
-def memory_nbytes(layout: FileLayout, contents: Contents) -> int:
-    """Return the bytes of tensors that do not rest on disk: the size of a snapshot."""
-    return sum(
-        blob.box.numel * layout.places[blob.place].dtype.itemsize
-        for blob in layout.blobs
-        if contents.sources[blob.place].tier is not Tier.DISK
-    )
 
 
 def staging(tiers: Tiers, ledger: Ledger) -> BufferPool:

@@ -4,7 +4,8 @@
     ranks       rank 0                                        rank 0 | rank 1    rank 0 | rank 1   rank 0
 
 length is 8 bytes, little-endian; the header is JSON; raw bytes without gaps follow. A folder of several files has an index
-`model.safetensors.index.json` {weight_map: {name: file}}. A file has a temporary name until it is complete.
+`model.safetensors.index.json` {weight_map: {name: file}}. A file has a temporary name until it is complete. It is written through
+the page cache, unlike a rank's own file (rank_file.py): blocks of it belong to several ranks, and direct I/O needs one writer.
 """
 
 from __future__ import annotations

@@ -31,7 +31,6 @@ import torch
 import xxhash
 
 from ..comm.codec import decode, encode
-from ..config import Tier
 from ..errors import CheckpointError, CheckpointWriteError, ConfigError, MalformedMessage, OffloadIOError, ZeroshardError
 from ..memory.io.async_file import Engine
 from ..utils.version import __version__
@@ -41,7 +40,7 @@ from . import manifest as listing
 from . import state_map as holding
 from .fingerprint import identities
 from .heartbeat import telling, together
-from .rank_file import BUFFER_NBYTES, ROTATING, FileLayout, FileWriter, memory_nbytes, staging
+from .rank_file import BUFFER_NBYTES, ROTATING, FileLayout, FileWriter, staging
 from .stages import Stages
 from .state_map import Contents
 
@@ -274,9 +273,8 @@ class Writing:
             self.held = places.hold(self.file) if asynchronous else None
         if self.in_vain:  # another rank failed before there was a writer that `_stop` could stop
             self.writer.stop()
-        ahead = -(-memory_nbytes(layout, self.contents) // BUFFER_NBYTES) + 1 if asynchronous else 0
-        on_disk = any(source.tier is Tier.DISK for source in self.contents.sources)
-        self.saver.pool.grow(ROTATING + ahead if on_disk else max(ROTATING, ahead))
+        ahead = -(-self.contents.nbytes(on_disk=False) // BUFFER_NBYTES) + 1 if asynchronous else 0
+        self.saver.pool.grow(ROTATING + ahead if self.contents.nbytes(on_disk=True) else max(ROTATING, ahead))
         return self.saver.digest, self.saver.listed.digests if self.draft is not None else None
 
     def _compare(self, opened: list[tuple[str, list[str] | None]]) -> None:
