@@ -228,7 +228,12 @@ FAULTS = {  # where, what replaces it, which error is told
     "manifest": (listing, "write", raises(MemoryError("no room")), "rank 0 failed: MemoryError: no room"),
     "collecting": (writing.holding, "collect", raises(KeyError("place")), "rank 0 failed: KeyError: 'place'"),
     "draft": (places, "sweep", raises(ValueError("what is that")), "rank 0 failed: ValueError: what is that"),
-    "thread": (rank_file.FileWriter, "finish", raises(RuntimeError("can't start new thread"), on_rank_1), "rank 1 failed: Runt"),
+    "writing": (
+        rank_file.FileWriter,
+        "finish",
+        raises(RuntimeError("no more"), on_rank_1),
+        "rank 1 failed: RuntimeError: no more",
+    ),
 }
 
 

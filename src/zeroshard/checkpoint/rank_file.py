@@ -102,10 +102,12 @@ class FileLayout:
 
     def segments(self) -> Iterator[tuple[int, bytes | Blob]]:
         """Yield (offset, bytes to write there, or the blob whose data begins there), in the order of the file."""
+        end, between = 0, b""  # what stands between the data of two blobs is one segment: there may be many small ones
         for blob in self.blobs:
-            yield blob.offset, blob.prefix
+            yield end, between.ljust(blob.offset - end, b"\0") + blob.prefix
             yield blob.data, blob
-            yield blob.offset + blob.nbytes - len(blob.suffix), blob.suffix
+            end, between = blob.offset + blob.nbytes - len(blob.suffix), blob.suffix
+        yield end, between
         for _, offset, value in self.objects:
             yield offset, value
         yield self.nbytes, b""
@@ -201,10 +203,10 @@ class FileWriter:
     def _put(self, offset: int, segment: bytes | Blob, contents: Contents) -> None:
         """Append a segment, with zeros in the gap before it, unless writing has failed."""
         if isinstance(segment, bytes):
-            value = bytes(offset - self._end) + segment
+            value = bytes(offset - self._end) + segment if offset > self._end else segment
             while value and (room := self._room()):
-                part, value = value[:room], value[room:]
-                self._memory[self._limit - room : self._limit - room + len(part)] = part
+                part, value, begin = value[:room], value[room:], self._limit - room
+                self._memory[begin : begin + len(part)] = part
                 self._end += len(part)
             return
         place, source = contents.places[segment.place], contents.sources[segment.place]
