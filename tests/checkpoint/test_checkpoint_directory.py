@@ -40,9 +40,9 @@ def saver(tmp_path):
 
 def test_a_name_that_was_free_when_a_save_began_is_not_replaced(tmp_path, monkeypatch):
     """Two models save beside each other under one name: the first has it, the second is told, on every rank."""
-    first_is_done, plain, begun = threading.Event(), rank_file.FileWriter._serve, []
+    first_is_done, plain, begun = threading.Event(), rank_file.FileWriter.finish, []
 
-    def serve(self) -> None:
+    def finish(self) -> None:
         begun.append(self)
         assert len(begun) <= 2 or first_is_done.wait(20)
         plain(self)
@@ -60,7 +60,7 @@ def test_a_name_that_was_free_when_a_save_began_is_not_replaced(tmp_path, monkey
         for model, _ in pairs:
             zs.close(model)
 
-    monkeypatch.setattr(rank_file.FileWriter, "_serve", serve)
+    monkeypatch.setattr(rank_file.FileWriter, "finish", finish)
     run_threads(2, rank_run)
     assert names(tmp_path) == ["latest", "x"] and (tmp_path / "latest").read_text() == "x\n"
 

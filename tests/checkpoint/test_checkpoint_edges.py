@@ -29,7 +29,9 @@ from zeroshard.checkpoint.heartbeat import together
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.comm import hub, shared_memory
 from zeroshard.comm.backend_select import current
+from zeroshard.config import Tier
 from zeroshard.memory.io import async_file
+from zeroshard.memory.ledger import Ledger
 from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of
 
@@ -221,12 +223,17 @@ FAULTS = {  # where, what replaces it, which error is told
         raises(RuntimeError("out of the device"), on_rank_1),
         "rank 1 failed: RuntimeError",
     ),
-    "memory": (rank_file.Ring, "grow", raises(MemoryError()), "rank 0 failed: MemoryError$"),
+    "memory": (rank_file.BufferPool, "grow", raises(MemoryError()), "rank 0 failed: MemoryError$"),
     "listing": (listing, "join", raises(AssertionError("not covered")), "rank 0 failed: AssertionError: not covered"),
     "manifest": (listing, "write", raises(MemoryError("no room")), "rank 0 failed: MemoryError: no room"),
     "collecting": (writing.holding, "collect", raises(KeyError("place")), "rank 0 failed: KeyError: 'place'"),
     "draft": (places, "sweep", raises(ValueError("what is that")), "rank 0 failed: ValueError: what is that"),
-    "thread": (rank_file.FileWriter, "finish", raises(RuntimeError("can't start new thread"), on_rank_1), "rank 1 failed: Runt"),
+    "writing": (
+        rank_file.FileWriter,
+        "finish",
+        raises(RuntimeError("no more"), on_rank_1),
+        "rank 1 failed: RuntimeError: no more",
+    ),
 }
 
 
@@ -400,8 +407,8 @@ def test_whatever_ends_the_writer_ends_the_save(where, asynchronous, tmp_path, m
             patch.setattr(rank_file.xxhash, "xxh3_64_hexdigest", raises(MemoryError("digest"))(None))
         with pytest.raises(zs.CheckpointError, match="rank 0 failed: (RuntimeError: can't start|MemoryError: digest)"):
             zs.save(tmp_path, model, optimizer, name="x", asynchronous=asynchronous).wait()
-    ring = runtime_of(model).saver.ring
-    assert names(tmp_path) == [] and ring._free.qsize() == ring.count
+    pool = runtime_of(model).saver.pool
+    assert names(tmp_path) == [] and pool.free == pool.count
     path = zs.save(tmp_path, model, optimizer, name="x", asynchronous=asynchronous).wait()
     assert len(Manifest.read(path).files[0].digests) == rank_file.digest_count((path / "rank-00000.distcp").stat().st_size)
     zs.close(model)
@@ -436,13 +443,13 @@ def test_buffers_are_counted_as_they_are_made():
         made.append(torch.empty(1))
         return made[-1]
 
-    ring = rank_file.Ring(make)
+    pool = rank_file.BufferPool(Ledger(), 0, rank_file.BUFFER_NBYTES, make, Tier.HOST)
     with pytest.raises(MemoryError):
-        ring.grow(4)
-    assert ring.count == ring._free.qsize() == 2
+        pool.grow(4)
+    assert pool.count == pool.free == 2
     made.clear()
-    ring.grow(3)
-    assert ring.count == ring._free.qsize() == 3
+    pool.grow(3)
+    assert pool.count == pool.free == 3
 
 
 def test_a_buffer_goes_round_only_when_all_reads_into_it_have_ended(tmp_path, monkeypatch):

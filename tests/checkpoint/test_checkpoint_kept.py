@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,10 +18,13 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.checkpoint import bulk_reader, loading, resolver
 from zeroshard.checkpoint import read_buffers as room_module
-from zeroshard.checkpoint.rank_file import BUFFER_NBYTES, FileWriter, Ring
+from zeroshard.checkpoint.rank_file import BUFFER_NBYTES, FileWriter
 from zeroshard.checkpoint.read_buffers import SLOTS, WINDOW_NBYTES, Room
+from zeroshard.comm.pool import BufferPool
+from zeroshard.config import Tier
 from zeroshard.errors import CheckpointCorrupt
 from zeroshard.memory.io.aligned import ALIGN, empty_aligned
+from zeroshard.memory.ledger import Ledger
 from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of
 
@@ -75,12 +79,12 @@ def test_a_load_after_a_save_reads_into_its_buffers(options, worlds, asynchronou
         model, optimizer = build("tied", seed=5, **options)
         train(model, optimizer, rank, BATCHES[2:3])
         zs.save(tmp_path / "b", model, optimizer, asynchronous=asynchronous)
-        ring = runtime_of(model).saver.ring
-        count = ring.count
+        pool = runtime_of(model).saver.pool
+        count = pool.count
         for _ in range(2):
             zs.load(tmp_path / "a", model, optimizer)
             assert_equal(snapshot(model, optimizer), expected)
-            assert ring.count == ring._free.qsize() == count
+            assert pool.count == pool.free == count
             train(model, optimizer, rank, BATCHES[3:])
         zs.close(model)
 
@@ -122,14 +126,14 @@ def test_what_does_not_fit_the_buffers_is_read_once_more(options, worlds, free, 
         model, optimizer = build(seeded(Wide, 5), **options)
         train(model, optimizer, rank, WIDE)
         zs.save(tmp_path, model, optimizer, name="y", asynchronous=True).wait()
-        ring = runtime_of(model).saver.ring
-        if rank == worlds[1] - 1:
-            ring.release(keep=free)
-        count = ring.count
+        pool = runtime_of(model).saver.pool
+        while rank == worlds[1] - 1 and pool.free > free:
+            pool.lose(pool.borrow())
+        count = pool.free
         for _ in range(2):
             zs.load(tmp_path, model, optimizer, name="x")
             assert_equal(snapshot(model, optimizer), expected)
-            assert ring.count == ring._free.qsize() == count
+            assert pool.free == count
         zs.close(model)
 
     run_threads(worlds[1], rank_run)
@@ -148,7 +152,7 @@ def test_a_first_load_reads_states_into_fresh_tensors(memory, world, tmp_path, c
         model, optimizer = build(seeded(Wide, 5))
         zs.load(tmp_path, model, optimizer)
         assert_equal(snapshot(model, optimizer), expected)
-        assert runtime_of(model).saver.ring.count == 0
+        assert runtime_of(model).saver.pool.count == 0
         zs.close(model)
 
     run_threads(world, rank_run)
@@ -212,8 +216,8 @@ def test_a_damaged_block_is_found_before_anything_has_changed(where, tmp_path, c
         model, optimizer = build(seeded(Wide, 5))
         train(model, optimizer, rank, WIDE)
         zs.save(tmp_path / "b", model, optimizer, asynchronous=True).wait()
-        ring, comm = runtime_of(model).saver.ring, runtime_of(model).comm
-        before, count = snapshot(model, optimizer), ring.count
+        pool, comm = runtime_of(model).saver.pool, runtime_of(model).comm
+        before, count = snapshot(model, optimizer), pool.count
         if rank == 0:
             at = int(where * (len(content) - 1))
             path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
@@ -221,7 +225,7 @@ def test_a_damaged_block_is_found_before_anything_has_changed(where, tmp_path, c
         with pytest.raises(CheckpointCorrupt, match="rank-00001.distcp"):
             zs.load(tmp_path, model, optimizer)
         assert_equal(snapshot(model, optimizer), before)
-        assert ring.count == ring._free.qsize() == count
+        assert pool.count == pool.free == count
         if rank == 0:
             path.write_bytes(content)
         comm.exchange(b"", "mended")
@@ -355,7 +359,7 @@ def test_damage_in_states_of_a_shape_of_their_own_is_found(kept, tmp_path):
     optimizer.step()
     path = zs.save(tmp_path, model, optimizer, name="x", asynchronous=kept).wait() / "rank-00000.distcp"
     if not kept:
-        runtime_of(model).saver.ring.release()
+        runtime_of(model).saver.pool.give_back()
     content = path.read_bytes()
     for at in range(1000, len(content), len(content) // 9):
         path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
@@ -381,13 +385,13 @@ def test_buffers_of_a_save_that_failed_while_it_copied_are_there_for_a_load(tmp_
         model, optimizer = build("tied", stage=1)
         train(model, optimizer, rank, BATCHES[:1])
         zs.save(tmp_path, model, optimizer, name="x", asynchronous=True).wait()
-        expected, ring, comm = snapshot(model, optimizer), runtime_of(model).saver.ring, runtime_of(model).comm
+        expected, pool, comm = snapshot(model, optimizer), runtime_of(model).saver.pool, runtime_of(model).comm
         comm.exchange(b"", "saved")
         failing.set()
-        for _ in range(ring.count + 1):
+        for _ in range(pool.count + 1):
             with pytest.raises(zs.CheckpointError, match="broken"):
                 zs.save(tmp_path, model, optimizer, name="y", asynchronous=True)
-            assert ring.free == ring.count
+            assert pool.free == pool.count
         comm.exchange(b"", "failed")
         failing.clear()
         train(model, optimizer, rank, BATCHES[1:2])
@@ -401,15 +405,19 @@ def test_buffers_of_a_save_that_failed_while_it_copied_are_there_for_a_load(tmp_
 # -- the pieces --------------------------------------------------------------------------------------------------------
 
 
+def pool_of(make: Callable[[int], torch.Tensor]) -> BufferPool:
+    return BufferPool(Ledger(), 0, BUFFER_NBYTES, make, Tier.HOST)
+
+
 class Memory:
-    """A ring whose buffers cost `seconds` each to make, by a clock that only they move."""
+    """A pool whose buffers cost `seconds` each to make, by a clock that only they move."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float, free: int = 0) -> None:
         self.now, self.seconds, self.made = 0.0, seconds, 0
         monkeypatch.setattr(room_module.time, "monotonic", lambda: self.now)
-        self.ring = Ring(lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
-        self.ring.grow(free)
-        self.ring.make = self.make
+        self.pool = pool_of(lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+        self.pool.grow(free)
+        self.pool.make = self.make
 
     def make(self, nbytes: int) -> torch.Tensor:
         self.made, self.now = self.made + 1, self.now + self.seconds
@@ -421,7 +429,7 @@ class Memory:
 ])  # fmt: skip
 def test_a_buffer_is_made_where_that_is_faster_than_to_read_it_twice(seconds, pace, windows, monkeypatch):
     memory = Memory(monkeypatch, seconds)
-    room = Room(memory.ring)
+    room = Room(memory.pool)
     room.plan([WINDOW_NBYTES] * 12, True, 3 * BUFFER_NBYTES)
     before = memory.made
     assert before == 2  # for what goes round, where what there is does not do
@@ -432,42 +440,41 @@ def test_a_buffer_is_made_where_that_is_faster_than_to_read_it_twice(seconds, pa
 
 def test_a_room_gives_back_what_it_borrowed_and_keeps_apart_what_lasts(monkeypatch):
     memory = Memory(monkeypatch, 1e9, free=5)
-    room = Room(memory.ring)
+    room = Room(memory.pool)
     spare = [room.spare(WINDOW_NBYTES) for _ in range(20)]
     assert sum(window is not None for window in spare) == 12, "two buffers are left"
     room.plan([WINDOW_NBYTES] * 9, False, 0)
-    assert memory.ring.free == 0 and memory.made == 0
+    assert memory.pool.free == 0 and memory.made == 0
     assert room.lasting(WINDOW_NBYTES, lambda: None) is None
     passing = [room.passing(WINDOW_NBYTES) for _ in range(2 * SLOTS)]
     for number, window in enumerate([*spare[:12], *passing[:SLOTS]]):
         window.fill_(number)
     assert all((window == number).all() for number, window in enumerate([*spare[:12], *passing[SLOTS:]]))
     room.close()
-    assert memory.ring.free == memory.ring.count == 5
+    assert memory.pool.free == memory.pool.count == 5
 
 
 @given(st.lists(st.integers(1, WINDOW_NBYTES), max_size=40), st.integers(2, 12))
 def test_windows_that_last_do_not_overlap(sizes, free):
-    ring = Ring(empty_aligned)  # as saves make it: other memory is aligned as it comes
-    ring.grow(free)
-    room = Room(ring)
+    pool = pool_of(empty_aligned)  # as saves make it: other memory is aligned as it comes
+    pool.grow(free)
+    room = Room(pool)
     room.plan(sizes, True, 0)
-    apart = free - ring.free
+    apart = free - pool.free
     found = sorted((w.data_ptr(), w.numel()) for nbytes in sizes if (w := room.lasting(nbytes, lambda: None)) is not None)
     assert all(a % ALIGN == b % ALIGN and a + n <= b for (a, n), (b, _) in itertools.pairwise(found))
     assert apart in (0, 2) and (apart or len(found) == len(sizes)), "where all fit nothing is set apart"
 
 
-def test_a_ring_lends_and_takes_back():
-    ring = Ring(lambda nbytes: torch.empty(1))
-    ring.grow(2)
-    one, two = ring.borrow(), ring.borrow()
-    assert one is not None and two is not None and ring.borrow() is None and ring.count == 2
-    ring.give(one)
-    ring.give(two)
-    assert ring.count == ring.free == 2
-    ring.release(keep=1)
-    assert ring.count == ring.free == 1
+def test_a_pool_lends_what_it_has_and_takes_it_back():
+    pool = pool_of(lambda nbytes: torch.empty(1))
+    pool.grow(2)
+    one, two = pool.borrow(), pool.borrow()
+    assert one is not None and two is not None and pool.borrow() is None and pool.count == 2
+    pool.give(one)
+    pool.give(two)
+    assert pool.count == pool.free == 2
+    assert pool.borrow() is two, "the one that was given last"
 
 
 # -- what is read ahead ------------------------------------------------------------------------------------------------
@@ -512,11 +519,11 @@ def test_what_was_begun_ends_with_a_load_that_is_refused(tmp_path):
         model(WIDE[0][0][0]).square().mean().backward()
         optimizer.step()
         zs.save(tmp_path / "y", model, optimizer, asynchronous=True).wait()
-        ring = runtime_of(model).saver.ring
-        count = ring.count
+        pool = runtime_of(model).saver.pool
+        count = pool.count
         with pytest.raises(zs.CheckpointMismatch, match="layers.0.weight"):
             zs.load(tmp_path, model, optimizer, name="x")
-        assert ring.count == ring.free == count > 2
+        assert pool.count == pool.free == count > 2
         zs.save(tmp_path / "y", model, optimizer, name="z", asynchronous=True).wait()
         zs.load(tmp_path / "y", model, optimizer, name="z")
         zs.close(model)

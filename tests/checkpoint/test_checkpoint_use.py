@@ -46,13 +46,13 @@ def gate(monkeypatch):
     """While it is shut, files are not written: what is saved beside training is then surely still in buffers."""
     opened = threading.Event()
     opened.set()
-    plain = rank_file.FileWriter._serve
+    plain = rank_file.FileWriter.finish
 
     def later(self) -> None:
         assert opened.wait(30)
         plain(self)
 
-    monkeypatch.setattr(rank_file.FileWriter, "_serve", later)
+    monkeypatch.setattr(rank_file.FileWriter, "finish", later)
     return opened
 
 
@@ -488,7 +488,7 @@ def test_a_save_that_is_waited_for_copies_little_ahead(tmp_path, monkeypatch):
 
     def buffer(self):
         found = plain(self)
-        used.append(self.ring.count - self.ring.free)
+        used.append(self.pool.count - self.pool.free)
         return found
 
     monkeypatch.setattr(rank_file.FileWriter, "buffer", buffer)
@@ -498,7 +498,7 @@ def test_a_save_that_is_waited_for_copies_little_ahead(tmp_path, monkeypatch):
     model(torch.ones(1, 1024)).sum().backward()
     optimizer.step()
     zs.save(tmp_path, model, optimizer, name="a", asynchronous=True).wait()
-    assert runtime_of(model).saver.ring.count > 2 * rank_file.ROTATING and max(used) > rank_file.ROTATING
+    assert runtime_of(model).saver.pool.count > 2 * rank_file.ROTATING and max(used) > rank_file.ROTATING
     used.clear()
     zs.save(tmp_path, model, optimizer, name="b")
     assert len(used) > 2 * rank_file.ROTATING and max(used) <= rank_file.ROTATING

@@ -246,7 +246,7 @@ def test_what_a_failed_rank_has_left_is_only_read(left, tmp_path, monkeypatch):
         if self.comm.rank == 0:
             return plain(self, save)
         save._copied.set()
-        (self.folder / f"{self.stem}.failed").write_bytes(contents[left])
+        self._file_of(self.comm.rank, "failed").write_bytes(contents[left])
 
     monkeypatch.setattr(Writing, "_background", background)
 

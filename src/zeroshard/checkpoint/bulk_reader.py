@@ -115,7 +115,7 @@ class Bulk:
 
     @torch.no_grad()
     def read(self, most: int) -> Kept:
-        """Read and verify all noted reads. most: bytes of memory, besides the ring's, that may be allocated to keep windows.
+        """Read and verify all noted reads. most: bytes of memory, besides the pool's, that may be allocated to keep windows.
 
         Raises CheckpointCorrupt, or CheckpointError if a file cannot be read; the contents of destinations are then undefined.
         """

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ..memory.io.tensor_reader import StoredTensor
 from ..tensor.chunks import Box
 from ..utils import torch_compat
 
@@ -40,6 +41,13 @@ _STORAGES = {
 def storable(dtype: torch.dtype) -> bool:
     """Return whether a data file can hold this dtype: all but torch's quantized ones, whose scales are not in the elements."""
     return not str(dtype).startswith("torch.q")
+
+
+def archived(value: Any) -> bytes:
+    """Return what torch.save writes for a value."""
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()
 
 
 class _Described:
@@ -139,8 +147,8 @@ class _StatePickler(_Pickler):
 
 def make_state_dict_file(
     path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], ties: Mapping[str, str], objects: Mapping[str, Any]
-) -> dict[str, int]:
-    """Make a file of torch.save for a state dict, without the tensors' bytes. Return the offset of each tensor's bytes by name.
+) -> dict[str, StoredTensor]:
+    """Make a file of torch.save for a state dict, without the tensors' bytes. Return where each tensor lies by name.
 
     tensors: name -> (dtype, shape). ties: other name -> name, sharing storage. objects: values that are no tensors, by name.
     """
@@ -159,7 +167,12 @@ def make_state_dict_file(
         writer.write_record(f"data/{key}", storage, storage.nbytes())
     writer.write_end_of_file()
     reader = torch_compat.file_reader(str(path))
-    return {name: reader.get_record_offset(f"data/{key}") for name, key in keys.items()}
+    return {
+        name: StoredTensor(
+            path, reader.get_record_offset(f"data/{keys[name]}"), torch.Size(shape).numel() * dtype.itemsize, dtype, shape
+        )
+        for name, (dtype, shape) in tensors.items()
+    }
 
 
 class Window(io.RawIOBase):

@@ -17,7 +17,6 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from errno import EIO
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,9 @@ from ..utils.dtypes import casts_to
 from . import dcp
 from .directory import absolute, sync
 from .resolver import LOOKS, Alone, open_any, removed
-from .safetensors import SAFETENSORS_NAMES, safetensors_header
-from .saving import write_error
+from .safetensors import SAFETENSORS_NAMES, SafetensorsFile
 from .source import Opened, Untrusted
+from .writing import write_errors
 
 CONFIG = "hf_config"  # the extra under which a checkpoint may keep a Hugging Face configuration
 _METADATA = "__metadata__"  # key that the safetensors format reserves
@@ -124,20 +123,18 @@ def _write(
         settings = _kept_config(opened)
     exporting = _Exporting(opened, dtype, _read_objects(opened, format))
     scratch = target.with_name(f".{target.name}.{secrets.token_hex(3)}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if format == "torch":
-            files = exporting.write_torch(scratch)
-        else:
-            files = exporting.write_safetensors(scratch, max_shard_nbytes, settings)
-        os.replace(scratch, target)
-        sync(target.parent)
-    except OSError as error:
-        _remove(scratch)
-        raise write_error(error.filename or target, error.errno or EIO, exporting.nbytes, "zs.export") from error
-    except BaseException:
-        _remove(scratch)
-        raise
+    with write_errors(target, exporting.nbytes, "zs.export"):
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if format == "torch":
+                files = exporting.write_torch(scratch)
+            else:
+                files = exporting.write_safetensors(scratch, max_shard_nbytes, settings)
+            os.replace(scratch, target)
+            sync(target.parent)
+        except BaseException:
+            _remove(scratch)
+            raise
     names = tuple(sorted(files)) if format == "safetensors" else (target.name,)
     written = sum((target / file if format == "safetensors" else target).stat().st_size for file in names)
     return Exported(target, names, written, len(exporting.tensors), exporting.numel, exporting.ties, opened.trained_only)
@@ -266,12 +263,8 @@ class _Exporting:
                 continue
             self.sources[name] = stored
             self.tensors[name] = (casts_to(stored.dtype, dtype), tuple(stored.shape))
-        self.nbytes = sum(self._nbytes(name) for name in self.tensors)
-        self.numel = sum(math.prod(shape) for _, shape in self.tensors.values())
-
-    def _nbytes(self, name: str) -> int:
-        dtype, shape = self.tensors[name]
-        return math.prod(shape) * dtype.itemsize
+        self.sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in self.tensors.items()}  # in bytes
+        self.nbytes, self.numel = sum(self.sizes.values()), sum(math.prod(shape) for _, shape in self.tensors.values())
 
     def write_torch(self, path: Path) -> list[str]:
         """Write one file of torch.save. Return its name."""
@@ -279,10 +272,7 @@ class _Exporting:
             if not dcp.storable(dtype):
                 raise ConfigError(f"zs.export: {name} is {dtype}, which this format can not hold{_way_on(dtype)}.")
         self._reserve(path.parent)
-        offsets = dcp.make_state_dict_file(path, self.tensors, self.ties, self.objects)
-        for name, (dtype, shape) in self.tensors.items():
-            self._copy(name, StoredTensor(path, offsets[name], self._nbytes(name), dtype, shape))
-        sync(path)
+        self._fill(path, dcp.make_state_dict_file(path, self.tensors, self.ties, self.objects))
         return [path.name]
 
     def write_safetensors(self, folder: Path, max_shard_nbytes: int, settings: dict[str, Any] | None) -> list[str]:
@@ -294,16 +284,18 @@ class _Exporting:
             raise ConfigError(f"zs.export: safetensors can not hold a tensor called {_METADATA!r}; use format='torch'.")
         folder.mkdir()
         self._reserve(folder)
-        shards = self._shards(max_shard_nbytes)
-        files = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
-        files = ["model.safetensors"] if len(shards) == 1 else files
-        for file, names in zip(files, shards, strict=True):
-            self._write_shard(folder / file, names)
+        shards = divide(self.sizes, max_shard_nbytes, "model", ".safetensors")
+        for name, names in shards.items():
+            metadata = {"format": "pt"} | {alias: first for alias, first in self.ties.items() if first in names}
+            file = SafetensorsFile.of(folder / name, {each: self.tensors[each] for each in names}, metadata)
+            file.create()
+            self._fill(file.path, file.places)
+        files = [*shards]
         if len(shards) > 1:
-            weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-            metadata = {"total_size": self.nbytes, "total_parameters": self.numel}
+            weight_map = {name: file for file, names in shards.items() for name in names}
+            total = {"total_size": self.nbytes, "total_parameters": self.numel}
             files.append("model.safetensors.index.json")
-            _write_json(folder / files[-1], {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
+            _write_json(folder / files[-1], {"metadata": total, "weight_map": dict(sorted(weight_map.items()))})
         if settings is not None:
             files.append("config.json")
             _write_json(folder / files[-1], self._described(settings))
@@ -327,37 +319,37 @@ class _Exporting:
         finally:
             probe.unlink(missing_ok=True)
 
-    def _shards(self, max_nbytes: int) -> list[list[str]]:
-        """Return the names for each file, in the order of the checkpoint (zs.save sorts them)."""
-        shards: list[list[str]] = [[]]
-        nbytes = 0
-        for name in self.tensors:
-            if shards[-1] and nbytes + self._nbytes(name) > max_nbytes:
-                shards.append([])
-                nbytes = 0
-            shards[-1].append(name)
-            nbytes += self._nbytes(name)
-        return shards
-
-    def _write_shard(self, path: Path, names: list[str]) -> None:
-        metadata = {"format": "pt"} | {alias: name for alias, name in self.ties.items() if name in names}
-        header, places = safetensors_header(path, {name: self.tensors[name] for name in names}, metadata)
-        path.write_bytes(header)
-        for name in names:
-            self._copy(name, places[name])
-        os.truncate(path, len(header) + sum(self._nbytes(name) for name in names))  # where it ends in empty tensors
+    def _fill(self, path: Path, places: dict[str, StoredTensor]) -> None:
+        """Write tensors to their places in a file, and sync it."""
+        for name, target in places.items():
+            numel = math.prod(target.shape)
+            values = torch.empty(min(numel, _CHUNK_NUMEL), dtype=target.dtype, device="cpu")
+            for start in range(0, numel, _CHUNK_NUMEL):
+                part = values[: min(_CHUNK_NUMEL, numel - start)]
+                try:
+                    self.sources[name].read(start, part)
+                except OSError as error:
+                    raise CheckpointError(f"zs.export: {name} can not be read: {error}") from error
+                target.write(start, part)
         sync(path)
 
-    def _copy(self, name: str, target: StoredTensor) -> None:
-        source, numel = self.sources[name], math.prod(target.shape)
-        values = torch.empty(min(numel, _CHUNK_NUMEL), dtype=target.dtype, device="cpu")
-        for start in range(0, numel, _CHUNK_NUMEL):
-            part = values[: min(_CHUNK_NUMEL, numel - start)]
-            try:
-                source.read(start, part)
-            except OSError as error:
-                raise CheckpointError(f"zs.export: {name} can not be read: {error}") from error
-            target.write(start, part)
+
+def divide(sizes: Mapping[str, int], most: int, stem: str, suffix: str) -> dict[str, list[str]]:
+    """Divide tensors, in order, among files of at most `most` bytes, but at least one tensor. sizes: name -> bytes.
+
+    Return the names for each file: {stem}{suffix}, or {stem}-00001-of-00002{suffix} and so on.
+    """
+    shards: list[list[str]] = [[]]
+    room = most
+    for name, nbytes in sizes.items():
+        if shards[-1] and nbytes > room:
+            shards.append([])
+            room = most
+        shards[-1].append(name)
+        room -= nbytes
+    if len(shards) == 1:
+        return {f"{stem}{suffix}": shards[0]}
+    return {f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}": names for number, names in enumerate(shards, 1)}
 
 
 def _way_on(dtype: torch.dtype) -> str:

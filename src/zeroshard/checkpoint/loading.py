@@ -183,7 +183,7 @@ def await_save(runtime: Runtime) -> None:
 def _bulk_of(held: ExitStack, runtime: Runtime, core: OptimizerCore | None, folder: Path, manifest: Manifest) -> Bulk:
     """Return the reader of a checkpoint of zs.save; it starts to read the file that probably has this rank's tensors, if any."""
     held.close()  # the reader of a checkpoint that has been removed meanwhile gives its buffers back
-    bulk = held.enter_context(Bulk(folder, manifest, Room(saver_of(runtime).ring)))
+    bulk = held.enter_context(Bulk(folder, manifest, Room(saver_of(runtime).pool)))
     if _all_wanted(runtime, core, manifest) and manifest.facts["world_size"] == runtime.world.world_size:
         bulk.ahead(folder / manifest.files[runtime.world.rank].name)
     return bulk

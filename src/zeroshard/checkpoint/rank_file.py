@@ -2,7 +2,7 @@
 
     contents --fill--> buffers --digest, write--> file          buffers of BUFFER_NBYTES go round
 
-The caller fills buffers, and a thread digests and writes them (direct I/O, memory/io/async_file.py). With few buffers a save overlaps
+A full buffer is digested while the engine's threads write it (direct I/O, memory/io/async_file.py). With few buffers a save overlaps
 copying and writing; with enough for everything in memory, the filled buffers are a snapshot. Tensors on disk are filled first,
 so that they never take more than the few buffers; then tensors that users may write at any time; last the guarded ones (see
 Contents), which can be filled while training goes on.
@@ -12,14 +12,10 @@ Checksums: XXH3-64 of every block of DIGEST_NBYTES of the file (the last block: 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import pickle
-import queue
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from errno import EIO
 from pathlib import Path
@@ -29,13 +25,15 @@ import torch
 import xxhash
 from torch import Tensor
 
+from ..comm.pool import BufferPool
 from ..config import Tier
 from ..errors import CheckpointError, ConfigError, OffloadIOError
 from ..memory.io.aligned import bytes_of
 from ..memory.io.async_file import Engine, open_file
-from ..memory.ledger import STAGING, Ledger
+from ..memory.ledger import Ledger
+from ..offload.storage import Tiers
 from ..tensor.chunks import Box
-from .dcp import ALIGN, frame
+from .dcp import ALIGN, archived, frame
 from .state_map import Contents, Place
 
 BUFFER_NBYTES = 16 << 20
@@ -66,13 +64,10 @@ class FileLayout:
     """Layout of a rank's file. blobs: boxes of tensors, in the order of the file. objects: (name, offset, bytes), after them.
 
     at_once: number of blobs, from the first, that must be copied before training goes on.
-    glue: (offset, bytes) that stand between the data of one blob and the next, before the first and after the last.
     """
 
     places: list[Place]
-    order: list[int]
     blobs: list[Blob]
-    glue: list[tuple[int, bytes]]
     nbytes: int = 0
     at_once: int = 0
     objects: list[tuple[str, int, bytes]] = field(default_factory=list)
@@ -92,38 +87,37 @@ class FileLayout:
                 blobs.append(Blob(end, nbytes, data, number, first, box, prefix, suffix))
                 at_once += on_disk[number] or not contents.guarded[number]
                 end = -(-(end + nbytes) // ALIGN) * ALIGN
-        return cls(contents.places, order, blobs, _glue(blobs, contents.places), end, at_once)
+        return cls(contents.places, blobs, end, at_once)
 
-    def with_objects(self, objects: dict[str, Any]) -> FileLayout:
-        """Return a layout of the same tensors with pickled values after them. Raises ConfigError for what cannot be pickled."""
+    def with_objects(self, objects: dict[str, Any], pickled: dict[str, bytes]) -> FileLayout:
+        """Return a layout of the same tensors with values after them, which are pickled here, and `pickled` ones.
+
+        Raises ConfigError for what cannot be pickled.
+        """
         end, entries = self.nbytes, []
-        for name, value in objects.items():
-            out = io.BytesIO()
-            try:
-                torch.save(value, out)
-            except (pickle.PicklingError, TypeError, AttributeError) as error:
-                raise ConfigError(f"zs.save: {name} can not be saved: {error}") from error
-            entries.append((name, end, out.getvalue()))
-            end = -(-(end + len(out.getvalue())) // ALIGN) * ALIGN
+        for name, value in ({name: _pickled(name, value) for name, value in objects.items()} | pickled).items():
+            entries.append((name, end, value))
+            end = -(-(end + len(value)) // ALIGN) * ALIGN
         return dataclasses.replace(self, nbytes=end, objects=entries)
 
     def segments(self) -> Iterator[tuple[int, bytes | Blob]]:
         """Yield (offset, bytes to write there, or the blob whose data begins there), in the order of the file."""
-        for glue, blob in zip(self.glue, self.blobs, strict=False):
-            yield glue
+        end, between = 0, b""  # what stands between the data of two blobs is one segment: there may be many small ones
+        for blob in self.blobs:
+            yield end, between.ljust(blob.offset - end, b"\0") + blob.prefix
             yield blob.data, blob
-        yield self.glue[-1]
+            end, between = blob.offset + blob.nbytes - len(blob.suffix), blob.suffix
+        yield end, between
         for _, offset, value in self.objects:
             yield offset, value
         yield self.nbytes, b""
 
 
-def _glue(blobs: list[Blob], places: list[Place]) -> list[tuple[int, bytes]]:
-    found, at, pending = [], 0, b""
-    for blob in blobs:
-        found.append((at, pending + bytes(blob.offset - at - len(pending)) + blob.prefix))
-        at, pending = blob.data + blob.box.numel * places[blob.place].dtype.itemsize, blob.suffix
-    return [*found, (at, pending)]
+def _pickled(name: str, value: Any) -> bytes:
+    try:
+        return archived(value)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise ConfigError(f"zs.save: {name} can not be saved: {error}") from error
 
 
 def digest_count(nbytes: int) -> int:
@@ -131,137 +125,56 @@ def digest_count(nbytes: int) -> int:
     return -(-nbytes // DIGEST_NBYTES)
 
 
-def memory_nbytes(layout: FileLayout, contents: Contents) -> int:
-    """Return the bytes of tensors that do not rest on disk: the size of a snapshot."""
-    return sum(
-        blob.box.numel * layout.places[blob.place].dtype.itemsize
-        for blob in layout.blobs
-        if contents.sources[blob.place].tier is not Tier.DISK
-    )
-
-
-class Ring:
-    """Staging buffers that circulate between the filler and the writer of a file, and are kept for the next file.
-
-    Threads: `take`, `give`, `borrow` in any; `grow` and `release` in the rank's main thread, while no save is in progress.
-    """
-
-    def __init__(self, make: Callable[[int], Tensor], ledger: Ledger | None = None) -> None:
-        self.make, self.ledger, self.count = make, ledger or Ledger(), 0
-        self._free: queue.LifoQueue = queue.LifoQueue()  # LIFO: a buffer whose pages exist is used before an untouched one
-
-    def grow(self, count: int) -> None:
-        """Allocate buffers until there are at least `count`."""
-        for _ in range(self.count, count):
-            self._free.put(self.make(BUFFER_NBYTES))
-            self.ledger.enter(STAGING, BUFFER_NBYTES, Tier.HOST)
-            self.count += 1  # counted one by one, since allocating the next may fail
-
-    def release(self, keep: int = 0) -> None:
-        """Free the memory of buffers that nobody uses now, down to `keep` buffers."""
-        with contextlib.suppress(queue.Empty):
-            while self.count > keep:
-                self._free.get_nowait()
-                self.ledger.strike(STAGING, BUFFER_NBYTES, Tier.HOST)
-                self.count -= 1
-
-    def borrow(self) -> Tensor | None:
-        """Return a free buffer for another use, or None. The caller gives it back with `give`."""
-        with contextlib.suppress(queue.Empty):
-            return self._free.get_nowait()
-        return None
-
-    def take(self, go_on: Callable[[], bool]) -> Tensor | None:
-        """Wait for a free buffer and return it. While there is none, `go_on` is called; None is returned once it is False."""
-        while True:
-            try:
-                return self._free.get_nowait()
-            except queue.Empty:
-                if not go_on():
-                    return None
-            try:
-                return self._free.get(timeout=0.2)
-            except queue.Empty:
-                pass
-
-    def give(self, buffer: Tensor) -> None:
-        """Return a buffer to the ring."""
-        self._free.put(buffer)
-
-    @property
-    def nbytes(self) -> int:
-        return self.count * BUFFER_NBYTES
-
-    @property
-    def free(self) -> int:
-        """Number of buffers that nobody uses."""
-        return self._free.qsize()
+def staging(tiers: Tiers, ledger: Ledger) -> BufferPool:
+    """Return the pool of staging buffers of a model's saves and loads, still empty."""
+    return BufferPool(ledger, 0, BUFFER_NBYTES, tiers.host_buffer, Tier.HOST)
 
 
 class FileWriter:
-    """Writer of one file: call `fill` once, or several times for parts (one thread at a time), and then `finish`.
+    """Writer of one file: call `fill` once, or several times for parts, and then `finish`. After an error, call `abandon`.
 
-    Threads: the caller's, and `_serve`'s, which takes full buffers from a queue; either sets `error` once. `stop` in any.
+    Threads: one at a time; `stop` in any.
     """
 
-    def __init__(self, path: Path, layout: FileLayout, engine: Engine, ring: Ring, *, eager: bool = True) -> None:
-        """Make the file at full size. Raises OffloadIOError (ENOSPC, ...), RuntimeError (no more threads).
+    def __init__(self, path: Path, layout: FileLayout, engine: Engine, pool: BufferPool, *, eager: bool = True) -> None:
+        """Make the file at full size. Raises OffloadIOError (ENOSPC, ...).
 
-        eager: write while `fill` copies. If False, write when `fill` has ended or runs out of buffers, so as not to slow it.
+        eager: write while `fill` copies. If False, write in `finish` or when buffers run out, so as not to slow the copying.
         """
-        self.layout, self.engine, self.ring, self.eager = layout, engine, ring, eager
+        self.layout, self.engine, self.pool, self.eager = layout, engine, pool, eager
         self.file = open_file(path, layout.nbytes, create=True, reserve=True)
         self.digests: list[str] = []
         self.error: Exception | None = None  # first error; nothing more is written after it
-        self._filling, self._segments, self._blobs = _Filling(self), layout.segments(), 0
-        self._queue: queue.SimpleQueue = queue.SimpleQueue()
-        self._may_write = threading.Event()
-        self._ahead = threading.Semaphore(ROTATING)  # buffers copied ahead of the disk: more would take cores from writing
-        if eager:
-            self._may_write.set()
-        self._thread = threading.Thread(target=self._serve, name="zeroshard-checkpoint", daemon=True)
-        try:
-            self._thread.start()
-        except BaseException:
-            self.file.close()
-            raise
+        self._segments, self._blobs = layout.segments(), 0
+        self._buffer: Tensor | None = None  # the buffer that is being filled
+        self._memory, self._limit = memoryview(b""), 0  # its bytes; how many of them may be filled
+        self._base = self._end = 0  # [base, end) of the file is in it
+        self._reads: list = []  # reads into it that are in progress
+        self._full: deque = deque()  # (buffer, offset, nbytes): to be written
+        self._writes: deque = deque()  # (handle, buffer): in progress
+        self._writing = eager
 
     @torch.no_grad()
     def fill(self, contents: Contents, blobs: int | None = None) -> None:
         """Copy tensors into buffers until the first `blobs` blobs are copied, or (None) everything is.
 
-        Returns early if the writer has failed.
+        Returns early if writing has failed.
         """
         try:
-            while blobs is None or self._blobs < blobs:
+            while self.error is None and (blobs is None or self._blobs < blobs):
                 segment = next(self._segments, None)
-                if segment is None or not self._filling.put(*segment, contents):
+                if segment is None:
                     break
+                self._put(*segment, contents)
                 self._blobs += isinstance(segment[1], Blob)
-            self._filling.settle()
-        except BaseException:
-            self._filling.emit()  # the buffer returns to the ring even if a state could not be read
-            raise
+        finally:
+            self._settle()
         if blobs is None:
-            self._filling.emit()
-            self._queue.put(None)
-            self._may_write.set()
-
-    def buffer(self) -> Tensor | None:
-        """Wait for the next buffer to fill and return it; None if the writer has failed."""
-        while self.eager and not self._ahead.acquire(timeout=0.2):
-            if not self.go_on():
-                return None
-        return self.ring.take(self.go_on)
-
-    def go_on(self) -> bool:
-        """Let the writer write, so that a buffer becomes free. Return False if it has failed."""
-        self._may_write.set()
-        return self.error is None
+            self._emit()
 
     def finish(self) -> None:
-        """Wait until the file is written and synced. Raises OffloadIOError, or whatever else ended the writer."""
-        self._thread.join()
+        """Write what is left, and sync the file. Raises OffloadIOError, or whatever else ended the writing."""
+        self._drain()
         try:
             if self.error is None:
                 self.file.sync()
@@ -279,104 +192,49 @@ class FileWriter:
         self.error = self.error or OffloadIOError(self.file.path, 0, EIO, "writing (stopped, as the save has failed)")
 
     def abandon(self) -> None:
-        """Stop writing, wait for the thread, and close the file."""
+        """Stop writing, return all buffers to the pool, and close the file."""
         self.stop()
-        self._queue.put(None)
-        self._may_write.set()
-        self._thread.join()
-        self._filling.give_up()
+        self._emit()
+        self._drain()
         self.file.close()
 
-    def _serve(self) -> None:
-        """Digest and write queued buffers. All of them return to the ring even after an error, since `fill` may wait for one."""
-        self._may_write.wait()
-        under_way: deque = deque()
-        while (task := self._queue.get()) is not None:
-            buffer, offset, nbytes = task
-            handle = None
-            try:
-                if self.error is None:
-                    handle = self.engine.write(self.file, offset, buffer[:nbytes])
-                    self._digest(bytes_of(buffer)[:nbytes])
-            except Exception as error:
-                self.error = self.error or error
-            under_way.append((handle, buffer))  # even after an error: a write in progress still reads from the buffer
-            while under_way and (len(under_way) > ROTATING // 2 or under_way[0][0] is None or under_way[0][0].done()):
-                self._retire(under_way)
-        while under_way:
-            self._retire(under_way)
+    # -- copying -------------------------------------------------------------------------------------------------------
 
-    def _digest(self, memory: memoryview) -> None:
-        for begin in range(0, len(memory), DIGEST_NBYTES):
-            self.digests.append(xxhash.xxh3_64_hexdigest(memory[begin : begin + DIGEST_NBYTES]))
-
-    def _retire(self, under_way: deque) -> None:
-        handle, buffer = under_way.popleft()
-        try:
-            if handle is not None:
-                handle.wait()
-        except Exception as error:
-            self.error = self.error or error
-        self.ring.give(buffer)
-        self._ahead.release()
-
-
-class _Filling:
-    """State of `fill`: the current buffer, and which bytes of the file it covers."""
-
-    def __init__(self, writer: FileWriter) -> None:
-        self.writer, self.base, self.end = writer, 0, 0  # [base, end) of the file is in the buffer
-        self.buffer: Tensor | None = None
-        self.memory, self.room = memoryview(b""), 0  # the buffer's bytes; how many of them may be filled
-        self.pending: list = []
-
-    def put(self, offset: int, segment: bytes | Blob, contents: Contents) -> bool:
-        """Append a segment, with zeros in the gap before it. Return False if the writer has failed."""
+    def _put(self, offset: int, segment: bytes | Blob, contents: Contents) -> None:
+        """Append a segment, with zeros in the gap before it, unless writing has failed."""
         if isinstance(segment, bytes):
-            return self._put_bytes(bytes(offset - self.end) + segment if offset > self.end else segment)
-        place = contents.places[segment.place]
-        source, begin = contents.sources[segment.place], contents.begins[segment.place] + segment.first
-        size, done = place.dtype.itemsize, 0
-        while done < segment.box.numel:
-            if not self._room():
-                return False
-            at = self.end - self.base
-            count = min((self.room - at) // size, segment.box.numel - done)
-            assert self.buffer is not None
-            target = self.buffer[at : at + count * size].view(place.dtype)
-            self.pending.append(source.read(begin + done, target))
-            done += count
-            self.end += count * size
-        return True
+            value = bytes(offset - self._end) + segment if offset > self._end else segment
+            while value and (room := self._room()):
+                part, value, begin = value[:room], value[room:], self._limit - room
+                self._memory[begin : begin + len(part)] = part
+                self._end += len(part)
+            return
+        place, source = contents.places[segment.place], contents.sources[segment.place]
+        at, size = contents.begins[segment.place] + segment.first, place.dtype.itemsize
+        stop = at + segment.box.numel
+        while at < stop and (room := self._room()):
+            count = min(room // size, stop - at)
+            assert self._buffer is not None
+            begin = self._limit - room
+            self._reads.append(source.read(at, self._buffer[begin : begin + count * size].view(place.dtype)))
+            at, self._end = at + count, self._end + count * size
 
-    def _put_bytes(self, value: bytes) -> bool:
-        while value:
-            if not self._room():
-                return False
-            at = self.end - self.base
-            part = value[: self.room - at]
-            self.memory[at : at + len(part)] = part
-            self.end += len(part)
-            value = value[len(part) :]
-        return True
+    def _room(self) -> int:
+        """Return the bytes that the buffer can still take; if none, go on to the next one. 0 if writing has failed."""
+        if self._buffer is None or self._end - self._base == self._limit:
+            self._emit()
+            self._buffer, self._base = self.buffer(), self._end
+            if self._buffer is None:
+                return 0
+            self._memory = bytes_of(self._buffer)
+            self._limit = min(FIRST_NBYTES, BUFFER_NBYTES) if self.eager and self._base == 0 else BUFFER_NBYTES
+        return self._limit - (self._end - self._base)
 
-    def _room(self) -> bool:
-        """Make sure that the current buffer has space, taking the next one if needed. Return False if the writer has failed."""
-        if self.buffer is not None and self.end - self.base < self.room:
-            return True
-        self.emit()
-        self.buffer = self.writer.buffer()
-        if self.buffer is None or self.writer.error is not None:
-            return False
-        self.memory, self.base = bytes_of(self.buffer), self.end
-        self.room = min(FIRST_NBYTES, BUFFER_NBYTES) if self.writer.eager and self.base == 0 else BUFFER_NBYTES
-        return True
-
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Wait until all reads into the buffer are done. Their sources may change afterwards."""
-        pending, self.pending = self.pending, []
+        reads, self._reads = self._reads, []
         failed: Exception | None = None
-        for read in pending:  # all of them, even after an error: the buffer is used again, and no read may still write into it
+        for read in reads:  # all of them, even after an error: the buffer is used again, and no read may still write into it
             try:
                 read.wait()
             except Exception as error:
@@ -384,19 +242,66 @@ class _Filling:
         if failed is not None:
             raise failed
 
-    def give_up(self) -> None:
-        """Return the current buffer to the ring without writing its content."""
-        with contextlib.suppress(Exception):
-            self.settle()
-        buffer, self.buffer = self.buffer, None
+    def _emit(self) -> None:
+        """Wait for reads into the buffer, and queue it to be written."""
+        self._settle()
+        buffer, self._buffer = self._buffer, None
         if buffer is not None:
-            self.writer.ring.give(buffer)
+            self._full.append((buffer, self._base, self._end - self._base))
+            self._advance()
 
-    def emit(self) -> None:
-        """Wait for pending reads, and hand the current buffer to the writer's thread."""
+    def buffer(self) -> Tensor | None:
+        """Return the next buffer to fill, when one is free; None if writing has failed."""
+        while self.error is None:
+            self._advance()
+            # copying further ahead of the disk would take cores from writing
+            ahead = self.eager and len(self._full) + len(self._writes) >= ROTATING
+            if not ahead and (buffer := self.pool.borrow()) is not None:
+                return buffer
+            self._writing = True
+            self._advance()
+            self._retire()
+        return None
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Return written buffers to the pool and, where writing has begun, start to write further ones."""
+        while self._writes and (self._writes[0][0] is None or self._writes[0][0].done()):
+            self._retire()
+        while self._writing and self._full and len(self._writes) <= ROTATING // 2:
+            self._write()
+
+    def _drain(self) -> None:
+        self._writing = True
+        while self._full or self._writes:
+            self._advance()
+            self._retire()
+
+    def _write(self) -> None:
+        """Start to write the first full buffer, and digest it. After an error it only passes through."""
+        buffer, offset, nbytes = self._full.popleft()
+        handle = None
         try:
-            self.settle()
-        finally:
-            buffer, self.buffer = self.buffer, None
-            if buffer is not None:
-                self.writer._queue.put((buffer, self.base, self.end - self.base))
+            if self.error is None:
+                handle = self.engine.write(self.file, offset, buffer[:nbytes])
+                self._digest(bytes_of(buffer)[:nbytes])
+        except Exception as error:
+            self.error = self.error or error
+        self._writes.append((handle, buffer))  # even after an error: a write in progress still reads from the buffer
+
+    def _digest(self, memory: memoryview) -> None:
+        for begin in range(0, len(memory), DIGEST_NBYTES):
+            self.digests.append(xxhash.xxh3_64_hexdigest(memory[begin : begin + DIGEST_NBYTES]))
+
+    def _retire(self) -> None:
+        """Wait for the first write, and return its buffer to the pool."""
+        if not self._writes:
+            return
+        handle, buffer = self._writes.popleft()
+        try:
+            if handle is not None:
+                handle.wait()
+        except Exception as error:
+            self.error = self.error or error
+        self.pool.give(buffer)

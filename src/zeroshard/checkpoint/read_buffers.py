@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
+from ..comm.pool import BufferPool
 from ..memory.io.aligned import ALIGN, round_up
-from .rank_file import BUFFER_NBYTES, DIGEST_NBYTES, Ring
+from .rank_file import BUFFER_NBYTES, DIGEST_NBYTES
 
 WINDOW_NBYTES, SLOTS = 4 * DIGEST_NBYTES, 8  # size of one read; number of slots for passing memory
 _WORTH = 1.0  # allocating may take this many times as long as reading the same bytes again
@@ -26,10 +27,10 @@ _PASSING = SLOTS * WINDOW_NBYTES // BUFFER_NBYTES  # number of buffers that the 
 
 
 class Room:
-    """Buffers borrowed from a ring until `close`, and new ones."""
+    """Buffers borrowed from a pool until `close`, and new ones."""
 
-    def __init__(self, ring: Ring) -> None:
-        self.ring = ring
+    def __init__(self, pool: BufferPool) -> None:
+        self.pool = pool
         self.most = 0  # bytes that may be allocated
         self._lent: list[Tensor] = []
         self._apart: list[Tensor] = []  # buffers that are split into the slots of `passing`
@@ -40,17 +41,16 @@ class Room:
         self._pace: float | None = None  # seconds to read a byte, measured before anything was allocated
 
     def close(self) -> None:
-        """Return borrowed buffers to the ring and free new ones. The caller has waited for all reads into them."""
+        """Return borrowed buffers to the pool and free new ones. The caller has waited for all reads into them."""
         for buffer in self._lent:
-            self.ring.give(buffer)
+            self.pool.give(buffer)
         self._lent, self._apart, self._slots, self._buffer = [], [], None, None
         self._closed_to_more = True
 
     def plan(self, sizes: Iterable[int], all_last: bool, most: int) -> None:
         """Announce windows of these sizes for `lasting`, and reserve buffers for `passing` if it will be called.
 
-        all_last: all windows should be kept, so `passing` is called only if memory for `lasting` runs out. most: bytes that may
-        be allocated besides the ring.
+        all_last: `passing` is called only if memory for `lasting` runs out. most: bytes that may be allocated besides the pool.
         """
         self.most = most
         count, at = 0, self._at if self._buffer is not None else BUFFER_NBYTES
@@ -58,7 +58,7 @@ class Room:
             if at + nbytes > BUFFER_NBYTES:  # a window lies in one buffer
                 count, at = count + 1, 0
             at += round_up(nbytes)
-        if not all_last or count > self.ring.free:
+        if not all_last or count > self.pool.free:
             self._set_apart()
 
     def passing(self, nbytes: int) -> Tensor:
@@ -73,8 +73,8 @@ class Room:
         return self._carve(nbytes, lambda: self._make(pace) if (buffer := self._take()) is None else buffer)
 
     def spare(self, nbytes: int) -> Tensor | None:
-        """Return lasting memory (nbytes,) from free buffers of the ring that `passing` will not need, or None."""
-        return self._carve(nbytes, lambda: self._take() if self.ring.free > _PASSING else None)
+        """Return lasting memory (nbytes,) from free buffers of the pool that `passing` will not need, or None."""
+        return self._carve(nbytes, lambda: self._take() if self.pool.free > _PASSING else None)
 
     def _carve(self, nbytes: int, more: Callable[[], Tensor | None]) -> Tensor | None:
         if self._buffer is None or self._at + nbytes > BUFFER_NBYTES:
@@ -87,7 +87,7 @@ class Room:
         return self._buffer[begin : begin + nbytes]
 
     def _take(self) -> Tensor | None:
-        buffer = self.ring.borrow()
+        buffer = self.pool.borrow()
         if buffer is not None:
             self._lent.append(buffer)
         return buffer
@@ -95,7 +95,7 @@ class Room:
     def _set_apart(self) -> None:
         while len(self._apart) < _PASSING:
             buffer = self._take()
-            self._apart.append(self.ring.make(BUFFER_NBYTES) if buffer is None else buffer)
+            self._apart.append(self.pool.make(BUFFER_NBYTES) if buffer is None else buffer)
 
     def _make(self, pace: Callable[[], float | None]) -> Tensor | None:
         """Allocate a buffer. Return None if there is no memory, or touching its pages is slower than reading again."""
@@ -105,7 +105,7 @@ class Room:
             self._pace = pace()
         begin, nbytes = time.monotonic(), self._made_nbytes + BUFFER_NBYTES
         try:
-            buffer = self.ring.make(BUFFER_NBYTES)
+            buffer = self.pool.make(BUFFER_NBYTES)
         except (MemoryError, RuntimeError, OSError):  # torch raises RuntimeError where memory is short
             self._closed_to_more = True
             return None

@@ -4,7 +4,8 @@
     ranks       rank 0                                        rank 0 | rank 1    rank 0 | rank 1   rank 0
 
 length is 8 bytes, little-endian; the header is JSON; raw bytes without gaps follow. A folder of several files has an index
-`model.safetensors.index.json` {weight_map: {name: file}}. A file has a temporary name until it is complete.
+`model.safetensors.index.json` {weight_map: {name: file}}. A file has a temporary name until it is complete. It is written through
+the page cache, unlike a rank's own file (rank_file.py): blocks of it belong to several ranks, and direct I/O needs one writer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import secrets
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from errno import EIO, EISDIR
 from pathlib import Path
@@ -270,11 +271,23 @@ def save_safetensors(model: nn.Module, path: str | os.PathLike, dtype: torch.dty
     comm, target = runtime.world, Path(path)
     tokens = comm.exchange(secrets.token_hex(4).encode(), "zs.save_safetensors: begin")
     scratch = target.with_name(f".{target.name}.{tokens[0].decode()}.tmp")
-    layout = _FileLayout.of(scratch, _agree_on_listing(runtime, dtype))
+    mine, whole = _agree_on_listing(runtime, dtype)
+    file = SafetensorsFile.of(scratch, whole.tensors, whole.metadata)
+
+    def create() -> None:
+        if target.is_dir():
+            raise IsADirectoryError(EISDIR, "")
+        file.create()
+
+    def publish() -> None:
+        sync(scratch)
+        os.replace(scratch, target)
+        sync(target.parent)
+
     try:
-        _agreed(comm, layout, lambda: layout.create(target) if comm.rank == 0 else None)
-        _write(runtime, layout)
-        _agreed(comm, layout, lambda: layout.publish(target) if comm.rank == 0 else None)
+        _agreed(comm, file, create if comm.rank == 0 else lambda: None)
+        _write(runtime, file, mine)
+        _agreed(comm, file, publish if comm.rank == 0 else lambda: None)
     except BaseException:
         if comm.rank == 0:
             scratch.unlink(missing_ok=True)
@@ -285,80 +298,31 @@ def save_safetensors(model: nn.Module, path: str | os.PathLike, dtype: torch.dty
 class _Listing:
     """Content of a model's state dict.
 
-    tensors: dtype and shape of whole tensors by name. found: (number of the group, index in it) -> name and part of the
-    parameter. others: tensors that are no parameters, by name.
+    tensors: dtype and shape of whole tensors by name. metadata: those of the file, with other names of tied tensors.
+    sources: (name, part of the whole tensor, where it is: a parameter's group and index in it, or a tensor that is no parameter).
     """
 
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
-    found: dict[tuple[int, int], tuple[str, Part | None]] = field(default_factory=dict)
-    others: dict[str, Tensor] = field(default_factory=dict)
+    sources: list[tuple[str, Part | None, tuple[ParamGroup, int] | Tensor]] = field(default_factory=list)
 
     @classmethod
     def of(cls, runtime: Runtime, dtype: torch.dtype | None) -> _Listing:
         """List the state dict of the runtime's model. Raises ConfigError where safetensors cannot store a value."""
-        keys = {id(p): (number, i) for number, group in enumerate(runtime.groups) for i, p in enumerate(group.params)}
+        keys = {id(param): (group, index) for group in runtime.groups for index, param in enumerate(group.params)}
         listing, first_names = cls(metadata={"format": "pt"}), dict[int, str]()
         for own_name, value in runtime.model.state_dict(keep_vars=True).items():  # compared by object: wrappers rename
             name, key, part, shape = own_name, keys.get(id(value)), None, None
             if key is not None:
-                spec = runtime.groups[key[0]].specs[key[1]]
+                spec = key[0].specs[key[1]]
                 part, shape = spec.part, spec.whole_shape
                 name = own_name if part is None or spec.distribution is not None else whole_name(own_name)
             if first_names.setdefault(id(value), name) != name:
                 listing.metadata[name] = first_names[id(value)]
                 continue
             listing.tensors[name] = (_stored_dtype(name, value, dtype), tuple(value.shape) if shape is None else shape)
-            if key is None:
-                listing.others[name] = value
-            else:
-                listing.found[key] = (name, part)
+            listing.sources.append((name, part, value if key is None else key))
         return listing
-
-    def without(self, names: Iterable[str]) -> _Listing:
-        """Return the listing without these names, which earlier pipeline stages write."""
-        names = set(names)
-        found = {key: (name, part) for key, (name, part) in self.found.items() if name not in names}
-        return replace(self, found=found, others={name: value for name, value in self.others.items() if name not in names})
-
-
-@dataclass(frozen=True)
-class _FileLayout:
-    """Layout of the file, the same on every rank. places: where each whole tensor lies. mine: what this rank writes."""
-
-    path: Path
-    header: bytes
-    nbytes: int
-    places: dict[str, StoredTensor]
-    mine: _Listing
-
-    @classmethod
-    def of(cls, path: Path, listings: tuple[_Listing, _Listing]) -> _FileLayout:
-        """Make the layout. listings: what this rank's stage writes, and what all stages write."""
-        mine, whole = listings
-        header, places = safetensors_header(path, whole.tensors, whole.metadata)
-        return cls(path, header, len(header) + sum(at.nbytes for at in places.values()), places, mine)
-
-    def write(self, name: str, part: Part | None, start: int, values: Tensor) -> None:
-        """Write values to the elements of the part from `start` on."""
-        self.places[name].cut(part).write(start, values)
-
-    def create(self, target: Path) -> None:
-        """Make the file at its full length, under its temporary name. Raises OSError, as where `target` is a folder."""
-        if target.is_dir():
-            raise IsADirectoryError(EISDIR, "")
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        with open(fd, "wb", buffering=0) as file:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(fd, 0, self.nbytes)  # raises now if the disk is too small
-            file.write(self.header)
-            file.truncate(self.nbytes)
-
-    def publish(self, target: Path) -> None:
-        """Sync the complete file, and rename it to `target`."""
-        sync(self.path)
-        os.replace(self.path, target)
-        sync(target.parent)
 
 
 def _agree_on_listing(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Listing, _Listing]:
@@ -386,7 +350,7 @@ def _agree_on_listing(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Lis
     for number, ranks in enumerate(stages):
         _, (names, ties) = told[ranks[0]]
         if number == runtime.topology.stage:
-            mine = mine.without(tensors.keys())
+            mine = replace(mine, sources=[each for each in mine.sources if each[0] not in tensors])  # earlier stages write those
         for name, (kind, shape) in names.items():
             kept = tensors.setdefault(name, (kind, tuple(shape)))
             if kept != (kind, tuple(shape)):
@@ -414,51 +378,68 @@ def elements_of(kind: str, shape: tuple[int, ...], times: float) -> tuple[int, .
     return (*shape[:-1], int(shape[-1] * times)) if kind == "F4" and shape else shape
 
 
-def safetensors_header(
-    path: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]
-) -> tuple[bytes, dict[str, StoredTensor]]:
-    """Return the header and where each tensor lies: those of large elements first, so that all are aligned; then by name."""
-    entries: dict[str, Any] = {"__metadata__": metadata}
-    begins, end = {}, 0
-    for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
-        dtype, shape = tensors[name]
-        begins[name], end = end, end + math.prod(shape) * dtype.itemsize
-        kind = SAFETENSORS_NAMES[dtype]
-        entries[name] = {"dtype": kind, "shape": elements_of(kind, shape, 2), "data_offsets": (begins[name], end)}
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    header = struct.pack("<Q", len(text)) + text
-    return header, {
-        name: StoredTensor(path, len(header) + begins[name], math.prod(shape) * dtype.itemsize, dtype, shape)
-        for name, (dtype, shape) in tensors.items()
-    }
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """A file that is to be written. places: where each tensor lies in it."""
+
+    path: Path
+    header: bytes
+    nbytes: int
+    places: dict[str, StoredTensor]
+
+    @classmethod
+    def of(cls, path: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]) -> SafetensorsFile:
+        """Lay out the file: tensors of large elements first, so that all are aligned; then by name."""
+        entries: dict[str, Any] = {"__metadata__": metadata}
+        begins, end = {}, 0
+        for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
+            dtype, shape = tensors[name]
+            begins[name], end = end, end + math.prod(shape) * dtype.itemsize
+            kind = SAFETENSORS_NAMES[dtype]
+            entries[name] = {"dtype": kind, "shape": elements_of(kind, shape, 2), "data_offsets": (begins[name], end)}
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        header = struct.pack("<Q", len(text)) + text
+        return cls(path, header, len(header) + end, {
+            name: StoredTensor(path, len(header) + begins[name], math.prod(shape) * dtype.itemsize, dtype, shape)
+            for name, (dtype, shape) in tensors.items()
+        })  # fmt: skip
+
+    def create(self) -> None:
+        """Make the file at its full length, with its header. Raises OSError, also where the disk is too small."""
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        with open(fd, "wb", buffering=0) as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(fd, 0, self.nbytes)
+            file.write(self.header)
+            file.truncate(self.nbytes)
 
 
-def _agreed(comm: DirectComm, layout: _FileLayout, action: Callable[[], None]) -> None:
+def _agreed(comm: DirectComm, file: SafetensorsFile, action: Callable[[], None]) -> None:
     """Carry out an action; if it raises OSError on one rank, every rank raises OffloadIOError (collective)."""
     problem: Exception | None = None
     try:
         action()
     except OSError as error:
-        what = f"rank {comm.rank}: saving {layout.nbytes:,} bytes"
-        problem = OffloadIOError(str(layout.path), 0, error.errno or EIO, what)
+        what = f"rank {comm.rank}: saving {file.nbytes:,} bytes"
+        problem = OffloadIOError(str(file.path), 0, error.errno or EIO, what)
     everyone = exchange_values(comm, problem, "zs.save_safetensors")
     for found in everyone:
         if found is not None:
             raise found
 
 
-def _write(runtime: Runtime, layout: _FileLayout) -> None:
+def _write(runtime: Runtime, file: SafetensorsFile, listing: _Listing) -> None:
     """Write all tensors; ranks that do not see the file send their slices, and rank 0 writes them (collective)."""
-    comm, sees = runtime.world, layout.path.exists()
+    comm, sees = runtime.world, file.path.exists()
     all_see = all(comm.exchange(b"1" if sees else b"", "zs.save_safetensors: who sees the file"))
-    slices = _slices(runtime, layout, CHUNK_NBYTES if all_see else CHUNK_NBYTES // comm.world_size)
+    slices = _slices(runtime, file, listing, CHUNK_NBYTES if all_see else CHUNK_NBYTES // comm.world_size)
 
     def write() -> None:
         for name, part, start, values in slices if sees else ():
-            layout.write(name, part, start, values)
+            file.places[name].cut(part).write(start, values)
         if sees:
-            sync(layout.path)
+            sync(file.path)
 
     def send() -> None:
         problem = None
@@ -474,36 +455,38 @@ def _write(runtime: Runtime, layout: _FileLayout) -> None:
             try:
                 for name, told, start, dtype, raw in sent if comm.rank == 0 and problem is None else ():
                     part = None if told is None else Part.of_plain(told)
-                    layout.write(name, part, start, torch.frombuffer(bytearray(raw), dtype=dtype))
+                    file.places[name].cut(part).write(start, torch.frombuffer(bytearray(raw), dtype=dtype))
             except OSError as error:
                 problem = error  # raised once all ranks have sent everything, so that they stay in step
         if problem is not None:
             raise problem
 
-    _agreed(comm, layout, write)
+    _agreed(comm, file, write)
     if not all_see:
-        _agreed(comm, layout, send)
+        _agreed(comm, file, send)
 
 
 @torch.no_grad()
-def _slices(runtime: Runtime, layout: _FileLayout, nbytes: int) -> Iterator[tuple[str, Part | None, int, Tensor]]:
+def _slices(
+    runtime: Runtime, file: SafetensorsFile, listing: _Listing, nbytes: int
+) -> Iterator[tuple[str, Part | None, int, Tensor]]:
     """Yield (name, part, first element in it, values (n,) on the host) of all that this rank writes, up to `nbytes` each."""
-    core = runtime.optimizer.core if runtime.optimizer is not None else None
+    core, topology = runtime.optimizer.core if runtime.optimizer is not None else None, runtime.topology
     runtime.gate.wait()
-    for number, group in enumerate(runtime.groups):
+    for group in runtime.groups:
         if group.master is not None and core is not None:
             core.refresh_masters(group)
-        for index, home in enumerate(group.homes) if group.counts else ():
-            if (number, index) not in layout.mine.found:  # a hook of the model removes it from the state dict
-                continue
-            name, part = layout.mine.found[number, index]
-            rest, begin = group.values.rest, home.begin
-            if layout.places[name].dtype != rest.dtype:
-                rest, begin = group.masters.slice(index)
-            step = max(nbytes // rest.dtype.itemsize, 1)
-            for done in range(0, home.stop - home.start, step):
-                count = min(step, home.stop - home.start - done)
-                yield name, part, home.start + done, rest.host(begin + done, begin + done + count)
-    topology = runtime.topology
-    for name, value in layout.mine.others.items() if runtime.world.rank == topology.stages[topology.stage][0] else ():
-        yield name, None, 0, value.detach().to("cpu").reshape(-1)
+    for name, part, source in listing.sources:
+        if isinstance(source, Tensor):
+            if runtime.world.rank == topology.stages[topology.stage][0]:
+                yield name, part, 0, source.detach().to("cpu").reshape(-1)
+            continue
+        group, index = source
+        home, rest = group.homes[index], group.values.rest
+        begin = home.begin
+        if file.places[name].dtype != rest.dtype:
+            rest, begin = group.masters.slice(index)
+        step = max(nbytes // rest.dtype.itemsize, 1)
+        for done in range(0, home.stop - home.start if group.counts else 0, step):
+            count = min(step, home.stop - home.start - done)
+            yield name, part, home.start + done, rest.host(begin + done, begin + done + count)

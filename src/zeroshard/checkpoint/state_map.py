@@ -87,6 +87,11 @@ class Contents:
     ties: dict[str, str] = field(default_factory=dict)  # other name of a tied parameter -> its name
     frozen: list[tuple[ParamGroup, int]] = field(default_factory=list)  # parameters left out, of which identities are saved
 
+    def nbytes(self, on_disk: bool) -> int:
+        """Return the bytes of the elements that rest on disk, or of the others."""
+        pairs = zip(self.places, self.sources, strict=True)
+        return sum((at.stop - at.start) * at.dtype.itemsize for at, rest in pairs if (rest.tier is Tier.DISK) == on_disk)
+
     def add(self, place: Place, source: Rest, begin: int, guarded: bool) -> None:
         """Add one part of a tensor. Raises ConfigError for dtypes that cannot be stored."""
         if not storable(place.dtype):

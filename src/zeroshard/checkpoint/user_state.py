@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from ..comm.base import Comm
@@ -19,6 +17,7 @@ from ..errors import ConfigError, ZeroshardError
 from ..offload.storage import Rest
 from ..zero.unit import ParamGroup
 from . import directory as places
+from .dcp import archived
 
 
 class HoldsSlices(Protocol):
@@ -90,14 +89,13 @@ def check_named(extra: Any, verb: str) -> None:
 def _serialised(name: str, value: Any) -> Extra:
     if isinstance(value, nn.Module):
         raise ConfigError(f"zs.save: extra[{name!r}]: a module; save its state_dict(), or shard it and save it on its own.")
-    state, out = value.state_dict() if has_state(value) else value, io.BytesIO()
+    state = value.state_dict() if has_state(value) else value
     try:
-        torch.save(state, out)
+        return Extra(state, archived(state))
     except (pickle.PicklingError, TypeError, AttributeError, ZeroshardError) as error:
         inside = next((type(each).__name__ for each in _members(state) if has_state(each)), None)
         hint = f" Give the {inside} in it a name of its own in extra=, so that its state_dict() is saved." if inside else ""
         raise ConfigError(f"zs.save: extra[{name!r}] can not be saved: {error}.{hint}") from error
-    return Extra(state, out.getvalue())
 
 
 def has_state(value: Any) -> bool:
@@ -150,16 +148,10 @@ def _digest(value: Any) -> bytes:
         parts = [_digest(each) for each in value]
     elif kind is Tensor or kind is nn.Parameter:
         # moved to the host, where it is loaded: the device is no part of its value
-        parts = [str((value.dtype, value.shape, value.requires_grad)).encode(), _content(value.detach().cpu().clone())]
+        parts = [str((value.dtype, value.shape, value.requires_grad)).encode(), archived(value.detach().cpu().clone())]
     else:
-        parts = [_content(value)]
+        parts = [archived(value)]
     whole = hashlib.sha256(f"{kind.__module__}.{kind.__qualname__} {len(parts)}".encode())
     for part in parts:
         whole.update(hashlib.sha256(part).digest())
     return whole.digest()
-
-
-def _content(value: Any) -> bytes:
-    out = io.BytesIO()
-    torch.save(value, out)
-    return out.getvalue()

@@ -31,7 +31,6 @@ import torch
 import xxhash
 
 from ..comm.codec import decode, encode
-from ..config import Tier
 from ..errors import CheckpointError, CheckpointWriteError, ConfigError, MalformedMessage, OffloadIOError, ZeroshardError
 from ..memory.io.async_file import Engine
 from ..utils.version import __version__
@@ -41,7 +40,7 @@ from . import manifest as listing
 from . import state_map as holding
 from .fingerprint import identities
 from .heartbeat import telling, together
-from .rank_file import BUFFER_NBYTES, ROTATING, FileLayout, FileWriter, Ring, memory_nbytes
+from .rank_file import BUFFER_NBYTES, ROTATING, FileLayout, FileWriter, staging
 from .stages import Stages
 from .state_map import Contents
 
@@ -120,20 +119,20 @@ class Saver:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.ring = Ring(runtime.tiers.host_buffer, runtime.ledger)
+        self.pool = staging(runtime.tiers, runtime.ledger)
         self.engine = Engine()
         self.last: Save | None = None
         self.listed = listing.Listed()
         self.tensors, self.digest = b"", ""  # JSON of the layout's tensors (`tensors_of`), and its XXH3-64
         self._layout: FileLayout | None = None
 
-    def layout(self, contents: Contents) -> FileLayout:
+    def layout(self, contents: Contents, extras: dict[str, bytes]) -> FileLayout:
         """Return the layout of this rank's file. The last save's is used again if every tensor has kept its place."""
         if self._layout is None or self._layout.places != contents.places:
             self._layout = FileLayout.of(contents)
             self.tensors = listing.tensors_of(self._layout)
             self.digest = xxhash.xxh3_64_hexdigest(self.tensors)
-        return self._layout.with_objects(contents.objects)
+        return self._layout.with_objects(contents.objects, extras)
 
     def await_copy(self) -> None:
         """Wait until the last save has copied the states. Called before they are changed."""
@@ -185,10 +184,13 @@ class Writing:
         self.runtime, self.comm = saver.runtime, saver.runtime.world
         self.draft = draft if isinstance(draft, places.Draft) else None
         self.folder = draft.path if isinstance(draft, places.Draft) else draft
-        self.shared, self.per_rank = shared, sorted(extras.keys() - shared)
-        self.extras, self.slices, self.files = extras, slices, files
-        self.stem = f"rank-{self.comm.rank:05d}"
-        self.file = self.folder / f"{self.stem}.distcp"
+        rank, self.per_rank = self.comm.rank, sorted(extras.keys() - shared)
+        self.extras = {  # those that this rank writes: of shared ones rank 0 writes all
+            f"{holding.EXTRA}{name}" + ("" if name in shared else f".{rank}"): value
+            for name, value in extras.items()
+            if rank == 0 or name not in shared
+        }
+        self.slices, self.files, self.file = slices, files, self._file_of(rank)
         self.held: int | None = None  # descriptor of the lock that shows that this rank is alive
         self.in_vain = False  # another rank failed: this rank's file will not be used
         self.locked = True  # whether rank 0 sees the locks of all ranks
@@ -221,7 +223,7 @@ class Writing:
         finally:
             self.saver.engine.rest()
         assert self.layout is not None
-        snapshot_nbytes = self.saver.ring.nbytes if self.plan.asynchronous else 0
+        snapshot_nbytes = self.saver.pool.made_nbytes if self.plan.asynchronous else 0
         save = Save(Path(self.plan.root) / self.plan.name, self.layout.nbytes, snapshot_nbytes)
         save.seconds = save.stall_seconds = time.monotonic() - self.begin
         if self.plan.asynchronous:
@@ -246,14 +248,11 @@ class Writing:
             self.writer.stop()
 
     def _give_up(self) -> None:
-        self._let_go()
-        if self.writer is not None:
-            self.writer.abandon()
-
-    def _let_go(self) -> None:
         held, self.held = self.held, None
         if held is not None:
             os.close(held)
+        if self.writer is not None:
+            self.writer.abandon()
 
     def _open(self) -> tuple[str, list[str] | None]:
         """Collect what is written and create the file at full size. Return the layout's digest, and all that rank 0 remembers."""
@@ -267,15 +266,15 @@ class Writing:
         self.contents = holding.collect(
             self.runtime, self.core, frozen=not self.plan.trained_only, names=self.stages, slices=self.slices
         )
-        self.layout = layout = self._with_extras(self.saver.layout(self.contents))
+        self.layout = layout = self.saver.layout(self.contents, self.extras)
         asynchronous = self.plan.asynchronous
         with self._write_errors():
-            self.writer = FileWriter(self.file, layout, self.saver.engine, self.saver.ring, eager=not asynchronous)
+            self.writer = FileWriter(self.file, layout, self.saver.engine, self.saver.pool, eager=not asynchronous)
             self.held = places.hold(self.file) if asynchronous else None
         if self.in_vain:  # another rank failed before there was a writer that `_stop` could stop
             self.writer.stop()
-        ahead = -(-memory_nbytes(layout, self.contents) // BUFFER_NBYTES) + 1 if asynchronous else 0
-        self.saver.ring.grow(max(ROTATING, ahead) if _all_in_memory(self.contents) else ROTATING + ahead)
+        ahead = -(-self.contents.nbytes(on_disk=False) // BUFFER_NBYTES) + 1 if asynchronous else 0
+        self.saver.pool.grow(ROTATING + ahead if self.contents.nbytes(on_disk=True) else max(ROTATING, ahead))
         return self.saver.digest, self.saver.listed.digests if self.draft is not None else None
 
     def _compare(self, opened: list[tuple[str, list[str] | None]]) -> None:
@@ -292,26 +291,13 @@ class Writing:
         nbytes = self.layout.nbytes if self.layout is not None else 0
         return write_errors(self.folder, nbytes, f"rank {self.comm.rank}: saving a checkpoint")
 
-    def _with_extras(self, layout: FileLayout) -> FileLayout:
-        end = layout.nbytes
-        for name, value in self.extras.items():
-            if name in self.shared and self.comm.rank:
-                continue
-            key = f"{holding.EXTRA}{name}" + ("" if name in self.shared else f".{self.comm.rank}")
-            layout.objects.append((key, end, value))
-            end += -(-len(value) // 64) * 64
-        layout.nbytes = end
-        return layout
-
-    def _identities(self) -> dict[str, list]:
-        return {name: list(vars(identity).values()) for name, identity in identities(self.contents.frozen).items()}
-
     def _copy(self, blobs: int | None = None) -> bool:
         """Fill buffers with all blobs, or the first `blobs`. Return whether rank 0 sees the locks that all ranks hold by now."""
         assert self.writer is not None
         asks = self.draft is not None and self.plan.asynchronous
         locked = all(places.held(self._file_of(rank)) for rank in range(self.comm.world_size if asks else 0))
-        self.extra = {"ties": self.contents.ties, "frozen": self._identities(), "scalars": sorted(self.contents.scalars)}
+        frozen = {name: list(vars(identity).values()) for name, identity in identities(self.contents.frozen).items()}
+        self.extra = {"ties": self.contents.ties, "frozen": frozen, "scalars": sorted(self.contents.scalars)}
         self.writer.fill(self.contents, blobs)
         return locked
 
@@ -434,7 +420,7 @@ class Writing:
         save._error = telling(error, "zs.save", self.comm.rank)
         try:
             self.file.unlink(missing_ok=True)
-            places.write_whole(self.folder / f"{self.stem}.failed", encode(save._error))
+            places.write_whole(self._file_of(self.comm.rank, "failed"), encode(save._error))
         except Exception as problem:  # rank 0 will report that this rank's part is missing
             print(f"zeroshard: rank {self.comm.rank}: {save._error}; rank 0 could not be told: {problem}", file=sys.stderr)
 
@@ -453,7 +439,7 @@ class Writing:
             missing = [rank for rank in range(self.comm.world_size) if f"rank-{rank:05d}.json" not in there]
             failed = [rank for rank in missing if f"rank-{rank:05d}.failed" in there]
             if failed:
-                raise _reason(self.folder / f"rank-{failed[0]:05d}.failed")
+                raise _reason(self._file_of(failed[0], "failed"))
             if not missing:
                 return
             lost = {rank for rank in missing if self._lost(rank, there)}
@@ -511,10 +497,6 @@ def _reason(path: Path) -> Exception:
         if known
         else CheckpointError(f"zs.save: a rank failed, and its reason can not be read from {path} ({error!s:.200}).")
     )
-
-
-def _all_in_memory(contents: Contents) -> bool:
-    return all(source.tier is not Tier.DISK for source in contents.sources)
 
 
 def step_of(path: Path) -> int:

@@ -1,7 +1,8 @@
 """Pools of buffers of constant size (ZeRO-R's CB, arXiv 1910.02054, 5.2.2).
 
 `StagingPool`: regions from which gradients are reduced, and from which offloaded shards are gathered. `BufferPool`: buffers
-of one size for shards and gradients between tiers. `Arena`: one stretch of memory through which optimizer states pass.
+of one size for shards and gradients between tiers, and for files of checkpoints. `Arena`: one stretch of memory through which
+optimizer states pass.
 
 A gradient buffer is taken when a unit's first gradient comes and given back when its reduction has started; it can be taken
 again once no rank reads it any more. Normally `count` buffers are used, in turn, so that the memory in use does not depend on the
@@ -208,7 +209,7 @@ class StagingPool:
 
 
 class BufferPool:
-    """A pool of `count` buffers of `nbytes` each, allocated when they are first taken.
+    """A pool of `count` buffers of `nbytes` each, allocated when they are first taken, or all at once by `grow`.
 
     make: nbytes -> memory (nbytes,) uint8, on `tier`. category: of their entries in the ledger.
     """
@@ -219,8 +220,9 @@ class BufferPool:
         self.ledger, self.count, self.nbytes, self.make, self.tier = ledger, count, nbytes, make, tier
         self.category = category
         self.turn = Turn(f"the pool of buffers between tiers ({tier.value})")
-        self._free: list[tuple[Tensor, Any]] = []  # (buffer, the `HopQueue` that still reads or writes it)
-        self._made = self._made_nbytes = 0
+        self._free: list[tuple[Tensor, Any]] = []  # (buffer, the `Work` that still reads or writes it)
+        self._made = 0
+        self.made_nbytes = 0  # bytes of all buffers, free and taken
 
     @one_thread
     def take(self, wait: bool = False, in_line: bool = False) -> Tensor | None:
@@ -240,6 +242,23 @@ class BufferPool:
         if pending is not None:
             pending.join() if in_line else pending.wait()
         return buffer
+
+    @one_thread
+    def grow(self, count: int) -> None:
+        """Allocate buffers until there are at least `count`, for `borrow`."""
+        while self._made < count:
+            self._free.append((self.take_further(), None))
+            self.count = max(self.count, self._made)
+
+    @one_thread
+    def borrow(self) -> Tensor | None:
+        """Take the free buffer that was given back last, whose pages exist; None where none is free. None is allocated."""
+        return self._settled(-1) if self._free else None
+
+    @property
+    def free(self) -> int:
+        """Number of free buffers."""
+        return len(self._free)
 
     @one_thread
     def take_fitting(self, nbytes: int) -> Tensor:
@@ -265,6 +284,8 @@ class BufferPool:
 
     def _drop_surplus(self) -> None:
         """Drop free buffers beyond `count`, and those that have become too small."""
+        if self._made <= self.count and self.made_nbytes == self._made * self.nbytes:
+            return
         for position, (buffer, pending) in reversed(list(enumerate(self._free))):
             surplus = self._made > self.count or buffer.nbytes < self.nbytes
             if surplus and (pending is None or pending.done()):
@@ -273,16 +294,17 @@ class BufferPool:
     @one_thread
     def take_further(self) -> Tensor:
         """Take a buffer beyond `count`, for a need that can not wait. Surplus buffers are dropped when they are free again."""
+        buffer = self.make(self.nbytes)
         self._made += 1
-        self._made_nbytes += self.nbytes
+        self.made_nbytes += self.nbytes
         self.ledger.enter(self.category, self.nbytes, self.tier)
-        return self.make(self.nbytes)
+        return buffer
 
     @one_thread
     def lose(self, buffer: Tensor) -> None:
         """Write off a buffer that was taken and will not be given back."""
         self._made -= 1
-        self._made_nbytes -= buffer.nbytes
+        self.made_nbytes -= buffer.nbytes
         self.ledger.strike(self.category, buffer.nbytes, self.tier)
 
     @one_thread
@@ -298,8 +320,8 @@ class BufferPool:
             with contextlib.suppress(OffloadIOError):  # its data is not needed any more
                 pending.wait() if pending is not None else None
         self._free.clear()
-        self.ledger.strike(self.category, self._made_nbytes, self.tier)
-        self._made = self._made_nbytes = self.count = 0
+        self.ledger.strike(self.category, self.made_nbytes, self.tier)
+        self._made = self.made_nbytes = self.count = 0
 
 
 class Arena:

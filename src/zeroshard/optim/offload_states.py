@@ -231,5 +231,5 @@ def _give_back_buffers(runtime: Runtime) -> None:
     if runtime.optimizer is not None and runtime.optimizer.core.host is not None:
         runtime.optimizer.core.host.give_back()
     if runtime.saver is not None and (runtime.saver.last is None or runtime.saver.last.done()):
-        runtime.saver.ring.release()
+        runtime.saver.pool.give_back()
     give_back_memory(runtime.model)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from .. import api
 from ..activations.checkpoint import checkpoint_activations
 from ..activations.storage import CHECKPOINTS
-from ..checkpoint.rank_file import ROTATING, Ring
+from ..checkpoint.rank_file import ROTATING, staging
 from ..checkpoint.saving import save
 from ..comm.fake import FakeComm, Imagination, imagination
 from ..config import Config, Tier
@@ -419,7 +419,7 @@ class _Run:
                 runtimes[0].comm.exchange(b"", "saved")
         else:
             for runtime in runtimes:
-                Ring(runtime.tiers.host_buffer, runtime.ledger).grow(ROTATING)
+                staging(runtime.tiers, runtime.ledger).grow(ROTATING)
 
     def _groups(self, mesh: Any) -> Groups:
         def link(axis: str) -> Resource:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoint import loading, saving, state_map
+from ...checkpoint.dcp import archived
 from ...checkpoint.directory import LATEST, write_whole
 from ...checkpoint.manifest import Manifest
 from ...checkpoint.resolver import agreed, open_any, read_object
@@ -138,14 +139,14 @@ class Checkpoints(WholeWeights):
         optimizer = {"optimizer_state_dict": {"zero_stage": stage, "partition_count": self.dp_world_size}, **facts}
         ranks, bf16 = range(self.dp_world_size if stage else 0), self._config.bfloat16_config.enabled
         paths = [self._get_rank_zero_ckpt_name("", "", 0, rank, bf16) for rank in ranks]
-        contents = {self._get_ckpt_name("", ""): _pickled(model), **dict.fromkeys(paths, _pickled(optimizer))}
+        contents = {self._get_ckpt_name("", ""): archived(model), **dict.fromkeys(paths, archived(optimizer))}
         return {os.path.basename(path): content for path, content in contents.items()}
 
     @staticmethod
     def _check_classes(model: dict[str, Any]) -> None:
         """Warn if the file will hold objects that torch.load(weights_only=True) refuses."""
         try:
-            torch.load(io.BytesIO(_pickled(model)), weights_only=True)
+            torch.load(io.BytesIO(archived(model)), weights_only=True)
         except pickle.UnpicklingError as error:
             kind = re.search(r"GLOBAL ([\w.]+)", str(error))
             warning_once(
@@ -323,12 +324,6 @@ def _told(state: dict[str, Any], whole: bool) -> dict[str, Tensor]:
             if whole:
                 copies[id(value)].copy_(value.detach())
     return {name: copies[id(value)] for name, value in state.items() if isinstance(value, Tensor)}
-
-
-def _pickled(content: dict[str, Any]) -> memoryview:
-    out = io.BytesIO()
-    torch.save(content, out)
-    return out.getbuffer()
 
 
 def _path_of(folder: Path) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...checkpoint.export import export
+from ...checkpoint.export import divide, export
 from ...checkpoint.resolver import Alone, open_any
 from ...checkpoint.source import Opened
 from ...errors import CheckpointError
@@ -29,7 +29,6 @@ from .checkpoints import MODEL_FILE, latest_tag
 from .whole_weights import read_whole
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_WHOLE = "pytorch_model.bin"
 
 
 class LazyTensor:
@@ -130,26 +129,18 @@ def convert_zero_checkpoint_to_state_dict(
 def _write_torch(opened: Opened, source: Path, folder: Path, dtype: torch.dtype, most: int, names: list[str]) -> None:
     """Write files of torch.save, and their index if there are several."""
     folder.mkdir()
-    ties, total = opened.tied(), 0
-    shards: list[list[str]] = [[]]
-    nbytes = {
+    ties, placed = opened.tied(), dict[str, str]()
+    sizes = {
         name: opened.model[name].numel * casts_to(opened.model[name].dtype, dtype).itemsize for name in names if name not in ties
     }
-    for name in nbytes:
-        if shards[-1] and sum(nbytes[each] for each in shards[-1]) + nbytes[name] > most:
-            shards.append([])
-        shards[-1].append(name)
-        total += nbytes[name]
-    files = [f"pytorch_model-{number:05d}-of-{len(shards):05d}.bin" for number in range(1, len(shards) + 1)]
-    files = [_WHOLE] if len(shards) == 1 else files
-    placed: dict[str, str] = {}
-    for file, shard in zip(files, shards, strict=True):
+    shards = divide(sizes, most, "pytorch_model", ".bin")
+    for file, shard in shards.items():
         whole = [name for name in names if ties.get(name, name) in shard]
         export(source, folder / file, dtype=dtype, format="torch", names=whole, verify=False)
         placed |= dict.fromkeys(whole, file)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
-        (folder / f"{_WHOLE}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(placed.items()))}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
