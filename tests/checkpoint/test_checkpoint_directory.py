@@ -154,3 +154,17 @@ def test_a_run_that_went_back_keeps_what_it_can_fall_back_to(saver, tmp_path):
         kept.append([int(name.removeprefix("step-")) for name in names(tmp_path) if name != "latest"])
     assert kept == [[100, 110, 300], [100, 110, 120], [110, 120, 130]]
     assert places.previous(tmp_path / "step-00000130").name == "step-00000120"
+
+
+def test_a_part_is_written_though_rank_0_renames_the_draft_at_once(tmp_path, monkeypatch):
+    """Rank 0 publishes as soon as it sees the last part's name, which may be before its writer goes on."""
+    draft, plain = tmp_path / "draft", os.replace
+
+    def replace(source, target):
+        plain(source, target)
+        draft.rename(tmp_path / "step")
+
+    draft.mkdir()
+    monkeypatch.setattr(os, "replace", replace)
+    places.write_whole(draft / "rank-00001.json", b"a part")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "step").iterdir()} == {"rank-00001.json": b"a part"}

@@ -365,7 +365,7 @@ def test_damaged_and_dangerous_folders_of_fsdp2_are_refused(fsdp, tmp_path):
     (folder / "__1_0.distcp").rename(folder / "away")
     assert "__1_0.distcp is damaged" in run_threads(2, body)[1]
     (folder / ".metadata").write_bytes(pickle.dumps(Danger(tmp_path / "danger")))
-    assert "was not read" in run_threads(2, body)[0] and not (tmp_path / "danger").exists()
+    assert "is not loaded" in run_threads(2, body)[0] and not (tmp_path / "danger").exists()
     (folder / ".metadata").write_bytes(b"\x80\x04")
     assert "damaged" in run_threads(2, body)[0]
 

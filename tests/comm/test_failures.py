@@ -247,7 +247,7 @@ def told():
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(script.pid, signal.SIGKILL)
-        script.communicate()
+        script.wait()
 
 
 @pytest.mark.processes

@@ -110,17 +110,22 @@ def write_whole(path: Path, content: bytes, *, named: bool = True) -> None:
     """Write a file atomically: it has all its content or does not exist. named: sync the folder too, to make the name durable."""
     # in the same folder: os.replace is atomic within a filesystem
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(3)}.tmp")
+    # opened before: a rank that waits for the file may rename the folder (a draft) as soon as it sees the name
+    folder = os.open(path.parent, os.O_RDONLY) if named else None
     try:
         with open(scratch, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(scratch, path)
+        if folder is not None:
+            os.fsync(folder)
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
-    if named:
-        sync(path.parent)
+    finally:
+        if folder is not None:
+            os.close(folder)
 
 
 def make_folders(path: Path) -> None:
