@@ -3,6 +3,7 @@
 import os
 import shutil
 import threading
+import time
 
 import pytest
 from checkpoint_kit import build
@@ -10,6 +11,7 @@ from checkpoint_kit import build
 import zeroshard as zs
 from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint import rank_file
+from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.testing import run_threads
 
 pytestmark = pytest.mark.limit(30)
@@ -168,3 +170,58 @@ def test_a_part_is_written_though_rank_0_renames_the_draft_at_once(tmp_path, mon
     monkeypatch.setattr(os, "replace", replace)
     places.write_whole(draft / "rank-00001.json", b"a part")
     assert {path.name: path.read_bytes() for path in (tmp_path / "step").iterdir()} == {"rank-00001.json": b"a part"}
+
+
+# -- what a save finds in the folder, and leaves there -----------------------------------------------------------------
+
+
+def test_a_clock_that_was_set_back_does_not_cost_what_has_just_been_saved(tmp_path):
+    """The newest is that of the highest step, whatever the times of files say; the one just saved is always kept."""
+    model, optimizer = build("tied")
+    for step in (1, 2, 3):
+        path = zs.save(tmp_path, model, optimizer, step=step).path
+        later = time.time() + 3600 * (4 - step)
+        os.utime(path / "manifest.json", (later, later))
+    assert list(places.complete(tmp_path)) == [f"step-{step:08d}" for step in (1, 2, 3)]
+    (tmp_path / "latest").unlink()
+    assert zs.load(tmp_path, model, optimizer).step == 3
+    zs.save(tmp_path, model, optimizer, step=4, keep_last=2)
+    assert names(tmp_path) == ["latest", "step-00000003", "step-00000004"]
+    zs.save(tmp_path, model, optimizer, step=2, keep_last=1)  # a run that went back
+    assert names(tmp_path) == ["latest", "step-00000002"] and zs.load(tmp_path, model, optimizer).step == 2
+    zs.close(model)
+
+
+def test_of_one_step_the_latest_time_counts(tmp_path):
+    model, optimizer = build("tied")
+    for name, at in (("a", "2026-01-02T00:00:00Z"), ("b", "2026-01-01T00:00:00Z")):
+        path = zs.save(tmp_path, model, optimizer, name=name, step=1).path
+        manifest = Manifest.read(path)
+        manifest.facts["time"] = at
+        (path / "manifest.json").write_bytes(manifest.to_json())
+    assert list(places.complete(tmp_path)) == ["b", "a"]
+    zs.close(model)
+
+
+def test_a_save_removes_drafts_and_nothing_else(tmp_path):
+    """Hidden folders of the user, and what an export is writing, are no business of it."""
+    for name in (".mine.tmp", ".model.abcdef.tmp", ".drafts", ".x.draft", ".x.abcdef.draft", ".earlier.abcdef.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious").write_text("x")
+    (tmp_path / ".earlier.abcdef.tmp" / "lock").touch()  # so a draft was called before
+    model, optimizer = build("tied")
+    zs.save(tmp_path, model, optimizer, name="x")
+    assert names(tmp_path) == [".drafts", ".mine.tmp", ".model.abcdef.tmp", ".x.draft", "latest", "x"]
+    zs.close(model)
+
+
+def test_folders_that_are_made_are_there_for_good(tmp_path, monkeypatch):
+    """Each one's entry is synced in the one above."""
+    synced, plain = [], places.sync
+    monkeypatch.setattr(places, "sync", lambda path: (synced.append(path), plain(path))[1])
+    places.make_folders(tmp_path / "a" / "b" / "c")
+    assert synced == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"] and (tmp_path / "a" / "b" / "c").is_dir()
+    places.make_folders(tmp_path / "a")
+    assert len(synced) == 3
+    places.Draft(tmp_path / "d" / "e", "x").discard()
+    assert synced[3:] == [tmp_path, tmp_path / "d"]
