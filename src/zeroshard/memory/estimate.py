@@ -1,4 +1,4 @@
-"""The host memory and disk space that a model takes by the end of its first step, and whether they are there (B22, B23).
+"""The host memory and disk space that a model takes by the end of its first step, and whether they are there.
 
     Group --needs--> bytes by (category, tier, folder)                 pure arithmetic, on the sizes of buffers to be made
     Need of every rank + what each limit leaves --shortage--> None, or a table of what is missing

@@ -233,7 +233,7 @@ class Builder:
             tiers.arrivals = BufferPool(self.ledger, LANDINGS, nbytes, tiers.host_buffer, Tier.HOST)
 
     def _check_room(self, pairs: list[Pair]) -> None:
-        """Raise on every rank if host memory or a disk is too small for the ranks of some host (collective; B22, B23)."""
+        """Raise on every rank if host memory or a disk is too small for the ranks of some host (collective)."""
         config, comm, tiers = self.config, self.comm, self.tiers
         offloads = (config.offload_param, config.offload_gradient, config.offload_optimizer)
         if comm.imagined or (comm.device.type != "cpu" and all(offload.tier is Tier.DEVICE for offload in offloads)):
