@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..comm import backend_select
 from ..comm.fake import ImaginedStreams
-from ..comm.streams import Streams, streams_for
+from ..comm.streams import streams_for
 from ..config import Offload, Tier, Units
 from ..errors import ConfigError, ZeroshardError
 from ..memory.ledger import Ledger
@@ -48,24 +48,6 @@ _STALL_TIMEOUT_S = 60.0
 _ATTACHED = "_zeroshard_activations"  # in the model's __dict__
 
 Partition = backend_select.Choice
-
-
-@dataclass(frozen=True)
-class Options:
-    """Checked options of `checkpoint_activations`."""
-
-    partition: Partition | None
-    offload: Offload
-    prefetch: int
-    arena_nbytes: int
-    min_numel: int
-    check_equal: bool
-
-    def __post_init__(self) -> None:
-        for name in ("prefetch", "arena_nbytes", "min_numel"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigError(f"{name}: expected a whole number of at least 0, got {value!r}.")
 
 
 @dataclass(eq=False)
@@ -128,31 +110,30 @@ def checkpoint_activations(
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
     if off:
         return _detach(model)
-    _check_new(model)
-    chosen = Offload.of(offload, path, "offload", option="path")
-    if path is not None and chosen.tier is not Tier.DISK:
-        raise ConfigError(f"path={path!r} is for offload='nvme', got offload={offload!r}.")
-    options = Options(partition, chosen, prefetch, 0 if arena_nbytes is None else arena_nbytes, min_numel, check_equal)
-    found = _blocks(model, blocks)
-    store = _make_store(model, options)
-    attached = Attached(store, [name for name, _ in found])
-    store.alike = attached.blocks if len({type(block) for _, block in found}) == 1 else []
-    for name, block in found:
-        _attach_block(attached, name, block)
-    if not found:
-        _replace_forward(attached, model, ForwardOfCheckpoints(store, "", model.forward))
-    attached.handle = model.register_forward_pre_hook(_Begin(store), prepend=True)
-    model.__dict__[_ATTACHED] = attached
-    return model
-
-
-def _check_new(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if _ATTACHED in module.__dict__ or isinstance(module.__dict__.get("forward"), _Forward):
             raise ZeroshardError(
                 f"{name or type(model).__name__} has zs.checkpoint_activations already: call it once for a model, or first "
                 "zs.checkpoint_activations(model, off=True)."
             )
+    chosen = Offload.of(offload, path, "offload", option="path")
+    if path is not None and chosen.tier is not Tier.DISK:
+        raise ConfigError(f"path={path!r} is for offload='nvme', got offload={offload!r}.")
+    numbers = {"prefetch": prefetch, "arena_nbytes": 0 if arena_nbytes is None else arena_nbytes, "min_numel": min_numel}
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ConfigError(f"{name}: expected a whole number of at least 0, got {value!r}.")
+    found = _blocks(model, blocks)
+    store = _make_store(model, partition, chosen, check_equal, **numbers)
+    attached = Attached(store, [name for name, _ in found])
+    store.alike = attached.blocks if len({type(block) for _, block in found}) == 1 else []
+    for name, block in found:
+        _attach_block(attached, name, block)
+    if not found:
+        _replace_forward(attached, model, ForwardOfCheckpoints(store, "", model.forward))
+    attached.handle = model.register_forward_pre_hook(store.begin_forward, prepend=True)
+    model.__dict__[_ATTACHED] = attached
+    return model
 
 
 def attached_to(model: nn.Module) -> Attached:
@@ -175,7 +156,11 @@ def give_back_memory(model: nn.Module) -> None:
 
 def _blocks(model: nn.Module, units: Units | None) -> list[tuple[str, nn.Module]]:
     """Return (name, module) of the outermost blocks; none if the model itself calls torch.utils.checkpoint."""
-    if units is None or (isinstance(units, str) and units == "auto" and _checkpoints_by_itself(model)):
+    by_itself = any(  # transformers' switch is on, or torch's wrapper is there
+        getattr(module, "gradient_checkpointing", False) is True or type(module).__name__ == "CheckpointWrapper"
+        for module in model.modules()
+    )
+    if units is None or (isinstance(units, str) and units == "auto" and by_itself):
         return []
     if (isinstance(units, str) and units != "auto") or isinstance(units, type):
         units = (units,)
@@ -194,37 +179,28 @@ def _blocks(model: nn.Module, units: Units | None) -> list[tuple[str, nn.Module]
     return found
 
 
-def _checkpoints_by_itself(model: nn.Module) -> bool:
-    """Return whether a model calls torch.utils.checkpoint: it has transformers' switch on, or torch's CheckpointWrapper."""
-    return any(
-        getattr(module, "gradient_checkpointing", False) is True or type(module).__name__ == "CheckpointWrapper"
-        for module in model.modules()
-    )
-
-
-def _make_store(model: nn.Module, options: Options) -> Store:
+def _make_store(
+    model: nn.Module, partition: Partition | None, offload: Offload, check_equal: bool, prefetch: int, arena_nbytes: int,
+    min_numel: int,
+) -> Store:  # fmt: skip
     first = next(iter(model.parameters()), None)
     device = torch.device("cpu") if first is None or first.is_meta else first.device
     ledger = Ledger()
-    comm = None if options.partition is None else backend_select.current(options.partition, device, _STALL_TIMEOUT_S, "partition")
-    streams = comm.streams if comm is not None else _streams_of(model, device)
+    comm = None if partition is None else backend_select.current(partition, device, _STALL_TIMEOUT_S, "partition")
+    if comm is not None:
+        streams = comm.streams
+    else:
+        runtime = model.__dict__.get("_zeroshard")  # its streams, so that a sharded model's copies and these are ordered
+        streams = runtime.comm.streams if runtime is not None else streams_for(device)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0 if comm is None else comm.rank
-    place = _place(options, device, streams, ledger, rank)
-    return Store(model, place, comm, ledger, options.prefetch, options.min_numel, options.check_equal, speaks=rank == 0)
-
-
-def _place(options: Options, device: torch.device, streams: Streams, ledger: Ledger, rank: int) -> Place[Any]:
-    if options.offload.tier is Tier.DISK and isinstance(streams, ImaginedStreams):
-        return ImaginedDiskPlace(device, streams, ledger, options.prefetch)
-    if options.offload.tier is Tier.DISK:
-        return DiskPlace(options.offload, device, streams, ledger, options.arena_nbytes, options.prefetch, rank)
-    return MemoryPlace(options.offload.tier, device, streams, ledger, options.arena_nbytes, options.offload.pin_memory)
-
-
-def _streams_of(model: nn.Module, device: torch.device) -> Streams:
-    """Return the streams of a sharded model's runtime, so that its copies and these are ordered; else new streams."""
-    runtime = model.__dict__.get("_zeroshard")
-    return runtime.comm.streams if runtime is not None else streams_for(device)
+    place: Place[Any]
+    if offload.tier is not Tier.DISK:
+        place = MemoryPlace(offload.tier, device, streams, ledger, arena_nbytes, offload.pin_memory)
+    elif isinstance(streams, ImaginedStreams):
+        place = ImaginedDiskPlace(device, streams, ledger, prefetch)
+    else:
+        place = DiskPlace(offload, device, streams, ledger, arena_nbytes, prefetch, rank)
+    return Store(model, place, comm, ledger, prefetch, min_numel, check_equal, speaks=rank == 0)
 
 
 # -- forwards ------------------------------------------------------------------------------------------------------
@@ -248,37 +224,37 @@ class CheckpointedForward(_Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.active and torch.is_grad_enabled()):
             return self.inner(*args, **kwargs)
-        _refuse_caches(self.name, args, kwargs)
+        for value in (*args, *kwargs.values()):
+            if type(value).__name__.endswith("Cache"):
+                raise ConfigError(
+                    f"{self.name} was given a {type(value).__name__}: computing the block again would append to it twice. Call "
+                    "the model with use_cache=False (model.config.use_cache = False) while it is trained."
+                )
         tensors, inputs = _take_out((args, kwargs))
-        self._say_what_stays(inputs)
-        given = [(args, kwargs)]  # forward gets the caller's own containers, which a block may change; recomputing gets copies
-
-        def run(*tensors: Tensor) -> Any:
-            args, kwargs = given.pop() if given else _put_back(inputs, iter(tensors))
-            return self.inner(*args, **kwargs)
-
-        with self._hooks():
-            # each tensor is an argument of its own, so that checkpoint saves it as an input, where the hooks see it
-            return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=True)
-
-    def _say_what_stays(self, inputs: Any) -> None:
-        """At the first call, print a line if tensors inside an object are not packed. Searching is slow, so others do not."""
-        opaque = None if self.looked else _opaque(inputs, self.store.min_numel)
+        opaque = None if self.looked else _opaque(inputs, self.store.min_numel)  # searching is slow: at the first call only
         self.looked = True
         if opaque is not None:
             self.store.say(
                 f"{self.name} takes tensors inside a {opaque}, which are not stored: pass them as arguments, or in tuples, lists and "
                 "dicts."
             )
-
-    def _hooks(self) -> contextlib.AbstractContextManager:
-        if _outer_checkpoint() or _in_backward():
+        hooks: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if _computed_again():
             self.store.say(
                 f"{self.name} runs inside a torch.utils.checkpoint of the model's own, so its input is not stored: pass blocks=None "
                 "to store what the model's own checkpoints keep."
             )
-            return contextlib.nullcontext()
-        return self.store.hooks(self.name)
+        else:
+            hooks = self.store.hooks(self.name)
+        given = [(args, kwargs)]  # forward gets the caller's own containers, which a block may change; recomputing gets copies
+
+        def run(*tensors: Tensor) -> Any:
+            args, kwargs = given.pop() if given else _put_back(inputs, iter(tensors))
+            return self.inner(*args, **kwargs)
+
+        with hooks:
+            # each tensor is an argument of its own, so that checkpoint saves it as an input, where the hooks see it
+            return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=True)
 
 
 class ForwardOfCheckpoints(_Forward):
@@ -286,7 +262,7 @@ class ForwardOfCheckpoints(_Forward):
 
     @torch_compat.disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.active and torch.is_grad_enabled()) or _outer_checkpoint() or _in_backward():
+        if not (self.active and torch.is_grad_enabled()) or _computed_again():
             return self.inner(*args, **kwargs)
         before = self.store.packed  # number of tensors packed so far
         with self.store.hooks_of_checkpoints():
@@ -297,16 +273,6 @@ class ForwardOfCheckpoints(_Forward):
                 f"{self.store.min_numel} elements that requires a gradient. Leave out blocks=None, so that blocks are found."
             )
         return output
-
-
-class _Begin:
-    """Forward pre-hook of the model that begins a forward in the store."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-
-    def __call__(self, module: nn.Module, args: tuple) -> None:
-        self.store.begin_forward(module)
 
 
 def _attach_block(attached: Attached, name: str, block: nn.Module) -> None:
@@ -389,19 +355,6 @@ def _opaque(value: Any, min_numel: int) -> str | None:
     return type(value).__name__ if held else None
 
 
-def _refuse_caches(name: str, args: tuple, kwargs: dict) -> None:
-    for value in (*args, *kwargs.values()):
-        if type(value).__name__.endswith("Cache"):
-            raise ConfigError(
-                f"{name} was given a {type(value).__name__}: computing the block again would append to it twice. Call "
-                "the model with use_cache=False (model.config.use_cache = False) while it is trained."
-            )
-
-
-def _outer_checkpoint() -> bool:
-    """Return whether a block runs inside another checkpoint, which computes the block's inputs again in backward."""
-    return Outer().checkpoint is not None
-
-
-def _in_backward() -> bool:
-    return torch_compat.graph_task() != -1
+def _computed_again() -> bool:
+    """Return whether a forward runs in another checkpoint, which computes its inputs again, or in a backward, which uses them now."""
+    return Outer().checkpoint is not None or torch_compat.graph_task() != -1

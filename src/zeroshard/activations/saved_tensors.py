@@ -105,7 +105,7 @@ class Store:
         self.users = 1  # number of models (deep copies) that use the store
         self._forward, self._number = 0, 0
         self._live: dict[int, Kept] = {}  # by number, in order of packing
-        self._known: dict[tuple, weakref.ref[Packed]] = {}  # by `_identity` of the tensor
+        self._known: dict[tuple, weakref.ref[Packed]] = {}  # by `key` in `pack`
         self._freed: deque[tuple[int, tuple, Kept, int]] = deque()  # appended by finalizers: number, key, slice, whole nbytes
         self._ahead: list[Kept] = []
         self._inside = threading.RLock()
@@ -124,8 +124,8 @@ class Store:
         )
 
     @_one_at_a_time
-    def begin_forward(self, model: nn.Module) -> None:
-        """Note that a model's forward begins."""
+    def begin_forward(self, model: nn.Module, args: tuple = ()) -> None:
+        """Forward pre-hook of a model: note that its forward begins."""
         self._forward += 1
         self._models.add(model)
 
@@ -150,7 +150,9 @@ class Store:
         self.slices.record(self._forward, name, tensor)
         if not self.packed and name in self.alike:  # the very first slice: the disk is checked for the blocks after it, too
             self.place.foreseen = len(self.alike) - self.alike.index(name) - 1
-        key = _identity(tensor, self._forward)
+        # two tensors of a forward share a key only if they have the same elements (while their storage lives)
+        key = (torch_compat.storage_id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype,
+               torch_compat.version(tensor), self._forward)  # fmt: skip
         known = self._known[key]() if key in self._known else None
         if known is not None and not known.storage.expired():  # the same tensor, kept by an earlier checkpoint of this forward
             return known
@@ -163,7 +165,10 @@ class Store:
         self._known[key] = weakref.ref(packed)
         # not at the interpreter's exit, after which no call would release the slot
         weakref.finalize(packed, self._freed.append, (packed.number, key, kept, tensor.nbytes)).atexit = False
-        self._count(tensor.nbytes)
+        self.packed += 1
+        self.whole_nbytes += tensor.nbytes
+        self.whole_peak = max(self.whole_peak, self.whole_nbytes)
+        self.largest_nbytes, self.most = max(self.largest_nbytes, tensor.nbytes), max(self.most, len(self._live))
         return packed
 
     def _takes(self, tensor: Tensor) -> bool:
@@ -181,12 +186,6 @@ class Store:
             return False
         return True
 
-    def _count(self, nbytes: int) -> None:
-        self.packed += 1
-        self.whole_nbytes += nbytes
-        self.whole_peak = max(self.whole_peak, self.whole_nbytes)
-        self.largest_nbytes, self.most = max(self.largest_nbytes, nbytes), max(self.most, len(self._live))
-
     def _between_steps(self) -> None:
         """Grow the arena if needed, and look up the parameters' storages again. Called when nothing is packed."""
         self.slices.forget()
@@ -195,8 +194,14 @@ class Store:
             self.messages.append(message)
             if not message.partition(": ")[2].startswith("0 ->") and self.speaks:  # the first allocation is not printed
                 print(f"zeroshard: {message}", file=sys.stderr)
-        storages = [_memory(param) for param in self.model.parameters()]
-        self._parameters = {torch_compat.storage_id(s): StorageWeakRef(s) for s in storages if s is not None}
+        self._parameters = {}
+        for param in self.model.parameters():
+            home = getattr(param, "_home", None)
+            gathered = home.group.values.full if isinstance(home, ParamHome) and home.group.values.sharded else None
+            held = param if gathered is None else gathered  # what the parameter, when gathered, is a view of
+            if held.layout is torch.strided:
+                storage = held.untyped_storage()
+                self._parameters[torch_compat.storage_id(storage)] = StorageWeakRef(storage)
 
     # -- unpack ----------------------------------------------------------------------------------------------
 
@@ -315,20 +320,6 @@ def _is_input_of_checkpoint() -> bool:
     while frame is not None and frame.f_code.co_filename in passing:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename == torch.utils.checkpoint.__file__
-
-
-def _identity(tensor: Tensor, forward: int) -> tuple:
-    """Return a key that two tensors of a forward share only if they have the same elements (while their storage lives)."""
-    storage = torch_compat.storage_id(tensor.untyped_storage())
-    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, torch_compat.version(tensor), forward
-
-
-def _memory(param: Tensor) -> torch.UntypedStorage | None:
-    """Return the storage that a parameter, when gathered, is a view of."""
-    home = getattr(param, "_home", None)
-    if isinstance(home, ParamHome) and home.group.values.sharded:
-        param = home.group.values.full
-    return param.untyped_storage() if param.layout is torch.strided else None
 
 
 def _in_order_of_memory(tensor: Tensor) -> Tensor | None:

@@ -169,9 +169,8 @@ class MemoryPlace(Place[Kept]):
         self.done(kept)
         if kept.offset < 0:
             self._beyond_nbytes -= self._space.rounded(kept.nbytes)
-            if (
-                self.away and kept.memory is not None
-            ):  # the host frees memory at once, whatever streams have queued: keep it until the copies are finished
+            if self.away and kept.memory is not None:
+                # the host frees memory at once, whatever streams have queued: keep it until the copies are finished
                 self._dying.append((kept.memory, (self._down, self._up)))
         else:
             self._space.give(kept.offset, kept.nbytes)

@@ -59,9 +59,14 @@ class Cut:
     dim: int
     bounds: list[int]
 
-    @property
-    def extents(self) -> list[int]:
-        return [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
+    def largest_nbytes(self, dtype: torch.dtype | None) -> int:
+        """Return the bytes of the largest tile, its bias included, in a dtype; None: in that of each weight."""
+        longest, total = max(stop - start for start, stop in itertools.pairwise(self.bounds)), 0
+        for weight in self.weights.values():
+            total += _nbytes(weight, dtype) // weight.shape[self.dim] * longest
+        if any(_bias(holder.module) is not None for holder in self.holders):
+            total += (longest if self.dim == 0 else len(weight)) * _itemsize(weight, dtype)
+        return total
 
 
 def tile(
@@ -111,7 +116,13 @@ def tile(
         _say(f"nothing to tile: no weight is larger than {limit:,} bytes")
     for cut in cuts:
         _carry_out(cut, optimizer)
-    _leave_fast_paths(model)
+    for module in model.modules():  # the inference kernels of torch's encoders read weights without calling the modules
+        if not any(isinstance(inner, Tiled) for inner in module.modules()):
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # 0: an activation that the kernels do not support
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
     return model
 
 
@@ -251,7 +262,7 @@ def _limit_of(model: nn.Module, holders: dict[nn.Parameter, list[Holder]], budge
             cuts, _ = _plan(holders, limit, dtype)
         except ConfigError:
             break
-        largest = {weight: _largest_tile(cut, dtype) for cut in cuts for weight in cut.weights.values()}
+        largest = {weight: cut.largest_nbytes(dtype) for cut in cuts for weight in cut.weights.values()}
         biases = {_bias(holder.module) for cut in cuts for holder in cut.holders}
         root, other = 0, 0
         for unit in units:
@@ -269,16 +280,6 @@ def _limit_of(model: nn.Module, holders: dict[nn.Parameter, list[Holder]], budge
         f"budget_bytes: {budget:,} bytes are too few: with the smallest tiles that can be made, {least:,} are gathered at "
         "one time. Give at least that, or smaller units (units=, max_unit_numel=) with max_bytes=."
     )
-
-
-def _largest_tile(cut: Cut, dtype: torch.dtype | None) -> int:
-    """Return the bytes of the largest tile, its bias included."""
-    longest, total = max(cut.extents), 0
-    for weight in cut.weights.values():
-        total += _nbytes(weight, dtype) // weight.shape[cut.dim] * longest
-    if any(_bias(holder.module) is not None for holder in cut.holders):
-        total += (longest if cut.dim == 0 else len(weight)) * _itemsize(weight, dtype)
-    return total
 
 
 def _check_cut(cut: Cut, optimizer: torch.optim.Optimizer | None) -> None:
@@ -316,46 +317,29 @@ def _check_cut(cut: Cut, optimizer: torch.optim.Optimizer | None) -> None:
 
 def _carry_out(cut: Cut, optimizer: torch.optim.Optimizer | None) -> None:
     """Replace the weights by their parts, in the modules and in the optimizer."""
-    ranges = list(zip(cut.bounds, cut.bounds[1:], strict=False))
+    ranges = list(itertools.pairwise(cut.bounds))
     parts = {a: [Part(cut.dim, *ends, tuple(weight.shape)) for ends in ranges] for a, weight in cut.weights.items()}
     weights = {a: [_part_of(weight, part) for part in parts[a]] for a, weight in cut.weights.items()}
     for attribute, weight in cut.weights.items():
         _exchange(optimizer, weight, weights[attribute])
     for holder in cut.holders:
         module = holder.module
-        cls, tiles = _tiles_of(module, weights, parts, optimizer)
+        cls: type[Tiled]
+        tiles: list[Any]
+        if tiled_experts.are_experts(module):
+            cls, tiles = tiled_experts.TiledExperts, tiled_experts.make_tiles(module, weights, parts)
+            module.__dict__["stands_for"] = type(module)
+        elif type(module) is nn.Embedding:
+            cls, tiles, padding = TiledEmbedding, [], module.padding_idx
+            for weight, part in zip(weights["weight"], parts["weight"], strict=True):
+                inside = None if padding is None or not part.start <= padding < part.stop else padding - part.start
+                tiles.append(EmbeddingTile(weight, inside, {"weight": part}))
+        else:
+            cls, tiles = TiledLinear, _linear_tiles(module, weights["weight"], parts["weight"], optimizer)
         for attribute in cut.weights:
             del torch_compat.own_parameters(module)[attribute]  # the tiles hold the weight from here on
         module.__class__ = cls
         module.tiles = nn.ModuleList(tiles).train(module.training)
-
-
-def _tiles_of(
-    module: nn.Module,
-    weights: dict[str, list[nn.Parameter]],
-    parts: dict[str, list[Part]],
-    optimizer: torch.optim.Optimizer | None,
-) -> tuple[type[Tiled], list[Any]]:
-    """Return the class that a module gets, and its tiles."""
-    if tiled_experts.are_experts(module):
-        tiles = tiled_experts.make_tiles(module, weights, parts)
-        module.__dict__["stands_for"] = type(module)
-        return tiled_experts.TiledExperts, tiles
-    of_weight = list(zip(weights["weight"], parts["weight"], strict=True))
-    if type(module) is nn.Embedding:
-        return TiledEmbedding, [EmbeddingTile(w, _padding(module, p), {"weight": p}) for w, p in of_weight]
-    return TiledLinear, _linear_tiles(module, weights["weight"], parts["weight"], optimizer)
-
-
-def _leave_fast_paths(model: nn.Module) -> None:
-    """Switch off the inference kernels of torch's encoders with tiles: they read weights without calling the modules."""
-    for module in model.modules():
-        if not any(isinstance(inner, Tiled) for inner in module.modules()):
-            continue
-        if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0  # 0: an activation that the kernels do not support
-        elif isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False
 
 
 def _linear_tiles(
@@ -379,29 +363,21 @@ def _linear_tiles(
     ]
 
 
-def _padding(module: nn.Embedding, part: Part) -> int | None:
-    """Return padding_idx relative to the tile's first row, or None if it is in another tile."""
-    index = module.padding_idx
-    return index - part.start if index is not None and part.start <= index < part.stop else None
-
-
 def _part_of(param: nn.Parameter, part: Part) -> nn.Parameter:
-    """Return a part of a parameter as a parameter with the same attributes. Rows share the whole's memory, columns are copies."""
+    """Return a part of a parameter as a parameter with the same attributes. Rows share the whole's memory, columns are copies.
+
+    Rows of a parameter that was made under zs.init are gathered, and sharded as zs.init does (collective).
+    """
     if isinstance(param, ShardedTensor):
-        return _part_of_born(param, part)
+        whole = param.data[part.start : part.stop].full_tensor()  # type: ignore[attr-defined]  # a ShardedTensor's
+        home = BirthHome(param._home.comm, f"{param._home.name}[{part.start}:{part.stop}]", whole.numel())
+        local = whole.reshape(-1)[home.start : home.stop].clone()
+        born = ShardedParameter(local, tuple(whole.shape), home, param.requires_grad)
+        born.__dict__.update(attributes_of(param))
+        return born  # type: ignore[return-value]
     fresh = nn.Parameter(part.of(param.data).contiguous(), requires_grad=param.requires_grad)
     fresh.__dict__.update(param.__dict__)
     return fresh
-
-
-def _part_of_born(param: Any, part: Part) -> nn.Parameter:
-    """Return rows of a parameter that was made under zs.init: gather them, and shard them as zs.init does (collective)."""
-    whole = param.data[part.start : part.stop].full_tensor()
-    home = BirthHome(param._home.comm, f"{param._home.name}[{part.start}:{part.stop}]", whole.numel())
-    local = whole.reshape(-1)[home.start : home.stop].clone()
-    born = ShardedParameter(local, tuple(whole.shape), home, param.requires_grad)
-    born.__dict__.update(attributes_of(param))
-    return born  # type: ignore[return-value]
 
 
 def _exchange(optimizer: torch.optim.Optimizer | None, old: nn.Parameter, new: list[nn.Parameter]) -> None:

@@ -269,17 +269,14 @@ class Pipeline:
                 f"rank {self.rank} of the pipeline runs stages {own} of {count} with schedule {schedule}: expected these, got "
                 f"{given}."
             )
-        return next(filter(None, map(self._unserved, self.runtimes)), None) if self.ranks > 1 else None
-
-    def _unserved(self, runtime: Runtime) -> str | None:
-        """Return why the stage's options can not be used in a pipeline, whose stages share norm and skipped steps; or None."""
-        if runtime.config.precision == "fp16":
-            return "precision='fp16' with a pipeline: each stage would have a loss scale of its own. Use 'bf16', which needs no loss scale."
-        if runtime.optimizer is not None and runtime.world is runtime.comm:
-            return (
-                "a stage of a pipeline was sharded over its data-parallel ranks alone (comm=): it would know neither the norm of the other "
-                "stages nor that they skip a step. Give zs.shard(stage, optimizer, mesh=mesh) the whole mesh, with its axis pp."
-            )
+        for runtime in self.runtimes if self.ranks > 1 else ():  # stages share the norm and the decision to skip a step
+            if runtime.config.precision == "fp16":
+                return "precision='fp16' with a pipeline: each stage would have a loss scale of its own. Use 'bf16', which needs no loss scale."
+            if runtime.optimizer is not None and runtime.world is runtime.comm:
+                return (
+                    "a stage of a pipeline was sharded over its data-parallel ranks alone (comm=): it would know neither the norm of the other "
+                    "stages nor that they skip a step. Give zs.shard(stage, optimizer, mesh=mesh) the whole mesh, with its axis pp."
+                )
         return None
 
     # -- steps -----------------------------------------------------------------------------------------------
@@ -299,10 +296,22 @@ class Pipeline:
         return self._run(False, inputs, target, losses, kwargs)
 
     def _run(self, training: bool, inputs: tuple, target: Any, losses: list | None, kwargs: dict) -> Tensor:
-        self._check_batch(inputs, target, kwargs)
+        sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in find_tensors((inputs, target, kwargs))}
+        if len(sizes) != 1 or min(sizes) % self.micro_batches or min(sizes) == 0:
+            nearest = max(round(min(sizes, default=1) / self.micro_batches), 1) * self.micro_batches
+            raise ConfigError(
+                f"a batch of {sorted(sizes)} rows (inputs, target, keyword arguments) in {self.micro_batches} micro-batches: expected one "
+                f"number of rows, a multiple of micro_batches; the nearest is {nearest}. Every rank of the pipeline gives inputs and target."
+            )
         key = (training, *((tensor.shape, tensor.dtype) for tensor in find_tensors((inputs, kwargs))))
-        if key not in self._built:
-            self._agree_on_batch(key)
+        if key not in self._built:  # new shapes: do all ranks of the pipeline have them?
+            told = exchange_objects(key, self.group)
+            if any(other != key for other in told):
+                shapes = [[(*shape,) for shape, _ in other[1:]] for other in told]
+                raise ConfigError(
+                    "ranks of a pipeline have given different batches, or one trains and another evaluates: give all the same batch and make "
+                    f"the same call; shapes of the inputs by rank: {shapes}."
+                )
             self._built[key] = self._build(training, inputs, kwargs)
         schedule = self._built[key]
         found: list[Tensor] = []
@@ -310,7 +319,8 @@ class Pipeline:
         if training:
             self.tied.set_aside()  # the sum over copies must not add gradients of earlier steps twice
         # torch's schedule takes inputs at the first stage, targets at the last
-        given, wanted = inputs if 0 in self.own else (), target if self._has_last else None
+        has_last = self.count - 1 in self.own
+        given, wanted = inputs if 0 in self.own else (), target if has_last else None
         try:
             run(*given, target=wanted, losses=found, return_outputs=False, **kwargs)
         except RuntimeError as error:
@@ -320,13 +330,13 @@ class Pipeline:
             for runtime in self.runtimes:
                 runtime.flush()
             self.tied.add()
-        told = torch.zeros(self.micro_batches, dtype=torch.float32, device=self.device)
-        if self._has_last:
-            told.copy_(torch.stack([loss.detach().float() for loss in found]))
-        dist.broadcast(told, dist.get_global_rank(self.group, self._rank_of(self.count - 1)), group=self.group)
+        means = torch.zeros(self.micro_batches, dtype=torch.float32, device=self.device)
+        if has_last:
+            means.copy_(torch.stack([loss.detach().float() for loss in found]))
+        dist.broadcast(means, dist.get_global_rank(self.group, self._rank_of(self.count - 1)), group=self.group)
         if losses is not None:
-            losses[:] = (told * self.micro_batches).unbind()  # undo the division in `_build`
-        return sum(told.unbind(), torch.zeros((), device=self.device))
+            losses[:] = (means * self.micro_batches).unbind()  # undo the division in `_build`
+        return sum(means.unbind(), torch.zeros((), device=self.device))
 
     def _explain(self, error: RuntimeError) -> None:
         """Raise PeerFailed, with the failed rank's error, if `error` is a broken connection to a stage whose rank has failed."""
@@ -347,33 +357,10 @@ class Pipeline:
         """Bytes that this rank has sent to other stages so far: activations, their gradients, gradients of tied parameters."""
         return sum(stage.sent_nbytes for stage in self._made) + self.tied.sent_nbytes
 
-    @property
-    def _has_last(self) -> bool:
-        return self.count - 1 in self.own
-
     def _rank_of(self, stage: int) -> int:
         """Return the rank in the pipeline's group that runs a stage."""
         per_rank = len(self.stages)
         return next(r for r in range(self.ranks) if stage in stages_of(r, self.ranks, per_rank, self.schedule))
-
-    def _check_batch(self, inputs: tuple, target: Any, kwargs: dict) -> None:
-        sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in find_tensors((inputs, target, kwargs))}
-        if len(sizes) != 1 or min(sizes) % self.micro_batches or min(sizes) == 0:
-            nearest = max(round(min(sizes, default=1) / self.micro_batches), 1) * self.micro_batches
-            raise ConfigError(
-                f"a batch of {sorted(sizes)} rows (inputs, target, keyword arguments) in {self.micro_batches} micro-batches: expected one "
-                f"number of rows, a multiple of micro_batches; the nearest is {nearest}. Every rank of the pipeline gives inputs and target."
-            )
-
-    def _agree_on_batch(self, key: tuple) -> None:
-        """Raise ConfigError if ranks of the pipeline were given different shapes (collective; called for new shapes only)."""
-        told = exchange_objects(key, self.group)
-        if any(other != key for other in told):
-            shapes = [[(*shape,) for shape, _ in other[1:]] for other in told]
-            raise ConfigError(
-                "ranks of a pipeline have given different batches, or one trains and another evaluates: give all the same batch and make "
-                f"the same call; shapes of the inputs by rank: {shapes}."
-            )
 
     # -- torch's schedule ------------------------------------------------------------------------------------
 
@@ -404,38 +391,28 @@ class Pipeline:
         Each stage runs one forward on zeros of the shapes that the stage before it has broadcast.
         """
         shapes = [[(x.shape, x.dtype) for x in inputs]]
-        if is_imagined():
-            return self._assumed_shapes(inputs, shapes)
+        if is_imagined():  # without peers: from the hidden states' shape that `cut_stages` recorded
+            place: Any = self.stages[0].pipeline_stage
+            return shapes + [[(place.hidden(inputs[0]), self.runtimes[0].groups[0].values.dtype)]] * self.count
         for number in range(self.count):
             told: list[Any] = [None]
             if number in self.own:
                 module = self.stages[self.own.index(number)]
                 given = inputs if number == 0 else tuple(torch.zeros(s, dtype=d, device=self.device) for s, d in shapes[-1])
-                told = [_evaluated(module, given, kwargs)]
+                training = [part for part in module.modules() if part.training]
+                module.eval()  # so that running statistics and dropout are not used
+                try:
+                    output = module(*given, **kwargs)
+                finally:
+                    for part in training:
+                        part.training = True
+                told = [[(x.shape, x.dtype) for x in (output if isinstance(output, tuple) else (output,))]]
             source = dist.get_global_rank(self.group, self._rank_of(number))
             dist.broadcast_object_list(told, source, group=self.group)
             shapes.append(told[0])
         return shapes
 
-    def _assumed_shapes(self, inputs: tuple, shapes: list) -> list[list[tuple[torch.Size, torch.dtype]]]:
-        """Return `_shapes` for an imagined rank, which has no peers, from the hidden states' shape that `cut_stages` recorded."""
-        place: Any = self.stages[0].pipeline_stage
-        hidden = [(place.hidden(inputs[0]), self.runtimes[0].groups[0].values.dtype)]
-        return shapes + [hidden] * self.count
-
 
 def whole(loss: Tensor) -> Tensor:
     """Return the whole value of a loss, which loss_parallel makes a DTensor."""
     return loss.full_tensor() if is_distributed(loss) else loss
-
-
-def _evaluated(module: nn.Module, inputs: tuple, kwargs: dict) -> list[tuple[torch.Size, torch.dtype]]:
-    """Return shapes and dtypes of a module's outputs, in eval mode, so that running statistics and dropout are not used."""
-    training = [part for part in module.modules() if part.training]
-    module.eval()
-    try:
-        output = module(*inputs, **kwargs)
-    finally:
-        for part in training:
-            part.training = True
-    return [(x.shape, x.dtype) for x in (output if isinstance(output, tuple) else (output,))]

@@ -304,7 +304,8 @@ def _watch_forward(model: nn.Module, blocks: list[nn.Module], example: Tensor, k
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
             hidden = args[0] if args else kwargs[_hidden_argument(kwargs)]
             uses.order.append(number)
-            uses.leading = _agreeing(example, hidden)
+            agree = enumerate(zip(example.shape, hidden.shape, strict=False))
+            uses.leading = next((n for n, (x, y) in agree if x != y), min(example.ndim, hidden.ndim))
             uses.tail, uses.width = tuple(example.shape[uses.leading :]), tuple(hidden.shape[uses.leading :])
             phase[0] = f"in block {number}"
 
@@ -331,8 +332,9 @@ def _watch_forward(model: nn.Module, blocks: list[nn.Module], example: Tensor, k
     for number, block in enumerate(blocks):
         handles.append(block.register_forward_pre_hook(block_begins(number), with_kwargs=True))
         handles.append(block.register_forward_hook(block_ends))
-    for name, module in _owners(model, inside):
-        if name:
+    for name, module in model.named_modules(remove_duplicate=False):
+        outside = any(p is not None and id(p) not in inside for p in torch_compat.own_parameters(module).values())
+        if name and outside:
             handles.append(module.register_forward_pre_hook(begins(name)))
             handles.append(module.register_forward_hook(ends(name), with_kwargs=True))
     try:
@@ -344,20 +346,6 @@ def _watch_forward(model: nn.Module, blocks: list[nn.Module], example: Tensor, k
         for handle in handles:
             handle.remove()
     return uses
-
-
-def _agreeing(a: Tensor, b: Tensor) -> int:
-    pairs = enumerate(zip(a.shape, b.shape, strict=False))
-    return next((n for n, (x, y) in pairs if x != y), min(a.ndim, b.ndim))
-
-
-def _owners(model: nn.Module, inside: set[int]) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of modules with parameters of their own outside of the blocks."""
-    return [
-        (name, module)
-        for name, module in model.named_modules(remove_duplicate=False)
-        if any(p is not None and id(p) not in inside for p in torch_compat.own_parameters(module).values())
-    ]
 
 
 def _check_uses(model: nn.Module, uses: _Uses, count: int, path: str) -> None:
@@ -466,12 +454,6 @@ def _ties(model: nn.Module, uses: _Uses, stages: int) -> tuple[Tie, ...]:
     return tuple(Tie(names) for names in found.values() if len(names) > 1)
 
 
-def _copy_of(param: nn.Parameter) -> nn.Parameter:
-    copied = nn.Parameter(param.detach().clone(), param.requires_grad)
-    copied.__dict__.update(param.__dict__)
-    return copied
-
-
 class _Cutter:
     """Makes one stage of a model: copies of the modules outside of the blocks, with the model's own tensors."""
 
@@ -492,7 +474,10 @@ class _Cutter:
         self.config = self._config()
         self.made: dict[int, nn.Module] = {}
         shared = [] if index == 0 else [self.model.get_parameter(tie.names[index]) for tie in mine]
-        self.own = {id(param): _copy_of(param) for param in shared}  # copies, since both stages may be on this rank
+        self.own: dict[int, nn.Parameter] = {}
+        for param in shared:  # copies, since both stages may be on this rank
+            self.own[id(param)] = nn.Parameter(param.detach().clone(), param.requires_grad)
+            self.own[id(param)].__dict__.update(param.__dict__)
         stage = self._copy("", self.model)
         stage.__class__ = type(f"{type(self.model).__name__}Stage", (Stage, type(self.model)), {})
         stage.pipeline_stage = self.place  # type: ignore[assignment]

@@ -71,6 +71,8 @@ def apply(
     Raises ConfigError or ZeroshardError, before anything is changed, if the number of ranks does not divide the model, names
     or styles do not fit, or the model is sharded already.
     """
+    from torch.distributed.tensor import DTensor
+
     _check_plain(model, mesh)
     styles = styles if isinstance(styles, ParallelStyles) else styles_for(model, styles)
     _check(model, mesh, styles, loss_parallel)
@@ -82,10 +84,22 @@ def apply(
     marks = [(module, name, p.__dict__) for module, name, p in named if p is not None and p.__dict__]
     cut.run()
     for places in ties:
-        _tie(places)
+        held = [torch_compat.own_parameters(module)[attribute] for module, attribute in places]
+        sharded: list[Any] = [param for param in held if isinstance(param, DTensor)]
+        assert len({param.placements for param in sharded}) == 1, "tied parameters were cut differently"
+        for module, attribute in places:
+            module.register_parameter(attribute, sharded[0])
     for module, name, given in marks:  # attributes of a parameter are copied to its DTensor
         torch_compat.own_parameters(module)[name].__dict__.update(given)
-    _start_alike(model, mesh)
+    with torch.no_grad():  # sharding has sent the sharded parameters of the axis's first rank; now it sends the others
+        for tensor in (*model.parameters(), *model.buffers()):
+            local = tensor
+            if isinstance(tensor, DTensor):
+                if not tensor.placements[0].is_replicate():
+                    continue
+                local = tensor.to_local()
+            if not local.is_meta:
+                dist.broadcast(local.detach(), group=mesh.get_group(), group_src=0)
     return model
 
 
@@ -103,7 +117,12 @@ class _Cut:
         self.stacks = list(_stacks(model, self.colwise)) if sequence_parallel else []
         if sequence_parallel and not self.stacks:
             raise ConfigError("sequence_parallel: no list of blocks (nn.ModuleList) holds layers that the styles cut.")
-        self.islands = list(_islands(model, styles))
+        self.islands = [  # mixtures of experts: modules that hold the experts and their router
+            name
+            for name, module in model.named_modules()
+            if styles.by_name.get(f"{name}.experts") == EXPERTS
+            or (name and isinstance(getattr(module, "experts", None), nn.ModuleList))
+        ]
         self.entries = self._entries()
         self.norms = self._norms()
 
@@ -146,7 +165,9 @@ class _Cut:
         for name, style in self.parameters.items():
             owner, attribute = resolve(self.model, name)
             assert attribute is not None
-            _distribute(owner, attribute, self.mesh, _placement(getattr(owner, attribute), style))
+            ndim = getattr(owner, attribute).ndim  # (..., out, in), as experts have
+            placement = _rows(ndim - 1 if style in ROWWISE else ndim - 2, PACKED.get(style, 1))
+            _distribute(owner, attribute, self.mesh, placement)
         for name, style in self.modules.items():
             self._module(name, self.model.get_submodule(name), style)
         for name in self.norms:
@@ -230,11 +251,6 @@ def _rows(dim: int, maps: int) -> Any:
     return Shard(dim) if maps == 1 else StridedShard(dim, split_factor=maps)
 
 
-def _placement(param: Tensor, style: str) -> Any:
-    """Return the placement of a parameter (..., out, in) for which the styles have an entry of its own (experts)."""
-    return _rows(param.ndim - 1 if style in ROWWISE else param.ndim - 2, PACKED.get(style, 1))
-
-
 def _distribute(module: nn.Module, attribute: str, mesh: DeviceMesh, placement: Any) -> None:
     from torch.distributed.tensor import distribute_tensor
 
@@ -287,28 +303,6 @@ def _ties(model: nn.Module, styles: ParallelStyles) -> list[list[tuple[nn.Module
                 )
         shared.append([(module, attribute) for _, module, attribute in found])
     return shared
-
-
-def _tie(places: list[tuple[nn.Module, str]]) -> None:
-    from torch.distributed.tensor import DTensor
-
-    given = [torch_compat.own_parameters(module)[attribute] for module, attribute in places]
-    cut: list[Any] = [param for param in given if isinstance(param, DTensor)]
-    assert len({param.placements for param in cut}) == 1, "tied parameters were cut differently"
-    for module, attribute in places:
-        module.register_parameter(attribute, cut[0])
-
-
-@torch.no_grad()
-def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Broadcast unsharded parameters and buffers from the axis's first rank (collective); sharding has sent the others."""
-    from torch.distributed.tensor import DTensor
-
-    for tensor in (*model.parameters(), *model.buffers()):
-        cut = isinstance(tensor, DTensor) and not tensor.placements[0].is_replicate()
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if not cut and not local.is_meta:
-            dist.broadcast(local.detach(), group=mesh.get_group(), group_src=0)
 
 
 # ---------------------------------------------------------------------------------------------- hooks: inputs
@@ -424,14 +418,6 @@ def _stacks(model: nn.Module, colwise: list[str]) -> Iterator[str]:
         holds = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and any(c.startswith(f"{name}.") for c in colwise)
         if holds and not _inside(name, found):
             found.append(name)
-            yield name
-
-
-def _islands(model: nn.Module, styles: ParallelStyles) -> Iterator[str]:
-    """Yield the names of mixtures of experts: modules that hold the experts and their router."""
-    for name, module in model.named_modules():
-        experts = getattr(module, "experts", None)
-        if styles.by_name.get(f"{name}.experts") == EXPERTS or (name and isinstance(experts, nn.ModuleList)):
             yield name
 
 

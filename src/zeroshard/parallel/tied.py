@@ -36,7 +36,8 @@ class TiedParameters:
         for number, stage in zip(own, stages, strict=True):
             place = getattr(stage, "pipeline_stage", None)
             for tie in place.ties if place is not None else ():
-                found = _find(stage, tie.names[number])
+                wanted = stage.get_parameter(tie.names[number])
+                found = next((g, i) for g in runtime_of(stage).groups for i, param in enumerate(g.params) if param is wanted)
                 self.copies.setdefault(tuple(sorted(tie.names.items())), {})[number] = found
                 spec = found[0].specs[found[1]]
                 spec.counts = spec.counts and number == min(tie.names)  # so that norms count it once
@@ -55,24 +56,21 @@ class TiedParameters:
 
     def _equalise(self, key: tuple) -> None:
         """Send the whole value of the lowest stage's copy to the other stages (collective)."""
-        first, *others = sorted(self.holders[key].items())
+        (lowest, source), *others = sorted(self.holders[key].items())
+        held = self.copies.get(key, {})
         for number, rank in others:
-            held = self.copies.get(key, {})
-            value: Any = value_of(_param(held[first[0]])).full() if first[0] in held else None
-            if rank != first[1]:
-                value = self._pass(value, held.get(number), first[1], rank)
+            value: Any = None
+            if lowest in held:
+                value = value_of(_param(held[lowest])).full()
+                if rank != source:
+                    dist.send(value.contiguous(), group=self.group, group_dst=rank)
+            elif number in held:
+                group, index = held[number]
+                exact = group.master.dtype if group.master is not None else group.values.dtype
+                value = torch.empty(group.specs[index].shape, dtype=exact, device=group.comm.device)
+                dist.recv(value, group=self.group, group_src=source)
             if number in held:
                 value_of(_param(held[number])).set_full(value)
-
-    def _pass(self, value: Tensor | None, copy: tuple[ParamGroup, int] | None, source: int, target: int) -> Tensor | None:
-        if value is not None:
-            dist.send(value.contiguous(), group=self.group, group_dst=target)
-        elif copy is not None:
-            group, index = copy
-            exact = group.master.dtype if group.master is not None else group.values.dtype
-            value = torch.empty(group.specs[index].shape, dtype=exact, device=group.comm.device)
-            dist.recv(value, group=self.group, group_src=source)
-        return value
 
     def set_aside(self) -> None:
         """Keep gradients of earlier steps, which are summed over the copies already; called before the backwards of a step."""
@@ -119,11 +117,6 @@ def exchange_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     if not is_imagined():
         dist.all_gather_object(told, value, group=group)
     return told
-
-
-def _find(stage: nn.Module, name: str) -> tuple[ParamGroup, int]:
-    wanted = stage.get_parameter(name)
-    return next((g, i) for g in runtime_of(stage).groups for i, param in enumerate(g.params) if param is wanted)
 
 
 def _param(copy: tuple[ParamGroup, int]) -> nn.Parameter:
