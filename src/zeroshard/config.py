@@ -514,11 +514,6 @@ class Config:
     def compute_dtype(self) -> torch.dtype:
         return PRECISIONS[self.precision]
 
-    @property
-    def send_dtype(self) -> torch.dtype | None:
-        """Dtype of sent gradients, or None for the dtype of the parameter."""
-        return self.reduce_dtype
-
 
 # -- the same options as types, for editors and type checkers: a test compares them with the fields of Config
 

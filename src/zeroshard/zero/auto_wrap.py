@@ -61,22 +61,26 @@ def collect(model: nn.Module, config: Config) -> list[ParamSpec]:
             if param is None:
                 continue
             name = f"{prefix}.{attribute}" if prefix else attribute
-            _check(name, param)
-            dtype = policy.dtype(module, param, config)
-            spec = specs.setdefault(
-                id(param), ParamSpec(name, param, [], dtype, tuple(param.shape), param.requires_grad, param.dtype)
-            )
-            spec.distribution = distribution_of(param)
+            if param.layout is not torch.strided:
+                raise ShardedAccessError(f"{name}: expected a dense parameter, got layout {param.layout}.")
+            if param.is_complex() and param.requires_grad:
+                raise ShardedAccessError(
+                    f"{name}: expected a real parameter, got {param.dtype}. Keep its two parts, self.{attribute} = "
+                    f"nn.Parameter(torch.view_as_real(value)), and compute with torch.view_as_complex(self.{attribute}) in the forward: "
+                    "gradients and steps are the same."
+                )
+            if not param.is_floating_point() and param.requires_grad:
+                raise ShardedAccessError(f"{name}: expected a floating-point parameter, got {param.dtype}.")
+            dtype, shape = policy.dtype(module, param, config), tuple(param.shape)
+            given = ParamSpec(name, param, [], dtype, shape, param.requires_grad, param.dtype, len(specs), distribution_of(param))
+            spec = specs.setdefault(id(param), given)
             if spec.dtype != dtype:
                 raise ConfigError(
                     f"dtypes: {spec.name} and {name} are one tied parameter, and would be {spec.dtype} and {dtype}. Give both "
                     "of their modules the same dtype, by name or by class."
                 )
             spec.owners.append((module, attribute))
-    result = list(specs.values())
-    for number, spec in enumerate(result):
-        spec.number = number
-    return result
+    return list(specs.values())
 
 
 def check_lazy(model: nn.Module) -> None:
@@ -89,20 +93,6 @@ def check_lazy(model: nn.Module) -> None:
                     f"{attribute}{where} ({type(module).__name__}) has no shape before the first forward. Run one before zs.shard(), and "
                     "before the optimizer is built, with a batch of the shape that will come: `with torch.no_grad(): model(batch)`."
                 )
-
-
-def _check(name: str, param: nn.Parameter) -> None:
-    if param.layout is not torch.strided:
-        raise ShardedAccessError(f"{name}: expected a dense parameter, got layout {param.layout}.")
-    if param.is_complex() and param.requires_grad:
-        attribute = name.rpartition(".")[2]
-        raise ShardedAccessError(
-            f"{name}: expected a real parameter, got {param.dtype}. Keep its two parts, self.{attribute} = "
-            f"nn.Parameter(torch.view_as_real(value)), and compute with torch.view_as_complex(self.{attribute}) in the forward: gradients "
-            "and steps are the same."
-        )
-    if not param.is_floating_point() and param.requires_grad:
-        raise ShardedAccessError(f"{name}: expected a floating-point parameter, got {param.dtype}.")
 
 
 @dataclass(frozen=True)
@@ -133,18 +123,23 @@ class Policy:
 def _module_dtypes(model: nn.Module, config: Config) -> tuple[dict[int, torch.dtype], list[str]]:
     """Return (id of each module that `Config.dtypes` determines -> its dtype, keys that match no module).
 
-    The dtype is that of the first key that matches the module, or else its nearest ancestor. Norms with fp32 statistics are fp32
-    unless a key matches them: torch has no kernels for other mixtures. A module that is never called has the dtype of its parent,
-    which reads its parameters.
+    A key matches a module by the name of its class or of a base, or as a pattern over the module's name. The dtype is that of the
+    first key that matches the module, or else its nearest ancestor. Norms with fp32 statistics are fp32 unless a key matches
+    them: torch has no kernels for other mixtures. A module that is never called has the dtype of its parent, which reads its
+    parameters.
     """
     found: dict[str, torch.dtype | None] = {}
     unmatched, result = set(config.dtypes), dict[int, torch.dtype]()
     for name, module in model.named_modules():
-        keys = _matching(name, module, config.dtypes) if _is_called(module) else []
+        cls, whole = class_and_name(module, name)
+        bases = {base.__name__ for base in cls.__mro__}
+        keys = [key for key in config.dtypes if key in bases or fnmatchcase(whole, key)] if _is_called(module) else []
         unmatched.difference_update(keys)
         around = found[name.rpartition(".")[0]] if name else None
         lowered = (around or config.compute_dtype) in (torch.bfloat16, torch.float16)
-        found[name] = own = config.dtypes[keys[0]] if keys else torch.float32 if lowered and _has_statistics(module) else around
+        mean = torch_compat.own_buffers(module).get("running_mean") if isinstance(module, torch_compat.NormBase) else None
+        own = torch.float32 if lowered and mean is not None and mean.dtype == torch.float32 else around
+        found[name] = own = config.dtypes[keys[0]] if keys else own
         if own is not None:
             result[id(module)] = own
     return result, [key for key in config.dtypes if key in unmatched]
@@ -176,19 +171,6 @@ def _parameter_dtypes(model: nn.Module, config: Config, keys: list[str]) -> dict
     return result
 
 
-def _matching(name: str, module: nn.Module, keys: Iterable[str]) -> list[str]:
-    """Return the keys of `Config.dtypes` that match a module: the name of its class or of a base, or a pattern over its name."""
-    cls, name = class_and_name(module, name)
-    classes = {base.__name__ for base in cls.__mro__}
-    return [key for key in keys if key in classes or fnmatchcase(name, key)]
-
-
-def _has_statistics(module: nn.Module) -> bool:
-    """Return whether a module is a batch or instance norm with running statistics in fp32."""
-    mean = torch_compat.own_buffers(module).get("running_mean") if isinstance(module, torch_compat.NormBase) else None
-    return mean is not None and mean.dtype == torch.float32
-
-
 def casts(model: nn.Module, config: Config) -> list[tuple[nn.Module, torch.dtype, torch.dtype]]:
     """Return (module, its dtype, the dtype around it) for each module with a forward at which they differ, outermost first."""
     dtypes, found, seen = Policy.of(model, config).modules, [], set()
@@ -201,9 +183,8 @@ def casts(model: nn.Module, config: Config) -> list[tuple[nn.Module, torch.dtype
         if _has_forward(module) and inside != around:
             found.append((module, inside, around))
         for child in module.children():
-            visit(
-                child, inside if _has_forward(module) else around
-            )  # a ModuleList has no forward: its items are entered from around it
+            # a ModuleList has no forward: its items are entered from around it
+            visit(child, inside if _has_forward(module) else around)
 
     visit(model, config.compute_dtype)
     return found
@@ -221,25 +202,33 @@ def device_of(specs: list[ParamSpec]) -> torch.device:
 
 def partition(model: nn.Module, config: Config, specs: list[ParamSpec]) -> list[UnitPlan]:
     """Partition the parameters into units, in the order of the model; every spec is in exactly one unit."""
-    apart = [UnitPlan(s.name, _unique(owner for owner, _ in s.owners), [s]) for s in specs if is_apart(s.original)]
-    specs = [spec for spec in specs if not is_apart(spec.original)]
+    # another model lays such a parameter out in the same way (parallel/tied.py)
+    alone = [spec for spec in specs if getattr(spec.original, "unit_of_its_own", False)]
+    apart = [UnitPlan(spec.name, _unique(owner for owner, _ in spec.owners), [spec]) for spec in alone]
     blocks = find_blocks(model, config.units)
     blocks += [(name, module) for name, module in model.named_modules() if isinstance(module, Tile)]
     plans = {id(module): UnitPlan(name, [module]) for name, module in blocks}
-    nearest = _nearest_block(model, set(plans))
+    nearest: dict[int, int | None] = {}  # id of a module -> id of the innermost block around it
+
+    def visit(module: nn.Module, block: int | None) -> None:
+        block = id(module) if id(module) in plans else block
+        if block is not None and nearest.setdefault(id(module), block) != block:
+            nearest[id(module)] = None  # a module shared by two blocks belongs to neither
+        for child in module.children():
+            visit(child, block)
+
+    visit(model, None)
     rest: list[ParamSpec] = []
     for spec in specs:
-        homes = {nearest.get(id(owner)) for owner, _ in spec.owners}
-        home = next(iter(homes)) if len(homes) == 1 else None
-        if home is None:
-            rest.append(spec)
-        else:
-            plans[home].specs.append(spec)
+        if spec not in alone:
+            homes = {nearest.get(id(owner)) for owner, _ in spec.owners}
+            home = homes.pop() if len(homes) == 1 else None
+            (rest if home is None else plans[home].specs).append(spec)
     units = [plan for plan in plans.values() if plan.specs]
     if config.max_unit_numel is not None:
         units = [part for unit in units for part in _split(unit, config.max_unit_numel)]
-    tiles = [unit for unit in units if _is_tile(unit)]
-    units = _merge([unit for unit in units if not _is_tile(unit)], config.min_unit_numel) + tiles
+    tiles = [unit for unit in units if isinstance(unit.modules[0], Tile)]
+    units = _merge([unit for unit in units if unit not in tiles], config.min_unit_numel) + tiles
     units = _rest_units(model, config, units, rest) + units + apart
     return sorted(units, key=lambda unit: min(spec.number for spec in unit.specs))
 
@@ -254,27 +243,20 @@ def find_blocks(model: nn.Module, units: Units, option: str = "units") -> list[t
     if units == "auto":
         return _repeated(model, leaves=False) or _repeated(model, leaves=True)
     if callable(units):
-        return _around(named, [(name, module) for name, module in named if units(name, module)])
-    return _around(named, _of_classes(named, tuple(units), option))
-
-
-def _around(named: list[tuple[str, nn.Module]], found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Replace modules that torch.compile wraps by their wrappers, so that gather and release stay outside of compiled code."""
+        found = [(name, module) for name, module in named if units(name, module)]
+    else:
+        known = {type(module).__name__ for _, module in named}
+        for item in units:
+            name = item if isinstance(item, str) else item.__name__
+            if name not in known:
+                raise ConfigError(
+                    f"{option}: the model has no module of class {name!r}.{did_you_mean(name, known)} It has: {sorted(known)}."
+                )
+        classes = tuple(item for item in units if not isinstance(item, str))
+        found = [(name, module) for name, module in named if type(module).__name__ in units or isinstance(module, classes)]
+    # modules that torch.compile wraps give way to their wrappers, so that gather and release stay outside of compiled code
     wrappers = {id(original(module)): (name, module) for name, module in named if original(module) is not module}
     return list(dict.fromkeys(wrappers.get(id(module), (name, module)) for name, module in found))
-
-
-def _of_classes(named: list[tuple[str, nn.Module]], wanted: tuple, option: str) -> list[tuple[str, nn.Module]]:
-    known = {type(module).__name__ for _, module in named}
-    for item in wanted:
-        name = item if isinstance(item, str) else item.__name__
-        if name not in known:
-            raise ConfigError(
-                f"{option}: the model has no module of class {name!r}.{did_you_mean(name, known)} It has: {sorted(known)}."
-            )
-    names = {item for item in wanted if isinstance(item, str)}
-    classes = tuple(item for item in wanted if not isinstance(item, str))
-    return [(name, module) for name, module in named if type(module).__name__ in names or isinstance(module, classes)]
 
 
 def _repeated(model: nn.Module, leaves: bool) -> list[tuple[str, nn.Module]]:
@@ -296,21 +278,6 @@ def _repeated(model: nn.Module, leaves: bool) -> list[tuple[str, nn.Module]]:
 
     visit("", model)
     return found
-
-
-def _nearest_block(model: nn.Module, blocks: set[int]) -> dict[int, int]:
-    """Return id of each module -> id of the innermost block around it, or none if two blocks share the module."""
-    nearest: dict[int, int] = {}
-
-    def visit(module: nn.Module, block: int | None) -> None:
-        block = id(module) if id(module) in blocks else block
-        if block is not None and nearest.setdefault(id(module), block) != block:
-            nearest[id(module)] = -1  # a module shared by two blocks belongs to neither
-        for child in module.children():
-            visit(child, block)
-
-    visit(model, None)
-    return {module: block for module, block in nearest.items() if block != -1}
 
 
 def _rest_units(model: nn.Module, config: Config, units: list[UnitPlan], rest: list[ParamSpec]) -> list[UnitPlan]:
@@ -349,15 +316,6 @@ def _has_forward(module: nn.Module) -> bool:
 def _is_called(module: nn.Module) -> bool:
     """Return False for the leaf inside nn.MultiheadAttention, whose parent reads its parameters without calling it."""
     return type(module).__name__ != "NonDynamicallyQuantizableLinear"
-
-
-def is_apart(param: nn.Parameter) -> bool:
-    """Return whether a parameter must be a unit of its own, which another model lays out in the same way (parallel/tied.py)."""
-    return getattr(param, "unit_of_its_own", False)
-
-
-def _is_tile(unit: UnitPlan) -> bool:
-    return isinstance(unit.modules[0], Tile)
 
 
 def _unique(modules: Iterable[nn.Module]) -> list[nn.Module]:
