@@ -151,13 +151,8 @@ _IO_REMEDIES = {
 
 def io_remedy(errno: int) -> str:
     """Return a remedy for a system error on a file."""
-    if errno == EFBIG:
-        return _file_limit()
-    return _IO_REMEDIES.get(errno, "check that the folder still exists and may be written")
-
-
-def _file_limit() -> str:
-    """Return a remedy for a file that is too large for the process's limit or for the filesystem."""
+    if errno != EFBIG:
+        return _IO_REMEDIES.get(errno, "check that the folder still exists and may be written")
     import resource  # POSIX only, as this error is
 
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -44,7 +44,7 @@ _UNKNOWN = 1 / 3  # fraction of the device left for activations if no sample tel
 _FREE = 0.1  # fraction of the device left beside known activations, for temporaries and fragmentation
 
 
-def is_auto(stage: object, options: Mapping[str, Any], sample: Any) -> bool:
+def is_auto(stage: object, options: Mapping[str, object], sample: object) -> bool:
     """Return whether stage="auto" was given. Raise ConfigError for options that it chooses, and for a sample without it."""
     auto = isinstance(stage, str) and stage == AUTO
     given = [name for name in (*STATES, "preset") if options.get(name) is not None]

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from ..tensor import distributed
 from ..tensor.attributes import attributes_of
 from ..tensor.sharded_tensor import ReplicatedParameter, set_data
-from ..utils import torch_compat
-from ..utils.torch_compat import carry_hooks, swap
+from ..utils.torch_compat import carry_hooks, own_parameters, swap
 from .runtime import Runtime
 from .unit import ParamGroup
 from .user_hooks import give_back
@@ -40,36 +39,31 @@ def whole_values(group: ParamGroup, runtime: Runtime) -> list[Tensor]:
 
 def restore_parameter(group: ParamGroup, index: int, value: Tensor) -> None:
     """Make parameter `index` of a group an ordinary one again, with this value, in the dtype in which it was given."""
-    _restore_local(group, index, value)
-    spec = group.specs[index]
-    if spec.distribution is not None:
-        owner, attribute = spec.owners[0]
-        whole = distributed.restored(torch_compat.own_parameters(owner)[attribute], spec.distribution)
-        for owner, attribute in spec.owners:
-            torch_compat.own_parameters(owner)[attribute] = whole
-
-
-def _restore_local(group: ParamGroup, index: int, value: Tensor) -> None:
     spec, param = group.specs[index], group.params[index]
     value = value.to(spec.given_dtype)
-    if not group.values.sharded:
+    if group.values.sharded:
+        compute = group.compute[index]
+        give_back(compute)
+        compute.data = value
+        compute.requires_grad_(param.requires_grad)  # the user may have switched it
+        compute.__dict__.update(attributes_of(param))
+        del param.__dict__["_compute"]
+        if swap(param, compute):
+            carry_hooks(compute, param)
+        else:
+            for owner, attribute in spec.owners:
+                own_parameters(owner)[attribute] = compute
+    else:
         set_data(param, value)
         give_back(param)
         if type(param) is ReplicatedParameter:
             object.__setattr__(param, "__class__", nn.Parameter)
         param.__dict__.pop("_home", None)
-        return
-    compute = group.compute[index]
-    give_back(compute)
-    compute.data = value
-    compute.requires_grad_(param.requires_grad)  # the user may have switched it
-    compute.__dict__.update(attributes_of(param))
-    del param.__dict__["_compute"]
-    if swap(param, compute):
-        carry_hooks(compute, param)
-    else:
+    if spec.distribution is not None:
+        owner, attribute = spec.owners[0]
+        whole = distributed.restored(own_parameters(owner)[attribute], spec.distribution)
         for owner, attribute in spec.owners:
-            torch_compat.own_parameters(owner)[attribute] = compute
+            own_parameters(owner)[attribute] = whole
 
 
 def end(runtime: Runtime) -> None:

@@ -33,24 +33,22 @@ class Freezing:
         """Apply the present `requires_grad` to units and compute parameters. Raise ModelChanged for one frozen at zs.shard."""
         with torch_compat.DisableTorchFunctionSubclass():  # looking at a sharded parameter takes microseconds otherwise
             now = [param.requires_grad for param in self._params]
-            if now != self._known:
-                self._change(now)
-
-    def _change(self, now: list[bool]) -> None:
-        for (group, index), required in zip(self._places, now, strict=True):
-            if required and not group.trainable:
-                raise ModelChanged(
-                    f"requires_grad of parameter {group.specs[index].name} was switched on, but it was frozen at zs.shard(): it has "
-                    "no buffer for a gradient and no optimizer states. Let it require a gradient at zs.shard() and freeze it "
-                    "afterwards, which may be done at any time; or zs.close(model) first, unfreeze it, and zs.shard() again."
-                )
-        for (group, index), required in zip(self._places, now, strict=True):
-            group.compute[index].requires_grad_(required)
-        self._known = now
-        changed = zip(self._places, now, strict=True)
-        self.numbers = {group.specs[i].number for (group, i), required in changed if group.trainable and not required}
-        for unit in {id(group.unit): group.unit for group, _ in self._places}.values():
-            unit.expect()
+            if now == self._known:
+                return
+            for (group, index), required in zip(self._places, now, strict=True):
+                if required and not group.trainable:
+                    raise ModelChanged(
+                        f"requires_grad of parameter {group.specs[index].name} was switched on, but it was frozen at zs.shard(): it has "
+                        "no buffer for a gradient and no optimizer states. Let it require a gradient at zs.shard() and freeze it "
+                        "afterwards, which may be done at any time; or zs.close(model) first, unfreeze it, and zs.shard() again."
+                    )
+            for (group, index), required in zip(self._places, now, strict=True):
+                group.compute[index].requires_grad_(required)
+            self._known = now
+            changed = zip(self._places, now, strict=True)
+            self.numbers = {group.specs[i].number for (group, i), required in changed if group.trainable and not required}
+            for unit in {id(group.unit): group.unit for group, _ in self._places}.values():
+                unit.expect()
 
     def check_same(self, everyone: Mapping[int, set[int]]) -> None:
         """Raise ModelChanged if ranks have frozen different parameters. everyone: rank -> its `numbers`."""

@@ -199,7 +199,7 @@ def init(
                 _hook.handle.remove()
 
 
-def _cut_registered(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+def _cut_registered(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
     """Cut a parameter that a module registers inside of `init`: torch calls this on every thread, as long as any is inside."""
     if not _here.inits:
         return None

@@ -37,7 +37,12 @@ class ModelWatch:
         with torch_compat.DisableTorchFunctionSubclass():  # looking at a sharded parameter takes microseconds otherwise
             dtypes = [param.dtype for param, _ in self._params]
         if dtypes != self._dtypes:
-            self._complain_dtype()
+            params = zip(self._params, self._dtypes, dtypes, strict=True)
+            name, known, now = next((name, known, now) for (_, name), known, now in params if now != known)
+            raise ModelChanged(
+                f"parameter {name} was converted from {known} to {now} after zs.shard(), by half(), to(dtype) or the like. Give "
+                "precision='bf16' or 'fp16' to zs.shard(), or convert the model before it."
+            )
         if gathered or (not thoroughly and self._tree.stands()):
             return
         names = {id(param): name for param, name in self._params}
@@ -50,14 +55,6 @@ class ModelWatch:
                 "zs.close(model) first, change the model (resize, adapt), then zs.shard() it again."
             )
         self._tree = _Tree(self.model)
-
-    def _complain_dtype(self) -> None:
-        for (param, name), known in zip(self._params, self._dtypes, strict=True):
-            if param.dtype != known:
-                raise ModelChanged(
-                    f"parameter {name} was converted from {known} to {param.dtype} after zs.shard(), by half(), "
-                    "to(dtype) or the like. Give precision='bf16' or 'fp16' to zs.shard(), or convert the model before it."
-                )
 
 
 class _Tree:
@@ -109,7 +106,7 @@ class ValueWatch:
             mine = struct.pack("<Q", self.fingerprint())
             fingerprints = [struct.unpack("<Q", part)[0] for part in self.comm.exchange(mine, "values written at rest")]
         if len(set(fingerprints)) > 1:
-            self._compare()
+            self._raise_if_different()
         for group, index in self._written:  # masters follow at the next step
             group.masters.seen(index)
 
@@ -119,7 +116,7 @@ class ValueWatch:
         named = [(s.number, p) for g in self._groups for s, p in zip(g.specs, g.params, strict=True)]
         return {number: _checksum(param) for number, param in named if number in wanted}
 
-    def _compare(self) -> None:
+    def _raise_if_different(self) -> None:
         """Compare, on all ranks, every parameter that any rank has written (collective); equal values are no error."""
         everyone = self.comm.exchange(_packed(self._sums()), "values written at rest: which")
         numbers = {number for part in everyone for number, _ in struct.iter_unpack("<II", part)}

@@ -41,6 +41,7 @@ class ModuleEntries:
             for owner, attribute in spec.owners
             if spec.distribution is not None
         ]
+        self.distributed = bool(self._distributed)  # modules see some of the unit's parameters as DTensors
         # DTensors shown in modules: (own parameters, attribute, local, DTensor)
         self._shown: list[tuple[dict, str, Tensor, Tensor]] = []
 
@@ -66,11 +67,6 @@ class ModuleEntries:
             if parameters.get(attribute) is compute[i]:
                 parameters[attribute] = params[i]
         self.swapped = False
-
-    @property
-    def distributed(self) -> bool:
-        """True if modules see some of the unit's parameters as DTensors."""
-        return bool(self._distributed)
 
     def expose(self) -> None:
         """Put DTensors over the local shards into modules whose parameters were DTensors, as a forward or backward begins."""
@@ -120,16 +116,11 @@ class ModuleEntries:
         mine = {id(param): shown.get(id(compute), compute) for param, compute in pairs}
         return tree_map_only(ShardedParameter, lambda param: mine.get(id(param), param), tree)
 
-    def check_placed(self) -> None:
-        """Raise ModelChanged if a module holds neither the unit's parameter nor its compute parameter."""
+    def check_unchanged(self, in_use: bool = False) -> None:
+        """Raise ModelChanged if a module does not hold the unit's parameter. in_use: it may hold the compute parameter."""
         for parameters, attribute, params, compute, i in self._places:
-            if parameters.get(attribute) is not params[i] and parameters.get(attribute) is not compute[i]:
-                self._complain(params[i])
-
-    def check_unchanged(self) -> None:
-        """Raise ModelChanged if a module does not hold the unit's parameter."""
-        for parameters, attribute, params, _, i in self._places:
-            if parameters.get(attribute) is not params[i]:
+            held = parameters.get(attribute)
+            if held is not params[i] and not (in_use and held is compute[i]):
                 self._complain(params[i])
 
     def _complain(self, param: Tensor) -> None:

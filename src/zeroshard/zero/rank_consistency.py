@@ -70,8 +70,8 @@ def _described(
             kinds += [f"group {number}: {key}={value}" for key, value in values.items() if value is not None]
         groups = optimizer_groups(optimizer)  # the parameters of a group lie together in the layout
         for spec in specs:
-            number = groups.get(id(spec.original))
-            placed.append(f"{spec.name} in {'no group' if number is None else f'group {number}'}")
+            place = groups.get(id(spec.original))
+            placed.append(f"{spec.name} in {'no group' if place is None else f'group {place}'}")
     options = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

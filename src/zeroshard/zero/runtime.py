@@ -103,7 +103,7 @@ class Runtime:
         gathered = any(unit.pinned for unit in self.units)
         self._model_watch.check(gathered, thoroughly=True)
         for unit in () if gathered else self.units:
-            unit.entries.check_placed()
+            unit.entries.check_unchanged(in_use=True)
 
     @property
     def in_backward(self) -> bool:
@@ -127,7 +127,7 @@ class Runtime:
         self.tiers.check()
         self.recover()
         if not self.in_backward:  # else a backward recomputes this forward
-            self.attendance.begin_forward()
+            self.attendance.unasked = True  # some rank's data may have ended since the last forward
             self.forwards.training = torch.is_grad_enabled()
             self._model_watch.check(any(unit.pinned for unit in self.units))
             self.frozen.follow()

@@ -423,10 +423,11 @@ def write_value(group: ParamGroup, index: int, value: Tensor) -> None:
     """
     group.begin_write()
     home = group.homes[index]
+    given: Any = value._home if isinstance(value, ShardedTensor) else None
     if not isinstance(value, ShardedTensor):
         piece = value.detach().reshape(-1)[home.start : home.stop]
     # compare the cuts of all ranks: for a small parameter they may agree on some ranks alone, and the gather needs every rank
-    elif all(value._home.cut(rank) == home.cut(rank) for rank in range(home.comm.world_size)):
+    elif all(given.cut(rank) == home.cut(rank) for rank in range(home.comm.world_size)):
         piece = value._local
     else:
         piece = value.full_tensor().reshape(-1)[home.start : home.stop]
