@@ -23,7 +23,7 @@ from .comm.mesh.axes import Axes, axes_of
 from .comm.mesh.planned import PlannedLayout
 from .comm.mesh.topology import Topology
 from .config import Config
-from .errors import ConfigError, StatesAway, ZeroshardError
+from .errors import ConfigError, ZeroshardError
 from .memory.ledger import Ledger
 from .optim.parameter_access import whole_states
 from .optim.sharded_optimizer import OptimizerCore, ShardedOptimizer, shard_optimizer
@@ -34,7 +34,8 @@ from .tensor.tiled_parameter import join, parts_in
 from .zero import hooks, init_context
 from .zero.auto_stage import choose, is_auto
 from .zero.auto_wrap import check_lazy, collect, device_of
-from .zero.closing import end, restore_parameter, whole_values
+from .zero.closing import close as close
+from .zero.closing import whole_values
 from .zero.ddp_interface import accumulate as accumulate
 from .zero.mixed_precision import Progress
 from .zero.parameter import ParamHome, ParamSpec
@@ -196,53 +197,6 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
             )
     if next(model.parameters(), None) is None:
         raise ConfigError(f"{type(model).__name__} has no parameters to shard.")
-
-
-def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
-    """Make a sharded model an ordinary one again, with whole parameters, and free all states and buffers (collective).
-
-    The optimizer cannot be used afterwards. Parameters get the dtype that they had before zs.shard, and the values of their fp32
-    masters, if they have any. Frozen parameters have no masters and stay rounded to the precision, unless `dtypes` names them.
-
-    Args:
-        restore: False for a model that is too large for one rank: close frees the parameters too and removes the files of
-            offloaded states, and the model cannot be used any more.
-
-    After the failure of a disk or a peer, parameters can not be gathered: close removes the files and raises the error again.
-    """
-    runtime = runtime_of(model)
-    runtime.attendance.refuse("zs.close")
-    runtime.recover()
-    try:
-        runtime.tiers.check()
-        runtime.moved.check()
-        runtime.comm.exchange(b"", "zs.close: begin")  # a rank may still be writing to memory that the others are about to read
-    except StatesAway:
-        raise
-    except ZeroshardError:
-        runtime.moved.forget()
-        runtime.tiers.close()
-        raise
-    if runtime.saver is not None:
-        runtime.saver.close()
-    for unit in runtime.units:
-        unit.entries.swap_out()
-        unit.land()
-        whole = [(group, whole_values(group, runtime)) for group in unit.groups] if restore else []
-        unit.release()
-        unit.guard(not restore)  # restore=False: compute parameters that the program kept raise when used
-        for group, values in whole:
-            for index, value in enumerate(values):
-                restore_parameter(group, index, value)
-    if restore:
-        hooks.detach(runtime)
-    optimizer = runtime.optimizer
-    if optimizer is not None:
-        optimizer.core.close()
-    end(runtime)
-    if restore:
-        del model.__dict__["_zeroshard"]  # with restore=False the hooks stay: they raise ModelClosed
-    return model
 
 
 # -- gradients, states and values by name ------------------------------------------------------------------------

@@ -5,13 +5,71 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..errors import StatesAway, ZeroshardError
 from ..tensor import distributed
 from ..tensor.attributes import attributes_of
 from ..tensor.sharded_tensor import ReplicatedParameter, set_data
 from ..utils.torch_compat import carry_hooks, own_parameters, swap
-from .runtime import Runtime
+from . import hooks
+from .runtime import Runtime, runtime_of
 from .unit import ParamGroup
 from .user_hooks import give_back
+
+
+def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
+    """Make a sharded model an ordinary one again, with whole parameters, and free all states and buffers (collective).
+
+    The optimizer cannot be used afterwards. Parameters get the dtype that they had before zs.shard, and the values of their fp32
+    masters, if they have any. Frozen parameters have no masters and stay rounded to the precision, unless `dtypes` names them.
+
+    Args:
+        restore: False for a model that is too large for one rank: close frees the parameters too and removes the files of
+            offloaded states, and the model cannot be used any more.
+
+    After the failure of a disk or a peer, parameters can not be gathered: close removes the files and raises the error again.
+    """
+    runtime = runtime_of(model)
+    runtime.attendance.refuse("zs.close")
+    runtime.recover()
+    try:
+        runtime.tiers.check()
+        runtime.moved.check()
+        runtime.comm.exchange(b"", "zs.close: begin")  # a rank may still be writing to memory that the others are about to read
+    except StatesAway:
+        raise
+    except ZeroshardError:
+        runtime.moved.forget()
+        runtime.tiers.close()
+        raise
+    if runtime.saver is not None:
+        runtime.saver.close()
+    for unit in runtime.units:
+        unit.entries.swap_out()
+        unit.land()
+        whole = [(group, whole_values(group, runtime)) for group in unit.groups] if restore else []
+        unit.release()
+        unit.guard(not restore)  # restore=False: compute parameters that the program kept raise when used
+        for group, values in whole:
+            for index, value in enumerate(values):
+                restore_parameter(group, index, value)
+    if restore:
+        hooks.detach(runtime)
+    if runtime.optimizer is not None:
+        runtime.optimizer.core.close()
+    for group in runtime.groups:
+        if group.grads is not None:
+            group.grads.close()
+        group.values.close()
+    runtime.pool.close()
+    runtime.tiers.close()
+    runtime.closed = True
+    runtime.comm.exchange(b"", "zs.close")  # no rank may still use the buffers that `release` frees
+    runtime.topology.release()
+    runtime.end_answering()
+    runtime.units, runtime.groups = [], []  # drops the references to them
+    if restore:
+        del model.__dict__["_zeroshard"]  # with restore=False the hooks stay: they raise ModelClosed
+    return model
 
 
 @torch.no_grad()
@@ -64,18 +122,3 @@ def restore_parameter(group: ParamGroup, index: int, value: Tensor) -> None:
         whole = distributed.restored(own_parameters(owner)[attribute], spec.distribution)
         for owner, attribute in spec.owners:
             own_parameters(owner)[attribute] = whole
-
-
-def end(runtime: Runtime) -> None:
-    """Mark the model as closed: free buffers, files and communicators, and drop the references to units (collective)."""
-    for group in runtime.groups:
-        if group.grads is not None:
-            group.grads.close()
-        group.values.close()
-    runtime.pool.close()
-    runtime.tiers.close()
-    runtime.closed = True
-    runtime.comm.exchange(b"", "zs.close")  # no rank may still use the buffers that `release` frees
-    runtime.topology.release()
-    runtime.end_answering()
-    runtime.units, runtime.groups = [], []
