@@ -102,7 +102,9 @@ def shard(
     """
     if torch.is_inference_mode_enabled():  # parameters made in inference mode could not be trained afterwards
         with torch.inference_mode(False):
-            return shard(model, optimizer, config=config, comm=comm, mesh=mesh, weights=weights, sample=sample, **options)
+            return shard(  # type: ignore[type-var]
+                model, optimizer, config=config, comm=comm, mesh=mesh, weights=weights, sample=sample, **options
+            )
     planned = PlannedLayout.read(config, mesh, comm) if isinstance(config, (str, os.PathLike)) else None
     auto = is_auto(options.get("stage"), options, sample)
     if auto:

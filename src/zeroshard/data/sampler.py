@@ -15,7 +15,7 @@ import operator
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import Sampler
@@ -23,6 +23,7 @@ from torch.utils.data import Sampler
 from ..comm import backend_select
 from ..errors import ConfigError
 
+Batch = TypeVar("Batch")
 _POSITION = ("numel", "seed", "shuffle", "epoch", "samples")
 
 
@@ -91,7 +92,7 @@ class ShardedSampler(Sampler[int]):
         if not followed:
             self.epoch, self.samples = self.epoch + 1, 0
 
-    def follow(self, loader: Iterable[Any], batch_size: int | None = None) -> Iterator[Any]:
+    def follow(self, loader: Iterable[Batch], batch_size: int | None = None) -> Iterator[Batch]:
         """Yield the batches of a loader that draws from this sampler, and count their samples as consumed.
 
         batch_size: number of samples of a batch on this rank. None: the loader's.

@@ -15,7 +15,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -23,6 +23,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from ..errors import ZeroshardError
 from ..optim.sharded_optimizer import OptimizerCore, plain_options, take_options
 from ..zero.runtime import Runtime, runtime_of
+
+Batch = TypeVar("Batch")
 
 
 @contextlib.contextmanager
@@ -90,9 +92,9 @@ def _take_part(runtime: Runtime) -> None:
             runtime.before_gradients()
             runtime.reduce_all(agreed)
     while not attendance.everyone_ended:
-        event = attendance.ask(None)
+        event: tuple[str, Any] = attendance.ask(None) or ("", None)  # None: all have ended
         follow_zero_grad()
-        what, values = event if event is not None else ("", None)
+        what, values = event
         if what == "gather":
             runtime.units[values].ready()
             runtime.units[values].release()
@@ -147,7 +149,7 @@ def _numbers(scheduler: Any) -> dict[str, Any]:
     return {k: v for k, v in vars(scheduler).items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
 
 
-def stop_together(model: nn.Module, loader: Iterable[Any]) -> Iterable[Any]:
+def stop_together(model: nn.Module, loader: Iterable[Batch]) -> Iterable[Batch]:
     """Return an iterable over a loader's batches that ends on every rank with the shortest loader (iterating is collective).
 
         for batch in zs.stop_together(model, loader):
@@ -160,16 +162,16 @@ def stop_together(model: nn.Module, loader: Iterable[Any]) -> Iterable[Any]:
     return _Together(runtime_of(model), loader)
 
 
-class _Together:
+class _Together(Generic[Batch]):
     """Iterable that `stop_together` returns; other attributes are the loader's."""
 
-    def __init__(self, runtime: Runtime, loader: Iterable[Any]) -> None:
+    def __init__(self, runtime: Runtime, loader: Iterable[Batch]) -> None:
         self._runtime, self._loader = runtime, loader
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         attendance = self._runtime.attendance
         batches, count = iter(self._loader), 0
         batch = next(batches, _NONE)
@@ -197,4 +199,4 @@ class _Together:
         return frozenset(rank for rank, told in enumerate(everyone) if told[0])
 
 
-_NONE = object()
+_NONE: Any = object()

@@ -293,7 +293,7 @@ def _rest_units(model: nn.Module, config: Config, units: list[UnitPlan], rest: l
         owners = [owner for owner, _ in spec.owners]
         own_numel = sum(p.numel() for p in torch_compat.own_parameters(owners[0]).values() if p is not None)
         tiles = all(isinstance(owner, Tile) for owner in owners)
-        alone = model not in owners and all(_is_leaf(owner) and _is_called(owner) for owner in owners)
+        alone = model not in owners and all(_is_leaf(owner) for owner in owners)
         if tiles or (own_numel >= large_numel and alone):
             key = frozenset(map(id, owners))
             plan = by_owner.setdefault(key, UnitPlan(spec.name.rpartition(".")[0], _unique(owners)))
@@ -306,7 +306,8 @@ def _rest_units(model: nn.Module, config: Config, units: list[UnitPlan], rest: l
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    return next(module.children(), None) is None
+    """Return whether a module has no children and is called."""
+    return next(module.children(), None) is None and _is_called(module)
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -330,7 +331,7 @@ def _split(unit: UnitPlan, max_numel: int) -> list[UnitPlan]:
     parts: dict[int, UnitPlan] = {}
     for spec in unit.specs:
         owners = _unique(owner for owner, _ in spec.owners)
-        if len(owners) == 1 and _is_leaf(owners[0]) and _is_called(owners[0]):
+        if len(owners) == 1 and _is_leaf(owners[0]):
             part = parts.setdefault(id(owners[0]), UnitPlan(spec.name.rpartition(".")[0], owners))
             part.specs.append(spec)
         else:

@@ -30,12 +30,12 @@ class ShardedModel:
     def __init_subclass__(cls) -> None:
         """Do nothing, in place of the user class's `__init_subclass__`: a registry of models must not see classes made here."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         """Make an object of the user's class, since nn.Sequential makes its slices by `type(self)(...)`."""
         self.__class__ = type(self).__bases__[1]
         self.__init__(*args, **kwargs)  # type: ignore[misc]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         except FAILURES as error:
