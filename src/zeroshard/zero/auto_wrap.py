@@ -55,7 +55,7 @@ def collect(model: nn.Module, config: Config) -> list[ParamSpec]:
     """
     check_lazy(model)
     specs: dict[int, ParamSpec] = {}
-    policy = Policy.of(model, config)
+    policy = Policy(model, config)
     for prefix, module in model.named_modules():
         for attribute, param in torch_compat.own_parameters(module).items():
             if param is None:
@@ -95,18 +95,33 @@ def check_lazy(model: nn.Module) -> None:
                 )
 
 
-@dataclass(frozen=True)
 class Policy:
-    """Dtypes in which modules and parameters compute, by id. Only modules and parameters that `Config.dtypes` determines."""
+    """Dtypes in which modules and parameters compute, by id. Only modules and parameters that `Config.dtypes` determines.
 
-    modules: dict[int, torch.dtype]
-    parameters: dict[int, torch.dtype]
+    A key matches a module by the name of its class or of a base, or as a pattern over the module's name. The dtype is that of the
+    first key that matches the module, or else its nearest ancestor. Norms with fp32 statistics are fp32 unless a key matches
+    them: torch has no kernels for other mixtures. A module that is never called has the dtype of its parent, which reads its
+    parameters. A key that matches no module names parameters.
+    """
 
-    @classmethod
-    def of(cls, model: nn.Module, config: Config) -> Policy:
+    def __init__(self, model: nn.Module, config: Config) -> None:
         """Resolve `Config.dtypes` for a model. Raise ConfigError for a key that matches no module and no parameter."""
-        modules, unmatched = _module_dtypes(model, config)
-        return cls(modules, _parameter_dtypes(model, config, unmatched))
+        self.modules: dict[int, torch.dtype] = {}
+        by_name: dict[str, torch.dtype | None] = {}
+        unmatched = set(config.dtypes)
+        for name, module in model.named_modules():
+            cls, whole = class_and_name(module, name)
+            bases = {base.__name__ for base in cls.__mro__}
+            keys = [key for key in config.dtypes if key in bases or fnmatchcase(whole, key)] if _is_called(module) else []
+            unmatched.difference_update(keys)
+            around = by_name[name.rpartition(".")[0]] if name else None
+            lowered = (around or config.compute_dtype) in (torch.bfloat16, torch.float16)
+            mean = torch_compat.own_buffers(module).get("running_mean") if isinstance(module, torch_compat.NormBase) else None
+            own = torch.float32 if lowered and mean is not None and mean.dtype == torch.float32 else around
+            by_name[name] = own = config.dtypes[keys[0]] if keys else own
+            if own is not None:
+                self.modules[id(module)] = own
+        self.parameters = _parameter_dtypes(model, config, [key for key in config.dtypes if key in unmatched])
 
     def dtype(self, module: nn.Module, param: nn.Parameter, config: Config) -> torch.dtype:
         """Return the dtype in which a parameter computes: from the key that names it, else its module's, else the precision.
@@ -118,31 +133,6 @@ class Policy:
         if not follows_precision(param.dtype) and not (is_narrow(param.dtype) and param.requires_grad):
             return param.dtype
         return self.modules.get(id(module)) or (param.dtype if config.precision == "fp32" else config.compute_dtype)
-
-
-def _module_dtypes(model: nn.Module, config: Config) -> tuple[dict[int, torch.dtype], list[str]]:
-    """Return (id of each module that `Config.dtypes` determines -> its dtype, keys that match no module).
-
-    A key matches a module by the name of its class or of a base, or as a pattern over the module's name. The dtype is that of the
-    first key that matches the module, or else its nearest ancestor. Norms with fp32 statistics are fp32 unless a key matches
-    them: torch has no kernels for other mixtures. A module that is never called has the dtype of its parent, which reads its
-    parameters.
-    """
-    found: dict[str, torch.dtype | None] = {}
-    unmatched, result = set(config.dtypes), dict[int, torch.dtype]()
-    for name, module in model.named_modules():
-        cls, whole = class_and_name(module, name)
-        bases = {base.__name__ for base in cls.__mro__}
-        keys = [key for key in config.dtypes if key in bases or fnmatchcase(whole, key)] if _is_called(module) else []
-        unmatched.difference_update(keys)
-        around = found[name.rpartition(".")[0]] if name else None
-        lowered = (around or config.compute_dtype) in (torch.bfloat16, torch.float16)
-        mean = torch_compat.own_buffers(module).get("running_mean") if isinstance(module, torch_compat.NormBase) else None
-        own = torch.float32 if lowered and mean is not None and mean.dtype == torch.float32 else around
-        found[name] = own = config.dtypes[keys[0]] if keys else own
-        if own is not None:
-            result[id(module)] = own
-    return result, [key for key in config.dtypes if key in unmatched]
 
 
 def _parameter_dtypes(model: nn.Module, config: Config, keys: list[str]) -> dict[int, torch.dtype]:
@@ -173,7 +163,7 @@ def _parameter_dtypes(model: nn.Module, config: Config, keys: list[str]) -> dict
 
 def casts(model: nn.Module, config: Config) -> list[tuple[nn.Module, torch.dtype, torch.dtype]]:
     """Return (module, its dtype, the dtype around it) for each module with a forward at which they differ, outermost first."""
-    dtypes, found, seen = Policy.of(model, config).modules, [], set()
+    dtypes, found, seen = Policy(model, config).modules, [], set()
 
     def visit(module: nn.Module, around: torch.dtype) -> None:
         if id(module) in seen:  # a shared module is cast once, as where it is first met

@@ -18,6 +18,7 @@ from ..utils import torch_compat
 from ..utils.torch_compat import tree_map_only
 
 if TYPE_CHECKING:
+    from ..tensor.distributed import Distribution
     from .unit import ParamGroup
 
 
@@ -28,19 +29,15 @@ class ModuleEntries:
         self.groups, self.swapped = groups, False
         self._gathered = [group for group in groups if group.values.sharded]
         self._seen_versions: list[int] = []  # version counters of the compute parameters at `swap_in`
-        self._places = [
-            (torch_compat.own_parameters(owner), attribute, g.params, g.compute, i)
-            for g in groups
-            for i, spec in enumerate(g.specs)
-            for owner, attribute in spec.owners
-        ]
-        self._distributed = [
-            (torch_compat.own_parameters(owner), attribute, spec.distribution)
-            for group in groups
-            for spec in group.specs
-            for owner, attribute in spec.owners
-            if spec.distribution is not None
-        ]
+        self._places: list[tuple[dict, str, list[nn.Parameter], list[nn.Parameter], int]] = []
+        self._distributed: list[tuple[dict, str, Distribution]] = []
+        for group in groups:
+            for index, spec in enumerate(group.specs):
+                for owner, attribute in spec.owners:
+                    parameters = torch_compat.own_parameters(owner)
+                    self._places.append((parameters, attribute, group.params, group.compute, index))
+                    if spec.distribution is not None:
+                        self._distributed.append((parameters, attribute, spec.distribution))
         self.distributed = bool(self._distributed)  # modules see some of the unit's parameters as DTensors
         # DTensors shown in modules: (own parameters, attribute, local, DTensor)
         self._shown: list[tuple[dict, str, Tensor, Tensor]] = []
