@@ -88,7 +88,7 @@ class Attendance:
 
     # -- events, once a rank has ended -----------------------------------------------------------------------
 
-    def tell(self, event: str, values: Any = None) -> None:
+    def tell(self, event: str, values: object = None) -> None:
         """Announce an event in which all ranks with data take part now; ranks without data then take part, too (collective)."""
         if self.ended and not self.serving:
             self.ask(event, values)
@@ -101,7 +101,7 @@ class Attendance:
             self.unasked = False
         unit.gather()
 
-    def ask(self, event: str | None, values: Any = None, name: str = "") -> tuple[str, Any] | None:
+    def ask(self, event: str | None, values: object = None, name: str = "") -> tuple[str, Any] | None:
         """Exchange the next event (collective; None: this rank's data has ended). Return the leader's event and values.
 
         Return None if the data of all ranks has ended. Raise CollectiveMismatch if ranks with data announce different events.

@@ -119,15 +119,15 @@ class Gathering:
     def open(self) -> None:
         """Gather copies, and exchange the parameters' objects for them (collective)."""
         units: dict[int, list[nn.Parameter]] = {}
-        for param in self.found:
-            home = home_of(param)
-            units.setdefault(id(home.group.unit) if isinstance(home, ParamHome) else 0, []).append(param)
         try:
-            for key, params in units.items():
-                if key:
-                    self._open_unit(params)
+            for param in self.found:
+                home = home_of(param)
+                if isinstance(home, ParamHome):
+                    units.setdefault(id(home.group.unit), []).append(param)
                 else:
-                    self._wholes += [_Whole(param, param.full_tensor(), self) for param in params]  # type: ignore[attr-defined]
+                    self._wholes.append(_Whole(param, param.full_tensor(), self))  # type: ignore[attr-defined]
+            for params in units.values():
+                self._open_unit(params)
         except BaseException:
             self.close()
             raise

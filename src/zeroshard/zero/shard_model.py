@@ -423,14 +423,13 @@ def write_value(group: ParamGroup, index: int, value: Tensor) -> None:
     """
     group.begin_write()
     home = group.homes[index]
-    given: Any = value._home if isinstance(value, ShardedTensor) else None
-    if not isinstance(value, ShardedTensor):
-        piece = value.detach().reshape(-1)[home.start : home.stop]
-    # compare the cuts of all ranks: for a small parameter they may agree on some ranks alone, and the gather needs every rank
-    elif all(given.cut(rank) == home.cut(rank) for rank in range(home.comm.world_size)):
-        piece = value._local
+    if isinstance(value, ShardedTensor):
+        owner: Any = value._home
+        # compare the cuts of all ranks: for a small parameter they may agree on some ranks alone, and the gather needs every rank
+        alike = all(owner.cut(rank) == home.cut(rank) for rank in range(home.comm.world_size))
+        piece = value._local if alike else value.full_tensor().reshape(-1)[home.start : home.stop]
     else:
-        piece = value.full_tensor().reshape(-1)[home.start : home.stop]
+        piece = value.detach().reshape(-1)[home.start : home.stop]
     group.set_local(index, piece)
     if not group.values.sharded:
         group.values.views[index].copy_(_whole_of(value))
