@@ -53,7 +53,7 @@ class ModuleEntries:
                     self.swap_out()
                     self._complain(params[i])
                 parameters[attribute] = compute[i]
-        self._seen_versions = self._versions()
+        self._seen_versions = [torch_compat.version(param) for group in self._gathered for param in group.compute]
         self.swapped = True
 
     def swap_out(self) -> None:
@@ -85,12 +85,12 @@ class ModuleEntries:
                 parameters[attribute] = local
         self._shown = []
 
-    def _versions(self) -> list[int]:
-        return [torch_compat.version(param) for group in self._gathered for param in group.compute]
-
     def written(self) -> list[str]:
         """Return the names of parameters that were written in place since `swap_in`, or since the last call."""
-        if not self.swapped or (now := self._versions()) == (seen := self._seen_versions):
+        if not self.swapped:
+            return []
+        seen, now = self._seen_versions, [torch_compat.version(param) for group in self._gathered for param in group.compute]
+        if now == seen:
             return []
         self._seen_versions = now
         names = [spec.name for group in self._gathered for spec in group.specs]
