@@ -27,7 +27,7 @@ from ..errors import ConfigError, ModelClosed, NonFiniteError, ShardedAccessErro
 from ..memory.ledger import OPTIMIZER, claimed
 from ..tensor.state_column import declared_columns
 from ..zero.gradient_account import Clipped
-from ..zero.out_of_memory import Telling
+from ..zero.out_of_memory import telling
 from ..zero.runtime import Runtime
 from ..zero.unit import ParamGroup
 from .cpu_kernels import matches
@@ -494,7 +494,7 @@ class ShardedOptimizer:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with Telling(self.core.runtime, "the optimizer's step"):
+        with telling(self.core.runtime, "the optimizer's step"):
             self.core.step()
         return loss
 

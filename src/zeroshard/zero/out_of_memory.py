@@ -9,6 +9,7 @@ import this one and take a second to load, so the package sets `advise`, which i
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -66,18 +67,14 @@ def tell(error: BaseException, runtime: Runtime, where: str) -> None:
     tell_shortage(error, runtime.model, runtime.config, runtime.ledger, runtime.comm, where, units)
 
 
-class Telling:
-    """A context that replaces an out-of-memory error raised inside by one that names `where`."""
-
-    def __init__(self, runtime: Runtime, where: str) -> None:
-        self.runtime, self.where = runtime, where
-
-    def __enter__(self) -> None:
-        """Do nothing; the work is in `__exit__`."""
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None:
-            tell(error, self.runtime, self.where)
+@contextlib.contextmanager
+def telling(runtime: Runtime, where: str) -> Iterator[None]:
+    """Context that replaces an out-of-memory error raised inside by one that names `where`."""
+    try:
+        yield
+    except FAILURES as error:
+        tell(error, runtime, where)
+        raise
 
 
 def tell_shortage(

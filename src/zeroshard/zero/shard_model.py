@@ -119,7 +119,8 @@ class Builder:
         self.tag = serial << 20  # number of the newest buffer: each model has 2**20 numbers of its own
         self.pool: StagingPool | None = None
         self._sharded = config.row.parameter is Placement.SHARDED
-        self._states: dict[int, tuple[Offload, torch.dtype | None]] = {}  # id of a bucket's first spec -> result of _plan_states
+        # id of a trainable bucket's first spec -> dtype of gradients at rest, tier of masters and states, dtype of masters or None
+        self._states: dict[int, tuple[torch.dtype, Offload, torch.dtype | None]] = {}
         self.replaced: dict[int, nn.Parameter] = {}  # id of a given parameter -> the object that took its place
 
     def _lay_out(self, plans: list[UnitPlan]) -> list[list[Pair]]:
@@ -151,10 +152,7 @@ class Builder:
         return units
 
     def _plan_states(self, trainable: list[Pair]) -> None:
-        """Choose, for each group, the tier of its masters and optimizer states, and the dtype of its masters or None.
-
-        The fraction of the states that is offloaded is spread evenly over the units.
-        """
+        """Set `_states`. The fraction of the states that is offloaded is spread evenly over the units."""
         config, self._states = self.config, {}
         stepped_numel = offloaded_numel = 0
         for bucket, layout in trainable:
@@ -173,7 +171,8 @@ class Builder:
             # a quantized gather overwrites this rank's own values, too, so that all ranks compute alike: masters keep the exact ones
             rounded = values.tier is Tier.DEVICE and not sharded and self._values_comm(spec, layout) is not self.comm
             needed_anyway = away or rounded or (steps_on_host and config.delayed_update is not None)
-            self._states[id(spec)] = offload, torch.float32 if low else spec.dtype if needed_anyway else None
+            gradient_dtype = spec.dtype if spec.dtype == torch.float64 else config.gradient_dtype
+            self._states[id(spec)] = gradient_dtype, offload, torch.float32 if low else spec.dtype if needed_anyway else None
 
     def needs(self, plans: list[UnitPlan]) -> dict[Place, int]:
         """Return the bytes that this rank would hold, gathered units included. Nothing is allocated, and `build` may follow."""
@@ -275,13 +274,8 @@ class Builder:
         dtype, columns = bucket[0].dtype, [self.tiers.state_columns.get(id(spec.original), ()) for spec in bucket]
         if not bucket[0].requires_grad:  # frozen: no gradient, masters or states
             return Group(layout.numel, layout.shard_numel, dtype, whole=bucket[0].whole)
-        states = (self.gradient_dtype(dtype), *self._states[id(bucket[0])], max(columns, key=len))
-        unpadded = round_up(layout.slots[-1].stop, layout.alignment)
-        return Group(layout.numel, layout.shard_numel, dtype, *states, bucket[0].whole, unpadded)
-
-    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of parameters of `dtype` are kept."""
-        return dtype if dtype == torch.float64 else self.config.gradient_dtype
+        states, unpadded = self._states[id(bucket[0])], round_up(layout.slots[-1].stop, layout.alignment)
+        return Group(layout.numel, layout.shard_numel, dtype, *states, max(columns, key=len), bucket[0].whole, unpadded)
 
     def _group(self, plan: UnitPlan, bucket: list[ParamSpec], layout: FlatLayout) -> ParamGroup:
         config, dtype = self.config, bucket[0].dtype
@@ -295,10 +289,11 @@ class Builder:
         if bucket[0].requires_grad:
             assert self.pool is not None
             self.tag += 1
+            gradient_dtype, offload, master_dtype = self._states[id(bucket[0])]
             comm = self._grads_comm(bucket[0], layout)
             comm.expect(self.tag, [(slot.offset, slot.shape) for slot in layout.slots], layout.numel)
             grads = GradientBuffer(
-                layout, self.gradient_dtype(dtype), config.reduce_dtype or dtype, config, comm, self.ledger,
+                layout, gradient_dtype, config.reduce_dtype or dtype, config, comm, self.ledger,
                 self.pool, self.tiers, self.tag, f"reduce {label}", self.topology.summed,
             )  # fmt: skip
         group = ParamGroup(bucket, layout, self.comm, values, grads)
@@ -306,7 +301,7 @@ class Builder:
         if isinstance(values.comm, CompressedGathers):
             values.comm.precise[values.number] = group.masters.precise
         if grads is not None:
-            group.offload, master_dtype = self._states[id(bucket[0])]
+            group.offload = offload
             if master_dtype is not None:
                 numel = layout.numel if group.masters.whole else layout.shard_numel
                 group.masters.rest = self.tiers.rest(MASTERS, group.offload, numel, master_dtype)
