@@ -5,7 +5,6 @@ model, optimizer = zs.shard(model, optimizer, stage=3)     # the one changed lin
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import sys
@@ -24,7 +23,7 @@ from .comm.mesh.axes import Axes, axes_of
 from .comm.mesh.planned import PlannedLayout
 from .comm.mesh.topology import Topology
 from .config import Config
-from .errors import ConfigError, StatesAway, ZeroshardError
+from .errors import ConfigError, ZeroshardError
 from .memory.ledger import Ledger
 from .optim.parameter_access import whole_states
 from .optim.sharded_optimizer import OptimizerCore, ShardedOptimizer, shard_optimizer
@@ -32,10 +31,12 @@ from .optim.validation import check_optimizer
 from .tensor import distributed
 from .tensor.sharded_tensor import ShardedTensor
 from .tensor.tiled_parameter import join, parts_in
-from .zero import ddp_interface, hooks, init_context
+from .zero import hooks, init_context
 from .zero.auto_stage import choose, is_auto
 from .zero.auto_wrap import check_lazy, collect, device_of
-from .zero.closing import end, restore_parameter, whole_values
+from .zero.closing import close as close
+from .zero.closing import whole_values
+from .zero.ddp_interface import accumulate as accumulate
 from .zero.mixed_precision import Progress
 from .zero.parameter import ParamHome, ParamSpec
 from .zero.rank_consistency import agree_on_initial_values, check_same_model
@@ -45,6 +46,7 @@ from .zero.shared_storage import check_sharing
 from .zero.unit import Phase
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Unpack
 
     from .config import ShardOptions
@@ -56,20 +58,21 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 @overload
 def shard(
     model: ModelT, optimizer: OptimizerT, *, config: Config | str | os.PathLike | None = None, comm: backend_select.Choice | None = None,
-    mesh: Any = None, weights: Any = None, sample: Any = None, **options: Unpack[ShardOptions],
+    mesh: DeviceMesh | None = None, weights: str | os.PathLike | None = None, sample: object = None, **options: Unpack[ShardOptions],
 ) -> tuple[ModelT, OptimizerT]: ...  # fmt: skip
 
 
 @overload
 def shard(
     model: ModelT, optimizer: None = None, *, config: Config | str | os.PathLike | None = None, comm: backend_select.Choice | None = None,
-    mesh: Any = None, weights: Any = None, sample: Any = None, **options: Unpack[ShardOptions],
+    mesh: DeviceMesh | None = None, weights: str | os.PathLike | None = None, sample: object = None, **options: Unpack[ShardOptions],
 ) -> tuple[ModelT, None]: ...  # fmt: skip
 
 
 def shard(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, config: Config | str | os.PathLike | None = None,
-    comm: backend_select.Choice | None = None, mesh: Any = None, weights: Any = None, sample: Any = None, **options: Unpack[ShardOptions],
+    comm: backend_select.Choice | None = None, mesh: DeviceMesh | None = None, weights: str | os.PathLike | None = None,
+    sample: object = None, **options: Unpack[ShardOptions],
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:  # fmt: skip
     """Shard a model and its optimizer over the data-parallel ranks, in place, and return both.
 
@@ -99,7 +102,9 @@ def shard(
     """
     if torch.is_inference_mode_enabled():  # parameters made in inference mode could not be trained afterwards
         with torch.inference_mode(False):
-            return shard(model, optimizer, config=config, comm=comm, mesh=mesh, weights=weights, sample=sample, **options)
+            return shard(  # type: ignore[type-var]
+                model, optimizer, config=config, comm=comm, mesh=mesh, weights=weights, sample=sample, **options
+            )
     planned = PlannedLayout.read(config, mesh, comm) if isinstance(config, (str, os.PathLike)) else None
     auto = is_auto(options.get("stage"), options, sample)
     if auto:
@@ -117,8 +122,8 @@ def shard(
 
 
 def _shard(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, axes: Axes, local: distributed.Localised, weights: Any,
-    auto: tuple[Any] | None, planned: PlannedLayout | None,
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, axes: Axes, local: distributed.Localised,
+    weights: str | os.PathLike | None, auto: tuple[object] | None, planned: PlannedLayout | None,
 ) -> None:  # fmt: skip
     """Shard a model. `local` has replaced its DTensors by local shards; until `local.keep()` the caller may undo that.
 
@@ -196,66 +201,6 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
         raise ConfigError(f"{type(model).__name__} has no parameters to shard.")
 
 
-def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
-    """Make a sharded model an ordinary one again, with whole parameters, and free all states and buffers (collective).
-
-    The optimizer cannot be used afterwards. Parameters get the dtype that they had before zs.shard, and the values of their fp32
-    masters, if they have any. Frozen parameters have no masters and stay rounded to the precision, unless `dtypes` names them.
-
-    Args:
-        restore: False for a model that is too large for one rank: close frees the parameters too and removes the files of
-            offloaded states, and the model cannot be used any more.
-
-    After the failure of a disk or a peer, parameters can not be gathered: close removes the files and raises the error again.
-    """
-    runtime = runtime_of(model)
-    runtime.attendance.refuse("zs.close")
-    runtime.recover()
-    try:
-        runtime.tiers.check()
-        runtime.moved.check()
-        runtime.comm.exchange(b"", "zs.close: begin")  # a rank may still be writing to memory that the others are about to read
-    except StatesAway:
-        raise
-    except ZeroshardError:
-        runtime.moved.forget()
-        runtime.tiers.close()
-        raise
-    if runtime.saver is not None:
-        runtime.saver.close()
-    for unit in runtime.units:
-        unit.entries.swap_out()
-        unit.land()
-        whole = [(group, whole_values(group, runtime)) for group in unit.groups] if restore else []
-        unit.release()
-        unit.guard(not restore)  # restore=False: compute parameters that the program kept raise when used
-        for group, values in whole:
-            for index, value in enumerate(values):
-                restore_parameter(group, index, value)
-    if restore:
-        hooks.detach(runtime)
-    optimizer = runtime.optimizer
-    if optimizer is not None:
-        optimizer.core.close()
-    end(runtime)
-    if restore:
-        del model.__dict__["_zeroshard"]  # with restore=False the hooks stay: they raise ModelClosed
-    return model
-
-
-# -- contexts --------------------------------------------------------------------------------------------------
-
-
-def accumulate(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Accumulate gradients without communication: backwards inside add up on each rank, in the gradient dtype, at every stage.
-
-    The sums are reduced by the next backward outside, or by the first use of gradients: a step, `clip_grad_norm_`,
-    `full_gradients`. All ranks must enter and leave the context for the same backwards. DDP's `model.no_sync()` and
-    `model.require_backward_grad_sync = False` do the same.
-    """
-    return ddp_interface.accumulate(runtime_of(model))
-
-
 # -- gradients, states and values by name ------------------------------------------------------------------------
 
 
@@ -286,7 +231,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     return torch.tensor(core.clip(_at_least_0("max_norm", max_norm)))
 
 
-def _at_least_0(name: str, value: Any) -> float:
+def _at_least_0(name: str, value: object) -> float:
     """Return `value`, a number or a tensor of one element, as a float. Raise ConfigError if it is below 0 or no number."""
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     if isinstance(number, bool) or not isinstance(number, Real) or not float(number) >= 0:
@@ -395,8 +340,7 @@ def _whole_optimizer_states(model: nn.Module, verb: str) -> Iterator[tuple[Param
     states = _core(runtime).state_by_param()
     for group, index, spec in ((g, i, s) for g in runtime.groups if g.trainable for i, s in enumerate(g.specs)):
         found = whole_states(group, index, states.get(group.params[index], {}))
-        yield spec, group.params[index], {k: spec.complete(v) if _is_shaped(v, spec.shape) else v for k, v in found.items()}
-
-
-def _is_shaped(value: Any, shape: tuple[int, ...]) -> bool:
-    return isinstance(value, Tensor) and shape != () and tuple(value.shape) == shape
+        for name, value in found.items():
+            if isinstance(value, Tensor) and spec.shape != () and tuple(value.shape) == spec.shape:
+                found[name] = spec.complete(value)
+        yield spec, group.params[index], found

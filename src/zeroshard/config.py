@@ -84,7 +84,6 @@ _OFFLOAD_KINDS = {
     "ratio": Kind("a number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1),
     **dict.fromkeys(("buffer_count", "buffer_nbytes"), WHOLE),
 }
-_OPTIMIZER_ONLY = ("ratio", "fused")
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,26 @@ class Offload:
 
         path: the folder for "nvme" if `given` has no path. name, option: the options' names, for messages.
         """
-        offload = cls._read(given, name)
+        if given is None or isinstance(given, str):
+            offload = cls(given or "none")
+        elif isinstance(given, Offload):
+            offload = given
+        elif isinstance(given, Mapping):
+            fields = {"path" if key == "nvme_path" else key: value for key, value in given.items()}
+            known = {f.name for f in dataclasses.fields(cls)}
+            for key in fields:
+                if key not in known:
+                    listed = ", ".join(sorted(known))
+                    raise ConfigError(f"{name}: unknown field {key!r}.{did_you_mean(key, known)} Known: {listed}.")
+            if fields and "device" not in fields:
+                raise ConfigError(f"{name}: {fields} names no device, so nothing would be offloaded: add 'device': 'cpu'.")
+            for key in ("ratio", "fused"):
+                if key in fields and name != "offload_optimizer":
+                    raise ConfigError(f"{name}: {key} applies to optimizer states only: give it to offload_optimizer.")
+            offload = cls(**fields)
+        else:
+            got = type(given).__name__
+            raise ConfigError(f"{name}: expected 'none', 'cpu', 'nvme', an Offload or a mapping, got {got}.")
         if offload.tier is not Tier.DISK or offload.path is not None:
             return offload
         if path is None:
@@ -145,28 +163,6 @@ class Offload:
                 "name none, or Offload('nvme', path='...')."
             )
         return dataclasses.replace(offload, path=path)
-
-    @classmethod
-    def _read(cls, given: object, name: str) -> Offload:
-        if isinstance(given, Offload):
-            return given
-        if given is None or isinstance(given, str):
-            return cls(given or "none")
-        if not isinstance(given, Mapping):
-            got = type(given).__name__
-            raise ConfigError(f"{name}: expected 'none', 'cpu', 'nvme', an Offload or a mapping, got {got}.")
-        given = {"path" if key == "nvme_path" else key: value for key, value in given.items()}
-        known = {f.name for f in dataclasses.fields(cls)}
-        for key in given:
-            if key not in known:
-                listed = ", ".join(sorted(known))
-                raise ConfigError(f"{name}: unknown field {key!r}.{did_you_mean(key, known)} Known: {listed}.")
-        if given and "device" not in given:
-            raise ConfigError(f"{name}: {given} names no device, so nothing would be offloaded: add 'device': 'cpu'.")
-        for key in _OPTIMIZER_ONLY:
-            if key in given and name != "offload_optimizer":
-                raise ConfigError(f"{name}: {key} applies to optimizer states only: give it to offload_optimizer.")
-        return cls(**given)
 
 
 PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -391,7 +387,12 @@ class Config:
         if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage not in STAGES:
             hint = " Pass the number, not the text." if str(self.stage) in map(str, STAGES) else ""
             raise ConfigError(f"stage: expected one of 0, 1, 2, 3, got {self.stage!r}.{hint}")
-        self._normalise_precision()
+        precision = _precision_name(self.precision)
+        if precision not in PRECISIONS:
+            known = ", ".join(map(repr, PRECISIONS))
+            hint = did_you_mean(precision, PRECISIONS)
+            raise ConfigError(f"precision: expected one of {known}, got {self.precision!r}.{hint}")
+        object.__setattr__(self, "precision", precision)
         if isinstance(self.units, type) or (isinstance(self.units, str) and self.units not in UNIT_CHOICES):
             # accept a bare class, or its name, for a tuple of one
             object.__setattr__(self, "units", (self.units,))
@@ -452,13 +453,6 @@ class Config:
         if self.zero_quantized_weights is not None and self.row.optimizer is not Placement.SHARDED:
             raise ConfigError("zero_quantized_weights needs stage 1, 2 or 3: at stage 0 no parameters are sent.")
 
-    def _normalise_precision(self) -> None:
-        given, name = self.precision, _precision_name(self.precision)
-        if name not in PRECISIONS:
-            known = ", ".join(map(repr, PRECISIONS))
-            raise ConfigError(f"precision: expected one of {known}, got {given!r}.{did_you_mean(name, PRECISIONS)}")
-        object.__setattr__(self, "precision", name)
-
     @classmethod
     def build(
         cls, config: Config | str | os.PathLike | None = None, *, preset: str | None = None, **options: Unpack[ConfigFields]
@@ -513,11 +507,6 @@ class Config:
     @property
     def compute_dtype(self) -> torch.dtype:
         return PRECISIONS[self.precision]
-
-    @property
-    def send_dtype(self) -> torch.dtype | None:
-        """Dtype of sent gradients, or None for the dtype of the parameter."""
-        return self.reduce_dtype
 
 
 # -- the same options as types, for editors and type checkers: a test compares them with the fields of Config

@@ -21,6 +21,15 @@ class ZeroshardError(RuntimeError):
     """Base class of all errors that this library raises on purpose."""
 
 
+class _OfFacts(ZeroshardError):
+    """Base of errors that are made of facts, not of a text: ranks send them to each other, and make them anew of these."""
+
+    _facts: tuple[str, ...]  # attributes that are the arguments of the constructor
+
+    def __reduce__(self) -> tuple:
+        return type(self), tuple(getattr(self, name) for name in self._facts)
+
+
 class ConfigError(ZeroshardError, ValueError):
     """An option has an unknown name or a value outside its range."""
 
@@ -84,12 +93,14 @@ def left_loop(gone: Sequence[int], label: str, others: str) -> str:
     )
 
 
-class PeerFailed(ZeroshardError):
+class PeerFailed(_OfFacts, ZeroshardError):
     """Another rank raised, exited or was killed; the message has its traceback if that rank could send it.
 
     rank: the number, in the world, of the rank that failed first. (The rank that reported it may have failed because of it.)
     reason: the last message of that rank, or how its process ended.
     """
+
+    _facts = ("rank", "reason", "waiting_for")
 
     def __init__(self, rank: int, reason: str, waiting_for: str = "") -> None:
         self.rank, self.reason, self.waiting_for = rank, reason, waiting_for
@@ -100,9 +111,6 @@ class PeerFailed(ZeroshardError):
             super().__init__(f"rank {rank} {how}{where}" + (f".{hint}" if hint else "") + (f"\n{text}" if text else ""))
         else:
             super().__init__(f"rank {rank} failed{where}: {reason}" + (f".{hint}" if hint else ""))
-
-    def __reduce__(self) -> tuple:
-        return PeerFailed, (self.rank, self.reason, self.waiting_for)
 
 
 class StallError(ZeroshardError):
@@ -151,13 +159,8 @@ _IO_REMEDIES = {
 
 def io_remedy(errno: int) -> str:
     """Return a remedy for a system error on a file."""
-    if errno == EFBIG:
-        return _file_limit()
-    return _IO_REMEDIES.get(errno, "check that the folder still exists and may be written")
-
-
-def _file_limit() -> str:
-    """Return a remedy for a file that is too large for the process's limit or for the filesystem."""
+    if errno != EFBIG:
+        return _IO_REMEDIES.get(errno, "check that the folder still exists and may be written")
     import resource  # POSIX only, as this error is
 
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -168,17 +171,16 @@ def _file_limit() -> str:
     return f"{own}. Or, if it is not met, {filesystem}"
 
 
-class OffloadIOError(ZeroshardError):
+class OffloadIOError(_OfFacts, ZeroshardError):
     """A read or write of an offloaded tensor failed, at byte `offset` of `file`, with `errno`."""
+
+    _facts = ("file", "offset", "errno", "what")
 
     def __init__(self, file: str, offset: int, errno: int, what: str = "access") -> None:
         self.file, self.offset, self.errno, self.what = str(file), offset, errno, what
         name = errorcode.get(errno, str(errno))
         failed = f"{what} of {self.file} failed at byte {offset}: {name} ({os.strerror(errno)})"
         super().__init__(f"{failed}; {io_remedy(errno)}")
-
-    def __reduce__(self) -> tuple:
-        return OffloadIOError, (self.file, self.offset, self.errno, self.what)
 
 
 class CheckpointError(ZeroshardError):
@@ -193,8 +195,10 @@ class CheckpointIncomplete(CheckpointNotFound):
     """A checkpoint has no manifest (the list of its tensors and files), and so can not be loaded."""
 
 
-class CheckpointReadError(CheckpointError, OSError):
+class CheckpointReadError(_OfFacts, CheckpointError, OSError):
     """A `file` could not be read, at byte `offset`, with `errno`, by `rank`; each is None if it is unknown."""
+
+    _facts = ("file", "offset", "errno", "reason", "rank")
 
     def __init__(
         self, file: str | os.PathLike, offset: int | None, errno: int | None, reason: str, rank: int | None = None
@@ -209,12 +213,11 @@ class CheckpointReadError(CheckpointError, OSError):
         )
         self.errno = errno
 
-    def __reduce__(self) -> tuple:
-        return CheckpointReadError, (self.file, self.offset, self.errno, self.reason, self.rank)
 
-
-class CheckpointWriteError(CheckpointError):
+class CheckpointWriteError(_OfFacts, CheckpointError):
     """A checkpoint could not be written: `path`, `errno`, `needed` and `free` bytes (None: unknown). Earlier ones are intact."""
+
+    _facts = ("path", "errno", "needed", "free", "what")
 
     def __init__(self, path: str, errno: int, needed: int, free: int | None, what: str = "") -> None:
         self.path, self.errno, self.needed, self.free, self.what = str(path), errno, needed, free, what
@@ -226,19 +229,15 @@ class CheckpointWriteError(CheckpointError):
             "changed: earlier checkpoints and the training state are as they were"
         )
 
-    def __reduce__(self) -> tuple:
-        return CheckpointWriteError, (self.path, self.errno, self.needed, self.free, self.what)
 
-
-class CheckpointCorrupt(CheckpointError):
+class CheckpointCorrupt(_OfFacts, CheckpointError):
     """A `file` has changed since it was written, at byte `offset`: `expected` and `actual` checksum or content."""
+
+    _facts = ("file", "offset", "expected", "actual", "hint")
 
     def __init__(self, file: str, offset: int, expected: str, actual: str, hint: str = "") -> None:
         self.file, self.offset, self.expected, self.actual, self.hint = str(file), offset, expected, actual, hint
         super().__init__(f"{self.file} is damaged at byte {offset}: expected {expected}, found {actual}. {hint}".rstrip())
-
-    def __reduce__(self) -> tuple:
-        return CheckpointCorrupt, (self.file, self.offset, self.expected, self.actual, self.hint)
 
 
 class CheckpointMismatch(CheckpointError, ValueError):

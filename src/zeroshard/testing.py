@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,12 +43,14 @@ from .errors import ConfigError, PeerFailed
 from .utils import torch_compat
 from .utils.torch_compat import FakeTensorMode, give_threads_their_own_parametrizations
 
+Result = TypeVar("Result")
 
-def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
+
+def run_threads(world_size: int, fn: Callable[..., Result], *args: object, timeout_s: float = 300.0) -> list[Result]:
     """Run fn(rank, *args) in `world_size` threads; return the results, or raise the first rank's error or TimeoutError."""
     give_threads_their_own_parametrizations()
     shared = ThreadWorld(world_size)
-    results: list[Any] = [None] * world_size
+    results: dict[int, Result] = {}
     errors: dict[int, BaseException] = {}
 
     def body(rank: int) -> None:
@@ -79,7 +81,7 @@ def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: 
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"(on rank {rank} of {world_size}; ranks with errors: {sorted(errors)})")
         raise error
-    return results
+    return [results[rank] for rank in range(world_size)]
 
 
 @contextlib.contextmanager

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import Sampler
@@ -23,6 +23,7 @@ from torch.utils.data import Sampler
 from ..comm import backend_select
 from ..errors import ConfigError
 
+Batch = TypeVar("Batch")
 _POSITION = ("numel", "seed", "shuffle", "epoch", "samples")
 
 
@@ -71,20 +72,17 @@ class ShardedSampler(Sampler[int]):
         self._loop: object | None = None  # token of the loop over `follow` in progress
         self._drawn = False  # True if a loop without `follow` has drawn samples: the position is then unknown
 
-    def _order(self) -> list[int]:
-        if not self.shuffle:
-            return list(range(self.numel))
-        # no two seeds share an order within a million epochs
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
-        return torch.randperm(self.numel, generator=generator, device="cpu").tolist()
-
     def __len__(self) -> int:
         """Return the number of samples left in the epoch for this rank."""
         left = max(self.numel - self.samples, 0)
         return left // self.world_size if self.drop_last else -(-left // self.world_size)
 
     def __iter__(self) -> Iterator[int]:
-        order, begin, count, followed = self._order(), self.samples, len(self), self._loop is not None
+        order: Sequence[int] = range(self.numel)
+        if self.shuffle:  # no two seeds share an order within a million epochs
+            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
+            order = torch.randperm(self.numel, generator=generator, device="cpu").tolist()
+        begin, count, followed = self.samples, len(self), self._loop is not None
         self._drawn = self._drawn or not followed
         for number in range(count):
             yield order[(begin + number * self.world_size + self.rank) % self.numel]
@@ -92,9 +90,9 @@ class ShardedSampler(Sampler[int]):
             if not followed:
                 self.samples = min(begin + (number + 1) * self.world_size, self.numel)
         if not followed:
-            self._end_epoch()
+            self.epoch, self.samples = self.epoch + 1, 0
 
-    def follow(self, loader: Iterable[Any], batch_size: int | None = None) -> Iterator[Any]:
+    def follow(self, loader: Iterable[Batch], batch_size: int | None = None) -> Iterator[Batch]:
         """Yield the batches of a loader that draws from this sampler, and count their samples as consumed.
 
         batch_size: number of samples of a batch on this rank. None: the loader's.
@@ -117,8 +115,7 @@ class ShardedSampler(Sampler[int]):
                 self.samples = min(self.samples + batch_size * self.world_size, self.numel)
                 yield batch
             self._check_loop(loop)
-            self._end_epoch()
-            self._drawn = False
+            self.epoch, self.samples, self._drawn = self.epoch + 1, 0, False
         finally:
             if self._loop is loop:
                 self._loop = None
@@ -129,9 +126,6 @@ class ShardedSampler(Sampler[int]):
                 "zs.ShardedSampler: another loop over sampler.follow(loader) was begun, or a position was loaded, while this loop was "
                 "running: its further batches would not be counted. Begin a new loop."
             )
-
-    def _end_epoch(self) -> None:
-        self.epoch, self.samples = self.epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, as with torch's DistributedSampler. Do nothing if it is the current one: its position is kept."""

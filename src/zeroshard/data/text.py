@@ -65,9 +65,20 @@ def read_corpus(folder: str | Path | None = None, *, held_out_nbytes: int = 2**1
     if not documents:
         raise ValueError(f"data: expected text files below {str(root)!r}, found none (files with zero bytes are skipped)")
     name = "Python standard library" if folder is None else root.name or str(root)
-    if len(documents) == 1:
-        return _split_tail(name, *next(iter(documents.items())), held_out_nbytes)
-    return _split_files(name, documents, held_out_nbytes)
+    target_nbytes = min(held_out_nbytes, sum(map(len, documents.values())) // 10)
+    if len(documents) == 1:  # hold out the end of the file
+        file, content = next(iter(documents.items()))
+        cut = len(content) - max(1, target_nbytes)
+        return Corpus(name, _as_tensor(content[:cut]), _as_tensor(content[cut:]), (file,), (f"{file} (tail)",))
+    # hold out whole files, the ones whose hashed names come first: at least one, and train on at least one
+    order = sorted(documents, key=lambda file: hashlib.sha256(file.encode(errors="surrogateescape")).digest())
+    count, nbytes = 0, 0
+    while count == 0 or (nbytes < target_nbytes and count < len(order) - 1):
+        nbytes += len(documents[order[count]]) + len(SEPARATOR)
+        count += 1
+    held_out_files, train_files = tuple(order[:count]), tuple(order[count:])
+    parts = [b"".join(documents[file] + SEPARATOR for file in files) for files in (train_files, held_out_files)]
+    return Corpus(name, _as_tensor(parts[0]), _as_tensor(parts[1]), train_files, held_out_files)
 
 
 def _read_documents(root: Path, stdlib: bool) -> Iterator[tuple[str, bytes]]:
@@ -95,25 +106,6 @@ def _walk(root: Path, skipped: frozenset[str]) -> Iterator[Path]:
             path = Path(folder) / file
             if not file.startswith(".") and path.is_file() and not path.is_symlink():
                 yield path
-
-
-def _split_files(name: str, documents: dict[str, bytes], held_out_nbytes: int) -> Corpus:
-    """Hold out whole files, the ones whose hashed names come first."""
-    target_nbytes = min(held_out_nbytes, sum(map(len, documents.values())) // 10)
-    order = sorted(documents, key=lambda file: hashlib.sha256(file.encode(errors="surrogateescape")).digest())
-    count, nbytes = 0, 0  # hold out at least one file, and train on at least one
-    while count == 0 or (nbytes < target_nbytes and count < len(order) - 1):
-        nbytes += len(documents[order[count]]) + len(SEPARATOR)
-        count += 1
-    held_out_files, train_files = tuple(order[:count]), tuple(order[count:])
-    parts = [b"".join(documents[file] + SEPARATOR for file in files) for files in (train_files, held_out_files)]
-    return Corpus(name, _as_tensor(parts[0]), _as_tensor(parts[1]), train_files, held_out_files)
-
-
-def _split_tail(name: str, file: str, content: bytes, held_out_nbytes: int) -> Corpus:
-    """Hold out the end of a single file."""
-    cut = len(content) - max(1, min(held_out_nbytes, len(content) // 10))
-    return Corpus(name, _as_tensor(content[:cut]), _as_tensor(content[cut:]), (file,), (f"{file} (tail)",))
 
 
 def _as_tensor(content: bytes) -> Tensor:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -23,6 +23,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from ..errors import ZeroshardError
 from ..optim.sharded_optimizer import OptimizerCore, plain_options, take_options
 from ..zero.runtime import Runtime, runtime_of
+
+Batch = TypeVar("Batch")
 
 
 @contextlib.contextmanager
@@ -56,103 +58,82 @@ def join(model: nn.Module) -> Iterator[None]:
     try:
         yield
         if attendance.together:
-            _Peer(runtime_of(model)).serve()
+            _take_part(runtime_of(model))
     finally:
         attendance.joined = attendance.serving = False
         attendance.ended = frozenset()
 
 
-class _Peer:
-    """A rank whose data has ended, in the other ranks' collectives: it does the same for each event that they announce."""
+def _take_part(runtime: Runtime) -> None:
+    """Take part, as a rank whose data has ended, in the other ranks' collectives until all ranks' data has ended (collective).
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime, self.attendance = runtime, runtime.attendance
-        self.core: OptimizerCore | None = runtime.optimizer.core if runtime.optimizer is not None else None
-        self.events: dict[str, Callable[[Any], None]] = {
-            "gather": self._gather,
-            "reduce": self._reduce,
-            "clip": self._clip,
-            "step": self._step,
-        }
+    For each event that they announce this rank does the same.
+    """
+    attendance = runtime.attendance
+    core: Any = runtime.optimizer.core if runtime.optimizer is not None else None
 
-    def serve(self) -> None:
-        """Follow the other ranks until all have ended (collective)."""
-        self.runtime.recover()
-        self.runtime.settle()
-        self.attendance.serving = True
-        if not self.attendance.ended and not self.attendance.gathers_meet:
-            self._await_backward()  # the others learn of this in the exchange at the end of a backward, or of their own loops
-        while not self.attendance.everyone_ended:
-            self._follow()
-        self._catch_up()
-
-    def _await_backward(self) -> None:
-        agreed = self.runtime.reductions.agree()
-        if not self.attendance.everyone_ended:
-            self._zero()
-            self._reduce(agreed)
-
-    def _follow(self) -> None:
-        """Wait for the next event that the other ranks announce, and take part in it."""
-        event = self.attendance.ask(None)
-        self._zero()
-        if event is not None:
-            what, values = event
-            self.events[what](values)
-
-    def _zero(self) -> None:
+    def follow_zero_grad() -> None:
         """Drop or zero gradients if the other ranks have called zero_grad since the last event."""
-        drops, zeros = self.attendance.behind
+        drops, zeros = attendance.behind
         if drops > 0:
-            self.runtime.drop_gradients()
+            runtime.drop_gradients()
         elif zeros > 0:
-            self.runtime.zero_gradients()
-        self.attendance.zeroed = [0, 0]  # these calls followed the other ranks', so peers need not hear of them
+            runtime.zero_gradients()
+        attendance.zeroed = [0, 0]  # these calls followed the other ranks', so peers need not hear of them
 
-    def _gather(self, number: int) -> None:
-        unit = self.runtime.units[number]
-        unit.ready()
-        unit.release()
+    runtime.recover()
+    runtime.settle()
+    attendance.serving = True
+    if not attendance.ended and not attendance.gathers_meet:
+        # the others learn of this in the exchange at the end of a backward, or of their own loops
+        agreed = runtime.reductions.agree()
+        if not attendance.everyone_ended:
+            follow_zero_grad()
+            runtime.before_gradients()
+            runtime.reduce_all(agreed)
+    while not attendance.everyone_ended:
+        event: tuple[str, Any] = attendance.ask(None) or ("", None)  # None: all have ended
+        follow_zero_grad()
+        what, values = event
+        if what == "gather":
+            runtime.units[values].ready()
+            runtime.units[values].release()
+        elif what == "reduce":
+            runtime.before_gradients()
+            runtime.reduce_all()
+        elif what == "clip":
+            core.clip(values)
+        elif what == "step":
+            take_options(core.outer, values)
+            core.step()
+    if len(attendance.latest) < runtime.comm.world_size:  # else all ended in the same step
+        runtime.schedule.restart()  # this rank has not seen the last forwards
+        if core is not None:
+            _catch_up(core, runtime)
 
-    def _reduce(self, agreed: Any) -> None:
-        self.runtime.before_gradients()
-        self.runtime.reduce_all(agreed)
 
-    def _clip(self, max_norm: float | None) -> None:
-        assert self.core is not None
-        self.core.clip(max_norm)
-
-    def _step(self, options: list[dict[str, Any]]) -> None:
-        assert self.core is not None
-        take_options(self.core.outer, options)
-        self.core.step()
-
-    # -- at the end ------------------------------------------------------------------------------------------
-
-    def _catch_up(self) -> None:
-        """Set options and schedulers to those of the ranks that ended last (collective)."""
-        if len(self.attendance.latest) == self.runtime.comm.world_size:  # all ended in the same step
-            return
-        self.runtime.schedule.restart()  # this rank has not seen the last forwards
-        if self.core is None:
-            return
-        mine = self.core.tally.schedulers
-        told = [[type(each).__name__, _position(each), _numbers(each)] for each in mine]
-        payload = json.dumps([plain_options(self.core.outer), told]).encode()
-        everyone = [json.loads(part) for part in self.runtime.comm.exchange(payload, "end of zs.join")]
-        names = [[name for name, _, _ in theirs] for _, theirs in everyone]
-        if any(other != names[0] for other in names):
-            raise ZeroshardError(
-                f"zs.join: ranks have different learning-rate schedulers ({'; '.join(f'rank {r}: {n}' for r, n in enumerate(names))}), "
-                "so those of ranks whose data ended early can not follow the others. Build the same ones on every rank, after zs.shard()."
-            )
-        options, theirs = everyone[self.attendance.leader]
-        if self.runtime.comm.rank not in self.attendance.latest:
-            self.core.tally.scheduling = True  # advance them even after skipped optimizer steps
-            for scheduler, (_, position, numbers) in zip(mine, theirs, strict=True):
-                _advance(scheduler, position, numbers)
-            self.core.tally.scheduling = False
-            take_options(self.core.outer, options)
+def _catch_up(core: OptimizerCore, runtime: Runtime) -> None:
+    """Set options and schedulers to those of the ranks that ended last (collective)."""
+    mine = core.tally.schedulers
+    told = [[type(each).__name__, _position(each), _numbers(each)] for each in mine]
+    payload = json.dumps([plain_options(core.outer), told]).encode()
+    everyone = [json.loads(part) for part in runtime.comm.exchange(payload, "end of zs.join")]
+    names = [[name for name, _, _ in theirs] for _, theirs in everyone]
+    if any(other != names[0] for other in names):
+        raise ZeroshardError(
+            f"zs.join: ranks have different learning-rate schedulers ({'; '.join(f'rank {r}: {n}' for r, n in enumerate(names))}), "
+            "so those of ranks whose data ended early can not follow the others. Build the same ones on every rank, after zs.shard()."
+        )
+    options, theirs = everyone[runtime.attendance.leader]
+    if runtime.comm.rank not in runtime.attendance.latest:
+        core.tally.scheduling = True  # advance them even after skipped optimizer steps
+        for scheduler, (_, position, numbers) in zip(mine, theirs, strict=True):
+            if numbers:
+                vars(scheduler).update(numbers)
+            for _ in range(0 if numbers else position - _position(scheduler)):
+                scheduler.step()
+        core.tally.scheduling = False
+        take_options(core.outer, options)
 
 
 def _position(scheduler: Any) -> int:
@@ -168,15 +149,7 @@ def _numbers(scheduler: Any) -> dict[str, Any]:
     return {k: v for k, v in vars(scheduler).items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
 
 
-def _advance(scheduler: Any, position: int, numbers: dict[str, Any]) -> None:
-    if numbers:
-        vars(scheduler).update(numbers)
-        return
-    for _ in range(position - _position(scheduler)):
-        scheduler.step()
-
-
-def stop_together(model: nn.Module, loader: Iterable[Any]) -> Iterable[Any]:
+def stop_together(model: nn.Module, loader: Iterable[Batch]) -> Iterable[Batch]:
     """Return an iterable over a loader's batches that ends on every rank with the shortest loader (iterating is collective).
 
         for batch in zs.stop_together(model, loader):
@@ -189,16 +162,16 @@ def stop_together(model: nn.Module, loader: Iterable[Any]) -> Iterable[Any]:
     return _Together(runtime_of(model), loader)
 
 
-class _Together:
+class _Together(Generic[Batch]):
     """Iterable that `stop_together` returns; other attributes are the loader's."""
 
-    def __init__(self, runtime: Runtime, loader: Iterable[Any]) -> None:
+    def __init__(self, runtime: Runtime, loader: Iterable[Batch]) -> None:
         self._runtime, self._loader = runtime, loader
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         attendance = self._runtime.attendance
         batches, count = iter(self._loader), 0
         batch = next(batches, _NONE)
@@ -226,4 +199,4 @@ class _Together:
         return frozenset(rank for rank, told in enumerate(everyone) if told[0])
 
 
-_NONE = object()
+_NONE: Any = object()

@@ -27,7 +27,7 @@ from ..errors import ConfigError, ModelClosed, NonFiniteError, ShardedAccessErro
 from ..memory.ledger import OPTIMIZER, claimed
 from ..tensor.state_column import declared_columns
 from ..zero.gradient_account import Clipped
-from ..zero.out_of_memory import Telling
+from ..zero.out_of_memory import telling
 from ..zero.runtime import Runtime
 from ..zero.unit import ParamGroup
 from .cpu_kernels import matches
@@ -215,14 +215,14 @@ class OptimizerCore:
         runtime, account = self.runtime, self.runtime.account
         if not self.stepped_groups and self.world is self.comm:
             self.comm.exchange(b"", "optimizer step without gradients")  # raises where other ranks do have gradients
-            runtime.attendance.count_step()
+            runtime.attendance.steps += 1
             return self.tally.note(StepRecord(0.0, 1.0, skipped=True))
         scale = runtime.progress.loss_scale
         found = account.clipped
         if self._known() is None and not (found is not None and found.refused):
             undone = found is not None and not self._usable(found.norm)  # clip again: the first clip met inf or nan
             self._clip(found.max_norm if found is not None and undone else runtime.config.max_grad_norm, stepping=True)
-        runtime.attendance.count_step()
+        runtime.attendance.steps += 1
         assert account.clipped is not None
         norm, coefficient = account.clipped.norm, account.clipped.coefficient
         account.clipped = None
@@ -494,7 +494,7 @@ class ShardedOptimizer:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with Telling(self.core.runtime, "the optimizer's step"):
+        with telling(self.core.runtime, "the optimizer's step"):
             self.core.step()
         return loss
 

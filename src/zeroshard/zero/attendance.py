@@ -45,10 +45,10 @@ class Attendance:
         self.lasts: frozenset[int] = frozenset()  # ranks that computed with their last batch in the newest backward
         self.meetings = 0  # number of backwards that have ended
         self.share = 1.0
-        self.steps = 0  # number of optimizer steps
+        self.steps = 0  # number of optimizer steps of all ranks; labels of operations show the next number
         self.zeroed = [0, 0]  # calls of zero_grad since the last exchange: to None, to zeros
         self.behind = [0, 0]  # calls of zero_grad that the leader has made and this rank has not: to None, to zeros
-        self._unasked = True  # no exchange since the present forward began
+        self.unasked = True  # no exchange since the present forward began: one must come before its first gather
 
     @property
     def everyone_ended(self) -> bool:
@@ -84,15 +84,11 @@ class Attendance:
             self.leader = min(ended - self.ended)
         self.latest = ended - self.ended
         self.behind = [theirs - mine for theirs, mine in zip(zeroed[self.leader], zeroed[self.comm.rank], strict=True)]
-        self.ended, self.zeroed, self._unasked = ended, [0, 0], True
+        self.ended, self.zeroed, self.unasked = ended, [0, 0], True
 
     # -- events, once a rank has ended -----------------------------------------------------------------------
 
-    def begin_forward(self) -> None:
-        """Require an exchange before the first gather of a forward: some rank's data may have ended meanwhile."""
-        self._unasked = True
-
-    def tell(self, event: str, values: Any = None) -> None:
+    def tell(self, event: str, values: object = None) -> None:
         """Announce an event in which all ranks with data take part now; ranks without data then take part, too (collective)."""
         if self.ended and not self.serving:
             self.ask(event, values)
@@ -100,12 +96,12 @@ class Attendance:
     def gather(self, unit: Unit) -> None:
         """Start to gather a unit; announce that first to ranks whose data has ended, if the gather needs them."""
         meets = self.joined and self.gathers_meet and not self.serving and unit.phase in (Phase.SHARDED, Phase.FETCHING)
-        if meets and (self.ended or self._unasked):
+        if meets and (self.ended or self.unasked):
             self.ask("gather", unit.number, unit.name)
-            self._unasked = False
+            self.unasked = False
         unit.gather()
 
-    def ask(self, event: str | None, values: Any = None, name: str = "") -> tuple[str, Any] | None:
+    def ask(self, event: str | None, values: object = None, name: str = "") -> tuple[str, Any] | None:
         """Exchange the next event (collective; None: this rank's data has ended). Return the leader's event and values.
 
         Return None if the data of all ranks has ended. Raise CollectiveMismatch if ranks with data announce different events.
@@ -122,10 +118,6 @@ class Attendance:
             )
         self._note(ended, [zeroed for _, _, zeroed, _ in everyone])
         return None if self.everyone_ended else tuple(everyone[self.leader][:2])
-
-    def count_step(self) -> None:
-        """Count an optimizer step of all ranks; labels of later operations show the next number."""
-        self.steps += 1
 
     def refuse(self, what: str) -> None:
         """Raise ZeroshardError if the data of some rank has ended: `what` needs every rank, and is not announced to it."""

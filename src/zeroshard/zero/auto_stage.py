@@ -36,7 +36,8 @@ from .shard_model import Builder, state_columns
 
 AUTO = "auto"
 STATES = ("offload_optimizer", "offload_gradient", "offload_param")
-CHOICES: tuple[tuple[int, str | None, str | None, str | None], ...] = (  # stage; tiers of states, gradients, parameters
+Choice = tuple[int, str | None, str | None, str | None]  # stage; tiers of states, gradients, parameters
+CHOICES: tuple[Choice, ...] = (
     (0, None, None, None), (1, None, None, None), (2, None, None, None), (3, None, None, None), (2, "cpu", "cpu", None),
     (3, "cpu", "cpu", None), (3, "cpu", "cpu", "cpu"), (3, "nvme", "cpu", None), (3, "nvme", "nvme", "cpu"), (3, "nvme", "nvme", "nvme"),
 )  # fmt: skip
@@ -44,7 +45,7 @@ _UNKNOWN = 1 / 3  # fraction of the device left for activations if no sample tel
 _FREE = 0.1  # fraction of the device left beside known activations, for temporaries and fragmentation
 
 
-def is_auto(stage: object, options: Mapping[str, Any], sample: Any) -> bool:
+def is_auto(stage: object, options: Mapping[str, object], sample: object) -> bool:
     """Return whether stage="auto" was given. Raise ConfigError for options that it chooses, and for a sample without it."""
     auto = isinstance(stage, str) and stage == AUTO
     given = [name for name in (*STATES, "preset") if options.get(name) is not None]
@@ -56,7 +57,7 @@ def is_auto(stage: object, options: Mapping[str, Any], sample: Any) -> bool:
 
 
 def choose(
-    config: Config, comm: DirectComm, model: nn.Module, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None, sample: Any,
+    config: Config, comm: DirectComm, model: nn.Module, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None, sample: object,
     parts: Parts | None = None,
 ) -> Config:  # fmt: skip
     """Return `config` with the first of CHOICES that fits on every rank (collective).
@@ -66,40 +67,55 @@ def choose(
     """
     check(config, comm, parts)
     kept = None if sample is None else _kept_nbytes(model, sample, config)
-    parameters = sum(spec.original.nbytes for spec in specs if spec.original.device.type == comm.device.type)
-    device, host = _available(comm, parameters)
-    told = exchange_values(comm, [device, host, list(host_identity()), kept or 0], "zs.shard: stage='auto'")
-    sharers = {tuple(each[2]): sum(other[2] == each[2] for other in told) for each in told}
-    device = min(each[0] // (1 if comm.device.type == "cuda" else sharers[tuple(each[2])]) for each in told)
-    host = min(each[1] // sharers[tuple(each[2])] for each in told)
-    activations = max(each[3] for each in told)
-    room = {Tier.DEVICE: round(device * (1 - _FREE if kept is not None else 1 - _UNKNOWN)) - activations, Tier.HOST: host}
+    room = _room(comm, specs, kept)
+    activations = f"beside {_gib(kept or 0)} of activations"
+    if kept is None:
+        activations = "with a third left for activations (pass sample= to measure them)"
     tried: list[str] = []
     for row in CHOICES:
-        candidate = _candidate(config, row, comm)
-        if candidate is None or ((comm.world_size == 1) != (row[0] == 0) and not any(row[1:])):
+        stage, *away = row
+        if (comm.world_size == 1) != (stage == 0) and not any(away):
+            continue
+        no_folder = "nvme" in away and config.offload_path is None
+        if no_folder or ("cpu" in away and "nvme" not in away and not comm.streams.separate_host):
+            continue
+        try:
+            chosen: dict[str, Any] = dict(zip(STATES, away, strict=True))
+            candidate = dataclasses.replace(config, stage=stage, **chosen)
+        except ConfigError:  # it conflicts with an option
             continue
         held = _held(candidate, comm, model, specs, optimizer, parts)
         if all(held.get(tier, 0) <= nbytes for tier, nbytes in room.items()):
             if comm.rank == 0:
-                print(f"zeroshard: {_reason(row, held, room, tried, kept)}", file=sys.stderr)
+                takes = f"{_words(row)} takes {_gib(held[Tier.DEVICE])} of the {_gib(room[Tier.DEVICE])} of a rank's device"
+                before = f"; {tried[-1]} does not fit" if tried else ""
+                print(f"zeroshard: stage='auto': {takes}, {activations}{before}", file=sys.stderr)
             return candidate
         tried.append(f"{_words(row)} {_gib(held[Tier.DEVICE])}")
     raise ConfigError(
-        f"stage='auto': no stage fits into the {_gib(room[Tier.DEVICE])} that each rank's device has for it (host: {_gib(host)}); on "
-        f"the device they take: {', '.join(tried)}. Use more ranks, offload_path= a folder on a local disk, or `zeroshard plan` to see what would fit."
+        f"stage='auto': no stage fits into the {_gib(room[Tier.DEVICE])} that each rank's device has for it (host: "
+        f"{_gib(room[Tier.HOST])}); on the device they take: {', '.join(tried)}. Use more ranks, offload_path= a folder on a local disk, "
+        "or `zeroshard plan` to see what would fit."
     )
 
 
-def _candidate(config: Config, row: tuple[int, str | None, str | None, str | None], comm: DirectComm) -> Config | None:
-    """Return the configuration of a choice; None if it needs a folder or a device that is missing, or conflicts with options."""
-    if ("nvme" in row and config.offload_path is None) or ("cpu" in row and "nvme" not in row and not comm.streams.separate_host):
-        return None
-    try:
-        chosen: dict[str, Any] = dict(zip(STATES, row[1:], strict=True))
-        return dataclasses.replace(config, stage=row[0], **chosen)
-    except ConfigError:
-        return None
+def _room(comm: DirectComm, specs: list[ParamSpec], kept: int | None) -> dict[Tier, int]:
+    """Return the bytes of device and host that every rank has for its states (collective). kept: bytes of activations, if known.
+
+    What the device has includes the model's present parameters; on a CPU all ranks of a host share its memory.
+    """
+    host = min((limit.nbytes for limit in limits()), default=0) or sys.maxsize
+    device, on_cuda = host, comm.device.type == "cuda"
+    if on_cuda:
+        free, _ = torch.cuda.mem_get_info(comm.device)
+        device = free + torch.cuda.memory_reserved(comm.device) - torch.cuda.memory_allocated(comm.device)
+    device += sum(spec.original.nbytes for spec in specs if spec.original.device.type == comm.device.type)
+    told = exchange_values(comm, [device, host, list(host_identity()), kept or 0], "zs.shard: stage='auto'")
+    sharers = {tuple(each[2]): sum(other[2] == each[2] for other in told) for each in told}
+    device = min(each[0] // (1 if on_cuda else sharers[tuple(each[2])]) for each in told)
+    host = min(each[1] // sharers[tuple(each[2])] for each in told)
+    activations = max(each[3] for each in told)
+    return {Tier.DEVICE: round(device * (1 - _FREE if kept is not None else 1 - _UNKNOWN)) - activations, Tier.HOST: host}
 
 
 def _held(
@@ -118,28 +134,19 @@ def _held(
     return found
 
 
-def _available(comm: DirectComm, given_nbytes: int) -> tuple[int, int]:
-    """Return free bytes of device and host. The device's include the model's present ones; on a CPU all its ranks share them."""
-    host = min((limit.nbytes for limit in limits()), default=0) or sys.maxsize
-    if comm.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(comm.device)
-        unused = torch.cuda.memory_reserved(comm.device) - torch.cuda.memory_allocated(comm.device)
-        return free + unused + given_nbytes, host
-    return host + given_nbytes, host
-
-
-def _kept_nbytes(model: nn.Module, sample: Any, config: Config) -> int:
+def _kept_nbytes(model: nn.Module, sample: object, config: Config) -> int:
     """Return the bytes that autograd saves in a forward on fake tensors, scaled to the dtype in which the model will compute."""
-    storages: dict[int, Any] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def keep(tensor: Tensor) -> Tensor:
         storages.setdefault(torch_compat.storage_id(tensor.untyped_storage()), tensor.untyped_storage())
         return tensor
 
-    args, named = (
-        ((), sample) if isinstance(sample, Mapping) else (sample if isinstance(sample, (tuple, list)) else (sample,), {})
-    )
+    args: tuple[object, ...] = tuple(sample) if isinstance(sample, (tuple, list)) else (sample,)
+    named = {}
+    if isinstance(sample, Mapping):
+        args, named = (), dict(sample)
     try:
         with without_fake_logs(), mode, torch.random.fork_rng(devices=[]):
             fake: dict[str, Tensor] = {
@@ -147,7 +154,7 @@ def _kept_nbytes(model: nn.Module, sample: Any, config: Config) -> int:
             }
             own = {torch_compat.storage_id(value.untyped_storage()) for value in fake.values()}
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                output = torch.func.functional_call(model, fake, args, dict(named))
+                output = torch.func.functional_call(model, fake, args, named)
             nbytes = sum(storage.nbytes() for key, storage in storages.items() if key not in own)
             nbytes += sum(tensor.nbytes for tensor in find_tensors(output))
     except ZeroshardError:
@@ -163,7 +170,7 @@ def _kept_nbytes(model: nn.Module, sample: Any, config: Config) -> int:
     return nbytes * low // given if config.precision != "fp32" else nbytes
 
 
-def _words(row: tuple[int, str | None, str | None, str | None]) -> str:
+def _words(row: Choice) -> str:
     away = [
         f"{name.removeprefix('offload_')} on {place}" for name, place in zip(STATES, row[1:], strict=True) if place is not None
     ]
@@ -172,13 +179,3 @@ def _words(row: tuple[int, str | None, str | None, str | None]) -> str:
 
 def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.3g} GiB"
-
-
-def _reason(row: Any, held: Mapping[Tier, int], room: Mapping[Tier, int], tried: list[str], kept: int | None) -> str:
-    known = (
-        f"beside {_gib(kept)} of activations"
-        if kept is not None
-        else "with a third left for activations (pass sample= to measure them)"
-    )
-    before = f"; {tried[-1]} does not fit" if tried else ""
-    return f"stage='auto': {_words(row)} takes {_gib(held[Tier.DEVICE])} of the {_gib(room[Tier.DEVICE])} of a rank's device, {known}{before}"

@@ -55,28 +55,32 @@ def collect(model: nn.Module, config: Config) -> list[ParamSpec]:
     """
     check_lazy(model)
     specs: dict[int, ParamSpec] = {}
-    policy = Policy.of(model, config)
+    policy = Policy(model, config)
     for prefix, module in model.named_modules():
         for attribute, param in torch_compat.own_parameters(module).items():
             if param is None:
                 continue
             name = f"{prefix}.{attribute}" if prefix else attribute
-            _check(name, param)
-            dtype = policy.dtype(module, param, config)
-            spec = specs.setdefault(
-                id(param), ParamSpec(name, param, [], dtype, tuple(param.shape), param.requires_grad, param.dtype)
-            )
-            spec.distribution = distribution_of(param)
+            if param.layout is not torch.strided:
+                raise ShardedAccessError(f"{name}: expected a dense parameter, got layout {param.layout}.")
+            if param.is_complex() and param.requires_grad:
+                raise ShardedAccessError(
+                    f"{name}: expected a real parameter, got {param.dtype}. Keep its two parts, self.{attribute} = "
+                    f"nn.Parameter(torch.view_as_real(value)), and compute with torch.view_as_complex(self.{attribute}) in the forward: "
+                    "gradients and steps are the same."
+                )
+            if not param.is_floating_point() and param.requires_grad:
+                raise ShardedAccessError(f"{name}: expected a floating-point parameter, got {param.dtype}.")
+            dtype, shape = policy.dtype(module, param, config), tuple(param.shape)
+            given = ParamSpec(name, param, [], dtype, shape, param.requires_grad, param.dtype, len(specs), distribution_of(param))
+            spec = specs.setdefault(id(param), given)
             if spec.dtype != dtype:
                 raise ConfigError(
                     f"dtypes: {spec.name} and {name} are one tied parameter, and would be {spec.dtype} and {dtype}. Give both "
                     "of their modules the same dtype, by name or by class."
                 )
             spec.owners.append((module, attribute))
-    result = list(specs.values())
-    for number, spec in enumerate(result):
-        spec.number = number
-    return result
+    return list(specs.values())
 
 
 def check_lazy(model: nn.Module) -> None:
@@ -91,32 +95,33 @@ def check_lazy(model: nn.Module) -> None:
                 )
 
 
-def _check(name: str, param: nn.Parameter) -> None:
-    if param.layout is not torch.strided:
-        raise ShardedAccessError(f"{name}: expected a dense parameter, got layout {param.layout}.")
-    if param.is_complex() and param.requires_grad:
-        attribute = name.rpartition(".")[2]
-        raise ShardedAccessError(
-            f"{name}: expected a real parameter, got {param.dtype}. Keep its two parts, self.{attribute} = "
-            f"nn.Parameter(torch.view_as_real(value)), and compute with torch.view_as_complex(self.{attribute}) in the forward: gradients "
-            "and steps are the same."
-        )
-    if not param.is_floating_point() and param.requires_grad:
-        raise ShardedAccessError(f"{name}: expected a floating-point parameter, got {param.dtype}.")
-
-
-@dataclass(frozen=True)
 class Policy:
-    """Dtypes in which modules and parameters compute, by id. Only modules and parameters that `Config.dtypes` determines."""
+    """Dtypes in which modules and parameters compute, by id. Only modules and parameters that `Config.dtypes` determines.
 
-    modules: dict[int, torch.dtype]
-    parameters: dict[int, torch.dtype]
+    A key matches a module by the name of its class or of a base, or as a pattern over the module's name. The dtype is that of the
+    first key that matches the module, or else its nearest ancestor. Norms with fp32 statistics are fp32 unless a key matches
+    them: torch has no kernels for other mixtures. A module that is never called has the dtype of its parent, which reads its
+    parameters. A key that matches no module names parameters.
+    """
 
-    @classmethod
-    def of(cls, model: nn.Module, config: Config) -> Policy:
+    def __init__(self, model: nn.Module, config: Config) -> None:
         """Resolve `Config.dtypes` for a model. Raise ConfigError for a key that matches no module and no parameter."""
-        modules, unmatched = _module_dtypes(model, config)
-        return cls(modules, _parameter_dtypes(model, config, unmatched))
+        self.modules: dict[int, torch.dtype] = {}
+        by_name: dict[str, torch.dtype | None] = {}
+        unmatched = set(config.dtypes)
+        for name, module in model.named_modules():
+            cls, whole = class_and_name(module, name)
+            bases = {base.__name__ for base in cls.__mro__}
+            keys = [key for key in config.dtypes if key in bases or fnmatchcase(whole, key)] if _is_called(module) else []
+            unmatched.difference_update(keys)
+            around = by_name[name.rpartition(".")[0]] if name else None
+            lowered = (around or config.compute_dtype) in (torch.bfloat16, torch.float16)
+            mean = torch_compat.own_buffers(module).get("running_mean") if isinstance(module, torch_compat.NormBase) else None
+            own = torch.float32 if lowered and mean is not None and mean.dtype == torch.float32 else around
+            by_name[name] = own = config.dtypes[keys[0]] if keys else own
+            if own is not None:
+                self.modules[id(module)] = own
+        self.parameters = _parameter_dtypes(model, config, [key for key in config.dtypes if key in unmatched])
 
     def dtype(self, module: nn.Module, param: nn.Parameter, config: Config) -> torch.dtype:
         """Return the dtype in which a parameter computes: from the key that names it, else its module's, else the precision.
@@ -128,26 +133,6 @@ class Policy:
         if not follows_precision(param.dtype) and not (is_narrow(param.dtype) and param.requires_grad):
             return param.dtype
         return self.modules.get(id(module)) or (param.dtype if config.precision == "fp32" else config.compute_dtype)
-
-
-def _module_dtypes(model: nn.Module, config: Config) -> tuple[dict[int, torch.dtype], list[str]]:
-    """Return (id of each module that `Config.dtypes` determines -> its dtype, keys that match no module).
-
-    The dtype is that of the first key that matches the module, or else its nearest ancestor. Norms with fp32 statistics are fp32
-    unless a key matches them: torch has no kernels for other mixtures. A module that is never called has the dtype of its parent,
-    which reads its parameters.
-    """
-    found: dict[str, torch.dtype | None] = {}
-    unmatched, result = set(config.dtypes), dict[int, torch.dtype]()
-    for name, module in model.named_modules():
-        keys = _matching(name, module, config.dtypes) if _is_called(module) else []
-        unmatched.difference_update(keys)
-        around = found[name.rpartition(".")[0]] if name else None
-        lowered = (around or config.compute_dtype) in (torch.bfloat16, torch.float16)
-        found[name] = own = config.dtypes[keys[0]] if keys else torch.float32 if lowered and _has_statistics(module) else around
-        if own is not None:
-            result[id(module)] = own
-    return result, [key for key in config.dtypes if key in unmatched]
 
 
 def _parameter_dtypes(model: nn.Module, config: Config, keys: list[str]) -> dict[int, torch.dtype]:
@@ -176,22 +161,9 @@ def _parameter_dtypes(model: nn.Module, config: Config, keys: list[str]) -> dict
     return result
 
 
-def _matching(name: str, module: nn.Module, keys: Iterable[str]) -> list[str]:
-    """Return the keys of `Config.dtypes` that match a module: the name of its class or of a base, or a pattern over its name."""
-    cls, name = class_and_name(module, name)
-    classes = {base.__name__ for base in cls.__mro__}
-    return [key for key in keys if key in classes or fnmatchcase(name, key)]
-
-
-def _has_statistics(module: nn.Module) -> bool:
-    """Return whether a module is a batch or instance norm with running statistics in fp32."""
-    mean = torch_compat.own_buffers(module).get("running_mean") if isinstance(module, torch_compat.NormBase) else None
-    return mean is not None and mean.dtype == torch.float32
-
-
 def casts(model: nn.Module, config: Config) -> list[tuple[nn.Module, torch.dtype, torch.dtype]]:
     """Return (module, its dtype, the dtype around it) for each module with a forward at which they differ, outermost first."""
-    dtypes, found, seen = Policy.of(model, config).modules, [], set()
+    dtypes, found, seen = Policy(model, config).modules, [], set()
 
     def visit(module: nn.Module, around: torch.dtype) -> None:
         if id(module) in seen:  # a shared module is cast once, as where it is first met
@@ -201,9 +173,8 @@ def casts(model: nn.Module, config: Config) -> list[tuple[nn.Module, torch.dtype
         if _has_forward(module) and inside != around:
             found.append((module, inside, around))
         for child in module.children():
-            visit(
-                child, inside if _has_forward(module) else around
-            )  # a ModuleList has no forward: its items are entered from around it
+            # a ModuleList has no forward: its items are entered from around it
+            visit(child, inside if _has_forward(module) else around)
 
     visit(model, config.compute_dtype)
     return found
@@ -221,25 +192,33 @@ def device_of(specs: list[ParamSpec]) -> torch.device:
 
 def partition(model: nn.Module, config: Config, specs: list[ParamSpec]) -> list[UnitPlan]:
     """Partition the parameters into units, in the order of the model; every spec is in exactly one unit."""
-    apart = [UnitPlan(s.name, _unique(owner for owner, _ in s.owners), [s]) for s in specs if is_apart(s.original)]
-    specs = [spec for spec in specs if not is_apart(spec.original)]
+    # another model lays such a parameter out in the same way (parallel/tied.py)
+    alone = [spec for spec in specs if getattr(spec.original, "unit_of_its_own", False)]
+    apart = [UnitPlan(spec.name, _unique(owner for owner, _ in spec.owners), [spec]) for spec in alone]
     blocks = find_blocks(model, config.units)
     blocks += [(name, module) for name, module in model.named_modules() if isinstance(module, Tile)]
     plans = {id(module): UnitPlan(name, [module]) for name, module in blocks}
-    nearest = _nearest_block(model, set(plans))
+    nearest: dict[int, int | None] = {}  # id of a module -> id of the innermost block around it
+
+    def visit(module: nn.Module, block: int | None) -> None:
+        block = id(module) if id(module) in plans else block
+        if block is not None and nearest.setdefault(id(module), block) != block:
+            nearest[id(module)] = None  # a module shared by two blocks belongs to neither
+        for child in module.children():
+            visit(child, block)
+
+    visit(model, None)
     rest: list[ParamSpec] = []
     for spec in specs:
-        homes = {nearest.get(id(owner)) for owner, _ in spec.owners}
-        home = next(iter(homes)) if len(homes) == 1 else None
-        if home is None:
-            rest.append(spec)
-        else:
-            plans[home].specs.append(spec)
+        if spec not in alone:
+            homes = {nearest.get(id(owner)) for owner, _ in spec.owners}
+            home = homes.pop() if len(homes) == 1 else None
+            (rest if home is None else plans[home].specs).append(spec)
     units = [plan for plan in plans.values() if plan.specs]
     if config.max_unit_numel is not None:
         units = [part for unit in units for part in _split(unit, config.max_unit_numel)]
-    tiles = [unit for unit in units if _is_tile(unit)]
-    units = _merge([unit for unit in units if not _is_tile(unit)], config.min_unit_numel) + tiles
+    tiles = [unit for unit in units if isinstance(unit.modules[0], Tile)]
+    units = _merge([unit for unit in units if unit not in tiles], config.min_unit_numel) + tiles
     units = _rest_units(model, config, units, rest) + units + apart
     return sorted(units, key=lambda unit: min(spec.number for spec in unit.specs))
 
@@ -254,27 +233,20 @@ def find_blocks(model: nn.Module, units: Units, option: str = "units") -> list[t
     if units == "auto":
         return _repeated(model, leaves=False) or _repeated(model, leaves=True)
     if callable(units):
-        return _around(named, [(name, module) for name, module in named if units(name, module)])
-    return _around(named, _of_classes(named, tuple(units), option))
-
-
-def _around(named: list[tuple[str, nn.Module]], found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Replace modules that torch.compile wraps by their wrappers, so that gather and release stay outside of compiled code."""
+        found = [(name, module) for name, module in named if units(name, module)]
+    else:
+        known = {type(module).__name__ for _, module in named}
+        for item in units:
+            name = item if isinstance(item, str) else item.__name__
+            if name not in known:
+                raise ConfigError(
+                    f"{option}: the model has no module of class {name!r}.{did_you_mean(name, known)} It has: {sorted(known)}."
+                )
+        classes = tuple(item for item in units if not isinstance(item, str))
+        found = [(name, module) for name, module in named if type(module).__name__ in units or isinstance(module, classes)]
+    # modules that torch.compile wraps give way to their wrappers, so that gather and release stay outside of compiled code
     wrappers = {id(original(module)): (name, module) for name, module in named if original(module) is not module}
     return list(dict.fromkeys(wrappers.get(id(module), (name, module)) for name, module in found))
-
-
-def _of_classes(named: list[tuple[str, nn.Module]], wanted: tuple, option: str) -> list[tuple[str, nn.Module]]:
-    known = {type(module).__name__ for _, module in named}
-    for item in wanted:
-        name = item if isinstance(item, str) else item.__name__
-        if name not in known:
-            raise ConfigError(
-                f"{option}: the model has no module of class {name!r}.{did_you_mean(name, known)} It has: {sorted(known)}."
-            )
-    names = {item for item in wanted if isinstance(item, str)}
-    classes = tuple(item for item in wanted if not isinstance(item, str))
-    return [(name, module) for name, module in named if type(module).__name__ in names or isinstance(module, classes)]
 
 
 def _repeated(model: nn.Module, leaves: bool) -> list[tuple[str, nn.Module]]:
@@ -298,21 +270,6 @@ def _repeated(model: nn.Module, leaves: bool) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _nearest_block(model: nn.Module, blocks: set[int]) -> dict[int, int]:
-    """Return id of each module -> id of the innermost block around it, or none if two blocks share the module."""
-    nearest: dict[int, int] = {}
-
-    def visit(module: nn.Module, block: int | None) -> None:
-        block = id(module) if id(module) in blocks else block
-        if block is not None and nearest.setdefault(id(module), block) != block:
-            nearest[id(module)] = -1  # a module shared by two blocks belongs to neither
-        for child in module.children():
-            visit(child, block)
-
-    visit(model, None)
-    return {module: block for module, block in nearest.items() if block != -1}
-
-
 def _rest_units(model: nn.Module, config: Config, units: list[UnitPlan], rest: list[ParamSpec]) -> list[UnitPlan]:
     """Return the units of parameters outside the blocks: one for each large owner, and the root unit for the others."""
     large_numel = math.inf
@@ -326,7 +283,7 @@ def _rest_units(model: nn.Module, config: Config, units: list[UnitPlan], rest: l
         owners = [owner for owner, _ in spec.owners]
         own_numel = sum(p.numel() for p in torch_compat.own_parameters(owners[0]).values() if p is not None)
         tiles = all(isinstance(owner, Tile) for owner in owners)
-        alone = model not in owners and all(_is_leaf(owner) and _is_called(owner) for owner in owners)
+        alone = model not in owners and all(_is_leaf(owner) for owner in owners)
         if tiles or (own_numel >= large_numel and alone):
             key = frozenset(map(id, owners))
             plan = by_owner.setdefault(key, UnitPlan(spec.name.rpartition(".")[0], _unique(owners)))
@@ -339,7 +296,8 @@ def _rest_units(model: nn.Module, config: Config, units: list[UnitPlan], rest: l
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    return next(module.children(), None) is None
+    """Return whether a module has no children and is called."""
+    return next(module.children(), None) is None and _is_called(module)
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -349,15 +307,6 @@ def _has_forward(module: nn.Module) -> bool:
 def _is_called(module: nn.Module) -> bool:
     """Return False for the leaf inside nn.MultiheadAttention, whose parent reads its parameters without calling it."""
     return type(module).__name__ != "NonDynamicallyQuantizableLinear"
-
-
-def is_apart(param: nn.Parameter) -> bool:
-    """Return whether a parameter must be a unit of its own, which another model lays out in the same way (parallel/tied.py)."""
-    return getattr(param, "unit_of_its_own", False)
-
-
-def _is_tile(unit: UnitPlan) -> bool:
-    return isinstance(unit.modules[0], Tile)
 
 
 def _unique(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -372,7 +321,7 @@ def _split(unit: UnitPlan, max_numel: int) -> list[UnitPlan]:
     parts: dict[int, UnitPlan] = {}
     for spec in unit.specs:
         owners = _unique(owner for owner, _ in spec.owners)
-        if len(owners) == 1 and _is_leaf(owners[0]) and _is_called(owners[0]):
+        if len(owners) == 1 and _is_leaf(owners[0]):
             part = parts.setdefault(id(owners[0]), UnitPlan(spec.name.rpartition(".")[0], owners))
             part.specs.append(spec)
         else:

@@ -5,14 +5,71 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..errors import StatesAway, ZeroshardError
 from ..tensor import distributed
 from ..tensor.attributes import attributes_of
 from ..tensor.sharded_tensor import ReplicatedParameter, set_data
-from ..utils import torch_compat
-from ..utils.torch_compat import carry_hooks, swap
-from .runtime import Runtime
+from ..utils.torch_compat import carry_hooks, own_parameters, swap
+from . import hooks
+from .runtime import Runtime, runtime_of
 from .unit import ParamGroup
 from .user_hooks import give_back
+
+
+def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
+    """Make a sharded model an ordinary one again, with whole parameters, and free all states and buffers (collective).
+
+    The optimizer cannot be used afterwards. Parameters get the dtype that they had before zs.shard, and the values of their fp32
+    masters, if they have any. Frozen parameters have no masters and stay rounded to the precision, unless `dtypes` names them.
+
+    Args:
+        restore: False for a model that is too large for one rank: close frees the parameters too and removes the files of
+            offloaded states, and the model cannot be used any more.
+
+    After the failure of a disk or a peer, parameters can not be gathered: close removes the files and raises the error again.
+    """
+    runtime = runtime_of(model)
+    runtime.attendance.refuse("zs.close")
+    runtime.recover()
+    try:
+        runtime.tiers.check()
+        runtime.moved.check()
+        runtime.comm.exchange(b"", "zs.close: begin")  # a rank may still be writing to memory that the others are about to read
+    except StatesAway:
+        raise
+    except ZeroshardError:
+        runtime.moved.forget()
+        runtime.tiers.close()
+        raise
+    if runtime.saver is not None:
+        runtime.saver.close()
+    for unit in runtime.units:
+        unit.entries.swap_out()
+        unit.land()
+        whole = [(group, whole_values(group, runtime)) for group in unit.groups] if restore else []
+        unit.release()
+        unit.guard(not restore)  # restore=False: compute parameters that the program kept raise when used
+        for group, values in whole:
+            for index, value in enumerate(values):
+                restore_parameter(group, index, value)
+    if restore:
+        hooks.detach(runtime)
+    if runtime.optimizer is not None:
+        runtime.optimizer.core.close()
+    for group in runtime.groups:
+        if group.grads is not None:
+            group.grads.close()
+        group.values.close()
+    runtime.pool.close()
+    runtime.tiers.close()
+    runtime.closed = True
+    runtime.comm.exchange(b"", "zs.close")  # no rank may still use the buffers that `release` frees
+    runtime.topology.release()
+    runtime.end_answering()
+    runtime.units, runtime.groups = [], []  # drops the references to them
+    if restore:
+        del model.__dict__["_zeroshard"]  # with restore=False the hooks stay: they raise ModelClosed
+    return model
 
 
 @torch.no_grad()
@@ -40,48 +97,28 @@ def whole_values(group: ParamGroup, runtime: Runtime) -> list[Tensor]:
 
 def restore_parameter(group: ParamGroup, index: int, value: Tensor) -> None:
     """Make parameter `index` of a group an ordinary one again, with this value, in the dtype in which it was given."""
-    _restore_local(group, index, value)
-    spec = group.specs[index]
-    if spec.distribution is not None:
-        owner, attribute = spec.owners[0]
-        whole = distributed.restored(torch_compat.own_parameters(owner)[attribute], spec.distribution)
-        for owner, attribute in spec.owners:
-            torch_compat.own_parameters(owner)[attribute] = whole
-
-
-def _restore_local(group: ParamGroup, index: int, value: Tensor) -> None:
     spec, param = group.specs[index], group.params[index]
     value = value.to(spec.given_dtype)
-    if not group.values.sharded:
+    if group.values.sharded:
+        compute = group.compute[index]
+        give_back(compute)
+        compute.data = value
+        compute.requires_grad_(param.requires_grad)  # the user may have switched it
+        compute.__dict__.update(attributes_of(param))
+        del param.__dict__["_compute"]
+        if swap(param, compute):
+            carry_hooks(compute, param)
+        else:
+            for owner, attribute in spec.owners:
+                own_parameters(owner)[attribute] = compute
+    else:
         set_data(param, value)
         give_back(param)
         if type(param) is ReplicatedParameter:
             object.__setattr__(param, "__class__", nn.Parameter)
         param.__dict__.pop("_home", None)
-        return
-    compute = group.compute[index]
-    give_back(compute)
-    compute.data = value
-    compute.requires_grad_(param.requires_grad)  # the user may have switched it
-    compute.__dict__.update(attributes_of(param))
-    del param.__dict__["_compute"]
-    if swap(param, compute):
-        carry_hooks(compute, param)
-    else:
+    if spec.distribution is not None:
+        owner, attribute = spec.owners[0]
+        whole = distributed.restored(own_parameters(owner)[attribute], spec.distribution)
         for owner, attribute in spec.owners:
-            torch_compat.own_parameters(owner)[attribute] = compute
-
-
-def end(runtime: Runtime) -> None:
-    """Mark the model as closed: free buffers, files and communicators, and drop the references to units (collective)."""
-    for group in runtime.groups:
-        if group.grads is not None:
-            group.grads.close()
-        group.values.close()
-    runtime.pool.close()
-    runtime.tiers.close()
-    runtime.closed = True
-    runtime.comm.exchange(b"", "zs.close")  # no rank may still use the buffers that `release` frees
-    runtime.topology.release()
-    runtime.end_answering()
-    runtime.units, runtime.groups = [], []
+            own_parameters(owner)[attribute] = whole

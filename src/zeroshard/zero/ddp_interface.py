@@ -16,14 +16,12 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from .out_of_memory import FAILURES, tell
-
-if TYPE_CHECKING:
-    from .runtime import Runtime
+from .runtime import Runtime, runtime_of
 
 
 class ShardedModel:
@@ -32,12 +30,12 @@ class ShardedModel:
     def __init_subclass__(cls) -> None:
         """Do nothing, in place of the user class's `__init_subclass__`: a registry of models must not see classes made here."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         """Make an object of the user's class, since nn.Sequential makes its slices by `type(self)(...)`."""
         self.__class__ = type(self).__bases__[1]
         self.__init__(*args, **kwargs)  # type: ignore[misc]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         except FAILURES as error:
@@ -58,40 +56,35 @@ class ShardedModel:
 
 
 @contextlib.contextmanager
-def accumulate(runtime: Runtime) -> Iterator[None]:
-    """Hold back the gradients of the backwards inside, without communication: see zs.accumulate."""
-    previous = runtime.sync
-    set_sync(runtime, False)
+def accumulate(model: nn.Module) -> Iterator[None]:
+    """Accumulate gradients without communication: backwards inside add up on each rank, in the gradient dtype, at every stage.
+
+    The sums are reduced by the next backward outside, or by the first use of gradients: a step, `clip_grad_norm_`,
+    `full_gradients`. All ranks must enter and leave the context for the same backwards. DDP's `model.no_sync()` and
+    `model.require_backward_grad_sync = False` do the same.
+    """
+    runtime = runtime_of(model)
+    previous, runtime.sync, runtime.account.held = runtime.sync, False, True
     try:
         yield
     finally:
         runtime.sync = previous
 
 
-def set_sync(runtime: Runtime, sync: bool) -> None:
-    """Set whether later backwards reduce gradients; every rank must set the same value."""
-    runtime.sync = sync
-    if not sync:
-        runtime.account.held = True
-
-
 def give_interface(runtime: Runtime) -> None:
     """Change the class of the runtime's model; `take_interface` is the inverse."""
 
     def switched(_: nn.Module, sync: bool) -> None:
-        """Set whether the backwards that follow reduce gradients, as by the attribute of DDP."""
-        set_sync(runtime, bool(sync))
+        """Set whether the backwards that follow reduce gradients, as by the attribute of DDP; every rank must set the same."""
+        runtime.sync = bool(sync)
+        runtime.account.held = runtime.account.held or not sync
 
-    def no_sync(_: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Return `zs.accumulate(model)`, under DDP's name."""
-        return accumulate(runtime)
-
-    model: Any = runtime.model
-    own: type[nn.Module] = type(model)
-    served = {"require_backward_grad_sync": property(lambda _: runtime.sync, switched), "no_sync": no_sync}
+    own = type(runtime.model)
+    served = {"require_backward_grad_sync": property(lambda _: runtime.sync, switched), "no_sync": accumulate}
     names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
-    added = {name: value for name, value in served.items() if not hasattr(model, name)}
-    model.__class__ = types.new_class(own.__name__, (ShardedModel, own), {}, lambda found: found.update(names | added))
+    added = {name: value for name, value in served.items() if not hasattr(runtime.model, name)}
+    sharded = types.new_class(own.__name__, (ShardedModel, own), {}, lambda found: found.update(names | added))
+    runtime.model.__class__ = sharded
 
 
 def take_interface(runtime: Runtime) -> None:

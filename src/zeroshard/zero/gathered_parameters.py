@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,8 +25,9 @@ from ..memory.ledger import GATHERED
 from ..tensor.attributes import attributes_of, whole_now
 from ..utils import torch_compat
 from ..utils.torch_compat import exchange
-from .init_context import BirthHome, whole_births
+from .init_context import BirthHome, whole_births, writes_of
 from .parameter import ParamHome
+from .rank_consistency import host_bytes
 from .shard_model import write_value
 from .unit import Unit
 
@@ -49,9 +50,17 @@ def gathered(what: Any, *, write: bool = False, modifier_rank: int | None = None
     that are made inside, under `zs.init`, are whole until the end.
     """
     module = isinstance(what, nn.Module)
-    params = list(what.parameters()) if module else parameters_in(what)
-    if module and any(map(is_gathered, params)):
-        raise ZeroshardError("zs.gathered inside zs.gathered: this module, or a part of it, is gathered already.")
+    if module:
+        params = list(what.parameters())
+        if any(map(is_gathered, params)):
+            raise ZeroshardError("zs.gathered inside zs.gathered: this module, or a part of it, is gathered already.")
+    else:
+        given = list(what) if isinstance(what, Iterable) and not isinstance(what, Tensor) else [what]
+        params = [each for each in given if each is not None]
+        for each in params:
+            if not isinstance(each, Tensor):
+                expected = "a module, a parameter or an iterable of parameters"
+                raise TypeError(f"zs.gathered: expected {expected}, got {type(each).__name__}.")
     gathering = Gathering(params, write=write, modifier_rank=modifier_rank)
     if module and not gathering.found:
         raise ZeroshardError("zs.gathered: no parameter of this module is sharded; call zs.shard first.")
@@ -65,16 +74,6 @@ def gathered(what: Any, *, write: bool = False, modifier_rank: int | None = None
         gathering.close()
         refuse(gathering.agree())
         gathering.keep()
-
-
-def parameters_in(what: Any) -> list[Tensor]:
-    """Return the tensors among a parameter, None, or an iterable of both. Raise TypeError for anything else."""
-    given = [what] if what is None or isinstance(what, Tensor) else list(what) if isinstance(what, Iterable) else [what]
-    for each in given:
-        if each is not None and not isinstance(each, Tensor):
-            expected = "a module, a parameter or an iterable of parameters"
-            raise TypeError(f"zs.gathered: expected {expected}, got {type(each).__name__}.")
-    return [each for each in given if each is not None]
 
 
 def is_gathered(param: Tensor) -> bool:
@@ -94,7 +93,6 @@ class Gathering:
     def __init__(self, params: Iterable[Tensor], *, write: bool = False, modifier_rank: int | None = None) -> None:
         self.write, self.modifier_rank = write, modifier_rank
         self._writes = write or modifier_rank is not None
-        self.found: list[nn.Parameter] = []  # sharded parameters, in the same order on every rank
         self._wholes: list[_Whole] = []
         self._opened: list[tuple[Unit, bool, int]] = []  # (unit, whether it was pinned before, bytes of its copies)
         self._told: list[tuple[list[_Whole], list[list[Any]]]] = []  # by group of ranks: parameters, `_Whole.told` by rank
@@ -102,21 +100,17 @@ class Gathering:
         again = [whole_now[id(param)].home.name for param in params if is_gathered(param)]
         if again and self._writes:
             raise ZeroshardError(f"zs.gathered inside zs.gathered: {again[0]} is gathered already. Announce the write there.")
-        self.found = sorted(filter(home_of, params), key=_order)  # type: ignore[arg-type]
-        self._check()
-
-    def _check(self) -> None:
-        for param in self.found:
-            home: Any = param._home  # type: ignore[attr-defined]
+        # sharded parameters, in the same order on every rank
+        self.found: list[nn.Parameter] = sorted(filter(home_of, params), key=_order)  # type: ignore[arg-type]
+        homes = [home_of(param) for param in self.found]
+        for home in homes:
             world_size = _everyone(home).world_size
-            if self.write and self.modifier_rank is not None:
+            if write and modifier_rank is not None:
                 raise ConfigError("zs.gathered: expected write=True (all ranks write) or modifier_rank=... (one does), got both.")
-            if self.modifier_rank is not None and self.modifier_rank not in range(world_size):
-                raise ConfigError(
-                    f"modifier_rank: expected None or a rank from 0 to {world_size - 1}, got {self.modifier_rank!r}."
-                )
-        homes = [home for home in map(home_of, self.found) if isinstance(home, ParamHome)]
-        for runtime in {id(home.group.runtime): home.group.runtime for home in homes}.values():
+            if modifier_rank is not None and modifier_rank not in range(world_size):
+                raise ConfigError(f"modifier_rank: expected None or a rank from 0 to {world_size - 1}, got {modifier_rank!r}.")
+        runtimes = [home.group.runtime for home in homes if isinstance(home, ParamHome)]
+        for runtime in {id(runtime): runtime for runtime in runtimes}.values():
             runtime.attendance.refuse("zs.gathered")
             runtime.recover()
             if self._writes and runtime.in_forward:
@@ -125,15 +119,15 @@ class Gathering:
     def open(self) -> None:
         """Gather copies, and exchange the parameters' objects for them (collective)."""
         units: dict[int, list[nn.Parameter]] = {}
-        for param in self.found:
-            home = home_of(param)
-            units.setdefault(id(home.group.unit) if isinstance(home, ParamHome) else 0, []).append(param)
         try:
-            for key, params in units.items():
-                if key:
-                    self._open_unit(params)
+            for param in self.found:
+                home = home_of(param)
+                if isinstance(home, ParamHome):
+                    units.setdefault(id(home.group.unit), []).append(param)
                 else:
-                    self._wholes += [_Whole(param, param.full_tensor(), self) for param in params]  # type: ignore[attr-defined]
+                    self._wholes.append(_Whole(param, param.full_tensor(), self))  # type: ignore[attr-defined]
+            for params in units.values():
+                self._open_unit(params)
         except BaseException:
             self.close()
             raise
@@ -229,10 +223,20 @@ class _Whole:
         self.problems: list[str] = []
         self._open = [True]
         if self.copy.requires_grad:
-            self.copy.register_hook(_late_gradient(home.name, self._open))
-        self._version = _version(self.copy)
+            name, opened = home.name, self._open
+
+            def refuse_late(_: Tensor) -> None:  # it must refer neither to `self` nor to the copy: see zero/hooks.py
+                if not opened:
+                    raise ShardedAccessError(
+                        f"{name}: a backward reached what was computed with it inside zs.gathered: the gradient is that of a copy, and "
+                        "would be lost. Compute it in the model's forward, or outside of zs.gathered with `p.full_tensor()`: gradients "
+                        "go through both."
+                    )
+
+            self.copy.register_hook(refuse_late)
+        self._version = writes_of(self.copy)
         tells = gathering.modifier_rank == _everyone(self.home).rank
-        self._sum = zlib.crc32(_raw(self.copy)) if tells else None
+        self._sum = zlib.crc32(host_bytes(self.copy)) if tells else None
         exchange(param, self.copy)
         whole_now[id(param)] = self
 
@@ -261,8 +265,9 @@ class _Whole:
             mine = copy.detach().reshape(-1)[home.start : home.stop]
             # a quantizing communicator has gathered it, so the copy differs from the slice at rest
             rounded = not isinstance(home, BirthHome) and home.group.values.comm is not home.group.comm
-            same = copy.shape == self.param.shape and (rounded or _same(mine, local))
-            if _version(copy) != self._version or not same:
+            alike = rounded or not mine.numel() or bytes(host_bytes(mine)) == bytes(host_bytes(local))
+            same = copy.shape == self.param.shape and alike
+            if writes_of(copy) != self._version or not same:
                 self.problems.append("written")
         for key, value in attributes_of(copy).items():
             setattr(self.param, key, value)
@@ -271,7 +276,7 @@ class _Whole:
 
     def told(self, changed: bool) -> tuple[list[int], str, int] | None:
         """Return shape, dtype and checksum of the copy, for the other ranks; with `changed`, None if nothing was written."""
-        found = zlib.crc32(_raw(self.copy))
+        found = zlib.crc32(host_bytes(self.copy))
         if changed and not self.problems and found == self._sum:  # this rank has written nothing
             return None
         return list(self.copy.shape), str(self.copy.dtype).removeprefix("torch."), found
@@ -288,23 +293,6 @@ class _Whole:
             self.param.copy_(value)
         else:  # the shape and dtype of a parameter may change until zs.shard
             self.param.data = value.to(self.param.device)
-
-
-def _late_gradient(name: str, opened: list[bool]) -> Callable[[Tensor], None]:
-    """Return a hook that raises if a gradient reaches a copy after `close`. It must not refer to the copy: see zero/hooks.py."""
-
-    def refuse_late(_: Tensor) -> None:
-        if not opened:
-            raise ShardedAccessError(
-                f"{name}: a backward reached what was computed with it inside zs.gathered: the gradient is that of a copy, and "
-                "would be lost. Compute it in the model's forward, or outside of zs.gathered with `p.full_tensor()`: gradients go through both."
-            )
-
-    return refuse_late
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else torch_compat.version(tensor)
 
 
 _REMEDIES = {
@@ -336,19 +324,10 @@ def _from_rank(comm: DirectComm, rank: int, whole: _Whole, told: tuple[list[int]
     """Return, on the host of every rank, the value that a rank has written into its copy (collective)."""
     shape, dtype, _ = told
     value = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
-    given = _raw(whole.copy) if comm.rank == rank else b""
-    content = _raw(value)
+    given = host_bytes(whole.copy) if comm.rank == rank else b""
+    content = host_bytes(value)
     label = f"what rank {rank} wrote into {whole.home.name}"
     for begin in range(0, value.nbytes, _BROADCAST_NBYTES):
         part = comm.exchange(bytes(given[begin : begin + _BROADCAST_NBYTES]), label)[rank]
         content[begin : begin + len(part)] = part
     return value
-
-
-def _same(left: Tensor, right: Tensor) -> bool:
-    return left.numel() == 0 or bytes(_raw(left)) == bytes(_raw(right))
-
-
-def _raw(tensor: Tensor) -> Any:
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else b""

@@ -21,7 +21,7 @@ from ..comm.base import DirectComm
 from ..config import Config
 from ..errors import ModelChanged
 from .attendance import HEADER_NBYTES, Attendance
-from .freezing import Freezing
+from .model_changes import Freezing
 from .unit import ParamGroup, Unit
 
 Agreed = tuple[set[int], ...]  # numbers of units with gradients, of parameters with gradients, of units with late gradients

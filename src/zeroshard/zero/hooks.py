@@ -227,7 +227,7 @@ class _CastBuffers:
 
     def __init__(self, model: nn.Module, config: Config) -> None:
         default = None if config.precision == "fp32" else config.compute_dtype
-        dtypes = Policy.of(model, config).modules
+        dtypes = Policy(model, config).modules
         self._given: list[tuple[dict, str, torch.dtype]] = []
         wanted = []
         for module in model.modules():

@@ -29,7 +29,7 @@ from ..tensor.attributes import attributes_of, whole_now
 from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor, set_data
 from ..utils import torch_compat
 from ..utils.dtypes import casts_to
-from ..utils.torch_compat import own_parameters, swap, tree_map_only
+from ..utils.torch_compat import own_buffers, own_parameters, swap, tree_map_only
 from .parameter import gather_flat
 from .rank_consistency import agree_on_values
 from .shared_storage import Origin
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from ..config import ShardOptions
 
-_UNCUT = (ShardedTensor, torch_compat.UninitializedTensorMixin)  # a lazy parameter stays uncut: it has no shape yet
 _numbers = itertools.count()  # number of births so far: in the same order on every rank, also if ranks are threads
 
 
@@ -126,9 +125,15 @@ class BirthHome:
         param._held, param._home = value._local, value._home  # type: ignore[attr-defined]
 
 
+def _stays_uncut(param: Tensor) -> bool:
+    """Return whether a parameter is not cut: on the meta device, without a shape yet, cut already, or inside zs.gathered."""
+    uncut = (ShardedTensor, torch_compat.UninitializedTensorMixin)
+    return param.is_meta or isinstance(param, uncut) or id(param) in whole_now
+
+
 def _born(comm: Comm, module: nn.Module, name: str, param: nn.Parameter | None, dtype: torch.dtype | None) -> nn.Parameter | None:
     """Cut a parameter, and return it: the same object where torch allows that. Return None if it is not to be cut."""
-    if param is None or param.is_meta or isinstance(param, _UNCUT) or id(param) in whole_now:
+    if param is None or _stays_uncut(param):
         return None
     home, given = BirthHome(comm, f"{type(module).__name__}.{name}", param.numel()), attributes_of(param)
     local = param.detach().reshape(-1)[home.start : home.stop].clone()
@@ -143,14 +148,21 @@ def _born(comm: Comm, module: nn.Module, name: str, param: nn.Parameter | None, 
 
 def cut_module(module: nn.Module, comm: Comm) -> None:
     """Cut the parameters of an existing module as if it had been made under `init`, with rank 0's values (collective)."""
-    params = [(n, p) for n, p in module.named_parameters() if id(p) not in whole_now]
-    agree_on_values(comm, [(n, p) for n, p in params if not (p.is_meta or isinstance(p, _UNCUT))])
-    cut: dict[int, nn.Parameter] = {}
-    for each in module.modules():
-        for name, param in list(torch_compat.own_parameters(each).items()):
-            born = cut[id(param)] if id(param) in cut else _born(comm, each, name, param, None)
-            if born is not None:
-                torch_compat.own_parameters(each)[name] = cut[id(param)] = born
+    _cut_present(comm, [(each, name, None) for each in module.modules() for name in own_parameters(each)])
+
+
+def _cut_present(comm: Comm, places: list[tuple[nn.Module, str, torch.dtype | None]]) -> None:
+    """Cut the parameters that modules have under these names, with rank 0's values (collective if any is to be cut)."""
+    there = [(m, n, own_parameters(m)[n], dtype) for m, n, dtype in places if own_parameters(m).get(n) is not None]
+    whole = {id(p): (f"{type(m).__name__}.{n}", p) for m, n, p, _ in there if not _stays_uncut(p)}
+    if whole:
+        agree_on_values(comm, list(whole.values()))
+    cut: dict[int, nn.Parameter | None] = {}
+    for module, name, param, dtype in there:
+        if id(param) not in cut:
+            cut[id(param)] = _born(comm, module, name, param, dtype)
+        if cut[id(param)] is not None:
+            own_parameters(module)[name] = cut[id(param)]
 
 
 @contextlib.contextmanager
@@ -169,45 +181,55 @@ def init(
     """
     config = Config.build(config, **options)
     group = backend_select.current(comm, talking_device(torch.get_default_device()), config.stall_timeout_s)  # type: ignore[arg-type]
-    thread = threading.get_ident()
-
-    def cut(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-        if threading.get_ident() != thread:  # the context belongs to its thread; the hook runs for all
-            return None
-        if _here.late is not None:
-            _here.late.append((group, module, name, dtype))
-            return None
-        return _born(group, module, name, param, dtype)
-
     if config.row.parameter is not Placement.SHARDED:
         yield
         return
-    with _open:
-        if not _cuts:  # one hook for all threads: torch iterates its hooks while other threads register parameters
-            _handles.append(register_module_parameter_registration_hook(_cut))
-        _cuts.append(cut)
-    _here.inits += 1
+    with _hook.lock:
+        if _hook.contexts == 0:  # one hook for all threads: torch iterates its hooks while other threads register parameters
+            _hook.handle = register_module_parameter_registration_hook(_cut_registered)
+        _hook.contexts += 1
+    _here.inits.append((group, dtype))
     try:
         yield
     finally:
-        _here.inits -= 1
-        with _open:
-            _cuts.remove(cut)
-            if not _cuts:
-                _handles.pop().remove()
+        _here.inits.remove((group, dtype))
+        with _hook.lock:
+            _hook.contexts -= 1
+            if _hook.contexts == 0:
+                _hook.handle.remove()
+
+
+def _cut_registered(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
+    """Cut a parameter that a module registers inside of `init`: torch calls this on every thread, as long as any is inside."""
+    if not _here.inits:
+        return None
+    comm, dtype = _here.inits[0]  # the outermost context; what it has cut, an inner one would leave as it is
+    if _here.late is None:
+        return _born(comm, module, name, param, dtype)
+    _here.late.append((comm, module, name, dtype))
+    return None
+
+
+class _Hook:
+    """torch's hook, which cuts parameters, and the number of `init` contexts, on all threads, that need it."""
+
+    lock = threading.Lock()
+    contexts = 0
+    handle: Any = None
 
 
 class _Here(threading.local):
-    """State of a thread. inits: number of `init` contexts that it is in.
+    """State of a thread. inits: the `init` contexts that it is in, as (comm, dtype).
 
     late: parameters that it cuts at the end of `whole_births`, as (comm, module, name, dtype); None outside of it.
     """
 
-    inits = 0
-    late: list[tuple[Comm, nn.Module, str, torch.dtype | None]] | None = None
+    def __init__(self) -> None:
+        self.inits: list[tuple[Comm, torch.dtype | None]] = []
+        self.late: list[tuple[Comm, nn.Module, str, torch.dtype | None]] | None = None
 
 
-_here = _Here()
+_hook, _here = _Hook(), _Here()
 
 
 @contextlib.contextmanager
@@ -226,37 +248,7 @@ def whole_births() -> Iterator[None]:
     finally:
         _here.late = None
     for comm in {id(each[0]): each[0] for each in late}.values():
-        _cut_late(comm, [each for each in late if each[0] is comm])
-
-
-def _cut_late(comm: Comm, late: list[tuple[Comm, nn.Module, str, torch.dtype | None]]) -> None:
-    there = [(m, n, own_parameters(m)[n], dtype) for _, m, n, dtype in late if own_parameters(m).get(n) is not None]
-    whole = {
-        id(p): (f"{type(m).__name__}.{n}", p)
-        for m, n, p, _ in there
-        if not (p.is_meta or isinstance(p, _UNCUT) or id(p) in whole_now)
-    }
-    if whole:
-        agree_on_values(comm, list(whole.values()))
-    cut: dict[int, nn.Parameter | None] = {}
-    for module, name, param, dtype in there:
-        if id(param) not in cut:
-            cut[id(param)] = _born(comm, module, name, param, dtype)
-        if cut[id(param)] is not None:
-            own_parameters(module)[name] = cut[id(param)]
-
-
-_open = threading.Lock()
-_cuts: list[Callable[[nn.Module, str, Any], Any]] = []  # one for each open `init` context, on any thread
-_handles: list[Any] = []
-
-
-def _cut(module: nn.Module, name: str, param: Any) -> Any:
-    found = None
-    for cut in tuple(_cuts):
-        born = cut(module, name, param if found is None else found)
-        found = found if born is None else born
-    return found
+        _cut_present(comm, [(module, name, dtype) for group, module, name, dtype in late if group is comm])
 
 
 def give_values(model: nn.Module, device: torch.device, made_on_meta: set[str], stored: Container[str] | None) -> None:
@@ -264,22 +256,16 @@ def give_values(model: nn.Module, device: torch.device, made_on_meta: set[str], 
 
     made_on_meta: names of meta-device parameters. stored: names in the checkpoint, which has all parameters; None: there is none.
     """
-    undefined = _materialise_buffers(model, device)
+    undefined = []  # names of buffers
+    for prefix, module in model.named_modules():
+        for name, buffer in own_buffers(module).items():
+            if buffer is not None and buffer.is_meta:
+                own_buffers(module)[name] = torch.empty_like(buffer, device=device)
+                undefined.append(f"{prefix}.{name}" if prefix else name)
     if stored is not None:
         made_on_meta, undefined = set(), [name for name in undefined if name not in stored]
     if (undefined or made_on_meta) and not isinstance(torch.empty(0), torch_compat.FakeTensor):  # a dry run has no values
         initialise(model, made_on_meta, undefined)
-
-
-def _materialise_buffers(model: nn.Module, device: torch.device) -> list[str]:
-    """Allocate meta buffers on the device, and return their names: their values are undefined."""
-    names = []
-    for prefix, module in model.named_modules():
-        for name, buffer in torch_compat.own_buffers(module).items():
-            if buffer is not None and buffer.is_meta:
-                torch_compat.own_buffers(module)[name] = torch.empty_like(buffer, device=device)
-                names.append(f"{prefix}.{name}" if prefix else name)
-    return names
 
 
 def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
@@ -315,36 +301,33 @@ def initialise(model: nn.Module, meta_names: set[str], undefined_buffers: list[s
     if hasattr(model, "_init_weights"):
         covered |= meta_names | _init_weights(model, bool(meta_names), set(undefined_buffers))
     missing = sorted(wanted - covered)
+    what = f"nothing initialises {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''} of this meta-device model"
+    if meta_names.intersection(missing):
+        raise ShardedAccessError(
+            f"{what}. Give the module a reset_parameters(), pass weights=<a checkpoint>, or build under zs.init()."
+        )
     if missing:
-        raise ShardedAccessError(_refusal(missing, bool(meta_names.intersection(missing))))
+        raise ShardedAccessError(
+            f"{what}: buffers that the checkpoint does not hold (one that is not persistent is in none). Build under "
+            "zs.init(stage=3) instead, which makes buffers as ever; or give the module a reset_parameters() that writes them, or assign "
+            "them (module.name = tensor) before zs.shard."
+        )
 
 
 @torch.no_grad()
 def _init_weights(model: nn.Module, everywhere: bool, undefined: set[str]) -> set[str]:
     """Apply the model's `_init_weights` to all modules, or to those with undefined buffers; return the buffers that it wrote."""
     holders = {id(model.get_submodule(name.rpartition(".")[0])) for name in undefined}
-    before = {name: (buffer, _writes(buffer)) for name, buffer in model.named_buffers() if name in undefined}
+    before = {name: (buffer, writes_of(buffer)) for name, buffer in model.named_buffers() if name in undefined}
     for module in model.modules() if not everywhere else ():
         if id(module) in holders:
             model._init_weights(module)  # type: ignore[operator]
     if everywhere:
         model.apply(model._init_weights)  # type: ignore[arg-type]
     after = dict(model.named_buffers())
-    return {name for name, (buffer, writes) in before.items() if after.get(name) is not buffer or _writes(buffer) != writes}
+    return {name for name, (buffer, writes) in before.items() if after.get(name) is not buffer or writes_of(buffer) != writes}
 
 
-def _writes(buffer: Tensor) -> int:
-    """Return the version counter of a buffer, 0 for an inference tensor, which has none."""
-    return 0 if buffer.is_inference() else torch_compat.version(buffer)
-
-
-def _refusal(missing: list[str], parameters: bool) -> str:
-    """Return the error's text, with a remedy. parameters: some of the missing names are parameters."""
-    what = f"nothing initialises {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''} of this meta-device model"
-    if parameters:
-        return f"{what}. Give the module a reset_parameters(), pass weights=<a checkpoint>, or build under zs.init()."
-    return (
-        f"{what}: buffers that the checkpoint does not hold (one that is not persistent is in none). Build under "
-        "zs.init(stage=3) instead, which makes buffers as ever; or give the module a reset_parameters() that writes them, or assign them "
-        "(module.name = tensor) before zs.shard."
-    )
+def writes_of(tensor: Tensor) -> int:
+    """Return the version counter of a tensor, 0 for an inference tensor, which has none."""
+    return 0 if tensor.is_inference() else torch_compat.version(tensor)

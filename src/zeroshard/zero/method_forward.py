@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,25 +63,25 @@ class MethodForward:
     given: the attribute of this name in the instance's `__dict__`, None if the method is one of the class.
     """
 
-    def __init__(self, module: nn.Module, name: str, given: Any) -> None:
+    def __init__(self, module: nn.Module, name: str, given: Callable | None) -> None:
         # no bound method is kept here: pickle stores one by its name, under which it would then find this object
         self.module, self.name, self.given = module, name, given
 
     @property
-    def __wrapped__(self) -> Any:
+    def __wrapped__(self) -> Callable:
         """The replaced method, under the name by which `inspect` finds it."""
         if self.given is not None:
             return self.given
         return inspect.getattr_static(type(self.module), self.name).__get__(self.module, type(self.module))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         module, method = self.module, self.__wrapped__
         if torch.compiler.is_compiling() or forward_runs(module):  # its parameters are gathered already, or hooks would be traced
             return method(*args, **kwargs)
         instance = module.__dict__
         before = {"forward": instance["forward"]} if "forward" in instance else {}
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> Any:
             put_back()  # first: the method may call the module's own forward
             return method(*args, **kwargs)
 

@@ -1,6 +1,7 @@
-"""Detects changes that a program makes to a sharded model directly.
+"""Changes that a program makes to a sharded model directly.
 
-It finds parameters that were added, removed or converted, and different values that ranks wrote to a replicated parameter.
+It finds parameters that were added, removed or converted, and different values that ranks wrote to a replicated parameter. It
+follows `requires_grad` of a trained parameter, which may be switched off and on between steps, as on one process.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import operator
 import struct
 import zlib
+from collections.abc import Mapping
 from itertools import repeat
 
 import torch
@@ -37,7 +39,12 @@ class ModelWatch:
         with torch_compat.DisableTorchFunctionSubclass():  # looking at a sharded parameter takes microseconds otherwise
             dtypes = [param.dtype for param, _ in self._params]
         if dtypes != self._dtypes:
-            self._complain_dtype()
+            params = zip(self._params, self._dtypes, dtypes, strict=True)
+            name, known, now = next((name, known, now) for (_, name), known, now in params if now != known)
+            raise ModelChanged(
+                f"parameter {name} was converted from {known} to {now} after zs.shard(), by half(), to(dtype) or the like. Give "
+                "precision='bf16' or 'fp16' to zs.shard(), or convert the model before it."
+            )
         if gathered or (not thoroughly and self._tree.stands()):
             return
         names = {id(param): name for param, name in self._params}
@@ -50,14 +57,6 @@ class ModelWatch:
                 "zs.close(model) first, change the model (resize, adapt), then zs.shard() it again."
             )
         self._tree = _Tree(self.model)
-
-    def _complain_dtype(self) -> None:
-        for (param, name), known in zip(self._params, self._dtypes, strict=True):
-            if param.dtype != known:
-                raise ModelChanged(
-                    f"parameter {name} was converted from {known} to {param.dtype} after zs.shard(), by half(), "
-                    "to(dtype) or the like. Give precision='bf16' or 'fp16' to zs.shard(), or convert the model before it."
-                )
 
 
 class _Tree:
@@ -78,6 +77,62 @@ class _Tree:
             all(modules == known for modules, known in self._children)
             and [*map(len, self._params)] == self._counts
             and all(map(operator.is_, map(dict.get, *self._absent), repeat(None)))
+        )
+
+
+class Freezing:
+    """Finds the trained parameters that are frozen for a phase; takes microseconds if none was switched.
+
+        trained at zs.shard   has a place in a gradient buffer, and optimizer states
+        frozen later          keeps both; like an unused parameter it gets no gradient, no unit waits for one, no step changes it
+        frozen at zs.shard    has neither, and can not be trained: switching it on raises ModelChanged with its name
+
+    All ranks must freeze the same parameters: they compare them in the message by which they agree on gradients after a backward.
+
+    numbers: the frozen parameters, by ParamSpec.number.
+    """
+
+    def __init__(self, groups: list[ParamGroup]) -> None:
+        self._places = [(group, index) for group in groups for index in range(len(group.specs))]
+        self._params = [group.params[index] for group, index in self._places]
+        self._names = {group.specs[index].number: group.specs[index].name for group, index in self._places}
+        self._known = [group.trainable for group, _ in self._places]
+        self.numbers: set[int] = set()
+
+    def follow(self) -> None:
+        """Apply the present `requires_grad` to units and compute parameters. Raise ModelChanged for one frozen at zs.shard."""
+        with torch_compat.DisableTorchFunctionSubclass():  # looking at a sharded parameter takes microseconds otherwise
+            now = [param.requires_grad for param in self._params]
+            if now == self._known:
+                return
+            for (group, index), required in zip(self._places, now, strict=True):
+                if required and not group.trainable:
+                    raise ModelChanged(
+                        f"requires_grad of parameter {group.specs[index].name} was switched on, but it was frozen at zs.shard(): it has "
+                        "no buffer for a gradient and no optimizer states. Let it require a gradient at zs.shard() and freeze it "
+                        "afterwards, which may be done at any time; or zs.close(model) first, unfreeze it, and zs.shard() again."
+                    )
+            for (group, index), required in zip(self._places, now, strict=True):
+                group.compute[index].requires_grad_(required)
+            self._known = now
+            changed = zip(self._places, now, strict=True)
+            self.numbers = {group.specs[i].number for (group, i), required in changed if group.trainable and not required}
+            for unit in {id(group.unit): group.unit for group, _ in self._places}.values():
+                unit.expect()
+
+    def check_same(self, everyone: Mapping[int, set[int]]) -> None:
+        """Raise ModelChanged if ranks have frozen different parameters. everyone: rank -> its `numbers`."""
+        numbers = list(everyone.values()) or [set()]  # no rank has data any more: nothing differs
+        differing = set[int]().union(*numbers) - numbers[0].intersection(*numbers)
+        if not differing:
+            return
+        texts = []
+        for number in sorted(differing)[:3]:
+            ranks = [rank for rank, numbers in everyone.items() if number in numbers]
+            texts.append(f"{self._names[number]} is frozen (requires_grad=False) on ranks {ranks} alone")
+        raise ModelChanged(
+            f"{'; '.join(texts)}: its gradient would be the mean over the other ranks alone. Freeze and unfreeze the same parameters on "
+            "every rank, and run the batches since the last zero_grad again: their gradients are dropped."
         )
 
 
@@ -109,7 +164,7 @@ class ValueWatch:
             mine = struct.pack("<Q", self.fingerprint())
             fingerprints = [struct.unpack("<Q", part)[0] for part in self.comm.exchange(mine, "values written at rest")]
         if len(set(fingerprints)) > 1:
-            self._compare()
+            self._raise_if_different()
         for group, index in self._written:  # masters follow at the next step
             group.masters.seen(index)
 
@@ -119,7 +174,7 @@ class ValueWatch:
         named = [(s.number, p) for g in self._groups for s, p in zip(g.specs, g.params, strict=True)]
         return {number: _checksum(param) for number, param in named if number in wanted}
 
-    def _compare(self) -> None:
+    def _raise_if_different(self) -> None:
         """Compare, on all ranks, every parameter that any rank has written (collective); equal values are no error."""
         everyone = self.comm.exchange(_packed(self._sums()), "values written at rest: which")
         numbers = {number for part in everyone for number, _ in struct.iter_unpack("<II", part)}

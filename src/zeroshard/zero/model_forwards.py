@@ -18,40 +18,27 @@ class ModelForward:
     given: Exchanged | None
 
 
-class ModelForwards:
-    """The running forwards of a model, which nest if it calls itself. False if none runs.
+class ModelForwards(list[ModelForward]):
+    """The running forwards of a model, the outermost first: they nest if it calls itself.
 
     training: the model was entered with gradients enabled. viewed: units whose forward has returned views of their memory, which
     therefore stay gathered until the outermost forward ends.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.training = False
         self.viewed: list[Unit] = []
-        self._running: list[ModelForward] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._running)
-
-    @property
-    def outermost(self) -> ModelForward:
-        """The first of the running forwards; there must be one."""
-        return self._running[0]
-
-    def begin(self, frame: FrameType | None, given: Exchanged | None) -> None:
-        """Record that a forward begins."""
-        self._running.append(ModelForward(frame, given))
 
     def end(self) -> None:
         """End the newest forward, if any: apply its changes of copied arguments to the caller's own objects."""
-        for forward in self._running[-1:]:
-            self._running.pop()
-            if forward.given is not None:
-                forward.given.hand_back()
+        forward = self.pop() if self else None
+        if forward is not None and forward.given is not None:
+            forward.given.hand_back()
         self.training = False
 
     def drop_interrupted(self) -> bool:
         """Drop the forwards whose calls have ended without the hook at their end (KeyboardInterrupt); return whether there were any."""
-        interrupted = [each for each in self._running if each.frame is not None and ended(each.frame)]
-        self._running = [each for each in self._running if each not in interrupted]
+        interrupted = [each for each in self if each.frame is not None and ended(each.frame)]
+        self[:] = [each for each in self if each not in interrupted]
         return bool(interrupted)

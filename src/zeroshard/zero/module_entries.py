@@ -18,6 +18,7 @@ from ..utils import torch_compat
 from ..utils.torch_compat import tree_map_only
 
 if TYPE_CHECKING:
+    from ..tensor.distributed import Distribution
     from .unit import ParamGroup
 
 
@@ -28,19 +29,16 @@ class ModuleEntries:
         self.groups, self.swapped = groups, False
         self._gathered = [group for group in groups if group.values.sharded]
         self._seen_versions: list[int] = []  # version counters of the compute parameters at `swap_in`
-        self._places = [
-            (torch_compat.own_parameters(owner), attribute, g.params, g.compute, i)
-            for g in groups
-            for i, spec in enumerate(g.specs)
-            for owner, attribute in spec.owners
-        ]
-        self._distributed = [
-            (torch_compat.own_parameters(owner), attribute, spec.distribution)
-            for group in groups
-            for spec in group.specs
-            for owner, attribute in spec.owners
-            if spec.distribution is not None
-        ]
+        self._places: list[tuple[dict, str, list[nn.Parameter], list[nn.Parameter], int]] = []
+        self._distributed: list[tuple[dict, str, Distribution]] = []
+        for group in groups:
+            for index, spec in enumerate(group.specs):
+                for owner, attribute in spec.owners:
+                    parameters = torch_compat.own_parameters(owner)
+                    self._places.append((parameters, attribute, group.params, group.compute, index))
+                    if spec.distribution is not None:
+                        self._distributed.append((parameters, attribute, spec.distribution))
+        self.distributed = bool(self._distributed)  # modules see some of the unit's parameters as DTensors
         # DTensors shown in modules: (own parameters, attribute, local, DTensor)
         self._shown: list[tuple[dict, str, Tensor, Tensor]] = []
 
@@ -55,7 +53,7 @@ class ModuleEntries:
                     self.swap_out()
                     self._complain(params[i])
                 parameters[attribute] = compute[i]
-        self._seen_versions = self._versions()
+        self._seen_versions = [torch_compat.version(param) for group in self._gathered for param in group.compute]
         self.swapped = True
 
     def swap_out(self) -> None:
@@ -66,11 +64,6 @@ class ModuleEntries:
             if parameters.get(attribute) is compute[i]:
                 parameters[attribute] = params[i]
         self.swapped = False
-
-    @property
-    def distributed(self) -> bool:
-        """True if modules see some of the unit's parameters as DTensors."""
-        return bool(self._distributed)
 
     def expose(self) -> None:
         """Put DTensors over the local shards into modules whose parameters were DTensors, as a forward or backward begins."""
@@ -92,12 +85,12 @@ class ModuleEntries:
                 parameters[attribute] = local
         self._shown = []
 
-    def _versions(self) -> list[int]:
-        return [torch_compat.version(param) for group in self._gathered for param in group.compute]
-
     def written(self) -> list[str]:
         """Return the names of parameters that were written in place since `swap_in`, or since the last call."""
-        if not self.swapped or (now := self._versions()) == (seen := self._seen_versions):
+        if not self.swapped:
+            return []
+        seen, now = self._seen_versions, [torch_compat.version(param) for group in self._gathered for param in group.compute]
+        if now == seen:
             return []
         self._seen_versions = now
         names = [spec.name for group in self._gathered for spec in group.specs]
@@ -120,16 +113,11 @@ class ModuleEntries:
         mine = {id(param): shown.get(id(compute), compute) for param, compute in pairs}
         return tree_map_only(ShardedParameter, lambda param: mine.get(id(param), param), tree)
 
-    def check_placed(self) -> None:
-        """Raise ModelChanged if a module holds neither the unit's parameter nor its compute parameter."""
+    def check_unchanged(self, in_use: bool = False) -> None:
+        """Raise ModelChanged if a module does not hold the unit's parameter. in_use: it may hold the compute parameter."""
         for parameters, attribute, params, compute, i in self._places:
-            if parameters.get(attribute) is not params[i] and parameters.get(attribute) is not compute[i]:
-                self._complain(params[i])
-
-    def check_unchanged(self) -> None:
-        """Raise ModelChanged if a module does not hold the unit's parameter."""
-        for parameters, attribute, params, _, i in self._places:
-            if parameters.get(attribute) is not params[i]:
+            held = parameters.get(attribute)
+            if held is not params[i] and not (in_use and held is compute[i]):
                 self._complain(params[i])
 
     def _complain(self, param: Tensor) -> None:

@@ -9,11 +9,12 @@ import this one and take a second to load, so the package sets `advise`, which i
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -23,7 +24,6 @@ from ..config import Config, Tier
 from ..errors import OUT_OF_MEMORY_PAGE, DeviceMemoryError, HostMemoryError
 from ..memory.host_memory import limits, resident_nbytes
 from ..memory.ledger import GATHERED, PARTIAL, STAGING, Ledger
-from .auto_wrap import UnitPlan
 from .parameter import ParamSpec
 
 if TYPE_CHECKING:
@@ -62,87 +62,58 @@ advise: Callable[[Shortage], list[str]] = lambda shortage: []  # noqa: E731  # a
 
 def tell(error: BaseException, runtime: Runtime, where: str) -> None:
     """Raise a DeviceMemoryError or HostMemoryError in place of an out-of-memory error. Return if `error` is any other one."""
-    if _is_shortage(error):
-        units = {unit.name: [spec for group in unit.groups for spec in group.specs] for unit in runtime.units}
-        where = f"{where} of step {runtime.progress.steps + 1}"
-        _raise(error, _told(error, runtime.model, runtime.config, runtime.ledger, runtime.comm, where, units))
+    units = {unit.name: [spec for group in unit.groups for spec in group.specs] for unit in runtime.units}
+    where = f"{where} of step {runtime.progress.steps + 1}"
+    tell_shortage(error, runtime.model, runtime.config, runtime.ledger, runtime.comm, where, units)
 
 
-def tell_of_building(
-    error: BaseException, model: nn.Module, config: Config, ledger: Ledger, comm: Comm, plans: list[UnitPlan]
-) -> None:
-    """Do the same as `tell` while zs.shard makes the buffers of the units, when there is no runtime yet."""
-    if _is_shortage(error):
-        _raise(error, _told(error, model, config, ledger, comm, "zs.shard", {plan.name: plan.specs for plan in plans}))
+@contextlib.contextmanager
+def telling(runtime: Runtime, where: str) -> Iterator[None]:
+    """Context that replaces an out-of-memory error raised inside by one that names `where`."""
+    try:
+        yield
+    except FAILURES as error:
+        tell(error, runtime, where)
+        raise
 
 
-class Telling:
-    """A context that replaces an out-of-memory error raised inside by one that names `where`."""
-
-    def __init__(self, runtime: Runtime, where: str) -> None:
-        self.runtime, self.where = runtime, where
-
-    def __enter__(self) -> None:
-        """Do nothing; the work is in `__exit__`."""
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None:
-            tell(error, self.runtime, self.where)
-
-
-def _raise(error: BaseException, other: Exception) -> NoReturn:
-    """Raise `other` from `error`, without leaving references to them in this frame.
-
-    The traceback of `other` has this frame: a reference would make a cycle, which keeps the variables of every frame in the
-    traceback (above all activations) until Python's garbage collector runs. A program that goes on needs their memory at once.
-    """
+def tell_shortage(
+    error: BaseException, model: nn.Module, config: Config, ledger: Ledger, comm: Comm, where: str, units: dict[str, list[ParamSpec]]
+) -> None:  # fmt: skip
+    """Do the same as `tell`, which needs a runtime: while zs.shard makes the buffers of the units, there is none yet."""
+    replaced_already = isinstance(error, (DeviceMemoryError, HostMemoryError))
+    if replaced_already or not (isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _ON_HOST in str(error)):
+        return
+    numels = {name: tuple(math.prod(spec.shape) for spec in specs) for name, specs in units.items()}
+    trained = sum(math.prod(spec.shape) for specs in units.values() for spec in specs if spec.requires_grad)
+    allocated = resident_nbytes()
+    if comm.device.type == "cuda":
+        allocated = max(torch.cuda.memory_allocated(comm.device), _amount(r"([\d.]+) (\w+) is allocated by PyTorch", error))
+    checkpointed = any(  # by zs.checkpoint_activations, torch's wrapper or Transformers' switch
+        "_zeroshard_activations" in module.__dict__
+        or type(module).__name__ == "CheckpointWrapper"
+        or getattr(module, "gradient_checkpointing", False) is True
+        for module in model.modules()
+    )
+    shortage = Shortage(
+        type(model).__name__, config, ledger, comm, where, numels, trained / max(sum(map(sum, numels.values())), 1),
+        comm.streams.separate_host, max(allocated - sum(ledger.now.values()), 0),
+        _amount(r"[Tt]ried to allocate ([\d.]+) (\w+)", error), checkpointed,
+    )  # fmt: skip
+    lines = [*_held(error, shortage), *_changes(shortage), f"{OUT_OF_MEMORY_PAGE} explains these changes and has others."]
+    other = (DeviceMemoryError if isinstance(error, torch.OutOfMemoryError) else HostMemoryError)("\n".join(lines))
+    # The traceback of `other` has this frame: a reference would make a cycle, which keeps the variables of every frame in the
+    # traceback (above all activations) until Python's garbage collector runs. A program that goes on needs their memory at once.
     try:
         raise other from error
     finally:
         del other, error
 
 
-def _is_shortage(error: BaseException) -> bool:
-    """Return whether memory of the device or the host ran out, in an error that was not replaced yet."""
-    if isinstance(error, (DeviceMemoryError, HostMemoryError)):
-        return False
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _ON_HOST in str(error)
-
-
-def _told(
-    error: BaseException, model: nn.Module, config: Config, ledger: Ledger, comm: Comm, where: str, units: dict[str, list[ParamSpec]]
-) -> Exception:  # fmt: skip
-    numels = {name: tuple(math.prod(spec.shape) for spec in specs) for name, specs in units.items()}
-    trained = sum(math.prod(spec.shape) for specs in units.values() for spec in specs if spec.requires_grad)
-    of_device = isinstance(error, torch.OutOfMemoryError)
-    allocated = resident_nbytes()
-    if comm.device.type == "cuda":
-        allocated = max(torch.cuda.memory_allocated(comm.device), _amount(r"([\d.]+) (\w+) is allocated by PyTorch", error))
-    shortage = Shortage(
-        type(model).__name__, config, ledger, comm, where, numels, trained / max(sum(map(sum, numels.values())), 1),
-        comm.streams.separate_host, max(allocated - sum(ledger.now.values()), 0),
-        _amount(r"[Tt]ried to allocate ([\d.]+) (\w+)", error), _checkpointed(model),
-    )  # fmt: skip
-    text = "\n".join(
-        [*_held(error, shortage), *_changes(shortage), f"{OUT_OF_MEMORY_PAGE} explains these changes and has others."]
-    )
-    return (DeviceMemoryError if of_device else HostMemoryError)(text)
-
-
 def _amount(pattern: str, error: BaseException) -> int:
     """Return the bytes that the error's message names; 0 if it names none."""
     found = re.search(pattern, str(error))
     return round(float(found[1]) * _UNITS.get(found[2], 1)) if found else 0
-
-
-def _checkpointed(model: nn.Module) -> bool:
-    """Return whether activations are checkpointed, by zs.checkpoint_activations, torch's wrapper or Transformers' switch."""
-    return any(
-        "_zeroshard_activations" in module.__dict__
-        or type(module).__name__ == "CheckpointWrapper"
-        or getattr(module, "gradient_checkpointing", False) is True
-        for module in model.modules()
-    )
 
 
 def _held(error: BaseException, shortage: Shortage) -> Iterator[str]:

@@ -9,9 +9,7 @@ import dataclasses
 import hashlib
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +35,7 @@ def check_same_model(
     """
     if comm.world_size == 1 or comm.imagined:
         return
-    described = {
-        "parameter": [_parameter(spec) for spec in specs],
-        "buffer": [f"{name} {_kind(buffer)}" for name, buffer in model.named_buffers()],
-        "optimizer option": list(_optimizer(optimizer)),
-        "parameter group": list(_placed(specs, optimizer)),
-        "option": [*_options(model, config), f"mesh={parts}"],
-    }
+    described = _described(model, specs, config, optimizer, parts)
     digest = hashlib.sha256(repr(described).encode()).digest()  # 32 bytes; descriptions travel only where they differ
     if len(set(comm.exchange(digest, "zs.shard: compare models"))) == 1:
         return
@@ -63,9 +55,40 @@ def check_same_model(
     raise AssertionError("digests differ, descriptions do not")
 
 
-def _parameter(spec: ParamSpec) -> str:
-    tied = f", tied {len(spec.owners)} times" if len(spec.owners) > 1 else ""
-    return f"{spec.name} {_kind(spec.original)}{'' if spec.requires_grad else ' frozen'}{tied}"
+def _described(
+    model: nn.Module, specs: list[ParamSpec], config: Config, optimizer: torch.optim.Optimizer | None, parts: list[list[int]] | None
+) -> dict[str, list[str]]:  # fmt: skip
+    """Return all that must be the same on every rank as texts, by kind."""
+    parameters, kinds, placed = [], ["no optimizer"], []
+    for spec in specs:
+        tied = f", tied {len(spec.owners)} times" if len(spec.owners) > 1 else ""
+        parameters.append(f"{spec.name} {_kind(spec.original)}{'' if spec.requires_grad else ' frozen'}{tied}")
+    if optimizer is not None:
+        kinds = [f"{type(optimizer).__name__} with {len(optimizer.param_groups)} parameter groups"]
+        for number, group in enumerate(optimizer.param_groups):
+            values = {key: _comparable(group[key]) for key in sorted(group.keys() - {"params", "param_names"})}
+            kinds += [f"group {number}: {key}={value}" for key, value in values.items() if value is not None]
+        groups = optimizer_groups(optimizer)  # the parameters of a group lie together in the layout
+        for spec in specs:
+            place = groups.get(id(spec.original))
+            placed.append(f"{spec.name} in {'no group' if place is None else f'group {place}'}")
+    options = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, Offload):
+            fields = [f.name for f in dataclasses.fields(value) if f.name not in _PER_RANK]
+            options += [f"{field.name}.{name}={getattr(value, name)!r}" for name in fields]
+        elif field.name == "units" and callable(value):  # its address differs between ranks
+            options.append(f"units={[name for name, _ in find_blocks(model, value)]}")
+        elif field.name not in _PER_RANK:
+            options.append(f"{field.name}={value!r}")
+    return {
+        "parameter": parameters,
+        "buffer": [f"{name} {_kind(buffer)}" for name, buffer in model.named_buffers()],
+        "optimizer option": kinds,
+        "parameter group": placed,
+        "option": [*options, f"mesh={parts}"],
+    }
 
 
 def _kind(tensor: Tensor) -> str:
@@ -73,20 +96,7 @@ def _kind(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype}{where}"
 
 
-def _optimizer(optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
-    """Yield texts of the optimizer's class, and of the comparable options of each parameter group."""
-    if optimizer is None:
-        yield "no optimizer"
-        return
-    yield f"{type(optimizer).__name__} with {len(optimizer.param_groups)} parameter groups"
-    for number, group in enumerate(optimizer.param_groups):
-        for key in sorted(group.keys() - {"params", "param_names"}):
-            value = _comparable(group[key])
-            if value is not None:
-                yield f"group {number}: {key}={value}"
-
-
-def _comparable(value: Any) -> str | None:
+def _comparable(value: object) -> str | None:
     """Return a text of an option's value that is equal on ranks with equal values; None for a value that has no such text."""
     if isinstance(value, Tensor):  # a learning rate on the device
         return str(value.tolist()) if not value.is_meta and value.numel() == 1 else None
@@ -94,27 +104,6 @@ def _comparable(value: Any) -> str | None:
         parts = [_comparable(part) for part in value]
         return None if None in parts else f"({', '.join(map(str, parts))})"
     return repr(value) if value is None or isinstance(value, (bool, int, float, str, torch.dtype)) else None
-
-
-def _placed(specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
-    """Yield the optimizer group of each parameter, since the parameters of a group lie together in the layout."""
-    groups = optimizer_groups(optimizer)
-    for spec in specs if optimizer is not None else ():
-        number = groups.get(id(spec.original))
-        yield f"{spec.name} in {'no group' if number is None else f'group {number}'}"
-
-
-def _options(model: nn.Module, config: Config) -> Iterator[str]:
-    """Yield texts of all options; of a function that chooses units its result, since its address differs between ranks."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if isinstance(value, Offload):
-            parts = [f for f in dataclasses.fields(value) if f.name not in _PER_RANK]
-            yield from (f"{field.name}.{part.name}={getattr(value, part.name)!r}" for part in parts)
-        elif field.name == "units" and callable(value):
-            yield f"units={[name for name, _ in find_blocks(model, value)]}"
-        elif field.name not in _PER_RANK:
-            yield f"{field.name}={value!r}"
 
 
 def optimizer_groups(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
@@ -127,12 +116,12 @@ def agree_on_values(comm: Comm, tensors: list[tuple[str, Tensor]]) -> list[str]:
     """Copy rank 0's values to ranks whose values differ (collective); return the names that differed. tensors: whole ones."""
     if comm.world_size == 1 or comm.imagined:
         return []
-    sums = [zlib.crc32(_bytes(tensor)) for _, tensor in tensors]
+    sums = [zlib.crc32(host_bytes(tensor)) for _, tensor in tensors]
     everyone = exchange_values(comm, sums, "zs.shard: compare values")
     differing = [i for i in range(len(tensors)) if len({sums[i] for sums in everyone}) > 1]
     for i in differing:
         name, tensor = tensors[i]
-        data = bytes(_bytes(tensor)) if comm.rank == 0 else b""
+        data = bytes(host_bytes(tensor)) if comm.rank == 0 else b""
         given = comm.exchange(data, f"zs.shard: values of {name}")[0]
         if comm.rank != 0:
             with torch.no_grad():
@@ -155,7 +144,19 @@ def agree_on_initial_values(
     """
     whole = [spec for spec in specs if not (spec.original.is_meta or isinstance(spec.original, ShardedTensor))]
     if parameters and peers.world_size > group.world_size and not peers.imagined:
-        _check_replicas(peers, group.rank == 0, [(spec.name, spec.original) for spec in whole if spec.part is None])
+        uncut = [(spec.name, spec.original) for spec in whole if spec.part is None]
+        sums = (
+            {name: (tuple(tensor.shape), zlib.crc32(host_bytes(tensor))) for name, tensor in uncut} if group.rank == 0 else None
+        )
+        everyone = exchange_values(peers, sums, "zs.shard: compare values along model axes")
+        told = [each for each in everyone if each is not None]  # of the first of each rank's data-parallel ranks
+        names = [name for name in told[0] if any(other.get(name) != told[0][name] for other in told)]
+        if names:
+            raise ModelMismatch(
+                f"{len(names)} parameters, first {names[0]}, are no DTensors and differ along the model's axes of the mesh (tp, ep). Give "
+                "all ranks the same values (the same seed before the model is made); make each part of a larger parameter a DTensor "
+                "(parallelize_module, distribute_tensor, DTensor.from_local)."
+            )
     tensors: list[tuple[str, Tensor]] = [(spec.name, spec.original) for spec in whole if parameters]
     tensors += [(name, buffer) for name, buffer in model.named_buffers() if buffers and not buffer.is_meta]
     differing = agree_on_values(group, tensors)
@@ -167,22 +168,6 @@ def agree_on_initial_values(
         )
 
 
-def _check_replicas(comm: Comm, first: bool, tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise ModelMismatch, on all ranks, if tensors that model axes do not cut differ along these axes (collective).
-
-    comm: all ranks with these tensors. first: this rank is the first of its data-parallel ranks, whose values the others copy.
-    """
-    mine = {name: (tuple(tensor.shape), zlib.crc32(_bytes(tensor))) for name, tensor in tensors} if first else None
-    everyone = [told for told in exchange_values(comm, mine, "zs.shard: compare values along model axes") if told is not None]
-    names = [name for name in everyone[0] if any(told.get(name) != everyone[0][name] for told in everyone)]
-    if names:
-        raise ModelMismatch(
-            f"{len(names)} parameters, first {names[0]}, are no DTensors and differ along the model's axes of the mesh (tp, ep). Give all "
-            "ranks the same values (the same seed before the model is made); make each part of a larger parameter a DTensor "
-            "(parallelize_module, distribute_tensor, DTensor.from_local)."
-        )
-
-
 def distinct(value: Tensor, like: Tensor) -> Tensor:
     """Return the elements of `value` that have memory of their own in `like`, an expanded tensor: the first of shared rows."""
     for dim, stride in enumerate(like.stride()):
@@ -190,6 +175,7 @@ def distinct(value: Tensor, like: Tensor) -> Tensor:
     return value
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def host_bytes(tensor: Tensor) -> memoryview:
+    """Return a tensor's elements as bytes on the host: its own memory if it is contiguous there, else that of a copy."""
     flat = tensor.detach().to("cpu").contiguous().view(-1)
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")

@@ -33,12 +33,11 @@ from ..utils.autograd import Marked, in_backward, leads_to_all, memory_of, next_
 from ..utils.tensor_tree import Exchanged, cast_floating, caster, find_tensors, map_tensors
 from .attendance import Attendance
 from .backward import Backward
-from .freezing import Freezing
 from .grad_reducer import Agreed, Reductions
 from .gradient_account import GradientAccount
 from .mixed_precision import Progress
-from .model_changes import ModelWatch, ValueWatch
-from .model_forwards import ModelForwards
+from .model_changes import Freezing, ModelWatch, ValueWatch
+from .model_forwards import ModelForward, ModelForwards
 from .prefetch import Prefetcher
 from .saved_parameters import SavedParameters
 from .schedule import Schedule, Visit
@@ -103,7 +102,7 @@ class Runtime:
         gathered = any(unit.pinned for unit in self.units)
         self._model_watch.check(gathered, thoroughly=True)
         for unit in () if gathered else self.units:
-            unit.entries.check_placed()
+            unit.entries.check_unchanged(in_use=True)
 
     @property
     def in_backward(self) -> bool:
@@ -127,14 +126,14 @@ class Runtime:
         self.tiers.check()
         self.recover()
         if not self.in_backward:  # else a backward recomputes this forward
-            self.attendance.begin_forward()
+            self.attendance.unasked = True  # some rank's data may have ended since the last forward
             self.forwards.training = torch.is_grad_enabled()
             self._model_watch.check(any(unit.pinned for unit in self.units))
             self.frozen.follow()
             for unit in self.units:
                 unit.check_unchanged()
         given = Exchanged(self._received, (args, kwargs)) if self.config.precision != "fp32" else None
-        self.forwards.begin(running_forward(), given)
+        self.forwards.append(ModelForward(running_forward(), given))
         return (args, kwargs) if given is None else given.value
 
     def root_exit(self, output: Any) -> Any:
@@ -154,8 +153,8 @@ class Runtime:
             return map_tensors(self._scale_gradient, cast_floating(output, torch.float32))
         # a nested forward: its gradients are scaled here only if backward starts at this output, before the outer forward ends;
         # a later backward starts at the outer forward's output, whose hook has scaled the gradient already
-        outer = weakref.ref(self.forwards.outermost)
-        begins = lambda: bool(self.forwards) and self.forwards.outermost is outer()  # noqa: E731
+        outer = weakref.ref(self.forwards[0])
+        begins = lambda: bool(self.forwards) and self.forwards[0] is outer()  # noqa: E731
         return map_tensors(lambda tensor: self._scale_gradient(tensor, begins), output)
 
     def _received(self, given: Tensor) -> Tensor:

@@ -32,8 +32,8 @@ from ..utils import torch_compat
 from ..utils.torch_compat import carry_hooks, swap
 from .auto_wrap import ROOT, UnitPlan, partition
 from .flat_buffer import GradientBuffer, ParameterBuffer
-from .out_of_memory import FAILURES, tell_of_building
-from .parameter import ParamHome, ParamSpec
+from .out_of_memory import FAILURES, tell_shortage
+from .parameter import ParamSpec
 from .prefetch import most_gathered
 from .rank_consistency import optimizer_groups
 from .unit import ParamGroup, Unit
@@ -67,14 +67,6 @@ def state_columns(optimizer: torch.optim.Optimizer | None) -> dict[int, tuple[St
     return {id(param): each for group, each in pairs for param in group["params"]}
 
 
-def _held_nbytes(specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None) -> int:
-    """Return the bytes of host memory that parameters and states take until the builder copies their values into buffers."""
-    values: list[Tensor] = [s.original._local if isinstance(s.original, ShardedTensor) else s.original for s in specs]
-    states = optimizer.state.values() if optimizer is not None else ()
-    values += [value for entries in states for value in entries.values() if type(value) is Tensor]
-    return sum(value.nbytes for value in values if value is not None and value.device.type == "cpu")
-
-
 def open_tiers(
     config: Config, comm: DirectComm, ledger: Ledger, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None
 ) -> Tiers:
@@ -88,8 +80,12 @@ def open_tiers(
         keep_freed_memory()
     tiers = Tiers(comm, ledger)
     tiers.state_columns = state_columns(optimizer)
-    if not comm.imagined:
-        tiers.released_nbytes = _held_nbytes(specs, optimizer)
+    if not comm.imagined:  # the host's memory that parameters and states take until their values are in the buffers
+        values: list[Any] = [s.original._local if isinstance(s.original, ShardedTensor) else s.original for s in specs]
+        states = optimizer.state.values() if optimizer is not None else ()
+        values += [value for entries in states for value in entries.values() if type(value) is Tensor]
+        on_host = [value for value in values if value is not None and value.device.type == "cpu"]
+        tiers.released_nbytes = sum(value.nbytes for value in on_host)
     offloads = (config.offload_param, config.offload_gradient, config.offload_optimizer)
     problem: Exception | None = None
     try:
@@ -122,26 +118,61 @@ class Builder:
         self.comm = topology.shards
         self.tag = serial << 20  # number of the newest buffer: each model has 2**20 numbers of its own
         self.pool: StagingPool | None = None
-        self._stepped_numel = self._offloaded_numel = 0  # elements of groups planned so far, and of groups with offloaded states
-        self._states: dict[int, tuple[Offload, torch.dtype | None]] = {}  # id of a bucket's first spec -> result of _plan_states
+        self._sharded = config.row.parameter is Placement.SHARDED
+        # id of a trainable bucket's first spec -> dtype of gradients at rest, tier of masters and states, dtype of masters or None
+        self._states: dict[int, tuple[torch.dtype, Offload, torch.dtype | None]] = {}
         self.replaced: dict[int, nn.Parameter] = {}  # id of a given parameter -> the object that took its place
 
     def _lay_out(self, plans: list[UnitPlan]) -> list[list[Pair]]:
-        """Return the buckets and layouts of each unit."""
-        self._choose_whole([spec for plan in plans for spec in plan.specs])
-        units = [[(bucket, self._layout(bucket)) for bucket in self._buckets(plan)] for plan in plans]
-        pairs = [pair for unit in units for pair in unit]
-        trainable = [(bucket[0], layout) for bucket, layout in pairs if bucket[0].requires_grad]
-        self._states = {id(spec): self._plan_states(spec, layout) for spec, layout in trainable}
+        """Return the buckets and layouts of each unit; plan the states of the trainable ones.
+
+        A unit's parameters are in buckets by dtype, requires_grad, whole at rest, quantized, and cut along model axes. Within a
+        bucket they are sorted by optimizer group, matrices before vectors.
+        """
+        config, room = self.config, self.config.model_persistence_threshold
+        for spec in sorted((spec for plan in plans for spec in plan.specs), key=lambda spec: spec.number):
+            numel = math.prod(spec.shape)  # small parameters stay whole at rest, the model's first ones while there is room
+            spec.whole = self._sharded and numel <= min(config.param_persistence_threshold, room)
+            room -= numel * spec.whole
+        columns = {column for each in self.tiers.state_columns.values() for column in each}
+        alignment = math.lcm(ALIGNMENT, *(column.elements for column in columns))
+        units: list[list[Pair]] = []
+        for plan in plans:
+            buckets: dict[tuple, list[ParamSpec]] = {}
+            for spec in plan.specs:
+                packs = self.topology.packs(spec.name, len(spec.shape))
+                axes = spec.distribution.axes if spec.distribution is not None else ()
+                buckets.setdefault((str(spec.dtype), spec.requires_grad, spec.whole, packs, axes), []).append(spec)
+            units.append([])
+            for bucket in buckets.values():
+                bucket.sort(key=lambda s: (self.group_of.get(id(s.original), -1), len(s.shape) < 2))
+                layout = FlatLayout.build([spec.shape for spec in bucket], self.comm.world_size, alignment)
+                units[-1].append((bucket, layout))
+        self._plan_states([pair for unit in units for pair in unit if pair[0][0].requires_grad])
         return units
 
-    def _choose_whole(self, specs: list[ParamSpec]) -> None:
-        """Choose small parameters that stay whole at rest, in the model's order, up to `model_persistence_threshold` elements."""
-        config, room = self.config, self.config.model_persistence_threshold
-        for spec in sorted(specs, key=lambda spec: spec.number):
-            numel = math.prod(spec.shape)
-            spec.whole = config.row.parameter is Placement.SHARDED and numel <= min(config.param_persistence_threshold, room)
-            room -= numel * spec.whole
+    def _plan_states(self, trainable: list[Pair]) -> None:
+        """Set `_states`. The fraction of the states that is offloaded is spread evenly over the units."""
+        config, self._states = self.config, {}
+        stepped_numel = offloaded_numel = 0
+        for bucket, layout in trainable:
+            spec, offload, numel = bucket[0], config.offload_optimizer, layout.shard_numel
+            stepped_numel += numel
+            if offload.tier is Tier.DEVICE or offloaded_numel + numel / 2 > offload.ratio * stepped_numel:
+                offload = Offload()
+            else:
+                offloaded_numel += numel
+            sharded = self._sharded and not spec.whole
+            values = config.offload_param if sharded else Offload()
+            low = config.master_weights and spec.dtype in (torch.bfloat16, torch.float16)
+            steps_on_host = offload.tier is not Tier.DEVICE
+            # masters are needed where the step can not reach the values, or runs beside forward and backward (a delayed update)
+            away = (self.tiers.separate and values.tier is Tier.DEVICE) if steps_on_host else self.tiers.away(values)
+            # a quantized gather overwrites this rank's own values, too, so that all ranks compute alike: masters keep the exact ones
+            rounded = values.tier is Tier.DEVICE and not sharded and self._values_comm(spec, layout) is not self.comm
+            needed_anyway = away or rounded or (steps_on_host and config.delayed_update is not None)
+            gradient_dtype = spec.dtype if spec.dtype == torch.float64 else config.gradient_dtype
+            self._states[id(spec)] = gradient_dtype, offload, torch.float32 if low else spec.dtype if needed_anyway else None
 
     def needs(self, plans: list[UnitPlan]) -> dict[Place, int]:
         """Return the bytes that this rank would hold, gathered units included. Nothing is allocated, and `build` may follow."""
@@ -155,82 +186,51 @@ class Builder:
             }
             order, limit = [name for name in nbytes if name != ROOT], self.config.prefetch_limit_nbytes
             found[GATHERED, Tier.DEVICE, None] = nbytes.get(ROOT, 0) + most_gathered(order, nbytes, limit and (not away) * limit)
-        self._stepped_numel = self._offloaded_numel = 0
         return found
 
     def build(self, plans: list[UnitPlan]) -> list[Unit]:
         """Build all units, with the parameters' present values in their buffers (collective)."""
-        laid_out = self._lay_out(plans)
+        laid_out, tiers, ledger = self._lay_out(plans), self.tiers, self.ledger
         pairs = [pair for unit in laid_out for pair in unit]
         self._check_room(pairs)
-        sizes = Buffers.of(self.config, self.tiers.separate, [self._group_need(*pair) for pair in pairs])
-        self.pool = StagingPool(self.comm, self.ledger, *sizes.sent)
-        self._make_tier_pools(sizes)
+        sizes = Buffers.of(self.config, tiers.separate, [self._group_need(*pair) for pair in pairs])
+        self.pool = StagingPool(self.comm, ledger, *sizes.sent)
+        if sizes.fetched is not None:  # buffers of constant size for shards that pass between tiers
+            nbytes, count, _ = sizes.fetched
+            tiers.staging = StagingPool(self.comm, ledger, *sizes.fetched)
+            if tiers.separate:
+                tiers.slots = BufferPool(ledger, count, nbytes, tiers.host_buffer, Tier.HOST)
+        if sizes.landed_nbytes:
+            nbytes = sizes.landed_nbytes
+            tiers.landings = BufferPool(ledger, LANDINGS, nbytes, tiers.device_buffer, Tier.DEVICE)
+            tiers.arrivals = BufferPool(ledger, LANDINGS, nbytes, tiers.host_buffer, Tier.HOST)
         units = []
-        for number, plan in enumerate(plans):
-            groups = [self._group(plan, bucket, layout) for bucket, layout in laid_out[number]]
+        for number, (plan, unit) in enumerate(zip(plans, laid_out, strict=True)):
+            groups = [self._group(plan, bucket, layout) for bucket, layout in unit]
             units.append(Unit(plan.name, plan.modules, groups, number))
         self.topology.open()
-        self._tell_plain(units)
-        self._tell_whole(units)
+        self._note_exceptions([group for unit in units for group in unit.groups])
         return units
 
-    def _tell_plain(self, units: list[Unit]) -> None:
-        """Note, for the report, the parameters and gradients that are exempt from quantization."""
-        groups = [group for unit in units for group in unit.groups]
-        for what, packed, kind in (
-            ("values", self.topology.values, self.topology.weights),
-            ("grads", self.topology.gradients, self.topology.sent),
-        ):
-            plain = [group for group in groups if getattr(group, what) is not None and getattr(group, what).comm is not packed]
-            if kind is not None and plain:
+    def _note_exceptions(self, groups: list[ParamGroup]) -> None:
+        """Note, for the report, what is exempt from quantization, and the parameters that stay whole though others are sharded."""
+        topology = self.topology
+        packed = [group for group in groups if topology.weights is not None and group.values.comm is not topology.values]
+        sent = [group for group in groups if group.grads is not None and topology.sent is not None]
+        sent = [group for group in sent if group.gradients.comm is not topology.gradients]
+        for what, plain in (("parameters", packed), ("gradients", sent)):
+            if plain:
                 names = [spec.name for group in plain for spec in group.specs]
                 numel = sum(group.layout.true_numel for group in plain)
                 shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-                name = {"values": "parameters", "grads": "gradients"}[what]
-                self.topology.notes.append(f"{name} of {len(names)} parameters ({numel:,} elements) sent unquantized: {shown}")
-
-    def _tell_whole(self, units: list[Unit]) -> None:
-        """Note, for the report, the parameters that stay whole though others are sharded."""
-        specs = [spec for unit in units for group in unit.groups for spec in group.specs]
+                topology.notes.append(f"{what} of {len(names)} parameters ({numel:,} elements) sent unquantized: {shown}")
+        specs = [spec for group in groups for spec in group.specs]
         whole = [math.prod(spec.shape) for spec in specs if spec.whole]
         if whole:
-            self.topology.notes.append(
+            topology.notes.append(
                 f"{len(whole)} of {len(specs)} parameters ({sum(whole):,} elements) stay whole on every rank: they have at most "
                 f"param_persistence_threshold={self.config.param_persistence_threshold:,} elements"
             )
-
-    def _buckets(self, plan: UnitPlan) -> list[list[ParamSpec]]:
-        """Return the unit's parameters in buckets: by dtype, requires_grad, whole at rest, quantized, and cut along model axes.
-
-        Within a bucket they are sorted by optimizer group, matrices before vectors.
-        """
-        buckets: dict[tuple, list[ParamSpec]] = {}
-        for spec in plan.specs:
-            packs = self.topology.packs(spec.name, len(spec.shape))
-            cut = spec.distribution.axes if spec.distribution is not None else ()
-            buckets.setdefault((str(spec.dtype), spec.requires_grad, spec.whole, packs, cut), []).append(spec)
-        for bucket in buckets.values():
-            bucket.sort(key=lambda s: (self.group_of.get(id(s.original), -1), len(s.shape) < 2))
-        return list(buckets.values())
-
-    def _layout(self, bucket: list[ParamSpec]) -> FlatLayout:
-        columns = {column for each in self.tiers.state_columns.values() for column in each}
-        alignment = math.lcm(ALIGNMENT, *(column.elements for column in columns))
-        return FlatLayout.build([spec.shape for spec in bucket], self.comm.world_size, alignment)
-
-    def _make_tier_pools(self, sizes: Buffers) -> None:
-        """Make the pools of fixed buffers for shards that pass between tiers."""
-        tiers = self.tiers
-        if sizes.fetched is not None:
-            nbytes, count, _ = sizes.fetched
-            tiers.staging = StagingPool(self.comm, self.ledger, *sizes.fetched)
-            if tiers.separate:
-                tiers.slots = BufferPool(self.ledger, count, nbytes, tiers.host_buffer, Tier.HOST)
-        if sizes.landed_nbytes:
-            nbytes = sizes.landed_nbytes
-            tiers.landings = BufferPool(self.ledger, LANDINGS, nbytes, tiers.device_buffer, Tier.DEVICE)
-            tiers.arrivals = BufferPool(self.ledger, LANDINGS, nbytes, tiers.host_buffer, Tier.HOST)
 
     def _check_room(self, pairs: list[Pair]) -> None:
         """Raise on every rank if host memory or a disk is too small for the ranks of some host (collective)."""
@@ -256,36 +256,26 @@ class Builder:
         _agree_on(problem, tiers, "zs.shard: space on disks")
 
     def _needs(self, pairs: list[Pair]) -> dict[Place, int]:
+        """Return the bytes that this rank will hold, without gathered units."""
         found = needs(self.config, self.tiers.separate, [self._group_need(bucket, layout) for bucket, layout in pairs])
         if not self.tiers.state_columns:  # no optimizer: gradients on the device take no memory before the first backward
             found.pop((GRADIENTS, Tier.DEVICE, None), None)
-        found[BUFFERS, Tier.DEVICE, None] += self._travelling_nbytes(pairs)
-        return found
-
-    def _travelling_nbytes(self, pairs: list[Pair]) -> int:
-        """Return the bytes of secondary shards, partial sums between hops, quantized buffers, and quantization errors kept."""
+        # secondary shards, partial sums between hops, quantized buffers, and quantization errors that are kept
         values, slices = [], []
         for (spec, *_), layout in pairs:
             values.append((self._values_comm(spec, layout), (layout.shard_numel, spec.dtype)))
             if spec.requires_grad:
-                slices.append((self._grads_comm(spec, layout), (layout.shard_numel, self.send_dtype(spec.dtype))))
-        return needed(values, slices)
+                reserved = layout.shard_numel, self.config.reduce_dtype or spec.dtype
+                slices.append((self._grads_comm(spec, layout), reserved))
+        found[BUFFERS, Tier.DEVICE, None] += needed(values, slices)
+        return found
 
     def _group_need(self, bucket: list[ParamSpec], layout: FlatLayout) -> Group:
         dtype, columns = bucket[0].dtype, [self.tiers.state_columns.get(id(spec.original), ()) for spec in bucket]
         if not bucket[0].requires_grad:  # frozen: no gradient, masters or states
             return Group(layout.numel, layout.shard_numel, dtype, whole=bucket[0].whole)
-        states = (self.gradient_dtype(dtype), *self._states[id(bucket[0])], max(columns, key=len))
-        unpadded = round_up(layout.slots[-1].stop, layout.alignment)
-        return Group(layout.numel, layout.shard_numel, dtype, *states, bucket[0].whole, unpadded)
-
-    def send_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of parameters of `dtype` are sent."""
-        return self.config.send_dtype or dtype
-
-    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of parameters of `dtype` are kept."""
-        return dtype if dtype == torch.float64 else self.config.gradient_dtype
+        states, unpadded = self._states[id(bucket[0])], round_up(layout.slots[-1].stop, layout.alignment)
+        return Group(layout.numel, layout.shard_numel, dtype, *states, max(columns, key=len), bucket[0].whole, unpadded)
 
     def _group(self, plan: UnitPlan, bucket: list[ParamSpec], layout: FlatLayout) -> ParamGroup:
         config, dtype = self.config, bucket[0].dtype
@@ -299,10 +289,11 @@ class Builder:
         if bucket[0].requires_grad:
             assert self.pool is not None
             self.tag += 1
+            gradient_dtype, offload, master_dtype = self._states[id(bucket[0])]
             comm = self._grads_comm(bucket[0], layout)
             comm.expect(self.tag, [(slot.offset, slot.shape) for slot in layout.slots], layout.numel)
             grads = GradientBuffer(
-                layout, self.gradient_dtype(dtype), self.send_dtype(dtype), config, comm, self.ledger,
+                layout, gradient_dtype, config.reduce_dtype or dtype, config, comm, self.ledger,
                 self.pool, self.tiers, self.tag, f"reduce {label}", self.topology.summed,
             )  # fmt: skip
         group = ParamGroup(bucket, layout, self.comm, values, grads)
@@ -310,45 +301,13 @@ class Builder:
         if isinstance(values.comm, CompressedGathers):
             values.comm.precise[values.number] = group.masters.precise
         if grads is not None:
-            group.offload, master_dtype = self._states[id(bucket[0])]
+            group.offload = offload
             if master_dtype is not None:
                 numel = layout.numel if group.masters.whole else layout.shard_numel
                 group.masters.rest = self.tiers.rest(MASTERS, group.offload, numel, master_dtype)
         for index, spec in enumerate(bucket):
             self._place(group, index, spec)
         return group
-
-    def _plan_states(self, spec: ParamSpec, layout: FlatLayout) -> tuple[Offload, torch.dtype | None]:
-        """Return the tier of masters and optimizer states of the next trainable group, and the dtype of its masters or None.
-
-        spec: the group's first parameter.
-        """
-        config, dtype = self.config, spec.dtype
-        offload = config.offload_optimizer if self._offloads_next(layout.shard_numel) else Offload()
-        sharded = self._sharded and not spec.whole
-        values = config.offload_param if sharded else Offload()
-        low = config.master_weights and dtype in (torch.bfloat16, torch.float16)
-        steps_on_host = offload.tier is not Tier.DEVICE
-        # masters are needed where the step can not reach the values, or runs beside forward and backward (a delayed update)
-        away = (self.tiers.separate and values.tier is Tier.DEVICE) if steps_on_host else self.tiers.away(values)
-        # a quantized gather overwrites this rank's own values, too, so that all ranks compute alike: masters keep the exact ones
-        rounded = values.tier is Tier.DEVICE and not sharded and self._values_comm(spec, layout) is not self.comm
-        if low or away or rounded or (steps_on_host and config.delayed_update is not None):
-            return offload, torch.float32 if low else dtype
-        return offload, None
-
-    def _offloads_next(self, numel: int) -> bool:
-        """Return whether the next group's states are offloaded, which spreads the offloaded fraction evenly over the units."""
-        ratio = self.config.offload_optimizer.ratio
-        self._stepped_numel += numel
-        if self.config.offload_optimizer.tier is Tier.DEVICE or self._offloaded_numel + numel / 2 > ratio * self._stepped_numel:
-            return False
-        self._offloaded_numel += numel
-        return True
-
-    @property
-    def _sharded(self) -> bool:
-        return self.config.row.parameter is Placement.SHARDED
 
     def _values_comm(self, spec: ParamSpec, layout: FlatLayout) -> Comm:
         """Return the communicator for a group's values, plain or quantizing. spec: the group's first parameter."""
@@ -438,7 +397,7 @@ def build_units(
         tiers.close()
         tiers.fail(error)
     except FAILURES as error:
-        tell_of_building(error, model, config, ledger, comm, plans)
+        tell_shortage(error, model, config, ledger, comm, "zs.shard", {plan.name: plan.specs for plan in plans})
         raise
     assert builder.pool is not None
     if optimizer is not None:
@@ -453,10 +412,19 @@ def build_units(
 
 @torch.no_grad()
 def write_value(group: ParamGroup, index: int, value: Tensor) -> None:
-    """Write a value of parameter `index`, whole or sharded, to this rank's values and masters."""
+    """Write a value of parameter `index`, whole or sharded, to this rank's values and masters.
+
+    A sharded value that is cut in another way is gathered first (collective).
+    """
     group.begin_write()
     home = group.homes[index]
-    piece = _piece_of(value, home)
+    if isinstance(value, ShardedTensor):
+        owner: Any = value._home
+        # compare the cuts of all ranks: for a small parameter they may agree on some ranks alone, and the gather needs every rank
+        alike = all(owner.cut(rank) == home.cut(rank) for rank in range(home.comm.world_size))
+        piece = value._local if alike else value.full_tensor().reshape(-1)[home.start : home.stop]
+    else:
+        piece = value.detach().reshape(-1)[home.start : home.stop]
     group.set_local(index, piece)
     if not group.values.sharded:
         group.values.views[index].copy_(_whole_of(value))
@@ -464,17 +432,6 @@ def write_value(group: ParamGroup, index: int, value: Tensor) -> None:
     masters.dirty.discard(index)  # values and masters get the same write
     if masters.rest is not None:
         masters.rest.store(masters.range(index)[0], _whole_of(value).reshape(-1) if masters.whole else piece)
-
-
-def _piece_of(value: Tensor, home: ParamHome) -> Tensor:
-    """Return this rank's elements of the flattened value. Gather it first if it is cut in another way (collective)."""
-    if not isinstance(value, ShardedTensor):
-        return value.detach().reshape(-1)[home.start : home.stop]
-    born: Any = value._home
-    # compare the cuts of all ranks: for a small parameter they may agree on some ranks alone, and the gather needs every rank
-    if all(born.cut(rank) == home.cut(rank) for rank in range(home.comm.world_size)):
-        return value._local
-    return value.full_tensor().reshape(-1)[home.start : home.stop]
 
 
 def _whole_of(value: Tensor) -> Tensor:

@@ -12,13 +12,16 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, ShardedWriteError
 from ..utils.torch_compat import exchange, post_accumulate_hooks, version
+
+if TYPE_CHECKING:
+    from .unit import ParamGroup
 
 _DEPTH = 5  # levels of references that are searched: function, object, dictionary, optimizer
 _MOST = 100_000  # number of objects that are searched
@@ -28,7 +31,7 @@ ONE_OPTIMIZER = (
 )
 
 
-def other_optimizers(roots: Iterable[Any], optimizer: Any) -> dict[int, torch.optim.Optimizer]:
+def other_optimizers(roots: Iterable[object], optimizer: torch.optim.Optimizer | None) -> dict[int, torch.optim.Optimizer]:
     """Return id of each parameter -> the optimizer that holds it, for optimizers that `roots` refer to.
 
     Leave out `optimizer` and optimizers that wrap it. Search closures, defaults and globals of functions, bound objects, partial
@@ -36,7 +39,7 @@ def other_optimizers(roots: Iterable[Any], optimizer: Any) -> dict[int, torch.op
     """
     found: dict[int, torch.optim.Optimizer] = {}
     own = {id(group) for group in optimizer.param_groups} if optimizer is not None else set()
-    seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
+    seen: dict[int, object] = {}  # keeps the objects alive, so that no id is reused
     stack = [(root, 0) for root in roots]
     while stack and len(seen) < _MOST:
         item, depth = stack.pop()
@@ -51,7 +54,7 @@ def other_optimizers(roots: Iterable[Any], optimizer: Any) -> dict[int, torch.op
     return found
 
 
-def _referred(item: Any) -> Iterable[Any]:
+def _referred(item: object) -> Iterable[object]:
     """Return the objects that a function, an object or a container refers to directly."""
     if isinstance(item, dict):
         return item.values()
@@ -77,7 +80,7 @@ def _referred(item: Any) -> Iterable[Any]:
 class UserHook:
     """Wrapper that calls a hook with the program's parameter object, and raises if the hook has written to the value."""
 
-    def __init__(self, hook: Callable[[Tensor], Any], group: Any, index: int, whole: bool) -> None:
+    def __init__(self, hook: Callable[[Tensor], object], group: ParamGroup, index: int, whole: bool) -> None:
         """whole: the hook runs before the gradient is sent, with the unit gathered."""
         self.hook, self._group, self._index, self._whole = hook, weakref.ref(group), index, whole  # weak: see hooks.py
 
@@ -102,7 +105,7 @@ class UserHook:
             )
 
 
-def adopt(group: Any, index: int, compute: Tensor) -> None:
+def adopt(group: ParamGroup, index: int, compute: Tensor) -> None:
     """Wrap, by `UserHook`, the hooks of parameter `index` from before zs.shard, which moved to its compute parameter."""
     hooks = post_accumulate_hooks(compute)
     for key, hook in hooks.items():
@@ -116,7 +119,7 @@ def give_back(param: Tensor) -> None:
         hooks[key] = hook.hook if isinstance(hook, UserHook) else hook
 
 
-def adopted(hook: Callable[[Tensor], Any], group: Any, index: int) -> UserHook:
+def adopted(hook: Callable[[Tensor], object], group: ParamGroup, index: int) -> UserHook:
     """Return the wrapper of a hook that is registered after zs.shard. Raise ConfigError if the hook steps an optimizer."""
     runtime = group.runtime
     found = other_optimizers([hook], runtime.optimizer if runtime is not None else None)

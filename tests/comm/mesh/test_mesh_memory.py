@@ -7,7 +7,8 @@ from helpers import OddGPT, adamw, seeded, token_batches
 from mesh_kit import on_ranks, options_of
 
 import zeroshard as zs
-from zeroshard.memory.estimate import Buffers
+from zeroshard.config import Tier
+from zeroshard.memory.estimate import BUFFERS
 from zeroshard.memory.ledger import RESIDUALS, SECONDARY, STAGING
 from zeroshard.utils.compression import Compression
 from zeroshard.zero import shard_model
@@ -28,16 +29,14 @@ CELLS = {
 @pytest.mark.parametrize("name", CELLS)
 def test_what_was_reserved_is_what_the_ledger_holds(name, monkeypatch):
     forecast: dict[int, int] = {}
-    travelling = shard_model.Builder._travelling_nbytes
+    needs = shard_model.Builder._needs
 
     def note(builder, pairs):
-        found = travelling(builder, pairs)
-        groups = [builder._group_need(*pair) for pair in pairs]
-        nbytes, count, _ = Buffers.of(builder.config, builder.tiers.separate, groups).sent
-        forecast[builder.topology.control.rank] = found + nbytes * count
+        found = needs(builder, pairs)
+        forecast[builder.topology.control.rank] = found[BUFFERS, Tier.DEVICE, None]
         return found
 
-    monkeypatch.setattr(shard_model.Builder, "_travelling_nbytes", note)
+    monkeypatch.setattr(shard_model.Builder, "_needs", note)
     data = token_batches(2, 1, 4)
 
     def on_rank(rank, more):

@@ -29,7 +29,7 @@ from ...utils import torch_compat
 from ...utils.dtypes import casts_to
 from ...utils.tensor_tree import find_tensors, map_tensors
 from ...utils.torch_compat import in_derivative
-from ...zero.out_of_memory import Telling
+from ...zero.out_of_memory import telling
 from ...zero.runtime import runtime_of
 from . import partition
 from .autocast import autocast_if_enabled
@@ -130,7 +130,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self._hold(self._sums_locally())
         if self.fp16_auto_cast():
             args, kwargs = map_tensors(_half, (args, kwargs))
-        with autocast_if_enabled(self), Telling(runtime_of(self.module), "the forward"):
+        with autocast_if_enabled(self), telling(runtime_of(self.module), "the forward"):
             output = self.module(*args, **kwargs)
         if self._gradient_factor() != 1 and torch.is_grad_enabled() and self.optimizer is not None and not in_derivative():
             for tensor in find_tensors(output):
