@@ -32,9 +32,11 @@ from .sections import (
     DeepSpeedFP16Config,
     DeepSpeedThroughputTimerConfig,
     DeepSpeedZeroConfig,
+    Section,
     TensorBoardConfig,
     WandbConfig,
     examine,
+    without_auto,
 )
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER, LION_OPTIMIZER = "adam", "adamw", "adagrad", "lion"
@@ -66,14 +68,14 @@ def get_log_level(config: Mapping[str, Any]) -> str | None:
     return config.get("log_level", LOG_LEVEL_DEFAULT)
 
 
-def get_bfloat16_config(config: Mapping[str, Any]) -> DeepSpeedBF16Config:
+def get_bfloat16_config(config: Mapping[str, Any]) -> Section:
     """Return the section bf16 (bfloat16 in older configurations)."""
-    return DeepSpeedBF16Config.of(_section(config, "bf16", "bfloat16"))  # type: ignore[return-value]
+    return DeepSpeedBF16Config.of(_section(config, "bf16", "bfloat16"))
 
 
-def get_float16_config(config: Mapping[str, Any]) -> DeepSpeedFP16Config:
+def get_float16_config(config: Mapping[str, Any]) -> Section:
     """Return the section fp16."""
-    return DeepSpeedFP16Config.of(_section(config, "fp16"))  # type: ignore[return-value]
+    return DeepSpeedFP16Config.of(_section(config, "fp16"))
 
 
 def _section(config: Mapping[str, Any], *names: str, within: str = "") -> Any:
@@ -176,8 +178,15 @@ class DeepSpeedConfig:
 
     def __init__(self, config: object, mpu: Any = None, mesh_device: Any = None, *, world_size: int | None = None) -> None:
         self._param_dict = read_config(config)
-        self.world_size = world_size if world_size is not None else _ranks(mpu, mesh_device)
-        given = {name: value for name, value in self._param_dict.items() if not (isinstance(value, str) and value == "auto")}
+        if world_size is not None:
+            self.world_size = world_size
+        elif mpu is not None and hasattr(mpu, "get_data_parallel_world_size"):
+            self.world_size = mpu.get_data_parallel_world_size()
+        elif mesh_device is not None:
+            self.world_size = mesh_device.get_group(mesh_dim="data_parallel").size()
+        else:
+            self.world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        given = without_auto(self._param_dict)
         self.notes: list[str] = []
         self.planned_options = self._planned_options(
             given, config if isinstance(config, (str, os.PathLike)) else "the configuration"
@@ -356,9 +365,9 @@ class DeepSpeedConfig:
 
     def say_notes(self, rank: int | None = None) -> None:
         """Print the notes on stderr, on rank 0, each once in a process."""
-        if (_rank() if rank is None else rank) != 0:
-            return
-        for note in self.notes:
+        if rank is None:
+            rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        for note in self.notes if rank == 0 else ():
             if note not in _said:
                 _said.add(note)
                 print(f"zeroshard: ds_config: {note}", file=sys.stderr)
@@ -380,22 +389,4 @@ _said: set[str] = set()
 
 def _with_defaults(given: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return an untyped section, with the defaults of the keys that it lacks."""
-    section = {key: value for key, value in _section(given, name).items() if not (isinstance(value, str) and value == "auto")}
-    return {**{key.field: key.default for key in keys_of(name)}, **section}
-
-
-def _distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if _distributed() else 0
-
-
-def _ranks(mpu: Any, mesh: Any) -> int:
-    """Return the number of data-parallel ranks."""
-    if mpu is not None and hasattr(mpu, "get_data_parallel_world_size"):
-        return mpu.get_data_parallel_world_size()
-    if mesh is not None:
-        return mesh.get_group(mesh_dim="data_parallel").size()
-    return torch.distributed.get_world_size() if _distributed() else 1
+    return {key.field: key.default for key in keys_of(name)} | without_auto(_section(given, name))

@@ -129,6 +129,11 @@ READERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
+def without_auto(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration or a section without the keys whose value is "auto", which means the default."""
+    return {key: value for key, value in given.items() if not (isinstance(value, str) and value == "auto")}
+
+
 class Section:
     """Base class of typed sections, made from keyword arguments.
 
@@ -144,17 +149,8 @@ class Section:
 
     def __init__(self, **given: Any) -> None:
         self.notes: list[str] = []
-        values = self._by_field(given)
-        self._forward(values)
-        self.given = frozenset(values)
-        for key in keys_of(self.prefix):
-            setattr(self, key.field, self._read(key, values[key.field]) if key.field in values else self._default(key))
-        self._check()
-
-    def _by_field(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return values by field name, with aliases replaced. Raises ValidationError for unknown names."""
         fields = [key.field for key in keys_of(self.prefix)]
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = {}  # by field name, with aliases replaced
         for name, value in given.items():
             field = ALIASES.get(f"{self.prefix}.{name}", name).rpartition(".")[2]
             if field not in fields:
@@ -164,16 +160,15 @@ class Section:
                 raise invalid(self.prefix, told)
             if not (isinstance(value, str) and value == "auto"):
                 values[field] = value
-        return values
+        self._forward(values)
+        self.given = frozenset(values)
+        for key in keys_of(self.prefix):
+            default = {} if key.kind == "leaf_module" else key.default  # the leaf modules' section is never None
+            setattr(self, key.field, self._read(key, values.get(key.field, default)))
+        self._check()
 
     def _forward(self, values: dict[str, Any]) -> None:
         """Move the values of deprecated keys to the keys that replace them."""
-
-    def _default(self, key: Key) -> Any:
-        kind = self.sections.get(key.kind)
-        if kind is not None:
-            return kind() if key.kind == "leaf_module" else None
-        return self._read(key, key.default)
 
     def _read(self, key: Key, value: Any) -> Any:
         if value is None and key.default is None:
@@ -211,10 +206,18 @@ class Section:
     __hash__ = None  # type: ignore[assignment]
 
 
-class DeepSpeedZeroOffloadParamConfig(Section):
-    """Section zero_optimization.offload_param."""
+def _plain(name: str, prefix: str) -> type[Section]:
+    """Make the class of a section without rules of its own."""
+    return type(name, (Section,), {"prefix": prefix, "__module__": __name__, "__doc__": f"Section {prefix}."})
 
-    prefix = "zero_optimization.offload_param"
+
+DeepSpeedZeroOffloadParamConfig = _plain("DeepSpeedZeroOffloadParamConfig", "zero_optimization.offload_param")
+DeepSpeedBF16Config = _plain("DeepSpeedBF16Config", "bf16")
+TensorBoardConfig = _plain("TensorBoardConfig", "tensorboard")
+CSVConfig = _plain("CSVConfig", "csv_monitor")
+WandbConfig = _plain("WandbConfig", "wandb")
+DeepSpeedThroughputTimerConfig = _plain("DeepSpeedThroughputTimerConfig", "timers.throughput")
+CommsLoggerConfig = _plain("CommsLoggerConfig", "comms_logger")
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(Section):
@@ -287,42 +290,6 @@ class DeepSpeedFP16Config(Section):
             if (value := getattr(self, name)) <= 0:
                 told = f"fp16.{name}: expected a number above 0 with a dynamic loss scale (loss_scale 0), got {value}."
                 raise invalid(self.prefix, told)
-
-
-class DeepSpeedBF16Config(Section):
-    """Section bf16."""
-
-    prefix = "bf16"
-
-
-class TensorBoardConfig(Section):
-    """Section tensorboard."""
-
-    prefix = "tensorboard"
-
-
-class CSVConfig(Section):
-    """Section csv_monitor."""
-
-    prefix = "csv_monitor"
-
-
-class WandbConfig(Section):
-    """Section wandb."""
-
-    prefix = "wandb"
-
-
-class DeepSpeedThroughputTimerConfig(Section):
-    """Section timers.throughput."""
-
-    prefix = "timers.throughput"
-
-
-class CommsLoggerConfig(Section):
-    """Section comms_logger."""
-
-    prefix = "comms_logger"
 
 
 KEYS_BELOW = "its keys are below"  # text of a section's own row

@@ -27,7 +27,7 @@ from .logs import log_dist, set_log_level_from_string
 from .lr_schedules import schedule_from_config
 from .monitor import MonitorMaster
 from .sections import DeepSpeedConfigError
-from .shard_options import build_optimizer, cast_buffers, cast_parameters, mark_for_muon, shard_options
+from .shard_options import build_optimizer, cast_buffers, shard_options
 from .stand_ins import PipelineModule, ZeRORuntimeException
 from .version import TEXT, UNKNOWN
 
@@ -108,16 +108,14 @@ def _initialize(
     )
     api.shard(model, basic, comm=None if group is None else comm, **options)
     take_interface(runtime_of(model))  # engine.module is of the program's own class, as in DeepSpeed
-    _say(config)
-    known = {
-        "client": client,
-        "device": device,
-        "local_rank": local_rank,
-        "mpu": mpu,
-        "collate_fn": collate_fn,
-        "monitor": monitor,
-    }
-    engine = DeepSpeedEngine(model, basic, config, **known)
+    config.say_notes()
+    if config.log_level is not None:
+        set_log_level_from_string(config.log_level)
+    if config.dump_state and backend_select.rank_and_size()[0] == 0:
+        config.print("DeepSpeedEngine configuration")
+    engine = DeepSpeedEngine(
+        model, basic, config, client=client, device=device, local_rank=local_rank, mpu=mpu, collate_fn=collate_fn, monitor=monitor
+    )
     partition.attach(model)
     partition.check_writes(config.zero_config.enable_sanity_checks)
     engine.lr_scheduler = lr_scheduler
@@ -180,10 +178,14 @@ def _prepare(
     """Cast and move the model; return optimizer, scheduler, options of zs.shard and monitor. It may raise on a single rank."""
     leaf_modules.apply_zero_leaf_module_config(model, config.zero_config.leaf_module)
     cast_buffers(config, model)
-    cast_parameters(config, model)
-    _move(model, device)
+    for param in model.parameters() if config.model_dtype is not torch.float32 else ():
+        if param.dtype in (torch.float32, torch.float16, torch.bfloat16) and not partition.is_zero_param(param):
+            param.data = param.data.to(config.model_dtype)  # so that masters start from rounded values, as DeepSpeed's do
+    if device.type != "cpu" and not any(param.is_meta for param in model.parameters()):
+        model.to(device)
     activation.apply_config(model, config, mpu)
-    mark_for_muon(config, model)
+    for name, param in model.named_parameters() if (config.optimizer_name or "").lower() == "muon" else ():
+        param.use_muon = param.dim() == 2 and not any(word in name.lower() for word in ("embed", "lm_head"))  # type: ignore[attr-defined]
     basic = _basic_optimizer(model, optimizer, model_parameters, config)
     options = shard_options(config)
     if basic is None:
@@ -197,15 +199,6 @@ def _prepare(
     return basic, lr_scheduler, options, monitor
 
 
-def _say(config: DeepSpeedConfig) -> None:
-    """Print the configuration's notes, set its log level and, if it asks for it, print the configuration."""
-    config.say_notes()
-    if config.log_level is not None:
-        set_log_level_from_string(config.log_level)
-    if config.dump_state and backend_select.rank_and_size()[0] == 0:
-        config.print("DeepSpeedEngine configuration")
-
-
 def _device(args: Any) -> tuple[torch.device, int]:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     in_args = getattr(args, "local_rank", None)
@@ -217,11 +210,6 @@ def _device(args: Any) -> tuple[torch.device, int]:
         return torch.device("cpu"), local_rank
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank), local_rank
-
-
-def _move(model: nn.Module, device: torch.device) -> None:
-    if device.type != "cpu" and not any(param.is_meta for param in model.parameters()):
-        model.to(device)
 
 
 def _basic_optimizer(model: nn.Module, optimizer: Any, model_parameters: Any, config: Any) -> torch.optim.Optimizer | None:
@@ -241,16 +229,13 @@ def _basic_optimizer(model: nn.Module, optimizer: Any, model_parameters: Any, co
         except TypeError as error:
             raise DeepSpeedConfigError(f"optimizer.params of {config.optimizer_name}: {error}.") from error
     offload = config.zero_config.offload_optimizer
-    if offload is not None and offload.device in ("cpu", "nvme") and config.zero_force_ds_cpu_optimizer and _is_torchs(basic):
+    offloaded, torchs = offload is not None and offload.device != "none", not type(basic).__module__.startswith("zeroshard")
+    if offloaded and torchs and config.zero_force_ds_cpu_optimizer:
         raise ZeRORuntimeException(
             f"You are using ZeRO-Offload with a client provided optimizer ({type(basic)}). Take deepspeed.ops.adam.DeepSpeedCPUAdam, or an "
             'optimizer of the configuration, or say {"zero_force_ds_cpu_optimizer": false}: it is stepped on the host as it is.'
         )
     return basic
-
-
-def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    return not type(optimizer).__module__.startswith("zeroshard")
 
 
 def _parameters(model: nn.Module, given: Any) -> list[Any]:
