@@ -55,18 +55,9 @@ main()
 class Checkpoints(WholeWeights):
     """Mixin of the engine: saving and loading of checkpoints."""
 
-    _config: Any
-    config: dict[str, Any]
-    basic_optimizer: Any
-    lr_scheduler: Any
-    global_steps: int
     micro_steps: int
-    dp_world_size: int
     loaded_checkpoint_dp_world_size: int | None = None
     loaded_checkpoint_mp_world_size: int | None = None
-
-    def _hold(self, yes: bool) -> None:
-        raise NotImplementedError
 
     # -- save ----------------------------------------------------------------------------------------------------
 
@@ -83,15 +74,21 @@ class Checkpoints(WholeWeights):
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         tag = self._agreed(f"global_step{self.global_steps}" if tag is None else str(tag))
-        client_state, comm = client_state or {}, runtime_of(self.module).comm
+        client_state = client_state or {}
+        frozen = [name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad]
+        names = list(self.module.state_dict(keep_vars=True))  # the module's order, which zeroshard's format does not keep
+        engine = {**self._counters(), "dp_world_size": self.dp_world_size, "frozen": frozen, "names": names, **self._facts()}
+        scheduler = {} if self.lr_scheduler is None else {"lr_scheduler": self.lr_scheduler}
         saving.save(
             save_dir, self.module, self.basic_optimizer, name=tag, step=self.global_steps,
-            extra=self._extra(client_state), trained_only=exclude_frozen_parameters, overwrite=True, latest=save_latest,
-            asynchronous=self._config.checkpoint_writer_decoupled,
+            extra={"client_state": client_state, "engine": engine, **scheduler}, trained_only=exclude_frozen_parameters,
+            overwrite=True, latest=save_latest, asynchronous=self._config.checkpoint_writer_decoupled,
             files=self._described(client_state, exclude_frozen_parameters),
         )  # fmt: skip
-        if comm.rank == 0:
-            self._copy_recovery_script(save_dir)
+        script = Path(save_dir) / SCRIPT
+        if runtime_of(self.module).comm.rank == 0 and not script.exists():
+            write_whole(script, _SCRIPT)
+            self._change_recovery_script_permissions(script)
         return True
 
     def _agreed(self, tag: str) -> str:
@@ -113,13 +110,6 @@ class Checkpoints(WholeWeights):
     def _counters(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in sorted(_COUNTERS)}
 
-    def _extra(self, client_state: dict[str, Any]) -> dict[str, Any]:
-        frozen = [name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad]
-        names = list(self.module.state_dict(keep_vars=True))  # the module's order, which zeroshard's format does not keep
-        engine = {**self._counters(), "dp_world_size": self.dp_world_size, "frozen": frozen, "names": names, **self._facts()}
-        extra = {"client_state": client_state, "engine": engine}
-        return extra if self.lr_scheduler is None else {**extra, "lr_scheduler": self.lr_scheduler}
-
     def _described(self, client_state: dict[str, Any], exclude_frozen: bool) -> dict[str, Any]:
         """Return name -> content of the files with DeepSpeed's names, on rank 0 ({} on others).
 
@@ -129,22 +119,13 @@ class Checkpoints(WholeWeights):
         if runtime_of(self.module).comm.rank:  # after state_dict(), which runs the user's hooks on all ranks
             return {}
         scheduler, stage, facts = self.lr_scheduler, self.zero_optimization_stage(), self._facts()
+        parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
         model = {
-            "buffer_names": self._get_buffer_names(), "optimizer": None, "param_shapes": self._get_zero_param_shapes(),
+            "buffer_names": [name for name in state if name not in parameters], "optimizer": None,
+            "param_shapes": self._get_zero_param_shapes(),
             "lr_scheduler": None if scheduler is None else scheduler.state_dict(), **self._counters(),
             "dp_world_size": self.dp_world_size, "mp_world_size": 1, **facts, **client_state,
         }  # fmt: skip
-        self._check_classes(model)
-        model["module"] = _told(self._without_frozen(state) if exclude_frozen else state, whole=stage < 3)
-        optimizer = {"optimizer_state_dict": {"zero_stage": stage, "partition_count": self.dp_world_size}, **facts}
-        ranks, bf16 = range(self.dp_world_size if stage else 0), self._config.bfloat16_config.enabled
-        paths = [self._get_rank_zero_ckpt_name("", "", 0, rank, bf16) for rank in ranks]
-        contents = {self._get_ckpt_name("", ""): archived(model), **dict.fromkeys(paths, archived(optimizer))}
-        return {os.path.basename(path): content for path, content in contents.items()}
-
-    @staticmethod
-    def _check_classes(model: dict[str, Any]) -> None:
-        """Warn if the file will hold objects that torch.load(weights_only=True) refuses."""
         try:
             torch.load(io.BytesIO(archived(model)), weights_only=True)
         except pickle.UnpicklingError as error:
@@ -153,10 +134,12 @@ class Checkpoints(WholeWeights):
                 f"save_checkpoint: client_state, or the scheduler's state, holds an object of a class ({kind[1] if kind else '?'}) "
                 "that torch does not load by itself: it takes load_checkpoint(..., trusted=True)."
             )
-
-    def _get_buffer_names(self) -> list[str]:
-        parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
-        return [name for name in self.module.state_dict(keep_vars=True) if name not in parameters]
+        model["module"] = _told(self._without_frozen(state) if exclude_frozen else state, whole=stage < 3)
+        optimizer = {"optimizer_state_dict": {"zero_stage": stage, "partition_count": self.dp_world_size}, **facts}
+        ranks, bf16 = range(self.dp_world_size if stage else 0), self._config.bfloat16_config.enabled
+        paths = [self._get_rank_zero_ckpt_name("", "", 0, rank, bf16) for rank in ranks]
+        contents = {self._get_ckpt_name("", ""): archived(model), **dict.fromkeys(paths, archived(optimizer))}
+        return {os.path.basename(path): content for path, content in contents.items()}
 
     def _get_zero_param_shapes(self) -> list[dict[str, torch.Size]]:
         """Return name -> whole shape for each optimizer group."""
@@ -166,12 +149,6 @@ class Checkpoints(WholeWeights):
         shapes = {name: param.shape for name, param in self.module.named_parameters(remove_duplicate=False)}
         groups = state_map.param_groups(runtime, runtime.optimizer.core)
         return [{name: shapes[name] for name in group["params"] if name in shapes} for group in groups]
-
-    def _copy_recovery_script(self, save_path: str) -> None:
-        target = Path(save_path) / SCRIPT
-        if not target.exists():
-            write_whole(target, _SCRIPT)
-            self._change_recovery_script_permissions(target)
 
     def _change_recovery_script_permissions(self, dst: Any) -> None:
         try:

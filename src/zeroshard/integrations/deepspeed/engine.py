@@ -86,7 +86,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         super().__init__()
         self.module = module
         self._config, self.config = config, config._param_dict
-        self.basic_optimizer = optimizer
+        self.basic_optimizer: Any = optimizer
         self.optimizer = wrap(optimizer, config)
         self.device, self.local_rank = known["device"], known["local_rank"]
         self.mpu, self.collate_fn, self.monitor = known["mpu"], known["collate_fn"], known["monitor"]
@@ -129,25 +129,26 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             self.tput_timer.start()
         self._hold(self._sums_locally())
         if self.fp16_auto_cast():
-            args, kwargs = map_tensors(_half, (args, kwargs))
+            args, kwargs = map_tensors(lambda tensor: tensor.to(casts_to(tensor.dtype, torch.half)), (args, kwargs))
         with autocast_if_enabled(self), Telling(runtime_of(self.module), "the forward"):
             output = self.module(*args, **kwargs)
-        if self._gradient_factor() != 1 and torch.is_grad_enabled() and self.optimizer is not None and not in_derivative():
-            for tensor in find_tensors(output):
-                if tensor.grad_fn is not None:  # for programs that call loss.backward() instead of engine.backward(loss)
-                    tensor.register_hook(self._scale_unless_scaled)
-        return output
 
-    def _gradient_factor(self) -> float:
-        """Return the factor for gradients of a plain `loss.backward()`: 1 / micro-batches, times ranks if they are summed."""
-        return self._ranks_summed() / self.gradient_accumulation_steps()
+        def scale_unless_scaled(
+            grad: Tensor,
+        ) -> Tensor | None:  # for programs that call loss.backward(), not engine.backward(loss)
+            scaled = torch_compat.graph_task() in _scaled
+            return None if scaled else grad * (self._ranks_summed() / self.gradient_accumulation_steps())
+
+        factor = self._ranks_summed() / self.gradient_accumulation_steps()
+        if factor != 1 and torch.is_grad_enabled() and self.optimizer is not None and not in_derivative():
+            for tensor in find_tensors(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(scale_unless_scaled)
+        return output
 
     def _ranks_summed(self) -> int:
         """Return the factor from the mean gradient over ranks to the configured one: the number of ranks for a sum, else 1."""
         return self.dp_world_size if self._config.gradient_allreduce_op == "sum" else 1
-
-    def _scale_unless_scaled(self, grad: Tensor) -> Tensor | None:
-        return None if torch_compat.graph_task() in _scaled else grad * self._gradient_factor()
 
     def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
         """Return the loss times the loss scale, for a program's own `.backward()`; its gradients are not scaled twice.
@@ -156,7 +157,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         """
         assert self.optimizer is not None, "must provide optimizer during init in order to use scale"
         assert _is_loss(loss), "loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)"
-        factor = self._loss_scale()
+        factor = runtime_of(self.module).progress.loss_scale
         return loss if factor == 1.0 else _UnscaledGradient.apply(loss, factor)
 
     @_one_thread
@@ -290,9 +291,10 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             self._check_used()
         self.optimizer.step()
         record = self.basic_optimizer.last_step
-        self._global_grad_norm = self._norm_shown(record) if self.zero_compute_grad_norm() else None
-        self.optimizer.zero_grad()  # as DeepSpeed's step does: its programs need not call zero_grad
         self._step_applied = math.isfinite(record.grad_norm) or not record.skipped  # a step without gradients counts as applied
+        shown = record.grad_norm if self._step_applied or not self.zero_optimization() else math.inf  # inf as in DeepSpeed
+        self._global_grad_norm = shown if self.zero_compute_grad_norm() else None
+        self.optimizer.zero_grad()  # as DeepSpeed's step does: its programs need not call zero_grad
         if not self._step_applied:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:  # not after a skipped step
@@ -304,11 +306,6 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             self.global_samples += self.train_batch_size() // self.gradient_accumulation_steps() * self._backwards
         self._tell()
         self._backwards, self._loss = 0, 0.0
-
-    def _norm_shown(self, record: Any) -> float:
-        """Return the gradient norm of a step; inf for a skipped step at stages 1 to 3, as in DeepSpeed."""
-        skipped = record.skipped and not math.isfinite(record.grad_norm)
-        return math.inf if skipped and self.zero_optimization() else record.grad_norm
 
     def _check_used(self) -> None:
         """Raise AssertionError on all ranks if no rank has a gradient for some trained parameter."""
@@ -333,11 +330,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             if isinstance(self._loss, Tensor):  # only if engine.backward() was used: this rank's mean over micro-batches
                 events.append(("Train/Samples/train_loss", self._loss, self.global_samples))
             if self.fp16_enabled():
-                events.append(("Train/Samples/loss_scale", self._loss_scale(), self.global_samples))
+                events.append(("Train/Samples/loss_scale", runtime_of(self.module).progress.loss_scale, self.global_samples))
             self.monitor.write_events(events)
-
-    def _loss_scale(self) -> float:
-        return runtime_of(self.module).progress.loss_scale
 
     def was_step_applied(self) -> bool:
         """Return whether the latest step() changed parameters."""
@@ -398,7 +392,3 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         if getattr(self.module, "_zeroshard", None) is not None and not runtime_of(self.module).closed:
             partition.detach(self.module)
             api.close(self.module)
-
-
-def _half(tensor: Tensor) -> Tensor:
-    return tensor.to(casts_to(tensor.dtype, torch.half))
