@@ -36,8 +36,8 @@ _TENSORS = {
 }
 
 
-def _always(value: object) -> Callable[..., Any]:
-    """Return a method that answers the same, whatever its arguments are."""
+def always(value: object) -> Callable[..., Any]:
+    """Return a function or method that answers the same, whatever its arguments are."""
     return lambda *args, **kwargs: copy.copy(value)
 
 
@@ -48,7 +48,7 @@ class DeepSpeedAccelerator:
     _communication_backend_name: str
     _compile_backend = "inductor"
     random = staticmethod(lambda: torch.random)
-    is_fp64_supported, op_builder_dir = _always(True), _always("deepspeed.ops.op_builder")
+    is_fp64_supported, op_builder_dir = always(True), always("deepspeed.ops.op_builder")
 
     def __getattr__(self, name: str) -> Any:
         if name in _TENSORS:  # FloatTensor([0.0]) makes a tensor of that type on this device
@@ -96,13 +96,13 @@ class CPU_Accelerator(DeepSpeedAccelerator):
 
     _name, _communication_backend_name = "cpu", "gloo"
     Stream = Event = None
-    is_available = is_bf16_supported = _always(True)
-    is_synchronized_device = use_host_timers = resolves_data_dependency = handles_memory_backpressure = _always(True)
-    is_triton_supported = is_current_stream_capturing = _always(False)
-    device_name = current_device_name = _always("cpu")
-    device = set_device = synchronize = empty_cache = current_stream = default_stream = _always(None)
-    range_push = range_pop = set_visible_devices_envs = _always(None)
-    export_envs = visible_devices_envs = _always([])
+    is_available = is_bf16_supported = always(True)
+    is_synchronized_device = use_host_timers = resolves_data_dependency = handles_memory_backpressure = always(True)
+    is_triton_supported = is_current_stream_capturing = always(False)
+    device_name = current_device_name = always("cpu")
+    device = set_device = synchronize = empty_cache = current_stream = default_stream = always(None)
+    range_push = range_pop = set_visible_devices_envs = always(None)
+    export_envs = visible_devices_envs = always([])
     is_fp16_supported = staticmethod(torch_compat.fp16_on_cpu)  # training in fp16 also works without the instructions, slowly
     manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
     initial_seed = staticmethod(torch.initial_seed)
@@ -165,8 +165,8 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
     """Accelerator for CUDA; the functions in _SAME_IN_TORCH are torch.cuda's."""
 
     _name, _communication_backend_name = "cuda", "nccl"
-    is_synchronized_device = use_host_timers = resolves_data_dependency = handles_memory_backpressure = _always(False)
-    export_envs, visible_devices_envs = _always(["NCCL"]), _always(["CUDA_VISIBLE_DEVICES"])
+    is_synchronized_device = use_host_timers = resolves_data_dependency = handles_memory_backpressure = always(False)
+    export_envs, visible_devices_envs = always(["NCCL"]), always(["CUDA_VISIBLE_DEVICES"])
     memory_cached = staticmethod(torch.cuda.memory_reserved)
     max_memory_cached = staticmethod(torch.cuda.max_memory_reserved)
     reset_max_memory_allocated = reset_max_memory_cached = staticmethod(torch.cuda.reset_peak_memory_stats)

@@ -32,17 +32,13 @@ from ...utils.torch_compat import in_derivative
 from ...zero.out_of_memory import Telling
 from ...zero.runtime import runtime_of
 from . import partition
-from .autocast import autocast_if_enabled
 from .checkpoints import Checkpoints
 from .engine_optimizer import wrap
 from .logs import logger
 from .timers import SynchronizedWallClockTimer, ThroughputTimer
+from .utilities import autocast_if_enabled, maybe_loss_for_backward
 
 _scaled: set[int] = set()  # graph tasks (autograd's ids) of running backwards whose loss `engine.backward` has scaled already
-
-
-def _is_loss(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None
 
 
 def _one_thread(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,7 +152,9 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         retain_graph: no effect; pass it to `.backward()`.
         """
         assert self.optimizer is not None, "must provide optimizer during init in order to use scale"
-        assert _is_loss(loss), "loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)"
+        assert maybe_loss_for_backward(loss), (
+            "loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)"
+        )
         factor = runtime_of(self.module).progress.loss_scale
         return loss if factor == 1.0 else _UnscaledGradient.apply(loss, factor)
 
@@ -164,7 +162,9 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Run backward of loss / gradient_accumulation_steps (scale_wrt_gas=False: of the loss), and return that quotient."""
         assert self.optimizer is not None, "must provide optimizer during init in order to use backward"
-        assert _is_loss(loss), "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors"
+        assert maybe_loss_for_backward(loss), (
+            "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors"
+        )
         self._hold(self._sums_locally())
         self._backwards += 1
         steps = self.gradient_accumulation_steps()

@@ -102,7 +102,7 @@ _TABLE = {
     "runtime.precision_config": "ds_config: get_bfloat16_config get_float16_config; sections: DeepSpeedBF16Config DeepSpeedFP16Config",
     "runtime.sequence_parallel.ulysses_sp": "stand_ins: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     "runtime.swap_tensor": "stand_ins: MIN_SWAPPABLE_BYTES",
-    "runtime.torch_autocast": "autocast: PARAM_COMM_DTYPE_ATTR_NAME autocast_if_enabled get_comm_dtype has_comm_dtype",
+    "runtime.torch_autocast": "utilities: PARAM_COMM_DTYPE_ATTR_NAME autocast_if_enabled get_comm_dtype has_comm_dtype",
     "runtime.utils": "utilities: DummyOptim check_internal_apis_for_count_used_parameters copy_to_device "
     "count_used_parameters_in_backward empty_cache ensure_directory_exists get_global_norm "
     "get_only_unique_item get_tensor_bytes maybe_loss_for_backward memory_status move_to_device noop_context "

@@ -1,4 +1,4 @@
-"""Helpers of deepspeed.utils, deepspeed.utils.groups and deepspeed.runtime.utils that scripts call.
+"""Helpers of deepspeed.utils, deepspeed.utils.groups, deepspeed.runtime.utils and .torch_autocast that scripts call.
 
 Groups: the engine has only data parallelism over all ranks, so the data-parallel group is the world, and functions for every
 other kind of group return size 1, rank 0 and None as the group.
@@ -11,16 +11,20 @@ import gc
 import math
 import os
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...utils import torch_compat
 from . import communication as dist
-from .accelerator import CPU_Accelerator, get_accelerator
+from .accelerator import CPU_Accelerator, always, get_accelerator
+from .logs import warning_once
 from .stand_ins import NotSupported
+
+F = TypeVar("F")
 
 # -- deepspeed.utils.groups ---------------------------------------------------------------------------------------
 
@@ -31,47 +35,19 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
         raise NotSupported(f"groups.initialize(ep_size={ep_size}, mpu={mpu}): there is data parallelism only; leave both out.")
 
 
-def get_data_parallel_group() -> Any:
-    return dist.get_world_group()
-
-
-def get_data_parallel_world_size() -> int:
-    return dist.get_world_size()
-
-
-def get_data_parallel_rank() -> int:
-    return dist.get_rank()
-
-
 def _get_data_parallel_group_ranks() -> range:
     return range(dist.get_world_size())
 
 
-def _size_of_one() -> int:
-    return 1
-
-
-def _rank_in_one() -> int:
-    return 0
-
-
-def _no_group() -> None:
-    return None
-
-
-def _no_groups() -> dict[str, Any]:
-    return {}
-
-
-_get_data_parallel_group = _get_sequence_data_parallel_group = get_data_parallel_group
-_get_data_parallel_world_size = _get_sequence_data_parallel_world_size = get_data_parallel_world_size
-_get_data_parallel_rank = _get_sequence_data_parallel_rank = get_data_parallel_rank
-_get_sequence_parallel_world_size = _get_model_parallel_world_size = get_model_parallel_world_size = _size_of_one
-get_tensor_model_parallel_world_size = _get_expert_model_parallel_world_size = _size_of_one
-_get_sequence_parallel_rank = get_model_parallel_rank = get_tensor_model_parallel_rank = _get_broadcast_src_rank = _rank_in_one
-_get_sequence_parallel_group = get_model_parallel_group = get_tensor_model_parallel_group = _no_group
-_get_zero_param_intra_parallel_group = _no_group
-_get_expert_parallel_group_dict = _get_expert_data_parallel_group_dict = _no_groups
+get_data_parallel_group = _get_data_parallel_group = _get_sequence_data_parallel_group = dist.get_world_group
+get_data_parallel_world_size = _get_data_parallel_world_size = _get_sequence_data_parallel_world_size = dist.get_world_size
+get_data_parallel_rank = _get_data_parallel_rank = _get_sequence_data_parallel_rank = dist.get_rank
+_get_sequence_parallel_world_size = _get_model_parallel_world_size = get_model_parallel_world_size = always(1)
+get_tensor_model_parallel_world_size = _get_expert_model_parallel_world_size = always(1)
+_get_sequence_parallel_rank = get_model_parallel_rank = get_tensor_model_parallel_rank = _get_broadcast_src_rank = always(0)
+_get_sequence_parallel_group = get_model_parallel_group = get_tensor_model_parallel_group = always(None)
+_get_zero_param_intra_parallel_group = always(None)
+_get_expert_parallel_group_dict = _get_expert_data_parallel_group_dict = always({})
 
 
 # -- deepspeed.utils ----------------------------------------------------------------------------------------------
@@ -85,15 +61,9 @@ def required_torch_version(min_version: Any = None, max_version: Any = None) -> 
 
 
 def _numbers(version: Any) -> tuple[int, ...]:
-    """Return a version's numbers, '2.13.0+cpu' -> (2, 13), without trailing zeros and anything after the numbers."""
-    parts = []
-    for part in str(version).split("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        parts.append(int(digits))
-        if digits != part:
-            break
+    """Return a version's numbers, '2.13.0a1+cpu' -> (2, 13), without trailing zeros and anything after the numbers."""
+    found = re.match(r"[0-9]+(\.[0-9]+)*", str(version))
+    parts = [int(part) for part in found[0].split(".")] if found else []
     while parts and parts[-1] == 0:
         parts.pop()
     return tuple(parts)
@@ -130,9 +100,12 @@ def OnDevice(dtype: torch.dtype | None = None, device: Any = "meta", enabled: bo
         torch.set_default_dtype(before)
 
 
-def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
+def noop_decorator(func: F) -> F:
     """Return the function itself; profilers show it by its own name."""
     return func
+
+
+instrument_w_nvtx = noop_decorator
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
@@ -257,11 +230,40 @@ def count_used_parameters_in_backward(parameters: Iterable[Tensor]) -> int:
     return torch_compat.nodes_to_run([p for p in parameters if isinstance(p, Tensor) and p.requires_grad])
 
 
-def noop_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
-    return func
-
-
 noop_context = contextlib.nullcontext
+
+
+# -- deepspeed.runtime.torch_autocast -----------------------------------------------------------------------------
+
+# attribute by which DeepSpeed marks parameters; here communication_data_type determines the dtype of all gradients
+PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
+
+
+def autocast_if_enabled(engine: Any) -> contextlib.AbstractContextManager:
+    """Return torch.autocast with the options of the section torch_autocast; without it, disable the caller's and warn once."""
+    kind, dtype = engine.device.type, engine.torch_autocast_dtype()
+    if engine.torch_autocast_enabled() and dtype is not None:
+        return torch.autocast(kind, dtype)
+    if not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    warning_once(
+        "torch.autocast is enabled outside of the engine, whose configuration does not ask for it: inside it is off, as in DeepSpeed. "
+        'Say {"torch_autocast": {"enabled": true, "dtype": "bfloat16"}}, or {"bf16": {"enabled": true}} alone.'
+    )
+    return torch.autocast(kind, enabled=False)
+
+
+def has_comm_dtype(param: torch.nn.Parameter) -> bool:
+    """Return whether a parameter is marked with a dtype for communication."""
+    return hasattr(param, PARAM_COMM_DTYPE_ATTR_NAME)
+
+
+def get_comm_dtype(param: torch.nn.Parameter) -> torch.dtype:
+    """Return a parameter's dtype for communication: its mark, or its own dtype."""
+    return getattr(param, PARAM_COMM_DTYPE_ATTR_NAME, param.dtype)
+
+
+# -- optimizers ---------------------------------------------------------------------------------------------------
 
 
 class DummyOptim:
