@@ -108,7 +108,7 @@ _TABLE = {
     "get_only_unique_item get_tensor_bytes maybe_loss_for_backward memory_status move_to_device noop_context "
     "noop_decorator required_torch_version see_memory_usage set_random_seed",
     "runtime.zero": "partition: DeepSpeedTensorOverride GatheredParameters Init ZeroParamStatus ZeroParamType "
-    "register_external_parameter unregister_external_parameter; parameter_offload: unwrap_model_for_generation; "
+    "register_external_parameter unregister_external_parameter; engine_optimizer: unwrap_model_for_generation; "
     "linears: TiledLinear TiledLinearReturnBias",
     "runtime.zero.config": "sections: DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig "
     "OffloadDeviceEnum",
@@ -123,8 +123,8 @@ _TABLE = {
     "restore_init_context shutdown_init_context unregister_external_parameter "
     "zero_wrapper_for_fp_tensor_constructor; communication: _contradicting_single_rank_pg_error; linears: "
     "zero3_linear_wrap",
-    "runtime.zero.parameter_offload": "parameter_offload: DeepSpeedZeRoOffload=ParameterOffload",
-    "runtime.zero.stage3": "parameter_offload: unwrap_model_for_generation; stand_ins: DeepSpeedZeroOptimizer_Stage3",
+    "runtime.zero.parameter_offload": "engine_optimizer: DeepSpeedZeRoOffload=ParameterOffload",
+    "runtime.zero.stage3": "engine_optimizer: unwrap_model_for_generation; stand_ins: DeepSpeedZeroOptimizer_Stage3",
     "runtime.zero.stage_1_and_2": "stand_ins: DeepSpeedZeroOptimizer",
     "runtime.zero.linear": "linears: LinearFunctionForZeroStage3 LinearModuleForZeroStage3 autocast_custom_bwd autocast_custom_fwd "
     "zero3_linear_wrap",
