@@ -20,9 +20,9 @@ _TABLE = {
     "accelerator.cpu_accelerator": "accelerator: CPU_Accelerator",
     "accelerator.cuda_accelerator": "accelerator: CUDA_Accelerator",
     "accelerator.real_accelerator": "accelerator: SUPPORTED_ACCELERATOR_LIST get_accelerator is_current_accelerator_supported set_accelerator",
-    "checkpoint checkpoint.constants": "checkpoint_tools: UNIVERSAL_CHECKPOINT_INFO",
-    "checkpoint.ds_to_universal": "checkpoint_tools: main=convert_to_universal",
-    "checkpoint.utils": "checkpoint_tools: clone_tensors_for_torch_save get_model_ckpt_name_for_rank",
+    "checkpoint checkpoint.constants": "utilities: UNIVERSAL_CHECKPOINT_INFO",
+    "checkpoint.ds_to_universal": "zero_to_fp32: main=convert_to_universal",
+    "checkpoint.utils": "utilities: clone_tensors_for_torch_save get_model_ckpt_name_for_rank",
     "checkpointing runtime.activation_checkpointing.checkpointing": "activation: checkpoint configure get_cuda_rng_tracker is_configured model_parallel_cuda_manual_seed "
     "non_reentrant_checkpoint=checkpoint reset",
     "comm comm.comm": "communication: CommsLogger ReduceOp TORCH_DISTRIBUTED_DEFAULT_PORT __getattr__ all_gather "
@@ -82,7 +82,7 @@ _TABLE = {
     "get_gradient_clipping get_log_level; sections: DeepSpeedConfigError",
     "runtime.config_utils": "config_model: DeepSpeedConfigModel",
     "runtime.constants": "ds_config: GRADIENT_CLIPPING GRADIENT_CLIPPING_DEFAULT LOG_LEVEL_DEFAULT",
-    "runtime.dataloader": "data_loader: DeepSpeedDataLoader; utilities: RepeatingLoader",
+    "runtime.dataloader": "setup: DeepSpeedDataLoader; utilities: RepeatingLoader",
     "runtime.engine": "engine: DeepSpeedEngine; version: MEMORY_OPT_ALLREDUCE_SIZE=ALLREDUCE_NUMEL",
     "runtime.fp16.fused_optimizer": "stand_ins: FP16_Optimizer",
     "runtime.fp16.unfused_optimizer": "stand_ins: FP16_UnfusedOptimizer",

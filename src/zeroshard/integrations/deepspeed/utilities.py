@@ -1,4 +1,4 @@
-"""Helpers of deepspeed.utils, deepspeed.utils.groups, deepspeed.runtime.utils and .torch_autocast that scripts call.
+"""Helpers of deepspeed.utils, .utils.groups, .runtime.utils, .runtime.torch_autocast and .checkpoint that scripts call.
 
 Groups: the engine has only data parallelism over all ranks, so the data-parallel group is the world, and functions for every
 other kind of group return size 1, rank 0 and None as the group.
@@ -261,6 +261,35 @@ def has_comm_dtype(param: torch.nn.Parameter) -> bool:
 def get_comm_dtype(param: torch.nn.Parameter) -> torch.dtype:
     """Return a parameter's dtype for communication: its mark, or its own dtype."""
     return getattr(param, PARAM_COMM_DTYPE_ATTR_NAME, param.dtype)
+
+
+# -- deepspeed.checkpoint -----------------------------------------------------------------------------------------
+
+UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"  # key in client_state that Megatron's scripts use
+
+
+def clone_tensors_for_torch_save(item: Any, device: Any = torch.device("cpu")) -> Any:
+    """Return `item` with every tensor in lists, tuples and dicts copied to its own storage; tied tensors get one copy."""
+    return _cloned(item, device, {})
+
+
+def _cloned(item: Any, device: Any, copies: dict[Any, Tensor]) -> Any:
+    if isinstance(item, Tensor):
+        place = (item.data_ptr(), item.shape, item.stride(), item.dtype, item.device) if item.numel() else id(item)
+        if place not in copies:
+            copy = item.detach().to(device)
+            copies[place] = copy.clone() if copy.untyped_storage().data_ptr() == item.untyped_storage().data_ptr() else copy
+        return copies[place]
+    if isinstance(item, dict):
+        return type(item)({key: _cloned(value, device, copies) for key, value in item.items()})
+    if isinstance(item, (list, tuple)):
+        return type(item)(_cloned(value, device, copies) for value in item)
+    return item
+
+
+def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
+    """Return the path of a rank's model states in DeepSpeed's checkpoints."""
+    return os.path.join(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt")
 
 
 # -- optimizers ---------------------------------------------------------------------------------------------------

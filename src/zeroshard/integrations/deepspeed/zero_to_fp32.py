@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...checkpoint.directory import MANIFEST, write_whole
 from ...checkpoint.export import divide, export
+from ...checkpoint.importers.deepspeed import tag_folder
 from ...checkpoint.resolver import Alone, open_any
 from ...checkpoint.source import Opened
-from ...errors import CheckpointError
+from ...errors import CheckpointError, CheckpointNotFound
 from ...memory.io.tensor_reader import Stored
 from ...utils.dtypes import casts_to
 from .checkpoints import MODEL_FILE, latest_tag
@@ -198,6 +200,36 @@ def get_optim_files(checkpoint_dir: Any) -> list[str]:
     if not found:
         raise FileNotFoundError(f"can't find *_optim_states.pt files in directory '{checkpoint_dir}'")
     return [str(path) for path in found]
+
+
+def convert_to_universal(args: Any = None) -> None:
+    """Give a checkpoint a second tag, in the place of ds_to_universal.main.
+
+    No conversion is needed: checkpoints, DeepSpeed's own too, load at any stage and number of ranks. args: an object, or None for
+    the command line, with input_folder (folder/tag) and output_folder (folder/another tag). Files are hard links, or copies if
+    the file system has no links; the new tag is written to `latest_universal` in the folder.
+    """
+    if args is None:
+        parser = argparse.ArgumentParser(prog="ds_to_universal", description=convert_to_universal.__doc__)
+        parser.add_argument("--input_folder", required=True)
+        parser.add_argument("--output_folder", required=True)
+        args, _ = parser.parse_known_args()
+    source, target = Path(args.input_folder), Path(args.output_folder)
+    if not (source / MANIFEST).is_file() and tag_folder(source) != source:
+        raise CheckpointNotFound(f"ds_to_universal: no checkpoint {source}: give the folder of a tag.")
+    draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+
+    def link_or_copy(source: str, target: str) -> None:
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copy2(source, target)
+
+    shutil.copytree(source, draft, copy_function=link_or_copy)
+    if target.exists():
+        shutil.rmtree(target)
+    os.replace(draft, target)  # one rename: the new tag is complete or not there
+    write_whole(target.parent / "latest_universal", f"{target.name}\n".encode())
 
 
 def main(arguments: list[str] | None = None) -> None:
