@@ -24,7 +24,7 @@ from torch import Tensor
 from ...comm import backend_select
 from ...comm.launch import free_port, rank_environment
 from ...errors import ConfigError, ZeroshardError
-from .accelerator import get_accelerator
+from .accelerator import always, get_accelerator
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 default_pg_timeout = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "10")))
@@ -98,10 +98,6 @@ def _complete_environment(auto_mpi_discovery: bool, port: int) -> None:
         )
 
 
-def is_available() -> bool:
-    return torch_dist.is_available()
-
-
 def is_initialized() -> bool:
     """Return whether torch.distributed is initialised, or this is a thread of run_threads."""
     return torch_dist.is_initialized() or _in_threads()
@@ -120,10 +116,6 @@ def _rank_and_size() -> tuple[int, int]:
     return backend_select.rank_and_size()
 
 
-def destroy_process_group(group: Any = None) -> None:
-    torch_dist.destroy_process_group(group)
-
-
 def get_rank(group: Any = None) -> int:
     """Return this process's rank in the group (None: among all); -1 outside of it."""
     return _rank_and_size()[0] if group is None else torch_dist.get_rank(group)
@@ -140,20 +132,13 @@ def get_local_rank() -> int:
     return get_local_rank_from_launcher()
 
 
-def get_local_rank_from_launcher() -> int:
-    return _from_launcher("LOCAL_RANK", 0)
-
-
-def get_world_rank_from_launcher() -> int:
-    return _from_launcher("RANK", 0)
-
-
-def get_world_size_from_launcher() -> int:
-    return _from_launcher("WORLD_SIZE", 1)
-
-
 def _from_launcher(name: str, otherwise: int) -> int:
     return int(os.environ.get(name) or os.environ.get(_FROM_MPI[name]) or otherwise)
+
+
+get_local_rank_from_launcher = functools.partial(_from_launcher, "LOCAL_RANK", 0)
+get_world_rank_from_launcher = functools.partial(_from_launcher, "RANK", 0)
+get_world_size_from_launcher = functools.partial(_from_launcher, "WORLD_SIZE", 1)
 
 
 def get_world_group() -> Any:
@@ -189,9 +174,6 @@ class CommsLogger:
         self.prof_all, self.prof_ops = True, list[str]()
         self.records: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
 
-    def wants(self, name: str, prof: bool) -> bool:
-        return self.enabled and (prof or self.prof_all or name in self.prof_ops)
-
 
 comms_logger = CommsLogger()
 
@@ -225,7 +207,7 @@ def _op(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def call(*args: Any, prof: bool = False, log_name: str | None = None, debug: Any = None, **kwargs: Any) -> Any:
         name = log_name or fn.__name__
-        if not comms_logger.wants(name, prof):
+        if not (comms_logger.enabled and (prof or comms_logger.prof_all or name in comms_logger.prof_ops)):
             return fn(*args, **kwargs)
         started = time.perf_counter()
         result = fn(*args, **kwargs)
@@ -247,28 +229,25 @@ def _nbytes(value: Any) -> int:
     return max(map(_nbytes, held), default=0)
 
 
-def _row(nbytes: int, seconds: list[float]) -> dict[str, Any]:
-    total_ms = sum(seconds) * 1e3
-    count = len(seconds)
-    return {"count": count, "total_latency_ms": total_ms, "avg_latency_ms": total_ms / count, "msg_size_bytes": nbytes}
-
-
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
     """Print, on rank 0, calls and times by operation and size (collective). return_dict: also return them, on all ranks.
 
     show_straggler: the returned dict also has this rank's waiting time by operation: its seconds less the fastest rank's.
     """
-    summary = {name: {nbytes: _row(nbytes, s) for nbytes, s in sizes.items()} for name, sizes in comms_logger.records.items()}
+    summary: dict[str, dict[int, dict[str, float]]] = {name: {} for name in comms_logger.records}
+    for name, sizes in comms_logger.records.items():
+        for nbytes, seconds in sizes.items():
+            total_ms, count = sum(seconds) * 1e3, len(seconds)
+            row = {"count": count, "total_latency_ms": total_ms, "avg_latency_ms": total_ms / count, "msg_size_bytes": nbytes}
+            summary[name][nbytes] = row
+            if get_rank() == 0:
+                print(f"{name}: {nbytes} bytes x {count}, {total_ms / count:.3f} ms each")
     waited = None
     if show_straggler:
         mine = {name: sum(map(sum, sizes.values())) for name, sizes in comms_logger.records.items()}
         everyone: list[Any] = [None] * get_world_size()
         torch_dist.all_gather_object(everyone, mine)
         waited = {name: {"waited_ms": (s - min(other.get(name, s) for other in everyone)) * 1e3} for name, s in mine.items()}
-    if get_rank() == 0:
-        for name, sizes in summary.items():
-            for row in sizes.values():
-                print(f"{name}: {row['msg_size_bytes']} bytes x {row['count']}, {row['avg_latency_ms']:.3f} ms each")
     barrier()
     metadata = {"world_size": get_world_size(), "rank": get_rank(), "timestamp": time.strftime("%Y-%m-%d %H:%M:%S")}
     return {"summary": summary, "straggler_analysis": waited, "metadata": metadata} if return_dict else None
@@ -330,15 +309,8 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: list[int] | N
     return torch_dist.barrier(group, async_op, **options)
 
 
-def has_all_gather_into_tensor() -> bool:
-    return True
-
-
-has_reduce_scatter_tensor = has_all_reduce_coalesced = has_all_gather_into_tensor
-
-
-def has_coalescing_manager() -> bool:
-    return hasattr(torch_dist.distributed_c10d, "_coalescing_manager")
+has_all_gather_into_tensor = has_reduce_scatter_tensor = has_all_reduce_coalesced = always(True)
+has_coalescing_manager = always(hasattr(torch_dist.distributed_c10d, "_coalescing_manager"))
 
 
 def __getattr__(name: str) -> Any:

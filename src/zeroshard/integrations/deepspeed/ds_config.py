@@ -185,7 +185,7 @@ class DeepSpeedConfig:
         elif mesh_device is not None:
             self.world_size = mesh_device.get_group(mesh_dim="data_parallel").size()
         else:
-            self.world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+            self.world_size = torch.distributed.get_world_size() if _distributed() else 1
         given = without_auto(self._param_dict)
         self.notes: list[str] = []
         self.planned_options = self._planned_options(
@@ -366,7 +366,7 @@ class DeepSpeedConfig:
     def say_notes(self, rank: int | None = None) -> None:
         """Print the notes on stderr, on rank 0, each once in a process."""
         if rank is None:
-            rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+            rank = torch.distributed.get_rank() if _distributed() else 0
         for note in self.notes if rank == 0 else ():
             if note not in _said:
                 _said.add(note)
@@ -385,6 +385,10 @@ class DeepSpeedConfig:
 
 
 _said: set[str] = set()
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _with_defaults(given: Mapping[str, Any], name: str) -> dict[str, Any]:
