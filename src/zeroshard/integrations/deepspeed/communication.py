@@ -234,13 +234,13 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
 
     show_straggler: the returned dict also has this rank's waiting time by operation: its seconds less the fastest rank's.
     """
-    summary: dict[str, dict[int, dict[str, float]]] = {name: {} for name in comms_logger.records}
+    rank, summary = get_rank(), {name: dict[int, dict[str, float]]() for name in comms_logger.records}
     for name, sizes in comms_logger.records.items():
         for nbytes, seconds in sizes.items():
             total_ms, count = sum(seconds) * 1e3, len(seconds)
             row = {"count": count, "total_latency_ms": total_ms, "avg_latency_ms": total_ms / count, "msg_size_bytes": nbytes}
             summary[name][nbytes] = row
-            if get_rank() == 0:
+            if rank == 0:
                 print(f"{name}: {nbytes} bytes x {count}, {total_ms / count:.3f} ms each")
     waited = None
     if show_straggler:
@@ -249,7 +249,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
         torch_dist.all_gather_object(everyone, mine)
         waited = {name: {"waited_ms": (s - min(other.get(name, s) for other in everyone)) * 1e3} for name, s in mine.items()}
     barrier()
-    metadata = {"world_size": get_world_size(), "rank": get_rank(), "timestamp": time.strftime("%Y-%m-%d %H:%M:%S")}
+    metadata = {"world_size": get_world_size(), "rank": rank, "timestamp": time.strftime("%Y-%m-%d %H:%M:%S")}
     return {"summary": summary, "straggler_analysis": waited, "metadata": metadata} if return_dict else None
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import logging
 import os
 import threading
 import types
@@ -38,33 +37,13 @@ from ...zero.parameter import ParamHome
 from ...zero.runtime import runtime_of
 from ...zero.unit import Phase
 from . import communication
+from .accelerator import get_accelerator
 from .ds_config import read_config
+from .logs import warning_once
 
-logger = logging.getLogger("DeepSpeed")
-
-
-class ZeroParamType(Enum):
-    """Form in which a parameter is stored."""
-
-    NORMAL = 1
-    PARTITIONED = 2
-    REMOTE = 3
-
-
-class ZeroParamStatus(Enum):
-    """State of a parameter: gathered, not gathered, or being gathered."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
-
-
-class DeepSpeedTensorOverride(Enum):
-    """Properties that zero.Init overrides for parameters that are made inside it."""
-
-    dtype = 1
-    device = 2
-
+ZeroParamType = Enum("ZeroParamType", ["NORMAL", "PARTITIONED", "REMOTE"])  # form in which a parameter is stored
+ZeroParamStatus = Enum("ZeroParamStatus", ["AVAILABLE", "NOT_AVAILABLE", "INFLIGHT"])  # gathered, not, being gathered
+DeepSpeedTensorOverride = Enum("DeepSpeedTensorOverride", ["dtype", "device"])  # what zero.Init overrides for parameters
 
 DEFAULT_TENSOR_OVERRIDES = [DeepSpeedTensorOverride.dtype, DeepSpeedTensorOverride.device]
 partitioned_param_data_shape = [0]  # shape of `param.data` at rest in DeepSpeed; here a parameter always has its true shape
@@ -130,9 +109,13 @@ class Init:
         }  # fmt: skip
         for name, value in asked.items():
             if value is not None:
-                _note(f"zero.Init: {name} has no effect: parameters are partitioned over all data-parallel ranks, as they are.")
+                warning_once(
+                    f"zero.Init: {name} has no effect: parameters are partitioned over all data-parallel ranks, as they are."
+                )
         self.remote_device, self.pin_memory = _place(remote_device, self.config), pin_memory
-        self.local_device = _accelerator()
+        self.local_device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.local_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
         self.ds_process_group = data_parallel_group if data_parallel_group is not None else sequence_data_parallel_group
         section = (self.config or {}).get("zero_optimization")
         stage = 3 if self.config is None else int(section.get("stage", 0)) if isinstance(section, dict) else int(bool(section))
@@ -140,7 +123,9 @@ class Init:
         if isinstance(section, dict):
             check_writes(_true(section.get("enable_sanity_checks", False)))
         if not self.partitions:
-            _note(f"zero.Init: the configuration asks for stage {stage}, which keeps whole parameters: nothing is partitioned.")
+            warning_once(
+                f"zero.Init: the configuration asks for stage {stage}, which keeps whole parameters: nothing is partitioned."
+            )
             return
         if not backend_select.is_started():
             communication.init_distributed()
@@ -160,8 +145,6 @@ class Init:
                 raise RuntimeError("bf16 and fp16 are both enabled: choose one.")
             dtype = torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
         if dtype is None:
-            from .accelerator import get_accelerator
-
             dtype = torch.float16 if get_accelerator().is_fp16_supported() else torch.bfloat16
         if dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise ValueError(f"zero.Init: dtype: expected torch.float16, torch.bfloat16 or torch.float32, got {dtype}.")
@@ -272,12 +255,6 @@ def _place(remote_device: Any, config: dict[str, Any] | None) -> str | None:
     return None if place == "none" else place
 
 
-def _accelerator() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
-
-
 @contextlib.contextmanager
 def _seed_of_rank_0(comm: DirectComm) -> Iterator[None]:
     """Context in which torch's generators of all ranks have rank 0's states; its end restores each rank's own (collective)."""
@@ -299,16 +276,6 @@ def _seed_of_rank_0(comm: DirectComm) -> Iterator[None]:
     finally:
         for generator, state in zip(generators, mine, strict=True):
             generator.set_state(state)
-
-
-_noted: set[str] = set()
-
-
-def _note(message: str) -> None:
-    """Log a warning once."""
-    if message not in _noted:
-        _noted.add(message)
-        logger.warning(message)
 
 
 # -- parameters that are gathered for a while -----------------------------------------------------------------------------
@@ -349,20 +316,17 @@ class GatheredParameters:
             self._births.__exit__(kind, *failure)
             return
         with self._births:
-            self._keep(gathering)
-
-    def _keep(self, gathering: Gathering) -> None:
-        problems = gathering.agree()
-        if dropped := problems.pop("written", []):
-            told = (
-                f"GatheredParameters: in-place modification of {', '.join(dropped[:6])} without modifier_rank: what was written is "
-                "dropped. Name the rank that writes: GatheredParameters(params, modifier_rank=0)."
-            )
-            if getattr(_open_inits, "checked", False):
-                raise RuntimeError(told)
-            _note(told)
-        refuse(problems)
-        gathering.keep()
+            problems = gathering.agree()
+            if dropped := problems.pop("written", []):
+                told = (
+                    f"GatheredParameters: in-place modification of {', '.join(dropped[:6])} without modifier_rank: what was written is "
+                    "dropped. Name the rank that writes: GatheredParameters(params, modifier_rank=0)."
+                )
+                if getattr(_open_inits, "checked", False):
+                    raise RuntimeError(told)
+                warning_once(told)
+            refuse(problems)
+            gathering.keep()
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
