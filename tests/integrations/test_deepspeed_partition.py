@@ -38,7 +38,7 @@ def told():
     records, handler = [], logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     logs.logger.addHandler(handler)
-    logs.warning_once.cache_clear()
+    logs._said.clear()
     yield records
     logs.logger.removeHandler(handler)
 
