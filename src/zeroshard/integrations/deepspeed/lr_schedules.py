@@ -31,32 +31,14 @@ WARMUP_DECAY_LR = "WarmupDecayLR"
 WARMUP_COSINE_LR = "WarmupCosineLR"
 VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
 
-LR_RANGE_TEST_MIN_LR = "lr_range_test_min_lr"
-LR_RANGE_TEST_STEP_RATE = "lr_range_test_step_rate"
-LR_RANGE_TEST_STEP_SIZE = "lr_range_test_step_size"
-LR_RANGE_TEST_STAIRCASE = "lr_range_test_staircase"
-
-CYCLE_FIRST_STEP_SIZE = "cycle_first_step_size"
-CYCLE_FIRST_STAIR_COUNT = "cycle_first_stair_count"
-CYCLE_SECOND_STEP_SIZE = "cycle_second_step_size"
-CYCLE_SECOND_STAIR_COUNT = "cycle_second_stair_count"
-CYCLE_MIN_LR = "cycle_min_lr"
-CYCLE_MAX_LR = "cycle_max_lr"
-CYCLE_MIN_MOM = "cycle_min_mom"
-CYCLE_MAX_MOM = "cycle_max_mom"
-DECAY_STEP_SIZE = "decay_step_size"
-DECAY_LR_RATE = "decay_lr_rate"
-DECAY_MOM_RATE = "decay_mom_rate"
-
-WARMUP_MIN_LR = "warmup_min_lr"
-WARMUP_MAX_LR = "warmup_max_lr"
-WARMUP_NUM_STEPS = "warmup_num_steps"
-WARMUP_TYPE = "warmup_type"
-WARMUP_LOG_RATE = "log"
-WARMUP_LINEAR_RATE = "linear"
-WARMUP_MIN_RATIO = "warmup_min_ratio"
-COS_MIN_RATIO = "cos_min_ratio"
-TOTAL_NUM_STEPS = "total_num_steps"
+WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
+_KEYS = (  # names of parameters in a configuration: LR_RANGE_TEST_MIN_LR = "lr_range_test_min_lr", ...
+    "LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE LR_RANGE_TEST_STAIRCASE CYCLE_FIRST_STEP_SIZE "
+    "CYCLE_FIRST_STAIR_COUNT CYCLE_SECOND_STEP_SIZE CYCLE_SECOND_STAIR_COUNT CYCLE_MIN_LR CYCLE_MAX_LR CYCLE_MIN_MOM "
+    "CYCLE_MAX_MOM DECAY_STEP_SIZE DECAY_LR_RATE DECAY_MOM_RATE WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE "
+    "WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS"
+)
+globals().update({name: name.lower() for name in _KEYS.split()})
 
 _BETA2 = 0.99  # second beta that OneCycle sets with the cycled momentum
 
@@ -160,8 +142,8 @@ class LRRangeTest(_Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self.min_lr = self._per_group(LR_RANGE_TEST_MIN_LR, lr_range_test_min_lr)
-        self.step_size = _positive_int(LR_RANGE_TEST_STEP_SIZE, lr_range_test_step_size)
+        self.min_lr = self._per_group("lr_range_test_min_lr", lr_range_test_min_lr)
+        self.step_size = _positive_int("lr_range_test_step_size", lr_range_test_step_size)
         self.step_rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
         self._start(self.min_lr)
 
@@ -201,21 +183,21 @@ class OneCycle(_Schedule):
         first = float(cycle_first_step_size)
         second = first if cycle_second_step_size is None else float(cycle_second_step_size)
         if first <= 0:
-            raise ValueError(f"{CYCLE_FIRST_STEP_SIZE}: expected a positive number of steps, got {cycle_first_step_size}")
+            raise ValueError(f"cycle_first_step_size: expected a positive number of steps, got {cycle_first_step_size}")
         if second < 0:
-            raise ValueError(f"{CYCLE_SECOND_STEP_SIZE}: expected at least 0 steps, got {cycle_second_step_size}")
+            raise ValueError(f"cycle_second_step_size: expected at least 0 steps, got {cycle_second_step_size}")
         self.first_step_size, self.second_step_size, self.total_size = first, second, first + second
         self.first_stair_count = cycle_first_stair_count
         self.second_stair_count = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         self.decay_step_size, self.decay_lr_rate, self.decay_mom_rate = decay_step_size, decay_lr_rate, decay_mom_rate
-        self.min_lrs = self._per_group(CYCLE_MIN_LR, cycle_min_lr)
-        self.max_lrs = self._per_group(CYCLE_MAX_LR, cycle_max_lr)
+        self.min_lrs = self._per_group("cycle_min_lr", cycle_min_lr)
+        self.max_lrs = self._per_group("cycle_max_lr", cycle_max_lr)
         self.cycle_momentum = cycle_momentum and "betas" in self.optimizer.defaults
         if cycle_momentum and not self.cycle_momentum:
             logger.warning(f"OneCycle: {type(self.optimizer).__name__} has no betas, so that cycle_momentum is off")
         if self.cycle_momentum:
-            self.min_moms = [(mom, _BETA2) for mom in self._per_group(CYCLE_MIN_MOM, cycle_min_mom)]
-            self.max_moms = [(mom, _BETA2) for mom in self._per_group(CYCLE_MAX_MOM, cycle_max_mom)]
+            self.min_moms = [(mom, _BETA2) for mom in self._per_group("cycle_min_mom", cycle_min_mom)]
+            self.max_moms = [(mom, _BETA2) for mom in self._per_group("cycle_max_mom", cycle_max_mom)]
         if last_batch_iteration == -1:  # as in DeepSpeed, get_last_lr raises until the first step
             update_lr(self.optimizer.param_groups, self.min_lrs)
             self._write_momentum(self.min_moms if self.cycle_momentum else None)
@@ -271,7 +253,7 @@ class _Warmup(_Schedule):
 
     def __init__(self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int) -> None:
         # log(1) is 0, by which `_warmth` would divide
-        self.warmup_num_steps = max(2, _positive_int(WARMUP_NUM_STEPS, warmup_num_steps))
+        self.warmup_num_steps = max(2, _positive_int("warmup_num_steps", warmup_num_steps))
         super().__init__(optimizer, last_batch_iteration)
         if warmup_type not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
             logger.warning(f"warmup_type: expected 'log' or 'linear', got {warmup_type!r}: log it is, as in DeepSpeed")
