@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-from torch import Tensor
 
 from ...comm import backend_select
 from ...comm.launch import free_port, rank_environment
 from ...errors import ConfigError, ZeroshardError
+from ...utils.tensor_tree import find_tensors
 from .accelerator import always, get_accelerator
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
@@ -212,21 +212,16 @@ def _op(fn: Callable[..., Any]) -> Callable[..., Any]:
         started = time.perf_counter()
         result = fn(*args, **kwargs)
         get_accelerator().synchronize()  # else the time would be that of starting the operation
-        seconds, nbytes = time.perf_counter() - started, _nbytes((args, kwargs))
+        seconds = time.perf_counter() - started
+        nbytes = max(
+            (tensor.numel() * tensor.element_size() for tensor in find_tensors((args, kwargs))), default=0
+        )  # its input or output
         comms_logger.records[name][nbytes].append(seconds)
         if comms_logger.verbose and get_rank() == 0:
             print(f"deepspeed.comm {name}: {nbytes} bytes, {seconds * 1e3:.2f} ms")
         return result
 
     return call
-
-
-def _nbytes(value: Any) -> int:
-    """Return the bytes of the largest tensor among the arguments, which is the operation's input or output."""
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return max(map(_nbytes, held), default=0)
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:

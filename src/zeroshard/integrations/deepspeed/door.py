@@ -6,6 +6,7 @@ not exist has the name to use instead.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -34,10 +35,13 @@ class SurfaceModule(ModuleType):
             value = _resolve(SURFACE[path][name])
         elif inner in _PATHS:
             value = importlib.import_module(f"{ROOT}.{inner}")
-        elif "__getattr__" in SURFACE[path] and (value := _passed_on(path, name)) is not None:
-            pass
         else:
-            raise missing_name(_text(inner), sys._getframe(1))
+            value = None
+            if "__getattr__" in SURFACE[path]:  # deepspeed.comm passes on names of torch.distributed
+                with contextlib.suppress(AttributeError):
+                    value = _resolve(SURFACE[path]["__getattr__"])(name)
+            if value is None:
+                raise missing_name(_text(inner), sys._getframe(1))
         setattr(self, name, value)
         return value
 
@@ -57,14 +61,6 @@ def _resolve(where: str) -> Any:
     return found
 
 
-def _passed_on(path: str, name: str) -> Any:
-    """Return the attribute from `__getattr__` of the module that implements `path` (deepspeed.comm has one), or None."""
-    try:
-        return _resolve(SURFACE[path]["__getattr__"])(name)
-    except AttributeError:
-        return None
-
-
 def _text(path: str) -> str:
     """Return the error message for a name that does not exist."""
     parts = path.split(".")
@@ -73,16 +69,8 @@ def _text(path: str) -> str:
     return f"zeroshard.deepspeed has no {path}. {remedy or 'See docs/how-to/tools.md for what it has.'}"
 
 
-def _all_paths() -> set[str]:
-    """Return the table's modules, and the packages that contain them."""
-    found: set[str] = set()
-    for path in SURFACE:
-        parts = path.split(".") if path else []
-        found.update(".".join(parts[: count + 1]) for count in range(len(parts)))
-    return found
-
-
-_PATHS = _all_paths()
+# the table's modules, and the packages that contain them
+_PATHS = {".".join(path.split(".")[: count + 1]) for path in SURFACE if path for count in range(path.count(".") + 1)}
 for _path in _PATHS:
     SURFACE.setdefault(_path, {})
 _modules: dict[str, SurfaceModule] = {}

@@ -137,12 +137,8 @@ class EngineOptimizer(OptimizerViews):
     destroy = always(None)  # `engine.destroy()` frees everything
 
 
-class Stages1And2(EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer):
-    """Optimizer of stages 1 and 2; isinstance of DeepSpeed's class for them holds."""
-
-
 class Stage3(EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer_Stage3):
-    """Optimizer of stage 3; isinstance of DeepSpeed's class for it holds."""
+    """Optimizer of stage 3."""
 
     def _set_fp32_optimizer_param_groups(self) -> None:
         """Make `.optimizer` a copy in DeepSpeed's flat layout until `_clear_fp32_optimizer_param_groups` (collective)."""
@@ -158,16 +154,12 @@ class Stage3(EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer_Stage3):
         return ParameterOffload(self.optimizer.core.runtime.model)
 
 
-class InBF16(EngineOptimizer, stand_ins.BF16_Optimizer):
-    """Optimizer of stage 1 in bf16 with fp32 gradients, an instance of DeepSpeed's BF16_Optimizer."""
-
-
-class Fused(EngineOptimizer, stand_ins.FP16_Optimizer):
-    """Optimizer of stage 0 in fp16 or bf16 with FusedAdam, an instance of DeepSpeed's FP16_Optimizer."""
-
-
-class Unfused(EngineOptimizer, stand_ins.FP16_UnfusedOptimizer):
-    """Optimizer of stage 0 in fp16 or bf16 with another class, an instance of DeepSpeed's FP16_UnfusedOptimizer."""
+_HERE = {"__module__": __name__}
+# an instance is one of DeepSpeed's class for the stage and precision
+Stages1And2 = type("Stages1And2", (EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer), _HERE)
+InBF16 = type("InBF16", (EngineOptimizer, stand_ins.BF16_Optimizer), _HERE)  # stage 1 in bf16 with fp32 gradients
+Fused = type("Fused", (EngineOptimizer, stand_ins.FP16_Optimizer), _HERE)  # stage 0 in fp16 or bf16 with FusedAdam
+Unfused = type("Unfused", (EngineOptimizer, stand_ins.FP16_UnfusedOptimizer), _HERE)  # with another class
 
 
 def wrap(optimizer: Any, config: Any) -> Any:

@@ -379,11 +379,6 @@ class MultipleAllGatherHandles:
 # -- attributes of a partitioned parameter --------------------------------------------------------------------------------
 
 
-def _bound(method: Callable[..., Any], param: Tensor) -> Any:
-    """Bind a method to a partitioned parameter."""
-    return _home(param) and types.MethodType(method, param)  # `_home` raises AttributeError for other parameters
-
-
 def _home(param: Tensor) -> Any:
     """Return a partitioned parameter's home. Raise AttributeError below stage 3, where parameters have no ds_* attributes."""
     home = home_of(param)
@@ -429,12 +424,8 @@ def _active_sub_modules(param: Tensor) -> set[int]:
     return {home.group.unit.number} if isinstance(home, ParamHome) and home.group.unit.depth else set()
 
 
-def _all_gather(param: Any, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
-    """Gather parameters until `partition` is called (collective)."""
-    return _all_gather_coalesced(param, [param] if param_list is None else param_list)
-
-
 def _all_gather_coalesced(param: Any, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> Any:
+    """Gather parameters until `partition` is called (collective)."""
     for each in params:
         home = home_of(each)
         in_use = isinstance(home, ParamHome) and home.group.runtime.in_forward  # inside a forward it is gathered where it is used
@@ -488,7 +479,10 @@ _PROPERTIES: dict[str, Callable[[Any], Any]] = {
     "is_external_param": _always(False),
 }
 _METHODS: dict[str, Callable[..., Any]] = {
-    "all_gather": _all_gather, "all_gather_coalesced": _all_gather_coalesced, "partition": _partition, "ds_summary": _ds_summary,
+    "all_gather": lambda param, param_list=None, async_op=False, hierarchy=0: (
+        _all_gather_coalesced(param, [param] if param_list is None else param_list)
+    ),
+    "all_gather_coalesced": _all_gather_coalesced, "partition": _partition, "ds_summary": _ds_summary,
     # DeepSpeed's padded number of elements; ds_tensor may have more
     "partition_numel": lambda param: -(-param.ds_numel // param.ds_zero_partition_world_size),
 }  # fmt: skip
@@ -496,7 +490,9 @@ for _class in (ShardedParameter, ReplicatedParameter):
     for _name, _get in _PROPERTIES.items():
         setattr(_class, _name, property(_get))
     for _name, _method in _METHODS.items():
-        setattr(_class, _name, property(functools.partial(_bound, _method)))
+        # `_home` raises AttributeError for parameters that are not partitioned
+        _bound = functools.partial(lambda method, param: _home(param) and types.MethodType(method, param), _method)
+        setattr(_class, _name, property(_bound))
 
 
 def _shown(param: Any, whole: Any) -> dict[str, Any]:

@@ -49,28 +49,16 @@ class DeepSpeedOptimizer(ABC):  # noqa: B024  # DeepSpeed's has no abstract meth
     """Base class of `engine.optimizer`; an ABC, so that an optimizer class may also be registered."""
 
 
-class ZeROOptimizer(DeepSpeedOptimizer):
-    """Base class of the optimizers of stages 1, 2 and 3."""
+def _kind(name: str, base: Any = DeepSpeedOptimizer) -> Any:
+    return type(name, (base,), {"__module__": __name__})
 
 
-class DeepSpeedZeroOptimizer(ZeROOptimizer):
-    """Class of the optimizer of stages 1 and 2."""
-
-
-class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
-    """Class of the optimizer of stage 3."""
-
-
-class BF16_Optimizer(ZeROOptimizer):
-    """Class of the optimizer of stage 0 or 1 in bf16 with fp32 masters."""
-
-
-class FP16_Optimizer(DeepSpeedOptimizer):
-    """Class of the optimizer of stage 0 in fp16."""
-
-
-class FP16_UnfusedOptimizer(DeepSpeedOptimizer):
-    """Class of the optimizer of stage 0 in fp16, for optimizers that need whole parameters."""
+ZeROOptimizer = _kind("ZeROOptimizer")  # of stages 1, 2 and 3
+DeepSpeedZeroOptimizer = _kind("DeepSpeedZeroOptimizer", ZeROOptimizer)  # of stages 1 and 2
+DeepSpeedZeroOptimizer_Stage3 = _kind("DeepSpeedZeroOptimizer_Stage3", ZeROOptimizer)
+BF16_Optimizer = _kind("BF16_Optimizer", ZeROOptimizer)  # of stage 0 or 1 in bf16 with fp32 masters
+FP16_Optimizer = _kind("FP16_Optimizer")  # of stage 0 in fp16
+FP16_UnfusedOptimizer = _kind("FP16_UnfusedOptimizer")  # of stage 0 in fp16, for optimizers that need whole parameters
 
 
 class ZeRORuntimeException(Exception):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...utils import torch_compat
+from ...utils.tensor_tree import map_tensors
 from . import communication as dist
 from .accelerator import CPU_Accelerator, always, get_accelerator
 from .logs import warning_once
@@ -270,21 +271,16 @@ UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"  # key in client_state t
 
 def clone_tensors_for_torch_save(item: Any, device: Any = torch.device("cpu")) -> Any:
     """Return `item` with every tensor in lists, tuples and dicts copied to its own storage; tied tensors get one copy."""
-    return _cloned(item, device, {})
+    copies: dict[Any, Tensor] = {}
 
-
-def _cloned(item: Any, device: Any, copies: dict[Any, Tensor]) -> Any:
-    if isinstance(item, Tensor):
-        place = (item.data_ptr(), item.shape, item.stride(), item.dtype, item.device) if item.numel() else id(item)
+    def cloned(tensor: Tensor) -> Tensor:
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device) if tensor.numel() else id(tensor)
         if place not in copies:
-            copy = item.detach().to(device)
-            copies[place] = copy.clone() if copy.untyped_storage().data_ptr() == item.untyped_storage().data_ptr() else copy
+            copy = tensor.detach().to(device)
+            copies[place] = copy.clone() if copy.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() else copy
         return copies[place]
-    if isinstance(item, dict):
-        return type(item)({key: _cloned(value, device, copies) for key, value in item.items()})
-    if isinstance(item, (list, tuple)):
-        return type(item)(_cloned(value, device, copies) for value in item)
-    return item
+
+    return map_tensors(cloned, item)
 
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
