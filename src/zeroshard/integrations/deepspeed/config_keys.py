@@ -5,8 +5,8 @@
                with the reason
     refused    the key is not supported: it raises an error with the remedy, unless its value is the default or switches it off
 
-`KEYS` maps the full name ("zero_optimization.stage") to its row; `table()` returns the rows for a document. ds_config.py reads
-configurations by these rows, and sections.py makes typed sections from them.
+`KEYS` maps the full name ("zero_optimization.stage") to its row. ds_config.py reads configurations by these rows, sections.py
+makes typed sections from them, and scripts/config_page.py a document.
 """
 
 from __future__ import annotations
@@ -407,26 +407,3 @@ ALIASES: dict[str, str] = {  # full name of an alias -> full name of its key
 def keys_of(section: str) -> tuple[Key, ...]:
     """Return the rows of the keys directly in a section; "" for the top level."""
     return tuple(key for key in KEYS.values() if key.name.rpartition(".")[0] == section)
-
-
-def markdown() -> str:
-    """Return the document docs/deepspeed-config.md."""
-    lines = [
-        "# DeepSpeed's configuration: every key", "",
-        "Honoured: the key does what it says. Noted: the key is accepted, and one line on stderr says why it changes nothing.",
-        "Refused: the key is an error, which names it and what to do; where its value means *off* it is accepted. A key that is",
-        "not in this table is an error if it resembles one that is, or if its section is typed (`fp16`, `bf16`,",
-        "`zero_optimization`, the monitors); else it is noted.", "",
-        "`zeroshard check ds_config.json` judges the keys of a file: it calls honoured ones *served* or *translated* (to the",
-        "option that it shows), and noted ones *ignored*. `integrations/deepspeed/config_keys.py:markdown` makes this page.", "",
-        "| key | default | what it is | what that means |", "|---|---|---|---|",
-    ]  # fmt: skip
-    for name, default, treatment, text in table():
-        shown = "largest" if default == sys.maxsize else "" if default is None else repr(default).replace("|", "/")
-        lines.append(f"| `{name}` | {shown} | {treatment} | {text.replace('|', '/')} |")
-    return "\n".join(lines) + "\n"
-
-
-def table() -> list[tuple[str, Any, str, str]]:
-    """Return (name, default, "honoured" | "noted" | "refused", text) of each key, in the order of sections, for a document."""
-    return [(key.name, key.default, key.treatment.value, key.text) for key in KEYS.values()]

@@ -41,11 +41,7 @@ def _folder(section: Any, kind: str) -> Path:
 
 
 def _need(package: str) -> None:
-    try:
-        found = importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # a parent package is missing
-        found = False
-    if not found:
+    if importlib.util.find_spec(package) is None:
         raise ConfigError(f"{package}.enabled: the package {package!r} is not installed. Install it, or use csv_monitor.")
 
 
