@@ -42,12 +42,8 @@ def invalid(section: str, told: str) -> ValidationError:
     return ValidationError.from_exception_data(section, [line], hide_input=True)  # type: ignore[list-item]
 
 
-class OffloadDeviceEnum(str, Enum):
-    """Tier on which states rest."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
+# tier on which states rest
+OffloadDeviceEnum = Enum("OffloadDeviceEnum", {"none": "none", "cpu": "cpu", "nvme": "nvme"}, type=str)
 
 
 class OffloadStateTypeEnum(str, Enum):
@@ -62,14 +58,6 @@ class OffloadStateTypeEnum(str, Enum):
 
 _BOOLS = {"true": True, "t": True, "yes": True, "y": True, "on": True, "1": True}
 _BOOLS |= {"false": False, "f": False, "no": False, "n": False, "off": False, "0": False}
-
-
-def _bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    if value in (0, 1):
-        return bool(value)
-    return _BOOLS[value.lower()]
 
 
 def _number(value: Any) -> float:
@@ -98,11 +86,6 @@ def _text(value: Any) -> str:
     return value
 
 
-def _texts(value: Any) -> list[str]:
-    """Read one string or several, without duplicates."""
-    return list(dict.fromkeys(map(str, [value] if isinstance(value, str) else value)))
-
-
 def _within(read: Callable[[Any], Any], low: float, high: float = math.inf) -> Callable[[Any], Any]:
     def bounded(value: Any) -> Any:
         if not low <= (number := read(value)) <= high:
@@ -114,7 +97,7 @@ def _within(read: Callable[[Any], Any], low: float, high: float = math.inf) -> C
 
 READERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "any": ("any value", lambda value: value),
-    "bool": ("true or false", _bool),
+    "bool": ("true or false", lambda value: bool(value) if value in (0, 1) else _BOOLS[value.lower()]),
     "whole": ("a whole number", _whole),
     "count": ("a whole number of at least 0", _within(_whole, 0)),
     "positive": ("a whole number above 0", _within(_whole, 1)),
@@ -123,7 +106,10 @@ READERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "fraction": ("a number from 0 to 1", _within(_number, 0, 1)),
     "scale": ("a finite number of at least 0 (0: a dynamic loss scale)", _within(_number, 0)),
     "text": ("a text", _text),
-    "texts": ("a text or a list of them", _texts),
+    "texts": (
+        "a text or a list of them",
+        lambda value: list(dict.fromkeys(map(str, [value] if isinstance(value, str) else value))),  # without duplicates
+    ),
     "path": ("a path", Path),
     "device": ('"none", "cpu" or "nvme"', OffloadDeviceEnum),
 }
