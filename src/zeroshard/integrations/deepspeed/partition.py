@@ -116,12 +116,13 @@ class Init:
         self.local_device = torch.device("cpu")
         if torch.cuda.is_available():
             self.local_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+        self._birthplace = torch.device("cpu") if self.remote_device in ("cpu", "nvme") else self.local_device
         self.ds_process_group = data_parallel_group if data_parallel_group is not None else sequence_data_parallel_group
         section = (self.config or {}).get("zero_optimization")
         stage = 3 if self.config is None else int(section.get("stage", 0)) if isinstance(section, dict) else int(bool(section))
         self.partitions = stage == 3
         if isinstance(section, dict):
-            check_writes(_true(section.get("enable_sanity_checks", False)))
+            here.checks_writes = _true(section.get("enable_sanity_checks", False))
         if not self.partitions:
             warning_once(
                 f"zero.Init: the configuration asks for stage {stage}, which keeps whole parameters: nothing is partitioned."
@@ -136,7 +137,7 @@ class Init:
         if told := communication._contradicting_single_rank_pg_error(self.dp_world_size, self.ds_process_group):
             raise RuntimeError(told)
         if module is not None:
-            cut_module(module.to(self._birthplace()), self._comm)
+            cut_module(module.to(self._birthplace), self._comm)
 
     def _dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         if dtype is None and self.config is not None:
@@ -150,21 +151,18 @@ class Init:
             raise ValueError(f"zero.Init: dtype: expected torch.float16, torch.bfloat16 or torch.float32, got {dtype}.")
         return dtype
 
-    def _birthplace(self) -> torch.device:
-        return torch.device("cpu") if self.remote_device in ("cpu", "nvme") else self.local_device
-
     def __enter__(self) -> None:
         if self.enabled and self.partitions:
             self._open = contextlib.ExitStack()
-            if not _inits():
+            if not here.inits:
                 self._open.enter_context(_seed_of_rank_0(self._comm))
             self._resume()
-            _inits().append(self)
+            here.inits.append(self)
             _gather_in_apply(1)
 
     def __exit__(self, *failure: Any) -> None:
         if self._open is not None:
-            _inits().remove(self)
+            here.inits.remove(self)
             _gather_in_apply(-1)
             self._suspend()
             self._open.close()
@@ -172,22 +170,27 @@ class Init:
 
     def _resume(self) -> None:
         self._births = contextlib.ExitStack()
-        if self._birthplace().type != "cpu":
-            self._births.enter_context(self._birthplace())
+        if self._birthplace.type != "cpu":
+            self._births.enter_context(self._birthplace)
         self._births.enter_context(init(stage=3, comm=self._comm, dtype=self.dtype))
 
     def _suspend(self) -> None:
         self._births.close()
 
 
-def _inits() -> list[Init]:
-    """Return the `Init` contexts that are open on this rank, the outermost first."""
-    if not hasattr(_open_inits, "all"):
-        _open_inits.all = []
-    return _open_inits.all
+class _OfRank(threading.local):
+    """State of a rank, which may be a thread.
+
+    inits: open `Init` contexts, the outermost first. checks_writes: whether `GatheredParameters` raises for writes without
+    modifier_rank (`enable_sanity_checks`).
+    """
+
+    def __init__(self) -> None:
+        self.inits: list[Init] = []
+        self.checks_writes = False
 
 
-_open_inits = threading.local()
+here = _OfRank()
 _plain_apply = nn.Module.apply
 _apply_lock, _applying = threading.Lock(), 0  # number of open contexts in all threads
 
@@ -201,37 +204,26 @@ def _gather_in_apply(opened: int) -> None:
 
 
 def _apply(self: nn.Module, fn: Callable[[nn.Module], Any]) -> nn.Module:
-    if not _inits() or isinstance(fn, _OnWhole):
-        return _plain_apply(self, fn)
-    return _plain_apply(self, _OnWhole(fn))
+    """Call `fn` with each module's own parameters gathered, and keep rank 0's writes."""
 
-
-class _OnWhole:
-    """Wrapper of a function for `module.apply`: calls it with the module's own parameters gathered, and keeps rank 0's writes."""
-
-    def __init__(self, fn: Callable[[nn.Module], Any]) -> None:
-        self.fn = fn
-
-    def __call__(self, module: nn.Module) -> None:
+    def on_whole(module: nn.Module) -> None:
         at_rest = [param for param in module.parameters(recurse=False) if not is_gathered(param)]
         with GatheredParameters(at_rest, modifier_rank=0):
-            self.fn(module)
+            fn(module)
 
-
-def check_writes(on: bool) -> None:
-    """Set whether `GatheredParameters` on this rank raises for writes without modifier_rank (`enable_sanity_checks`)."""
-    _open_inits.checked = on
+    on_whole.gathers = True  # type: ignore[attr-defined]  # submodules get this function
+    return _plain_apply(self, on_whole if here.inits and not hasattr(fn, "gathers") else fn)
 
 
 def shutdown_init_context() -> None:
     """Suspend open `Init` contexts: modules made inside are ordinary until `restore_init_context`."""
-    for each in reversed(_inits()):
+    for each in reversed(here.inits):
         each._suspend()
 
 
 def restore_init_context() -> None:
     """Resume open `Init` contexts: modules made inside are partitioned again."""
-    for each in _inits():
+    for each in here.inits:
         each._resume()
 
 
@@ -322,7 +314,7 @@ class GatheredParameters:
                     f"GatheredParameters: in-place modification of {', '.join(dropped[:6])} without modifier_rank: what was written is "
                     "dropped. Name the rank that writes: GatheredParameters(params, modifier_rank=0)."
                 )
-                if getattr(_open_inits, "checked", False):
+                if here.checks_writes:
                     raise RuntimeError(told)
                 warning_once(told)
             refuse(problems)

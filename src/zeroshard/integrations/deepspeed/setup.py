@@ -118,7 +118,7 @@ def _initialize(
         model, basic, config, client=client, device=device, local_rank=local_rank, mpu=mpu, collate_fn=collate_fn, monitor=monitor
     )
     partition.attach(model)
-    partition.check_writes(config.zero_config.enable_sanity_checks)
+    partition.here.checks_writes = config.zero_config.enable_sanity_checks
     engine.lr_scheduler = lr_scheduler
     if training_data is not None:
         engine.training_dataloader = deepspeed_io(engine, training_data)
