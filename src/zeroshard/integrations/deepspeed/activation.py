@@ -23,7 +23,7 @@ _in_cpu: bool | None = None  # whether `checkpoint` keeps inputs on the host; No
 
 
 def configure(
-    mpu_: Any = None, deepspeed_config: Any = None, partition_activations: bool | None = None, contiguous_checkpointing: bool | None = None,
+    mpu_: object = None, deepspeed_config: object = None, partition_activations: bool | None = None, contiguous_checkpointing: bool | None = None,
     num_checkpoints: int | None = None, checkpoint_in_cpu: bool | None = None, synchronize: bool | None = None, profile: bool | None = None,
 ) -> None:  # fmt: skip
     """Set how `checkpoint` keeps inputs. Arguments override the configuration's section activation_checkpointing."""
@@ -43,7 +43,7 @@ def configure(
     _in_cpu = chosen(checkpoint_in_cpu, "cpu_checkpointing")
 
 
-def section_of(config: Any) -> dict[str, Any]:
+def section_of(config: object) -> dict[str, Any]:
     """Return the activation_checkpointing section of a configuration in any form."""
     if not hasattr(config, "_param_dict"):
         return read_config(config).get("activation_checkpointing", {})
@@ -58,13 +58,13 @@ def reset() -> None:
     """Do nothing: DeepSpeed frees its buffers for activations here, and zeroshard has none."""
 
 
-def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
+def checkpoint(function: Callable, *args: object, **kwargs: object) -> Any:
     """Return function(*args, **kwargs), whose activations are recomputed in backward."""
     with torch.autograd.graph.save_on_cpu(pin_memory=True) if _in_cpu and torch.cuda.is_available() else contextlib.nullcontext():
         return torch_checkpoint(functools.partial(function, **kwargs), *args, use_reentrant=False)
 
 
-def apply_config(model: nn.Module, config: Any, mpu: Any) -> None:
+def apply_config(model: nn.Module, config: object, mpu: Any) -> None:
     """Call zs.checkpoint_activations for a model that calls torch's checkpoint itself, if the configuration asks for it."""
     section = section_of(config)
     group = mpu.get_model_parallel_group() if mpu is not None and section.get("partition_activations") else None

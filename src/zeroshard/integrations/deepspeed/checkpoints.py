@@ -62,7 +62,7 @@ class Checkpoints(WholeWeights):
     # -- save ----------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
-        self, save_dir: str, tag: Any = None, client_state: dict[str, Any] | None = None, save_latest: bool = True,
+        self, save_dir: str, tag: object = None, client_state: dict[str, Any] | None = None, save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
         """Save model, optimizer, scheduler, counters and client_state to save_dir/tag (collective). An existing tag is replaced.
@@ -171,7 +171,7 @@ class Checkpoints(WholeWeights):
         name = f"{'bf16_' if bf16_mode else ''}zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
         return os.path.join(checkpoints_path, str(tag), name)
 
-    def _get_zero_ckpt_name(self, checkpoints_path: Any, tag: Any) -> str:
+    def _get_zero_ckpt_name(self, checkpoints_path: object, tag: object) -> str:
         """Return the path of this rank's optimizer file."""
         rank, bf16 = runtime_of(self.module).comm.rank, self._config.bfloat16_config.enabled
         return self._get_rank_zero_ckpt_name(checkpoints_path, tag, 0, rank, bf16)
@@ -183,7 +183,7 @@ class Checkpoints(WholeWeights):
     # -- load ----------------------------------------------------------------------------------------------------
 
     def load_checkpoint(
-        self, load_dir: str, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
+        self, load_dir: str, tag: object = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True, load_module_only: bool = False, custom_load_fn: Callable[..., Any] | None = None,
         trusted: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip

@@ -42,7 +42,7 @@ def init_distributed(
     timeout: timedelta = default_pg_timeout,
     init_method: str | None = None,
     dist_init_required: bool | None = None,
-    config: Any = None,
+    config: object = None,
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
@@ -179,7 +179,7 @@ comms_logger = CommsLogger()
 
 
 def configure(
-    deepspeed_config: Any = None,
+    deepspeed_config: object = None,
     enabled: bool | None = None,
     prof_all: bool | None = None,
     prof_ops: list[str] | None = None,
@@ -205,7 +205,7 @@ def _op(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: add DeepSpeed's three arguments for its logger, and log calls as `configure` has set."""
 
     @functools.wraps(fn)
-    def call(*args: Any, prof: bool = False, log_name: str | None = None, debug: Any = None, **kwargs: Any) -> Any:
+    def call(*args: object, prof: bool = False, log_name: str | None = None, debug: object = None, **kwargs: object) -> Any:
         name = log_name or fn.__name__
         if not (comms_logger.enabled and (prof or comms_logger.prof_all or name in comms_logger.prof_ops)):
             return fn(*args, **kwargs)
@@ -282,7 +282,7 @@ _OPERATIONS: dict[str, tuple[str, dict[str, str]]] = {  # name -> (torch's name,
 
 
 def _operation(name: str, theirs: str, renamed: dict[str, str]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         return getattr(torch_dist, theirs)(*args, **{renamed.get(key, key): value for key, value in kwargs.items()})
 
     call.__name__ = call.__qualname__ = name
@@ -314,7 +314,7 @@ def __getattr__(name: str) -> Any:
     return getattr(torch_dist, name)
 
 
-def _contradicting_single_rank_pg_error(dp_world_size: int, explicit_process_group: Any, env: Any = None) -> str | None:
+def _contradicting_single_rank_pg_error(dp_world_size: int, explicit_process_group: object, env: Any = None) -> str | None:
     """Return an error if a launcher started several ranks but the default process group has only one; else None."""
     said = str((os.environ if env is None else env).get("WORLD_SIZE"))
     if dp_world_size != 1 or explicit_process_group is not None or not said.isdigit() or int(said) <= 1:

@@ -37,7 +37,7 @@ class DeepSpeedConfigModel(BaseModel):
         arbitrary_types_allowed=True, protected_namespaces=(),
     )  # fmt: skip
 
-    def __init__(self, strict: bool = False, **data: Any) -> None:
+    def __init__(self, strict: bool = False, **data: object) -> None:
         super().__init__(**(data if strict else without_auto(data)))
         for name, info in type(self).model_fields.items():
             told: Any = info.json_schema_extra

@@ -18,7 +18,7 @@ from ...errors import ConfigError
 from ...optim.lion import Lion
 
 
-def _refuse(name: str, argument: str, value: Any, remedy: str) -> None:
+def _refuse(name: str, argument: str, value: object, remedy: str) -> None:
     raise ConfigError(f"{name}: {argument}={value} is not supported; {remedy}")
 
 
@@ -44,7 +44,7 @@ class DeepSpeedCPUAdam(_Adam):
 
     def __init__(
         self,
-        model_params: Any,
+        model_params: object,
         lr: float = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -64,7 +64,7 @@ class FusedAdam(_Adam):
 
     def __init__(
         self,
-        params: Any,
+        params: object,
         lr: float = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -105,7 +105,7 @@ class DeepSpeedCPULion(Lion):
 
     def __init__(
         self,
-        model_params: Any,
+        model_params: object,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0,
@@ -120,7 +120,7 @@ class FusedLion(Lion):
 
     def __init__(
         self,
-        params: Any,
+        params: object,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,

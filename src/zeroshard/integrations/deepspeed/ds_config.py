@@ -87,7 +87,7 @@ def _section(config: Mapping[str, Any], *names: str, within: str = "") -> Any:
     return {} if name is None else config[name]
 
 
-def _number(name: str, value: Any) -> Any:
+def _number(name: str, value: object) -> Any:
     """Return the value. Raise DeepSpeedConfigError if it is not a number; inf is accepted, nan is not."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
         raise DeepSpeedConfigError(f"{name}: expected a number, got {value!r}.")
@@ -176,7 +176,7 @@ class DeepSpeedConfig:
         def __getattr__(self, name: str) -> Any:
             """Return the value of a key; `config_keys` lists them."""
 
-    def __init__(self, config: object, mpu: Any = None, mesh_device: Any = None, *, world_size: int | None = None) -> None:
+    def __init__(self, config: object, mpu: object = None, mesh_device: Any = None, *, world_size: int | None = None) -> None:
         self._param_dict = read_config(config)
         if world_size is not None:
             self.world_size = world_size

@@ -33,6 +33,7 @@ from ...zero.out_of_memory import Telling
 from ...zero.runtime import runtime_of
 from . import partition
 from .checkpoints import Checkpoints
+from .ds_config import DeepSpeedConfig
 from .engine_optimizer import wrap
 from .logs import logger
 from .timers import SynchronizedWallClockTimer, ThroughputTimer
@@ -45,7 +46,7 @@ def _one_thread(method: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: raise ZeroshardError if another thread is inside the engine; collectives and gradients of both would mix."""
 
     @functools.wraps(method)
-    def call(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
+    def call(self: DeepSpeedEngine, *args: object, **kwargs: object) -> Any:
         if not self._turn.acquire(blocking=False):
             raise ZeroshardError(
                 f"engine.{method.__name__}: another thread is inside of this engine. Train from one thread, or hold a lock around "
@@ -63,11 +64,11 @@ class _UnscaledGradient(torch.autograd.Function):
     """Multiply x by a factor, and pass its gradient unscaled: the runtime multiplies gradients of outputs by the loss scale."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+    def forward(ctx: object, x: Tensor, factor: float) -> Tensor:
         return x * factor
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -78,7 +79,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     wrapper with DeepSpeed's interface (engine_optimizer.py); None for inference.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, config: Any, **known: Any) -> None:
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, **known: Any) -> None:
         super().__init__()
         self.module = module
         self._config, self.config = config, config._param_dict
@@ -120,7 +121,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     # -- forward and backward ------------------------------------------------------------------------------------
 
     @_one_thread
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         if self.module.training:
             self.tput_timer.start()
         self._hold(self._sums_locally())
@@ -264,7 +265,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self._hold(False)
         runtime_of(self.module).flush()
 
-    def _flush_coalesced_reduction_zero3(self, optimizer: Any = None) -> None:
+    def _flush_coalesced_reduction_zero3(self, optimizer: object = None) -> None:
         self.allreduce_gradients()
 
     # -- step ----------------------------------------------------------------------------------------------------
@@ -353,7 +354,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return self
 
     def compile(
-        self, backend: Any = None, compile_kwargs: dict[str, Any] | None = None, schedule: Any = None, **unknown: Any
+        self, backend: object = None, compile_kwargs: dict[str, Any] | None = None, schedule: object = None, **unknown: object
     ) -> None:
         """Compile the module in place with torch.compile. Raises ZeroshardError for `schedule`, which needs DeepCompile."""
         if schedule is not None:

@@ -22,6 +22,7 @@ from ...zero.gathered_parameters import home_of
 from . import partition, stand_ins
 from .accelerator import always
 from .cpu_optimizers import FusedAdam
+from .ds_config import DeepSpeedConfig
 from .optimizer_views import LossScalerView, OptimizerViews
 
 COUNT = "partition_count"  # key in a state dict with the number of ranks
@@ -45,7 +46,7 @@ def _passed_on(name: str) -> property:
 class EngineOptimizer(OptimizerViews):
     """Wrapper of a sharded optimizer, `.optimizer`, in which attributes are looked up that the wrapper lacks."""
 
-    def __init__(self, optimizer: Any, config: Any) -> None:
+    def __init__(self, optimizer: object, config: DeepSpeedConfig) -> None:
         self.optimizer = optimizer
         self._config = config
         self.custom_loss_scaler = False
@@ -61,7 +62,7 @@ class EngineOptimizer(OptimizerViews):
 
     param_groups, state = _passed_on("param_groups"), _passed_on("state")
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: object = None) -> Any:
         scaler, at_end = self.loss_scaler, False
         if scaler is not None and scaler.dynamic and self._config.zero_enabled:  # DeepSpeed's stage 0 continues
             at_end = scaler.patience == 1 and scaler.scale == scaler.config.min_loss_scale
@@ -98,7 +99,7 @@ class EngineOptimizer(OptimizerViews):
         }  # fmt: skip
         return {**self.optimizer.state_dict(), **told}
 
-    def load_state_dict(self, state_dict: dict[str, Any], *unused: Any, **options: Any) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *unused: object, **options: object) -> None:
         self.optimizer.load_state_dict(state_dict)
 
     @property
@@ -162,7 +163,7 @@ Fused = type("Fused", (EngineOptimizer, stand_ins.FP16_Optimizer), _HERE)  # sta
 Unfused = type("Unfused", (EngineOptimizer, stand_ins.FP16_UnfusedOptimizer), _HERE)  # with another class
 
 
-def wrap(optimizer: Any, config: Any) -> Any:
+def wrap(optimizer: Any, config: DeepSpeedConfig) -> Any:
     """Return the optimizer in the wrapper whose class DeepSpeed would use; at stage 0 in fp32 the optimizer itself."""
     stage, dtype = int(config.zero_optimization_stage), config.model_dtype
     if optimizer is None:
@@ -257,7 +258,7 @@ class ParameterOffload:
         partition.show_external_parameters(module)
         self._register_deepspeed_module(module)
 
-    def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
+    def _register_deepspeed_module(self, module: nn.Module, count: object = None) -> None:
         """Add handles for a module and those in it."""
         for each in module.modules():
             if any(True for _ in each.parameters(recurse=False)):

@@ -25,7 +25,7 @@ def z3_leaf_module(model: nn.Module) -> bool:
     return getattr(model, "_z3_leaf", False)
 
 
-def z3_leaf_parameter(model: Any) -> bool:
+def z3_leaf_parameter(model: object) -> bool:
     """Return whether a parameter is in a leaf module (attribute `ds_z3_leaf_module`, which DeepSpeed's engine sets)."""
     return hasattr(model, "ds_z3_leaf_module")
 

@@ -43,7 +43,7 @@ globals().update({name: name.lower() for name in _KEYS.split()})
 _BETA2 = 0.99  # second beta that OneCycle sets with the cycled momentum
 
 
-def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+def get_torch_optimizer(optimizer: object) -> torch.optim.Optimizer:
     """Return the optimizer, or the one in its `.optimizer`. Raises TypeError if neither is a torch.optim.Optimizer."""
     for found in (optimizer, getattr(optimizer, "optimizer", None)):
         if isinstance(found, torch.optim.Optimizer):
@@ -61,7 +61,7 @@ def update_lr(param_groups: list[dict], rates: list) -> list:
     return [group["lr"] for group in param_groups]
 
 
-def schedule_from_config(name: str, params: dict[str, Any] | None, optimizer: Any) -> Any:
+def schedule_from_config(name: str, params: dict[str, Any] | None, optimizer: object) -> Any:
     """Make the schedule of `"scheduler": {"type": name, "params": params}`: one of the five, or of torch.optim.lr_scheduler.
 
     Raises ConfigError for an unknown name, and for parameters that the schedule does not have.
@@ -79,7 +79,7 @@ def schedule_from_config(name: str, params: dict[str, Any] | None, optimizer: An
         raise ConfigError(f"scheduler.params of {name}: {error}") from error
 
 
-def _positive_int(name: str, value: Any) -> int:
+def _positive_int(name: str, value: object) -> int:
     if not isinstance(value, int) or value <= 0:
         raise ValueError(f"{name}: expected a positive integer (it counts steps), got {value!r}")
     return value
@@ -90,7 +90,7 @@ class _Schedule:
 
     _last_lr: list | None = None
 
-    def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
+    def __init__(self, optimizer: object, last_batch_iteration: int) -> None:
         self.optimizer = get_torch_optimizer(optimizer)
         self.last_batch_iteration = last_batch_iteration
 
@@ -99,7 +99,7 @@ class _Schedule:
         if self.last_batch_iteration == -1:
             self._last_lr = update_lr(self.optimizer.param_groups, rates)
 
-    def _per_group(self, name: str, value: Any) -> list:
+    def _per_group(self, name: str, value: object) -> list:
         """Return one value for each parameter group. Raises ValueError for a list of another length."""
         count = len(self.optimizer.param_groups)
         if not isinstance(value, (list, tuple)):
@@ -134,7 +134,7 @@ class LRRangeTest(_Schedule):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: object,
         lr_range_test_min_lr: float | list[float] = 1e-3,
         lr_range_test_step_size: int = 2000,
         lr_range_test_step_rate: float = 1.0,
@@ -164,7 +164,7 @@ class OneCycle(_Schedule):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: object,
         cycle_min_lr: float | list[float],
         cycle_max_lr: float | list[float],
         decay_lr_rate: float = 0.0,
@@ -251,7 +251,7 @@ class OneCycle(_Schedule):
 class _Warmup(_Schedule):
     """Base class of the three schedules with a warm-up w(k) from 0 to 1."""
 
-    def __init__(self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int) -> None:
+    def __init__(self, optimizer: object, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int) -> None:
         # log(1) is 0, by which `_warmth` would divide
         self.warmup_num_steps = max(2, _positive_int("warmup_num_steps", warmup_num_steps))
         super().__init__(optimizer, last_batch_iteration)
@@ -277,7 +277,7 @@ class WarmupLR(_Warmup):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: object,
         warmup_min_lr: float | list[float] = 0.0,
         warmup_max_lr: float | list[float] | None = None,
         warmup_num_steps: int = 1000,
@@ -306,7 +306,7 @@ class WarmupDecayLR(WarmupLR):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: object,
         total_num_steps: int,
         warmup_min_lr: float | list[float] = 0.0,
         warmup_max_lr: float | list[float] | None = 0.001,
@@ -330,7 +330,7 @@ class WarmupCosineLR(_Warmup):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: object,
         total_num_steps: int,
         warmup_min_ratio: float = 0.0,
         warmup_num_steps: int = 1000,

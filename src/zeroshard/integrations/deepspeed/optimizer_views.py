@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...comm.codec import exchange_values
 from ...optim.parameter_access import OptimizerStatePart, ParameterPart, gradient_of, state_of, value_of
 from .accelerator import always
+from .ds_config import DeepSpeedConfig
 from .leaf_modules import get_z3_leaf_modules
 
 
@@ -23,7 +24,7 @@ class OptimizerViews:
     """Mixin of the engine's optimizer, which has `.optimizer` (the sharded one) and `_config`."""
 
     optimizer: Any
-    _config: Any
+    _config: DeepSpeedConfig
 
     @property
     def bit16_groups(self) -> list[list[nn.Parameter]]:

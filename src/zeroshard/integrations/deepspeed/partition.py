@@ -53,10 +53,10 @@ _orig_torch_tensor, _orig_torch_empty, _orig_torch_zeros, _orig_torch_ones = tor
 _orig_torch_full, _orig_torch_arange, _orig_torch_eye, _orig_torch_randn = torch.full, torch.arange, torch.eye, torch.randn
 
 
-def zero_wrapper_for_fp_tensor_constructor(fn: Callable, target_fp_dtype: torch.dtype | None, target_device: Any) -> Callable:
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable, target_fp_dtype: torch.dtype | None, target_device: object) -> Callable:
     """Wrap a tensor constructor: cast floating-point tensors to a dtype, and use a device if the caller names none."""
 
-    def construct(*args: Any, **kwargs: Any) -> Tensor:
+    def construct(*args: object, **kwargs: object) -> Tensor:
         if kwargs.get("device") is None and target_device is not None:
             kwargs["device"] = target_device
         made = fn(*args, **kwargs)
@@ -160,7 +160,7 @@ class Init:
             here.inits.append(self)
             _gather_in_apply(1)
 
-    def __exit__(self, *failure: Any) -> None:
+    def __exit__(self, *failure: object) -> None:
         if self._open is not None:
             here.inits.remove(self)
             _gather_in_apply(-1)
@@ -232,11 +232,11 @@ def _on(config: dict[str, Any], *names: str) -> bool:
     return _true(section.get("enabled", False))
 
 
-def _true(value: Any) -> bool:
+def _true(value: object) -> bool:
     return str(value).lower() in ("true", "1")
 
 
-def _place(remote_device: Any, config: dict[str, Any] | None) -> str | None:
+def _place(remote_device: object, config: dict[str, Any] | None) -> str | None:
     """Return the device for new parameters: the configuration's offload_param.device, else remote_device; None for 'none'."""
     section = (config or {}).get("zero_optimization")
     offload = section.get("offload_param") if isinstance(section, dict) else None
@@ -363,7 +363,7 @@ class MultipleAllGatherHandles:
     def __init__(self, handles: list[Any]) -> None:
         self.handles = handles
 
-    def wait(self, **options: Any) -> None:
+    def wait(self, **options: object) -> None:
         for handle in self.handles:
             handle.wait(**options)
 
@@ -379,7 +379,7 @@ def _home(param: Tensor) -> Any:
     return home
 
 
-def _persists(home: Any) -> bool:
+def _persists(home: object) -> bool:
     """Return whether a parameter of stage 3 stays whole at rest."""
     return isinstance(home, ParamHome) and home.group.specs[home.index].whole
 
@@ -416,7 +416,7 @@ def _active_sub_modules(param: Tensor) -> set[int]:
     return {home.group.unit.number} if isinstance(home, ParamHome) and home.group.unit.depth else set()
 
 
-def _all_gather_coalesced(param: Any, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> Any:
+def _all_gather_coalesced(param: object, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> Any:
     """Gather parameters until `partition` is called (collective)."""
     for each in params:
         home = home_of(each)
@@ -451,7 +451,7 @@ def _ds_summary(param: Any, use_debug_name: bool = False) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _always(value: Any) -> Callable[[Tensor], Any]:
+def _always(value: object) -> Callable[[Tensor], Any]:
     """Return a getter of a value that all partitioned parameters share."""
     return lambda param: (_home(param), value)[1]
 
@@ -487,7 +487,7 @@ for _class in (ShardedParameter, ReplicatedParameter):
         setattr(_class, _name, property(_bound))
 
 
-def _shown(param: Any, whole: Any) -> dict[str, Any]:
+def _shown(param: object, whole: object) -> dict[str, Any]:
     """Return the ds_* attributes for `whole`, the ordinary parameter in place of the sharded `param`."""
     on_device = getattr(param, "_held", param) is not None  # an offloaded slice would have to be fetched for ds_tensor
     fixed = {name: getattr(param, name) for name in _PROPERTIES if name != "ds_tensor" or on_device}
@@ -495,7 +495,7 @@ def _shown(param: Any, whole: Any) -> dict[str, Any]:
     return {**fixed, **methods, "ds_status": ZeroParamStatus.AVAILABLE, "ds_active_sub_modules": set()}
 
 
-def _hide(whole: Any) -> None:
+def _hide(whole: object) -> None:
     for name in (*_PROPERTIES, *_METHODS):
         whole.__dict__.pop(name, None)
 

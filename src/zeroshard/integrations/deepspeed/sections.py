@@ -80,14 +80,14 @@ def _whole(value: Any) -> int:
     return int(value)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError
     return value
 
 
 def _within(read: Callable[[Any], Any], low: float, high: float = math.inf) -> Callable[[Any], Any]:
-    def bounded(value: Any) -> Any:
+    def bounded(value: object) -> Any:
         if not low <= (number := read(value)) <= high:
             raise ValueError
         return number
@@ -133,7 +133,7 @@ class Section:
         def __getattr__(self, name: str) -> Any:
             """Return a field; `config_keys` lists them."""
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **given: object) -> None:
         self.notes: list[str] = []
         fields = [key.field for key in keys_of(self.prefix)]
         values: dict[str, Any] = {}  # by field name, with aliases replaced
@@ -156,7 +156,7 @@ class Section:
     def _forward(self, values: dict[str, Any]) -> None:
         """Move the values of deprecated keys to the keys that replace them."""
 
-    def _read(self, key: Key, value: Any) -> Any:
+    def _read(self, key: Key, value: object) -> Any:
         if value is None and key.default is None:
             return None
         kind = self.sections.get(key.kind)
@@ -172,7 +172,7 @@ class Section:
         """Raise ValidationError for fields that contradict each other."""
 
     @classmethod
-    def of(cls, given: Any) -> Section:
+    def of(cls, given: object) -> Section:
         """Make a section from a mapping of keys. None: the defaults."""
         if given is not None and not isinstance(given, Mapping):
             raise invalid(cls.prefix, f"{cls.prefix}: expected a mapping of keys to values, got {given!r}.")
@@ -219,7 +219,7 @@ class DeepSpeedZeroLeafModuleConfig(Section):
     prefix = "zero_optimization.leaf_module"
 
     @classmethod
-    def of(cls, given: Any) -> Section:
+    def of(cls, given: object) -> Section:
         """Make a section. Raises TypeError for values that are no mapping, as scripts expect."""
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(f"{cls.prefix}: expected a mapping of classes, names or name_suffixes, got {given!r}.")
@@ -338,7 +338,7 @@ def judge(config: Mapping[str, Any], prefix: str = "", written: str = "") -> Ite
             yield Judgement(*this, "served", key.text, key=key)
 
 
-def _unknown(full: str, written: str, value: Any) -> Judgement:
+def _unknown(full: str, written: str, value: object) -> Judgement:
     """Return the treatment of a key that the table lacks: refused if it resembles a known one (a typo), else ignored."""
     prefix, _, name = full.rpartition(".")
     fields = {key.field for key in keys_of(prefix)}
@@ -376,7 +376,7 @@ _NEAR = 0.8  # cutoff for difflib that takes 'stge' for 'stage', and does not ta
 _TYPED = {kind.prefix for kind in Section.__subclasses__()}
 
 
-def _differs(key: Key, value: Any) -> bool:
+def _differs(key: Key, value: object) -> bool:
     """Return whether a value, as read, differs from the default."""
     try:
         return READERS[key.kind][1](value) != (None if key.default is None else READERS[key.kind][1](key.default))

@@ -36,9 +36,9 @@ T = TypeVar("T")
 
 
 def initialize(
-    args: Any = None, model: nn.Module | None = None, optimizer: Any = None, model_parameters: Any = None, training_data: Any = None,
-    lr_scheduler: Any = None, distributed_port: int = 29500, mpu: Any = None, dist_init_required: bool | None = None,
-    collate_fn: Callable | None = None, config: Any = None, mesh_param: Any = None, config_params: Any = None,
+    args: object = None, model: nn.Module | None = None, optimizer: object = None, model_parameters: object = None, training_data: object = None,
+    lr_scheduler: object = None, distributed_port: int = 29500, mpu: object = None, dist_init_required: bool | None = None,
+    collate_fn: Callable | None = None, config: object = None, mesh_param: object = None, config_params: object = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:  # fmt: skip
     """Return (engine, optimizer, data loader, scheduler), as DeepSpeed's function does (collective).
 
@@ -93,8 +93,8 @@ def _config_of(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _initialize(
-    args: Any, model: nn.Module, optimizer: Any, model_parameters: Any, training_data: Any, lr_scheduler: Any, mpu: Any,
-    collate_fn: Callable | None, given: Any,
+    args: object, model: nn.Module, optimizer: object, model_parameters: object, training_data: object, lr_scheduler: object, mpu: Any,
+    collate_fn: Callable | None, given: object,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:  # fmt: skip
     client = optimizer, lr_scheduler, type(optimizer).__name__
     group = None if mpu is None else mpu.get_data_parallel_group()
@@ -128,7 +128,7 @@ def _initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _let_go(model: nn.Module, optimizer: Any, given: Any) -> Any:
+def _let_go(model: nn.Module, optimizer: object, given: object) -> Any:
     """Close the model's earlier engine. Return `given` with parameters replaced that zs.close has replaced in the model."""
     before = dict(model.named_parameters())
     given = list(given) if isinstance(given, Iterable) and not isinstance(given, nn.Module) else given
@@ -136,7 +136,7 @@ def _let_go(model: nn.Module, optimizer: Any, given: Any) -> Any:
     api.close(model)  # it gives the model ordinary parameters, which may be new objects
     now = {id(before[name]): param for name, param in model.named_parameters()}
 
-    def renewed(entry: Any) -> Any:
+    def renewed(entry: object) -> Any:
         if not isinstance(entry, dict):
             return now.get(id(entry), entry)
         params = [entry["params"]] if isinstance(entry["params"], torch.Tensor) else entry["params"]
@@ -165,7 +165,7 @@ def _together(comm: Comm, what: str, action: Callable[[], T]) -> T:
     return result
 
 
-def _config(given: Any, mpu: Any, optimizer: Any, lr_scheduler: Any, world_size: int) -> DeepSpeedConfig:
+def _config(given: object, mpu: object, optimizer: object, lr_scheduler: object, world_size: int) -> DeepSpeedConfig:
     config = DeepSpeedConfig(given, mpu, world_size=world_size)
     assert not isinstance(lr_scheduler, LRScheduler) or isinstance(optimizer, torch.optim.Optimizer), (
         "lr_scheduler: a scheduler steps the optimizer that it was made of: pass that one as optimizer=, or a callable as lr_scheduler="
@@ -174,7 +174,7 @@ def _config(given: Any, mpu: Any, optimizer: Any, lr_scheduler: Any, world_size:
 
 
 def _prepare(
-    model: nn.Module, optimizer: Any, model_parameters: Any, lr_scheduler: Any, mpu: Any, config: DeepSpeedConfig, device: torch.device
+    model: nn.Module, optimizer: object, model_parameters: object, lr_scheduler: object, mpu: object, config: DeepSpeedConfig, device: torch.device
 ) -> tuple[torch.optim.Optimizer | None, Any, dict[str, Any], MonitorMaster]:  # fmt: skip
     """Cast and move the model; return optimizer, scheduler, options of zs.shard and monitor. It may raise on a single rank."""
     leaf_modules.apply_zero_leaf_module_config(model, config.zero_config.leaf_module)
@@ -213,7 +213,9 @@ def _device(args: Any) -> tuple[torch.device, int]:
     return torch.device("cuda", local_rank), local_rank
 
 
-def _basic_optimizer(model: nn.Module, optimizer: Any, model_parameters: Any, config: Any) -> torch.optim.Optimizer | None:
+def _basic_optimizer(
+    model: nn.Module, optimizer: Any, model_parameters: Any, config: DeepSpeedConfig
+) -> torch.optim.Optimizer | None:
     """Return the torch optimizer to shard: the program's own, the one that its function makes, or the configuration's."""
     if optimizer is None and config.optimizer_name is None:
         return None
@@ -246,7 +248,7 @@ def _parameters(model: nn.Module, given: Any) -> list[Any]:
     return [entry for entry in given if isinstance(entry, dict) or getattr(entry, "requires_grad", True)]
 
 
-def _scheduler(given: Any, optimizer: torch.optim.Optimizer | None, config: Any) -> Any:
+def _scheduler(given: Any, optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig) -> Any:
     if given is None:
         named = config.scheduler_name is not None and optimizer is not None
         return schedule_from_config(config.scheduler_name, config.scheduler_params, optimizer) if named else None
@@ -273,7 +275,7 @@ def _compare(comm: Comm, config: DeepSpeedConfig) -> None:
 # -- the data loader of initialize(training_data=...) ------------------------------------------------------------------
 
 
-def check_dataset(dataset: Any) -> None:
+def check_dataset(dataset: object) -> None:
     """Raise ValueError unless an object is a torch Dataset, or has __getitem__ and __len__."""
     if not isinstance(dataset, Dataset) and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise ValueError(f"Training data must be a torch Dataset, got {type(dataset).__name__}")

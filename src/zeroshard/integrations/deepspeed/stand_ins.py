@@ -24,7 +24,7 @@ class NotSupported(ZeroshardError, NotImplementedError):
 def _stand_in(name: str, remedy: str, base: type = object) -> Any:
     """Make a class of that name. It may be derived from, but making an instance of it or a subclass raises NotSupported."""
 
-    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def refuse(cls: type, *args: object, **kwargs: object) -> Any:
         derived = "" if cls.__name__ == name else f" (for {cls.__name__})"
         raise NotSupported(f"zeroshard.deepspeed has no {name}{derived}: {remedy}")
 
@@ -34,7 +34,7 @@ def _stand_in(name: str, remedy: str, base: type = object) -> Any:
 def _refused(name: str, remedy: str) -> Any:
     """Make a function of that name that raises NotSupported when called."""
 
-    def refuse(*args: Any, **kwargs: Any) -> Any:
+    def refuse(*args: object, **kwargs: object) -> Any:
         raise NotSupported(f"zeroshard.deepspeed has no {name}: {remedy}")
 
     refuse.__name__ = refuse.__qualname__ = name
@@ -132,7 +132,7 @@ def split_params_into_shared_and_expert_params(params: list[nn.Parameter]) -> tu
 
 
 def split_params_into_different_moe_groups_for_optimizer(
-    param_groups: Any, max_group_size: float = 178956971
+    param_groups: object, max_group_size: float = 178956971
 ) -> list[dict[str, Any]]:
     """Return the groups as a list. Raises NotSupported if a parameter is marked as an expert's."""
     if not isinstance(param_groups, (dict, list, tuple)):

@@ -30,7 +30,7 @@ F = TypeVar("F")
 # -- deepspeed.utils.groups ---------------------------------------------------------------------------------------
 
 
-def initialize(ep_size: int = 1, mpu: Any = None) -> None:
+def initialize(ep_size: int = 1, mpu: object = None) -> None:
     """Do nothing for ep_size=1. Raises NotSupported for expert or model parallelism."""
     if ep_size != 1 or mpu is not None:
         raise NotSupported(f"groups.initialize(ep_size={ep_size}, mpu={mpu}): there is data parallelism only; leave both out.")
@@ -54,14 +54,14 @@ _get_expert_parallel_group_dict = _get_expert_data_parallel_group_dict = always(
 # -- deepspeed.utils ----------------------------------------------------------------------------------------------
 
 
-def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
+def required_torch_version(min_version: object = None, max_version: object = None) -> bool:
     """Return whether torch is at least min_version and at most max_version (2.6, or "2.6.1"); 2.6.1 is above 2.6."""
     assert min_version or max_version, "required_torch_version: expected min_version or max_version"
     now = _numbers(torch.__version__)
     return not (min_version and _numbers(min_version) > now) and not (max_version and _numbers(max_version) < now)
 
 
-def _numbers(version: Any) -> tuple[int, ...]:
+def _numbers(version: object) -> tuple[int, ...]:
     """Return a version's numbers, '2.13.0a1+cpu' -> (2, 13), without trailing zeros and anything after the numbers."""
     found = re.match(r"[0-9]+(\.[0-9]+)*", str(version))
     parts = [int(part) for part in found[0].split(".")] if found else []
@@ -109,14 +109,14 @@ def noop_decorator(func: F) -> F:
 instrument_w_nvtx = noop_decorator
 
 
-def recursive_getattr(model: Any, module_name: str) -> Any:
+def recursive_getattr(model: object, module_name: str) -> Any:
     """Return model.a.b for 'a.b'."""
     for part in module_name.split("."):
         model = getattr(model, part)
     return model
 
 
-def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+def recursive_setattr(model: object, module_name: str, module: object) -> None:
     """Set model.a.b to the module for 'a.b'."""
     *above, last = module_name.split(".")
     setattr(recursive_getattr(model, ".".join(above)) if above else model, last, module)
@@ -206,7 +206,7 @@ def get_global_norm(norm_list: list[Any]) -> float:
     return math.sqrt(sum(n * n for n in norms)) if all(math.isfinite(n) and n >= 0 for n in norms) else math.inf
 
 
-def get_tensor_bytes(item: Any) -> int:
+def get_tensor_bytes(item: object) -> int:
     """Return the bytes of the tensors within lists, tuples and dicts."""
     if isinstance(item, Tensor):
         return item.numel() * item.element_size()
@@ -214,7 +214,7 @@ def get_tensor_bytes(item: Any) -> int:
     return sum(map(get_tensor_bytes, held))
 
 
-def maybe_loss_for_backward(value: Any) -> bool:
+def maybe_loss_for_backward(value: object) -> bool:
     """Return whether a value is a tensor of one element with a grad_fn."""
     return isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None
 
@@ -294,5 +294,5 @@ def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
 class DummyOptim:
     """Optimizer-like object with one parameter group, which steps nothing."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: object) -> None:
         self.param_groups = [{"params": params}]

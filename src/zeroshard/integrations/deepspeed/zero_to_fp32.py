@@ -51,7 +51,7 @@ class LazyTensor:
         return flat.view(self.shape)
 
 
-def _folder(checkpoint_dir: Any, tag: Any) -> Path:
+def _folder(checkpoint_dir: Any, tag: object) -> Path:
     root = Path(checkpoint_dir)
     tag = latest_tag(root) if tag is None else str(tag)
     if tag is None:
@@ -73,7 +73,7 @@ def _open(folder: Path, exclude_frozen: bool, verify: bool = True) -> tuple[Open
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: Any, tag: Any = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+    checkpoint_dir: object, tag: object = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Any]:
     """Return whole tensors by name, on the host; floating-point ones in fp32. Tied tensors share memory.
 
@@ -89,7 +89,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     return {name: lazy[ties.get(name, name)] for name in names if ties.get(name, name) in lazy}
 
 
-def to_torch_tensor(state_dict: Mapping[str, Any], return_empty_tensor: bool = False, dtype: Any = None) -> dict[str, Tensor]:
+def to_torch_tensor(state_dict: Mapping[str, Any], return_empty_tensor: bool = False, dtype: object = None) -> dict[str, Tensor]:
     """Replace lazy tensors by tensors; names of one lazy tensor get one tensor.
 
     return_empty_tensor: allocate tensors without reading their values. dtype: dtype of floating-point tensors.
@@ -146,7 +146,7 @@ def _write_torch(opened: Opened, source: Path, folder: Path, dtype: torch.dtype,
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: Any, output_dir: Any, max_shard_size: Any = "5GB", safe_serialization: bool = False, tag: Any = None,
+    checkpoint_dir: object, output_dir: object, max_shard_size: object = "5GB", safe_serialization: bool = False, tag: object = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:  # fmt: skip
     """Call convert_zero_checkpoint_to_state_dict for fp32."""
@@ -155,14 +155,14 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     )
 
 
-def _dtype_of(dtype: Any) -> torch.dtype:
+def _dtype_of(dtype: object) -> torch.dtype:
     found = getattr(torch, str(dtype).removeprefix("torch."), None)
     if found not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"dtype: expected float32, float16 or bfloat16, got {dtype!r}")
     return found
 
 
-def nbytes_of(size: Any) -> int:
+def nbytes_of(size: object) -> int:
     """Return the bytes of '5GB', '500MiB' or a number; None: no bound."""
     if size is None:
         return 2**62
@@ -173,7 +173,7 @@ def nbytes_of(size: Any) -> int:
     return int(nbytes)
 
 
-def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Any, tag: Any = None) -> nn.Module:
+def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: object, tag: object = None) -> nn.Module:
     """Move a model to the host, load the checkpoint's weights into it, and return it."""
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
