@@ -26,6 +26,7 @@ from ...comm.launch import free_port
 from ...errors import ConfigError
 from .accelerator import get_accelerator
 from .communication import TORCH_DISTRIBUTED_DEFAULT_PORT
+from .door import child_environment
 
 DLTS_HOSTFILE = "/job/hostfile"
 EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
@@ -176,8 +177,6 @@ def _filtered(pool: dict[str, list[int]], given: str, keep: bool) -> dict[str, l
 
 def _environment(args: argparse.Namespace, hosts: dict[str, list[int]]) -> dict[str, str]:
     """Return this process's environment with this host's chosen devices visible, and zeroshard as deepspeed on PYTHONPATH."""
-    from .install import child_environment
-
     env = {**os.environ, **child_environment()}
     node = args.node_rank if args.no_ssh and 0 <= args.node_rank < len(hosts) else 0
     slots = list(hosts.values())[node]

@@ -21,7 +21,7 @@ from ...comm.codec import exchange_values
 from ...comm.process_group import talking_device
 from ...zero.ddp_interface import take_interface
 from ...zero.runtime import runtime_of
-from . import activation, communication, leaf_modules, partition
+from . import VERSION, activation, communication, leaf_modules, partition
 from .ds_config import DeepSpeedConfig
 from .engine import DeepSpeedEngine
 from .logs import log_dist, set_log_level_from_string
@@ -30,7 +30,6 @@ from .monitor import MonitorMaster
 from .sections import DeepSpeedConfigError
 from .shard_options import build_optimizer, cast_buffers, shard_options
 from .stand_ins import PipelineModule, ZeRORuntimeException
-from .version import TEXT, UNKNOWN
 
 T = TypeVar("T")
 
@@ -54,7 +53,7 @@ def initialize(
         AssertionError: no model, no configuration, or two; batch sizes that do not multiply (as in DeepSpeed).
         DeepSpeedConfigError: a key that is not supported, with the remedy.
     """
-    log_dist(f"DeepSpeed info: version={TEXT}, git-hash={UNKNOWN}, git-branch={UNKNOWN}", ranks=[0])
+    log_dist(f"DeepSpeed info: version={VERSION}, git-hash=None, git-branch=None", ranks=[0])
     assert model is not None, "deepspeed.initialize requires a model"
     if isinstance(model, PipelineModule):
         raise DeepSpeedConfigError(

@@ -22,12 +22,12 @@ _GROUPS = (
 )
 _TABLE = {
     ".": "accelerator: get_accelerator; communication: TORCH_DISTRIBUTED_DEFAULT_PORT init_distributed; ds_config: "
-    "DeepSpeedConfig; engine: DeepSpeedEngine; install: install; logs: log_dist logger; sections: DeepSpeedConfigError; setup: "
+    "DeepSpeedConfig; engine: DeepSpeedEngine; door: install; logs: log_dist logger; sections: DeepSpeedConfigError; setup: "
     "add_config_arguments initialize; stand_ins: DeepSpeedHybridEngine DeepSpeedInferenceConfig DeepSpeedOptimizer "
     "DeepSpeedTransformerConfig DeepSpeedTransformerLayer DualPipeVEngine DualPipeVModule InferenceEngine PipelineEngine "
     "PipelineModule default_inference_config init_inference replace_transformer_layer set_autotp_mode tp_model_init; utilities: "
-    "OnDevice; version: __git_branch__=UNKNOWN __git_hash__=UNKNOWN __version__=TEXT __version_major__=MAJOR "
-    "__version_minor__=MINOR __version_patch__=PATCH git_branch=UNKNOWN git_hash=UNKNOWN version=TEXT",
+    "OnDevice; door: __git_branch__=UNKNOWN __git_hash__=UNKNOWN __version__=VERSION __version_major__=MAJOR "
+    "__version_minor__=MINOR __version_patch__=PATCH git_branch=UNKNOWN git_hash=UNKNOWN version=VERSION",
     "accelerator": "accelerator: DeepSpeedAccelerator get_accelerator is_current_accelerator_supported set_accelerator",
     "accelerator.abstract_accelerator": "accelerator: DeepSpeedAccelerator",
     "accelerator.cpu_accelerator": "accelerator: CPU_Accelerator",
@@ -50,7 +50,7 @@ _TABLE = {
     "comm.reduce_op": "communication: ReduceOp",
     "comm.utils": "communication: get_local_rank_from_launcher get_world_rank_from_launcher get_world_size_from_launcher",
     "constants": "communication: TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",
-    "git_version_info": "op_builders: installed_ops torch_info; version: git_branch=UNKNOWN git_hash=UNKNOWN version=TEXT",
+    "git_version_info": "op_builders: installed_ops torch_info; door: git_branch=UNKNOWN git_hash=UNKNOWN version=VERSION",
     "inference.config": "stand_ins: DeepSpeedInferenceConfig",
     "inference.engine": "stand_ins: InferenceEngine",
     "launcher.runner": "launcher: DEEPSPEED_ENVIRONMENT_NAME DEEPSPEED_ENVIRONMENT_PATHS DLTS_HOSTFILE EXPORT_ENVS "
@@ -94,7 +94,7 @@ _TABLE = {
     "runtime.config_utils": "config_model: DeepSpeedConfigModel",
     "runtime.constants": "ds_config: GRADIENT_CLIPPING GRADIENT_CLIPPING_DEFAULT LOG_LEVEL_DEFAULT",
     "runtime.dataloader": "setup: DeepSpeedDataLoader; utilities: RepeatingLoader",
-    "runtime.engine": "engine: DeepSpeedEngine; version: MEMORY_OPT_ALLREDUCE_SIZE=ALLREDUCE_NUMEL",
+    "runtime.engine": "engine: DeepSpeedEngine; door: MEMORY_OPT_ALLREDUCE_SIZE=ALLREDUCE_NUMEL",
     "runtime.fp16.fused_optimizer": "stand_ins: FP16_Optimizer",
     "runtime.fp16.unfused_optimizer": "stand_ins: FP16_UnfusedOptimizer",
     "runtime.hybrid_engine": "stand_ins: DeepSpeedHybridEngine",
