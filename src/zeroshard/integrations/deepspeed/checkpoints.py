@@ -243,7 +243,7 @@ class Checkpoints(WholeWeights):
         self.loaded_checkpoint_dp_world_size, self.loaded_checkpoint_mp_world_size = engine.get("dp_world_size"), 1
         self._backwards = 0  # the gradients of earlier backwards are dropped
         self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
-        return _path_of(folder), client_state
+        return str(model_file(folder) or folder), client_state
 
     def _tag_folder(self, root: Path, tag: Any) -> Path | None:
         """Return the folder of rank 0's tag (None: of the tag in `latest`; None if there is no such file) (collective).
@@ -277,7 +277,7 @@ def _extras_of(opened: Opened, trusted: bool) -> tuple[dict[str, Any], Any, dict
     extras = dict(opened.extras)
     if not opened.ours:
         if trusted and opened.unread:
-            whole = torch.load(_path_of(opened.path), map_location="cpu", mmap=True, weights_only=False)
+            whole = torch.load(model_file(opened.path) or opened.path, map_location="cpu", mmap=True, weights_only=False)
             extras |= {name: whole[name] for name in opened.unread}
         engine = {name: extras[name] for name in (*_COUNTERS, *_FACTS, "dp_world_size") if name in extras}
         scheduler = extras.get("lr_scheduler")
@@ -303,10 +303,10 @@ def _told(state: dict[str, Any], whole: bool) -> dict[str, Tensor]:
     return {name: copies[id(value)] for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def _path_of(folder: Path) -> str:
-    """Return the path that DeepSpeed's load_checkpoint returns: the model's file, or the folder if there is none."""
-    found = [folder / name for name in (MODEL_FILE, f"zero_pp_rank_0_{MODEL_FILE}") if (folder / name).exists()]
-    return str(found[0] if found else folder)
+def model_file(folder: Path) -> Path | None:
+    """Return the file of a checkpoint's model, which DeepSpeed's load_checkpoint returns; None if there is none."""
+    found = [folder / name for name in (MODEL_FILE, f"zero_pp_rank_0_{MODEL_FILE}") if (folder / name).is_file()]
+    return found[0] if found else None
 
 
 def latest_tag(root: Path, pointer: str = LATEST) -> str | None:

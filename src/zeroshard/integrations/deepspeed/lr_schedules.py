@@ -267,10 +267,6 @@ class _Warmup(_Schedule):
             return self.inverse_log_warm_up * math.log(self.last_batch_iteration + 1)
         return self.last_batch_iteration / self.warmup_num_steps
 
-    @property
-    def _warming(self) -> bool:
-        return self.last_batch_iteration < self.warmup_num_steps
-
 
 class WarmupLR(_Warmup):
     """Warm-up from warmup_min_lr to warmup_max_lr (None: the optimizer's own rates), then constant."""
@@ -298,7 +294,7 @@ class WarmupLR(_Warmup):
         return [low + delta * gamma for low, delta in zip(self.min_lrs, self.delta_lrs, strict=True)]
 
     def _get_gamma(self) -> float:
-        return self._warmth() if self._warming else 1.0
+        return self._warmth() if self.last_batch_iteration < self.warmup_num_steps else 1.0
 
 
 class WarmupDecayLR(WarmupLR):
@@ -319,7 +315,7 @@ class WarmupDecayLR(WarmupLR):
         _note_short(self)
 
     def _get_gamma(self) -> float:
-        if self._warming:
+        if self.last_batch_iteration < self.warmup_num_steps:
             return self._warmth()
         left = float(self.total_num_steps - self.last_batch_iteration)
         return max(0.0, left / float(max(1.0, self.total_num_steps - self.warmup_num_steps)))
@@ -349,7 +345,7 @@ class WarmupCosineLR(_Warmup):
         """Return the factor for the optimizer's own rates; 0 before the first step."""
         if self.last_batch_iteration < 0:
             return 0.0
-        if self._warming:
+        if self.last_batch_iteration < self.warmup_num_steps:
             return self.warmup_min_ratio + self._warmth() * (1.0 - self.warmup_min_ratio)
         done = self.last_batch_iteration - self.warmup_num_steps + 1
         progress = min(1.0, done / max(1, self.total_num_steps - self.warmup_num_steps))

@@ -27,7 +27,7 @@ from ...checkpoint.source import Opened
 from ...errors import CheckpointError, CheckpointNotFound
 from ...memory.io.tensor_reader import Stored
 from ...utils.dtypes import casts_to
-from .checkpoints import MODEL_FILE, latest_tag
+from .checkpoints import latest_tag, model_file
 from .whole_weights import read_whole
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -184,10 +184,10 @@ def get_model_state_file(checkpoint_dir: Any, zero_stage: int) -> str:
     """Return a checkpoint's file with counters and client_state. checkpoint_dir: the folder of a tag."""
     if not Path(checkpoint_dir).is_dir():
         raise FileNotFoundError(f"Directory '{checkpoint_dir}' doesn't exist")
-    for name in (MODEL_FILE, f"zero_pp_rank_0_{MODEL_FILE}"):
-        if (Path(checkpoint_dir) / name).is_file():
-            return str(Path(checkpoint_dir) / name)
-    raise FileNotFoundError(f"can't find model states file at '{checkpoint_dir}'")
+    found = model_file(Path(checkpoint_dir))
+    if found is None:
+        raise FileNotFoundError(f"can't find model states file at '{checkpoint_dir}'")
+    return str(found)
 
 
 def get_optim_files(checkpoint_dir: Any) -> list[str]:
