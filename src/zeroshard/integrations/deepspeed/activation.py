@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -78,7 +78,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def get_cuda_rng_tracker() -> Any:
+def get_cuda_rng_tracker() -> NoReturn:
     raise NotImplementedError(
         "deepspeed.checkpointing.get_cuda_rng_tracker: there is no tensor parallelism here; use torch's generators."
     )

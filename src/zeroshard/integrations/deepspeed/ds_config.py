@@ -23,21 +23,9 @@ import torch
 from ...config import SECTION
 from ...utils.axes import DP, cuts_model
 from ...utils.planned_mesh import planned_otherwise
+from . import sections
 from .config_keys import KEYS, Treatment, keys_of
-from .sections import (
-    CommsLoggerConfig,
-    CSVConfig,
-    DeepSpeedBF16Config,
-    DeepSpeedConfigError,
-    DeepSpeedFP16Config,
-    DeepSpeedThroughputTimerConfig,
-    DeepSpeedZeroConfig,
-    Section,
-    TensorBoardConfig,
-    WandbConfig,
-    examine,
-    without_auto,
-)
+from .sections import DeepSpeedConfigError, Section, examine, without_auto
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER, LION_OPTIMIZER = "adam", "adamw", "adagrad", "lion"
 LAMB_OPTIMIZER, MUON_OPTIMIZER = "lamb", "muon"
@@ -70,12 +58,12 @@ def get_log_level(config: Mapping[str, Any]) -> str | None:
 
 def get_bfloat16_config(config: Mapping[str, Any]) -> Section:
     """Return the section bf16 (bfloat16 in older configurations)."""
-    return DeepSpeedBF16Config.of(_section(config, "bf16", "bfloat16"))
+    return sections.DeepSpeedBF16Config.of(_section(config, "bf16", "bfloat16"))
 
 
 def get_float16_config(config: Mapping[str, Any]) -> Section:
     """Return the section fp16."""
-    return DeepSpeedFP16Config.of(_section(config, "fp16"))
+    return sections.DeepSpeedFP16Config.of(_section(config, "fp16"))
 
 
 def _section(config: Mapping[str, Any], *names: str, within: str = "") -> Any:
@@ -250,14 +238,14 @@ class DeepSpeedConfig:
         self.optimizer_legacy_fusion = _section(given, "optimizer").get("legacy_fusion", False)
 
     def _read_sections(self, given: Mapping[str, Any]) -> None:
-        self.zero_config: Any = DeepSpeedZeroConfig.of(_section(given, "zero_optimization"))
+        self.zero_config: Any = sections.DeepSpeedZeroConfig.of(_section(given, "zero_optimization"))
         self.zero_optimization_stage: int = self.zero_config.stage
         self.zero_enabled = self.zero_optimization_stage > 0
-        written = {"tensorboard": TensorBoardConfig, "csv_monitor": CSVConfig, "wandb": WandbConfig}
+        written = {"tensorboard": sections.TensorBoardConfig, "csv_monitor": sections.CSVConfig, "wandb": sections.WandbConfig}
         monitors: dict[str, Any] = {name: kind.of(_section(given, name)) for name, kind in written.items()}
         self.monitor_config = SimpleNamespace(**monitors, enabled=any(monitor.enabled for monitor in monitors.values()))
-        self.timers_config = DeepSpeedThroughputTimerConfig.of(_section(given, "timers").get("throughput"))
-        comms = CommsLoggerConfig.of(_section(given, "comms_logger"))
+        self.timers_config = sections.DeepSpeedThroughputTimerConfig.of(_section(given, "timers").get("throughput"))
+        comms = sections.CommsLoggerConfig.of(_section(given, "comms_logger"))
         self.comms_config = SimpleNamespace(comms_logger_enabled="comms_logger" in given, comms_logger=comms)
         self.activation_checkpointing_config = SimpleNamespace(**_with_defaults(given, "activation_checkpointing"))
         self.flops_profiler_config = SimpleNamespace(**_with_defaults(given, "flops_profiler"))

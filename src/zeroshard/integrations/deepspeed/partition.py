@@ -416,7 +416,9 @@ def _active_sub_modules(param: Tensor) -> set[int]:
     return {home.group.unit.number} if isinstance(home, ParamHome) and home.group.unit.depth else set()
 
 
-def _all_gather_coalesced(param: object, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> Any:
+def _all_gather_coalesced(
+    param: object, params: Iterable[Tensor], safe_mode: bool = False, quantize: bool = False
+) -> MultipleAllGatherHandles:
     """Gather parameters until `partition` is called (collective)."""
     for each in params:
         home = home_of(each)

@@ -7,7 +7,8 @@ has the replacement. The base classes of optimizers are no stand-ins: the class 
 from __future__ import annotations
 
 from abc import ABC
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -24,17 +25,17 @@ class NotSupported(ZeroshardError, NotImplementedError):
 def _stand_in(name: str, remedy: str, base: type = object) -> Any:
     """Make a class of that name. It may be derived from, but making an instance of it or a subclass raises NotSupported."""
 
-    def refuse(cls: type, *args: object, **kwargs: object) -> Any:
+    def refuse(cls: type, *args: object, **kwargs: object) -> NoReturn:
         derived = "" if cls.__name__ == name else f" (for {cls.__name__})"
         raise NotSupported(f"zeroshard.deepspeed has no {name}{derived}: {remedy}")
 
     return type(name, (base,), {"__new__": refuse, "__module__": __name__, "__doc__": f"Not in zeroshard: {remedy}"})
 
 
-def _refused(name: str, remedy: str) -> Any:
+def _refused(name: str, remedy: str) -> Callable[..., NoReturn]:
     """Make a function of that name that raises NotSupported when called."""
 
-    def refuse(*args: object, **kwargs: object) -> Any:
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
         raise NotSupported(f"zeroshard.deepspeed has no {name}: {remedy}")
 
     refuse.__name__ = refuse.__qualname__ = name
