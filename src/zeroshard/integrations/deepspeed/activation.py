@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ...activations.checkpoint import checkpoint_activations
+from .accelerator import always
 from .ds_config import read_config
 from .logs import logger
 
@@ -54,8 +55,7 @@ def is_configured() -> bool:
     return _in_cpu is not None
 
 
-def reset() -> None:
-    """Do nothing: DeepSpeed frees its buffers for activations here, and zeroshard has none."""
+reset = always(None)  # DeepSpeed frees its buffers for activations here, and zeroshard has none
 
 
 def checkpoint(function: Callable, *args: object, **kwargs: object) -> Any:

@@ -32,6 +32,7 @@ from ...utils.torch_compat import in_derivative
 from ...zero.out_of_memory import Telling
 from ...zero.runtime import runtime_of
 from . import partition
+from .accelerator import always
 from .checkpoints import Checkpoints
 from .ds_config import DeepSpeedConfig
 from .engine_optimizer import wrap
@@ -130,9 +131,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         with autocast_if_enabled(self), Telling(runtime_of(self.module), "the forward"):
             output = self.module(*args, **kwargs)
 
-        def scale_unless_scaled(
-            grad: Tensor,
-        ) -> Tensor | None:  # for programs that call loss.backward(), not engine.backward(loss)
+        # for programs that call loss.backward() instead of engine.backward(loss)
+        def scale_unless_scaled(grad: Tensor) -> Tensor | None:
             scaled = torch_compat.graph_task() in _scaled
             return None if scaled else grad * (self._ranks_summed() / self.gradient_accumulation_steps())
 
@@ -187,8 +187,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             self._loss = scaled.detach() + self._loss
         return scaled
 
-    def _backward_epilogue(self) -> None:
-        """Do nothing: when backward() returns, everything that DeepSpeed does after a backward has been done."""
+    # when backward() returns, everything that DeepSpeed does after a backward has been done
+    _backward_epilogue = always(None)
 
     # -- accumulation --------------------------------------------------------------------------------------------
 
@@ -260,13 +260,12 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             self.inside_no_sync_ctxt = False
             self._hold(False)
 
-    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+    def allreduce_gradients(self, bucket_size: object = None) -> None:
         """Reduce the gradients that were accumulated locally (collective)."""
         self._hold(False)
         runtime_of(self.module).flush()
 
-    def _flush_coalesced_reduction_zero3(self, optimizer: object = None) -> None:
-        self.allreduce_gradients()
+    _flush_coalesced_reduction_zero3 = allreduce_gradients
 
     # -- step ----------------------------------------------------------------------------------------------------
 

@@ -211,8 +211,8 @@ def _apply(self: nn.Module, fn: Callable[[nn.Module], Any]) -> nn.Module:
         with GatheredParameters(at_rest, modifier_rank=0):
             fn(module)
 
-    on_whole.gathers = True  # type: ignore[attr-defined]  # submodules get this function
-    return _plain_apply(self, on_whole if here.inits and not hasattr(fn, "gathers") else fn)
+    on_whole.zeroshard_gathers = True  # type: ignore[attr-defined]  # submodules get this function
+    return _plain_apply(self, on_whole if here.inits and not hasattr(fn, "zeroshard_gathers") else fn)
 
 
 def shutdown_init_context() -> None:

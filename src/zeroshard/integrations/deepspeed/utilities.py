@@ -219,9 +219,8 @@ def maybe_loss_for_backward(value: object) -> bool:
     return isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None
 
 
-def check_internal_apis_for_count_used_parameters() -> bool:
-    """Return whether this torch can tell which nodes a running backward will execute."""
-    return torch_compat.tells_nodes_to_run()
+# whether this torch can tell which nodes a running backward will execute
+check_internal_apis_for_count_used_parameters = torch_compat.tells_nodes_to_run
 
 
 def count_used_parameters_in_backward(parameters: Iterable[Tensor]) -> int:
