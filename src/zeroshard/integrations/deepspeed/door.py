@@ -1,4 +1,4 @@
-"""How `import deepspeed` finds zeroshard, in this process and in its children, and the modules that it finds.
+"""The way in which `import deepspeed` finds zeroshard, in this process and its children, and the modules that it finds.
 
 The modules are made from the table in surface.py: `deepspeed.x.y` and `zeroshard.deepspeed.x.y` are one module object. The object
 for a name is imported when the name is first used, so that `import deepspeed` is quick. The error for a name that does not exist
