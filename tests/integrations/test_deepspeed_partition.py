@@ -16,7 +16,7 @@ from zoo import Stack, adamw, run_threads, same, seeded, square
 import zeroshard as zs
 import zeroshard.deepspeed as deepspeed
 from zeroshard.comm.launch import run_processes
-from zeroshard.integrations.deepspeed import partition
+from zeroshard.integrations.deepspeed import logs, partition
 from zeroshard.integrations.deepspeed.accelerator import get_accelerator
 from zeroshard.integrations.deepspeed.partition import GatheredParameters, Init, ZeroParamStatus, ZeroParamType
 
@@ -33,14 +33,14 @@ def no_seeds(monkeypatch):
 
 
 @pytest.fixture
-def told(monkeypatch):
+def told():
     """What is said of DeepSpeed's interface."""
     records, handler = [], logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
-    partition.logger.addHandler(handler)
-    monkeypatch.setattr(partition, "_noted", set())
+    logs.logger.addHandler(handler)
+    logs._said.clear()
     yield records
-    partition.logger.removeHandler(handler)
+    logs.logger.removeHandler(handler)
 
 
 def born(**options):

@@ -9,9 +9,8 @@ import sys
 import pytest
 
 import zeroshard.deepspeed as deepspeed
-from zeroshard.integrations.deepspeed import install
-from zeroshard.integrations.deepspeed.door import _PATHS
-from zeroshard.integrations.deepspeed.install import SITE
+from zeroshard.integrations.deepspeed import door
+from zeroshard.integrations.deepspeed.door import _PATHS, SITE
 from zeroshard.integrations.deepspeed.surface import SURFACE
 
 
@@ -105,9 +104,9 @@ print("again")
 
 def test_a_folder_of_configurations_is_no_deepspeed(tmp_path):
     (tmp_path / "deepspeed").mkdir()
-    assert install._is_first([str(tmp_path), str(SITE)])
+    assert door._is_first([str(tmp_path), str(SITE)])
     (tmp_path / "deepspeed" / "__init__.py").touch()
-    assert not install._is_first([str(tmp_path), str(SITE)])
+    assert not door._is_first([str(tmp_path), str(SITE)])
 
 
 def test_a_script_unchanged(tmp_path):

@@ -16,7 +16,7 @@ import zeroshard as zs
 import zeroshard.deepspeed as deepspeed
 from zeroshard.errors import BaseModelMismatch, CheckpointError, CheckpointMismatch, CheckpointNotFound
 from zeroshard.integrations.deepspeed import checkpoints, whole_weights, zero_to_fp32
-from zeroshard.integrations.deepspeed.checkpoint_tools import convert_to_universal
+from zeroshard.integrations.deepspeed.zero_to_fp32 import convert_to_universal
 from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of
 

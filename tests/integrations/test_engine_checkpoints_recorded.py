@@ -21,7 +21,7 @@ from zeroshard.checkpoint.importers.torch_file import StandIn
 from zeroshard.comm.launch import free_port
 from zeroshard.errors import CheckpointMismatch
 from zeroshard.integrations.deepspeed import zero_to_fp32
-from zeroshard.integrations.deepspeed.checkpoint_tools import convert_to_universal
+from zeroshard.integrations.deepspeed.zero_to_fp32 import convert_to_universal
 from zeroshard.testing import run_threads
 
 RECORDED = Path(__file__).parent / "recorded"

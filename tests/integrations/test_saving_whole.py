@@ -9,7 +9,7 @@ import torch
 
 import zeroshard as zs
 from zeroshard.errors import ShardedAccessError
-from zeroshard.integrations.deepspeed.checkpoint_tools import clone_tensors_for_torch_save
+from zeroshard.integrations.deepspeed.utilities import clone_tensors_for_torch_save
 from zeroshard.testing import run_threads
 
 # ./test installs these (requirements/test.txt); absent where the suite runs in an environment of other tools, as on a GPU machine

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
-from zeroshard.integrations.deepspeed.data_loader import DeepSpeedDataLoader
+from zeroshard.integrations.deepspeed.setup import DeepSpeedDataLoader
 
 DATA = list(range(12))
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from ..integrations.deepspeed.accelerator import get_accelerator as get_accelerator
     from ..integrations.deepspeed.communication import TORCH_DISTRIBUTED_DEFAULT_PORT as TORCH_DISTRIBUTED_DEFAULT_PORT
     from ..integrations.deepspeed.communication import init_distributed as init_distributed
+    from ..integrations.deepspeed.door import install as install
     from ..integrations.deepspeed.ds_config import DeepSpeedConfig as DeepSpeedConfig
     from ..integrations.deepspeed.engine import DeepSpeedEngine as DeepSpeedEngine
-    from ..integrations.deepspeed.install import install as install
     from ..integrations.deepspeed.logs import log_dist as log_dist
     from ..integrations.deepspeed.logs import logger as logger
     from ..integrations.deepspeed.sections import DeepSpeedConfigError as DeepSpeedConfigError

@@ -5,7 +5,7 @@ import os
 import runpy
 import sys
 
-from ..integrations.deepspeed.install import install
+from ..integrations.deepspeed.door import install
 
 USAGE = "usage: python -m zeroshard.deepspeed script.py [arguments]  |  python -m zeroshard.deepspeed -m module [arguments]"
 

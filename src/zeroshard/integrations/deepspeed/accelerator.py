@@ -7,10 +7,12 @@ Memory is in bytes; on the CPU it is this process's resident memory, and its pea
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,9 @@ from torch import Tensor
 from ...errors import ConfigError
 from ...memory.host_memory import available_nbytes
 from ...utils import torch_compat
+
+if TYPE_CHECKING:
+    from .op_builders import OpBuilder
 
 SUPPORTED_ACCELERATOR_LIST = ["cuda", "cpu"]
 _TENSORS = {
@@ -31,34 +36,28 @@ _TENSORS = {
 }
 
 
+def always(value: object) -> Callable[..., Any]:
+    """Return a function or method that answers the same, whatever its arguments are."""
+    return lambda *args, **kwargs: copy.copy(value)
+
+
 class DeepSpeedAccelerator:
     """Base class of both accelerators. `_name` is "cuda" or "cpu"."""
 
     _name: str
     _communication_backend_name: str
     _compile_backend = "inductor"
-    Stream: Any = None
-    Event: Any = None
+    random = staticmethod(lambda: torch.random)
+    is_fp64_supported, op_builder_dir = always(True), always("deepspeed.ops.op_builder")
 
     def __getattr__(self, name: str) -> Any:
         if name in _TENSORS:  # FloatTensor([0.0]) makes a tensor of that type on this device
             return functools.partial(torch.tensor, dtype=_TENSORS[name], device=self._name)
         raise AttributeError(f"the {self._name} accelerator of zeroshard.deepspeed has no {name}; torch.{self._name} may have it")
 
-    def is_synchronized_device(self) -> bool:
-        return self._name == "cpu"
-
-    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
-
     def communication_backend_name(self) -> str:
         """Return "nccl" or "gloo"."""
         return self._communication_backend_name
-
-    def random(self) -> Any:
-        return torch.random
-
-    def is_fp64_supported(self) -> bool:
-        return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
         found = [torch.float]
@@ -81,45 +80,40 @@ class DeepSpeedAccelerator:
     def set_compile_backend(self, backend: str) -> None:
         self._compile_backend = backend
 
-    def create_op_builder(self, class_name: str) -> Any:
+    def create_op_builder(self, class_name: str) -> OpBuilder | None:
         builder = self.get_op_builder(class_name)
         return None if builder is None else builder()
 
-    def get_op_builder(self, class_name: str) -> Any:
+    def get_op_builder(self, class_name: str) -> type[OpBuilder] | None:
         """Return the class of deepspeed.ops.op_builder of that name, or None."""
         from .op_builders import BUILDERS
 
         return BUILDERS.get(class_name)
-
-    def op_builder_dir(self) -> str:
-        return "deepspeed.ops.op_builder"
-
-    def is_current_stream_capturing(self) -> bool:
-        return False
 
 
 class CPU_Accelerator(DeepSpeedAccelerator):
     """Accelerator for the CPU. Streams and events are None, as in DeepSpeed."""
 
     _name, _communication_backend_name = "cpu", "gloo"
+    Stream = Event = None
+    is_available = is_bf16_supported = always(True)
+    is_synchronized_device = use_host_timers = resolves_data_dependency = handles_memory_backpressure = always(True)
+    is_triton_supported = is_current_stream_capturing = always(False)
+    device_name = current_device_name = always("cpu")
+    device = set_device = synchronize = empty_cache = current_stream = default_stream = always(None)
+    range_push = range_pop = set_visible_devices_envs = always(None)
+    export_envs = visible_devices_envs = always([])
+    is_fp16_supported = staticmethod(torch_compat.fp16_on_cpu)  # training in fp16 also works without the instructions, slowly
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+    initial_seed = staticmethod(torch.initial_seed)
+    get_rng_state = staticmethod(lambda device_index=None: torch.get_rng_state())
+    set_rng_state = staticmethod(lambda new_state, device_index=None: torch.set_rng_state(new_state))
+    default_generator = staticmethod(lambda device_index=None: torch.default_generator)
+    stream = staticmethod(lambda stream: contextlib.nullcontext())
+    lazy_call = staticmethod(lambda callback: callback())
 
     def __init__(self) -> None:
         self.max_mem = _resident_nbytes()
-
-    def is_available(self) -> bool:
-        return True
-
-    def device_name(self, device_index: int | None = None) -> str:
-        return "cpu"
-
-    def current_device_name(self) -> str:
-        return "cpu"
-
-    def device(self, device_index: int | None = None) -> None:
-        return None
-
-    def set_device(self, device_index: int) -> None:
-        pass
 
     def current_device(self) -> int:
         return int(os.environ.get("LOCAL_RANK", "0"))
@@ -129,37 +123,6 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         given = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "0"
         nodes = [path.read_text().strip() for path in Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")]
         return int(given) or max(1, sum(bool(cores) for cores in nodes))
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        pass
-
-    def get_rng_state(self, device_index: int | None = None) -> Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
-        torch.set_rng_state(new_state)
-
-    def manual_seed(self, seed: int) -> Any:
-        return torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    def initial_seed(self) -> int:
-        return torch.initial_seed()
-
-    def default_generator(self, device_index: int | None = None) -> torch.Generator:
-        return torch.default_generator
-
-    def stream(self, stream: Any) -> Any:
-        return contextlib.nullcontext()
-
-    def current_stream(self, device_index: int | None = None) -> None:
-        return None
-
-    default_stream = current_stream
-
-    def empty_cache(self) -> None:
-        pass
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         now = _resident_nbytes()
@@ -189,38 +152,12 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         found = available_nbytes()
         return self.total_memory() - _resident_nbytes() if found is None else found
 
-    def is_bf16_supported(self) -> bool:
-        return True
-
-    def is_fp16_supported(self) -> bool:
-        """Return whether this CPU has fp16 instructions. Training in fp16 also works without them, slowly."""
-        return torch_compat.fp16_on_cpu()
-
-    def is_triton_supported(self) -> bool:
-        return False
-
-    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
-        pass
-
-    def range_pop(self, domain: str | None = None) -> None:
-        pass
-
-    def lazy_call(self, callback: Any) -> Any:
-        return callback()
-
-    def export_envs(self) -> list[str]:
-        return []
-
-    visible_devices_envs = export_envs
-
-    def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: list[int]) -> None:
-        pass
-
 
 _SAME_IN_TORCH = (
     "synchronize current_device set_device device_count is_available manual_seed manual_seed_all initial_seed "
     "Stream Event stream current_stream default_stream empty_cache memory_stats memory_allocated max_memory_allocated "
-    "memory_reserved max_memory_reserved reset_peak_memory_stats"
+    "memory_reserved max_memory_reserved reset_peak_memory_stats is_bf16_supported "
+    "is_current_stream_capturing"
 ).split()
 
 
@@ -228,73 +165,34 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
     """Accelerator for CUDA; the functions in _SAME_IN_TORCH are torch.cuda's."""
 
     _name, _communication_backend_name = "cuda", "nccl"
-
-    def __getattribute__(self, name: str) -> Any:
-        return getattr(torch.cuda, name) if name in _SAME_IN_TORCH else super().__getattribute__(name)
-
+    is_synchronized_device = use_host_timers = resolves_data_dependency = handles_memory_backpressure = always(False)
+    export_envs, visible_devices_envs = always(["NCCL"]), always(["CUDA_VISIBLE_DEVICES"])
     memory_cached = staticmethod(torch.cuda.memory_reserved)
     max_memory_cached = staticmethod(torch.cuda.max_memory_reserved)
     reset_max_memory_allocated = reset_max_memory_cached = staticmethod(torch.cuda.reset_peak_memory_stats)
+    current_device_name = staticmethod(lambda: f"cuda:{torch.cuda.current_device()}")
+    device_name = staticmethod(lambda device_index=None: "cuda" if device_index is None else f"cuda:{device_index}")
+    device = staticmethod(lambda device_index=None: torch.device("cuda", device_index))  # None: the current one
+    default_generator = staticmethod(lambda device_index: torch.cuda.default_generators[device_index])
+    total_memory = staticmethod(lambda device_index=None: torch.cuda.mem_get_info(device_index)[1])
+    available_memory = staticmethod(lambda device_index=None: torch.cuda.mem_get_info(device_index)[0])
+    is_fp16_supported = staticmethod(lambda: torch.cuda.get_device_capability()[0] >= 7)
+    is_triton_supported = staticmethod(lambda: torch.cuda.get_device_capability()[0] >= 8)
+    range_push = staticmethod(lambda msg, domain=None, category=None: torch.cuda.nvtx.range_push(msg))
+    range_pop = staticmethod(lambda domain=None: torch.cuda.nvtx.range_pop())
+    lazy_call = staticmethod(torch_compat.call_when_cuda_starts)
+    create_graph = staticmethod(torch.cuda.CUDAGraph)
+    capture_to_graph = staticmethod(lambda graph, pool=None, stream=None: torch.cuda.graph(graph, pool, stream))
+    replay_graph = staticmethod(lambda graph: graph.replay())
 
-    def device_name(self, device_index: int | None = None) -> str:
-        return "cuda" if device_index is None else f"cuda:{device_index}"
-
-    def current_device_name(self) -> str:
-        return f"cuda:{torch.cuda.current_device()}"
-
-    def device(self, device_index: int | None = None) -> Any:
-        return torch.device("cuda", device_index)  # type: ignore[arg-type]  # None: the current one
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name) if name in _SAME_IN_TORCH else super().__getattr__(name)
 
     def get_rng_state(self, device_index: int | None = None) -> Tensor:
         return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
 
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
         torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
-
-    def default_generator(self, device_index: int) -> torch.Generator:
-        return torch.cuda.default_generators[device_index]
-
-    def total_memory(self, device_index: int | None = None) -> int:
-        return torch.cuda.mem_get_info(device_index)[1]
-
-    def available_memory(self, device_index: int | None = None) -> int:
-        return torch.cuda.mem_get_info(device_index)[0]
-
-    def is_bf16_supported(self) -> bool:
-        return torch.cuda.is_bf16_supported()
-
-    def is_fp16_supported(self) -> bool:
-        return torch.cuda.get_device_capability()[0] >= 7
-
-    def is_triton_supported(self) -> bool:
-        return torch.cuda.get_device_capability()[0] >= 8
-
-    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> Any:
-        return torch.cuda.nvtx.range_push(msg)
-
-    def range_pop(self, domain: str | None = None) -> Any:
-        return torch.cuda.nvtx.range_pop()
-
-    def lazy_call(self, callback: Any) -> Any:
-        return torch_compat.call_when_cuda_starts(callback)
-
-    def is_current_stream_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
-
-    def create_graph(self) -> Any:
-        return torch.cuda.CUDAGraph()
-
-    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Any:
-        return torch.cuda.graph(graph, pool, stream)
-
-    def replay_graph(self, graph: Any) -> None:
-        graph.replay()
-
-    def export_envs(self) -> list[str]:
-        return ["NCCL"]
-
-    def visible_devices_envs(self) -> list[str]:
-        return ["CUDA_VISIBLE_DEVICES"]
 
     def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: list[int]) -> None:
         current_env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, local_accelerator_ids))

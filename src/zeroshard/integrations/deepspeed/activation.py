@@ -9,59 +9,42 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ...activations.checkpoint import checkpoint_activations
+from .accelerator import always
 from .ds_config import read_config
 from .logs import logger
 
-
-@dataclass
-class Chosen:
-    """Settings of `configure`."""
-
-    partition_activations: bool = False
-    contiguous_checkpointing: bool = False
-    num_checkpoints: int | None = None
-    checkpoint_in_cpu: bool = False
-    synchronize: bool = False
-    profile: bool = False
-
-
-_chosen: Chosen | None = None
-_NO_EFFECT = ("contiguous_checkpointing", "synchronize", "profile")
+_in_cpu: bool | None = None  # whether `checkpoint` keeps inputs on the host; None before `configure`
 
 
 def configure(
-    mpu_: Any = None, deepspeed_config: Any = None, partition_activations: bool | None = None, contiguous_checkpointing: bool | None = None,
+    mpu_: object = None, deepspeed_config: object = None, partition_activations: bool | None = None, contiguous_checkpointing: bool | None = None,
     num_checkpoints: int | None = None, checkpoint_in_cpu: bool | None = None, synchronize: bool | None = None, profile: bool | None = None,
 ) -> None:  # fmt: skip
     """Set how `checkpoint` keeps inputs. Arguments override the configuration's section activation_checkpointing."""
-    global _chosen
-    chosen = Chosen()
-    if deepspeed_config is not None:
-        section = section_of(deepspeed_config)
-        chosen = Chosen(
-            section.get("partition_activations", False), section.get("contiguous_memory_optimization", False),
-            section.get("number_checkpoints"), section.get("cpu_checkpointing", False),
-            section.get("synchronize_checkpoint_boundary", False), section.get("profile", False),
-        )  # fmt: skip
-    given = (partition_activations, contiguous_checkpointing, num_checkpoints, checkpoint_in_cpu, synchronize, profile)
-    for each, value in zip(fields(Chosen), given, strict=True):
-        if value is not None:
-            setattr(chosen, each.name, value)
-    ignored = [name for name in _NO_EFFECT if getattr(chosen, name)]
-    if ignored:
-        logger.info(f"deepspeed.checkpointing.configure: {', '.join(ignored)}: no effect here.")
-    _chosen = chosen
+    global _in_cpu
+    section = {} if deepspeed_config is None else section_of(deepspeed_config)
+
+    def chosen(given: bool | None, key: str) -> bool:
+        return bool(section.get(key) if given is None else given)
+
+    ignored = {
+        "contiguous_checkpointing": chosen(contiguous_checkpointing, "contiguous_memory_optimization"),
+        "synchronize": chosen(synchronize, "synchronize_checkpoint_boundary"), "profile": chosen(profile, "profile"),
+    }  # fmt: skip
+    if any(ignored.values()):
+        names = ", ".join(name for name, on in ignored.items() if on)
+        logger.info(f"deepspeed.checkpointing.configure: {names}: no effect here.")
+    _in_cpu = chosen(checkpoint_in_cpu, "cpu_checkpointing")
 
 
-def section_of(config: Any) -> dict[str, Any]:
+def section_of(config: object) -> dict[str, Any]:
     """Return the activation_checkpointing section of a configuration in any form."""
     if not hasattr(config, "_param_dict"):
         return read_config(config).get("activation_checkpointing", {})
@@ -69,21 +52,19 @@ def section_of(config: Any) -> dict[str, Any]:
 
 
 def is_configured() -> bool:
-    return _chosen is not None
+    return _in_cpu is not None
 
 
-def reset() -> None:
-    """Do nothing: DeepSpeed frees its buffers for activations here, and zeroshard has none."""
+reset = always(None)  # DeepSpeed frees its buffers for activations here, and zeroshard has none
 
 
-def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
+def checkpoint(function: Callable, *args: object, **kwargs: object) -> Any:
     """Return function(*args, **kwargs), whose activations are recomputed in backward."""
-    in_cpu = _chosen is not None and _chosen.checkpoint_in_cpu and torch.cuda.is_available()
-    with torch.autograd.graph.save_on_cpu(pin_memory=True) if in_cpu else contextlib.nullcontext():
+    with torch.autograd.graph.save_on_cpu(pin_memory=True) if _in_cpu and torch.cuda.is_available() else contextlib.nullcontext():
         return torch_checkpoint(functools.partial(function, **kwargs), *args, use_reentrant=False)
 
 
-def apply_config(model: nn.Module, config: Any, mpu: Any) -> None:
+def apply_config(model: nn.Module, config: object, mpu: Any) -> None:
     """Call zs.checkpoint_activations for a model that calls torch's checkpoint itself, if the configuration asks for it."""
     section = section_of(config)
     group = mpu.get_model_parallel_group() if mpu is not None and section.get("partition_activations") else None
@@ -97,7 +78,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def get_cuda_rng_tracker() -> Any:
+def get_cuda_rng_tracker() -> NoReturn:
     raise NotImplementedError(
         "deepspeed.checkpointing.get_cuda_rng_tracker: there is no tensor parallelism here; use torch's generators."
     )

@@ -55,23 +55,14 @@ main()
 class Checkpoints(WholeWeights):
     """Mixin of the engine: saving and loading of checkpoints."""
 
-    _config: Any
-    config: dict[str, Any]
-    basic_optimizer: Any
-    lr_scheduler: Any
-    global_steps: int
     micro_steps: int
-    dp_world_size: int
     loaded_checkpoint_dp_world_size: int | None = None
     loaded_checkpoint_mp_world_size: int | None = None
-
-    def _hold(self, yes: bool) -> None:
-        raise NotImplementedError
 
     # -- save ----------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
-        self, save_dir: str, tag: Any = None, client_state: dict[str, Any] | None = None, save_latest: bool = True,
+        self, save_dir: str, tag: object = None, client_state: dict[str, Any] | None = None, save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
         """Save model, optimizer, scheduler, counters and client_state to save_dir/tag (collective). An existing tag is replaced.
@@ -83,15 +74,21 @@ class Checkpoints(WholeWeights):
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         tag = self._agreed(f"global_step{self.global_steps}" if tag is None else str(tag))
-        client_state, comm = client_state or {}, runtime_of(self.module).comm
+        client_state = client_state or {}
+        frozen = [name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad]
+        names = list(self.module.state_dict(keep_vars=True))  # the module's order, which zeroshard's format does not keep
+        engine = {**self._counters(), "dp_world_size": self.dp_world_size, "frozen": frozen, "names": names, **self._facts()}
+        scheduler = {} if self.lr_scheduler is None else {"lr_scheduler": self.lr_scheduler}
         saving.save(
             save_dir, self.module, self.basic_optimizer, name=tag, step=self.global_steps,
-            extra=self._extra(client_state), trained_only=exclude_frozen_parameters, overwrite=True, latest=save_latest,
-            asynchronous=self._config.checkpoint_writer_decoupled,
+            extra={"client_state": client_state, "engine": engine, **scheduler}, trained_only=exclude_frozen_parameters,
+            overwrite=True, latest=save_latest, asynchronous=self._config.checkpoint_writer_decoupled,
             files=self._described(client_state, exclude_frozen_parameters),
         )  # fmt: skip
-        if comm.rank == 0:
-            self._copy_recovery_script(save_dir)
+        script = Path(save_dir) / SCRIPT
+        if runtime_of(self.module).comm.rank == 0 and not script.exists():
+            write_whole(script, _SCRIPT)
+            self._change_recovery_script_permissions(script)
         return True
 
     def _agreed(self, tag: str) -> str:
@@ -113,13 +110,6 @@ class Checkpoints(WholeWeights):
     def _counters(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in sorted(_COUNTERS)}
 
-    def _extra(self, client_state: dict[str, Any]) -> dict[str, Any]:
-        frozen = [name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad]
-        names = list(self.module.state_dict(keep_vars=True))  # the module's order, which zeroshard's format does not keep
-        engine = {**self._counters(), "dp_world_size": self.dp_world_size, "frozen": frozen, "names": names, **self._facts()}
-        extra = {"client_state": client_state, "engine": engine}
-        return extra if self.lr_scheduler is None else {**extra, "lr_scheduler": self.lr_scheduler}
-
     def _described(self, client_state: dict[str, Any], exclude_frozen: bool) -> dict[str, Any]:
         """Return name -> content of the files with DeepSpeed's names, on rank 0 ({} on others).
 
@@ -129,22 +119,13 @@ class Checkpoints(WholeWeights):
         if runtime_of(self.module).comm.rank:  # after state_dict(), which runs the user's hooks on all ranks
             return {}
         scheduler, stage, facts = self.lr_scheduler, self.zero_optimization_stage(), self._facts()
+        parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
         model = {
-            "buffer_names": self._get_buffer_names(), "optimizer": None, "param_shapes": self._get_zero_param_shapes(),
+            "buffer_names": [name for name in state if name not in parameters], "optimizer": None,
+            "param_shapes": self._get_zero_param_shapes(),
             "lr_scheduler": None if scheduler is None else scheduler.state_dict(), **self._counters(),
             "dp_world_size": self.dp_world_size, "mp_world_size": 1, **facts, **client_state,
         }  # fmt: skip
-        self._check_classes(model)
-        model["module"] = _told(self._without_frozen(state) if exclude_frozen else state, whole=stage < 3)
-        optimizer = {"optimizer_state_dict": {"zero_stage": stage, "partition_count": self.dp_world_size}, **facts}
-        ranks, bf16 = range(self.dp_world_size if stage else 0), self._config.bfloat16_config.enabled
-        paths = [self._get_rank_zero_ckpt_name("", "", 0, rank, bf16) for rank in ranks]
-        contents = {self._get_ckpt_name("", ""): archived(model), **dict.fromkeys(paths, archived(optimizer))}
-        return {os.path.basename(path): content for path, content in contents.items()}
-
-    @staticmethod
-    def _check_classes(model: dict[str, Any]) -> None:
-        """Warn if the file will hold objects that torch.load(weights_only=True) refuses."""
         try:
             torch.load(io.BytesIO(archived(model)), weights_only=True)
         except pickle.UnpicklingError as error:
@@ -153,10 +134,12 @@ class Checkpoints(WholeWeights):
                 f"save_checkpoint: client_state, or the scheduler's state, holds an object of a class ({kind[1] if kind else '?'}) "
                 "that torch does not load by itself: it takes load_checkpoint(..., trusted=True)."
             )
-
-    def _get_buffer_names(self) -> list[str]:
-        parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
-        return [name for name in self.module.state_dict(keep_vars=True) if name not in parameters]
+        model["module"] = _told(self._without_frozen(state) if exclude_frozen else state, whole=stage < 3)
+        optimizer = {"optimizer_state_dict": {"zero_stage": stage, "partition_count": self.dp_world_size}, **facts}
+        ranks, bf16 = range(self.dp_world_size if stage else 0), self._config.bfloat16_config.enabled
+        paths = [self._get_rank_zero_ckpt_name("", "", 0, rank, bf16) for rank in ranks]
+        contents = {self._get_ckpt_name("", ""): archived(model), **dict.fromkeys(paths, archived(optimizer))}
+        return {os.path.basename(path): content for path, content in contents.items()}
 
     def _get_zero_param_shapes(self) -> list[dict[str, torch.Size]]:
         """Return name -> whole shape for each optimizer group."""
@@ -166,12 +149,6 @@ class Checkpoints(WholeWeights):
         shapes = {name: param.shape for name, param in self.module.named_parameters(remove_duplicate=False)}
         groups = state_map.param_groups(runtime, runtime.optimizer.core)
         return [{name: shapes[name] for name in group["params"] if name in shapes} for group in groups]
-
-    def _copy_recovery_script(self, save_path: str) -> None:
-        target = Path(save_path) / SCRIPT
-        if not target.exists():
-            write_whole(target, _SCRIPT)
-            self._change_recovery_script_permissions(target)
 
     def _change_recovery_script_permissions(self, dst: Any) -> None:
         try:
@@ -194,7 +171,7 @@ class Checkpoints(WholeWeights):
         name = f"{'bf16_' if bf16_mode else ''}zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
         return os.path.join(checkpoints_path, str(tag), name)
 
-    def _get_zero_ckpt_name(self, checkpoints_path: Any, tag: Any) -> str:
+    def _get_zero_ckpt_name(self, checkpoints_path: object, tag: object) -> str:
         """Return the path of this rank's optimizer file."""
         rank, bf16 = runtime_of(self.module).comm.rank, self._config.bfloat16_config.enabled
         return self._get_rank_zero_ckpt_name(checkpoints_path, tag, 0, rank, bf16)
@@ -206,7 +183,7 @@ class Checkpoints(WholeWeights):
     # -- load ----------------------------------------------------------------------------------------------------
 
     def load_checkpoint(
-        self, load_dir: str, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
+        self, load_dir: str, tag: object = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True, load_module_only: bool = False, custom_load_fn: Callable[..., Any] | None = None,
         trusted: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
@@ -266,7 +243,7 @@ class Checkpoints(WholeWeights):
         self.loaded_checkpoint_dp_world_size, self.loaded_checkpoint_mp_world_size = engine.get("dp_world_size"), 1
         self._backwards = 0  # the gradients of earlier backwards are dropped
         self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
-        return _path_of(folder), client_state
+        return str(model_file(folder) or folder), client_state
 
     def _tag_folder(self, root: Path, tag: Any) -> Path | None:
         """Return the folder of rank 0's tag (None: of the tag in `latest`; None if there is no such file) (collective).
@@ -300,7 +277,7 @@ def _extras_of(opened: Opened, trusted: bool) -> tuple[dict[str, Any], Any, dict
     extras = dict(opened.extras)
     if not opened.ours:
         if trusted and opened.unread:
-            whole = torch.load(_path_of(opened.path), map_location="cpu", mmap=True, weights_only=False)
+            whole = torch.load(model_file(opened.path) or opened.path, map_location="cpu", mmap=True, weights_only=False)
             extras |= {name: whole[name] for name in opened.unread}
         engine = {name: extras[name] for name in (*_COUNTERS, *_FACTS, "dp_world_size") if name in extras}
         scheduler = extras.get("lr_scheduler")
@@ -326,10 +303,10 @@ def _told(state: dict[str, Any], whole: bool) -> dict[str, Tensor]:
     return {name: copies[id(value)] for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def _path_of(folder: Path) -> str:
-    """Return the path that DeepSpeed's load_checkpoint returns: the model's file, or the folder if there is none."""
-    found = [folder / name for name in (MODEL_FILE, f"zero_pp_rank_0_{MODEL_FILE}") if (folder / name).exists()]
-    return str(found[0] if found else folder)
+def model_file(folder: Path) -> Path | None:
+    """Return the file of a checkpoint's model, which DeepSpeed's load_checkpoint returns; None if there is none."""
+    found = [folder / name for name in (MODEL_FILE, f"zero_pp_rank_0_{MODEL_FILE}") if (folder / name).is_file()]
+    return found[0] if found else None
 
 
 def latest_tag(root: Path, pointer: str = LATEST) -> str | None:

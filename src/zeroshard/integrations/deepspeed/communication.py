@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-from torch import Tensor
 
 from ...comm import backend_select
 from ...comm.launch import free_port, rank_environment
 from ...errors import ConfigError, ZeroshardError
-from .accelerator import get_accelerator
+from ...utils.tensor_tree import find_tensors
+from .accelerator import always, get_accelerator
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 default_pg_timeout = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "10")))
@@ -42,7 +42,7 @@ def init_distributed(
     timeout: timedelta = default_pg_timeout,
     init_method: str | None = None,
     dist_init_required: bool | None = None,
-    config: Any = None,
+    config: object = None,
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
@@ -98,10 +98,6 @@ def _complete_environment(auto_mpi_discovery: bool, port: int) -> None:
         )
 
 
-def is_available() -> bool:
-    return torch_dist.is_available()
-
-
 def is_initialized() -> bool:
     """Return whether torch.distributed is initialised, or this is a thread of run_threads."""
     return torch_dist.is_initialized() or _in_threads()
@@ -120,10 +116,6 @@ def _rank_and_size() -> tuple[int, int]:
     return backend_select.rank_and_size()
 
 
-def destroy_process_group(group: Any = None) -> None:
-    torch_dist.destroy_process_group(group)
-
-
 def get_rank(group: Any = None) -> int:
     """Return this process's rank in the group (None: among all); -1 outside of it."""
     return _rank_and_size()[0] if group is None else torch_dist.get_rank(group)
@@ -140,20 +132,13 @@ def get_local_rank() -> int:
     return get_local_rank_from_launcher()
 
 
-def get_local_rank_from_launcher() -> int:
-    return _from_launcher("LOCAL_RANK", 0)
-
-
-def get_world_rank_from_launcher() -> int:
-    return _from_launcher("RANK", 0)
-
-
-def get_world_size_from_launcher() -> int:
-    return _from_launcher("WORLD_SIZE", 1)
-
-
 def _from_launcher(name: str, otherwise: int) -> int:
     return int(os.environ.get(name) or os.environ.get(_FROM_MPI[name]) or otherwise)
+
+
+get_local_rank_from_launcher = functools.partial(_from_launcher, "LOCAL_RANK", 0)
+get_world_rank_from_launcher = functools.partial(_from_launcher, "RANK", 0)
+get_world_size_from_launcher = functools.partial(_from_launcher, "WORLD_SIZE", 1)
 
 
 def get_world_group() -> Any:
@@ -189,15 +174,12 @@ class CommsLogger:
         self.prof_all, self.prof_ops = True, list[str]()
         self.records: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
 
-    def wants(self, name: str, prof: bool) -> bool:
-        return self.enabled and (prof or self.prof_all or name in self.prof_ops)
-
 
 comms_logger = CommsLogger()
 
 
 def configure(
-    deepspeed_config: Any = None,
+    deepspeed_config: object = None,
     enabled: bool | None = None,
     prof_all: bool | None = None,
     prof_ops: list[str] | None = None,
@@ -223,14 +205,17 @@ def _op(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: add DeepSpeed's three arguments for its logger, and log calls as `configure` has set."""
 
     @functools.wraps(fn)
-    def call(*args: Any, prof: bool = False, log_name: str | None = None, debug: Any = None, **kwargs: Any) -> Any:
+    def call(*args: object, prof: bool = False, log_name: str | None = None, debug: object = None, **kwargs: object) -> Any:
         name = log_name or fn.__name__
-        if not comms_logger.wants(name, prof):
+        if not (comms_logger.enabled and (prof or comms_logger.prof_all or name in comms_logger.prof_ops)):
             return fn(*args, **kwargs)
         started = time.perf_counter()
         result = fn(*args, **kwargs)
         get_accelerator().synchronize()  # else the time would be that of starting the operation
-        seconds, nbytes = time.perf_counter() - started, _nbytes((args, kwargs))
+        seconds = time.perf_counter() - started
+        nbytes = max(
+            (tensor.numel() * tensor.element_size() for tensor in find_tensors((args, kwargs))), default=0
+        )  # its input or output
         comms_logger.records[name][nbytes].append(seconds)
         if comms_logger.verbose and get_rank() == 0:
             print(f"deepspeed.comm {name}: {nbytes} bytes, {seconds * 1e3:.2f} ms")
@@ -239,38 +224,27 @@ def _op(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _nbytes(value: Any) -> int:
-    """Return the bytes of the largest tensor among the arguments, which is the operation's input or output."""
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return max(map(_nbytes, held), default=0)
-
-
-def _row(nbytes: int, seconds: list[float]) -> dict[str, Any]:
-    total_ms = sum(seconds) * 1e3
-    count = len(seconds)
-    return {"count": count, "total_latency_ms": total_ms, "avg_latency_ms": total_ms / count, "msg_size_bytes": nbytes}
-
-
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
     """Print, on rank 0, calls and times by operation and size (collective). return_dict: also return them, on all ranks.
 
     show_straggler: the returned dict also has this rank's waiting time by operation: its seconds less the fastest rank's.
     """
-    summary = {name: {nbytes: _row(nbytes, s) for nbytes, s in sizes.items()} for name, sizes in comms_logger.records.items()}
+    rank, summary = get_rank(), {name: dict[int, dict[str, float]]() for name in comms_logger.records}
+    for name, sizes in comms_logger.records.items():
+        for nbytes, seconds in sizes.items():
+            total_ms, count = sum(seconds) * 1e3, len(seconds)
+            row = {"count": count, "total_latency_ms": total_ms, "avg_latency_ms": total_ms / count, "msg_size_bytes": nbytes}
+            summary[name][nbytes] = row
+            if rank == 0:
+                print(f"{name}: {nbytes} bytes x {count}, {total_ms / count:.3f} ms each")
     waited = None
     if show_straggler:
         mine = {name: sum(map(sum, sizes.values())) for name, sizes in comms_logger.records.items()}
         everyone: list[Any] = [None] * get_world_size()
         torch_dist.all_gather_object(everyone, mine)
         waited = {name: {"waited_ms": (s - min(other.get(name, s) for other in everyone)) * 1e3} for name, s in mine.items()}
-    if get_rank() == 0:
-        for name, sizes in summary.items():
-            for row in sizes.values():
-                print(f"{name}: {row['msg_size_bytes']} bytes x {row['count']}, {row['avg_latency_ms']:.3f} ms each")
     barrier()
-    metadata = {"world_size": get_world_size(), "rank": get_rank(), "timestamp": time.strftime("%Y-%m-%d %H:%M:%S")}
+    metadata = {"world_size": get_world_size(), "rank": rank, "timestamp": time.strftime("%Y-%m-%d %H:%M:%S")}
     return {"summary": summary, "straggler_analysis": waited, "metadata": metadata} if return_dict else None
 
 
@@ -308,7 +282,7 @@ _OPERATIONS: dict[str, tuple[str, dict[str, str]]] = {  # name -> (torch's name,
 
 
 def _operation(name: str, theirs: str, renamed: dict[str, str]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         return getattr(torch_dist, theirs)(*args, **{renamed.get(key, key): value for key, value in kwargs.items()})
 
     call.__name__ = call.__qualname__ = name
@@ -330,15 +304,8 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: list[int] | N
     return torch_dist.barrier(group, async_op, **options)
 
 
-def has_all_gather_into_tensor() -> bool:
-    return True
-
-
-has_reduce_scatter_tensor = has_all_reduce_coalesced = has_all_gather_into_tensor
-
-
-def has_coalescing_manager() -> bool:
-    return hasattr(torch_dist.distributed_c10d, "_coalescing_manager")
+has_all_gather_into_tensor = has_reduce_scatter_tensor = has_all_reduce_coalesced = always(True)
+has_coalescing_manager = always(hasattr(torch_dist.distributed_c10d, "_coalescing_manager"))
 
 
 def __getattr__(name: str) -> Any:
@@ -347,7 +314,7 @@ def __getattr__(name: str) -> Any:
     return getattr(torch_dist, name)
 
 
-def _contradicting_single_rank_pg_error(dp_world_size: int, explicit_process_group: Any, env: Any = None) -> str | None:
+def _contradicting_single_rank_pg_error(dp_world_size: int, explicit_process_group: object, env: Any = None) -> str | None:
     """Return an error if a launcher started several ranks but the default process group has only one; else None."""
     said = str((os.environ if env is None else env).get("WORLD_SIZE"))
     if dp_world_size != 1 or explicit_process_group is not None or not said.isdigit() or int(said) <= 1:

@@ -5,8 +5,8 @@
                with the reason
     refused    the key is not supported: it raises an error with the remedy, unless its value is the default or switches it off
 
-`KEYS` maps the full name ("zero_optimization.stage") to its row; `table()` returns the rows for a document. ds_config.py reads
-configurations by these rows, and sections.py makes typed sections from them.
+`KEYS` maps the full name ("zero_optimization.stage") to its row. ds_config.py reads configurations by these rows, sections.py
+makes typed sections from them, and scripts/config_page.py a document.
 """
 
 from __future__ import annotations
@@ -25,35 +25,6 @@ class Treatment(Enum):
     HONOURED = "honoured"
     NOTED = "noted"
     REFUSED = "refused"
-
-
-@dataclass(frozen=True)
-class Key:
-    """One key of a configuration.
-
-    name:    full name, with dots. aliases: other names in the same section.
-    default: default in DeepSpeed 0.19.8, or None if it has none.
-    kind:    how a typed section reads a value (sections.READERS); "any" in other sections, which DeepSpeed does not check.
-    text:    honoured: its effect; noted: the reason why it has none; refused: the remedy.
-    option:  honoured: the option of zs.shard that it sets, if any.
-    is_on:   refused: function that returns whether a value switches the key on.
-    fits:    noted: further values that get no warning, since they describe zeroshard's behaviour.
-    """
-
-    name: str
-    default: Any
-    kind: str
-    treatment: Treatment
-    text: str
-    option: str | None = None
-    aliases: tuple[str, ...] = ()
-    is_on: Callable[[Any], bool] = bool
-    fits: tuple = ()
-
-    @property
-    def field(self) -> str:
-        """Name of the key in its section."""
-        return self.name.rpartition(".")[2]
 
 
 def is_on(value: object) -> bool:
@@ -78,16 +49,36 @@ def _tensor_parallel(section: object) -> bool:
     return _several(section.get("autotp_size")) or _several(inner.get("tp_size"))
 
 
-def _H(name: str, default: Any, text: str, kind: str = "any", option: str | None = None, aliases: tuple = ()) -> Key:
-    return Key(name, default, kind, Treatment.HONOURED, text, option, aliases)
+@dataclass(frozen=True)
+class Key:
+    """One key of a configuration.
+
+    name:    full name, with dots. aliases: other names in the same section.
+    default: default in DeepSpeed 0.19.8, or None if it has none, or is in a section that is refused as a whole.
+    text:    honoured: its effect; noted: the reason why it has none; refused: the remedy.
+    kind:    how a typed section reads a value (sections.READERS); "any" in other sections, which DeepSpeed does not check.
+    option:  honoured: the option of zs.shard that it sets, if any.
+    is_on:   refused: function that returns whether a value switches the key on.
+    fits:    noted: further values that get no warning, since they describe zeroshard's behaviour.
+    """
+
+    treatment: Treatment
+    name: str
+    default: Any
+    text: str
+    kind: str = "any"
+    option: str | None = None
+    aliases: tuple[str, ...] = ()
+    is_on: Callable[[Any], bool] = is_on
+    fits: tuple[object, ...] = ()
+
+    @property
+    def field(self) -> str:
+        """Name of the key in its section."""
+        return self.name.rpartition(".")[2]
 
 
-def _N(name: str, default: Any, text: str, kind: str = "any", aliases: tuple = ()) -> Key:
-    return Key(name, default, kind, Treatment.NOTED, text, None, aliases)
-
-
-def _R(name: str, default: Any, text: str, kind: str = "any", on: Callable[[Any], bool] = is_on) -> Key:
-    return Key(name, default, kind, Treatment.REFUSED, text, is_on=on)
+_H, _N, _R = (functools.partial(Key, treatment) for treatment in Treatment)  # in a table, a row's first column
 
 
 def _stage3(key: Key) -> Key:
@@ -95,11 +86,14 @@ def _stage3(key: Key) -> Key:
     return replace(key, aliases=("stage3_" + key.name,))
 
 
-def _whole_section(name: str, text: str, keys: Mapping[str, Any], on: Callable[[Any], bool] = is_on) -> Iterator[Key]:
-    """Yield a section that is refused as a whole if it is on, and its keys."""
-    yield _R(name, None, text, on=on)
-    for key, default in keys.items():
-        yield _R(f"{name}.{key}", default, f"of {name}: {text}", on=on)
+def _whole_section(name: str, text: str, keys: str, on: Callable[[Any], bool] = is_on) -> Iterator[Key]:
+    """Yield a section that is refused as a whole if it is on, and its keys. A word in `keys` that ends in a colon: a section in it."""
+    yield _R(name, None, text, is_on=on)
+    place = name
+    for word in keys.split():
+        if word.endswith(":"):
+            place = f"{name}.{word[:-1]}"
+        yield _R(place if word.endswith(":") else f"{place}.{word}", None, f"of {name}: {text}")
 
 
 _SAME = "results are the same"
@@ -165,7 +159,7 @@ _TOP = (
     _N("vocabulary_size", None, "a hint about alignment"),
     *(_R(name, default, "other parallel dimensions are not in the configuration: leave it out, and pass a process group of "
         "the data-parallel ranks",
-         on=_several) for name, default in {"sequence_parallel_size": 1, "data_parallel_size": None}.items()),
+         is_on=_several) for name, default in {"sequence_parallel_size": 1, "data_parallel_size": None}.items()),
     _R("use_data_before_expert_parallelism", False, "there is no expert parallelism: leave it out"),
 )  # fmt: skip
 
@@ -177,21 +171,19 @@ _ZERO = (
     _N("allgather_bucket_size", 500_000_000, f"units are gathered, not buckets: {_SAME}", "count"),
     _N("allgather_partitions", True, f"parameters are always gathered at once: {_SAME}", "bool"),
     _N("use_multi_rank_bucket_allreduce", True, f"there are no buckets: {_SAME}", "bool"),
-    replace(_N("overlap_comm", None, f"communication runs beside the computation at every stage: {_SAME}", "bool"), fits=(True,)),
+    _N("overlap_comm", None, f"communication runs beside the computation at every stage: {_SAME}", "bool", fits=(True,)),
     _H("compute_grad_norm", True, "false (stages 1, 2): no global norm is shown, and in fp32 none makes a step be skipped", "bool", "skip_nonfinite"),
     _N("load_from_fp32_weights", True, "the fp32 masters of a checkpoint are always taken", "bool"),
     _N("elastic_checkpoint", False, "every checkpoint loads at any number of ranks", "bool"),
     _H("offload_optimizer", None, "below", "offload_optimizer", "offload_optimizer"),
     _H("offload_param", None, "below", "offload_param", "offload_param"),
-    *_whole_section("zenflow", "leave it out, and keep offload_optimizer; zs.shard(delayed_update=...) hides the host's update", {
-        "topk_ratio": 0.1, "select_strategy": "auto", "select_interval": "auto", "update_interval": "auto", "overlap_step": False,
-        "offload": False, "auto_ratio": 0.99, "full_warm_up_rounds": 0, "pt_reserved_cores_perc": 0.5, "steps_per_epoch": None}),
+    *_whole_section("zenflow", "leave it out, and keep offload_optimizer; zs.shard(delayed_update=...) hides the host's update",
+        "topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio full_warm_up_rounds "
+        "pt_reserved_cores_perc steps_per_epoch"),
     _N("sub_group_size", 1_000_000_000, f"the host steps in pieces of its own size: {_SAME}", "count"),
     _H("cpu_offload", None, 'deprecated: offload_optimizer {"device": "cpu"}', "bool", "offload_optimizer"),
     _H("cpu_offload_param", None, 'deprecated: offload_param {"device": "cpu"}', "bool", "offload_param"),
-    replace(
-        _N("cpu_offload_use_pin_memory", None, "deprecated: give pin_memory to offload_optimizer and offload_param", "bool"), fits=(False,)
-    ),
+    _N("cpu_offload_use_pin_memory", None, "deprecated: give pin_memory to offload_optimizer and offload_param", "bool", fits=(False,)),
     _stage3(_H("prefetch_bucket_size", 50_000_000, "elements gathered ahead of use, where it is given; 0: one unit", "count",
         "prefetch_bucket_size")),
     _stage3(_H("param_persistence_threshold", 100_000, "parameters of at most so many elements stay whole on every rank", "count",
@@ -240,68 +232,51 @@ _ZERO = (
 )  # fmt: skip
 
 _PIN = "page-locked host memory where there is a GPU"
-_OFFLOAD_PARAM = (
-    _H("device", "none", '"none", "cpu" or "nvme" (stage 3)', "device", "offload_param"),
-    _H("nvme_path", None, "folder on a local disk", "path", "offload_param"),
-    _N("buffer_count", 5, f"buffers have a size of their own: {_SAME}", "count"),
-    _N("buffer_size", 100_000_000, f"buffers have a size of their own: {_SAME}", "count"),
-    _N("max_in_cpu", 1_000_000_000, f"parameters on disk pass through the host in buffers: {_SAME}", "count"),
-    _H("pin_memory", True, _PIN, "bool", "offload_param"),
-)
-_OFFLOAD_OPTIMIZER = (
-    _H("device", "none", '"none", "cpu" or "nvme" (stages 1 to 3)', "device", "offload_optimizer"),
-    _H("nvme_path", None, "folder on a local disk", "path", "offload_optimizer"),
-    _N("buffer_count", 4, f"buffers have a number of their own: {_SAME}", "count"),
-    _H("pin_memory", True, _PIN, "bool", "offload_optimizer"),
-    _N("pipeline_read", False, f"reads always run beside the update: {_SAME}", "bool"),
-    _N("pipeline_write", False, f"writes always run beside the update: {_SAME}", "bool"),
-    _N("fast_init", False, "states are made where they rest", "bool"),
-    _H("ratio", 1.0, "stage 3: this share of the states is offloaded", "fraction", "offload_optimizer"),
-    _R("super_offload", False, "leave it out: device cpu steps with all cores", "bool"),
-    _N("cpuadam_cores_perc", 0.8, "torch.set_num_threads says how many threads step", "fraction"),
-)
-_FP16 = (
-    _H("enabled", False, "parameters and activations in fp16", "bool", "precision"),
-    _H("loss_scale", 0.0, "a fixed scale; 0: dynamic", "scale", "loss_scale"),
-    _H("initial_scale_power", 16, "dynamic: begins with 2 to this power", "power", "initial_loss_scale"),
-    _H("loss_scale_window", 1000, "dynamic: good steps before it doubles", "whole", "loss_scale_window"),
-    _H("hysteresis", 2, "dynamic: this many-th overflow halves it (stages 1 to 3)", "whole", "loss_scale_hysteresis"),
-    _H(
-        "consecutive_hysteresis",
-        False,
-        "dynamic: a good step makes overflows count from the start",
-        "bool",
-        "consecutive_hysteresis",
-    ),
-    _H("min_loss_scale", 1, "dynamic: never below", "whole", "min_loss_scale"),
-    _H("auto_cast", False, "inputs are cast to fp16", "bool"),
-    _R(
-        "fp16_master_weights_and_grads",
-        False,
-        "Adam's eps is zero in fp16: leave it out, or use bf16.bf16_master_weights_and_grads",
-        "bool",
-    ),
-)
-_BF16 = (
-    _H("enabled", False, "parameters and activations in bf16", "bool", "precision"),
-    _N("immediate_grad_update", False, "gradients are added as backward makes them in any case", "bool"),
-    _H(
-        "check_grad_overflow",
-        True,
-        "false (stages 1 and 2, gradients not in fp32 at stage 1): a step is taken with non-finite gradients",
-        "bool",
-        "skip_nonfinite",
-    ),
-    _H("bf16_master_weights_and_grads", False, "no fp32 masters, gradients rest in bf16", "bool", "master_weights"),
-    _H("bf16_optimizer_states", False, "needs the one above; states follow it", "bool"),
-)
-_WATCHED = (_H("enabled", False, "writes loss, learning rate and loss scale", "bool"),)
 _WRITTEN = (
-    *_WATCHED,
+    _H("enabled", False, "writes loss, learning rate and loss scale", "bool"),
     _H("output_path", "", "folder", "text"),
     _H("job_name", "DeepSpeedJobName", "folder in that folder", "text"),
 )
-_OTHERS: dict[str, tuple[Key, ...]] = {
+_SECTIONS: dict[str, tuple[Key, ...]] = {
+    "zero_optimization": _ZERO,
+    "zero_optimization.offload_param": (
+        _H("device", "none", '"none", "cpu" or "nvme" (stage 3)', "device", "offload_param"),
+        _H("nvme_path", None, "folder on a local disk", "path", "offload_param"),
+        _N("buffer_count", 5, f"buffers have a size of their own: {_SAME}", "count"),
+        _N("buffer_size", 100_000_000, f"buffers have a size of their own: {_SAME}", "count"),
+        _N("max_in_cpu", 1_000_000_000, f"parameters on disk pass through the host in buffers: {_SAME}", "count"),
+        _H("pin_memory", True, _PIN, "bool", "offload_param"),
+    ),
+    "zero_optimization.offload_optimizer": (
+        _H("device", "none", '"none", "cpu" or "nvme" (stages 1 to 3)', "device", "offload_optimizer"),
+        _H("nvme_path", None, "folder on a local disk", "path", "offload_optimizer"),
+        _N("buffer_count", 4, f"buffers have a number of their own: {_SAME}", "count"),
+        _H("pin_memory", True, _PIN, "bool", "offload_optimizer"),
+        _N("pipeline_read", False, f"reads always run beside the update: {_SAME}", "bool"),
+        _N("pipeline_write", False, f"writes always run beside the update: {_SAME}", "bool"),
+        _N("fast_init", False, "states are made where they rest", "bool"),
+        _H("ratio", 1.0, "stage 3: this share of the states is offloaded", "fraction", "offload_optimizer"),
+        _R("super_offload", False, "leave it out: device cpu steps with all cores", "bool"),
+        _N("cpuadam_cores_perc", 0.8, "torch.set_num_threads says how many threads step", "fraction"),
+    ),
+    "fp16": (
+        _H("enabled", False, "parameters and activations in fp16", "bool", "precision"),
+        _H("loss_scale", 0.0, "a fixed scale; 0: dynamic", "scale", "loss_scale"),
+        _H("initial_scale_power", 16, "dynamic: begins with 2 to this power", "power", "initial_loss_scale"),
+        _H("loss_scale_window", 1000, "dynamic: good steps before it doubles", "whole", "loss_scale_window"),
+        _H("hysteresis", 2, "dynamic: this many-th overflow halves it (stages 1 to 3)", "whole", "loss_scale_hysteresis"),
+        _H("consecutive_hysteresis", False, "dynamic: a good step makes overflows count from the start", "bool", "consecutive_hysteresis"),
+        _H("min_loss_scale", 1, "dynamic: never below", "whole", "min_loss_scale"),
+        _H("auto_cast", False, "inputs are cast to fp16", "bool"),
+        _R("fp16_master_weights_and_grads", False, "Adam's eps is zero in fp16: leave it out, or use bf16.bf16_master_weights_and_grads", "bool"),
+    ),
+    "bf16": (
+        _H("enabled", False, "parameters and activations in bf16", "bool", "precision"),
+        _N("immediate_grad_update", False, "gradients are added as backward makes them in any case", "bool"),
+        _H("check_grad_overflow", True, "false (stages 1 and 2, gradients not in fp32 at stage 1): a step is taken with non-finite gradients", "bool", "skip_nonfinite"),
+        _H("bf16_master_weights_and_grads", False, "no fp32 masters, gradients rest in bf16", "bool", "master_weights"),
+        _H("bf16_optimizer_states", False, "needs the one above; states follow it", "bool"),
+    ),
     "torch_autocast": (
         _H("enabled", False, "forward under torch.autocast, parameters in fp32"),
         _H("dtype", None, "of torch.autocast"),
@@ -365,83 +340,45 @@ _OTHERS: dict[str, tuple[Key, ...]] = {
         "grad_partitioned": True}.items()),
 }  # fmt: skip
 
-_EXPERTS = (
-    "autoep_size expert_tensor_parallel_size validate_folding_routing async_split_plan preset_model moe_layer_pattern "
-    "expert_pattern router_pattern use_grouped_mm disable_triton_grouped_mm route_norm route_scale score_apply combine_impl "
-    "row_weighting_impl gate_up_impl comm_backend comm_num_sm comm_qp_margin comm_max_tokens_per_rank num_expert_groups "
-    "num_limited_groups score_func top_k load_balance_coeff routed_scaling_factor expert_w1 expert_w2 expert_w3 "
-    "num_experts_attr top_k_attr has_shared_experts shared_experts_pattern shared_experts_gate_pattern expert_activation"
-)
-_EXPERT_DEFAULTS = {
-    "autoep_size": 1, "expert_tensor_parallel_size": 1, "validate_folding_routing": False, "async_split_plan": False,
-    "use_grouped_mm": True, "disable_triton_grouped_mm": False, "route_scale": 1.0, "score_apply": "auto", "combine_impl":
-    "auto", "row_weighting_impl": "auto", "gate_up_impl": "separate", "comm_backend": "comm", "comm_num_sm": 12,
-    "comm_qp_margin": 4, "comm_max_tokens_per_rank": 0, "score_func": "auto", "top_k": "auto", "routed_scaling_factor":
-    "auto",
-}  # fmt: skip
-_TUNING = (
-    "fast results_dir exps_dir overwrite metric metric_path start_profile_step end_profile_step mp_size max_train_batch_size "
-    "min_train_batch_size max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes "
-    "tuner_type tuner_early_stopping tuner_num_trials arg_mappings model_info model_info_path"
-)
-_TUNING_DEFAULTS = {
-    "fast": True, "results_dir": "autotuning_results", "exps_dir": "autotuning_exps", "overwrite": True, "metric":
-    "throughput", "start_profile_step": 3, "end_profile_step": 5, "mp_size": 1, "min_train_batch_size": 1,
-    "max_train_micro_batch_size_per_gpu": 1024, "min_train_micro_batch_size_per_gpu": 1, "num_tuning_micro_batch_sizes":
-    3, "tuner_type": "gridsearch", "tuner_early_stopping": 5, "tuner_num_trials": 50,
-}  # fmt: skip
-_COMPRESSION = (
-    "layer_reduction weight_quantization activation_quantization sparse_pruning row_pruning head_pruning channel_pruning"
-)
 _GONE = "DeepSpeed has removed it as well: leave it out"
 _REFUSED = (
-    *_whole_section("tensor_parallel", "leave it out, and see torch.distributed.tensor.parallel", {
-        "dtype": "fp16", "autotp_size": 0, "tp_overlap_comm": False, "vocab_parallel_lm_head": None,
-        "vocab_parallel_ce_backend": "torch",
-        "tensor_parallel": None, "tensor_parallel.tp_size": 1, "tensor_parallel.tp_grain_size": 1, "tensor_parallel.mpu": None,
-        "tensor_parallel.tp_group": None, "injection_policy_tuple": None, "partition_config": None,
-        "partition_config.use_default_specs": None,
-        "partition_config.layer_specs": None, "preset_model": None, "keep_module_on_host": False,
-        "replace_with_kernel_inject": False}, _tensor_parallel),
+    *_whole_section("tensor_parallel", "leave it out, and see torch.distributed.tensor.parallel",
+        "dtype autotp_size tp_overlap_comm vocab_parallel_lm_head vocab_parallel_ce_backend injection_policy_tuple preset_model "
+        "keep_module_on_host replace_with_kernel_inject tensor_parallel: tp_size tp_grain_size mpu tp_group "
+        "partition_config: use_default_specs layer_specs", _tensor_parallel),
     *_whole_section("expert_parallel",
         "leave it out: experts are sharded like all parameters (leaf_module for blocks of experts)",
-                    {"enabled": False, **{name: _EXPERT_DEFAULTS.get(name) for name in _EXPERTS.split()}}),
-    *_whole_section("compile", "leave it out; engine.compile() and torch.compile work", {
-        "deepcompile": False, "passes": None, "free_activation": False, "free_activation_threshold": 10 << 20,
-        "offload_activation": False,
-        "offload_activation_pin_memory": True, "offload_opt_states": False, "offload_parameters": False, "double_buffer": True,
-        "symmetric_memory": False, "autoep_non_moe": False, "debug_log": False, "sync_before_reduce": False,
-        "sync_after_reduce": False,
-        "sync_before_allgather": False, "sync_after_allgather": False, "keep_int_input_tensors": True,
-        "keep_all_input_tensors": False},
+        "enabled autoep_size expert_tensor_parallel_size validate_folding_routing async_split_plan preset_model moe_layer_pattern "
+        "expert_pattern router_pattern use_grouped_mm disable_triton_grouped_mm route_norm route_scale score_apply combine_impl "
+        "row_weighting_impl gate_up_impl comm_backend comm_num_sm comm_qp_margin comm_max_tokens_per_rank num_expert_groups "
+        "num_limited_groups score_func top_k load_balance_coeff routed_scaling_factor expert_w1 expert_w2 expert_w3 "
+        "num_experts_attr top_k_attr has_shared_experts shared_experts_pattern shared_experts_gate_pattern expert_activation"),
+    *_whole_section("compile", "leave it out; engine.compile() and torch.compile work",
+        "deepcompile passes free_activation free_activation_threshold offload_activation offload_activation_pin_memory "
+        "offload_opt_states offload_parameters double_buffer symmetric_memory autoep_non_moe debug_log sync_before_reduce "
+        "sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors",
         lambda section: is_on(section.get("deepcompile")) if isinstance(section, Mapping) else is_on(section)),
     *_whole_section("hybrid_engine",
-        "leave it out, and generate with an inference engine or the model itself under zs.gathered", {
-        "enabled": False, "max_out_tokens": 512, "inference_tp_size": 1, "release_inference_cache": False, "pin_parameters": True,
-        "tp_gather_partition_size": 8, "enable_cuda_graph": False}),
+        "leave it out, and generate with an inference engine or the model itself under zs.gathered",
+        "enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size "
+        "enable_cuda_graph"),
     *_whole_section("autotuning", "leave it out; `zeroshard plan` says what fits",
-                    {"enabled": False, **{name: _TUNING_DEFAULTS.get(name) for name in _TUNING.split()}}),
-    *_whole_section("data_efficiency", "leave it out, and give the DataLoader a sampler of your own", {
-        "enabled": False, "seed": 1234, "data_sampling": None, "data_sampling.enabled": False, "data_sampling.num_epochs": 1000,
-        "data_sampling.num_workers": 0, "data_sampling.pin_memory": False, "data_sampling.curriculum_learning": None,
-        **{f"data_sampling.curriculum_learning.{name}": None for name in ("enabled", "data_cluster_path", "curriculum_metrics")},
-        "data_sampling.dynamic_batching": None,
-        **{f"data_sampling.dynamic_batching.{name}": None
-           for name in ("enabled", "lr_scaling_method", "min_batch_size", "max_batch_size")},
-        "data_routing": None, "data_routing.enabled": False, "data_routing.random_ltd": None,
-        **{f"data_routing.random_ltd.{name}": None for name in (
-            "enabled", "total_layer_num", "random_ltd_layer_num", "random_ltd_layer_id", "model_mask_name", "model_type",
-            "hidden_state_order",
-            "random_ltd_schedule", "layer_token_lr_schedule")}}),
-    *_whole_section("datastates_ckpt", "leave it out: checkpoints are written by zs.io", {}),
-    *_whole_section("weight_quantization", "leave it out: quantise the trained weights", {
-        "enabled": True, "num_bits": 8, "q_type": "symmetric", "q_groups": 1, "quantized_initialization": None,
-        "post_init_quant": None}),
-    *_whole_section("comet", "leave it out; tensorboard, csv_monitor and wandb are there", {
-        "enabled": False, "samples_log_interval": 100, "project": None, "workspace": None, "api_key": None,
-        "experiment_name": None,
-        "experiment_key": None, "online": None, "mode": None}),
-    *_whole_section("compression_training", _GONE, dict.fromkeys(_COMPRESSION.split())),
+        "enabled fast results_dir exps_dir overwrite metric metric_path start_profile_step end_profile_step mp_size "
+        "max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu "
+        "num_tuning_micro_batch_sizes tuner_type tuner_early_stopping tuner_num_trials arg_mappings model_info model_info_path"),
+    *_whole_section("data_efficiency", "leave it out, and give the DataLoader a sampler of your own",
+        "enabled seed data_sampling: enabled num_epochs num_workers pin_memory "
+        "data_sampling.curriculum_learning: enabled data_cluster_path curriculum_metrics "
+        "data_sampling.dynamic_batching: enabled lr_scaling_method min_batch_size max_batch_size "
+        "data_routing: enabled data_routing.random_ltd: enabled total_layer_num random_ltd_layer_num random_ltd_layer_id "
+        "model_mask_name model_type hidden_state_order random_ltd_schedule layer_token_lr_schedule"),
+    *_whole_section("datastates_ckpt", "leave it out: checkpoints are written by zs.io", ""),
+    *_whole_section("weight_quantization", "leave it out: quantise the trained weights",
+        "enabled num_bits q_type q_groups quantized_initialization post_init_quant"),
+    *_whole_section("comet", "leave it out; tensorboard, csv_monitor and wandb are there",
+        "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode"),
+    *_whole_section("compression_training", _GONE, "layer_reduction weight_quantization activation_quantization sparse_pruning "
+        "row_pruning head_pruning channel_pruning"),
     _R("amp", None, 'use "bf16", "fp16" or "torch_autocast"'),
     _R("nebula", None, _GONE),
     *(_R(name, None, _GONE) for name in (
@@ -451,24 +388,12 @@ _REFUSED = (
 )  # fmt: skip
 
 
-def _under(prefix: str, keys: tuple[Key, ...]) -> Iterator[Key]:
-    yield from (replace(key, name=f"{prefix}.{key.name}") for key in keys)
-
-
 def _rows() -> Iterator[Key]:
     yield from _TOP
-    yield _H("zero_optimization", None, "below")
-    yield from _under("zero_optimization", _ZERO)
-    yield from _under("zero_optimization.offload_param", _OFFLOAD_PARAM)
-    yield from _under("zero_optimization.offload_optimizer", _OFFLOAD_OPTIMIZER)
-    yield _H("fp16", None, "below")
-    yield from _under("fp16", _FP16)
-    yield replace(_H("bf16", None, "below"), aliases=("bfloat16",))
-    yield from _under("bf16", _BF16)
-    for name, keys in _OTHERS.items():
-        if "." not in name:
-            yield _H(name, None, "below")
-        yield from _under(name, keys)
+    for section, keys in _SECTIONS.items():
+        if "." not in section:  # the rows of inner sections are among their section's keys
+            yield _H(section, None, "below", aliases=("bfloat16",) if section == "bf16" else ())
+        yield from (replace(key, name=f"{section}.{key.name}") for key in keys)
     yield from _REFUSED
 
 
@@ -482,26 +407,3 @@ ALIASES: dict[str, str] = {  # full name of an alias -> full name of its key
 def keys_of(section: str) -> tuple[Key, ...]:
     """Return the rows of the keys directly in a section; "" for the top level."""
     return tuple(key for key in KEYS.values() if key.name.rpartition(".")[0] == section)
-
-
-def markdown() -> str:
-    """Return the document docs/deepspeed-config.md."""
-    lines = [
-        "# DeepSpeed's configuration: every key", "",
-        "Honoured: the key does what it says. Noted: the key is accepted, and one line on stderr says why it changes nothing.",
-        "Refused: the key is an error, which names it and what to do; where its value means *off* it is accepted. A key that is",
-        "not in this table is an error if it resembles one that is, or if its section is typed (`fp16`, `bf16`,",
-        "`zero_optimization`, the monitors); else it is noted.", "",
-        "`zeroshard check ds_config.json` judges the keys of a file: it calls honoured ones *served* or *translated* (to the",
-        "option that it shows), and noted ones *ignored*. `integrations/deepspeed/config_keys.py:markdown` makes this page.", "",
-        "| key | default | what it is | what that means |", "|---|---|---|---|",
-    ]  # fmt: skip
-    for name, default, treatment, text in table():
-        shown = "largest" if default == sys.maxsize else "" if default is None else repr(default).replace("|", "/")
-        lines.append(f"| `{name}` | {shown} | {treatment} | {text.replace('|', '/')} |")
-    return "\n".join(lines) + "\n"
-
-
-def table() -> list[tuple[str, Any, str, str]]:
-    """Return (name, default, "honoured" | "noted" | "refused", text) of each key, in the order of sections, for a document."""
-    return [(key.name, key.default, key.treatment.value, key.text) for key in KEYS.values()]

@@ -12,7 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 from .logs import logger
+from .sections import without_auto
 from .stand_ins import NotSupported
+from .utilities import recursive_getattr
 
 try:
     from pydantic import BaseModel, ConfigDict
@@ -35,27 +37,19 @@ class DeepSpeedConfigModel(BaseModel):
         arbitrary_types_allowed=True, protected_namespaces=(),
     )  # fmt: skip
 
-    def __init__(self, strict: bool = False, **data: Any) -> None:
-        super().__init__(
-            **{key: value for key, value in data.items() if strict or not (isinstance(value, str) and value == "auto")}
-        )
-        for name, field in type(self).model_fields.items():
-            told = field.json_schema_extra
-            if isinstance(told, dict) and told.get("deprecated") and name in self.model_fields_set:
-                self._follow(name, told)
-
-    def _follow(self, name: str, told: dict[str, Any]) -> None:
-        """Warn that a field is deprecated, and set the field that replaces it."""
-        new = told.get("new_param", "")
-        logger.warning(
-            f"Config parameter {name} is deprecated{f' use {new} instead' if new else ''}. {told.get('deprecated_msg', '')}"
-        )
-        if not new or not told.get("set_new_param", True):
-            return
-        *sections, field = new.split(".")
-        target: Any = self
-        for section in sections:
-            target = getattr(target, section)
-        given = getattr(target, "model_fields_set", ())
-        assert field not in given, f"Cannot provide deprecated parameter '{name}' and replacing parameter '{new}' together"
-        setattr(target, field, told.get("new_param_fn", lambda value: value)(getattr(self, name)))
+    def __init__(self, strict: bool = False, **data: object) -> None:
+        super().__init__(**(data if strict else without_auto(data)))
+        for name, info in type(self).model_fields.items():
+            told: Any = info.json_schema_extra
+            if not (isinstance(told, dict) and told.get("deprecated") and name in self.model_fields_set):
+                continue
+            new, more = told.get("new_param", ""), told.get("deprecated_msg", "")
+            logger.warning(f"Config parameter {name} is deprecated{f' use {new} instead' if new else ''}. {more}")
+            if new and told.get("set_new_param", True):
+                above, _, field = new.rpartition(".")
+                target = recursive_getattr(self, above) if above else self
+                given = getattr(target, "model_fields_set", ())
+                assert field not in given, (
+                    f"Cannot provide deprecated parameter '{name}' and replacing parameter '{new}' together"
+                )
+                setattr(target, field, told.get("new_param_fn", lambda value: value)(getattr(self, name)))

@@ -18,26 +18,15 @@ from ...errors import ConfigError
 from ...optim.lion import Lion
 
 
-def _refuse(name: str, argument: str, value: Any, remedy: str) -> None:
+def _refuse(name: str, argument: str, value: object, remedy: str) -> None:
     raise ConfigError(f"{name}: {argument}={value} is not supported; {remedy}")
 
 
 class _Adam(torch.optim.Adam):
     """torch's fused Adam, with decoupled weight decay or L2 decay."""
 
-    def __init__(
-        self,
-        params: Any,
-        lr: Any,
-        bias_correction: bool,
-        betas: Any,
-        eps: float,
-        weight_decay: float,
-        amsgrad: bool,
-        decoupled: bool,
-    ) -> None:
+    def __init__(self, params: Any, decoupled: bool, bias_correction: bool, **options: Any) -> None:
         self._bias_correction = bias_correction
-        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
         super().__init__(params, **options, fused=True, decoupled_weight_decay=bool(decoupled))
         self.defaults["bias_correction"] = bias_correction
 
@@ -55,7 +44,7 @@ class DeepSpeedCPUAdam(_Adam):
 
     def __init__(
         self,
-        model_params: Any,
+        model_params: object,
         lr: float = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -65,7 +54,8 @@ class DeepSpeedCPUAdam(_Adam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        super().__init__(model_params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adamw_mode)
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        super().__init__(model_params, adamw_mode, bias_correction, **options)
         self.adam_w_mode, self.fp32_optimizer_states = adamw_mode, fp32_optimizer_states
 
 
@@ -74,7 +64,7 @@ class FusedAdam(_Adam):
 
     def __init__(
         self,
-        params: Any,
+        params: object,
         lr: float = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -84,7 +74,8 @@ class FusedAdam(_Adam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode)
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        super().__init__(params, adam_w_mode, bias_correction, **options)
         self.adam_w_mode, self.set_grad_none = int(adam_w_mode), set_grad_none
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -114,7 +105,7 @@ class DeepSpeedCPULion(Lion):
 
     def __init__(
         self,
-        model_params: Any,
+        model_params: object,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0,
@@ -129,7 +120,7 @@ class FusedLion(Lion):
 
     def __init__(
         self,
-        params: Any,
+        params: object,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,

@@ -1,25 +1,38 @@
-"""Modules made from the table in surface.py: `deepspeed.x.y` and `zeroshard.deepspeed.x.y` are one module object.
+"""The way in which `import deepspeed` finds zeroshard, in this process and its children, and the modules that it finds.
 
-The object for a name is imported when the name is first used, so that `import deepspeed` is quick. The error for a name that does
-not exist has the name to use instead.
+The modules are made from the table in surface.py: `deepspeed.x.y` and `zeroshard.deepspeed.x.y` are one module object. The object
+for a name is imported when the name is first used, so that `import deepspeed` is quick. The error for a name that does not exist
+has the name to use instead.
+
+Frameworks look up the package and its metadata with importlib, some of them while they are imported. Entries in sys.modules would
+not answer these look-ups, so `install` puts a real folder with a dist-info (site/) first on sys.path.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ...errors import missing_name
+from ...errors import ConfigError, missing_name
+from . import VERSION
 from .surface import INSTEAD, SURFACE
 
 ROOT = "zeroshard.deepspeed"
 ALIAS = "deepspeed"
 _HERE = __package__
+SITE = Path(__file__).parent / "site"
+_DECIDE_AT_IMPORT = ("accelerate", "transformers", "lightning", "pytorch_lightning", "lightning_fabric", "peft", "trl")
+MAJOR, MINOR, PATCH = (int(part) for part in VERSION.partition("+")[0].split("."))
+UNKNOWN = None  # what deepspeed's version says of git
+ALLREDUCE_NUMEL = 500_000_000
 
 
 class SurfaceModule(ModuleType):
@@ -34,10 +47,13 @@ class SurfaceModule(ModuleType):
             value = _resolve(SURFACE[path][name])
         elif inner in _PATHS:
             value = importlib.import_module(f"{ROOT}.{inner}")
-        elif "__getattr__" in SURFACE[path] and (value := _passed_on(path, name)) is not None:
-            pass
         else:
-            raise missing_name(_text(inner), sys._getframe(1))
+            value = None
+            if "__getattr__" in SURFACE[path]:  # deepspeed.comm passes on names of torch.distributed
+                with contextlib.suppress(AttributeError):
+                    value = _resolve(SURFACE[path]["__getattr__"])(name)
+            if value is None:
+                raise missing_name(_text(inner), sys._getframe(1))
         setattr(self, name, value)
         return value
 
@@ -57,14 +73,6 @@ def _resolve(where: str) -> Any:
     return found
 
 
-def _passed_on(path: str, name: str) -> Any:
-    """Return the attribute from `__getattr__` of the module that implements `path` (deepspeed.comm has one), or None."""
-    try:
-        return _resolve(SURFACE[path]["__getattr__"])(name)
-    except AttributeError:
-        return None
-
-
 def _text(path: str) -> str:
     """Return the error message for a name that does not exist."""
     parts = path.split(".")
@@ -73,16 +81,8 @@ def _text(path: str) -> str:
     return f"zeroshard.deepspeed has no {path}. {remedy or 'See docs/how-to/tools.md for what it has.'}"
 
 
-def _all_paths() -> set[str]:
-    """Return the table's modules, and the packages that contain them."""
-    found: set[str] = set()
-    for path in SURFACE:
-        parts = path.split(".") if path else []
-        found.update(".".join(parts[: count + 1]) for count in range(len(parts)))
-    return found
-
-
-_PATHS = _all_paths()
+# the table's modules, and the packages that contain them
+_PATHS = {".".join(path.split(".")[: count + 1]) for path in SURFACE if path for count in range(path.count(".") + 1)}
 for _path in _PATHS:
     SURFACE.setdefault(_path, {})
 _modules: dict[str, SurfaceModule] = {}
@@ -131,3 +131,52 @@ def open_door(module: ModuleType) -> None:
     module._surface_path = ""  # type: ignore[attr-defined]
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
+
+
+# -- import deepspeed ------------------------------------------------------------------------------------------------
+
+
+def install() -> None:
+    """Make `import deepspeed` import `zeroshard.deepspeed` from now on. Call it before other imports; a second call does nothing.
+
+    Raises ConfigError if accelerate, transformers or lightning were imported before, since they decide at import whether
+    DeepSpeed is installed, or if the real deepspeed was.
+    """
+    present = sys.modules.get("deepspeed")
+    if present is not None and present is sys.modules.get("zeroshard.deepspeed"):
+        return
+    if present is not None:
+        where = getattr(present, "__file__", "?")
+        raise ConfigError(f"zeroshard.deepspeed.install(): deepspeed was imported before, from {where}: call install() first.")
+    early = [name for name in _DECIDE_AT_IMPORT if name in sys.modules]
+    if early and not _is_first(sys.path):
+        raise ConfigError(
+            f"zeroshard.deepspeed.install(): {', '.join(early)} was imported before, and decides while it is imported whether DeepSpeed "
+            "is there: call install() first, or start the script with python -m zeroshard.deepspeed script.py."
+        )
+    if not _is_first(sys.path):
+        sys.path.insert(0, str(SITE))
+    os.environ.update(child_environment())
+
+
+def _is_first(paths: list[str]) -> bool:
+    """Return whether the site folder comes before any other deepspeed on the path."""
+    for path in paths:
+        if path == str(SITE):
+            return True
+        if os.path.isfile(os.path.join(path or ".", "deepspeed", "__init__.py")):
+            return False
+    return False
+
+
+def child_environment(base: dict[str, str] | None = None) -> dict[str, str]:
+    """Return the PYTHONPATH with which `import deepspeed` finds zeroshard in a child process.
+
+    Workers of torchrun and of `accelerate launch` inherit it.
+    """
+    given = (os.environ if base is None else base).get("PYTHONPATH", "")
+    others = [path for path in given.split(os.pathsep) if path and path != str(SITE)]
+    source = str(Path(__file__).parents[3])  # zeroshard's own folder, in case it is not installed
+    if source not in others and not source.endswith("-packages"):
+        others.append(source)
+    return {"PYTHONPATH": os.pathsep.join([str(SITE), *others])}

@@ -23,19 +23,9 @@ import torch
 from ...config import SECTION
 from ...utils.axes import DP, cuts_model
 from ...utils.planned_mesh import planned_otherwise
+from . import sections
 from .config_keys import KEYS, Treatment, keys_of
-from .sections import (
-    CommsLoggerConfig,
-    CSVConfig,
-    DeepSpeedBF16Config,
-    DeepSpeedConfigError,
-    DeepSpeedFP16Config,
-    DeepSpeedThroughputTimerConfig,
-    DeepSpeedZeroConfig,
-    TensorBoardConfig,
-    WandbConfig,
-    examine,
-)
+from .sections import DeepSpeedConfigError, Section, examine, without_auto
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER, LION_OPTIMIZER = "adam", "adamw", "adagrad", "lion"
 LAMB_OPTIMIZER, MUON_OPTIMIZER = "lamb", "muon"
@@ -66,14 +56,14 @@ def get_log_level(config: Mapping[str, Any]) -> str | None:
     return config.get("log_level", LOG_LEVEL_DEFAULT)
 
 
-def get_bfloat16_config(config: Mapping[str, Any]) -> DeepSpeedBF16Config:
+def get_bfloat16_config(config: Mapping[str, Any]) -> Section:
     """Return the section bf16 (bfloat16 in older configurations)."""
-    return DeepSpeedBF16Config.of(_section(config, "bf16", "bfloat16"))  # type: ignore[return-value]
+    return sections.DeepSpeedBF16Config.of(_section(config, "bf16", "bfloat16"))
 
 
-def get_float16_config(config: Mapping[str, Any]) -> DeepSpeedFP16Config:
+def get_float16_config(config: Mapping[str, Any]) -> Section:
     """Return the section fp16."""
-    return DeepSpeedFP16Config.of(_section(config, "fp16"))  # type: ignore[return-value]
+    return sections.DeepSpeedFP16Config.of(_section(config, "fp16"))
 
 
 def _section(config: Mapping[str, Any], *names: str, within: str = "") -> Any:
@@ -85,7 +75,7 @@ def _section(config: Mapping[str, Any], *names: str, within: str = "") -> Any:
     return {} if name is None else config[name]
 
 
-def _number(name: str, value: Any) -> Any:
+def _number(name: str, value: object) -> Any:
     """Return the value. Raise DeepSpeedConfigError if it is not a number; inf is accepted, nan is not."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
         raise DeepSpeedConfigError(f"{name}: expected a number, got {value!r}.")
@@ -174,10 +164,17 @@ class DeepSpeedConfig:
         def __getattr__(self, name: str) -> Any:
             """Return the value of a key; `config_keys` lists them."""
 
-    def __init__(self, config: object, mpu: Any = None, mesh_device: Any = None, *, world_size: int | None = None) -> None:
+    def __init__(self, config: object, mpu: object = None, mesh_device: Any = None, *, world_size: int | None = None) -> None:
         self._param_dict = read_config(config)
-        self.world_size = world_size if world_size is not None else _ranks(mpu, mesh_device)
-        given = {name: value for name, value in self._param_dict.items() if not (isinstance(value, str) and value == "auto")}
+        if world_size is not None:
+            self.world_size = world_size
+        elif mpu is not None and hasattr(mpu, "get_data_parallel_world_size"):
+            self.world_size = mpu.get_data_parallel_world_size()
+        elif mesh_device is not None:
+            self.world_size = mesh_device.get_group(mesh_dim="data_parallel").size()
+        else:
+            self.world_size = torch.distributed.get_world_size() if _distributed() else 1
+        given = without_auto(self._param_dict)
         self.notes: list[str] = []
         self.planned_options = self._planned_options(
             given, config if isinstance(config, (str, os.PathLike)) else "the configuration"
@@ -241,14 +238,14 @@ class DeepSpeedConfig:
         self.optimizer_legacy_fusion = _section(given, "optimizer").get("legacy_fusion", False)
 
     def _read_sections(self, given: Mapping[str, Any]) -> None:
-        self.zero_config: Any = DeepSpeedZeroConfig.of(_section(given, "zero_optimization"))
+        self.zero_config: Any = sections.DeepSpeedZeroConfig.of(_section(given, "zero_optimization"))
         self.zero_optimization_stage: int = self.zero_config.stage
         self.zero_enabled = self.zero_optimization_stage > 0
-        written = {"tensorboard": TensorBoardConfig, "csv_monitor": CSVConfig, "wandb": WandbConfig}
+        written = {"tensorboard": sections.TensorBoardConfig, "csv_monitor": sections.CSVConfig, "wandb": sections.WandbConfig}
         monitors: dict[str, Any] = {name: kind.of(_section(given, name)) for name, kind in written.items()}
         self.monitor_config = SimpleNamespace(**monitors, enabled=any(monitor.enabled for monitor in monitors.values()))
-        self.timers_config = DeepSpeedThroughputTimerConfig.of(_section(given, "timers").get("throughput"))
-        comms = CommsLoggerConfig.of(_section(given, "comms_logger"))
+        self.timers_config = sections.DeepSpeedThroughputTimerConfig.of(_section(given, "timers").get("throughput"))
+        comms = sections.CommsLoggerConfig.of(_section(given, "comms_logger"))
         self.comms_config = SimpleNamespace(comms_logger_enabled="comms_logger" in given, comms_logger=comms)
         self.activation_checkpointing_config = SimpleNamespace(**_with_defaults(given, "activation_checkpointing"))
         self.flops_profiler_config = SimpleNamespace(**_with_defaults(given, "flops_profiler"))
@@ -356,9 +353,9 @@ class DeepSpeedConfig:
 
     def say_notes(self, rank: int | None = None) -> None:
         """Print the notes on stderr, on rank 0, each once in a process."""
-        if (_rank() if rank is None else rank) != 0:
-            return
-        for note in self.notes:
+        if rank is None:
+            rank = torch.distributed.get_rank() if _distributed() else 0
+        for note in self.notes if rank == 0 else ():
             if note not in _said:
                 _said.add(note)
                 print(f"zeroshard: ds_config: {note}", file=sys.stderr)
@@ -378,24 +375,10 @@ class DeepSpeedConfig:
 _said: set[str] = set()
 
 
-def _with_defaults(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return an untyped section, with the defaults of the keys that it lacks."""
-    section = {key: value for key, value in _section(given, name).items() if not (isinstance(value, str) and value == "auto")}
-    return {**{key.field: key.default for key in keys_of(name)}, **section}
-
-
 def _distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _rank() -> int:
-    return torch.distributed.get_rank() if _distributed() else 0
-
-
-def _ranks(mpu: Any, mesh: Any) -> int:
-    """Return the number of data-parallel ranks."""
-    if mpu is not None and hasattr(mpu, "get_data_parallel_world_size"):
-        return mpu.get_data_parallel_world_size()
-    if mesh is not None:
-        return mesh.get_group(mesh_dim="data_parallel").size()
-    return torch.distributed.get_world_size() if _distributed() else 1
+def _with_defaults(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return an untyped section, with the defaults of the keys that it lacks."""
+    return {key.field: key.default for key in keys_of(name)} | without_auto(_section(given, name))

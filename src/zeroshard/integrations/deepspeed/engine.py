@@ -32,24 +32,22 @@ from ...utils.torch_compat import in_derivative
 from ...zero.out_of_memory import telling
 from ...zero.runtime import runtime_of
 from . import partition
-from .autocast import autocast_if_enabled
+from .accelerator import always
 from .checkpoints import Checkpoints
+from .ds_config import DeepSpeedConfig
 from .engine_optimizer import wrap
 from .logs import logger
 from .timers import SynchronizedWallClockTimer, ThroughputTimer
+from .utilities import autocast_if_enabled, maybe_loss_for_backward
 
 _scaled: set[int] = set()  # graph tasks (autograd's ids) of running backwards whose loss `engine.backward` has scaled already
-
-
-def _is_loss(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None
 
 
 def _one_thread(method: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: raise ZeroshardError if another thread is inside the engine; collectives and gradients of both would mix."""
 
     @functools.wraps(method)
-    def call(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
+    def call(self: DeepSpeedEngine, *args: object, **kwargs: object) -> Any:
         if not self._turn.acquire(blocking=False):
             raise ZeroshardError(
                 f"engine.{method.__name__}: another thread is inside of this engine. Train from one thread, or hold a lock around "
@@ -67,11 +65,11 @@ class _UnscaledGradient(torch.autograd.Function):
     """Multiply x by a factor, and pass its gradient unscaled: the runtime multiplies gradients of outputs by the loss scale."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+    def forward(ctx: object, x: Tensor, factor: float) -> Tensor:
         return x * factor
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -82,11 +80,11 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     wrapper with DeepSpeed's interface (engine_optimizer.py); None for inference.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, config: Any, **known: Any) -> None:
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, **known: Any) -> None:
         super().__init__()
         self.module = module
         self._config, self.config = config, config._param_dict
-        self.basic_optimizer = optimizer
+        self.basic_optimizer: Any = optimizer
         self.optimizer = wrap(optimizer, config)
         self.device, self.local_rank = known["device"], known["local_rank"]
         self.mpu, self.collate_fn, self.monitor = known["mpu"], known["collate_fn"], known["monitor"]
@@ -124,30 +122,30 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     # -- forward and backward ------------------------------------------------------------------------------------
 
     @_one_thread
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         if self.module.training:
             self.tput_timer.start()
         self._hold(self._sums_locally())
         if self.fp16_auto_cast():
-            args, kwargs = map_tensors(_half, (args, kwargs))
+            args, kwargs = map_tensors(lambda tensor: tensor.to(casts_to(tensor.dtype, torch.half)), (args, kwargs))
         with autocast_if_enabled(self), telling(runtime_of(self.module), "the forward"):
             output = self.module(*args, **kwargs)
-        if self._gradient_factor() != 1 and torch.is_grad_enabled() and self.optimizer is not None and not in_derivative():
-            for tensor in find_tensors(output):
-                if tensor.grad_fn is not None:  # for programs that call loss.backward() instead of engine.backward(loss)
-                    tensor.register_hook(self._scale_unless_scaled)
-        return output
 
-    def _gradient_factor(self) -> float:
-        """Return the factor for gradients of a plain `loss.backward()`: 1 / micro-batches, times ranks if they are summed."""
-        return self._ranks_summed() / self.gradient_accumulation_steps()
+        # for programs that call loss.backward() instead of engine.backward(loss)
+        def scale_unless_scaled(grad: Tensor) -> Tensor | None:
+            scaled = torch_compat.graph_task() in _scaled
+            return None if scaled else grad * (self._ranks_summed() / self.gradient_accumulation_steps())
+
+        factor = self._ranks_summed() / self.gradient_accumulation_steps()
+        if factor != 1 and torch.is_grad_enabled() and self.optimizer is not None and not in_derivative():
+            for tensor in find_tensors(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(scale_unless_scaled)
+        return output
 
     def _ranks_summed(self) -> int:
         """Return the factor from the mean gradient over ranks to the configured one: the number of ranks for a sum, else 1."""
         return self.dp_world_size if self._config.gradient_allreduce_op == "sum" else 1
-
-    def _scale_unless_scaled(self, grad: Tensor) -> Tensor | None:
-        return None if torch_compat.graph_task() in _scaled else grad * self._gradient_factor()
 
     def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
         """Return the loss times the loss scale, for a program's own `.backward()`; its gradients are not scaled twice.
@@ -155,15 +153,19 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         retain_graph: no effect; pass it to `.backward()`.
         """
         assert self.optimizer is not None, "must provide optimizer during init in order to use scale"
-        assert _is_loss(loss), "loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)"
-        factor = self._loss_scale()
+        assert maybe_loss_for_backward(loss), (
+            "loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)"
+        )
+        factor = runtime_of(self.module).progress.loss_scale
         return loss if factor == 1.0 else _UnscaledGradient.apply(loss, factor)
 
     @_one_thread
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Run backward of loss / gradient_accumulation_steps (scale_wrt_gas=False: of the loss), and return that quotient."""
         assert self.optimizer is not None, "must provide optimizer during init in order to use backward"
-        assert _is_loss(loss), "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors"
+        assert maybe_loss_for_backward(loss), (
+            "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors"
+        )
         self._hold(self._sums_locally())
         self._backwards += 1
         steps = self.gradient_accumulation_steps()
@@ -185,8 +187,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             self._loss = scaled.detach() + self._loss
         return scaled
 
-    def _backward_epilogue(self) -> None:
-        """Do nothing: when backward() returns, everything that DeepSpeed does after a backward has been done."""
+    # when backward() returns, everything that DeepSpeed does after a backward has been done
+    _backward_epilogue = always(None)
 
     # -- accumulation --------------------------------------------------------------------------------------------
 
@@ -258,13 +260,12 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             self.inside_no_sync_ctxt = False
             self._hold(False)
 
-    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+    def allreduce_gradients(self, bucket_size: object = None) -> None:
         """Reduce the gradients that were accumulated locally (collective)."""
         self._hold(False)
         runtime_of(self.module).flush()
 
-    def _flush_coalesced_reduction_zero3(self, optimizer: Any = None) -> None:
-        self.allreduce_gradients()
+    _flush_coalesced_reduction_zero3 = allreduce_gradients
 
     # -- step ----------------------------------------------------------------------------------------------------
 
@@ -290,9 +291,10 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             self._check_used()
         self.optimizer.step()
         record = self.basic_optimizer.last_step
-        self._global_grad_norm = self._norm_shown(record) if self.zero_compute_grad_norm() else None
-        self.optimizer.zero_grad()  # as DeepSpeed's step does: its programs need not call zero_grad
         self._step_applied = math.isfinite(record.grad_norm) or not record.skipped  # a step without gradients counts as applied
+        shown = record.grad_norm if self._step_applied or not self.zero_optimization() else math.inf  # inf as in DeepSpeed
+        self._global_grad_norm = shown if self.zero_compute_grad_norm() else None
+        self.optimizer.zero_grad()  # as DeepSpeed's step does: its programs need not call zero_grad
         if not self._step_applied:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:  # not after a skipped step
@@ -304,11 +306,6 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             self.global_samples += self.train_batch_size() // self.gradient_accumulation_steps() * self._backwards
         self._tell()
         self._backwards, self._loss = 0, 0.0
-
-    def _norm_shown(self, record: Any) -> float:
-        """Return the gradient norm of a step; inf for a skipped step at stages 1 to 3, as in DeepSpeed."""
-        skipped = record.skipped and not math.isfinite(record.grad_norm)
-        return math.inf if skipped and self.zero_optimization() else record.grad_norm
 
     def _check_used(self) -> None:
         """Raise AssertionError on all ranks if no rank has a gradient for some trained parameter."""
@@ -333,11 +330,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             if isinstance(self._loss, Tensor):  # only if engine.backward() was used: this rank's mean over micro-batches
                 events.append(("Train/Samples/train_loss", self._loss, self.global_samples))
             if self.fp16_enabled():
-                events.append(("Train/Samples/loss_scale", self._loss_scale(), self.global_samples))
+                events.append(("Train/Samples/loss_scale", runtime_of(self.module).progress.loss_scale, self.global_samples))
             self.monitor.write_events(events)
-
-    def _loss_scale(self) -> float:
-        return runtime_of(self.module).progress.loss_scale
 
     def was_step_applied(self) -> bool:
         """Return whether the latest step() changed parameters."""
@@ -359,7 +353,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return self
 
     def compile(
-        self, backend: Any = None, compile_kwargs: dict[str, Any] | None = None, schedule: Any = None, **unknown: Any
+        self, backend: object = None, compile_kwargs: dict[str, Any] | None = None, schedule: object = None, **unknown: object
     ) -> None:
         """Compile the module in place with torch.compile. Raises ZeroshardError for `schedule`, which needs DeepCompile."""
         if schedule is not None:
@@ -398,7 +392,3 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         if getattr(self.module, "_zeroshard", None) is not None and not runtime_of(self.module).closed:
             partition.detach(self.module)
             api.close(self.module)
-
-
-def _half(tensor: Tensor) -> Tensor:
-    return tensor.to(casts_to(tensor.dtype, torch.half))

@@ -1,19 +1,31 @@
-"""`engine.optimizer`: a wrapper of the sharded optimizer with the interface of DeepSpeed's optimizers."""
+"""`engine.optimizer`: a wrapper of the sharded optimizer with the interface of DeepSpeed's optimizers.
+
+Its state dicts have DeepSpeed's form: each tensor is an ordinary one with this rank's slice of a state. Programs save one per
+rank (`torch.save(engine.optimizer.state_dict(), f"rank{rank}.pt")`) and load them with the same number of ranks.
+`engine.save_checkpoint` works for any number.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from ...errors import NonFiniteError
-from . import stand_ins
+from ...errors import ConfigError, NonFiniteError
+from ...tensor.sharded_tensor import ShardedTensor
+from ...zero.gathered_parameters import home_of
+from . import partition, stand_ins
+from .accelerator import always
 from .cpu_optimizers import FusedAdam
+from .ds_config import DeepSpeedConfig
 from .optimizer_views import LossScalerView, OptimizerViews
-from .parameter_offload import ParameterOffload
-from .sliced_states import show_slices
+
+COUNT = "partition_count"  # key in a state dict with the number of ranks
 
 _INSTEAD = {
     **dict.fromkeys(
@@ -26,10 +38,15 @@ _INSTEAD = {
 }  # fmt: skip
 
 
+def _passed_on(name: str) -> property:
+    """Return a property that reads and sets an attribute of the sharded optimizer."""
+    return property(lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value))
+
+
 class EngineOptimizer(OptimizerViews):
     """Wrapper of a sharded optimizer, `.optimizer`, in which attributes are looked up that the wrapper lacks."""
 
-    def __init__(self, optimizer: Any, config: Any) -> None:
+    def __init__(self, optimizer: object, config: DeepSpeedConfig) -> None:
         self.optimizer = optimizer
         self._config = config
         self.custom_loss_scaler = False
@@ -43,35 +60,12 @@ class EngineOptimizer(OptimizerViews):
             raise AttributeError(f"{told}: use {_INSTEAD[name]}.")
         return getattr(self.optimizer, name)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
+    param_groups, state = _passed_on("param_groups"), _passed_on("state")
 
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.optimizer.defaults
-
-    def step(self, closure: Any = None) -> Any:
-        scaler, zero = self.loss_scaler, self._config.zero_enabled  # DeepSpeed's stage 0 continues at the smallest scale
-        at_end = (
-            zero
-            and scaler is not None
-            and self.dynamic_loss_scale
-            and scaler.patience == 1
-            and scaler.scale == scaler.config.min_loss_scale
-        )
+    def step(self, closure: object = None) -> Any:
+        scaler, at_end = self.loss_scaler, False
+        if scaler is not None and scaler.dynamic and self._config.zero_enabled:  # DeepSpeed's stage 0 continues
+            at_end = scaler.patience == 1 and scaler.scale == scaler.config.min_loss_scale
         loss = self.optimizer.step(closure)
         if at_end and self.overflow:
             raise NonFiniteError(
@@ -105,7 +99,7 @@ class EngineOptimizer(OptimizerViews):
         }  # fmt: skip
         return {**self.optimizer.state_dict(), **told}
 
-    def load_state_dict(self, state_dict: dict[str, Any], *unused: Any, **options: Any) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *unused: object, **options: object) -> None:
         self.optimizer.load_state_dict(state_dict)
 
     @property
@@ -139,22 +133,13 @@ class EngineOptimizer(OptimizerViews):
         record = self.optimizer.last_step
         return None if record is None else record.grad_norm
 
-    def refresh_fp32_params(self) -> None:
-        """Do nothing: a step copies writes to parameters into the masters by itself."""
-
-    def empty_partition_cache(self) -> None:
-        """Do nothing: parameters are not kept gathered between steps."""
-
-    def destroy(self) -> None:
-        """Do nothing: `engine.destroy()` frees everything."""
-
-
-class Stages1And2(EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer):
-    """Optimizer of stages 1 and 2; isinstance of DeepSpeed's class for them holds."""
+    refresh_fp32_params = always(None)  # a step copies writes to parameters into the masters by itself
+    empty_partition_cache = always(None)  # parameters are not kept gathered between steps
+    destroy = always(None)  # `engine.destroy()` frees everything
 
 
 class Stage3(EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer_Stage3):
-    """Optimizer of stage 3; isinstance of DeepSpeed's class for it holds."""
+    """Optimizer of stage 3."""
 
     def _set_fp32_optimizer_param_groups(self) -> None:
         """Make `.optimizer` a copy in DeepSpeed's flat layout until `_clear_fp32_optimizer_param_groups` (collective)."""
@@ -170,24 +155,22 @@ class Stage3(EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer_Stage3):
         return ParameterOffload(self.optimizer.core.runtime.model)
 
 
-class InBF16(EngineOptimizer, stand_ins.BF16_Optimizer):
-    """Optimizer of stage 1 in bf16 with fp32 gradients, an instance of DeepSpeed's BF16_Optimizer."""
+_HERE = {"__module__": __name__}
+# an instance is one of DeepSpeed's class for the stage and precision
+Stages1And2 = type("Stages1And2", (EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer), _HERE)
+InBF16 = type("InBF16", (EngineOptimizer, stand_ins.BF16_Optimizer), _HERE)  # stage 1 in bf16 with fp32 gradients
+Fused = type("Fused", (EngineOptimizer, stand_ins.FP16_Optimizer), _HERE)  # stage 0 in fp16 or bf16 with FusedAdam
+Unfused = type("Unfused", (EngineOptimizer, stand_ins.FP16_UnfusedOptimizer), _HERE)  # with another class
 
 
-class Fused(EngineOptimizer, stand_ins.FP16_Optimizer):
-    """Optimizer of stage 0 in fp16 or bf16 with FusedAdam, an instance of DeepSpeed's FP16_Optimizer."""
-
-
-class Unfused(EngineOptimizer, stand_ins.FP16_UnfusedOptimizer):
-    """Optimizer of stage 0 in fp16 or bf16 with another class, an instance of DeepSpeed's FP16_UnfusedOptimizer."""
-
-
-def wrap(optimizer: torch.optim.Optimizer | None, config: Any) -> Any:
+def wrap(optimizer: Any, config: DeepSpeedConfig) -> Any:
     """Return the optimizer in the wrapper whose class DeepSpeed would use; at stage 0 in fp32 the optimizer itself."""
     stage, dtype = int(config.zero_optimization_stage), config.model_dtype
     if optimizer is None:
         return None
-    show_slices(optimizer)
+    if not optimizer.core.replicated:
+        cls = type(optimizer)
+        optimizer.__class__ = type(cls.__name__, (SlicedStates, cls), {"__qualname__": cls.__qualname__})
     if not stage:
         if dtype is torch.float32:
             return optimizer
@@ -197,3 +180,101 @@ def wrap(optimizer: torch.optim.Optimizer | None, config: Any) -> Any:
     if stage == 1 and on_device and (dtype, config.gradient_dtype) == (torch.bfloat16, torch.float32):
         return InBF16(optimizer, config)
     return (Stage3 if stage == 3 else Stages1And2)(optimizer, config)
+
+
+# -- state dicts ---------------------------------------------------------------------------------------------------
+
+
+class SlicedStates:
+    """Mixin of an engine's sharded optimizer, unless its states are replicated."""
+
+    core: Any
+    param_groups: list[dict[str, Any]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a state dict as torch's, with flat slices of states, padded with zeros to the longest slice of any rank."""
+        found = super().state_dict()  # type: ignore[misc]
+        return {**found, "state": self._changed(found, _slice), COUNT: self.core.runtime.comm.world_size}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load this rank's `state_dict` from a run with as many ranks, or a state dict of a plain torch optimizer."""
+        count, ranks = state_dict.get(COUNT), self.core.runtime.comm.world_size
+        if count not in (None, ranks):
+            raise ConfigError(
+                f"load_state_dict: the slices are those of {count} ranks, and there are {ranks}. engine.save_checkpoint and "
+                "load_checkpoint are for any number of ranks."
+            )
+        state = state_dict["state"] if count is None else self._changed(state_dict, _unsliced)
+        super().load_state_dict({**state_dict, "state": state})  # type: ignore[misc]
+
+    def _changed(self, state_dict: dict[str, Any], change: Callable[[Tensor, object], object]) -> dict[int, dict[str, object]]:
+        """Return a state dict's states with each value replaced by change(its parameter, value)."""
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = dict(zip(numbers, (param for group in self.param_groups for param in group["params"]), strict=False))
+        states = state_dict["state"].items()
+        return {number: {key: change(params[number], value) for key, value in each.items()} for number, each in states}
+
+
+def _longest(home: Any) -> int:
+    return max(stop - start for start, stop in map(home.cut, range(home.comm.world_size)))
+
+
+def _slice(param: Tensor, value: object) -> object:
+    if not isinstance(value, ShardedTensor):
+        return value
+    local = value._local.detach().reshape(-1)
+    return nn.functional.pad(local, (0, _longest(home_of(param)) - local.numel())).clone()
+
+
+def _unsliced(param: Tensor, value: object) -> object:
+    home: Any = home_of(param)
+    if not isinstance(value, Tensor) or not value.dim() or value.numel() != _longest(home):
+        return value
+    return home.wrap(value[: home.stop - home.start].to(home.comm.device), value.dtype)
+
+
+# -- the model's hooks at stage 3 ----------------------------------------------------------------------------------
+
+
+class Handle:
+    """Handle of a hook that does not exist: `remove` does nothing."""
+
+    remove = always(None)
+
+
+class ParameterOffload:
+    """`engine.optimizer.parameter_offload`: handles of hooks that programs remove while they generate, and add again afterwards.
+
+        with GatheredParameters(model.parameters()): remove_hooks(engine); model.generate(...); add_hooks(engine)       in trl
+
+    forward_hooks and backward_hooks have a handle for each module with parameters. zeroshard's own hooks stay registered, since
+    they do nothing for gathered parameters.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward_hooks: list[Handle] = []
+        self.backward_hooks: list[Handle] = []
+        partition.show_external_parameters(module)
+        self._register_deepspeed_module(module)
+
+    def _register_deepspeed_module(self, module: nn.Module, count: object = None) -> None:
+        """Add handles for a module and those in it."""
+        for each in module.modules():
+            if any(True for _ in each.parameters(recurse=False)):
+                self.forward_hooks.append(Handle())
+                self.backward_hooks.append(Handle())
+
+
+@contextlib.contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """Context with all parameters gathered, for many forwards without a gather (collective). Writes are dropped."""
+    offload = getattr(model.optimizer, "parameter_offload", None)
+    with partition.GatheredParameters(model.parameters()):
+        if offload is not None:
+            offload.forward_hooks, offload.backward_hooks = [], []
+        try:
+            yield model
+        finally:
+            if offload is not None:
+                offload._register_deepspeed_module(offload.module)

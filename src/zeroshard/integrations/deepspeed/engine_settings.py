@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-_QUESTIONS = {  # method of the engine -> attribute path in the configuration
+from .ds_config import DeepSpeedConfig
+
+_QUESTIONS: dict[str, str | Callable[[DeepSpeedConfig], Any]] = {  # method of the engine -> attribute path in the configuration, or function
     **{name: name for name in (
         "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "managed_gradient_accumulation",
         "optimizer_params", "scheduler_name", "scheduler_params", "gradient_clipping", "steps_per_print",
@@ -25,6 +27,27 @@ _QUESTIONS = {  # method of the engine -> attribute path in the configuration
         "quantized_weights", "quantized_gradients", "allgather_partitions", "round_robin_gradients",
     )},
     "zero_gather_16bit_weights_on_model_save": "zero_config.gather_16bit_weights_on_model_save",
+    "zero_optimization": "zero_enabled",
+    "zero_optimization_stage": "zero_optimization_stage",
+    "loss_scale": "float16_config.loss_scale",
+    "dynamic_loss_scale": lambda config: config.float16_config.loss_scale == 0,
+    "zero_optimization_partition_gradients": lambda config: config.zero_optimization_stage >= 2,
+    "zero_optimization_partition_weights": lambda config: config.zero_optimization_stage >= 3,
+    **dict.fromkeys(("zero_use_cpu_optimizer", "zero_cpu_offload"), lambda config: _offload_tier(config) in ("cpu", "nvme")),
+    "zero_nvme_offload_optimizer": lambda config: _offload_tier(config) == "nvme",
+    "postscale_gradients": lambda config: not config.prescale_gradients,
+    "get_sequence_parallel_group": lambda config: None,
+    # dtypes of parameters, and in which gradients accumulate
+    "get_data_types": lambda config: (config.model_dtype, config.gradient_dtype),
+    # global batch, micro-batch of a rank, micro-batches of a step
+    "get_batch_info": lambda config: (
+        config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps,
+    ),
+    **dict.fromkeys((  # features that are never on: their keys in a configuration are refused
+        "autotuning_enabled", "elasticity_enabled", "curriculum_learning_enabled", "curriculum_enabled_legacy",
+        "data_efficiency_enabled", "random_ltd_enabled", "pld_enabled", "eigenvalue_enabled", "sparse_gradients_enabled", "amp_enabled",
+        "flops_profiler_enabled", "is_deepcompile_enabled", "is_deepcompile_active",
+    ), lambda config: False),
     "fp16_enabled": "float16_config.enabled",
     "bfloat16_enabled": "bfloat16_config.enabled",
     "fp16_auto_cast": "float16_config.auto_cast",
@@ -34,56 +57,17 @@ _QUESTIONS = {  # method of the engine -> attribute path in the configuration
 class Settings:
     """Mixin of the engine: methods that return values of its configuration."""
 
-    _config: Any
-    optimizer: Any
-    client_optimizer: Any
-    _client_name: str | None
-    dp_world_size: int
-    train_batch_size: Callable[[], int]
-    train_micro_batch_size_per_gpu: Callable[[], int]
-    gradient_accumulation_steps: Callable[[], int]
-    zero_gather_16bit_weights_on_model_save: Callable[[], bool]
+    _config: DeepSpeedConfig
 
-    def zero_optimization(self) -> bool:
-        return self._config.zero_enabled
+    if TYPE_CHECKING:
 
-    def zero_optimization_stage(self) -> int:
-        return int(self._config.zero_optimization_stage)
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        return self.zero_optimization_stage() >= 2
-
-    def zero_optimization_partition_weights(self) -> bool:
-        return self.zero_optimization_stage() >= 3
-
-    def zero_use_cpu_optimizer(self) -> bool:
-        offload = self._config.zero_config.offload_optimizer
-        return offload is not None and offload.device in ("cpu", "nvme")
-
-    zero_cpu_offload = zero_use_cpu_optimizer
-
-    def zero_nvme_offload_optimizer(self) -> bool:
-        offload = self._config.zero_config.offload_optimizer
-        return offload is not None and offload.device == "nvme"
-
-    def dynamic_loss_scale(self) -> bool:
-        return self._config.float16_config.loss_scale == 0
-
-    def loss_scale(self) -> float:
-        return self._config.float16_config.loss_scale
-
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Return (dtype of parameters, dtype in which gradients accumulate)."""
-        return self._config.model_dtype, self._config.gradient_dtype
+        def __getattr__(self, name: str) -> Any:
+            """Return an attribute of the engine, or one of the methods of _QUESTIONS."""
 
     @property
     def communication_data_type(self) -> torch.dtype:
         given = self._config.communication_data_type
-        return self.get_data_types()[0] if given is None else given
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Return (global batch, micro-batch of a rank, micro-batches of a step)."""
-        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+        return self._config.model_dtype if given is None else given
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Set the global batch by changing the number of micro-batches per step. Raise ValueError if this is no whole number."""
@@ -102,44 +86,31 @@ class Settings:
         self._config.train_batch_size = micro_batch_size * steps * world
 
     def get_lr(self) -> list[float]:
-        return self._of_groups("lr")
+        return [group.get("lr", 0.0) for group in self._groups()]
 
     def get_mom(self) -> list[Any]:
         """Return the momentum, or the betas, of each parameter group."""
-        optimizer = self.optimizer
-        return [] if optimizer is None else [group.get("momentum", group.get("betas", 0.0)) for group in optimizer.param_groups]
+        return [group.get("momentum", group.get("betas", 0.0)) for group in self._groups()]
+
+    def get_type(self) -> list[Any]:
+        return [group.get("type", 0.0) for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     def optimizer_name(self) -> str | None:
         """Return the class name of the optimizer that `initialize` was given, else the name in the configuration."""
         return self._config.optimizer_name if self.client_optimizer is None else self._client_name
 
-    def postscale_gradients(self) -> bool:
-        return not self._config.prescale_gradients
 
-    def get_sequence_parallel_group(self) -> None:
-        return None
-
-    def get_type(self) -> list[Any]:
-        return self._of_groups("type")
-
-    def _of_groups(self, key: str) -> list[Any]:
-        optimizer = self.optimizer
-        return [] if optimizer is None else [group.get(key, 0.0) for group in optimizer.param_groups]
+def _offload_tier(config: DeepSpeedConfig) -> str | None:
+    return getattr(config.zero_config.offload_optimizer, "device", None)
 
 
-_ABSENT = (  # features that are never on: their keys in a configuration are refused
-    "autotuning_enabled", "elasticity_enabled", "curriculum_learning_enabled", "curriculum_enabled_legacy", "data_efficiency_enabled",
-    "random_ltd_enabled", "pld_enabled", "eigenvalue_enabled", "sparse_gradients_enabled", "amp_enabled", "flops_profiler_enabled",
-    "is_deepcompile_enabled", "is_deepcompile_active",
-)  # fmt: skip
-
-
-def _question(path: str) -> Callable[[Any], Any]:
-    read = attrgetter(path)
+def _question(source: str | Callable[[DeepSpeedConfig], Any]) -> Callable[[Settings], Any]:
+    read = attrgetter(source) if isinstance(source, str) else source
     return lambda self: read(self._config)
 
 
-for _name, _path in _QUESTIONS.items():
-    setattr(Settings, _name, _question(_path))
-for _name in _ABSENT:
-    setattr(Settings, _name, lambda self: False)
+for _name, _source in _QUESTIONS.items():
+    setattr(Settings, _name, _question(_source))

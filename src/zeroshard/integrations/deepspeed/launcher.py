@@ -26,6 +26,7 @@ from ...comm.launch import free_port
 from ...errors import ConfigError
 from .accelerator import get_accelerator
 from .communication import TORCH_DISTRIBUTED_DEFAULT_PORT
+from .door import child_environment
 
 DLTS_HOSTFILE = "/job/hostfile"
 EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
@@ -91,8 +92,10 @@ def main(argv: Sequence[str] | None = None, execute: Callable[..., object] = os.
     env = _environment(args, hosts)
     if several:
         print("zeroshard-deepspeed starts no other hosts. Start this on each of them:", file=sys.stderr)
+        address = [] if args.master_addr else [f"--master_addr={next(iter(hosts))}"]
+        given = [*address, *(sys.argv[1:] if argv is None else argv)]
         for number, host in enumerate(hosts):
-            print(f"{host}: {shlex.join(_line_for(args, argv, number))}")
+            print(f"{host}: {shlex.join(['zeroshard-deepspeed', '--no_ssh', f'--node_rank={number}', *given])}")
         return 2
     node = args.node_rank if args.no_ssh else 0
     if not 0 <= node < len(hosts):
@@ -136,20 +139,18 @@ def _hosts(args: argparse.Namespace) -> dict[str, list[int]]:
         raise ConfigError(
             f"--num_nodes {args.num_nodes}: expected a hostfile that names the hosts, {args.hostfile!r} is not there."
         )
-    pool = {host: list(range(count)) for host, count in (listed or {"localhost": _devices_here(args)}).items()}
+    if listed is None:
+        here = get_accelerator().device_count()
+        if get_accelerator()._name == "cuda" and (args.include or args.exclude):  # also devices hidden by CUDA_VISIBLE_DEVICES
+            here = max(1, len(list(Path("/proc/driver/nvidia/gpus").glob("*"))), here)
+        listed = {"localhost": here}
+    pool = {host: list(range(count)) for host, count in listed.items()}
     if args.include or args.exclude:
         pool = _filtered(pool, args.include or args.exclude, keep=bool(args.include))
     if args.num_nodes > len(pool):
         raise ConfigError(f"--num_nodes {args.num_nodes}: there are {len(pool)} hosts: {list(pool)}.")
     names = list(pool)[: args.num_nodes] if args.num_nodes > 0 else list(pool)
     return {name: list(range(args.num_gpus)) if args.num_gpus > 0 else pool[name] for name in names}
-
-
-def _devices_here(args: argparse.Namespace) -> int:
-    """Return the number of devices of this machine; for --include and --exclude also devices hidden by CUDA_VISIBLE_DEVICES."""
-    if get_accelerator()._name == "cuda" and (args.include or args.exclude):
-        return max(1, len(list(Path("/proc/driver/nvidia/gpus").glob("*"))), get_accelerator().device_count())
-    return get_accelerator().device_count()
 
 
 def _filtered(pool: dict[str, list[int]], given: str, keep: bool) -> dict[str, list[int]]:
@@ -176,8 +177,6 @@ def _filtered(pool: dict[str, list[int]], given: str, keep: bool) -> dict[str, l
 
 def _environment(args: argparse.Namespace, hosts: dict[str, list[int]]) -> dict[str, str]:
     """Return this process's environment with this host's chosen devices visible, and zeroshard as deepspeed on PYTHONPATH."""
-    from .install import child_environment
-
     env = {**os.environ, **child_environment()}
     node = args.node_rank if args.no_ssh and 0 <= args.node_rank < len(hosts) else 0
     slots = list(hosts.values())[node]
@@ -201,21 +200,20 @@ def _torchrun(args: argparse.Namespace, hosts: dict[str, list[int]], node: int) 
     command += [f"--nproc_per_node={ranks}", f"--master_addr={address}", f"--master_port={port}", "--no_python"]
     program = [] if args.no_python else [sys.executable, "-u", *(["-m"] if args.module else [])]
     program.append(args.user_script)
-    plan = {"position": None if args.no_local_rank else len(program), "cores": _cores(args, ranks), "log": _log(args)}
+    cores, log, folder = None, None, args.enable_each_rank_log
+    if args.bind_cores_to_rank:
+        given = args.bind_core_list
+        cores = sorted(os.sched_getaffinity(0)) if given is None else _numbers("--bind_core_list", given)
+        if len(cores) < ranks:
+            raise ConfigError(f"--bind_cores_to_rank: expected a core for each of {ranks} ranks, got {cores}.")
+    if folder != "None":
+        if os.path.isfile(folder):
+            raise ConfigError(f"--enable_each_rank_log: expected a folder, got the file {folder}.")
+        os.makedirs(folder, exist_ok=True)
+        log = os.path.join(os.path.abspath(folder), time.strftime("%Y%m%d%H%M%S"))  # the beginning of the ranks' paths
+    plan = {"position": None if args.no_local_rank else len(program), "cores": cores, "log": log}
     starter = str(Path(__file__).with_name("rank_start.py"))
     return [*command, sys.executable, starter, json.dumps(plan), *program, *args.user_args]
-
-
-def _cores(args: argparse.Namespace, ranks: int) -> list[int] | None:
-    """Return the cores to divide among ranks, or None. Raises ConfigError if there are fewer cores than ranks."""
-    if not args.bind_cores_to_rank:
-        return None
-    cores = sorted(os.sched_getaffinity(0))
-    if args.bind_core_list is not None:
-        cores = _numbers("--bind_core_list", args.bind_core_list)
-    if len(cores) < ranks:
-        raise ConfigError(f"--bind_cores_to_rank: expected a core for each of {ranks} ranks, got {cores}.")
-    return cores
 
 
 def _numbers(option: str, given: str) -> list[int]:
@@ -224,24 +222,6 @@ def _numbers(option: str, given: str) -> list[int]:
         raise ConfigError(f"{option}: expected numbers like 0,2 or 0-3, got {given!r}.")
     parts = [part.split("-") for part in given.split(",")]
     return sorted({number for part in parts for number in range(int(part[0]), int(part[-1]) + 1)})
-
-
-def _log(args: argparse.Namespace) -> str | None:
-    """Make the folder of the ranks' logs, and return the beginning of their paths; None without logs."""
-    folder = args.enable_each_rank_log
-    if folder == "None":
-        return None
-    if os.path.isfile(folder):
-        raise ConfigError(f"--enable_each_rank_log: expected a folder, got the file {folder}.")
-    os.makedirs(folder, exist_ok=True)
-    return os.path.join(os.path.abspath(folder), time.strftime("%Y%m%d%H%M%S"))
-
-
-def _line_for(args: argparse.Namespace, argv: Sequence[str] | None, node: int) -> list[str]:
-    """Return the command to start on one of several hosts."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    address = [] if args.master_addr else [f"--master_addr={next(iter(_hosts(args)))}"]
-    return ["zeroshard-deepspeed", "--no_ssh", f"--node_rank={node}", *address, *given]
 
 
 def command() -> int:

@@ -6,17 +6,16 @@ class name, or module path and qualified name.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
+from .config_keys import KEYS
 from .logs import logger
 
-DEFAULT_LEAF_MODULE_CLASSES: list[str] = [
-    f"transformers.models.{family}.modeling_{family}.{prefix}SparseMoeBlock"
-    for family, prefix in (("mixtral", "Mixtral"), ("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"))
-]
+DEFAULT_LEAF_MODULE_CLASSES: list[str] = list(KEYS["zero_optimization.leaf_module.classes"].default)
 DEFAULT_LEAF_MODULE_NAMES: list[str] = []
 DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 
@@ -26,7 +25,7 @@ def z3_leaf_module(model: nn.Module) -> bool:
     return getattr(model, "_z3_leaf", False)
 
 
-def z3_leaf_parameter(model: Any) -> bool:
+def z3_leaf_parameter(model: object) -> bool:
     """Return whether a parameter is in a leaf module (attribute `ds_z3_leaf_module`, which DeepSpeed's engine sets)."""
     return hasattr(model, "ds_z3_leaf_module")
 
@@ -42,38 +41,30 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 
 def set_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True, *, flag: bool = True
 ) -> list[nn.Module]:
     """Mark the modules of these classes, and return them, inner ones first. Raises ValueError if there are none."""
-    return _mark(model, leaf_module_classes, True, raise_if_not_found)
-
-
-def unset_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Remove the mark of the modules of these classes, and return them. Raises ValueError if there are none."""
-    return _mark(model, leaf_module_classes, False, raise_if_not_found)
-
-
-def _mark(model: nn.Module, classes: Sequence[type | str], flag: bool, raise_if_not_found: bool) -> list[nn.Module]:
-    assert all(isinstance(given, (type, str)) for given in classes), (
-        f"leaf_module_classes: expected a list of classes or of their names, got {classes}"
+    assert all(isinstance(given, (type, str)) for given in leaf_module_classes), (
+        f"leaf_module_classes: expected a list of classes or of their names, got {leaf_module_classes}"
     )
+    types = tuple(given for given in leaf_module_classes if isinstance(given, type))
     found: list[nn.Module] = []
-    model.apply(lambda module: found.append(module) if any(_is(module, given) for given in classes) else None)
+
+    def collect(module: nn.Module) -> None:
+        cls = type(module)
+        names = {cls.__name__, f"{cls.__module__}.{cls.__qualname__}"}
+        if isinstance(module, types) or names.intersection(leaf_module_classes):
+            found.append(module)
+            set_z3_leaf_module(module, flag)
+
+    model.apply(collect)
     if not found and raise_if_not_found:
-        has = ", ".join(dict.fromkeys(type(module).__name__ for module in model.modules()))
-        raise ValueError(f"leaf_module_classes: no module of {list(classes)} in the model {type(model).__name__}: it has {has}")
-    for module in found:
-        module.__dict__["_z3_leaf"] = flag
+        has, classes = ", ".join(dict.fromkeys(type(module).__name__ for module in model.modules())), list(leaf_module_classes)
+        raise ValueError(f"leaf_module_classes: no module of {classes} in the model {type(model).__name__}: it has {has}")
     return found
 
 
-def _is(module: nn.Module, given: type | str) -> bool:
-    cls = type(module)
-    if isinstance(given, type):
-        return isinstance(module, given)
-    return given in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
+unset_z3_leaf_modules = functools.partial(set_z3_leaf_modules, flag=False)  # removes the marks
 
 
 def set_z3_leaf_modules_by_name(
@@ -104,7 +95,7 @@ def _marked(
     model: nn.Module, found: list[nn.Module], missing: list[str], flag: bool, raise_if_not_found: bool, kind: str
 ) -> tuple[list[nn.Module], list[str]]:
     for module in found:
-        module.__dict__["_z3_leaf"] = flag
+        set_z3_leaf_module(module, flag)
     if missing and raise_if_not_found:
         raise ValueError(f"leaf modules: no module of the {kind} {missing} in {type(model).__name__}; see its named_modules()")
     return found, missing

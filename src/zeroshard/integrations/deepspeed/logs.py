@@ -6,7 +6,6 @@ As DeepSpeed's logger, it writes warnings and above to stdout and does not propa
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 
@@ -15,24 +14,21 @@ from . import communication as dist
 log_levels = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
 
 
-def _make_logger() -> logging.Logger:
-    made = logging.getLogger("DeepSpeed")
-    made.setLevel(logging.WARNING)
-    made.propagate = False
-    if not made.handlers:
-        handler = logging.StreamHandler(sys.stdout)
-        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d] %(message)s"))
-        made.addHandler(handler)
-    return made
+logger = logging.getLogger("DeepSpeed")
+logger.setLevel(logging.WARNING)
+logger.propagate = False
+if not logger.handlers:
+    _handler = logging.StreamHandler(sys.stdout)
+    _handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d] %(message)s"))
+    logger.addHandler(_handler)
+_said: set[tuple[object, ...]] = set()  # what has been logged once
 
 
-logger = _make_logger()
-
-
-@functools.cache
 def warning_once(message: str, *args: object) -> None:
     """Log a warning once per process for a message and its arguments."""
-    logger.warning(message, *args)
+    if (message, args) not in _said:
+        _said.add((message, args))  # before logging: ranks may be threads
+        logger.warning(message, *args)
 
 
 def get_dist_msg(message: str, ranks: list[int] | None = None) -> str | None:
@@ -56,14 +52,12 @@ def print_dist(message: str, ranks: list[int] | None = None) -> None:
         print(said)
 
 
-@functools.cache
-def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
-    log_dist(message, None if ranks is None else list(ranks), level)
-
-
 def log_dist_once(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
     """Call log_dist once per process for each message."""
-    _log_once(message, None if ranks is None else tuple(ranks), level)
+    what = (message, None if ranks is None else tuple(ranks), level)
+    if what not in _said:
+        _said.add(what)
+        log_dist(message, ranks, level)
 
 
 logger.warning_once = warning_once  # type: ignore[attr-defined]

@@ -31,37 +31,19 @@ WARMUP_DECAY_LR = "WarmupDecayLR"
 WARMUP_COSINE_LR = "WarmupCosineLR"
 VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
 
-LR_RANGE_TEST_MIN_LR = "lr_range_test_min_lr"
-LR_RANGE_TEST_STEP_RATE = "lr_range_test_step_rate"
-LR_RANGE_TEST_STEP_SIZE = "lr_range_test_step_size"
-LR_RANGE_TEST_STAIRCASE = "lr_range_test_staircase"
-
-CYCLE_FIRST_STEP_SIZE = "cycle_first_step_size"
-CYCLE_FIRST_STAIR_COUNT = "cycle_first_stair_count"
-CYCLE_SECOND_STEP_SIZE = "cycle_second_step_size"
-CYCLE_SECOND_STAIR_COUNT = "cycle_second_stair_count"
-CYCLE_MIN_LR = "cycle_min_lr"
-CYCLE_MAX_LR = "cycle_max_lr"
-CYCLE_MIN_MOM = "cycle_min_mom"
-CYCLE_MAX_MOM = "cycle_max_mom"
-DECAY_STEP_SIZE = "decay_step_size"
-DECAY_LR_RATE = "decay_lr_rate"
-DECAY_MOM_RATE = "decay_mom_rate"
-
-WARMUP_MIN_LR = "warmup_min_lr"
-WARMUP_MAX_LR = "warmup_max_lr"
-WARMUP_NUM_STEPS = "warmup_num_steps"
-WARMUP_TYPE = "warmup_type"
-WARMUP_LOG_RATE = "log"
-WARMUP_LINEAR_RATE = "linear"
-WARMUP_MIN_RATIO = "warmup_min_ratio"
-COS_MIN_RATIO = "cos_min_ratio"
-TOTAL_NUM_STEPS = "total_num_steps"
+WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
+_KEYS = (  # names of parameters in a configuration: LR_RANGE_TEST_MIN_LR = "lr_range_test_min_lr", ...
+    "LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE LR_RANGE_TEST_STAIRCASE CYCLE_FIRST_STEP_SIZE "
+    "CYCLE_FIRST_STAIR_COUNT CYCLE_SECOND_STEP_SIZE CYCLE_SECOND_STAIR_COUNT CYCLE_MIN_LR CYCLE_MAX_LR CYCLE_MIN_MOM "
+    "CYCLE_MAX_MOM DECAY_STEP_SIZE DECAY_LR_RATE DECAY_MOM_RATE WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE "
+    "WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS"
+)
+globals().update({name: name.lower() for name in _KEYS.split()})
 
 _BETA2 = 0.99  # second beta that OneCycle sets with the cycled momentum
 
 
-def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+def get_torch_optimizer(optimizer: object) -> torch.optim.Optimizer:
     """Return the optimizer, or the one in its `.optimizer`. Raises TypeError if neither is a torch.optim.Optimizer."""
     for found in (optimizer, getattr(optimizer, "optimizer", None)):
         if isinstance(found, torch.optim.Optimizer):
@@ -79,7 +61,7 @@ def update_lr(param_groups: list[dict], rates: list) -> list:
     return [group["lr"] for group in param_groups]
 
 
-def schedule_from_config(name: str, params: dict[str, Any] | None, optimizer: Any) -> Any:
+def schedule_from_config(name: str, params: dict[str, Any] | None, optimizer: object) -> Any:
     """Make the schedule of `"scheduler": {"type": name, "params": params}`: one of the five, or of torch.optim.lr_scheduler.
 
     Raises ConfigError for an unknown name, and for parameters that the schedule does not have.
@@ -97,7 +79,7 @@ def schedule_from_config(name: str, params: dict[str, Any] | None, optimizer: An
         raise ConfigError(f"scheduler.params of {name}: {error}") from error
 
 
-def _positive_int(name: str, value: Any) -> int:
+def _positive_int(name: str, value: object) -> int:
     if not isinstance(value, int) or value <= 0:
         raise ValueError(f"{name}: expected a positive integer (it counts steps), got {value!r}")
     return value
@@ -108,7 +90,7 @@ class _Schedule:
 
     _last_lr: list | None = None
 
-    def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
+    def __init__(self, optimizer: object, last_batch_iteration: int) -> None:
         self.optimizer = get_torch_optimizer(optimizer)
         self.last_batch_iteration = last_batch_iteration
 
@@ -117,7 +99,7 @@ class _Schedule:
         if self.last_batch_iteration == -1:
             self._last_lr = update_lr(self.optimizer.param_groups, rates)
 
-    def _per_group(self, name: str, value: Any) -> list:
+    def _per_group(self, name: str, value: object) -> list:
         """Return one value for each parameter group. Raises ValueError for a list of another length."""
         count = len(self.optimizer.param_groups)
         if not isinstance(value, (list, tuple)):
@@ -152,7 +134,7 @@ class LRRangeTest(_Schedule):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: object,
         lr_range_test_min_lr: float | list[float] = 1e-3,
         lr_range_test_step_size: int = 2000,
         lr_range_test_step_rate: float = 1.0,
@@ -160,8 +142,8 @@ class LRRangeTest(_Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self.min_lr = self._per_group(LR_RANGE_TEST_MIN_LR, lr_range_test_min_lr)
-        self.step_size = _positive_int(LR_RANGE_TEST_STEP_SIZE, lr_range_test_step_size)
+        self.min_lr = self._per_group("lr_range_test_min_lr", lr_range_test_min_lr)
+        self.step_size = _positive_int("lr_range_test_step_size", lr_range_test_step_size)
         self.step_rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
         self._start(self.min_lr)
 
@@ -182,7 +164,7 @@ class OneCycle(_Schedule):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: object,
         cycle_min_lr: float | list[float],
         cycle_max_lr: float | list[float],
         decay_lr_rate: float = 0.0,
@@ -201,21 +183,21 @@ class OneCycle(_Schedule):
         first = float(cycle_first_step_size)
         second = first if cycle_second_step_size is None else float(cycle_second_step_size)
         if first <= 0:
-            raise ValueError(f"{CYCLE_FIRST_STEP_SIZE}: expected a positive number of steps, got {cycle_first_step_size}")
+            raise ValueError(f"cycle_first_step_size: expected a positive number of steps, got {cycle_first_step_size}")
         if second < 0:
-            raise ValueError(f"{CYCLE_SECOND_STEP_SIZE}: expected at least 0 steps, got {cycle_second_step_size}")
+            raise ValueError(f"cycle_second_step_size: expected at least 0 steps, got {cycle_second_step_size}")
         self.first_step_size, self.second_step_size, self.total_size = first, second, first + second
         self.first_stair_count = cycle_first_stair_count
         self.second_stair_count = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         self.decay_step_size, self.decay_lr_rate, self.decay_mom_rate = decay_step_size, decay_lr_rate, decay_mom_rate
-        self.min_lrs = self._per_group(CYCLE_MIN_LR, cycle_min_lr)
-        self.max_lrs = self._per_group(CYCLE_MAX_LR, cycle_max_lr)
+        self.min_lrs = self._per_group("cycle_min_lr", cycle_min_lr)
+        self.max_lrs = self._per_group("cycle_max_lr", cycle_max_lr)
         self.cycle_momentum = cycle_momentum and "betas" in self.optimizer.defaults
         if cycle_momentum and not self.cycle_momentum:
             logger.warning(f"OneCycle: {type(self.optimizer).__name__} has no betas, so that cycle_momentum is off")
         if self.cycle_momentum:
-            self.min_moms = [(mom, _BETA2) for mom in self._per_group(CYCLE_MIN_MOM, cycle_min_mom)]
-            self.max_moms = [(mom, _BETA2) for mom in self._per_group(CYCLE_MAX_MOM, cycle_max_mom)]
+            self.min_moms = [(mom, _BETA2) for mom in self._per_group("cycle_min_mom", cycle_min_mom)]
+            self.max_moms = [(mom, _BETA2) for mom in self._per_group("cycle_max_mom", cycle_max_mom)]
         if last_batch_iteration == -1:  # as in DeepSpeed, get_last_lr raises until the first step
             update_lr(self.optimizer.param_groups, self.min_lrs)
             self._write_momentum(self.min_moms if self.cycle_momentum else None)
@@ -269,9 +251,9 @@ class OneCycle(_Schedule):
 class _Warmup(_Schedule):
     """Base class of the three schedules with a warm-up w(k) from 0 to 1."""
 
-    def __init__(self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int) -> None:
+    def __init__(self, optimizer: object, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int) -> None:
         # log(1) is 0, by which `_warmth` would divide
-        self.warmup_num_steps = max(2, _positive_int(WARMUP_NUM_STEPS, warmup_num_steps))
+        self.warmup_num_steps = max(2, _positive_int("warmup_num_steps", warmup_num_steps))
         super().__init__(optimizer, last_batch_iteration)
         if warmup_type not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
             logger.warning(f"warmup_type: expected 'log' or 'linear', got {warmup_type!r}: log it is, as in DeepSpeed")
@@ -285,17 +267,13 @@ class _Warmup(_Schedule):
             return self.inverse_log_warm_up * math.log(self.last_batch_iteration + 1)
         return self.last_batch_iteration / self.warmup_num_steps
 
-    @property
-    def _warming(self) -> bool:
-        return self.last_batch_iteration < self.warmup_num_steps
-
 
 class WarmupLR(_Warmup):
     """Warm-up from warmup_min_lr to warmup_max_lr (None: the optimizer's own rates), then constant."""
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: object,
         warmup_min_lr: float | list[float] = 0.0,
         warmup_max_lr: float | list[float] | None = None,
         warmup_num_steps: int = 1000,
@@ -316,7 +294,7 @@ class WarmupLR(_Warmup):
         return [low + delta * gamma for low, delta in zip(self.min_lrs, self.delta_lrs, strict=True)]
 
     def _get_gamma(self) -> float:
-        return self._warmth() if self._warming else 1.0
+        return self._warmth() if self.last_batch_iteration < self.warmup_num_steps else 1.0
 
 
 class WarmupDecayLR(WarmupLR):
@@ -324,7 +302,7 @@ class WarmupDecayLR(WarmupLR):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: object,
         total_num_steps: int,
         warmup_min_lr: float | list[float] = 0.0,
         warmup_max_lr: float | list[float] | None = 0.001,
@@ -337,7 +315,7 @@ class WarmupDecayLR(WarmupLR):
         _note_short(self)
 
     def _get_gamma(self) -> float:
-        if self._warming:
+        if self.last_batch_iteration < self.warmup_num_steps:
             return self._warmth()
         left = float(self.total_num_steps - self.last_batch_iteration)
         return max(0.0, left / float(max(1.0, self.total_num_steps - self.warmup_num_steps)))
@@ -348,7 +326,7 @@ class WarmupCosineLR(_Warmup):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: object,
         total_num_steps: int,
         warmup_min_ratio: float = 0.0,
         warmup_num_steps: int = 1000,
@@ -367,7 +345,7 @@ class WarmupCosineLR(_Warmup):
         """Return the factor for the optimizer's own rates; 0 before the first step."""
         if self.last_batch_iteration < 0:
             return 0.0
-        if self._warming:
+        if self.last_batch_iteration < self.warmup_num_steps:
             return self.warmup_min_ratio + self._warmth() * (1.0 - self.warmup_min_ratio)
         done = self.last_batch_iteration - self.warmup_num_steps + 1
         progress = min(1.0, done / max(1, self.total_num_steps - self.warmup_num_steps))

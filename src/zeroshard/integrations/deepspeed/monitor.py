@@ -25,13 +25,13 @@ from . import communication as dist
 Event = tuple[str, Any, int]  # name, a number or a tensor of one element, step
 
 
-def _of(section: Any, name: str, otherwise: Any = None) -> Any:
+def _of(section: object, name: str, otherwise: object = None) -> Any:
     """Return an entry of a configuration, by key or attribute."""
     found = section.get(name) if isinstance(section, Mapping) else getattr(section, name, None)
     return otherwise if found is None else found
 
 
-def _folder(section: Any, kind: str) -> Path:
+def _folder(section: object, kind: str) -> Path:
     """Return the folder of a monitor: output_path/job_name. An output_path of None: a folder in the home folder."""
     given = section.get("output_path", "") if isinstance(section, Mapping) else getattr(section, "output_path", "")
     if given is None:
@@ -41,18 +41,14 @@ def _folder(section: Any, kind: str) -> Path:
 
 
 def _need(package: str) -> None:
-    try:
-        found = importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # a parent package is missing
-        found = False
-    if not found:
+    if importlib.util.find_spec(package) is None:
         raise ConfigError(f"{package}.enabled: the package {package!r} is not installed. Install it, or use csv_monitor.")
 
 
 class Monitor:
     """Base class of monitors, which write events on rank 0."""
 
-    def __init__(self, monitor_config: Any) -> None:
+    def __init__(self, monitor_config: object) -> None:
         self.monitor_config = monitor_config
         self.enabled = bool(_of(monitor_config, "enabled", False))
         self.writes = self.enabled and (not dist.is_initialized() or dist.get_rank() == 0)
@@ -74,7 +70,7 @@ class Monitor:
 class csvMonitor(Monitor):
     """Monitor with a CSV file for each name. Files of an earlier run are continued."""
 
-    def __init__(self, csv_config: Any) -> None:
+    def __init__(self, csv_config: object) -> None:
         super().__init__(csv_config)
         self.log_dir = str(_folder(csv_config, "csv_monitor"))
         if self.writes:
@@ -92,7 +88,7 @@ class TensorBoardMonitor(Monitor):
 
     summary_writer: Any = None
 
-    def __init__(self, tensorboard_config: Any) -> None:
+    def __init__(self, tensorboard_config: object) -> None:
         super().__init__(tensorboard_config)
         _need("tensorboard")
         if self.writes:
@@ -111,7 +107,7 @@ class TensorBoardMonitor(Monitor):
 class WandbMonitor(Monitor):
     """Monitor with a run of Weights & Biases, which begins when this is made."""
 
-    def __init__(self, wandb_config: Any) -> None:
+    def __init__(self, wandb_config: object) -> None:
         super().__init__(wandb_config)
         _need("wandb")
         if self.writes:
@@ -134,7 +130,7 @@ class MonitorMaster(Monitor):
     Raises ConfigError for a monitor that is not installed, and for comet.
     """
 
-    def __init__(self, monitor_config: Any) -> None:
+    def __init__(self, monitor_config: object) -> None:
         sections = {name: section for name in (*_KINDS, "comet") if _of(section := _of(monitor_config, name), "enabled", False)}
         super().__init__({"enabled": bool(sections)})
         self.monitor_config = monitor_config

@@ -88,15 +88,10 @@ def _short(version: str | tuple | None) -> str:
     return ".".join(map(str, parts[:2]))
 
 
-def _torch_info() -> dict[str, object]:
-    nccl = torch.cuda.nccl.version() if torch.version.cuda and torch.cuda.is_available() else None
-    return {
-        "version": _short(torch.__version__),
-        "bf16_support": torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
-        "cuda_version": _short(torch.version.cuda),
-        "nccl_version": _short(nccl),
-        "hip_version": _short(torch.version.hip),
-    }
-
-
-torch_info = _torch_info()
+torch_info: dict[str, object] = {
+    "version": _short(torch.__version__),
+    "bf16_support": torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
+    "cuda_version": _short(torch.version.cuda),
+    "nccl_version": _short(torch.cuda.nccl.version() if torch.version.cuda and torch.cuda.is_available() else None),
+    "hip_version": _short(torch.version.hip),
+}

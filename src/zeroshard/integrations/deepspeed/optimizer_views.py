@@ -6,6 +6,7 @@ parameter, flat, as `safe_get_local_*` returns it.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 from ...comm.codec import exchange_values
 from ...optim.parameter_access import OptimizerStatePart, ParameterPart, gradient_of, state_of, value_of
+from .accelerator import always
+from .ds_config import DeepSpeedConfig
 from .leaf_modules import get_z3_leaf_modules
 
 
@@ -21,7 +24,7 @@ class OptimizerViews:
     """Mixin of the engine's optimizer, which has `.optimizer` (the sharded one) and `_config`."""
 
     optimizer: Any
-    _config: Any
+    _config: DeepSpeedConfig
 
     @property
     def bit16_groups(self) -> list[list[nn.Parameter]]:
@@ -30,17 +33,19 @@ class OptimizerViews:
 
     fp16_groups = fp32_groups = bit16_groups
 
+    def _gradients(self) -> dict[int, dict[int, Tensor]]:
+        """Return slices of the mean gradients that there are, by optimizer group and index in it."""
+        slices = {i: [gradient_of(param).local() for param in group] for i, group in enumerate(self.bit16_groups)}
+        return {i: {j: each for j, each in enumerate(group) if each is not None} for i, group in slices.items()}
+
     @property
     def averaged_gradients(self) -> dict[int, list[Tensor]]:
         """Slices of the mean gradients, by optimizer group, without parameters that have no gradient."""
-        slices = {i: [gradient_of(param).local() for param in group] for i, group in enumerate(self.bit16_groups)}
-        found = {i: [each for each in group if each is not None] for i, group in slices.items()}
-        return {i: group for i, group in found.items() if group}
+        return {i: list(group.values()) for i, group in self._gradients().items() if group}
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
         """Return slices of the mean gradients in fp32, by optimizer group and index in it."""
-        slices = {i: [gradient_of(param).local() for param in group] for i, group in enumerate(self.bit16_groups)}
-        return {i: {j: each.float() for j, each in enumerate(group) if each is not None} for i, group in slices.items()}
+        return {i: {j: each.float() for j, each in group.items()} for i, group in self._gradients().items()}
 
     @property
     def fp32_groups_gradients_flat(self) -> list[Tensor]:
@@ -55,10 +60,8 @@ class OptimizerViews:
 
     single_partition_of_fp32_groups = fp32_groups_flat = fp32_partitioned_groups_flat
 
-    @property
-    def accumulated_grads_in_cpu(self) -> dict[int, Tensor]:
-        """Empty: zeroshard accumulates offloaded gradients in their shards, without buffers of their own."""
-        return {}
+    # zeroshard accumulates offloaded gradients in their shards, without buffers of their own
+    accumulated_grads_in_cpu = property(always({}))
 
     @property
     def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
@@ -87,15 +90,8 @@ class OptimizerViews:
                 picture.state[group["params"][0]][key] = _flat([state_of(param, key) for param in params])
         return picture
 
-    @property
-    def micro_step_id(self) -> int:
-        """Number of backwards since the last step."""
-        return self.optimizer.core.runtime.account.backwards
-
-    @property
-    def low_precision_dtype(self) -> torch.dtype:
-        """Dtype of parameters in forward and backward."""
-        return self._config.model_dtype
+    micro_step_id = property(attrgetter("optimizer.core.runtime.account.backwards"))  # number of backwards since the last step
+    low_precision_dtype = property(attrgetter("_config.model_dtype"))  # dtype of parameters in forward and backward
 
     @property
     def loss_scale_config(self) -> SimpleNamespace:
@@ -122,29 +118,11 @@ class LossScalerView:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._core.runtime.progress.scaler, name)
 
-    @property
-    def cur_scale(self) -> float:
-        return self.scale
-
-    loss_scale = cur_scale
-
-    @property
-    def cur_iter(self) -> int:
-        """Number of steps, skipped ones included."""
-        return self._core.tally.asked
-
-    @property
-    def cur_hysteresis(self) -> int:
-        return self.patience
-
-    @property
-    def scale_window(self) -> int:
-        """Number of steps without an overflow after which the scale doubles."""
-        return self.config.loss_scale_window
-
-    @property
-    def min_scale(self) -> float:
-        return self.config.min_loss_scale
+    cur_scale = loss_scale = property(attrgetter("scale"))
+    cur_iter = property(attrgetter("_core.tally.asked"))  # number of steps, skipped ones included
+    cur_hysteresis = property(attrgetter("patience"))
+    scale_window = property(attrgetter("config.loss_scale_window"))  # steps without an overflow after which the scale doubles
+    min_scale = property(attrgetter("config.min_loss_scale"))
 
 
 def _flat(parts: list[ParameterPart]) -> Any:

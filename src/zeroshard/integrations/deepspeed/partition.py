@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import logging
 import os
 import threading
 import types
@@ -38,33 +37,13 @@ from ...zero.parameter import ParamHome
 from ...zero.runtime import runtime_of
 from ...zero.unit import Phase
 from . import communication
+from .accelerator import get_accelerator
 from .ds_config import read_config
+from .logs import warning_once
 
-logger = logging.getLogger("DeepSpeed")
-
-
-class ZeroParamType(Enum):
-    """Form in which a parameter is stored."""
-
-    NORMAL = 1
-    PARTITIONED = 2
-    REMOTE = 3
-
-
-class ZeroParamStatus(Enum):
-    """State of a parameter: gathered, not gathered, or being gathered."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
-
-
-class DeepSpeedTensorOverride(Enum):
-    """Properties that zero.Init overrides for parameters that are made inside it."""
-
-    dtype = 1
-    device = 2
-
+ZeroParamType = Enum("ZeroParamType", ["NORMAL", "PARTITIONED", "REMOTE"])  # form in which a parameter is stored
+ZeroParamStatus = Enum("ZeroParamStatus", ["AVAILABLE", "NOT_AVAILABLE", "INFLIGHT"])  # gathered, not, being gathered
+DeepSpeedTensorOverride = Enum("DeepSpeedTensorOverride", ["dtype", "device"])  # what zero.Init overrides for parameters
 
 DEFAULT_TENSOR_OVERRIDES = [DeepSpeedTensorOverride.dtype, DeepSpeedTensorOverride.device]
 partitioned_param_data_shape = [0]  # shape of `param.data` at rest in DeepSpeed; here a parameter always has its true shape
@@ -74,10 +53,10 @@ _orig_torch_tensor, _orig_torch_empty, _orig_torch_zeros, _orig_torch_ones = tor
 _orig_torch_full, _orig_torch_arange, _orig_torch_eye, _orig_torch_randn = torch.full, torch.arange, torch.eye, torch.randn
 
 
-def zero_wrapper_for_fp_tensor_constructor(fn: Callable, target_fp_dtype: torch.dtype | None, target_device: Any) -> Callable:
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable, target_fp_dtype: torch.dtype | None, target_device: object) -> Callable:
     """Wrap a tensor constructor: cast floating-point tensors to a dtype, and use a device if the caller names none."""
 
-    def construct(*args: Any, **kwargs: Any) -> Tensor:
+    def construct(*args: object, **kwargs: object) -> Tensor:
         if kwargs.get("device") is None and target_device is not None:
             kwargs["device"] = target_device
         made = fn(*args, **kwargs)
@@ -130,17 +109,24 @@ class Init:
         }  # fmt: skip
         for name, value in asked.items():
             if value is not None:
-                _note(f"zero.Init: {name} has no effect: parameters are partitioned over all data-parallel ranks, as they are.")
+                warning_once(
+                    f"zero.Init: {name} has no effect: parameters are partitioned over all data-parallel ranks, as they are."
+                )
         self.remote_device, self.pin_memory = _place(remote_device, self.config), pin_memory
-        self.local_device = _accelerator()
+        self.local_device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.local_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+        self._birthplace = torch.device("cpu") if self.remote_device in ("cpu", "nvme") else self.local_device
         self.ds_process_group = data_parallel_group if data_parallel_group is not None else sequence_data_parallel_group
         section = (self.config or {}).get("zero_optimization")
         stage = 3 if self.config is None else int(section.get("stage", 0)) if isinstance(section, dict) else int(bool(section))
         self.partitions = stage == 3
         if isinstance(section, dict):
-            check_writes(_true(section.get("enable_sanity_checks", False)))
+            here.checks_writes = _true(section.get("enable_sanity_checks", False))
         if not self.partitions:
-            _note(f"zero.Init: the configuration asks for stage {stage}, which keeps whole parameters: nothing is partitioned.")
+            warning_once(
+                f"zero.Init: the configuration asks for stage {stage}, which keeps whole parameters: nothing is partitioned."
+            )
             return
         if not backend_select.is_started():
             communication.init_distributed()
@@ -151,7 +137,7 @@ class Init:
         if told := communication._contradicting_single_rank_pg_error(self.dp_world_size, self.ds_process_group):
             raise RuntimeError(told)
         if module is not None:
-            cut_module(module.to(self._birthplace()), self._comm)
+            cut_module(module.to(self._birthplace), self._comm)
 
     def _dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         if dtype is None and self.config is not None:
@@ -160,28 +146,23 @@ class Init:
                 raise RuntimeError("bf16 and fp16 are both enabled: choose one.")
             dtype = torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
         if dtype is None:
-            from .accelerator import get_accelerator
-
             dtype = torch.float16 if get_accelerator().is_fp16_supported() else torch.bfloat16
         if dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise ValueError(f"zero.Init: dtype: expected torch.float16, torch.bfloat16 or torch.float32, got {dtype}.")
         return dtype
 
-    def _birthplace(self) -> torch.device:
-        return torch.device("cpu") if self.remote_device in ("cpu", "nvme") else self.local_device
-
     def __enter__(self) -> None:
         if self.enabled and self.partitions:
             self._open = contextlib.ExitStack()
-            if not _inits():
+            if not here.inits:
                 self._open.enter_context(_seed_of_rank_0(self._comm))
             self._resume()
-            _inits().append(self)
+            here.inits.append(self)
             _gather_in_apply(1)
 
-    def __exit__(self, *failure: Any) -> None:
+    def __exit__(self, *failure: object) -> None:
         if self._open is not None:
-            _inits().remove(self)
+            here.inits.remove(self)
             _gather_in_apply(-1)
             self._suspend()
             self._open.close()
@@ -189,22 +170,27 @@ class Init:
 
     def _resume(self) -> None:
         self._births = contextlib.ExitStack()
-        if self._birthplace().type != "cpu":
-            self._births.enter_context(self._birthplace())
+        if self._birthplace.type != "cpu":
+            self._births.enter_context(self._birthplace)
         self._births.enter_context(init(stage=3, comm=self._comm, dtype=self.dtype))
 
     def _suspend(self) -> None:
         self._births.close()
 
 
-def _inits() -> list[Init]:
-    """Return the `Init` contexts that are open on this rank, the outermost first."""
-    if not hasattr(_open_inits, "all"):
-        _open_inits.all = []
-    return _open_inits.all
+class _OfRank(threading.local):
+    """State of a rank, which may be a thread.
+
+    inits: open `Init` contexts, the outermost first. checks_writes: whether `GatheredParameters` raises for writes without
+    modifier_rank (`enable_sanity_checks`).
+    """
+
+    def __init__(self) -> None:
+        self.inits: list[Init] = []
+        self.checks_writes = False
 
 
-_open_inits = threading.local()
+here = _OfRank()
 _plain_apply = nn.Module.apply
 _apply_lock, _applying = threading.Lock(), 0  # number of open contexts in all threads
 
@@ -218,37 +204,26 @@ def _gather_in_apply(opened: int) -> None:
 
 
 def _apply(self: nn.Module, fn: Callable[[nn.Module], Any]) -> nn.Module:
-    if not _inits() or isinstance(fn, _OnWhole):
-        return _plain_apply(self, fn)
-    return _plain_apply(self, _OnWhole(fn))
+    """Call `fn` with each module's own parameters gathered, and keep rank 0's writes."""
 
-
-class _OnWhole:
-    """Wrapper of a function for `module.apply`: calls it with the module's own parameters gathered, and keeps rank 0's writes."""
-
-    def __init__(self, fn: Callable[[nn.Module], Any]) -> None:
-        self.fn = fn
-
-    def __call__(self, module: nn.Module) -> None:
+    def on_whole(module: nn.Module) -> None:
         at_rest = [param for param in module.parameters(recurse=False) if not is_gathered(param)]
         with GatheredParameters(at_rest, modifier_rank=0):
-            self.fn(module)
+            fn(module)
 
-
-def check_writes(on: bool) -> None:
-    """Set whether `GatheredParameters` on this rank raises for writes without modifier_rank (`enable_sanity_checks`)."""
-    _open_inits.checked = on
+    on_whole.zeroshard_gathers = True  # type: ignore[attr-defined]  # submodules get this function
+    return _plain_apply(self, on_whole if here.inits and not hasattr(fn, "zeroshard_gathers") else fn)
 
 
 def shutdown_init_context() -> None:
     """Suspend open `Init` contexts: modules made inside are ordinary until `restore_init_context`."""
-    for each in reversed(_inits()):
+    for each in reversed(here.inits):
         each._suspend()
 
 
 def restore_init_context() -> None:
     """Resume open `Init` contexts: modules made inside are partitioned again."""
-    for each in _inits():
+    for each in here.inits:
         each._resume()
 
 
@@ -257,11 +232,11 @@ def _on(config: dict[str, Any], *names: str) -> bool:
     return _true(section.get("enabled", False))
 
 
-def _true(value: Any) -> bool:
+def _true(value: object) -> bool:
     return str(value).lower() in ("true", "1")
 
 
-def _place(remote_device: Any, config: dict[str, Any] | None) -> str | None:
+def _place(remote_device: object, config: dict[str, Any] | None) -> str | None:
     """Return the device for new parameters: the configuration's offload_param.device, else remote_device; None for 'none'."""
     section = (config or {}).get("zero_optimization")
     offload = section.get("offload_param") if isinstance(section, dict) else None
@@ -270,12 +245,6 @@ def _place(remote_device: Any, config: dict[str, Any] | None) -> str | None:
     if place not in (None, "none", "cpu", "nvme"):
         raise ValueError(f"zero.Init: remote_device: expected None, 'none', 'cpu' or 'nvme', got {place!r}.")
     return None if place == "none" else place
-
-
-def _accelerator() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
 
 
 @contextlib.contextmanager
@@ -299,16 +268,6 @@ def _seed_of_rank_0(comm: DirectComm) -> Iterator[None]:
     finally:
         for generator, state in zip(generators, mine, strict=True):
             generator.set_state(state)
-
-
-_noted: set[str] = set()
-
-
-def _note(message: str) -> None:
-    """Log a warning once."""
-    if message not in _noted:
-        _noted.add(message)
-        logger.warning(message)
 
 
 # -- parameters that are gathered for a while -----------------------------------------------------------------------------
@@ -349,20 +308,17 @@ class GatheredParameters:
             self._births.__exit__(kind, *failure)
             return
         with self._births:
-            self._keep(gathering)
-
-    def _keep(self, gathering: Gathering) -> None:
-        problems = gathering.agree()
-        if dropped := problems.pop("written", []):
-            told = (
-                f"GatheredParameters: in-place modification of {', '.join(dropped[:6])} without modifier_rank: what was written is "
-                "dropped. Name the rank that writes: GatheredParameters(params, modifier_rank=0)."
-            )
-            if getattr(_open_inits, "checked", False):
-                raise RuntimeError(told)
-            _note(told)
-        refuse(problems)
-        gathering.keep()
+            problems = gathering.agree()
+            if dropped := problems.pop("written", []):
+                told = (
+                    f"GatheredParameters: in-place modification of {', '.join(dropped[:6])} without modifier_rank: what was written is "
+                    "dropped. Name the rank that writes: GatheredParameters(params, modifier_rank=0)."
+                )
+                if here.checks_writes:
+                    raise RuntimeError(told)
+                warning_once(told)
+            refuse(problems)
+            gathering.keep()
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -407,17 +363,12 @@ class MultipleAllGatherHandles:
     def __init__(self, handles: list[Any]) -> None:
         self.handles = handles
 
-    def wait(self, **options: Any) -> None:
+    def wait(self, **options: object) -> None:
         for handle in self.handles:
             handle.wait(**options)
 
 
 # -- attributes of a partitioned parameter --------------------------------------------------------------------------------
-
-
-def _bound(method: Callable[..., Any], param: Tensor) -> Any:
-    """Bind a method to a partitioned parameter."""
-    return _home(param) and types.MethodType(method, param)  # `_home` raises AttributeError for other parameters
 
 
 def _home(param: Tensor) -> Any:
@@ -428,7 +379,7 @@ def _home(param: Tensor) -> Any:
     return home
 
 
-def _persists(home: Any) -> bool:
+def _persists(home: object) -> bool:
     """Return whether a parameter of stage 3 stays whole at rest."""
     return isinstance(home, ParamHome) and home.group.specs[home.index].whole
 
@@ -465,12 +416,10 @@ def _active_sub_modules(param: Tensor) -> set[int]:
     return {home.group.unit.number} if isinstance(home, ParamHome) and home.group.unit.depth else set()
 
 
-def _all_gather(param: Any, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
+def _all_gather_coalesced(
+    param: object, params: Iterable[Tensor], safe_mode: bool = False, quantize: bool = False
+) -> MultipleAllGatherHandles:
     """Gather parameters until `partition` is called (collective)."""
-    return _all_gather_coalesced(param, [param] if param_list is None else param_list)
-
-
-def _all_gather_coalesced(param: Any, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> Any:
     for each in params:
         home = home_of(each)
         in_use = isinstance(home, ParamHome) and home.group.runtime.in_forward  # inside a forward it is gathered where it is used
@@ -504,7 +453,7 @@ def _ds_summary(param: Any, use_debug_name: bool = False) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _always(value: Any) -> Callable[[Tensor], Any]:
+def _always(value: object) -> Callable[[Tensor], Any]:
     """Return a getter of a value that all partitioned parameters share."""
     return lambda param: (_home(param), value)[1]
 
@@ -524,7 +473,10 @@ _PROPERTIES: dict[str, Callable[[Any], Any]] = {
     "is_external_param": _always(False),
 }
 _METHODS: dict[str, Callable[..., Any]] = {
-    "all_gather": _all_gather, "all_gather_coalesced": _all_gather_coalesced, "partition": _partition, "ds_summary": _ds_summary,
+    "all_gather": lambda param, param_list=None, async_op=False, hierarchy=0: (
+        _all_gather_coalesced(param, [param] if param_list is None else param_list)
+    ),
+    "all_gather_coalesced": _all_gather_coalesced, "partition": _partition, "ds_summary": _ds_summary,
     # DeepSpeed's padded number of elements; ds_tensor may have more
     "partition_numel": lambda param: -(-param.ds_numel // param.ds_zero_partition_world_size),
 }  # fmt: skip
@@ -532,10 +484,12 @@ for _class in (ShardedParameter, ReplicatedParameter):
     for _name, _get in _PROPERTIES.items():
         setattr(_class, _name, property(_get))
     for _name, _method in _METHODS.items():
-        setattr(_class, _name, property(functools.partial(_bound, _method)))
+        # `_home` raises AttributeError for parameters that are not partitioned
+        _bound = functools.partial(lambda method, param: _home(param) and types.MethodType(method, param), _method)
+        setattr(_class, _name, property(_bound))
 
 
-def _shown(param: Any, whole: Any) -> dict[str, Any]:
+def _shown(param: object, whole: object) -> dict[str, Any]:
     """Return the ds_* attributes for `whole`, the ordinary parameter in place of the sharded `param`."""
     on_device = getattr(param, "_held", param) is not None  # an offloaded slice would have to be fetched for ds_tensor
     fixed = {name: getattr(param, name) for name in _PROPERTIES if name != "ds_tensor" or on_device}
@@ -543,7 +497,7 @@ def _shown(param: Any, whole: Any) -> dict[str, Any]:
     return {**fixed, **methods, "ds_status": ZeroParamStatus.AVAILABLE, "ds_active_sub_modules": set()}
 
 
-def _hide(whole: Any) -> None:
+def _hide(whole: object) -> None:
     for name in (*_PROPERTIES, *_METHODS):
         whole.__dict__.pop(name, None)
 

@@ -42,12 +42,8 @@ def invalid(section: str, told: str) -> ValidationError:
     return ValidationError.from_exception_data(section, [line], hide_input=True)  # type: ignore[list-item]
 
 
-class OffloadDeviceEnum(str, Enum):
-    """Tier on which states rest."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
+# tier on which states rest
+OffloadDeviceEnum = Enum("OffloadDeviceEnum", {"none": "none", "cpu": "cpu", "nvme": "nvme"}, type=str)
 
 
 class OffloadStateTypeEnum(str, Enum):
@@ -62,14 +58,6 @@ class OffloadStateTypeEnum(str, Enum):
 
 _BOOLS = {"true": True, "t": True, "yes": True, "y": True, "on": True, "1": True}
 _BOOLS |= {"false": False, "f": False, "no": False, "n": False, "off": False, "0": False}
-
-
-def _bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    if value in (0, 1):
-        return bool(value)
-    return _BOOLS[value.lower()]
 
 
 def _number(value: Any) -> float:
@@ -92,19 +80,14 @@ def _whole(value: Any) -> int:
     return int(value)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError
     return value
 
 
-def _texts(value: Any) -> list[str]:
-    """Read one string or several, without duplicates."""
-    return list(dict.fromkeys(map(str, [value] if isinstance(value, str) else value)))
-
-
 def _within(read: Callable[[Any], Any], low: float, high: float = math.inf) -> Callable[[Any], Any]:
-    def bounded(value: Any) -> Any:
+    def bounded(value: object) -> Any:
         if not low <= (number := read(value)) <= high:
             raise ValueError
         return number
@@ -114,7 +97,7 @@ def _within(read: Callable[[Any], Any], low: float, high: float = math.inf) -> C
 
 READERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "any": ("any value", lambda value: value),
-    "bool": ("true or false", _bool),
+    "bool": ("true or false", lambda value: bool(value) if value in (0, 1) else _BOOLS[value.lower()]),
     "whole": ("a whole number", _whole),
     "count": ("a whole number of at least 0", _within(_whole, 0)),
     "positive": ("a whole number above 0", _within(_whole, 1)),
@@ -123,10 +106,18 @@ READERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "fraction": ("a number from 0 to 1", _within(_number, 0, 1)),
     "scale": ("a finite number of at least 0 (0: a dynamic loss scale)", _within(_number, 0)),
     "text": ("a text", _text),
-    "texts": ("a text or a list of them", _texts),
+    "texts": (
+        "a text or a list of them",
+        lambda value: list(dict.fromkeys(map(str, [value] if isinstance(value, str) else value))),  # without duplicates
+    ),
     "path": ("a path", Path),
     "device": ('"none", "cpu" or "nvme"', OffloadDeviceEnum),
 }
+
+
+def without_auto(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration or a section without the keys whose value is "auto", which means the default."""
+    return {key: value for key, value in given.items() if not (isinstance(value, str) and value == "auto")}
 
 
 class Section:
@@ -142,19 +133,10 @@ class Section:
         def __getattr__(self, name: str) -> Any:
             """Return a field; `config_keys` lists them."""
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **given: object) -> None:
         self.notes: list[str] = []
-        values = self._by_field(given)
-        self._forward(values)
-        self.given = frozenset(values)
-        for key in keys_of(self.prefix):
-            setattr(self, key.field, self._read(key, values[key.field]) if key.field in values else self._default(key))
-        self._check()
-
-    def _by_field(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return values by field name, with aliases replaced. Raises ValidationError for unknown names."""
         fields = [key.field for key in keys_of(self.prefix)]
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = {}  # by field name, with aliases replaced
         for name, value in given.items():
             field = ALIASES.get(f"{self.prefix}.{name}", name).rpartition(".")[2]
             if field not in fields:
@@ -164,18 +146,17 @@ class Section:
                 raise invalid(self.prefix, told)
             if not (isinstance(value, str) and value == "auto"):
                 values[field] = value
-        return values
+        self._forward(values)
+        self.given = frozenset(values)
+        for key in keys_of(self.prefix):
+            default = {} if key.kind == "leaf_module" else key.default  # the leaf modules' section is never None
+            setattr(self, key.field, self._read(key, values.get(key.field, default)))
+        self._check()
 
     def _forward(self, values: dict[str, Any]) -> None:
         """Move the values of deprecated keys to the keys that replace them."""
 
-    def _default(self, key: Key) -> Any:
-        kind = self.sections.get(key.kind)
-        if kind is not None:
-            return kind() if key.kind == "leaf_module" else None
-        return self._read(key, key.default)
-
-    def _read(self, key: Key, value: Any) -> Any:
+    def _read(self, key: Key, value: object) -> Any:
         if value is None and key.default is None:
             return None
         kind = self.sections.get(key.kind)
@@ -191,7 +172,7 @@ class Section:
         """Raise ValidationError for fields that contradict each other."""
 
     @classmethod
-    def of(cls, given: Any) -> Section:
+    def of(cls, given: object) -> Section:
         """Make a section from a mapping of keys. None: the defaults."""
         if given is not None and not isinstance(given, Mapping):
             raise invalid(cls.prefix, f"{cls.prefix}: expected a mapping of keys to values, got {given!r}.")
@@ -211,10 +192,18 @@ class Section:
     __hash__ = None  # type: ignore[assignment]
 
 
-class DeepSpeedZeroOffloadParamConfig(Section):
-    """Section zero_optimization.offload_param."""
+def _plain(name: str, prefix: str) -> type[Section]:
+    """Make the class of a section without rules of its own."""
+    return type(name, (Section,), {"prefix": prefix, "__module__": __name__, "__doc__": f"Section {prefix}."})
 
-    prefix = "zero_optimization.offload_param"
+
+DeepSpeedZeroOffloadParamConfig = _plain("DeepSpeedZeroOffloadParamConfig", "zero_optimization.offload_param")
+DeepSpeedBF16Config = _plain("DeepSpeedBF16Config", "bf16")
+TensorBoardConfig = _plain("TensorBoardConfig", "tensorboard")
+CSVConfig = _plain("CSVConfig", "csv_monitor")
+WandbConfig = _plain("WandbConfig", "wandb")
+DeepSpeedThroughputTimerConfig = _plain("DeepSpeedThroughputTimerConfig", "timers.throughput")
+CommsLoggerConfig = _plain("CommsLoggerConfig", "comms_logger")
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(Section):
@@ -230,7 +219,7 @@ class DeepSpeedZeroLeafModuleConfig(Section):
     prefix = "zero_optimization.leaf_module"
 
     @classmethod
-    def of(cls, given: Any) -> Section:
+    def of(cls, given: object) -> Section:
         """Make a section. Raises TypeError for values that are no mapping, as scripts expect."""
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(f"{cls.prefix}: expected a mapping of classes, names or name_suffixes, got {given!r}.")
@@ -287,42 +276,6 @@ class DeepSpeedFP16Config(Section):
             if (value := getattr(self, name)) <= 0:
                 told = f"fp16.{name}: expected a number above 0 with a dynamic loss scale (loss_scale 0), got {value}."
                 raise invalid(self.prefix, told)
-
-
-class DeepSpeedBF16Config(Section):
-    """Section bf16."""
-
-    prefix = "bf16"
-
-
-class TensorBoardConfig(Section):
-    """Section tensorboard."""
-
-    prefix = "tensorboard"
-
-
-class CSVConfig(Section):
-    """Section csv_monitor."""
-
-    prefix = "csv_monitor"
-
-
-class WandbConfig(Section):
-    """Section wandb."""
-
-    prefix = "wandb"
-
-
-class DeepSpeedThroughputTimerConfig(Section):
-    """Section timers.throughput."""
-
-    prefix = "timers.throughput"
-
-
-class CommsLoggerConfig(Section):
-    """Section comms_logger."""
-
-    prefix = "comms_logger"
 
 
 KEYS_BELOW = "its keys are below"  # text of a section's own row
@@ -385,7 +338,7 @@ def judge(config: Mapping[str, Any], prefix: str = "", written: str = "") -> Ite
             yield Judgement(*this, "served", key.text, key=key)
 
 
-def _unknown(full: str, written: str, value: Any) -> Judgement:
+def _unknown(full: str, written: str, value: object) -> Judgement:
     """Return the treatment of a key that the table lacks: refused if it resembles a known one (a typo), else ignored."""
     prefix, _, name = full.rpartition(".")
     fields = {key.field for key in keys_of(prefix)}
@@ -423,7 +376,7 @@ _NEAR = 0.8  # cutoff for difflib that takes 'stge' for 'stage', and does not ta
 _TYPED = {kind.prefix for kind in Section.__subclasses__()}
 
 
-def _differs(key: Key, value: Any) -> bool:
+def _differs(key: Key, value: object) -> bool:
     """Return whether a value, as read, differs from the default."""
     try:
         return READERS[key.kind][1](value) != (None if key.default is None else READERS[key.kind][1](key.default))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import gc
+import multiprocessing
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from ... import api
 from ...comm import backend_select
@@ -19,25 +21,23 @@ from ...comm.codec import exchange_values
 from ...comm.process_group import talking_device
 from ...zero.ddp_interface import take_interface
 from ...zero.runtime import runtime_of
-from . import activation, communication, leaf_modules, partition
-from .data_loader import DeepSpeedDataLoader, check_dataset
+from . import VERSION, activation, communication, leaf_modules, partition
 from .ds_config import DeepSpeedConfig
 from .engine import DeepSpeedEngine
 from .logs import log_dist, set_log_level_from_string
 from .lr_schedules import schedule_from_config
 from .monitor import MonitorMaster
 from .sections import DeepSpeedConfigError
-from .shard_options import build_optimizer, cast_buffers, cast_parameters, mark_for_muon, shard_options
+from .shard_options import build_optimizer, cast_buffers, shard_options
 from .stand_ins import PipelineModule, ZeRORuntimeException
-from .version import TEXT, UNKNOWN
 
 T = TypeVar("T")
 
 
 def initialize(
-    args: Any = None, model: nn.Module | None = None, optimizer: Any = None, model_parameters: Any = None, training_data: Any = None,
-    lr_scheduler: Any = None, distributed_port: int = 29500, mpu: Any = None, dist_init_required: bool | None = None,
-    collate_fn: Callable | None = None, config: Any = None, mesh_param: Any = None, config_params: Any = None,
+    args: object = None, model: nn.Module | None = None, optimizer: object = None, model_parameters: object = None, training_data: object = None,
+    lr_scheduler: object = None, distributed_port: int = 29500, mpu: object = None, dist_init_required: bool | None = None,
+    collate_fn: Callable | None = None, config: object = None, mesh_param: object = None, config_params: object = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:  # fmt: skip
     """Return (engine, optimizer, data loader, scheduler), as DeepSpeed's function does (collective).
 
@@ -53,7 +53,7 @@ def initialize(
         AssertionError: no model, no configuration, or two; batch sizes that do not multiply (as in DeepSpeed).
         DeepSpeedConfigError: a key that is not supported, with the remedy.
     """
-    log_dist(f"DeepSpeed info: version={TEXT}, git-hash={UNKNOWN}, git-branch={UNKNOWN}", ranks=[0])
+    log_dist(f"DeepSpeed info: version={VERSION}, git-hash=None, git-branch=None", ranks=[0])
     assert model is not None, "deepspeed.initialize requires a model"
     if isinstance(model, PipelineModule):
         raise DeepSpeedConfigError(
@@ -92,8 +92,8 @@ def _config_of(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _initialize(
-    args: Any, model: nn.Module, optimizer: Any, model_parameters: Any, training_data: Any, lr_scheduler: Any, mpu: Any,
-    collate_fn: Callable | None, given: Any,
+    args: object, model: nn.Module, optimizer: object, model_parameters: object, training_data: object, lr_scheduler: object, mpu: Any,
+    collate_fn: Callable | None, given: object,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:  # fmt: skip
     client = optimizer, lr_scheduler, type(optimizer).__name__
     group = None if mpu is None else mpu.get_data_parallel_group()
@@ -108,18 +108,16 @@ def _initialize(
     )
     api.shard(model, basic, comm=None if group is None else comm, **options)
     take_interface(runtime_of(model))  # engine.module is of the program's own class, as in DeepSpeed
-    _say(config)
-    known = {
-        "client": client,
-        "device": device,
-        "local_rank": local_rank,
-        "mpu": mpu,
-        "collate_fn": collate_fn,
-        "monitor": monitor,
-    }
-    engine = DeepSpeedEngine(model, basic, config, **known)
+    config.say_notes()
+    if config.log_level is not None:
+        set_log_level_from_string(config.log_level)
+    if config.dump_state and backend_select.rank_and_size()[0] == 0:
+        config.print("DeepSpeedEngine configuration")
+    engine = DeepSpeedEngine(
+        model, basic, config, client=client, device=device, local_rank=local_rank, mpu=mpu, collate_fn=collate_fn, monitor=monitor
+    )
     partition.attach(model)
-    partition.check_writes(config.zero_config.enable_sanity_checks)
+    partition.here.checks_writes = config.zero_config.enable_sanity_checks
     engine.lr_scheduler = lr_scheduler
     if training_data is not None:
         engine.training_dataloader = deepspeed_io(engine, training_data)
@@ -129,7 +127,7 @@ def _initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _let_go(model: nn.Module, optimizer: Any, given: Any) -> Any:
+def _let_go(model: nn.Module, optimizer: object, given: object) -> Any:
     """Close the model's earlier engine. Return `given` with parameters replaced that zs.close has replaced in the model."""
     before = dict(model.named_parameters())
     given = list(given) if isinstance(given, Iterable) and not isinstance(given, nn.Module) else given
@@ -137,7 +135,7 @@ def _let_go(model: nn.Module, optimizer: Any, given: Any) -> Any:
     api.close(model)  # it gives the model ordinary parameters, which may be new objects
     now = {id(before[name]): param for name, param in model.named_parameters()}
 
-    def renewed(entry: Any) -> Any:
+    def renewed(entry: object) -> Any:
         if not isinstance(entry, dict):
             return now.get(id(entry), entry)
         params = [entry["params"]] if isinstance(entry["params"], torch.Tensor) else entry["params"]
@@ -166,7 +164,7 @@ def _together(comm: Comm, what: str, action: Callable[[], T]) -> T:
     return result
 
 
-def _config(given: Any, mpu: Any, optimizer: Any, lr_scheduler: Any, world_size: int) -> DeepSpeedConfig:
+def _config(given: object, mpu: object, optimizer: object, lr_scheduler: object, world_size: int) -> DeepSpeedConfig:
     config = DeepSpeedConfig(given, mpu, world_size=world_size)
     assert not isinstance(lr_scheduler, LRScheduler) or isinstance(optimizer, torch.optim.Optimizer), (
         "lr_scheduler: a scheduler steps the optimizer that it was made of: pass that one as optimizer=, or a callable as lr_scheduler="
@@ -175,15 +173,19 @@ def _config(given: Any, mpu: Any, optimizer: Any, lr_scheduler: Any, world_size:
 
 
 def _prepare(
-    model: nn.Module, optimizer: Any, model_parameters: Any, lr_scheduler: Any, mpu: Any, config: DeepSpeedConfig, device: torch.device
+    model: nn.Module, optimizer: object, model_parameters: object, lr_scheduler: object, mpu: object, config: DeepSpeedConfig, device: torch.device
 ) -> tuple[torch.optim.Optimizer | None, Any, dict[str, Any], MonitorMaster]:  # fmt: skip
     """Cast and move the model; return optimizer, scheduler, options of zs.shard and monitor. It may raise on a single rank."""
     leaf_modules.apply_zero_leaf_module_config(model, config.zero_config.leaf_module)
     cast_buffers(config, model)
-    cast_parameters(config, model)
-    _move(model, device)
+    for param in model.parameters() if config.model_dtype is not torch.float32 else ():
+        if param.dtype in (torch.float32, torch.float16, torch.bfloat16) and not partition.is_zero_param(param):
+            param.data = param.data.to(config.model_dtype)  # so that masters start from rounded values, as DeepSpeed's do
+    if device.type != "cpu" and not any(param.is_meta for param in model.parameters()):
+        model.to(device)
     activation.apply_config(model, config, mpu)
-    mark_for_muon(config, model)
+    for name, param in model.named_parameters() if (config.optimizer_name or "").lower() == "muon" else ():
+        param.use_muon = param.dim() == 2 and not any(word in name.lower() for word in ("embed", "lm_head"))  # type: ignore[attr-defined]
     basic = _basic_optimizer(model, optimizer, model_parameters, config)
     options = shard_options(config)
     if basic is None:
@@ -195,15 +197,6 @@ def _prepare(
     except OSError as error:  # only rank 0 opens files
         raise DeepSpeedConfigError(f"a monitor: {error}. Name a folder that rank 0 can write (output_path).") from error
     return basic, lr_scheduler, options, monitor
-
-
-def _say(config: DeepSpeedConfig) -> None:
-    """Print the configuration's notes, set its log level and, if it asks for it, print the configuration."""
-    config.say_notes()
-    if config.log_level is not None:
-        set_log_level_from_string(config.log_level)
-    if config.dump_state and backend_select.rank_and_size()[0] == 0:
-        config.print("DeepSpeedEngine configuration")
 
 
 def _device(args: Any) -> tuple[torch.device, int]:
@@ -219,12 +212,9 @@ def _device(args: Any) -> tuple[torch.device, int]:
     return torch.device("cuda", local_rank), local_rank
 
 
-def _move(model: nn.Module, device: torch.device) -> None:
-    if device.type != "cpu" and not any(param.is_meta for param in model.parameters()):
-        model.to(device)
-
-
-def _basic_optimizer(model: nn.Module, optimizer: Any, model_parameters: Any, config: Any) -> torch.optim.Optimizer | None:
+def _basic_optimizer(
+    model: nn.Module, optimizer: Any, model_parameters: Any, config: DeepSpeedConfig
+) -> torch.optim.Optimizer | None:
     """Return the torch optimizer to shard: the program's own, the one that its function makes, or the configuration's."""
     if optimizer is None and config.optimizer_name is None:
         return None
@@ -241,16 +231,13 @@ def _basic_optimizer(model: nn.Module, optimizer: Any, model_parameters: Any, co
         except TypeError as error:
             raise DeepSpeedConfigError(f"optimizer.params of {config.optimizer_name}: {error}.") from error
     offload = config.zero_config.offload_optimizer
-    if offload is not None and offload.device in ("cpu", "nvme") and config.zero_force_ds_cpu_optimizer and _is_torchs(basic):
+    offloaded, torchs = offload is not None and offload.device != "none", not type(basic).__module__.startswith("zeroshard")
+    if offloaded and torchs and config.zero_force_ds_cpu_optimizer:
         raise ZeRORuntimeException(
             f"You are using ZeRO-Offload with a client provided optimizer ({type(basic)}). Take deepspeed.ops.adam.DeepSpeedCPUAdam, or an "
             'optimizer of the configuration, or say {"zero_force_ds_cpu_optimizer": false}: it is stepped on the host as it is.'
         )
     return basic
-
-
-def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    return not type(optimizer).__module__.startswith("zeroshard")
 
 
 def _parameters(model: nn.Module, given: Any) -> list[Any]:
@@ -260,7 +247,7 @@ def _parameters(model: nn.Module, given: Any) -> list[Any]:
     return [entry for entry in given if isinstance(entry, dict) or getattr(entry, "requires_grad", True)]
 
 
-def _scheduler(given: Any, optimizer: torch.optim.Optimizer | None, config: Any) -> Any:
+def _scheduler(given: Any, optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig) -> Any:
     if given is None:
         named = config.scheduler_name is not None and optimizer is not None
         return schedule_from_config(config.scheduler_name, config.scheduler_params, optimizer) if named else None
@@ -282,6 +269,63 @@ def _compare(comm: Comm, config: DeepSpeedConfig) -> None:
         if len(set(values)) > 1:
             shown = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             raise DeepSpeedConfigError(f"{name} differs: {shown}. Give every rank the same configuration.")
+
+
+# -- the data loader of initialize(training_data=...) ------------------------------------------------------------------
+
+
+def check_dataset(dataset: object) -> None:
+    """Raise ValueError unless an object is a torch Dataset, or has __getitem__ and __len__."""
+    if not isinstance(dataset, Dataset) and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise ValueError(f"Training data must be a torch Dataset, got {type(dataset).__name__}")
+
+
+class DeepSpeedDataLoader:
+    """Loader of one rank's micro-batches. Without a data_sampler, the data set is shuffled and divided among ranks.
+
+    As in DeepSpeed, every pass has the same order until the program calls `loader.data_sampler.set_epoch`. drop_last: drop the
+    last batch if it is not full (the sampler has padded each rank's share with the first samples). num_workers: number of
+    processes that load samples, each with its own random generators. None: two, as in DeepSpeed, but zero if ranks are threads,
+    which must not fork, or daemonic processes, which may not have children, or for an IterableDataset, which each worker would
+    read completely.
+    """
+
+    def __init__(
+        self, dataset: Any, batch_size: int, *, rank: int, world_size: int, collate_fn: Callable | None = None, drop_last: bool = False,
+        num_workers: int | None = None, pin_memory: bool = False, data_sampler: Any = None, shuffle: bool = True,
+    ) -> None:  # fmt: skip
+        check_dataset(dataset)
+        if num_workers is None:
+            alone = backend_select.in_threads() or multiprocessing.current_process().daemon  # neither can have child processes
+            num_workers = 0 if isinstance(dataset, IterableDataset) or alone else 2
+        sampler = data_sampler
+        if sampler is None and not isinstance(dataset, IterableDataset):
+            sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)
+        self.dataset, self.sampler, self.batch_size = dataset, sampler, batch_size
+        self.data_sampler, self.collate_fn, self.num_local_io_workers = sampler, collate_fn, num_workers
+        self.data: Iterator[Any] | None = None  # iterator of the current pass
+        self.dataloader = DataLoader(
+            dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last,
+            num_workers=num_workers, pin_memory=pin_memory,
+        )  # fmt: skip
+
+    def __iter__(self) -> Iterator[Any]:
+        self.data = iter(self.dataloader)
+        return self.data
+
+    def __next__(self) -> Any:
+        """Return the next micro-batch of the current pass, beginning one if there is none. Raises StopIteration at its end."""
+        if self.data is None:
+            iter(self)
+        assert self.data is not None
+        try:
+            return next(self.data)
+        except StopIteration:
+            self.data = None  # the next call begins a new pass
+            raise
+
+    def __len__(self) -> int:
+        return len(self.dataloader)
 
 
 def deepspeed_io(engine: DeepSpeedEngine, dataset: Any, batch_size: int | None = None, **options: Any) -> DeepSpeedDataLoader:

@@ -1,4 +1,4 @@
-"""Translate a DeepSpeed configuration to zeroshard: options of zs.shard, the optimizer, dtypes of parameters and buffers."""
+"""Translate a DeepSpeed configuration to zeroshard: options of zs.shard, the optimizer, dtypes of buffers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from ...utils.dtypes import is_narrow
 from .config_keys import KEYS, Treatment
 from .cpu_optimizers import DeepSpeedCPUAdam, FusedAdam
 from .ds_config import OFFLOAD_STAGES, DeepSpeedConfig, dtype_of
-from .partition import is_zero_param
-from .sections import DeepSpeedConfigError, Section
+from .sections import DeepSpeedConfigError, Section, without_auto
 
 # -- zs.shard ------------------------------------------------------------------------------------------------------
 
@@ -35,20 +34,16 @@ def shard_options(config: DeepSpeedConfig) -> dict[str, Any]:
             "zero_optimization.compute_grad_norm false: clipping and offload_optimizer need the norm. Set gradient_clipping to 0 "
             "and leave offload_optimizer out, or leave compute_grad_norm out."
         )
-    options: dict[str, Any] = {"stage": zero.stage, **_precision(config)}
+    options: dict[str, Any] = {"stage": zero.stage, "gradient_dtype": config.gradient_dtype, **_precision(config)}
     if config.gradient_clipping > 0:
         options["max_grad_norm"] = config.gradient_clipping
     if config.communication_data_type is not None:
         options["reduce_dtype"] = config.communication_data_type
-    options["gradient_dtype"] = config.gradient_dtype
-    options |= {  # DeepSpeed's behaviour, where zeroshard's defaults differ
-        "skip_nonfinite": _skips_nonfinite(config),
-        "max_skipped_steps": math.inf,
-        "hold_schedulers": False,
-        "agree_buffers": False,
-    }
+    # DeepSpeed's behaviour, where zeroshard's defaults differ
+    options |= {"skip_nonfinite": _skips_nonfinite(config), "max_skipped_steps": math.inf}
+    options |= {"hold_schedulers": False, "agree_buffers": False}
     if zero.stage == 3:
-        options |= _gathering(config) | _between_nodes(config)
+        options |= _stage3(zero)
     for name, lowest in OFFLOAD_STAGES.items():
         section = getattr(zero, name)
         if _is_offloaded(section) and zero.stage >= lowest:
@@ -99,20 +94,16 @@ def _precision(config: DeepSpeedConfig) -> dict[str, Any]:
     }
 
 
-def _gathering(config: DeepSpeedConfig) -> dict[str, Any]:
-    """Return the options for parameters that stay whole and, if they are given, for prefetching and for reuse of units."""
-    zero = config.zero_config
+def _stage3(zero: Section) -> dict[str, Any]:
+    """Return the options of stage 3: gathering (prefetching and reuse of units if they are given), ZeRO++ and MiCS.
+
+    The bit widths are those of DeepSpeed's kernels.
+    """
     options = {name: getattr(zero, name) for name in ("param_persistence_threshold", "model_persistence_threshold")}
     if "prefetch_bucket_size" in zero.given:
         options["prefetch_bucket_size"] = zero.prefetch_bucket_size
     if zero.given & {"max_live_parameters", "max_reuse_distance"}:
         options["max_live_parameters"] = min(zero.max_live_parameters, zero.max_reuse_distance)
-    return options
-
-
-def _between_nodes(config: DeepSpeedConfig) -> dict[str, Any]:
-    """Return options of ZeRO++ and MiCS, with the bit widths of DeepSpeed's kernels."""
-    zero, options = config.zero_config, {}
     if zero.zero_hpz_partition_size > 1:
         options["zero_hpz_partition_size"] = zero.zero_hpz_partition_size
     if zero.mics_shard_size > 0:
@@ -164,9 +155,7 @@ def build_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) -> torch
     name = config.optimizer_name
     if name is None:
         raise DeepSpeedConfigError("optimizer.type is missing: name one, or pass an optimizer to initialize(optimizer=...).")
-    given = {
-        key: value for key, value in (config.optimizer_params or {}).items() if not (isinstance(value, str) and value == "auto")
-    }
+    given = without_auto(config.optimizer_params or {})
     if "max_grad_norm" in given:
         raise ValueError(
             "optimizer.params.max_grad_norm is not an option of the optimizer: set gradient_clipping at the top level."
@@ -226,12 +215,6 @@ def _muon_groups(parameters: Iterable[Any], params: dict[str, Any]) -> list[dict
     return found
 
 
-def mark_for_muon(config: DeepSpeedConfig, model: nn.Module) -> None:
-    """Set `use_muon` of every parameter for the optimizer Muon: True for matrices not named "embed" or "lm_head"."""
-    for name, param in model.named_parameters() if (config.optimizer_name or "").lower() == "muon" else ():
-        param.use_muon = param.dim() == 2 and not any(word in name.lower() for word in ("embed", "lm_head"))  # type: ignore[attr-defined]
-
-
 def _torch_optimizer(name: str) -> type[torch.optim.Optimizer]:
     """Return a class of torch.optim by its name, in any case. Raises DeepSpeedConfigError."""
     classes = {
@@ -246,14 +229,7 @@ def _torch_optimizer(name: str) -> type[torch.optim.Optimizer]:
     return found
 
 
-# -- parameters and buffers --------------------------------------------------------------------------------------------
-
-
-def cast_parameters(config: DeepSpeedConfig, model: nn.Module) -> None:
-    """Cast unpartitioned parameters to the enabled precision, so that masters start from rounded values, as DeepSpeed's do."""
-    for param in model.parameters() if config.model_dtype is not torch.float32 else ():
-        if param.dtype in (torch.float32, torch.float16, torch.bfloat16) and not is_zero_param(param):
-            param.data = param.data.to(config.model_dtype)
+# -- buffers -----------------------------------------------------------------------------------------------------------
 
 
 def cast_buffers(config: DeepSpeedConfig, model: nn.Module) -> None:
@@ -265,21 +241,17 @@ def cast_buffers(config: DeepSpeedConfig, model: nn.Module) -> None:
     dtype = dtype_of("data_types.buffer_dtype", config.buffer_dtype)
     if dtype is None:
         return
-    patterns = _kept(config, model)
+    if config.keep_in_fp32_modules != "auto":
+        patterns = [name.replace("*", ".*") for name in config.keep_in_fp32_modules]
+    else:
+        attributes = ["_keep_in_fp32_modules_strict"] + (["_keep_in_fp32_modules"] if config.float16_config.enabled else [])
+        patterns = [
+            (rf"^{re.escape(prefix)}\..*" if prefix else "") + name.replace("*", ".*")
+            for prefix, module in model.named_modules() for attribute in attributes for name in getattr(module, attribute, None) or ()
+        ]  # fmt: skip
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             full = f"{prefix}.{name}".removeprefix(".")
             if buffer.is_floating_point() and not is_narrow(buffer.dtype):
                 kept = any(re.search(pattern, full) for pattern in patterns)
                 setattr(module, name, buffer.to(torch.float32 if kept else dtype))
-
-
-def _kept(config: DeepSpeedConfig, model: nn.Module) -> list[str]:
-    """Return regular expressions for the names of buffers that stay in fp32."""
-    if config.keep_in_fp32_modules != "auto":
-        return [name.replace("*", ".*") for name in config.keep_in_fp32_modules]
-    attributes = ["_keep_in_fp32_modules_strict"] + (["_keep_in_fp32_modules"] if config.float16_config.enabled else [])
-    return [
-        (rf"^{re.escape(prefix)}\..*" if prefix else "") + name.replace("*", ".*")
-        for prefix, module in model.named_modules() for attribute in attributes for name in getattr(module, attribute, None) or ()
-    ]  # fmt: skip

@@ -7,12 +7,14 @@ has the replacement. The base classes of optimizers are no stand-ins: the class 
 from __future__ import annotations
 
 from abc import ABC
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from ...errors import ZeroshardError
+from .accelerator import always
 
 MIN_SWAPPABLE_BYTES = 2**20  # deepspeed.runtime.swap_tensor: DeepSpeed's tests make tensors of at least this size
 
@@ -24,17 +26,17 @@ class NotSupported(ZeroshardError, NotImplementedError):
 def _stand_in(name: str, remedy: str, base: type = object) -> Any:
     """Make a class of that name. It may be derived from, but making an instance of it or a subclass raises NotSupported."""
 
-    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def refuse(cls: type, *args: object, **kwargs: object) -> NoReturn:
         derived = "" if cls.__name__ == name else f" (for {cls.__name__})"
         raise NotSupported(f"zeroshard.deepspeed has no {name}{derived}: {remedy}")
 
     return type(name, (base,), {"__new__": refuse, "__module__": __name__, "__doc__": f"Not in zeroshard: {remedy}"})
 
 
-def _refused(name: str, remedy: str) -> Any:
+def _refused(name: str, remedy: str) -> Callable[..., NoReturn]:
     """Make a function of that name that raises NotSupported when called."""
 
-    def refuse(*args: Any, **kwargs: Any) -> Any:
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
         raise NotSupported(f"zeroshard.deepspeed has no {name}: {remedy}")
 
     refuse.__name__ = refuse.__qualname__ = name
@@ -49,28 +51,16 @@ class DeepSpeedOptimizer(ABC):  # noqa: B024  # DeepSpeed's has no abstract meth
     """Base class of `engine.optimizer`; an ABC, so that an optimizer class may also be registered."""
 
 
-class ZeROOptimizer(DeepSpeedOptimizer):
-    """Base class of the optimizers of stages 1, 2 and 3."""
+def _kind(name: str, base: Any = DeepSpeedOptimizer) -> Any:
+    return type(name, (base,), {"__module__": __name__})
 
 
-class DeepSpeedZeroOptimizer(ZeROOptimizer):
-    """Class of the optimizer of stages 1 and 2."""
-
-
-class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
-    """Class of the optimizer of stage 3."""
-
-
-class BF16_Optimizer(ZeROOptimizer):
-    """Class of the optimizer of stage 0 or 1 in bf16 with fp32 masters."""
-
-
-class FP16_Optimizer(DeepSpeedOptimizer):
-    """Class of the optimizer of stage 0 in fp16."""
-
-
-class FP16_UnfusedOptimizer(DeepSpeedOptimizer):
-    """Class of the optimizer of stage 0 in fp16, for optimizers that need whole parameters."""
+ZeROOptimizer = _kind("ZeROOptimizer")  # of stages 1, 2 and 3
+DeepSpeedZeroOptimizer = _kind("DeepSpeedZeroOptimizer", ZeROOptimizer)  # of stages 1 and 2
+DeepSpeedZeroOptimizer_Stage3 = _kind("DeepSpeedZeroOptimizer_Stage3", ZeROOptimizer)
+BF16_Optimizer = _kind("BF16_Optimizer", ZeROOptimizer)  # of stage 0 or 1 in bf16 with fp32 masters
+FP16_Optimizer = _kind("FP16_Optimizer")  # of stage 0 in fp16
+FP16_UnfusedOptimizer = _kind("FP16_UnfusedOptimizer")  # of stage 0 in fp16, for optimizers that need whole parameters
 
 
 class ZeRORuntimeException(Exception):
@@ -124,9 +114,7 @@ FusedLamb = _stand_in("FusedLamb", _LAMB, torch.optim.Optimizer)
 # -- deepspeed.moe.utils: a model without MoE layers has no expert parameters --------------------------------------
 
 
-def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Return (False, 0), since no MoE layer can be made here."""
-    return False, 0
+has_moe_layers = always((False, 0))  # no MoE layer can be made here
 
 
 def is_moe_param(param: torch.Tensor) -> bool:
@@ -144,7 +132,7 @@ def split_params_into_shared_and_expert_params(params: list[nn.Parameter]) -> tu
 
 
 def split_params_into_different_moe_groups_for_optimizer(
-    param_groups: Any, max_group_size: float = 178956971
+    param_groups: object, max_group_size: float = 178956971
 ) -> list[dict[str, Any]]:
     """Return the groups as a list. Raises NotSupported if a parameter is marked as an expert's."""
     if not isinstance(param_groups, (dict, list, tuple)):

@@ -1,4 +1,4 @@
-"""Helpers of deepspeed.utils, deepspeed.utils.groups and deepspeed.runtime.utils that scripts call.
+"""Helpers of deepspeed.utils, .utils.groups, .runtime.utils, .runtime.torch_autocast and .checkpoint that scripts call.
 
 Groups: the engine has only data parallelism over all ranks, so the data-parallel group is the world, and functions for every
 other kind of group return size 1, rank 0 and None as the group.
@@ -11,89 +11,60 @@ import gc
 import math
 import os
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...utils import torch_compat
+from ...utils.tensor_tree import map_tensors
 from . import communication as dist
-from .accelerator import CPU_Accelerator, get_accelerator
+from .accelerator import CPU_Accelerator, always, get_accelerator
+from .logs import warning_once
 from .stand_ins import NotSupported
+
+F = TypeVar("F")
 
 # -- deepspeed.utils.groups ---------------------------------------------------------------------------------------
 
 
-def initialize(ep_size: int = 1, mpu: Any = None) -> None:
+def initialize(ep_size: int = 1, mpu: object = None) -> None:
     """Do nothing for ep_size=1. Raises NotSupported for expert or model parallelism."""
     if ep_size != 1 or mpu is not None:
         raise NotSupported(f"groups.initialize(ep_size={ep_size}, mpu={mpu}): there is data parallelism only; leave both out.")
-
-
-def get_data_parallel_group() -> Any:
-    return dist.get_world_group()
-
-
-def get_data_parallel_world_size() -> int:
-    return dist.get_world_size()
-
-
-def get_data_parallel_rank() -> int:
-    return dist.get_rank()
 
 
 def _get_data_parallel_group_ranks() -> range:
     return range(dist.get_world_size())
 
 
-def _size_of_one() -> int:
-    return 1
-
-
-def _rank_in_one() -> int:
-    return 0
-
-
-def _no_group() -> None:
-    return None
-
-
-def _no_groups() -> dict[str, Any]:
-    return {}
-
-
-_get_data_parallel_group = _get_sequence_data_parallel_group = get_data_parallel_group
-_get_data_parallel_world_size = _get_sequence_data_parallel_world_size = get_data_parallel_world_size
-_get_data_parallel_rank = _get_sequence_data_parallel_rank = get_data_parallel_rank
-_get_sequence_parallel_world_size = _get_model_parallel_world_size = get_model_parallel_world_size = _size_of_one
-get_tensor_model_parallel_world_size = _get_expert_model_parallel_world_size = _size_of_one
-_get_sequence_parallel_rank = get_model_parallel_rank = get_tensor_model_parallel_rank = _get_broadcast_src_rank = _rank_in_one
-_get_sequence_parallel_group = get_model_parallel_group = get_tensor_model_parallel_group = _no_group
-_get_zero_param_intra_parallel_group = _no_group
-_get_expert_parallel_group_dict = _get_expert_data_parallel_group_dict = _no_groups
+get_data_parallel_group = _get_data_parallel_group = _get_sequence_data_parallel_group = dist.get_world_group
+get_data_parallel_world_size = _get_data_parallel_world_size = _get_sequence_data_parallel_world_size = dist.get_world_size
+get_data_parallel_rank = _get_data_parallel_rank = _get_sequence_data_parallel_rank = dist.get_rank
+_get_sequence_parallel_world_size = _get_model_parallel_world_size = get_model_parallel_world_size = always(1)
+get_tensor_model_parallel_world_size = _get_expert_model_parallel_world_size = always(1)
+_get_sequence_parallel_rank = get_model_parallel_rank = get_tensor_model_parallel_rank = _get_broadcast_src_rank = always(0)
+_get_sequence_parallel_group = get_model_parallel_group = get_tensor_model_parallel_group = always(None)
+_get_zero_param_intra_parallel_group = always(None)
+_get_expert_parallel_group_dict = _get_expert_data_parallel_group_dict = always({})
 
 
 # -- deepspeed.utils ----------------------------------------------------------------------------------------------
 
 
-def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
+def required_torch_version(min_version: object = None, max_version: object = None) -> bool:
     """Return whether torch is at least min_version and at most max_version (2.6, or "2.6.1"); 2.6.1 is above 2.6."""
     assert min_version or max_version, "required_torch_version: expected min_version or max_version"
     now = _numbers(torch.__version__)
     return not (min_version and _numbers(min_version) > now) and not (max_version and _numbers(max_version) < now)
 
 
-def _numbers(version: Any) -> tuple[int, ...]:
-    """Return a version's numbers, '2.13.0+cpu' -> (2, 13), without trailing zeros and anything after the numbers."""
-    parts = []
-    for part in str(version).split("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        parts.append(int(digits))
-        if digits != part:
-            break
+def _numbers(version: object) -> tuple[int, ...]:
+    """Return a version's numbers, '2.13.0a1+cpu' -> (2, 13), without trailing zeros and anything after the numbers."""
+    found = re.match(r"[0-9]+(\.[0-9]+)*", str(version))
+    parts = [int(part) for part in found[0].split(".")] if found else []
     while parts and parts[-1] == 0:
         parts.pop()
     return tuple(parts)
@@ -130,19 +101,22 @@ def OnDevice(dtype: torch.dtype | None = None, device: Any = "meta", enabled: bo
         torch.set_default_dtype(before)
 
 
-def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
+def noop_decorator(func: F) -> F:
     """Return the function itself; profilers show it by its own name."""
     return func
 
 
-def recursive_getattr(model: Any, module_name: str) -> Any:
+instrument_w_nvtx = noop_decorator
+
+
+def recursive_getattr(model: object, module_name: str) -> Any:
     """Return model.a.b for 'a.b'."""
     for part in module_name.split("."):
         model = getattr(model, part)
     return model
 
 
-def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+def recursive_setattr(model: object, module_name: str, module: object) -> None:
     """Set model.a.b to the module for 'a.b'."""
     *above, last = module_name.split(".")
     setattr(recursive_getattr(model, ".".join(above)) if above else model, last, module)
@@ -232,7 +206,7 @@ def get_global_norm(norm_list: list[Any]) -> float:
     return math.sqrt(sum(n * n for n in norms)) if all(math.isfinite(n) and n >= 0 for n in norms) else math.inf
 
 
-def get_tensor_bytes(item: Any) -> int:
+def get_tensor_bytes(item: object) -> int:
     """Return the bytes of the tensors within lists, tuples and dicts."""
     if isinstance(item, Tensor):
         return item.numel() * item.element_size()
@@ -240,14 +214,13 @@ def get_tensor_bytes(item: Any) -> int:
     return sum(map(get_tensor_bytes, held))
 
 
-def maybe_loss_for_backward(value: Any) -> bool:
+def maybe_loss_for_backward(value: object) -> bool:
     """Return whether a value is a tensor of one element with a grad_fn."""
     return isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None
 
 
-def check_internal_apis_for_count_used_parameters() -> bool:
-    """Return whether this torch can tell which nodes a running backward will execute."""
-    return torch_compat.tells_nodes_to_run()
+# whether this torch can tell which nodes a running backward will execute
+check_internal_apis_for_count_used_parameters = torch_compat.tells_nodes_to_run
 
 
 def count_used_parameters_in_backward(parameters: Iterable[Tensor]) -> int:
@@ -257,15 +230,68 @@ def count_used_parameters_in_backward(parameters: Iterable[Tensor]) -> int:
     return torch_compat.nodes_to_run([p for p in parameters if isinstance(p, Tensor) and p.requires_grad])
 
 
-def noop_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
-    return func
-
-
 noop_context = contextlib.nullcontext
+
+
+# -- deepspeed.runtime.torch_autocast -----------------------------------------------------------------------------
+
+# attribute by which DeepSpeed marks parameters; here communication_data_type determines the dtype of all gradients
+PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
+
+
+def autocast_if_enabled(engine: Any) -> contextlib.AbstractContextManager:
+    """Return torch.autocast with the options of the section torch_autocast; without it, disable the caller's and warn once."""
+    kind, dtype = engine.device.type, engine.torch_autocast_dtype()
+    if engine.torch_autocast_enabled() and dtype is not None:
+        return torch.autocast(kind, dtype)
+    if not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    warning_once(
+        "torch.autocast is enabled outside of the engine, whose configuration does not ask for it: inside it is off, as in DeepSpeed. "
+        'Say {"torch_autocast": {"enabled": true, "dtype": "bfloat16"}}, or {"bf16": {"enabled": true}} alone.'
+    )
+    return torch.autocast(kind, enabled=False)
+
+
+def has_comm_dtype(param: torch.nn.Parameter) -> bool:
+    """Return whether a parameter is marked with a dtype for communication."""
+    return hasattr(param, PARAM_COMM_DTYPE_ATTR_NAME)
+
+
+def get_comm_dtype(param: torch.nn.Parameter) -> torch.dtype:
+    """Return a parameter's dtype for communication: its mark, or its own dtype."""
+    return getattr(param, PARAM_COMM_DTYPE_ATTR_NAME, param.dtype)
+
+
+# -- deepspeed.checkpoint -----------------------------------------------------------------------------------------
+
+UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"  # key in client_state that Megatron's scripts use
+
+
+def clone_tensors_for_torch_save(item: Any, device: Any = torch.device("cpu")) -> Any:
+    """Return `item` with every tensor in lists, tuples and dicts copied to its own storage; tied tensors get one copy."""
+    copies: dict[Any, Tensor] = {}
+
+    def cloned(tensor: Tensor) -> Tensor:
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device) if tensor.numel() else id(tensor)
+        if place not in copies:
+            copy = tensor.detach().to(device)
+            copies[place] = copy.clone() if copy.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() else copy
+        return copies[place]
+
+    return map_tensors(cloned, item)
+
+
+def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
+    """Return the path of a rank's model states in DeepSpeed's checkpoints."""
+    return os.path.join(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt")
+
+
+# -- optimizers ---------------------------------------------------------------------------------------------------
 
 
 class DummyOptim:
     """Optimizer-like object with one parameter group, which steps nothing."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: object) -> None:
         self.param_groups = [{"params": params}]

@@ -86,8 +86,7 @@ class WholeWeights(Settings):
             raise ValueError("this function requires ZeRO-3 mode")
         return self._whole_on_rank_0(exclude_frozen_parameters)
 
-    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

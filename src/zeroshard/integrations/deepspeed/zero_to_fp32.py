@@ -19,13 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...checkpoint.directory import MANIFEST, write_whole
 from ...checkpoint.export import divide, export
+from ...checkpoint.importers.deepspeed import tag_folder
 from ...checkpoint.resolver import Alone, open_any
 from ...checkpoint.source import Opened
-from ...errors import CheckpointError
+from ...errors import CheckpointError, CheckpointNotFound
 from ...memory.io.tensor_reader import Stored
 from ...utils.dtypes import casts_to
-from .checkpoints import MODEL_FILE, latest_tag
+from .checkpoints import latest_tag, model_file
 from .whole_weights import read_whole
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -49,7 +51,7 @@ class LazyTensor:
         return flat.view(self.shape)
 
 
-def _folder(checkpoint_dir: Any, tag: Any) -> Path:
+def _folder(checkpoint_dir: Any, tag: object) -> Path:
     root = Path(checkpoint_dir)
     tag = latest_tag(root) if tag is None else str(tag)
     if tag is None:
@@ -71,7 +73,7 @@ def _open(folder: Path, exclude_frozen: bool, verify: bool = True) -> tuple[Open
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: Any, tag: Any = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+    checkpoint_dir: object, tag: object = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Any]:
     """Return whole tensors by name, on the host; floating-point ones in fp32. Tied tensors share memory.
 
@@ -87,7 +89,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     return {name: lazy[ties.get(name, name)] for name in names if ties.get(name, name) in lazy}
 
 
-def to_torch_tensor(state_dict: Mapping[str, Any], return_empty_tensor: bool = False, dtype: Any = None) -> dict[str, Tensor]:
+def to_torch_tensor(state_dict: Mapping[str, Any], return_empty_tensor: bool = False, dtype: object = None) -> dict[str, Tensor]:
     """Replace lazy tensors by tensors; names of one lazy tensor get one tensor.
 
     return_empty_tensor: allocate tensors without reading their values. dtype: dtype of floating-point tensors.
@@ -144,7 +146,7 @@ def _write_torch(opened: Opened, source: Path, folder: Path, dtype: torch.dtype,
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: Any, output_dir: Any, max_shard_size: Any = "5GB", safe_serialization: bool = False, tag: Any = None,
+    checkpoint_dir: object, output_dir: object, max_shard_size: object = "5GB", safe_serialization: bool = False, tag: object = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:  # fmt: skip
     """Call convert_zero_checkpoint_to_state_dict for fp32."""
@@ -153,14 +155,14 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     )
 
 
-def _dtype_of(dtype: Any) -> torch.dtype:
+def _dtype_of(dtype: object) -> torch.dtype:
     found = getattr(torch, str(dtype).removeprefix("torch."), None)
     if found not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"dtype: expected float32, float16 or bfloat16, got {dtype!r}")
     return found
 
 
-def nbytes_of(size: Any) -> int:
+def nbytes_of(size: object) -> int:
     """Return the bytes of '5GB', '500MiB' or a number; None: no bound."""
     if size is None:
         return 2**62
@@ -171,7 +173,7 @@ def nbytes_of(size: Any) -> int:
     return int(nbytes)
 
 
-def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Any, tag: Any = None) -> nn.Module:
+def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: object, tag: object = None) -> nn.Module:
     """Move a model to the host, load the checkpoint's weights into it, and return it."""
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
@@ -182,10 +184,10 @@ def get_model_state_file(checkpoint_dir: Any, zero_stage: int) -> str:
     """Return a checkpoint's file with counters and client_state. checkpoint_dir: the folder of a tag."""
     if not Path(checkpoint_dir).is_dir():
         raise FileNotFoundError(f"Directory '{checkpoint_dir}' doesn't exist")
-    for name in (MODEL_FILE, f"zero_pp_rank_0_{MODEL_FILE}"):
-        if (Path(checkpoint_dir) / name).is_file():
-            return str(Path(checkpoint_dir) / name)
-    raise FileNotFoundError(f"can't find model states file at '{checkpoint_dir}'")
+    found = model_file(Path(checkpoint_dir))
+    if found is None:
+        raise FileNotFoundError(f"can't find model states file at '{checkpoint_dir}'")
+    return str(found)
 
 
 def get_optim_files(checkpoint_dir: Any) -> list[str]:
@@ -198,6 +200,36 @@ def get_optim_files(checkpoint_dir: Any) -> list[str]:
     if not found:
         raise FileNotFoundError(f"can't find *_optim_states.pt files in directory '{checkpoint_dir}'")
     return [str(path) for path in found]
+
+
+def convert_to_universal(args: Any = None) -> None:
+    """Give a checkpoint a second tag, in the place of ds_to_universal.main.
+
+    No conversion is needed: checkpoints, DeepSpeed's own too, load at any stage and number of ranks. args: an object, or None for
+    the command line, with input_folder (folder/tag) and output_folder (folder/another tag). Files are hard links, or copies if
+    the file system has no links; the new tag is written to `latest_universal` in the folder.
+    """
+    if args is None:
+        parser = argparse.ArgumentParser(prog="ds_to_universal", description=convert_to_universal.__doc__)
+        parser.add_argument("--input_folder", required=True)
+        parser.add_argument("--output_folder", required=True)
+        args, _ = parser.parse_known_args()
+    source, target = Path(args.input_folder), Path(args.output_folder)
+    if not (source / MANIFEST).is_file() and tag_folder(source) != source:
+        raise CheckpointNotFound(f"ds_to_universal: no checkpoint {source}: give the folder of a tag.")
+    draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+
+    def link_or_copy(source: str, target: str) -> None:
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copy2(source, target)
+
+    shutil.copytree(source, draft, copy_function=link_or_copy)
+    if target.exists():
+        shutil.rmtree(target)
+    os.replace(draft, target)  # one rename: the new tag is complete or not there
+    write_whole(target.parent / "latest_universal", f"{target.name}\n".encode())
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The package `deepspeed` that install.py puts on the path: it replaces itself by zeroshard.deepspeed."""
+"""The package `deepspeed` that door.py puts on the path: it replaces itself by zeroshard.deepspeed."""
 
 import sys
 
