@@ -31,10 +31,9 @@ from ..zero.out_of_memory import Telling
 from ..zero.runtime import Runtime
 from ..zero.unit import ParamGroup
 from .cpu_kernels import matches
-from .delayed_update import DelayedStep
-from .inner_optimizer import inner_copy, step_on_device
+from .inner_optimizer import Options, fresh, inner_copy, step_on_device
 from .lr_schedulers import Tally, respect_skipped_steps, rewrap_for_schedulers
-from .offloaded_step import HostStepper, Job, fresh
+from .offloaded_step import DelayedStep, HostStepper, Job
 from .segments import Run, RunMaker, state_tensors
 from .state_view import ParameterState, load_state, mapping_of, plain, state_by_param
 from .step_record import StepRecord

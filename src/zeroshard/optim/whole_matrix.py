@@ -33,7 +33,7 @@ from ..utils.torch_compat import disable_current_modes
 from ..zero.chunked_gather import ChunkedGather
 from ..zero.parameter import ParamSpec
 from ..zero.unit import ParamGroup
-from .offloaded_step import fresh
+from .inner_optimizer import fresh
 from .segments import Run
 from .state_storage import ColumnStates
 
