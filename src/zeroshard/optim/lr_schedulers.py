@@ -24,7 +24,7 @@ class Tally:
     holds: whether schedulers must not advance after skipped steps (Config.hold_schedulers).
     """
 
-    def __init__(self, holds: bool = True) -> None:
+    def __init__(self, holds: bool) -> None:
         self.holds = holds
         self.asked = self.skipped = 0
         self.scheduling = False  # True inside a scheduler's step: the schedulers that it chains then step without asking
