@@ -179,29 +179,17 @@ class FileRest(Rest):
     def view(self, start: int, stop: int) -> Tensor | None:
         return None
 
-    @one_thread
     def read(self, start: int, out: Tensor) -> Work:
-        self._settle(start, start + out.numel(), writes=False)
-        self.tiers.ledger.move(Tier.DISK, Tier.HOST, out.nbytes)
-        pending = _Watched(self.engine.read(self.file, self._at(start), out), self.tiers)
-        self._under_way.append((start, start + out.numel(), False, pending))
-        return pending
+        return self._request(start, out, writes=False)
+
+    def write(self, start: int, source: Tensor) -> Work:
+        return self._request(start, source, writes=True)
 
     @one_thread
-    def write(self, start: int, source: Tensor) -> Work:
-        self._settle(start, start + source.numel(), writes=True)
-        self.tiers.ledger.move(Tier.HOST, Tier.DISK, source.nbytes)
-        pending = _Watched(self.engine.write(self.file, self._at(start), source), self.tiers)
-        self._under_way.append((start, start + source.numel(), True, pending))
-        return pending
-
-    def _at(self, start: int) -> int:
-        return self.offset + start * self.dtype.itemsize
-
-    def _settle(self, start: int, stop: int, *, writes: bool) -> None:
-        """Wait for running requests on [start, stop) that a new request must not overtake. Raises if any has failed."""
+    def _request(self, start: int, tensor: Tensor, *, writes: bool) -> Work:
+        """Start a request, after running ones on the same elements that it must not overtake. Raises if any has failed."""
         self.tiers.check()
-        still_under_way = []
+        stop, still_under_way = start + tensor.numel(), []
         for request in self._under_way:
             begin, end, wrote, pending = request
             if pending.done() or (begin < stop and start < end and (wrote or writes)):
@@ -209,6 +197,11 @@ class FileRest(Rest):
             else:
                 still_under_way.append(request)
         self._under_way = still_under_way
+        self.tiers.ledger.move(*((Tier.HOST, Tier.DISK) if writes else (Tier.DISK, Tier.HOST)), tensor.nbytes)
+        begin_request = self.engine.write if writes else self.engine.read
+        watched = _Watched(begin_request(self.file, self.offset + start * self.dtype.itemsize, tensor), self.tiers)
+        self._under_way.append((start, stop, writes, watched))
+        return watched
 
     def load(self, start: int, stop: int) -> Tensor:
         out = torch.empty(stop - start, dtype=self.dtype, device="cpu")
@@ -224,24 +217,21 @@ class FileRest(Rest):
         self.tiers.count_hop(source.numel() * self.dtype.itemsize, up=False)
         if source.device.type == "cpu" and source.dtype == self.dtype and source.is_contiguous():
             self.write(start, source).wait()
-        else:
-            with _converting(source.numel(), self.dtype, self.tiers) as nbytes:
-                self._store_in_pieces(start, source.reshape(-1), nbytes)
-
-    def _store_in_pieces(self, start: int, source: Tensor, nbytes: int) -> None:
-        """Write through a few pieces of aligned memory: whole copies leave holes in the heap, unaligned ones are copied again."""
-        # address and offset congruent, so that the engine needs no bounce buffer
-        memory = empty_aligned(nbytes + PAGE_NBYTES)[self._at(start) % PAGE_NBYTES :]
-        pieces = [part.view(self.dtype) for part in memory[:nbytes].split(_PIECE_NBYTES)]
-        under_way: list[Work] = [OVER] * len(pieces)
-        for number, part in enumerate(source.split(_PIECE_NBYTES // self.dtype.itemsize)):
-            which = number % len(pieces)
-            under_way[which].wait()
-            piece = pieces[which][: part.numel()].copy_(part)
-            under_way[which] = self.write(start, piece)
-            start += part.numel()
-        for pending in under_way:
-            pending.wait()
+            return
+        # through a few pieces of aligned memory: whole copies leave holes in the heap, unaligned ones are copied again
+        with _converting(source.numel(), self.dtype, self.tiers) as nbytes:
+            # address and offset congruent, so that the engine needs no bounce buffer
+            memory = empty_aligned(nbytes + PAGE_NBYTES)[(self.offset + start * self.dtype.itemsize) % PAGE_NBYTES :]
+            pieces = [part.view(self.dtype) for part in memory[:nbytes].split(_PIECE_NBYTES)]
+            under_way: list[Work] = [OVER] * len(pieces)
+            for number, part in enumerate(source.reshape(-1).split(_PIECE_NBYTES // self.dtype.itemsize)):
+                which = number % len(pieces)
+                under_way[which].wait()
+                piece = pieces[which][: part.numel()].copy_(part)
+                under_way[which] = self.write(start, piece)
+                start += part.numel()
+            for pending in under_way:
+                pending.wait()
 
 
 @contextlib.contextmanager
@@ -255,21 +245,12 @@ def _converting(numel: int, dtype: torch.dtype, tiers: Tiers) -> Iterator[int]:
         tiers.ledger.strike(STAGING, nbytes, Tier.HOST)
 
 
-class _Imagined(Work):
-    """A request to a dry run's imagined disk: done at once, as on a fast disk; `wait` reports to the watcher.
-
-    With gradients on a slow disk, real ranks take one staging buffer more than such a plan says.
-    """
-
-    def __init__(self, streams: Streams, ticket: Any) -> None:
-        self.streams, self.ticket = streams, ticket
-
-    def wait(self) -> None:
-        self.streams.join(self.ticket)
-
-
 class ImaginedRest(Rest):
-    """A resting place on an imagined disk, for planning: counts the bytes that would move."""
+    """A resting place on an imagined disk, for planning: counts the bytes that would move.
+
+    Its requests are done at once, as on a fast disk; `wait` reports to the dry run's watcher. With gradients on a slow disk, real
+    ranks take one staging buffer more than such a plan says.
+    """
 
     tier, resident = Tier.DISK, False
 
@@ -288,7 +269,7 @@ class ImaginedRest(Rest):
     def _move(self, source: Tier, target: Tier, nbytes: int) -> Work:
         streams = self.tiers.streams
         self.tiers.ledger.move(source, target, nbytes)
-        return _Imagined(streams, streams.watcher.moved(source, target, nbytes)) if isinstance(streams, ImaginedStreams) else OVER
+        return Copy(streams, streams.watcher.moved(source, target, nbytes)) if isinstance(streams, ImaginedStreams) else OVER
 
     def load(self, start: int, stop: int) -> Tensor:
         out = torch.empty(stop - start, dtype=self.dtype, device=self.tiers.comm.device)
@@ -451,29 +432,6 @@ class Tiers:
         if self.comm.imagined:  # imagined reads are not polled: enqueue the second hop at once
             self.streams.run_beside(hops.done)
         return hops
-
-    def take_landing(self) -> Tensor:
-        """Take a landing buffer for a reduced gradient shard.
-
-        The host must not wait for the copy out of it: where ranks use different units, the reduction before that copy
-        may need the message that this rank sends at the end of its backward.
-        """
-        assert self.landings is not None
-        return self._take(self.landings, in_line=True)
-
-    def take_arrival(self) -> Tensor:
-        """Take a host buffer for a gradient shard that is copied from a separate device."""
-        assert self.arrivals is not None
-        return self._take(self.arrivals)
-
-    @staticmethod
-    def _take(pool: BufferPool, in_line: bool = False) -> Tensor:
-        buffer = pool.take(wait=True, in_line=in_line)
-        if buffer is None:  # running work holds all buffers, and may end only if this rank goes on: allocate one more
-            pool.count += 1
-            buffer = pool.take()
-        assert buffer is not None
-        return buffer
 
     def enter(self, category: str, nbytes: int, tier: Tier) -> None:
         """Enter bytes in the ledger until `close`."""
