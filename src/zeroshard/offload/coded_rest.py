@@ -24,9 +24,6 @@ class CodedRest(Rest):
     def nbytes_of(self, numel: int) -> int:
         return self.column.nbytes(numel, self.dtype)
 
-    def view(self, start: int, stop: int) -> Tensor | None:
-        return None
-
     def read(self, start: int, out: Tensor) -> Work:
         if not out.numel():
             return OVER

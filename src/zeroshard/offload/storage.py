@@ -27,7 +27,7 @@ from torch import Tensor
 from ..comm.base import DirectComm
 from ..comm.fake import ImaginedStreams
 from ..comm.pool import BufferPool, StagingPool
-from ..comm.streams import Copy, Streams
+from ..comm.streams import Copy
 from ..config import Offload, Tier
 from ..errors import OffloadIOError
 from ..memory.estimate import PAGE_NBYTES, rests_away
@@ -102,9 +102,9 @@ class Rest(ABC):
         """Return the bytes that `numel` elements take at rest."""
         return numel * self.dtype.itemsize
 
-    @abstractmethod
     def view(self, start: int, stop: int) -> Tensor | None:
         """Return elements [start, stop) if the host can use them in place, else None."""
+        return None
 
     @abstractmethod
     def read(self, start: int, out: Tensor) -> Work:
@@ -175,9 +175,6 @@ class FileRest(Rest):
         self.engine, self.tiers = engine, tiers
         self._under_way: list[tuple[int, int, bool, Work]] = []  # (start, stop, does it write, the request)
         self.turn = Turn(f"what rests in {file.path}")
-
-    def view(self, start: int, stop: int) -> Tensor | None:
-        return None
 
     def read(self, start: int, out: Tensor) -> Work:
         return self._request(start, out, writes=False)
@@ -256,9 +253,6 @@ class ImaginedRest(Rest):
 
     def __init__(self, numel: int, dtype: torch.dtype, tiers: Tiers) -> None:
         self.numel, self.dtype, self.tiers = numel, dtype, tiers
-
-    def view(self, start: int, stop: int) -> Tensor | None:
-        return None
 
     def read(self, start: int, out: Tensor) -> Work:
         return self._move(Tier.DISK, Tier.HOST, out.nbytes)

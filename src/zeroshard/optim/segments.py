@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from torch import Tensor, nn
 
@@ -51,7 +51,7 @@ class Run:
         """True if some rank has a gradient for the run (the same for all its parameters: see `split`)."""
         return self.group.active[self.indices[0]]
 
-    def holds(self, value: object) -> bool:
+    def holds(self, value: object) -> TypeGuard[Rest | Tensor]:
         """Return True for a column, False for a scalar."""
         return isinstance(value, Rest) or is_column(value, (self.numel,))
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..memory.io.aligned import empty
 from ..memory.io.tensor_reader import Bulk
 from ..offload.storage import Rest
+from ..tensor.state_column import is_column
 from ..utils.torch_compat import alone
 from ..zero.unit import ParamGroup
 from .inner_optimizer import Options, State
@@ -137,7 +138,7 @@ class Restoring:
             found[id(run)] = {
                 key: entries[key]
                 for key, reader in given[0].tensors.items()
-                if isinstance(value := entries.get(key), Tensor) and run.holds(value)
+                if is_column(value := entries.get(key), (run.numel,))
                 and (value.dtype, value.device) == (state_dtype(run.group, reader.dtype), self.core.comm.device)
                 and value.is_contiguous() and not value.is_inference() and uses[id(value)] == 1 and alone(value)
             }  # fmt: skip

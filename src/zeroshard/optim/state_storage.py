@@ -7,7 +7,7 @@ of its own, and a run uses a range of it. So splitting a run copies only its sca
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -245,7 +245,7 @@ class WholeState(Tensor):
     def __deepcopy__(self, memo: dict) -> Tensor:
         return memo.setdefault(id(self), self.plain().clone())
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:
         return self.plain().__reduce_ex__(protocol)
 
 

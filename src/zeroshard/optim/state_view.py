@@ -40,7 +40,7 @@ class _HandsOn(dict):
         super().__init__(entries)
         self._core = core
 
-    def pop(self, key: Any, *default: Any) -> Any:
+    def pop(self, key: object, *default: object) -> object:
         if key not in self:
             if default:
                 return default[0]
@@ -49,7 +49,7 @@ class _HandsOn(dict):
         del self[key]
         return value
 
-    def popitem(self) -> tuple[Any, Any]:
+    def popitem(self) -> tuple[object, object]:
         key = next(reversed(self), None)
         if key is None:
             raise KeyError("popitem(): no state")
@@ -59,7 +59,7 @@ class _HandsOn(dict):
         for key in list(self):
             del self[key]
 
-    def setdefault(self, key: Any, default: Any = None) -> Any:
+    def setdefault(self, key: object, default: object = None) -> object:
         if key not in self:
             self[key] = default
         return self[key]
@@ -68,25 +68,25 @@ class _HandsOn(dict):
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
-    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
+    def __ior__(self, other: Mapping) -> _HandsOn:  # type: ignore[misc, override]
         self.update(other)
         return self
 
     def copy(self) -> dict:
         return {key: value.copy() if isinstance(value, _HandsOn) else value for key, value in self.items()}
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple:
         return dict, (self.copy(),)
 
 
 class ParameterState(_HandsOn):
     """The states of one parameter by name."""
 
-    def __init__(self, core: OptimizerCore, param: Tensor, entries: Mapping[str, Any]) -> None:
+    def __init__(self, core: OptimizerCore, param: Tensor, entries: Mapping[str, object]) -> None:
         super().__init__(core, entries)
         self._param = param
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def __setitem__(self, key: str, value: object) -> None:
         super().__setitem__(key, write_entry(self._core, self._param, key, value))
 
     def __delitem__(self, key: str) -> None:
@@ -102,7 +102,7 @@ class StateByParameter(_HandsOn):
         super().__setitem__(param, entries)
         return entries
 
-    def __setitem__(self, param: Tensor, entries: Mapping[str, Any]) -> None:
+    def __setitem__(self, param: Tensor, entries: Mapping[str, object]) -> None:
         super().__setitem__(param, replace(self._core, param, dict(entries)))
 
     def __delitem__(self, param: Tensor) -> None:
@@ -117,7 +117,7 @@ class StateByParameter(_HandsOn):
     def copy(self) -> dict:
         return defaultdict(dict, super().copy())
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple:
         return defaultdict, (dict, dict(super().copy()))
 
 
@@ -145,7 +145,7 @@ def entries_of(core: OptimizerCore, param: Tensor) -> State:
     return {key: _view(core, run, index, value, Tensor) for key, value in run.states.load().items()}
 
 
-def _view(core: OptimizerCore, run: Run, index: int, value: Any, whole: type[Tensor]) -> Any:
+def _view(core: OptimizerCore, run: Run, index: int, value: object, whole: type[Tensor]) -> Any:
     if not run.holds(value):
         return run.shown(value)
     rest, begin = run.place(value, index)
@@ -156,7 +156,7 @@ def _view(core: OptimizerCore, run: Run, index: int, value: Any, whole: type[Ten
     return view if whole is Tensor else view.as_subclass(whole)
 
 
-def _kept(value: Any) -> Any:
+def _kept(value: object) -> Any:
     """Return a removed state in memory of its own."""
     if isinstance(value, dict):
         return {key: _kept(entry) for key, entry in value.items()}
@@ -166,7 +166,7 @@ def _kept(value: Any) -> Any:
 # -- writing -------------------------------------------------------------------------------------------------------
 
 
-def load_state(core: OptimizerCore, states: Mapping[int, Mapping[str, Any]]) -> None:
+def load_state(core: OptimizerCore, states: Mapping[int, Mapping[str, object]]) -> None:
     """Replace all states by those given, by id of the parameter; tensors are whole, or sharded like the parameter."""
     groups = core.runtime.groups
     if core.runtime.closed:
@@ -217,7 +217,7 @@ def remove_entry(core: OptimizerCore, param: Tensor, key: str) -> None:
 
 
 @torch.no_grad()
-def write_entry(core: OptimizerCore, param: Tensor, key: str, value: Any) -> Any:
+def write_entry(core: OptimizerCore, param: Tensor, key: str, value: object) -> object:
     """Write one state of one parameter; return the entry for `optimizer.state[param]` (for a column, a view of the state)."""
     core.runtime.gate.before()
     run, index = _find(core, param)

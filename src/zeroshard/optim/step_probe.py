@@ -63,7 +63,7 @@ class _Untold(Exception):
 class _Watch(TorchDispatchMode):
     """Dispatch mode that aborts the trial at an operator with effects outside it: communication, or a random draw."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         if func.namespace in ("c10d", "_c10d_functional"):
             raise Sends(str(func), any(tensor.numel() >= 16 for tensor in _tensors(args)))
         if torch.Tag.nondeterministic_seeded in func.tags:
