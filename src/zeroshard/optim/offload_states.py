@@ -19,9 +19,8 @@ from ..comm.codec import exchange_values
 from ..config import Offload, Tier
 from ..errors import ConfigError, OffloadIOError, did_you_mean
 from ..memory.ledger import AVERAGES, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
-from ..offload.coded_rest import CodedRest
 from ..offload.moved_states import PARTS, Memory
-from ..offload.storage import MemoryRest, Rest
+from ..offload.storage import CodedRest, MemoryRest, Rest
 from ..utils import torch_compat
 from ..utils.host import host_identity
 from ..zero.idle import check_idle

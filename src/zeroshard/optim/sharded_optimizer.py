@@ -280,7 +280,13 @@ class OptimizerCore:
         self._copy_options(self.outer, self.inner)
         runs = [run for run in self.all_runs if id(run.group) in stepped and run.active]
         runs, whole = [run for run in runs if not run.whole], [run for run in runs if run.whole]
-        options, attributes = self._settings() if self.host is not None or whole else ([], {})
+        options, attributes = list[Options](), Options()
+        if self.host is not None or whole:
+            # The host restores them before each chunk, so that a class which counts its steps there counts one step, not one per
+            # chunk. They are copies since schedulers write into a tensor of a learning rate while a delayed update runs.
+            own = vars(self.inner).items()
+            options = [fresh({k: v for k, v in group.items() if k != "params"}) for group in self.inner.param_groups]
+            attributes = fresh({k: v for k, v in own if k not in _NOT_COPIED and isinstance(v, (int, float, Tensor))})
         hosted = [any(run.tensor is None and not run.whole for run in runs) for runs in self.runs]
         with self.maker.ready(runs):
             step_on_device(self.inner, hosted, self.comm.device)
@@ -310,16 +316,6 @@ class OptimizerCore:
             group.values.forget()
             rest = group.values.rest
             rest.store(0, stepped if rest.resident else stepped.to(rest.dtype))  # round first, then move fewer bytes
-
-    def _settings(self) -> tuple[list[Options], Options]:
-        """Return copies of the groups' options, and of the numbers that the optimizer keeps as attributes, from before a step.
-
-        The host restores them before each chunk, so that a class which counts its steps there counts one step, not one per
-        chunk. They are copies since schedulers write into a tensor of a learning rate while a delayed update runs.
-        """
-        groups = [fresh({k: v for k, v in group.items() if k != "params"}) for group in self.inner.param_groups]
-        own = vars(self.inner).items()
-        return groups, fresh({k: v for k, v in own if k not in _NOT_COPIED and isinstance(v, (int, float, Tensor))})
 
     def _step_on_host(self, runs: list[Run], options_of: list[Options], attributes: Options) -> None:
         """Step the offloaded runs, in the order of the model, at once or as a delayed update."""
@@ -505,7 +501,8 @@ class ShardedOptimizer:
     def state(self) -> StateByParameter:
         """Optimizer states by parameter, tensors sharded; state_view.py describes writes to them."""
         states = state_by_param(self.core, WholeState)
-        return StateByParameter(self.core, {param: ParameterState(self.core, param, found) for param, found in states.items()})
+        found = {param: ParameterState(entries).bind(self.core, param) for param, entries in states.items()}
+        return StateByParameter(found).bind(self.core)
 
     @state.setter
     def state(self, value: dict) -> None:

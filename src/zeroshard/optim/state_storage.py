@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, ShardedWriteError
 from ..memory.ledger import OPTIMIZER
-from ..offload.coded_rest import CodedRest
-from ..offload.storage import Rest, Tiers
+from ..offload.storage import CodedRest, Rest, Tiers
 from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.state_column import StateColumn, is_column
 from ..utils import torch_compat

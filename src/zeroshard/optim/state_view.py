@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,12 +33,18 @@ if TYPE_CHECKING:
     from .sharded_optimizer import OptimizerCore
 
 
+D = TypeVar("D", bound="_HandsOn")
+
+
 class _HandsOn(dict):
     """A dict whose methods make all changes through `__setitem__` and `__delitem__`; copies of it are plain dicts."""
 
-    def __init__(self, core: OptimizerCore, entries: Mapping) -> None:
-        super().__init__(entries)
-        self._core = core
+    _core: OptimizerCore | None = None  # None: an ordinary dict, such as Lightning makes of this class from other entries
+    _param: Tensor | None = None
+
+    def bind(self: D, core: OptimizerCore, param: Tensor | None = None) -> D:
+        self._core, self._param = core, param
+        return self
 
     def pop(self, key: object, *default: object) -> object:
         if key not in self:
@@ -82,37 +88,42 @@ class _HandsOn(dict):
 class ParameterState(_HandsOn):
     """The states of one parameter by name."""
 
-    def __init__(self, core: OptimizerCore, param: Tensor, entries: Mapping[str, object]) -> None:
-        super().__init__(core, entries)
-        self._param = param
-
     def __setitem__(self, key: str, value: object) -> None:
-        super().__setitem__(key, write_entry(self._core, self._param, key, value))
+        if self._core is not None and self._param is not None:
+            value = write_entry(self._core, self._param, key, value)
+        super().__setitem__(key, value)
 
     def __delitem__(self, key: str) -> None:
         super().__delitem__(key)
-        remove_entry(self._core, self._param, key)
+        if self._core is not None and self._param is not None:
+            remove_entry(self._core, self._param, key)
 
 
 class StateByParameter(_HandsOn):
     """The states of all parameters. A parameter without states has an empty dict, as in torch."""
 
     def __missing__(self, param: Tensor) -> ParameterState:
-        entries = ParameterState(self._core, param, {})
+        entries = ParameterState()
+        if self._core is not None:
+            entries.bind(self._core, param)
         super().__setitem__(param, entries)
         return entries
 
     def __setitem__(self, param: Tensor, entries: Mapping[str, object]) -> None:
-        super().__setitem__(param, replace(self._core, param, dict(entries)))
+        if self._core is not None:
+            entries = replace(self._core, param, dict(entries))
+        super().__setitem__(param, entries)
 
     def __delitem__(self, param: Tensor) -> None:
         super().__delitem__(param)
-        replace(self._core, param, {})
+        if self._core is not None:
+            replace(self._core, param, {})
 
     def clear(self) -> None:
         """Drop the states of all parameters at once: as before the first step."""
         dict.clear(self)
-        load_state(self._core, {})
+        if self._core is not None:
+            load_state(self._core, {})
 
     def copy(self) -> dict:
         return defaultdict(dict, super().copy())
@@ -204,7 +215,7 @@ def replace(core: OptimizerCore, param: Tensor, entries: State) -> ParameterStat
     shown = _find(core, param)[0].states.load() if given or id(param) in core.group_of else {}
     for key in [key for key in shown if key not in given]:
         remove_entry(core, param, key)
-    return ParameterState(core, param, {key: write_entry(core, param, key, value) for key, value in given.items()})
+    return ParameterState({key: write_entry(core, param, key, value) for key, value in given.items()}).bind(core, param)
 
 
 def remove_entry(core: OptimizerCore, param: Tensor, key: str) -> None:

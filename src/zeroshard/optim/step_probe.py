@@ -105,7 +105,7 @@ def sends(optimizer: torch.optim.Optimizer) -> str | None:
     with _apart():
         for numbers, param in _samples(optimizer):
             try:
-                _on_some_device(_Trial.alone, optimizer, numbers[0], param)
+                _on_some_device(lambda trial: trial.stepped(trial.alone), optimizer, numbers[0], param)
             except Sends as error:
                 return str(error)
             except _Untold:
@@ -121,7 +121,7 @@ class _Trial:
         dims = max(param.dim(), 1)
         self.shape = _SHAPE[:dims] + (1,) * (dims - len(_SHAPE)) if dims > 1 else (_SHAPE[0] * _SHAPE[1],)
         self.numel = numel = math.prod(self.shape)
-        self.both: list[Part] = [(0, numel, self.shape), (numel, 2 * numel, self.shape)]
+        self.alone: list[list[Part]] = [[(0, numel, self.shape)], [(numel, 2 * numel, self.shape)]]
         # sines of this are the same on every rank, without a draw
         at = torch.arange(2 * numel, dtype=torch.float64, device="cpu")
         size = torch.where(at < numel, 1.0, 3.0)  # gives the two parameters different norms
@@ -130,7 +130,7 @@ class _Trial:
 
     def outcome(self) -> tuple[str | None, bool]:
         """Return how the step of slices differs (None: it does not), and whether stepping each parameter alone is exact."""
-        whole = self._stepped([self.both])
+        whole = self.stepped([self.alone[0] + self.alone[1]])
         if not torch.isfinite(whole).all():
             raise _Untold
         # three slices; the second has elements of both parameters
@@ -139,17 +139,13 @@ class _Trial:
         if how is None:
             return None, True
         try:
-            return how, self._difference(whole, [[part] for part in self.both]) is None
+            return how, self._difference(whole, self.alone) is None
         except _Untold:
             return how, False
 
-    def alone(self) -> None:
-        """Step each parameter by itself."""
-        self._stepped([[part] for part in self.both])
-
     def _difference(self, whole: Tensor, ranks: list[list[Part]]) -> str | None:
         try:
-            other = self._stepped(ranks)
+            other = self.stepped(ranks)
         except (_Untold, Sends):
             raise _Untold from None
         except Exception as error:  # whatever the class raises
@@ -160,7 +156,7 @@ class _Trial:
             return None
         return f"after {_STEPS} steps values differ by {found:.2g}, where the largest change is {change:.2g}"
 
-    def _stepped(self, ranks: list[list[Part]]) -> Tensor:
+    def stepped(self, ranks: list[list[Part]]) -> Tensor:
         """Return both parameters (2 * numel,) after all steps. ranks: the parts that each rank's optimizer has."""
         result = self.value.clone()
         for parts in ranks:

@@ -45,7 +45,15 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, specs: list[ParamSp
     """
     if optimizer is not None:
         _check_elementwise(optimizer)
-        _check_steps_itself(optimizer)
+        for name, value in vars(optimizer).items():
+            within = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            other = next((held for held in within if isinstance(held, torch.optim.Optimizer)), optimizer)
+            if other is not optimizer:
+                raise ConfigError(
+                    f"optimizer: {type(optimizer).__name__}.{name} holds another optimizer ({type(other).__name__}), which would "
+                    "step whole parameters, of which each rank has slices. Give the inner optimizer to zs.shard(), and wrap the one "
+                    "that it returns; replace several inner optimizers by one with a parameter group for each."
+                )
         check_whole(optimizer, specs, delayed)
         known = {id(spec.original) for spec in specs}
         for number, group in enumerate(optimizer.param_groups):
@@ -109,19 +117,6 @@ def _sends(cls: type, operation: str) -> str:
         "zeroshard averages the gradients before it, and not every rank steps every parameter. Make its step find no process group: "
         "where its module has `import torch.distributed as dist`, give that module a `dist` whose is_initialized() returns False."
     )
-
-
-def _check_steps_itself(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for an optimizer that holds another one: the held one would step whole parameters, not shards."""
-    for name, value in vars(optimizer).items():
-        within = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-        other = next((held for held in within if isinstance(held, torch.optim.Optimizer)), optimizer)
-        if other is not optimizer:
-            raise ConfigError(
-                f"optimizer: {type(optimizer).__name__}.{name} holds another optimizer ({type(other).__name__}), which would "
-                "step whole parameters, of which each rank has slices. Give the inner optimizer to zs.shard(), and wrap the one that "
-                "it returns; replace several inner optimizers by one with a parameter group for each."
-            )
 
 
 def _check_hooks(optimizer: torch.optim.Optimizer | None, specs: list[ParamSpec]) -> None:
