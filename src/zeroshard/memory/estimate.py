@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 
@@ -183,13 +183,9 @@ class Need:
                 disk[folder] += nbytes
         return cls(dict(parts), released_nbytes, list(limits), dict(disk), host_identity(), os.getpid())
 
-    def plain(self) -> tuple:
-        """Return this Need as plain values, for other ranks: see `told`."""
-        return astuple(self)
-
     @classmethod
     def told(cls, parts: dict, released_nbytes: int, limits: list, disk: dict, host: tuple, pid: int) -> Need:
-        """Return the Need that another rank has made `plain`."""
+        """Return the Need of which another rank has sent the fields (`dataclasses.astuple`)."""
         return cls(parts, released_nbytes, [Limit(*limit) for limit in limits], disk, host, pid)
 
     @property

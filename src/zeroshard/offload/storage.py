@@ -18,7 +18,7 @@ import contextlib
 import copy
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -60,30 +60,27 @@ class _Watched(Work):
             self.tiers.fail(error)
 
 
-class _TwoHops(Work):
-    """A read from disk to a host buffer, then a copy to the device, which starts when `done` or `wait` is called."""
+class _Then(Work):
+    """A running operation and one that follows it, which starts when `done` or `wait` is called."""
 
-    def __init__(self, tiers: Tiers, read: Work, buffer: Tensor, out: Tensor) -> None:
-        self.tiers, self.read, self.buffer, self.out = tiers, read, buffer, out
-        self.copy: Work | None = None
+    def __init__(self, first: Work, follow: Callable[[], Work]) -> None:
+        self.first, self.follow = first, follow
+        self.second: Work | None = None
 
-    def _second(self) -> Work:
-        if self.copy is None:
-            self.read.wait()
-            source = self.buffer[: self.out.nbytes].view(self.out.dtype)
-            self.copy = self.tiers.copy(self.out, source, Tier.HOST, Tier.DEVICE)
-            assert self.tiers.slots is not None
-            self.tiers.slots.give(self.buffer, self.copy)
-        return self.copy
+    def _started(self) -> Work:
+        if self.second is None:
+            self.first.wait()
+            self.second = self.follow()
+        return self.second
 
     def done(self) -> bool:
-        return (self.copy is not None or self.read.done()) and self._second().done()
+        return (self.second is not None or self.first.done()) and self._started().done()
 
     def wait(self) -> None:
-        self._second().wait()
+        self._started().wait()
 
     def join(self) -> None:
-        self._second().join()
+        self._started().join()
 
 
 class Rest(ABC):
@@ -301,8 +298,13 @@ class CodedRest(Rest):
         if coded is not None:
             self.decode(coded, start, out)
             return OVER
-        coded = torch.empty(end - at, dtype=self.inner.dtype, device="cpu")
-        return _Decoding(self, self.inner.read(at, coded), coded, start, out)
+        read = torch.empty(end - at, dtype=self.inner.dtype, device="cpu")
+
+        def decode() -> Work:
+            self.decode(read, start, out)
+            return OVER
+
+        return _Then(self.inner.read(at, read), decode)
 
     def decode(self, coded: Tensor, start: int, out: Tensor) -> None:
         """Fill `out` (n,) with elements [start, start + n), cut out of the blocks around them."""
@@ -332,20 +334,6 @@ class CodedRest(Rest):
             blocks[start - begin : start - begin + source.numel()] = source
             source = blocks
         return self.column.count(begin), self.column.encode(source.to(self.dtype)).to(self.inner.dtype)
-
-
-class _Decoding(Work):
-    """A running read of encoded values; `wait` decodes them."""
-
-    def __init__(self, rest: CodedRest, read: Work, coded: Tensor, start: int, out: Tensor) -> None:
-        self.rest, self.read, self.coded, self.start, self.out = rest, read, coded, start, out
-
-    def done(self) -> bool:
-        return self.read.done()
-
-    def wait(self) -> None:
-        self.read.wait()
-        self.rest.decode(self.coded, self.start, self.out)
 
 
 class _Folder:
@@ -491,7 +479,14 @@ class Tiers:
             buffer = self.slots.take_further()  # prefetched units hold all buffers until they are gathered: allocate one more
         if buffer is None:
             return None
-        hops = _TwoHops(self, rest.read(0, buffer[: out.nbytes].view(out.dtype)), buffer, out)
+        slots, taken, source = self.slots, buffer, buffer[: out.nbytes].view(out.dtype)
+
+        def second_hop() -> Work:
+            copied = self.copy(out, source, Tier.HOST, Tier.DEVICE)
+            slots.give(taken, copied)
+            return copied
+
+        hops = _Then(rest.read(0, source), second_hop)
         if self.comm.imagined:  # imagined reads are not polled: enqueue the second hop at once
             self.streams.run_beside(hops.done)
         return hops

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -241,7 +242,7 @@ class Builder:
         found = self._needs(pairs)
         on_host = {Tier.HOST} | ({Tier.DEVICE} if comm.device.type == "cpu" else set())
         mine = Need.of(found, on_host, tiers.released_nbytes, limits())
-        everyone = [Need.told(*other) for other in exchange_values(comm, mine.plain(), "zs.shard: memory")]
+        everyone = [Need.told(*other) for other in exchange_values(comm, astuple(mine), "zs.shard: memory")]
         text = shortage(everyone, config)
         if text is not None:
             tiers.close()
