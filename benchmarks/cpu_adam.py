@@ -191,7 +191,7 @@ def measure_section() -> dict[int, list[dict[str, Any]]]:
 
 
 def thread_counts() -> list[int]:
-    return sorted({1, cpu_kernels.host_threads(1)})
+    return sorted({1, cpu_kernels.visible_cores()})
 
 
 @dataclass(frozen=True)

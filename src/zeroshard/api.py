@@ -27,6 +27,7 @@ from .errors import ConfigError, ZeroshardError
 from .memory.ledger import Ledger
 from .optim.parameter_access import whole_states
 from .optim.sharded_optimizer import OptimizerCore, ShardedOptimizer, shard_optimizer
+from .optim.state_view import state_by_param
 from .optim.validation import check_optimizer
 from .tensor import distributed
 from .tensor.sharded_tensor import ShardedTensor
@@ -337,7 +338,7 @@ def _whole_optimizer_states(model: nn.Module, verb: str) -> Iterator[tuple[Param
     """Yield each trained parameter with its whole optimizer states (collective)."""
     runtime = runtime_of(model)
     runtime.attendance.refuse(verb)
-    states = _core(runtime).state_by_param()
+    states = state_by_param(_core(runtime))
     for group, index, spec in ((g, i, s) for g in runtime.groups if g.trainable for i, s in enumerate(g.specs)):
         found = whole_states(group, index, states.get(group.params[index], {}))
         for name, value in found.items():

@@ -509,7 +509,7 @@ import torch
 from zeroshard.memory import host_memory
 from zeroshard.memory.release import take_again
 
-(host_memory.return_freed_memory if sys.argv[1] == "returned" else host_memory.keep_freed_memory)()
+host_memory.keep_freed_memory(large=sys.argv[1] != "returned")
 full, nbytes = torch.empty(int(sys.argv[2]), dtype=torch.uint8), int(sys.argv[2])
 for _ in range(2):
     full.untyped_storage().resize_(0)

@@ -23,8 +23,7 @@ from private_ranks import PostOffice, PrivateComm
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.optim.delayed_update import DelayedStep
-from zeroshard.optim.offloaded_step import HostStepper
+from zeroshard.optim.offloaded_step import DelayedStep, HostStepper
 from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of
 

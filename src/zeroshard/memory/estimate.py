@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -92,14 +92,6 @@ class Buffers:
             sizes.landed_nbytes = max(each.shard_numel * max(4, (each.gradient or each.dtype).itemsize) for each in groups)
         return sizes
 
-    def by_tier(self, config: Config, separate: bool, repeated: bool) -> Iterator[tuple[Tier, int]]:
-        """Yield (tier, bytes) of all these buffers. repeated: a step has several backwards that are reduced."""
-        fetched = 0 if self.fetched is None else self.fetched[0] * self.fetched[1]
-        yield Tier.DEVICE, self.sent[0] * self.sent[1] + LANDINGS * self.landed_nbytes + fetched
-        if separate:
-            passing = repeated or config.offload_gradient.tier is Tier.DISK
-            yield Tier.HOST, LANDINGS * self.landed_nbytes * passing + fetched * (config.offload_param.tier is Tier.DISK)
-
 
 def needs(config: Config, separate: bool, groups: Sequence[Group], repeated: bool = True) -> dict[Place, int]:
     """Return the bytes that one rank will hold, by place, without what gathers and reductions hold in several hops or packed.
@@ -130,9 +122,15 @@ def needs(config: Config, separate: bool, groups: Sequence[Group], repeated: boo
         stepped = numel if row.optimizer is Placement.SHARDED else group.unpadded or numel
         for column in group.columns:
             add(OPTIMIZER, group.states, column.nbytes(stepped, group.stepped))
-    arena = (Tier.HOST, _arena_nbytes(config, separate, groups))
-    for tier, nbytes in (*Buffers.of(config, separate, groups).by_tier(config, separate, repeated), arena):
-        found[BUFFERS, tier, None] += nbytes
+    sizes = Buffers.of(config, separate, groups)
+    fetched = 0 if sizes.fetched is None else sizes.fetched[0] * sizes.fetched[1]
+    found[BUFFERS, Tier.DEVICE, None] += sizes.sent[0] * sizes.sent[1] + LANDINGS * sizes.landed_nbytes + fetched
+    found[BUFFERS, Tier.HOST, None] += _arena_nbytes(config, separate, groups)
+    if separate:
+        passing = repeated or config.offload_gradient.tier is Tier.DISK
+        found[BUFFERS, Tier.HOST, None] += LANDINGS * sizes.landed_nbytes * passing + fetched * (
+            config.offload_param.tier is Tier.DISK
+        )
     return dict(found)
 
 
@@ -185,13 +183,9 @@ class Need:
                 disk[folder] += nbytes
         return cls(dict(parts), released_nbytes, list(limits), dict(disk), host_identity(), os.getpid())
 
-    def plain(self) -> tuple:
-        """Return this Need as plain values, for other ranks: see `told`."""
-        return astuple(self)
-
     @classmethod
     def told(cls, parts: dict, released_nbytes: int, limits: list, disk: dict, host: tuple, pid: int) -> Need:
-        """Return the Need that another rank has made `plain`."""
+        """Return the Need of which another rank has sent the fields (`dataclasses.astuple`)."""
         return cls(parts, released_nbytes, [Limit(*limit) for limit in limits], disk, host, pid)
 
     @property

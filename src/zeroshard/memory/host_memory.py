@@ -31,7 +31,7 @@ except ImportError:  # not a POSIX system, which has no such limits
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEEP_NBYTES = 128 << 20  # free memory that is kept at the top of the heap
 MMAP_NBYTES = 32 << 20  # the largest value that glibc accepts; smaller blocks come from its heap
-_RETURNED_NBYTES = 1 << 20  # blocks of this size and more are unmapped when they are freed (`return_freed_memory`)
+_RETURNED_NBYTES = 1 << 20  # blocks of this size and more are unmapped when they are freed, without `large`
 _mapped_nbytes = MMAP_NBYTES
 _TUNABLES, _MENDED = "GLIBC_TUNABLES", (2, 39)  # the version without bug 30723
 _CACHE, _HUGE = "glibc.malloc.tcache_count=0", "glibc.malloc.hugetlb=1"
@@ -52,23 +52,18 @@ def quiet_heap(given: Mapping[str, str]) -> dict[str, str]:
     return {_TUNABLES: ":".join(filter(None, (tunables, *more)))} if more else {}
 
 
-def keep_freed_memory() -> bool:
-    """Tell glibc's allocator to keep freed memory; return False where the C library has no such setting."""
-    return _set_malloc(trim_nbytes=KEEP_NBYTES, mmap_nbytes=MMAP_NBYTES)
-
-
-def return_freed_memory() -> bool:
-    """Tell glibc's allocator to give large blocks back at once; return False where the C library has no such setting."""
-    return _set_malloc(trim_nbytes=_RETURNED_NBYTES, mmap_nbytes=_RETURNED_NBYTES)
-
-
 def mapped_nbytes() -> int:
     """Return the size from which the C library maps each block anew; smaller blocks come from its heap."""
     return _mapped_nbytes
 
 
-def _set_malloc(trim_nbytes: int, mmap_nbytes: int) -> bool:
+def keep_freed_memory(large: bool = True) -> bool:
+    """Tell glibc's allocator to keep freed memory or, without `large`, to give large blocks back at once.
+
+    Return False where the C library has no such setting.
+    """
     global _mapped_nbytes
+    trim_nbytes, mmap_nbytes = (KEEP_NBYTES, MMAP_NBYTES) if large else (_RETURNED_NBYTES, _RETURNED_NBYTES)
     _mapped_nbytes = mmap_nbytes
     try:
         mallopt = ctypes.CDLL(None).mallopt  # of the C library that the process has loaded

@@ -12,7 +12,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
+
+from torch import Tensor
 
 from ..config import Tier
 
@@ -34,7 +36,7 @@ class Listener(Protocol):
     def watch(self, ledger: Ledger) -> None:
         """Note a new ledger."""
 
-    def claim(self, tensor: Any) -> None:
+    def claim(self, tensor: Tensor) -> None:
         """Note that a ledger has an entry for this tensor's memory."""
 
     def looking_away(self) -> contextlib.AbstractContextManager[None]:
@@ -44,7 +46,7 @@ class Listener(Protocol):
 listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
-def claimed(tensor: Any) -> Any:
+def claimed(tensor: Tensor) -> Tensor:
     """Return the tensor, after telling the listener that its bytes have an entry in a ledger and are not to be counted twice."""
     found = listener.get()
     if found is not None:
@@ -94,19 +96,16 @@ class Ledger:
     def enter(self, category: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
         """Count `nbytes` more in a category."""
         with self._lock:  # a delayed update runs in a thread of its own
-            self._enter(category, nbytes, tier)
+            if tier is Tier.DEVICE:
+                self.now[category] += nbytes
+                self.peak[category] = max(self.peak[category], self.now[category])
+                self.total_peak = max(self.total_peak, sum(self.now.values()))
+            else:
+                held = self.elsewhere[tier]
+                held[category] += nbytes
+                self.elsewhere_peak[tier] = max(self.elsewhere_peak[tier], sum(held.values()))
         if self.changed is not None:
             self.changed()
-
-    def _enter(self, category: str, nbytes: int, tier: Tier) -> None:
-        if tier is not Tier.DEVICE:
-            held = self.elsewhere[tier]
-            held[category] += nbytes
-            self.elsewhere_peak[tier] = max(self.elsewhere_peak[tier], sum(held.values()))
-            return
-        self.now[category] += nbytes
-        self.peak[category] = max(self.peak[category], self.now[category])
-        self.total_peak = max(self.total_peak, sum(self.now.values()))
 
     def strike(self, category: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
         """Count `nbytes` less; the inverse of `enter`."""

@@ -25,7 +25,8 @@ def give_back(tensor: Tensor) -> int:
     storage = tensor.untyped_storage()
     nbytes = storage.nbytes()
     if tensor.device.type == "cpu":
-        _drop_pages(tensor.data_ptr(), tensor.nbytes)
+        # the system refuses the first for private memory
+        _advise(tensor, _MADV_REMOVE, _MADV_DONTNEED)
     else:
         storage.resize_(0)
     return nbytes
@@ -36,25 +37,15 @@ def take_again(tensor: Tensor, nbytes: int) -> None:
     storage = tensor.untyped_storage()
     if storage.nbytes() != nbytes:
         storage.resize_(nbytes)
-        if storage.device.type == "cpu":  # not on a device, and not fake
-            _use_huge_pages(tensor)
+        # huge pages in a block that was just mapped: 50 MB are filled in 10 ms, not 34-40 (12,000 pages to clear). Smaller blocks
+        # come from the heap, and the kernel does not clear them again. Not on a device, and not fake
+        if storage.device.type == "cpu" and tensor.nbytes >= max(_HUGE_NBYTES, mapped_nbytes()):
+            _advise(tensor, _MADV_HUGEPAGE)
 
 
-def _use_huge_pages(tensor: Tensor) -> None:
-    """Ask for huge pages in a block that was just mapped: 50 MB are then filled in 10 ms, not 34-40 (12,000 pages to clear)."""
-    if tensor.nbytes >= max(
-        _HUGE_NBYTES, mapped_nbytes()
-    ):  # smaller blocks come from the heap: the kernel does not clear them again
-        _advise(tensor.data_ptr(), tensor.nbytes, _MADV_HUGEPAGE)
-
-
-def _drop_pages(address: int, nbytes: int) -> None:
-    _advise(address, nbytes, _MADV_REMOVE, _MADV_DONTNEED)  # the system refuses the first for private memory
-
-
-def _advise(address: int, nbytes: int, *advices: int) -> None:
-    """Apply the first advice that the system accepts to the whole pages of [address, address + nbytes); on Linux only."""
-    begin, end = round_up(address), round_down(address + nbytes)
+def _advise(tensor: Tensor, *advices: int) -> None:
+    """Apply the first advice that the system accepts to the whole pages of a tensor; on Linux only."""
+    begin, end = round_up(tensor.data_ptr()), round_down(tensor.data_ptr() + tensor.nbytes)
     if begin >= end or not hasattr(os, "memfd_create"):  # present on Linux only
         return
     madvise = ctypes.CDLL(None, use_errno=True).madvise

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..comm.pool import BufferPool
 from ..config import Tier
 from ..utils.work import OVER, Work
 from .storage import MemoryRest, Rest, Tiers
@@ -86,7 +87,9 @@ class Departure:
 
     def landing(self) -> Tensor:
         """Return device memory (shard_numel,) for the result of the coming reduction."""
-        self._buffer = self.tiers.take_landing()
+        # the host must not wait for the copy out of it: where ranks use different units, the reduction before that copy may need
+        # the message that this rank sends at the end of its backward
+        self._buffer = _taken(self.tiers.landings, in_line=True)
         self._landed = self._buffer[: self.rest.numel * self.dtype.itemsize].view(self.dtype)
         return self._landed
 
@@ -98,26 +101,23 @@ class Departure:
         self._landed = self._buffer = None
         self.settle()  # an earlier gradient may still be on its way to `rest`
         if not self.tiers.separate:
-            self._under_way = self._add(landed) if add else self._put(landed)
+            self._under_way = self._lay_down(landed, add)
             landings.give(buffer, self._under_way)
             return None
         if isinstance(self.rest, MemoryRest) and not add:
-            self._under_way = self._send(landed)
+            target = self.rest.tensor
+            if isinstance(self.rest, NarrowRest):
+                self.rest.is_narrow, target = True, self.rest.narrow  # its bytes are in the first part of the memory now
+            self._under_way = self.tiers.copy(target, landed, Tier.DEVICE, Tier.HOST)
             landings.give(buffer, self._under_way)
         else:
-            arrival = self.tiers.take_arrival()
+            arrival = _taken(self.tiers.arrivals)
             arrived = arrival[: landed.nbytes].view(landed.dtype)
             pending = self.tiers.copy(arrived, landed, Tier.DEVICE, Tier.HOST)
             landings.give(buffer, pending)
             self._arriving = (arrival, arrived, add, pending)
         dtype = torch.promote_types(landed.dtype, torch.float32)
         return None if add else torch.linalg.vector_norm(landed, dtype=dtype).double().square()  # while it is still on the device
-
-    def _send(self, landed: Tensor) -> Work:
-        if isinstance(self.rest, NarrowRest):
-            self.rest.is_narrow = True  # its bytes are in the first part of the memory now
-            return self.tiers.copy(self.rest.narrow, landed, Tier.DEVICE, Tier.HOST)
-        return self.tiers.copy(self.rest.tensor, landed, Tier.DEVICE, Tier.HOST)  # type: ignore[attr-defined]
 
     @property
     def arriving(self) -> bool:
@@ -134,7 +134,7 @@ class Departure:
         arrival, arrived, add, pending = self._arriving
         self._arriving = None
         pending.wait()
-        self._under_way = self._add(arrived) if add else self._put(arrived)
+        self._under_way = self._lay_down(arrived, add)
         assert self.tiers.arrivals is not None
         self.tiers.arrivals.give(arrival, self._under_way)
 
@@ -153,18 +153,28 @@ class Departure:
         self._buffer = self._landed = None
         self.settle()
 
-    def _put(self, gradient: Tensor) -> Work:
-        if not isinstance(self.rest, MemoryRest):  # a write to disk does not convert
-            gradient = gradient.to(self.rest.dtype)
-        return self.rest.write(0, gradient)
-
-    def _add(self, gradient: Tensor) -> Work:
-        if isinstance(self.rest, NarrowRest):
-            self.rest.widen()
-        view = self.rest.view(0, self.rest.numel)
+    def _lay_down(self, gradient: Tensor, add: bool) -> Work:
+        """Start to write a gradient that the host can read to `rest`, or add it to the one that is there."""
+        rest = self.rest
+        if not add:
+            return rest.write(0, gradient if isinstance(rest, MemoryRest) else gradient.to(rest.dtype))  # a disk does not convert
+        if isinstance(rest, NarrowRest):
+            rest.widen()
+        view = rest.view(0, rest.numel)
         if view is not None:
             view.add_(gradient)
             return OVER
-        total = torch.empty(self.rest.numel, dtype=self.rest.dtype, device="cpu")
-        self.rest.read(0, total).wait()
-        return self.rest.write(0, total.add_(gradient))
+        total = torch.empty(rest.numel, dtype=rest.dtype, device="cpu")
+        rest.read(0, total).wait()
+        return rest.write(0, total.add_(gradient))
+
+
+def _taken(pool: BufferPool | None, in_line: bool = False) -> Tensor:
+    """Take a buffer. Where running work holds all of them, which may end only if this rank goes on, allocate one more."""
+    assert pool is not None
+    buffer = pool.take(wait=True, in_line=in_line)
+    if buffer is None:
+        pool.count += 1
+        buffer = pool.take()
+    assert buffer is not None
+    return buffer

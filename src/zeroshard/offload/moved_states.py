@@ -91,7 +91,7 @@ class MovedStates:
         """Move the parts away. rests: all resting places of each part. wait: return when copies on the host are complete."""
         stays = offload.tier is Tier.HOST and not self.tiers.separate  # on a CPU the states are on the host already
         for part in parts:
-            self._left[part] = [self._move(m, offload) for m in memories if m.part == part and not stays]
+            self._left[part] = [self._copied(memory, offload) for memory in memories if memory.part == part and not stays]
             for rest in rests[part]:
                 self._classes[id(rest)] = rest, type(rest)
                 rest.__class__ = _away(type(rest))  # the object stays; every access to it raises
@@ -101,7 +101,8 @@ class MovedStates:
             left.nbytes = give_back(left.memory.tensor)
             self.tiers.ledger.strike(left.memory.category, left.memory.tensor.nbytes, left.memory.tier)
 
-    def _move(self, memory: Memory, offload: Offload) -> _Left:
+    def _copied(self, memory: Memory, offload: Offload) -> _Left:
+        """Start to copy a state away, unless its values are not needed."""
         left, tiers = _Left(memory), self.tiers
         source = memory.tensor.detach()
         if not memory.kept or not source.numel():
@@ -130,23 +131,18 @@ class MovedStates:
             if left.copy is None:
                 target.zero_()  # not kept: a gradient buffer that had no gradient, say
                 continue
-            self._fill(target, left)
+            if isinstance(left.copy, MemoryRest):
+                tiers.copy(target, left.copy.tensor, Tier.HOST, Tier.DEVICE).wait()
+            else:
+                for number, part in enumerate(target.split(_CHUNK_NUMEL)):
+                    begin = number * _CHUNK_NUMEL
+                    if part.device.type == "cpu":
+                        left.copy.read(begin, part).wait()
+                    else:
+                        part.copy_(left.copy.load(begin, begin + part.numel()))
+                self._spare.setdefault(_kind(left.path, target), []).append(left.copy)  # its place is free now
             tiers.ledger.strike(memory.category, target.nbytes, left.copy.tier)
         self._allow()
-
-    def _fill(self, target: Tensor, left: _Left) -> None:
-        """Fill `target` from its copy, whose place is free afterwards."""
-        assert left.copy is not None
-        if isinstance(left.copy, MemoryRest):
-            self.tiers.copy(target, left.copy.tensor, Tier.HOST, Tier.DEVICE).wait()
-            return
-        for start in range(0, target.numel(), _CHUNK_NUMEL):
-            part = target[start : start + _CHUNK_NUMEL]
-            if part.device.type == "cpu":
-                left.copy.read(start, part).wait()
-            else:
-                part.copy_(left.copy.load(start, start + part.numel()))
-        self._spare.setdefault(_kind(left.path, target), []).append(left.copy)
 
     def _allow(self) -> None:
         for rest, cls in self._classes.values():
@@ -175,11 +171,8 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
-def _refuses(*args: object) -> NoReturn:
-    _refuse("states")
-
-
 @functools.cache
 def _away(cls: type[Rest]) -> type[Rest]:
     """Return the subclass that a Rest of this class gets while its state is away: every access raises."""
-    return type(f"Away{cls.__name__}", (cls,), dict.fromkeys(("view", "read", "write", "load", "store", "host"), _refuses))
+    accesses = ("view", "read", "write", "load", "store", "host")
+    return type(f"Away{cls.__name__}", (cls,), dict.fromkeys(accesses, lambda *args: _refuse("states")))

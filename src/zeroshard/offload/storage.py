@@ -18,7 +18,7 @@ import contextlib
 import copy
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 from ..comm.base import DirectComm
 from ..comm.fake import ImaginedStreams
 from ..comm.pool import BufferPool, StagingPool
-from ..comm.streams import Copy, Streams
+from ..comm.streams import Copy
 from ..config import Offload, Tier
 from ..errors import OffloadIOError
 from ..memory.estimate import PAGE_NBYTES, rests_away
@@ -60,30 +60,27 @@ class _Watched(Work):
             self.tiers.fail(error)
 
 
-class _TwoHops(Work):
-    """A read from disk to a host buffer, then a copy to the device, which starts when `done` or `wait` is called."""
+class _Then(Work):
+    """A running operation and one that follows it, which starts when `done` or `wait` is called."""
 
-    def __init__(self, tiers: Tiers, read: Work, buffer: Tensor, out: Tensor) -> None:
-        self.tiers, self.read, self.buffer, self.out = tiers, read, buffer, out
-        self.copy: Work | None = None
+    def __init__(self, first: Work, follow: Callable[[], Work]) -> None:
+        self.first, self.follow = first, follow
+        self.second: Work | None = None
 
-    def _second(self) -> Work:
-        if self.copy is None:
-            self.read.wait()
-            source = self.buffer[: self.out.nbytes].view(self.out.dtype)
-            self.copy = self.tiers.copy(self.out, source, Tier.HOST, Tier.DEVICE)
-            assert self.tiers.slots is not None
-            self.tiers.slots.give(self.buffer, self.copy)
-        return self.copy
+    def _started(self) -> Work:
+        if self.second is None:
+            self.first.wait()
+            self.second = self.follow()
+        return self.second
 
     def done(self) -> bool:
-        return (self.copy is not None or self.read.done()) and self._second().done()
+        return (self.second is not None or self.first.done()) and self._started().done()
 
     def wait(self) -> None:
-        self._second().wait()
+        self._started().wait()
 
     def join(self) -> None:
-        self._second().join()
+        self._started().join()
 
 
 class Rest(ABC):
@@ -102,9 +99,9 @@ class Rest(ABC):
         """Return the bytes that `numel` elements take at rest."""
         return numel * self.dtype.itemsize
 
-    @abstractmethod
     def view(self, start: int, stop: int) -> Tensor | None:
         """Return elements [start, stop) if the host can use them in place, else None."""
+        return None
 
     @abstractmethod
     def read(self, start: int, out: Tensor) -> Work:
@@ -176,32 +173,17 @@ class FileRest(Rest):
         self._under_way: list[tuple[int, int, bool, Work]] = []  # (start, stop, does it write, the request)
         self.turn = Turn(f"what rests in {file.path}")
 
-    def view(self, start: int, stop: int) -> Tensor | None:
-        return None
-
-    @one_thread
     def read(self, start: int, out: Tensor) -> Work:
-        self._settle(start, start + out.numel(), writes=False)
-        self.tiers.ledger.move(Tier.DISK, Tier.HOST, out.nbytes)
-        pending = _Watched(self.engine.read(self.file, self._at(start), out), self.tiers)
-        self._under_way.append((start, start + out.numel(), False, pending))
-        return pending
+        return self._request(start, out, writes=False)
+
+    def write(self, start: int, source: Tensor) -> Work:
+        return self._request(start, source, writes=True)
 
     @one_thread
-    def write(self, start: int, source: Tensor) -> Work:
-        self._settle(start, start + source.numel(), writes=True)
-        self.tiers.ledger.move(Tier.HOST, Tier.DISK, source.nbytes)
-        pending = _Watched(self.engine.write(self.file, self._at(start), source), self.tiers)
-        self._under_way.append((start, start + source.numel(), True, pending))
-        return pending
-
-    def _at(self, start: int) -> int:
-        return self.offset + start * self.dtype.itemsize
-
-    def _settle(self, start: int, stop: int, *, writes: bool) -> None:
-        """Wait for running requests on [start, stop) that a new request must not overtake. Raises if any has failed."""
+    def _request(self, start: int, tensor: Tensor, *, writes: bool) -> Work:
+        """Start a request, after running ones on the same elements that it must not overtake. Raises if any has failed."""
         self.tiers.check()
-        still_under_way = []
+        stop, still_under_way = start + tensor.numel(), []
         for request in self._under_way:
             begin, end, wrote, pending = request
             if pending.done() or (begin < stop and start < end and (wrote or writes)):
@@ -209,6 +191,11 @@ class FileRest(Rest):
             else:
                 still_under_way.append(request)
         self._under_way = still_under_way
+        self.tiers.ledger.move(*((Tier.HOST, Tier.DISK) if writes else (Tier.DISK, Tier.HOST)), tensor.nbytes)
+        begin_request = self.engine.write if writes else self.engine.read
+        watched = _Watched(begin_request(self.file, self.offset + start * self.dtype.itemsize, tensor), self.tiers)
+        self._under_way.append((start, stop, writes, watched))
+        return watched
 
     def load(self, start: int, stop: int) -> Tensor:
         out = torch.empty(stop - start, dtype=self.dtype, device="cpu")
@@ -224,24 +211,21 @@ class FileRest(Rest):
         self.tiers.count_hop(source.numel() * self.dtype.itemsize, up=False)
         if source.device.type == "cpu" and source.dtype == self.dtype and source.is_contiguous():
             self.write(start, source).wait()
-        else:
-            with _converting(source.numel(), self.dtype, self.tiers) as nbytes:
-                self._store_in_pieces(start, source.reshape(-1), nbytes)
-
-    def _store_in_pieces(self, start: int, source: Tensor, nbytes: int) -> None:
-        """Write through a few pieces of aligned memory: whole copies leave holes in the heap, unaligned ones are copied again."""
-        # address and offset congruent, so that the engine needs no bounce buffer
-        memory = empty_aligned(nbytes + PAGE_NBYTES)[self._at(start) % PAGE_NBYTES :]
-        pieces = [part.view(self.dtype) for part in memory[:nbytes].split(_PIECE_NBYTES)]
-        under_way: list[Work] = [OVER] * len(pieces)
-        for number, part in enumerate(source.split(_PIECE_NBYTES // self.dtype.itemsize)):
-            which = number % len(pieces)
-            under_way[which].wait()
-            piece = pieces[which][: part.numel()].copy_(part)
-            under_way[which] = self.write(start, piece)
-            start += part.numel()
-        for pending in under_way:
-            pending.wait()
+            return
+        # through a few pieces of aligned memory: whole copies leave holes in the heap, unaligned ones are copied again
+        with _converting(source.numel(), self.dtype, self.tiers) as nbytes:
+            # address and offset congruent, so that the engine needs no bounce buffer
+            memory = empty_aligned(nbytes + PAGE_NBYTES)[(self.offset + start * self.dtype.itemsize) % PAGE_NBYTES :]
+            pieces = [part.view(self.dtype) for part in memory[:nbytes].split(_PIECE_NBYTES)]
+            under_way: list[Work] = [OVER] * len(pieces)
+            for number, part in enumerate(source.reshape(-1).split(_PIECE_NBYTES // self.dtype.itemsize)):
+                which = number % len(pieces)
+                under_way[which].wait()
+                piece = pieces[which][: part.numel()].copy_(part)
+                under_way[which] = self.write(start, piece)
+                start += part.numel()
+            for pending in under_way:
+                pending.wait()
 
 
 @contextlib.contextmanager
@@ -255,29 +239,17 @@ def _converting(numel: int, dtype: torch.dtype, tiers: Tiers) -> Iterator[int]:
         tiers.ledger.strike(STAGING, nbytes, Tier.HOST)
 
 
-class _Imagined(Work):
-    """A request to a dry run's imagined disk: done at once, as on a fast disk; `wait` reports to the watcher.
-
-    With gradients on a slow disk, real ranks take one staging buffer more than such a plan says.
-    """
-
-    def __init__(self, streams: Streams, ticket: Any) -> None:
-        self.streams, self.ticket = streams, ticket
-
-    def wait(self) -> None:
-        self.streams.join(self.ticket)
-
-
 class ImaginedRest(Rest):
-    """A resting place on an imagined disk, for planning: counts the bytes that would move."""
+    """A resting place on an imagined disk, for planning: counts the bytes that would move.
+
+    Its requests are done at once, as on a fast disk; `wait` reports to the dry run's watcher. With gradients on a slow disk, real
+    ranks take one staging buffer more than such a plan says.
+    """
 
     tier, resident = Tier.DISK, False
 
     def __init__(self, numel: int, dtype: torch.dtype, tiers: Tiers) -> None:
         self.numel, self.dtype, self.tiers = numel, dtype, tiers
-
-    def view(self, start: int, stop: int) -> Tensor | None:
-        return None
 
     def read(self, start: int, out: Tensor) -> Work:
         return self._move(Tier.DISK, Tier.HOST, out.nbytes)
@@ -288,7 +260,7 @@ class ImaginedRest(Rest):
     def _move(self, source: Tier, target: Tier, nbytes: int) -> Work:
         streams = self.tiers.streams
         self.tiers.ledger.move(source, target, nbytes)
-        return _Imagined(streams, streams.watcher.moved(source, target, nbytes)) if isinstance(streams, ImaginedStreams) else OVER
+        return Copy(streams, streams.watcher.moved(source, target, nbytes)) if isinstance(streams, ImaginedStreams) else OVER
 
     def load(self, start: int, stop: int) -> Tensor:
         out = torch.empty(stop - start, dtype=self.dtype, device=self.tiers.comm.device)
@@ -302,6 +274,66 @@ class ImaginedRest(Rest):
         direct = source.dtype == self.dtype and not self.tiers.separate
         with contextlib.nullcontext() if direct else _converting(source.numel(), self.dtype, self.tiers):
             self._move(Tier.HOST, Tier.DISK, nbytes)
+
+
+class CodedRest(Rest):
+    """Resting place of a column: callers see `numel` elements in the optimizer's dtype; `inner` holds them encoded, in blocks.
+
+    Any range of elements may be read and written. A write to a part of a block decodes the block and encodes it again.
+    """
+
+    resident = False
+
+    def __init__(self, inner: Rest, column: StateColumn, numel: int, dtype: torch.dtype) -> None:
+        self.inner, self.column, self.numel, self.dtype, self.tier = inner, column, numel, dtype, inner.tier
+
+    def nbytes_of(self, numel: int) -> int:
+        return self.column.nbytes(numel, self.dtype)
+
+    def read(self, start: int, out: Tensor) -> Work:
+        if not out.numel():
+            return OVER
+        at, end = map(self.column.count, self.column.blocks(start, start + out.numel()))
+        coded = self.inner.view(at, end)  # host memory: no read is needed
+        if coded is not None:
+            self.decode(coded, start, out)
+            return OVER
+        read = torch.empty(end - at, dtype=self.inner.dtype, device="cpu")
+
+        def decode() -> Work:
+            self.decode(read, start, out)
+            return OVER
+
+        return _Then(self.inner.read(at, read), decode)
+
+    def decode(self, coded: Tensor, start: int, out: Tensor) -> None:
+        """Fill `out` (n,) with elements [start, start + n), cut out of the blocks around them."""
+        skipped = start % self.column.elements  # elements of the first block before `start`
+        out.copy_(self.column.decode(coded)[skipped : skipped + out.numel()])
+
+    def write(self, start: int, source: Tensor) -> Work:
+        return self.inner.write(*self._encoded(start, source)) if source.numel() else OVER
+
+    def load(self, start: int, stop: int) -> Tensor:
+        at, end = map(self.column.count, self.column.blocks(start, stop))
+        coded = self.inner.load(at, end)
+        out = torch.empty(stop - start, dtype=self.dtype, device=coded.device)
+        if out.numel():
+            self.decode(coded, start, out)
+        return out
+
+    def store(self, start: int, source: Tensor) -> None:
+        if source.numel():
+            self.inner.store(*self._encoded(start, source.detach()))
+
+    def _encoded(self, start: int, source: Tensor) -> tuple[int, Tensor]:
+        """Return the position in `inner` of the blocks around these elements, and the encoded blocks with them replaced."""
+        begin, end = self.column.blocks(start, start + source.numel())
+        if end - begin != source.numel():
+            blocks = self.load(begin, end)
+            blocks[start - begin : start - begin + source.numel()] = source
+            source = blocks
+        return self.column.count(begin), self.column.encode(source.to(self.dtype)).to(self.inner.dtype)
 
 
 class _Folder:
@@ -447,33 +479,17 @@ class Tiers:
             buffer = self.slots.take_further()  # prefetched units hold all buffers until they are gathered: allocate one more
         if buffer is None:
             return None
-        hops = _TwoHops(self, rest.read(0, buffer[: out.nbytes].view(out.dtype)), buffer, out)
+        slots, taken, source = self.slots, buffer, buffer[: out.nbytes].view(out.dtype)
+
+        def second_hop() -> Work:
+            copied = self.copy(out, source, Tier.HOST, Tier.DEVICE)
+            slots.give(taken, copied)
+            return copied
+
+        hops = _Then(rest.read(0, source), second_hop)
         if self.comm.imagined:  # imagined reads are not polled: enqueue the second hop at once
             self.streams.run_beside(hops.done)
         return hops
-
-    def take_landing(self) -> Tensor:
-        """Take a landing buffer for a reduced gradient shard.
-
-        The host must not wait for the copy out of it: where ranks use different units, the reduction before that copy
-        may need the message that this rank sends at the end of its backward.
-        """
-        assert self.landings is not None
-        return self._take(self.landings, in_line=True)
-
-    def take_arrival(self) -> Tensor:
-        """Take a host buffer for a gradient shard that is copied from a separate device."""
-        assert self.arrivals is not None
-        return self._take(self.arrivals)
-
-    @staticmethod
-    def _take(pool: BufferPool, in_line: bool = False) -> Tensor:
-        buffer = pool.take(wait=True, in_line=in_line)
-        if buffer is None:  # running work holds all buffers, and may end only if this rank goes on: allocate one more
-            pool.count += 1
-            buffer = pool.take()
-        assert buffer is not None
-        return buffer
 
     def enter(self, category: str, nbytes: int, tier: Tier) -> None:
         """Enter bytes in the ledger until `close`."""

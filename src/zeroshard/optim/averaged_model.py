@@ -10,9 +10,9 @@ average follows the fp32 masters where the group has masters, else the parameter
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from numbers import Real
-from typing import Any
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +112,7 @@ class AveragedModel:
             self._exchange(self._give_back)
 
     @torch.no_grad()
-    def _exchange(self, write: Any) -> None:
+    def _exchange(self, write: Callable[[ParamGroup, Rest], None]) -> None:
         """Write this rank's shards of all groups by `write(group, average)`; gather replicated parameters again (collective)."""
         runtime, groups = self.runtime, [group for group, _ in self._shards]
         runtime.recover()
@@ -174,15 +174,15 @@ class AveragedModel:
             raise ConfigError("extra: an average of another model: expected that of the model that is saved or loaded.")
         return self._shards
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, float]:
         """Return decay and updates; checkpoints hold the averages themselves by slices."""
         return {"decay": self.decay, "updates": self.updates}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, float]) -> None:
         """Load the number of updates; keep this object's decay."""
         self.updates = int(state["updates"])
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ZeroshardError(
             "an average of a sharded model can not be pickled: zs.save(..., extra={'ema': average}), or full_state_dict()."
         )

@@ -25,12 +25,13 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from inspect import unwrap
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ from torch import Tensor
 from ..tensor.flat_layout import round_up
 from ..utils import torch_compat
 from ..utils.host import cache_nbytes, ranks_here
+from .inner_optimizer import Options, State
 from .lion import Lion, lion_update
 
 
@@ -59,67 +61,31 @@ TEAM_CHUNK_NUMEL = max(CHUNK_NUMEL, 1 << 17)
 CHUNK_ALIGNMENT = 32  # elements: two AVX-512 registers, the widest step of torch's vectorised loops
 
 
-class Kernel(Protocol):
-    """Update of one optimizer class for a stretch or chunk, in place. Threads may update different chunks at the same time.
-
-    columns: names of states as large as the parameter, in the order in which torch's own step creates them.
-    passes: number of times that `step` walks over its tensors; with 1, a whole stretch is as fast as its chunks.
-    """
-
-    columns: tuple[str, ...]
-    passes: int
-
-    def step(self, param: Tensor, grad: Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
-        """Update a contiguous param (n,), fp32, with grad (n,), fp32, once: `count`, then `update`.
-
-        Args:
-            state: the columns, each (n,), and the counters. As in torch, `step` (0-dim, fp32) is incremented in place.
-                Chunks of one stretch share its counters, which may advance only once: call `count` once and `update` for
-                each chunk, as `step_stretch` does, or step each chunk with clones of the counters and keep the last clones.
-            options: the param_group as it is now. After a change of amsgrad, or of momentum to or from 0, get a new
-                kernel from `kernel_for`, since the optimizer then has other columns.
-        """
-        ...
-
-    def create(self, param: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the state with which the optimizer's own first step starts: counters, and columns like `param`."""
-        ...
-
-    def prepare(self, param: Tensor, grad: Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
-        """Create missing columns and check the tensors."""
-        ...
-
-    def count(self, state: dict[str, Any]) -> Any:
-        """Count one step in the counters; return the value that `update` takes as `count`."""
-        ...
-
-    def update(self, param: Tensor, grad: Tensor, columns: Sequence[Tensor], count: Any, options: dict) -> None:
-        """Compute one step, without checks of the tensors (`prepare` has made them)."""
-        ...
-
-
 # -- kernels -----------------------------------------------------------------------------------------------------
 
 
-def _number(value: float | Tensor) -> float:
-    """Return a hyperparameter as a number, as torch's fused CPU kernels need it."""
-    return value.item() if isinstance(value, Tensor) else value
+class Kernel(ABC):
+    """Update of one optimizer class for a stretch, in place: `prepare`, `count`, then `update` for each of its chunks.
 
+    columns: names of states as large as the parameter, in the order in which torch's own step creates them.
+    passes: number of times that `update` walks over its tensors; with 1, a whole stretch is as fast as its chunks.
 
-class _Base(Kernel):
-    """Base class of the kernels: `step` checks its tensors, counts and updates."""
+    state: the columns, each (n,), and the counters. As in torch, `step` (0-dim, fp32) is incremented in place.
+    options: the param_group as it is now. After a change of amsgrad, or of momentum to or from 0, get a new kernel from
+    `kernel_for`, since the optimizer then has other columns.
+    """
 
+    columns: tuple[str, ...]
     passes = 1
 
-    def step(self, param: Tensor, grad: Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
-        assert grad.dtype is torch.float32
-        self.prepare(param, grad, state, options)
-        self.update(param, grad, [state[name] for name in self.columns], self.count(state), options)
+    def create(self, param: Tensor) -> State:
+        """Return the state with which the optimizer's own first step starts: counters, and columns like `param`."""
+        return {name: torch.zeros_like(param, requires_grad=False) for name in self.columns}
 
-    def prepare(self, param: Tensor, grad: Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
+    def prepare(self, param: Tensor, grad: Tensor, state: State) -> None:
         """Create missing columns; assert lengths, dtypes and strides, since the fused kernels take addresses."""
         if any(state.get(name) is None for name in self.columns):
-            for name, value in self.create(param, options).items():
+            for name, value in self.create(param).items():
                 if state.get(name) is None:
                     state[name] = value
         numel = param.numel()
@@ -127,120 +93,105 @@ class _Base(Kernel):
             assert tensor.numel() == numel and tensor.dtype is torch.float32 and tensor.is_contiguous()
         assert grad.numel() == numel and grad.is_contiguous()
 
-    def count(self, state: dict[str, Any]) -> Any:
+    def count(self, state: State) -> object:
+        """Count one step in the counters, which all chunks share; return the value that `update` takes as `count`."""
         return state["step"].add_(1)
 
-    def create(self, param: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-        return {name: torch.zeros_like(param, requires_grad=False) for name in self.columns}
+    @abstractmethod
+    def update(self, param: Tensor, grad: Tensor, columns: Sequence[Tensor], count: Any, options: Options) -> None:
+        """Compute one step of a chunk, without checks of the tensors. Threads may update different chunks at the same time."""
 
 
-class _Adam(_Base):
+def _number(value: float | Tensor) -> float:
+    """Return a hyperparameter as a number, as torch's fused CPU kernels need it."""
+    return value.item() if isinstance(value, Tensor) else value
+
+
+class _Adam(Kernel):
     """Kernel of Adam and AdamW. amsgrad has a third column."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, options: Options) -> None:
         self.columns = ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if options["amsgrad"] else ())
         decoupled = isinstance(optimizer, torch.optim.AdamW) or options.get("decoupled_weight_decay", False)
         self._fused = torch_compat.fused_adamw_ if decoupled else torch_compat.fused_adam_
 
-    def update(self, param: Tensor, grad: Tensor, columns: Sequence[Tensor], count: Tensor, options: dict) -> None:
+    def update(self, param: Tensor, grad: Tensor, columns: Sequence[Tensor], count: Tensor, options: Options) -> None:
         beta1, beta2 = options["betas"]
         self._fused(
-            [param],
-            [grad],
-            list(columns[:1]),
-            list(columns[1:2]),
-            list(columns[2:]),
-            [count],
-            lr=_number(options["lr"]),
-            beta1=_number(beta1),
-            beta2=_number(beta2),
-            weight_decay=options["weight_decay"],
-            eps=options["eps"],
-            amsgrad=len(columns) == 3,
-            maximize=options["maximize"],
-        )
+            [param], [grad], list(columns[:1]), list(columns[1:2]), list(columns[2:]), [count],
+            lr=_number(options["lr"]), beta1=_number(beta1), beta2=_number(beta2), weight_decay=options["weight_decay"],
+            eps=options["eps"], amsgrad=len(columns) == 3, maximize=options["maximize"],
+        )  # fmt: skip
 
-    def create(self, param: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-        return {"step": torch.zeros((), dtype=torch.float32, device="cpu")} | super().create(param, options)
+    def create(self, param: Tensor) -> State:
+        return {"step": torch.zeros((), dtype=torch.float32, device="cpu")} | super().create(param)
 
 
-class _SGD(_Base):
+class _SGD(Kernel):
     """Kernel of SGD. With momentum, the first step stores the gradient itself, without dampening, whatever the buffer holds.
 
     The counter "fresh" (True) marks a buffer that no step has written yet; the first step removes it. torch marks this by the
     absence of the buffer, which is accepted as well.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, options: Options) -> None:
         self.columns = ("momentum_buffer",) if options["momentum"] != 0 else ()
 
-    def count(self, state: dict[str, Any]) -> bool:
+    def count(self, state: State) -> bool:
         return bool(state.pop("fresh", False))
 
-    def update(self, param: Tensor, grad: Tensor, columns: Sequence[Tensor], count: bool, options: dict) -> None:
+    def update(self, param: Tensor, grad: Tensor, columns: Sequence[Tensor], count: bool, options: Options) -> None:
         torch_compat.fused_sgd_(
-            [param],
-            [grad],
-            list(columns),
-            lr=_number(options["lr"]),
-            momentum=options["momentum"],
-            dampening=options["dampening"],
-            weight_decay=_number(options["weight_decay"]),
-            nesterov=options["nesterov"],
-            maximize=options["maximize"],
+            [param], [grad], list(columns),
+            lr=_number(options["lr"]), momentum=options["momentum"], dampening=options["dampening"],
+            weight_decay=_number(options["weight_decay"]), nesterov=options["nesterov"], maximize=options["maximize"],
             is_first_step=count,
-        )
+        )  # fmt: skip
 
-    def create(self, param: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-        return super().create(param, options) | ({"fresh": True} if self.columns else {})
+    def create(self, param: Tensor) -> State:
+        return super().create(param) | ({"fresh": True} if self.columns else {})
 
 
-class _Adagrad(_Base):
+class _Adagrad(Kernel):
     """Kernel of Adagrad. As in torch, the accumulator starts from the constructor's value; the group's option is not read."""
 
     columns = ("sum",)
 
-    def __init__(self, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, options: Options) -> None:
         self._initial = optimizer.defaults["initial_accumulator_value"]
 
-    def update(self, param: Tensor, grad: Tensor, columns: Sequence[Tensor], count: Tensor, options: dict) -> None:
+    def update(self, param: Tensor, grad: Tensor, columns: Sequence[Tensor], count: Tensor, options: Options) -> None:
         torch_compat.fused_adagrad_(
-            [param],
-            [grad],
-            list(columns),
-            [count],
-            lr=_number(options["lr"]),
-            lr_decay=options["lr_decay"],
-            weight_decay=options["weight_decay"],
-            eps=options["eps"],
+            [param], [grad], list(columns), [count],
+            lr=_number(options["lr"]), lr_decay=options["lr_decay"], weight_decay=options["weight_decay"], eps=options["eps"],
             maximize=options["maximize"],
-        )
+        )  # fmt: skip
 
-    def create(self, param: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+    def create(self, param: Tensor) -> State:
         full = torch.full_like(param, self._initial, requires_grad=False)
         return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), "sum": full}
 
 
-class _Lion(_Base):
+class _Lion(Kernel):
     """Kernel of zs.Lion: its own passes, with a scratch buffer that stays in the cache."""
 
     columns = ("exp_avg",)
     passes = 5
 
-    def __init__(self, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, options: Options) -> None:
         self._own = threading.local()  # .scratch: one buffer per thread
 
-    def count(self, state: dict[str, Any]) -> None:
+    def count(self, state: State) -> None:
         return None
 
-    def update(self, param: Tensor, grad: Tensor, columns: Sequence[Tensor], count: None, options: dict) -> None:
+    def update(self, param: Tensor, grad: Tensor, columns: Sequence[Tensor], count: None, options: Options) -> None:
         scratch = getattr(self._own, "scratch", None)
         if scratch is None or scratch.numel() < param.numel():
             scratch = self._own.scratch = torch.empty_like(param, requires_grad=False)
         lion_update(param, grad, columns[0], options, scratch[: param.numel()])
 
 
-_KERNELS: dict[type, Callable[[torch.optim.Optimizer, dict[str, Any]], Kernel]] = {
+_KERNELS: dict[type, Callable[[torch.optim.Optimizer, Options], Kernel]] = {
     torch.optim.Adam: _Adam,
     torch.optim.AdamW: _Adam,
     torch.optim.SGD: _SGD,
@@ -249,112 +200,69 @@ _KERNELS: dict[type, Callable[[torch.optim.Optimizer, dict[str, Any]], Kernel]] 
 }
 
 
-def _unwrapped(step: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    return unwrap(step) if step is not None else None
-
-
-def _stepping_class(cls: type) -> type | None:
-    """Return the nearest class of _KERNELS among `cls` and its bases, if `cls` has that class's step; else None.
-
-    torch.optim wraps `step` again in each class of which an optimizer is built, so the unwrapped functions are compared.
-    """
-    known = next((base for base in cls.__mro__ if base in _KERNELS), None)
-    own = [[_unwrapped(getattr(c, name, None)) for name in torch_compat.STEP_METHODS] for c in (cls, known) if c is not None]
-    return known if own[0] == own[-1] else None  # without a known base, `own` has one entry and `known` is None
-
-
-def kernel_for(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> Kernel | None:
+def kernel_for(optimizer: torch.optim.Optimizer, options: Options) -> Kernel | None:
     """Return the kernel that computes this optimizer's step with the given options (a param_group).
 
     Return None for a class without a kernel, a subclass with a step of its own, and a step that autograd records; the caller
     then runs the optimizer's own class on chunks.
     """
-    stepping = _stepping_class(type(optimizer))
-    kind = _KERNELS[stepping] if stepping is not None else None
-    recorded = any(isinstance(value, Tensor) and value.requires_grad for value in options.values())
-    if kind is None or options.get("differentiable") or recorded:
+    cls = type(optimizer)
+    known = next((base for base in cls.__mro__ if base in _KERNELS), None)
+    if known is None:
         return None
-    return kind(optimizer, options)
+    for name in torch_compat.STEP_METHODS:
+        own, theirs = getattr(cls, name, None), getattr(known, name, None)
+        # torch.optim wraps `step` again in each class of which an optimizer is built
+        if own is not theirs and (own is None or theirs is None or unwrap(own) is not unwrap(theirs)):
+            return None
+    recorded = any(isinstance(value, Tensor) and value.requires_grad for value in options.values())
+    return None if options.get("differentiable") or recorded else _KERNELS[known](optimizer, options)
 
 
-def matches(optimizer: torch.optim.Optimizer, options: dict[str, Any] | None = None) -> bool:
-    """Return whether the optimizer's own step gives the kernel's bits: with `options` (a param_group), or in all its groups.
+def matches(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer's own step gives the kernel's bits in all its groups.
 
     True for zs.Lion and for fused=True; other optimizers that have a kernel compute the same formula with other last bits.
     """
-    groups = optimizer.param_groups if options is None else [options]
     return all(
         kernel_for(optimizer, group) is not None and (isinstance(optimizer, Lion) or group.get("fused") is True)
-        for group in groups
+        for group in optimizer.param_groups
     )
 
 
 # -- chunks ------------------------------------------------------------------------------------------------------
 
 
-def step_chunk(
-    kernel: Kernel,
-    master: Tensor,  # (n,) fp32
-    grad: Tensor,  # (n,) bf16, fp16 or fp32; not changed
-    state: dict[str, Any],
-    options: dict[str, Any],
-    *,
-    scale: float,
-    out: Tensor | None,  # (n,) the parameter in its own precision
-    scratch: Tensor | None,  # (>= n,) fp32
-) -> None:
-    """Compute master <- kernel(master, grad * scale), out <- master. The product is rounded in fp32.
-
-    scratch: memory for the product; it may be None if grad is fp32 and scale is 1.
-    """
-    kernel.step(master, _scaled(grad, scale, scratch), state, options)
-    if out is not None:
-        out.copy_(master)
-
-
-def _scaled(grad: Tensor, scale: float, scratch: Tensor | None) -> Tensor:
-    """Return grad * scale in fp32: in scratch, or grad itself."""
-    narrow = grad.dtype is not torch.float32
-    if not narrow and scale == 1.0:
-        return grad
-    assert scratch is not None, "expected a scratch for gradients that are cast or scaled, got None"
-    if scratch.numel() != grad.numel():
-        scratch = scratch[: grad.numel()]
-    if not narrow:
-        return torch.mul(grad, scale, out=scratch)
-    scratch.copy_(grad)  # torch.mul(grad, scale, out=scratch) would round the product to grad's precision first
-    return scratch if scale == 1.0 else scratch.mul_(scale)
-
-
-def chunk_numel(threads: int | None = None) -> int:
-    """Return the parameters per chunk that torch's `threads` intra-op threads process together; None: torch's present number."""
-    return CHUNK_NUMEL * (torch.get_num_threads() if threads is None else threads)
-
-
 def step_stretch(
     kernel: Kernel,
     master: Tensor,  # (n,) fp32
-    grad: Tensor,  # (n,)
-    state: dict[str, Any],
-    options: dict[str, Any],
+    grad: Tensor,  # (n,) bf16, fp16 or fp32; not changed
+    state: State,
+    options: Options,
     *,
     scale: float = 1.0,
-    out: Tensor | None = None,  # (n,)
+    out: Tensor | None = None,  # (n,) the parameter in its own precision
     scratch: Tensor | None = None,  # (chunk,) fp32, for the calling thread; allocated where missing or too short
     team: Team | None = None,  # None: torch's threads on one chunk at a time
     chunk: int | None = None,  # elements per chunk
 ) -> None:
-    """Step a whole stretch chunk by chunk, as `step_chunk` steps one. Counters count one step; missing columns are created."""
+    """Compute master <- kernel(master, grad * scale), out <- master, chunk by chunk. The product is rounded in fp32.
+
+    Counters count one step; missing columns are created.
+    """
     numel = master.numel()
     threads = 1 if team is None else team.threads
-    if chunk is None:
-        chunk = chunk_numel() if team is None else CHUNK_NUMEL if threads == 1 else TEAM_CHUNK_NUMEL
+    if chunk is None and team is None:
+        chunk = CHUNK_NUMEL * torch.get_num_threads()
+    elif chunk is None:
+        chunk = CHUNK_NUMEL if threads == 1 else TEAM_CHUNK_NUMEL
     assert chunk % CHUNK_ALIGNMENT == 0, f"expected a multiple of {CHUNK_ALIGNMENT} elements, got {chunk}"
     assert out is None or out.numel() == numel
-    casts = grad.dtype is not torch.float32 or scale != 1.0
+    narrow = grad.dtype is not torch.float32
+    casts = narrow or scale != 1.0
     if kernel.passes == 1 and not casts and out is None:
         chunk = max(chunk, round_up(-(-numel // threads), CHUNK_ALIGNMENT))  # no chunk would be read a second time
-    kernel.prepare(master, grad, state, options)
+    kernel.prepare(master, grad, state)
     count = kernel.count(state)
     outs = itertools.repeat(None) if out is None else out.split(chunk)  # endless, hence strict=False below
     columns = (
@@ -370,7 +278,14 @@ def step_stretch(
                 part, part_grad, part_out, part_columns = parts.popleft()
             except IndexError:
                 return
-            kernel.update(part, _scaled(part_grad, scale, scratch), part_columns, count, options)
+            if scratch is not None and casts:
+                given, part_grad = part_grad, scratch[: part_grad.numel()]
+                if narrow:
+                    part_grad.copy_(given)  # torch.mul with out= would round the product to the gradient's precision first
+                    given = part_grad
+                if scale != 1.0:
+                    torch.mul(given, scale, out=part_grad)
+            kernel.update(part, part_grad, part_columns, count, options)
             if part_out is not None:
                 part_out.copy_(part)
 
@@ -400,11 +315,7 @@ class Team:
 
     def run(self, work: Callable[[], None]) -> None:
         """Run work() on every thread, without autograd; when all are done, return or raise the first error."""
-
-        def helper() -> None:
-            with torch.no_grad():  # grad mode is per thread
-                work()
-
+        helper = torch.no_grad()(work)  # grad mode is per thread
         with stepping_threads(1):  # entered first, since a helper's initializer sets the number with which later threads start
             helpers = [self._helpers.submit(helper) for _ in range(self.threads - 1)] if self._helpers else []
             try:
@@ -425,14 +336,13 @@ def visible_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def host_threads(local_ranks: int | None = None) -> int:
+def host_threads() -> int:
     """Return the threads for one rank's host step: the cores visible to the process, divided by the ranks of this machine.
 
-    local_ranks: the ranks of this machine; None: LOCAL_WORLD_SIZE, which launchers set, or 1. OMP_NUM_THREADS is not read:
-    launchers set it to 1, which suits a rank that computes on a GPU but would leave most cores idle during the host's step.
+    OMP_NUM_THREADS is not read: launchers set it to 1, which suits a rank that computes on a GPU but would leave most cores idle
+    during the host's step.
     """
-    ranks = ranks_here(1) if local_ranks is None else local_ranks
-    return max(1, visible_cores() // max(1, ranks))
+    return max(1, visible_cores() // ranks_here(1))
 
 
 @contextmanager

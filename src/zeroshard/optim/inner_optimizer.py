@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+Options = dict[str, Any]  # of a parameter group, by name: each optimizer class has its own
+State = dict[str, Any]  # the states of one tensor, by name: tensors, numbers, whatever the class keeps
 
 
 def inner_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -19,6 +23,11 @@ def inner_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         if name.endswith("_hooks"):
             inner.__dict__[name] = type(inner.__dict__[name])()  # the user's hooks belong to the outer optimizer
     return inner
+
+
+def fresh(settings: Options) -> Options:
+    """Return a copy of settings for the step of one chunk, since the optimizer's class may write into them."""
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in settings.items()}
 
 
 def step_on_device(inner: torch.optim.Optimizer, hosted: list[bool], device: torch.device) -> None:

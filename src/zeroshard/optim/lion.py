@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from .inner_optimizer import Options
 
 
 class Lion(torch.optim.Optimizer):
@@ -65,7 +66,7 @@ class Lion(torch.optim.Optimizer):
         return loss
 
 
-def lion_update(param: Tensor, grad: Tensor, exp_avg: Tensor, options: dict, scratch: Tensor | None = None) -> None:
+def lion_update(param: Tensor, grad: Tensor, exp_avg: Tensor, options: Options, scratch: Tensor | None = None) -> None:
     """Update param and exp_avg in place, in five elementwise passes (four without weight decay).
 
     scratch: memory like param for the update's direction; None: it is allocated.

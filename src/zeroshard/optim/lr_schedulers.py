@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,14 +24,14 @@ class Tally:
     holds: whether schedulers must not advance after skipped steps (Config.hold_schedulers).
     """
 
-    def __init__(self, holds: bool = True) -> None:
+    def __init__(self, holds: bool) -> None:
         self.holds = holds
         self.asked = self.skipped = 0
         self.scheduling = False  # True inside a scheduler's step: the schedulers that it chains then step without asking
-        self._seen: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[lr_scheduler.LRScheduler, tuple[int, int]] = WeakKeyDictionary()
 
     @property
-    def schedulers(self) -> list[Any]:
+    def schedulers(self) -> list[lr_scheduler.LRScheduler]:
         """The schedulers that have stepped since sharding, in the order of their first step."""
         return list(self._seen)
 
@@ -41,7 +41,7 @@ class Tally:
         self.skipped += record.skipped and not math.isfinite(record.grad_norm)
         return record
 
-    def counts(self, scheduler: Any) -> bool:
+    def counts(self, scheduler: lr_scheduler.LRScheduler) -> bool:
         """Return whether the scheduler may step: not if the optimizer has skipped every step since the scheduler's last one."""
         asked, skipped = self._seen.get(scheduler, (0, 0))
         self._seen[scheduler] = self.asked, self.skipped
@@ -57,9 +57,9 @@ def respect_skipped_steps() -> None:
             cls.step = _standing_still(cls.step)
 
 
-def _standing_still(step: Any) -> Any:
+def _standing_still(step: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(step)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(self: lr_scheduler.LRScheduler, *args: object, **kwargs: object) -> None:
         tally = getattr(getattr(getattr(self, "optimizer", None), "core", None), "tally", None)
         if not isinstance(tally, Tally) or tally.scheduling:
             return step(self, *args, **kwargs)
@@ -77,11 +77,11 @@ def _standing_still(step: Any) -> Any:
 
 def rewrap_for_schedulers(optimizer: torch.optim.Optimizer) -> None:
     """Wrap `optimizer.step` for a scheduler built before sharding: it warns unless it finds its mark on that method."""
-    plain = optimizer.step
+    plain: Callable[..., object] = optimizer.step
 
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def step(*args: object, **kwargs: object) -> object:
         optimizer._opt_called = True  # type: ignore[attr-defined]
         return plain(*args, **kwargs)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = step  # type: ignore[method-assign]
+    optimizer.step = step  # type: ignore[method-assign, assignment]

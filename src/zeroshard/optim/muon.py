@@ -15,6 +15,7 @@ from torch.optim.adamw import adamw
 
 from ..errors import ConfigError
 from ..utils.torch_compat import muon
+from .inner_optimizer import Options
 from .whole_matrix import whole_matrix
 
 _MUON = {
@@ -39,8 +40,8 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, adam_lr: float | None = None) -> None:
-        groups = []
-        for group in _as_groups(params):
+        groups, given = [], list(params)
+        for group in given if given and isinstance(given[0], dict) else [{"params": given}]:
             for use_muon, members in _divided(group):
                 defaults = {"lr": lr if use_muon or adam_lr is None else adam_lr, **(_MUON if use_muon else _ADAMW)}
                 groups.append({**defaults, **group, "params": members, "use_muon": use_muon})
@@ -59,7 +60,7 @@ class Muon(torch.optim.Optimizer):
                 (self._step_muon if group["use_muon"] else self._step_adamw)(group, params)
         return loss
 
-    def _step_muon(self, group: dict[str, Any], params: list[Tensor]) -> None:
+    def _step_muon(self, group: Options, params: list[Tensor]) -> None:
         for param in params:
             self.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
         names = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
@@ -68,7 +69,7 @@ class Muon(torch.optim.Optimizer):
             **{name: group[name] for name in names},
         )  # fmt: skip
 
-    def _step_adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
+    def _step_adamw(self, group: Options, params: list[Tensor]) -> None:
         for param in (param for param in params if not self.state[param]):  # the first step of a parameter
             zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
             self.state[param].update(step=torch.tensor(0.0), **zeros)
@@ -87,18 +88,9 @@ def _gradients(params: list[Tensor]) -> list[Tensor]:
     return [param.grad for param in params if param.grad is not None]
 
 
-def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    given = list(params)
-    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    return [
-        {**group, "params": [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])}
-        for group in groups
-    ]
-
-
-def _divided(group: dict[str, Any]) -> list[tuple[bool, list[Tensor]]]:
+def _divided(group: Options) -> list[tuple[bool, list[Tensor]]]:
     """Return (stepped by Muon, parameters) for a group, or for both halves of a group whose parameters differ in use_muon."""
-    members = group["params"]
+    members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
     untold = [param for param in members if "use_muon" not in group and not hasattr(param, "use_muon")]
     if untold:
         raise ConfigError(

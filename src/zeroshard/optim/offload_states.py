@@ -9,8 +9,7 @@ allocated again at the next use.
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +19,8 @@ from ..comm.codec import exchange_values
 from ..config import Offload, Tier
 from ..errors import ConfigError, OffloadIOError, did_you_mean
 from ..memory.ledger import AVERAGES, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
-from ..offload.coded_rest import CodedRest
 from ..offload.moved_states import PARTS, Memory
-from ..offload.storage import MemoryRest, Rest
+from ..offload.storage import CodedRest, MemoryRest, Rest
 from ..utils import torch_compat
 from ..utils.host import host_identity
 from ..zero.idle import check_idle
@@ -74,7 +72,13 @@ def offload_states(
     if "gradients" not in runtime.moved:
         runtime.flush()
     runtime.settle()
-    memories, rests = _memories(runtime), _rests(runtime)
+    memories, groups = _memories(runtime), runtime.groups
+    rests: dict[str, list[Rest]] = {  # `moved` makes them raise StatesAway while they are away
+        "optimizer": [rest for group in groups for rest in (*group.columns.values(), *group.averages)],
+        "masters": [group.master for group in groups if group.master is not None],
+        "parameters": [group.values.rest for group in groups],
+        "gradients": [group.grads.rest for group in groups if group.grads is not None],
+    }
     wanted = [part for part in parts if part != BUFFERS]
     _check_space(runtime, [memory for memory in memories if memory.part in wanted], offload)
     runtime.comm.exchange(b"", "zs.offload_states")  # a barrier: no rank reads peers' shards or buffers any more
@@ -105,12 +109,21 @@ def reload_states(model: nn.Module) -> None:
     runtime.comm.fence_read()
 
 
-def _agree(runtime: Runtime, include: Any, device: Any, pin_memory: bool) -> tuple[list[str], Offload]:
+def _agree(
+    runtime: Runtime, include: Iterable[str] | None, device: str | os.PathLike | Offload, pin_memory: bool
+) -> tuple[list[str], Offload]:
     """Return the parts to move and their destination, after a check that every rank asks for the same (collective)."""
-    comm, parts, offload = runtime.comm, list[str](), Offload()
+    comm, parts, offload = runtime.comm, [*PARTS, BUFFERS], Offload()
     problem: Exception | None = None
     try:
-        parts = _parts(include)
+        if include is not None:
+            wanted = [include] if isinstance(include, str) else list(include)
+            for name in wanted:
+                if name not in _NAMES:
+                    raise ConfigError(
+                        f"zs.offload_states: include: expected some of {', '.join(_NAMES)}, got {name!r}.{did_you_mean(name, _NAMES)}"
+                    )
+            parts = [part for part in parts if part in {_NAMES[name] for name in wanted}]
         offload = _offload(runtime, device, pin_memory)
         runtime.tiers.open_folder(offload)
     except (ConfigError, OSError) as error:
@@ -124,20 +137,7 @@ def _agree(runtime: Runtime, include: Any, device: Any, pin_memory: bool) -> tup
     return parts, offload
 
 
-def _parts(include: Any) -> list[str]:
-    if include is None:
-        return [*PARTS, BUFFERS]
-    wanted = [include] if isinstance(include, str) else list(include)
-    for name in wanted:
-        if name not in _NAMES:
-            raise ConfigError(
-                f"zs.offload_states: include: expected some of {', '.join(_NAMES)}, got {name!r}.{did_you_mean(name, _NAMES)}"
-            )
-    chosen: Container[str] = {_NAMES[name] for name in wanted}
-    return [part for part in (*PARTS, BUFFERS) if part in chosen]
-
-
-def _offload(runtime: Runtime, device: Any, pin_memory: bool) -> Offload:
+def _offload(runtime: Runtime, device: str | os.PathLike | Offload, pin_memory: bool) -> Offload:
     if isinstance(device, Offload):
         offload = device
     elif device in ("cpu", "nvme"):
@@ -179,17 +179,6 @@ def _check_space(runtime: Runtime, memories: list[Memory], offload: Offload) -> 
 # -- the states ----------------------------------------------------------------------------------------------------
 
 
-def _rests(runtime: Runtime) -> dict[str, list[Rest]]:
-    """Return the Rests of all states by part; `moved` makes them raise StatesAway while they are away."""
-    groups = runtime.groups
-    return {
-        "optimizer": [rest for group in groups for rest in (*group.columns.values(), *group.averages)],
-        "masters": [group.master for group in groups if group.master is not None],
-        "parameters": [group.values.rest for group in groups],
-        "gradients": [group.grads.rest for group in groups if group.grads is not None],
-    }
-
-
 def _memories(runtime: Runtime) -> list[Memory]:
     """Return the tensors on the device that hold states."""
     found: list[Memory] = []
@@ -208,19 +197,16 @@ def _memories(runtime: Runtime) -> list[Memory]:
         elif grads is not None:
             found += _resting("gradients", GRADIENTS, grads.rest, grads.reduced)
             found += _resting("gradients", GRADIENTS, grads.twin, kept=False)
-    return found + [Memory("optimizer", OPTIMIZER, tensor, Tier.DEVICE) for tensor in _device_states(runtime)]
+    whole: dict[
+        int, Tensor
+    ] = {}  # id of a storage -> flat tensor over all of it, since the states of split runs are views of one
+    for state in state_tensors(runtime.optimizer.core.inner.state) if runtime.optimizer is not None else []:
+        whole.setdefault(torch_compat.storage_id(state.untyped_storage()), state.new_empty(0).set_(state.untyped_storage()))
+    return found + [Memory("optimizer", OPTIMIZER, tensor, Tier.DEVICE) for tensor in whole.values() if tensor.numel()]
 
 
 def _resting(part: str, category: str, rest: Rest | None, kept: bool = True) -> list[Memory]:
     return [Memory(part, category, rest.tensor, rest.tier, kept)] if isinstance(rest, MemoryRest) and rest.resident else []
-
-
-def _device_states(runtime: Runtime) -> list[Tensor]:
-    """Return the inner optimizer's states, one tensor per storage, since the states of split runs are views of one storage."""
-    whole: dict[int, Tensor] = {}  # id of a storage -> flat tensor over all of it
-    for state in state_tensors(runtime.optimizer.core.inner.state) if runtime.optimizer is not None else []:
-        whole.setdefault(torch_compat.storage_id(state.untyped_storage()), state.new_empty(0).set_(state.untyped_storage()))
-    return [tensor for tensor in whole.values() if tensor.numel()]
 
 
 def _give_back_buffers(runtime: Runtime) -> None:

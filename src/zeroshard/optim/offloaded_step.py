@@ -9,14 +9,22 @@ the arena's free memory, so that the disk also works while forward and backward 
 
 The arithmetic is that of the optimizer's own class, run on chunks (equal in bits to a step without offload), or torch's
 fused kernels (optim/cpu_kernels.py).
+
+In a delayed update (`DelayedStep`; ZeRO-Offload, section 4.3) the step overlaps with the next forward and backward:
+
+    device  | F1 B1 | F2 B2 | F3 B3 |            forward 3 uses the parameters of step 1
+    host            | step 1 | step 2 |          a thread, which alone uses masters and states while it runs
+
+Gradients that rest as shards are not copied for it: a group then has two resting places, and while the step reads one of
+them, backward writes into the other (zero/flat_buffer.py:hand_over).
 """
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +38,8 @@ from ..tensor.state_column import is_column
 from ..utils import torch_compat
 from ..utils.one_thread import Turn, one_thread
 from ..utils.work import Work
-from .cpu_kernels import CHUNK_NUMEL, Kernel, Team, chunk_numel, host_threads, kernel_for, step_stretch, stepping_threads
+from .cpu_kernels import CHUNK_NUMEL, Kernel, Team, host_threads, kernel_for, step_stretch, stepping_threads
+from .inner_optimizer import Options, State, fresh
 from .segments import Run
 from .state_storage import ColumnStates
 
@@ -50,13 +59,13 @@ class Job:
     """
 
     run: Run
-    options: dict[str, Any]
-    attributes: dict[str, Any]
+    options: Options
+    attributes: Options
     gradient: Rest
     factor: float = 1.0
     publish: bool = True
     names: list[str] | None = None
-    scalars: dict[str, Any] = field(default_factory=dict)
+    scalars: State = field(default_factory=dict)
 
     @property
     def states(self) -> ColumnStates:
@@ -67,10 +76,6 @@ class Job:
     def fresh(self) -> bool:
         """True in the first step of the run."""
         return self.states.names is None
-
-    def close(self) -> None:
-        """Record the states' names and scalars in the run, after the last chunk."""
-        self.states.names, self.states.scalars = self.names or [], self.scalars
 
 
 @dataclass(eq=False)
@@ -91,7 +96,7 @@ class Slab:
     reads: list[Work] = field(default_factory=list)
 
     @property
-    def key(self) -> tuple:
+    def key(self) -> tuple[int, int, int]:
         """Key by which a slab of this step is found among those that the last step has read ahead."""
         return id(self.job.run), self.begin, self.end
 
@@ -113,8 +118,8 @@ class _All(Work):
 class HostStepper:
     """Steps the runs whose states rest on the host or on disk.
 
-    Threads: one at a time, else ThreadsMet is raised: the rank's own thread or, during a delayed step, the thread of that step
-    (optim/delayed_update.py). zero/write_gate.py calls `DelayedStep.wait` before the rank's own thread uses the stepper again.
+    Threads: one at a time, else ThreadsMet is raised: the rank's own thread or, during a delayed step, the thread of that step.
+    zero/write_gate.py calls `DelayedStep.wait` before the rank's own thread uses the stepper again.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, offload: Offload, tiers: Tiers, fused: bool) -> None:
@@ -128,7 +133,7 @@ class HostStepper:
         self._uploads: list[Work] = []  # copies to the device in this step
         # a rank that computes on a GPU lets the host's step use its share of the cores, whatever OMP_NUM_THREADS is
         self.threads = host_threads() if tiers.separate else torch.get_num_threads()
-        self.scratch = torch.empty(chunk_numel(self.threads), device="cpu")
+        self.scratch = torch.empty(CHUNK_NUMEL * self.threads, device="cpu")
         self.team = Team(1 if tiers.comm.imagined else self.threads)  # fake tensors belong to one thread
 
     # -- the pipeline ----------------------------------------------------------------------------------------
@@ -137,34 +142,31 @@ class HostStepper:
     def step(self, jobs: list[Job]) -> None:
         """Step all jobs, in this order. Writes to disk may still be running when it returns."""
         with stepping_threads(self.threads):
-            self._step(jobs)
+            plan = deque(slab for job in jobs for slab in self._slabs(job))
+            following = [(slab.job, slab.begin, slab.end) for slab in plan]
+            sizes = [self._staged_nbytes(slab) for slab in plan]
+            useful_nbytes = sum(sizes) + max(sizes, default=0)  # one more: the arena's end may be too short for a slab
+            if self.pool.lacks(useful_nbytes):
+                self.forget()  # slabs read ahead are in the memory that a larger one replaces
+            self.pool.reserve(useful_nbytes)
+            flight: deque[Slab] = deque()  # slabs whose parts are being read, in the order of the step
+            while plan or flight:
+                while plan and len(flight) < _FLIGHT * self.offload.buffer_count and self._start(plan[0], wait=not flight):
+                    flight.append(plan.popleft())
+                slab = flight.popleft()
+                for pending in slab.reads:
+                    pending.wait()
+                with self.tiers.streams.stepping(slab.end - slab.begin, sum(part.nbytes for part in slab.parts.values())):
+                    self._compute(slab)
+                self._write_back(slab)
+            for upload in self._uploads:
+                upload.join()  # the device computes next with the new parameters
+            self._uploads = []
+            for job in jobs:
+                job.states.names, job.states.scalars = job.names or [], job.scalars
+            self.forget()
+            self._next = deque(Slab(*slab) for slab in following)  # the next step is expected to step the same runs
         self.poll()
-
-    def _step(self, jobs: list[Job]) -> None:
-        plan = deque(slab for job in jobs for slab in self._slabs(job))
-        following = [(slab.job, slab.begin, slab.end) for slab in plan]
-        sizes = [self._staged_nbytes(slab) for slab in plan]
-        useful_nbytes = sum(sizes) + max(sizes, default=0)  # one more: the arena's end may be too short for a slab
-        if self.pool.lacks(useful_nbytes):
-            self.forget()  # slabs read ahead are in the memory that a larger one replaces
-        self.pool.reserve(useful_nbytes)
-        flight: deque[Slab] = deque()  # slabs whose parts are being read, in the order of the step
-        while plan or flight:
-            while plan and len(flight) < _FLIGHT * self.offload.buffer_count and self._start(plan[0], wait=not flight):
-                flight.append(plan.popleft())
-            slab = flight.popleft()
-            for pending in slab.reads:
-                pending.wait()
-            with self.tiers.streams.stepping(slab.end - slab.begin, sum(part.nbytes for part in slab.parts.values())):
-                self._compute(slab)
-            self._write_back(slab)
-        for upload in self._uploads:
-            upload.join()  # the device computes next with the new parameters
-        self._uploads = []
-        for job in jobs:
-            job.close()
-        self.forget()
-        self._next = deque(Slab(*slab) for slab in following)  # the next step is expected to step the same runs
 
     @one_thread
     def poll(self) -> None:
@@ -175,10 +177,9 @@ class HostStepper:
             if not nbytes:
                 self._next.popleft()  # stepped in place: nothing to read
                 continue
-            buffer = self.pool.take(nbytes)
-            if buffer is None:
+            slab.buffer = self.pool.take(nbytes)
+            if slab.buffer is None:
                 return
-            slab.buffer = buffer
             self._read_states(slab)
             self._ahead.append(self._next.popleft())
             self._count_ahead(slab, 1)
@@ -186,20 +187,15 @@ class HostStepper:
     @one_thread
     def forget(self) -> None:
         """Drop the slabs that were read ahead: the caller is about to change the states, or will not step them next."""
-        while self._ahead:
-            self._drop_ahead()
+        self._drop_ahead(len(self._ahead))
         self._next = deque()
 
-    def _take_ahead(self) -> Slab:
-        """Remove the first slab that was read ahead, and return it."""
-        slab = self._ahead.popleft()
-        self._count_ahead(slab, -1)
-        return slab
-
-    def _drop_ahead(self) -> None:
-        slab = self._take_ahead()
-        assert slab.buffer is not None
-        self.pool.give(slab.buffer, _All(slab.reads))
+    def _drop_ahead(self, count: int) -> None:
+        for _ in range(count):
+            slab = self._ahead.popleft()
+            self._count_ahead(slab, -1)
+            assert slab.buffer is not None
+            self.pool.give(slab.buffer, _All(slab.reads))
 
     def _count_ahead(self, slab: Slab, sign: int) -> None:
         for rest in slab.staged.values():
@@ -220,22 +216,27 @@ class HostStepper:
 
     def _start(self, slab: Slab, wait: bool) -> bool:
         """Start to read a slab's parts. Return False if the arena has no memory for them; with `wait`, wait for memory."""
-        # slabs ahead of this one in the queue belong to runs that are not stepped this time
-        while self._ahead and self._ahead[0].key != slab.key and self._is_ahead(slab):
-            self._drop_ahead()
-        if self._ahead and self._ahead[0].key == slab.key:
-            ready = self._take_ahead()
+        position = next((number for number, other in enumerate(self._ahead) if other.key == slab.key), None)
+        if position is not None:
+            self._drop_ahead(position)  # slabs ahead of this one in the queue belong to runs that are not stepped this time
+            ready = self._ahead.popleft()
+            self._count_ahead(ready, -1)
             slab.buffer, slab.used_nbytes = ready.buffer, ready.used_nbytes
             slab.parts, slab.staged, slab.reads = ready.parts, ready.staged, ready.reads
-        elif nbytes := self._staged_nbytes(slab):
-            buffer = self.pool.take(nbytes)
-            if buffer is None and wait:
-                buffer = self._take_alone(nbytes)
-            if buffer is None:
-                return False
-            slab.buffer = buffer
-            self._read_states(slab)
         else:
+            if nbytes := self._staged_nbytes(slab):
+                slab.buffer = self.pool.take(nbytes)
+                if slab.buffer is None and wait:  # no other slab is started
+                    self.forget()  # slabs read ahead hold all memory, and are not needed now
+                    self.pool.reserve(nbytes)  # a first step may make more states than were foreseen at its beginning
+                    slab.buffer = self.pool.take(nbytes, wait=True)
+                    if slab.buffer is None:
+                        raise ZeroshardError(
+                            f"host step: a slab of {nbytes:,} bytes does not fit the {self.pool.nbytes:,} bytes of buffers "
+                            f"(at most {self.pool.limit_nbytes:,}); raise buffer_nbytes of offload_optimizer."
+                        )
+                if slab.buffer is None:
+                    return False
             self._read_states(slab)
         self._bring(slab, _GRADIENT, slab.job.gradient, read=True, write=False)
         values = slab.job.run.group.values.rest
@@ -243,31 +244,15 @@ class HostStepper:
             self._bring(slab, _VALUES, values, read=False, write=True)
         return True
 
-    def _take_alone(self, nbytes: int) -> Tensor:
-        """Take memory for a slab while no other slab is started."""
-        self.forget()  # slabs read ahead hold all memory, and are not needed now
-        self.pool.reserve(nbytes)  # a first step may make more states than were foreseen at its beginning
-        buffer = self.pool.take(nbytes, wait=True)
-        if buffer is None:
-            raise ZeroshardError(
-                f"host step: a slab of {nbytes:,} bytes does not fit the {self.pool.nbytes:,} bytes of buffers "
-                f"(at most {self.pool.limit_nbytes:,}); raise buffer_nbytes of offload_optimizer."
-            )
-        return buffer
-
-    def _is_ahead(self, slab: Slab) -> bool:
-        return any(other.key == slab.key for other in self._ahead)
-
     def _slabs(self, job: Job) -> Iterator[Slab]:
-        run = job.run
-        if run.numel == 0:
-            yield Slab(job, run.start, run.stop)  # a run without elements has a step count, which every rank shows
-        slab_numel = self.slab_numel(job)
-        begin = run.start
-        while begin < run.stop:
-            end = min(run.stop, (begin // slab_numel + 1) * slab_numel)
+        """Yield the slabs of a run: one for a run without elements, which has a step count that every rank shows."""
+        slab_numel, begin, stop = self.slab_numel(job), job.run.start, job.run.stop
+        while True:
             # slabs begin at multiples of slab_numel of the shard (page boundaries), not of the run
+            end = min(stop, (begin // slab_numel + 1) * slab_numel)
             yield Slab(job, begin, end)
+            if end == stop:
+                return
             begin = end
 
     def _away(self, job: Job) -> list[int]:
@@ -287,7 +272,7 @@ class HostStepper:
         away = self._away(job)
         if not away:
             return max(job.run.stop, 1)
-        room = self.offload.buffer_nbytes - 2 * PAGE_NBYTES * len(away)  # `_carve` skips at most two pages for each tensor
+        room = self.offload.buffer_nbytes - 2 * PAGE_NBYTES * len(away)  # `_bring` skips at most two pages for each tensor
         return max(room // sum(away) // _SLAB_MULTIPLE, 1) * _SLAB_MULTIPLE
 
     def _staged_nbytes(self, slab: Slab) -> int:
@@ -305,32 +290,26 @@ class HostStepper:
         for name in slab.job.states.names or ():
             self._bring(slab, name, group.columns[name], read=True, write=True)
 
-    def _bring(self, slab: Slab, name: str, rest: Rest, *, read: bool, write: bool) -> Tensor:
+    def _bring(self, slab: Slab, name: str, rest: Rest, *, read: bool, write: bool) -> None:
         """Add a Rest's elements [begin, end) to the slab's parts: a view of the memory at rest, or a copy in its buffer."""
+        numel, itemsize = slab.end - slab.begin, rest.dtype.itemsize
         view = rest.view(slab.begin, slab.end)
-        if slab.begin == slab.end:
+        if not numel:
             view = torch.empty(0, dtype=rest.dtype, device="cpu")
         if view is None:
-            view = self._carve(slab, rest)
+            start = round_up(slab.used_nbytes, PAGE_NBYTES)
+            if not isinstance(rest, MemoryRest):
+                start += slab.begin * itemsize % PAGE_NBYTES  # the offset within a page in the file: O_DIRECT needs no copy
+            stop = start + numel * itemsize
+            if slab.buffer is None or stop > slab.buffer.numel():  # a first step may make more states than `_away` foresaw
+                view = torch.empty(numel, dtype=rest.dtype, device="cpu")
+            else:
+                slab.used_nbytes, view = stop, slab.buffer[start:stop].view(rest.dtype)
             if write:
                 slab.staged[name] = rest
             if read:
                 slab.reads.append(rest.read(slab.begin, view))
         slab.parts[name] = view
-        return view
-
-    @staticmethod
-    def _carve(slab: Slab, rest: Rest) -> Tensor:
-        """Return memory in the slab's buffer at the same offset within a page as in the file, so that O_DIRECT needs no copy."""
-        numel, itemsize = slab.end - slab.begin, rest.dtype.itemsize
-        start = round_up(slab.used_nbytes, PAGE_NBYTES)
-        if not isinstance(rest, MemoryRest):
-            start += slab.begin * itemsize % PAGE_NBYTES
-        stop = start + numel * itemsize
-        if slab.buffer is None or stop > slab.buffer.numel():
-            return torch.empty(numel, dtype=rest.dtype, device="cpu")  # a first step may make more states than `_away` foresaw
-        slab.used_nbytes = stop
-        return slab.buffer[start:stop].view(rest.dtype)
 
     def _write_back(self, slab: Slab) -> None:
         writes = []
@@ -351,62 +330,62 @@ class HostStepper:
         return kernel_for(self.inner, job.options)
 
     def _compute(self, slab: Slab) -> None:
-        """Step one slab."""
+        """Step one slab with a kernel, or chunk by chunk with the optimizer's own class."""
         job, kernel = slab.job, self.kernel(slab.job)
         param, grad, out = slab.parts[_STEPPED], slab.parts[_GRADIENT], slab.parts.get(_VALUES)
-        # every chunk of a step begins with the same counters
-        scalars = {k: v.clone() if isinstance(v, Tensor) else v for k, v in job.states.scalars.items()}
+        state: State = {}
         if kernel is not None:
+            scalars = fresh(job.states.scalars)  # every slab of a step begins with the same counters
             if job.fresh:
                 scalars |= self._create(slab, kernel)
             names = kernel.columns if job.fresh else job.states.names
             state = {**scalars, **{name: slab.parts[name] for name in names or ()}}
+            # on imagined ranks nothing is computed
+            chunk = round_up(max(param.numel(), 1), CHUNK_NUMEL) if self.tiers.comm.imagined else None
             step_stretch(
-                kernel, param, grad, state, job.options, scale=job.factor, out=out, scratch=self.scratch, team=self.team,
-                chunk=self._chunk(param, None),
-            )  # fmt: skip
+                kernel,
+                param,
+                grad,
+                state,
+                job.options,
+                scale=job.factor,
+                out=out,
+                scratch=self.scratch,
+                team=self.team,
+                chunk=chunk,
+            )
             self._take_states(slab, 0, param, state)
         else:
-            state = self._run_class(slab, scalars)
+            numel = max(param.numel(), 1)
+            chunk = round_up(numel, CHUNK_NUMEL) if self.tiers.comm.imagined else _CLASS_CHUNK_NUMEL
+            for start in range(0, numel, chunk):
+                part = slice(start, start + chunk)
+                state = {}
+                if not job.fresh:
+                    state = fresh(job.states.scalars) | {name: slab.parts[name][part] for name in job.states.names or ()}
+                state = self._step_class(job, param[part], grad[part], state)
+                self._take_states(slab, start, param[part], state)
             if out is not None:
                 out.copy_(param)
         job.names = [name for name in state if name in slab.parts]
         job.scalars = {name: value for name, value in state.items() if name not in slab.parts}
 
-    def _chunk(self, param: Tensor, numel: int | None) -> Any:
-        """Return the elements per chunk: `numel`, or all of them on imagined ranks, where nothing is computed."""
-        return round_up(max(param.numel(), 1), CHUNK_NUMEL) if self.tiers.comm.imagined else numel
-
-    def _create(self, slab: Slab, kernel: Kernel) -> dict[str, Any]:
+    def _create(self, slab: Slab, kernel: Kernel) -> State:
         """Create the states of a first step in the slab; return the scalars."""
         for name in kernel.columns:
             self._bring(slab, name, slab.job.states.column(name, torch.float32), read=False, write=True)
         param, scalars = slab.parts[_STEPPED], {}
-        for start in range(0, max(param.numel(), 1), self._chunk(param, CHUNK_NUMEL)):
-            part = slice(start, start + self._chunk(param, CHUNK_NUMEL))
-            created = kernel.create(param[part], slab.job.options)
+        numel = max(param.numel(), 1)
+        chunk = round_up(numel, CHUNK_NUMEL) if self.tiers.comm.imagined else CHUNK_NUMEL
+        for start in range(0, numel, chunk):
+            part = slice(start, start + chunk)
+            created = kernel.create(param[part])
             for name in kernel.columns:
                 slab.parts[name][part].copy_(created.pop(name))
             scalars = created
         return scalars
 
-    def _run_class(self, slab: Slab, scalars: dict[str, Any]) -> dict[str, Any]:
-        """Step with the optimizer's own class, chunk by chunk; return the last chunk's states."""
-        job, state = slab.job, dict[str, Any]()
-        numel = slab.end - slab.begin
-        chunk = self._chunk(slab.parts[_STEPPED], _CLASS_CHUNK_NUMEL)
-        for start in range(0, max(numel, 1), chunk):
-            part = slice(start, start + chunk)
-            state = {}
-            if not job.fresh:
-                state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in scalars.items()}
-                state |= {name: slab.parts[name][part] for name in job.states.names or ()}
-            param, grad = slab.parts[_STEPPED][part], slab.parts[_GRADIENT][part]
-            state = self._step_class(job, param, grad, state)
-            self._take_states(slab, start, param, state)
-        return state
-
-    def _step_class(self, job: Job, param: Tensor, grad: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    def _step_class(self, job: Job, param: Tensor, grad: Tensor, state: State) -> State:
         """Step a chunk with the optimizer's own class; return the states afterwards."""
         leaf = nn.Parameter(param)
         leaf.grad = grad.to(param.dtype) if job.factor == 1.0 else grad.to(param.dtype) * job.factor
@@ -416,7 +395,7 @@ class HostStepper:
         self.inner.step()
         return self.inner.state[leaf]
 
-    def _take_states(self, slab: Slab, start: int, param: Tensor, state: dict[str, Any]) -> None:
+    def _take_states(self, slab: Slab, start: int, param: Tensor, state: State) -> None:
         """Copy the states that the optimizer's class has made or replaced into the slab's parts."""
         for name, value in state.items():
             if not is_column(value, tuple(param.shape)):
@@ -429,6 +408,59 @@ class HostStepper:
                 place.copy_(value)
 
 
-def fresh(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of settings for the step of one chunk, since the optimizer's class may write into them."""
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in settings.items()}
+class DelayedStep:
+    """Runs a HostStepper in a thread, one step at a time.
+
+    Threads: the rank's own thread calls all methods. From `start` to the end of `wait`, only the step's thread uses the stepper,
+    the masters, the states and the gradients of the jobs. It never uses the Comm: `wait`, on the rank's own thread, reports a
+    failure to the peers.
+    """
+
+    def __init__(self, host: HostStepper) -> None:
+        self.host = host
+        self.unpublished: list[Job] = []  # jobs stepped, or being stepped, whose parameters are not written yet
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.ticket: object = None  # in a dry run, in place of the thread
+
+    def start(self, jobs: list[Job]) -> None:
+        """Step the jobs in the background. The caller publishes the result (`take`) before it calls `start` again."""
+        assert self._thread is None and not self.unpublished
+        self.unpublished = jobs
+        num_threads = torch.get_num_threads()
+
+        def body() -> None:
+            torch.set_num_threads(num_threads)  # OpenMP keeps the number per thread
+            try:
+                with torch.no_grad(), self.host.tiers.beside_comm():
+                    self.host.step(jobs)
+            except BaseException as error:
+                self._error = error
+
+        if self.host.tiers.comm.imagined:  # fake tensors belong to one thread
+            self.ticket = self.host.tiers.streams.run_beside(lambda: self.host.step(jobs))[1]
+            return
+        self._thread = threading.Thread(target=body, name="zeroshard-delayed-step", daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        """True while masters and states belong to the step's thread."""
+        return self._thread is not None
+
+    def wait(self) -> None:
+        """Wait until the running step is done. If it failed, every call raises its error, since masters are then half stepped."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self.ticket is not None:
+            self.host.tiers.streams.join(self.ticket)
+        self.host.tiers.check()  # raises an I/O error of the step, and reports it to the peers
+        if self._error is not None:
+            raise self._error
+
+    def take(self) -> list[Job]:
+        """Wait for the running step; return its jobs, whose masters the caller must now write into the parameters."""
+        self.wait()
+        jobs, self.unpublished = self.unpublished, []
+        return jobs

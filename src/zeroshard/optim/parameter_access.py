@@ -29,6 +29,8 @@ from ..zero.gathered_parameters import home_of, is_gathered
 from ..zero.parameter import ParamHome
 from ..zero.shard_model import write_value
 from ..zero.unit import ParamGroup
+from .inner_optimizer import State
+from .sharded_optimizer import OptimizerCore
 from .state_view import entries_of, write_entry
 
 
@@ -76,14 +78,12 @@ class ParameterPart(ABC):
 
     def set_full(self, value: Tensor) -> None:
         """Set the whole tensor; every rank gives the same tensor of the parameter's shape (collective)."""
-        self._prepare()
         self._agree(value, self.shape, compare=self.replicated)
         with torch.no_grad():
             self._set(value.detach())
 
     def set_local(self, value: Tensor) -> None:
         """Set this rank's slice (stop - start,); every rank sets its own (collective)."""
-        self._prepare()
         self._agree(value, (self.home.stop - self.home.start,))
         with torch.no_grad():
             value = value.detach().reshape(-1)
@@ -96,23 +96,20 @@ class ParameterPart(ABC):
     def _set(self, value: Tensor) -> None:
         """Write a whole tensor, or one sharded like the parameter."""
 
-    def _prepare(self) -> None:
-        """Get ready for a write (collective)."""
-
-    def _problem(self) -> str | None:
-        """Return why this part of the parameter can not be set, or None."""
+    def _prepare(self) -> str | None:
+        """Get ready for a write (collective); return why this part of the parameter can not be set, or None."""
         return None
 
-    def _agree(self, value: Any, shape: tuple[int, ...], compare: bool = False) -> None:
+    def _agree(self, value: object, shape: tuple[int, ...], compare: bool = False) -> None:
         """Raise ConfigError on every rank if one rank's value can not be set or, with `compare`, ranks gave different values."""
-        problem, given = self._problem(), type(value).__name__
+        problem, fits, checksum, given = self._prepare(), False, 0, type(value).__name__
         if isinstance(value, Tensor):
             given = f"a tensor of shape {tuple(value.shape)}"
-        fits = isinstance(value, Tensor) and not isinstance(value, ShardedTensor)
-        if problem is None and not (fits and (tuple(value.shape) == shape or (len(shape) == 1 and value.numel() == shape[0]))):
+            fits = tuple(value.shape) == shape or (len(shape) == 1 and value.numel() == shape[0])
+        if problem is None and (not fits or isinstance(value, ShardedTensor)):
             problem = f"expected a tensor of shape {shape}, got {given}"
-        # a replicated value must be equal on all ranks
-        checksum = zlib.crc32(bytes_of(value.detach().cpu().contiguous())) if compare and problem is None else 0
+        if compare and problem is None and isinstance(value, Tensor):  # a replicated value must be equal on all ranks
+            checksum = zlib.crc32(bytes_of(value.detach().cpu().contiguous()))
         everyone = exchange_values(self.group.comm, (problem, checksum), f"set the {self.what} of {self.home.name}")
         for rank, (theirs, _) in enumerate(everyone):
             if theirs is not None:
@@ -132,29 +129,22 @@ class _Value(ParameterPart):
         return not self.group.values.sharded
 
     def local(self) -> Tensor:
-        self._refresh()
-        return self._slice().clone()
-
-    def full(self) -> Tensor:
-        self._refresh()
-        return self.home.gather_local(self._slice()).view(self.shape).clone()
-
-    def _refresh(self) -> None:
-        runtime = self.group.runtime
-        runtime.attendance.refuse(f"the value of {self.home.name}")
+        home, group, runtime = self.home, self.group, self.group.runtime
+        runtime.attendance.refuse(f"the value of {home.name}")
         runtime.tiers.check()
         runtime.gate.wait()
         if runtime.optimizer is not None:
-            runtime.optimizer.core.refresh_masters(self.group)
+            runtime.optimizer.core.refresh_masters(group)
+        if group.master is None:
+            return group.local(self.index).clone()
+        begin, end = home.begin, home.end
+        if group.master.numel != group.layout.shard_numel:  # this rank has all masters
+            offset = group.layout.slots[self.index].offset
+            begin, end = offset + home.start, offset + home.stop
+        return group.master.load(begin, end).clone()
 
-    def _slice(self) -> Tensor:
-        home, master = self.home, self.group.master
-        if master is None:
-            return self.group.local(self.index)
-        if master.numel == self.group.layout.shard_numel:
-            return master.load(home.begin, home.end)
-        offset = self.group.layout.slots[self.index].offset
-        return master.load(offset + home.start, offset + home.stop)
+    def full(self) -> Tensor:
+        return self.home.gather_local(self.local()).view(self.shape).clone()
 
     def _set(self, value: Tensor) -> None:
         group = self.group
@@ -176,20 +166,19 @@ class _Gradient(ParameterPart):
         grad = self.group.gradient(self.index)
         if grad is None:
             return None
-        return (
-            grad._local.clone() if isinstance(grad, ShardedTensor) else grad.reshape(-1)[self.home.start : self.home.stop].clone()
-        )
+        local = grad._local if isinstance(grad, ShardedTensor) else grad.reshape(-1)[self.home.start : self.home.stop]
+        return local.clone()
 
     def full(self) -> Tensor | None:
         self.group.runtime.flush()
         grad = self.group.gradient(self.index)
-        return grad.full_tensor().clone() if isinstance(grad, ShardedTensor) else None if grad is None else grad.clone()
+        if grad is None:
+            return None
+        return (grad.full_tensor() if isinstance(grad, ShardedTensor) else grad).clone()
 
-    def _problem(self) -> str | None:
-        return None if self.group.trainable else "the parameter is frozen (requires_grad=False) and takes no gradient"
-
-    def _prepare(self) -> None:
+    def _prepare(self) -> str | None:
         self.group.runtime.flush()
+        return None if self.group.trainable else "the parameter is frozen (requires_grad=False) and takes no gradient"
 
     def _set(self, value: Tensor) -> None:
         self.group.set_gradient(self.index, value)
@@ -207,20 +196,18 @@ class OptimizerStatePart(ParameterPart):
         return self._core is None or self._core.replicated
 
     @property
-    def _core(self) -> Any:
+    def _core(self) -> OptimizerCore | None:
         optimizer = self.group.runtime.optimizer
         return None if optimizer is None else optimizer.core
 
-    def _entries(self) -> dict[str, Any]:
-        return {k: v for k, v in entries_of(self._core, self.param).items() if k == self.key} if self._stepped else {}
+    def _entries(self) -> State:
+        """Return all optimizer states of this parameter."""
+        core = self._core
+        return entries_of(core, self.param) if core is not None and id(self.param) in core.group_of else {}
 
     def names(self) -> list[str]:
         """Return the names of all optimizer states of this parameter; [] before the first step."""
-        return sorted(entries_of(self._core, self.param)) if self._stepped else []
-
-    @property
-    def _stepped(self) -> bool:
-        return self._core is not None and id(self.param) in self._core.group_of
+        return sorted(self._entries())
 
     def local(self) -> Any:
         value = self._entries().get(self.key)
@@ -232,21 +219,22 @@ class OptimizerStatePart(ParameterPart):
 
     def full(self) -> Any:
         self.group.runtime.attendance.refuse(f"an optimizer state of {self.home.name}")
-        entries = self._entries()
+        entries = {key: value for key, value in self._entries().items() if key == self.key}
         value = whole_states(self.group, self.index, entries).get(self.key)
         return value.clone() if isinstance(value, Tensor) else value
 
-    def _problem(self) -> str | None:
+    def _prepare(self) -> str | None:
         if self.key in self._entries():
             return None
         frozen = "" if self.group.trainable else " (it is frozen)"
         return f"the parameter has no state of this name{frozen}: states exist after the first step, or a load"
 
     def _set(self, value: Tensor) -> None:
+        assert self._core is not None  # else `_prepare` has found a problem
         write_entry(self._core, self.param, self.key, value)
 
 
-def whole_states(group: ParamGroup, index: int, entries: dict[str, Any]) -> dict[str, Any]:
+def whole_states(group: ParamGroup, index: int, entries: State) -> State:
     """Return one parameter's states with whole tensors (collective).
 
     A rank that has no elements of the parameter may have no states of it: it gets their names and scalars from other ranks.
@@ -264,7 +252,7 @@ def whole_states(group: ParamGroup, index: int, entries: dict[str, Any]) -> dict
                 f"optimizer state {key!r} of {group.specs[index].name}: some ranks hold none of this parameter and need the state from "
                 "others, which can not send this object. Let the optimizer keep it as numbers, strings, tensors, lists or dictionaries."
             )
-    result: dict[str, Any] = {key: plain[key] for key in plain if key in kept}
+    result: State = {key: plain[key] for key in plain if key in kept}
     for other, dtypes, _ in everyone:
         result |= {k: v for k, v in other.items() if k not in result}
         for key, dtype in dtypes.items():

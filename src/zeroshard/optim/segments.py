@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeGuard, TypeVar
 
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from ..config import Tier
 from ..offload.storage import Rest, Tiers
 from ..tensor.state_column import StateColumn, is_column
 from ..zero.unit import ParamGroup
+from .inner_optimizer import State
 from .state_storage import ColumnStates, DeviceStates
 
 K = TypeVar("K")  # key that is equal for parameters of one run
@@ -50,7 +51,7 @@ class Run:
         """True if some rank has a gradient for the run (the same for all its parameters: see `split`)."""
         return self.group.active[self.indices[0]]
 
-    def holds(self, value: object) -> bool:
+    def holds(self, value: object) -> TypeGuard[Rest | Tensor]:
         """Return True for a column, False for a scalar."""
         return isinstance(value, Rest) or is_column(value, (self.numel,))
 
@@ -59,7 +60,7 @@ class Run:
         start, _ = self.group.masters.range(index)
         return (value, start) if isinstance(value, Rest) else (self.states.tiers.over(value), start - self.start)
 
-    def rested(self, value: Any) -> Any:
+    def rested(self, value: object) -> object:
         """Return a state that is not sharded in the form in which the run keeps it.
 
         A 1-D state of a whole parameter (statistics of its rows, say) gets leading dimensions of 1: `is_column` would else take
@@ -67,10 +68,10 @@ class Run:
         """
         return value.view(*_NO_SLICE, -1) if self.whole and isinstance(value, Tensor) and value.dim() == 1 else value
 
-    def shown(self, value: Any) -> Any:
+    def shown(self, value: object) -> object:
         """Return a state in the form that the optimizer's class has given it: the inverse of `rested`."""
-        rested = isinstance(value, Tensor) and value.dim() > len(_NO_SLICE) and tuple(value.shape[:-1]) == _NO_SLICE
-        return value.view(-1) if self.whole and rested else value
+        rested = self.whole and isinstance(value, Tensor) and tuple(value.shape[:-1]) == _NO_SLICE
+        return value.view(-1) if rested and isinstance(value, Tensor) else value
 
 
 class RunMaker:
@@ -81,7 +82,7 @@ class RunMaker:
     """
 
     def __init__(
-        self, replicated: bool, state: dict[Tensor, dict], tiers: Tiers, alone: set[int], columns: dict[str, StateColumn]
+        self, replicated: bool, state: dict[Tensor, State], tiers: Tiers, alone: set[int], columns: dict[str, StateColumn]
     ) -> None:  # fmt: skip
         self.replicated, self.state, self.tiers, self.alone, self.columns = replicated, state, tiers, alone, columns
 
@@ -98,25 +99,20 @@ class RunMaker:
         """Context in which tensors of runs on the device have gradients, and the inner optimizer has their decoded columns."""
         on_device = [(run, run.tensor) for run in runs if run.tensor is not None]
         for run, tensor in on_device:
-            tensor.grad = self.gradient(run)
-            if isinstance(run.states, ColumnStates):
-                run.states.lend(self.state, tensor)
+            tensor.grad = run.group.gradients.in_step(run.start, run.stop, tensor.dtype)
+            if isinstance(run.states, ColumnStates) and (held := run.states.load()):
+                self.state[tensor] = {k: v.load(run.start, run.stop) if isinstance(v, Rest) else v for k, v in held.items()}
         yield
         for run, tensor in on_device:
             tensor.grad = None
-            if isinstance(run.states, ColumnStates):
-                run.states.take(self.state, tensor)
+            if isinstance(run.states, ColumnStates) and (entries := self.state.pop(tensor, None)):
+                run.states.save(entries)
 
     def stepped(self, group: ParamGroup) -> Tensor:
         """Return the tensor on the device of which runs are views: the masters where there are any, else the values."""
         if group.master is not None:
             return group.master.load(0, group.master.numel)
         return group.values.full if self.replicated else group.values.rest.load(0, group.layout.shard_numel)
-
-    def gradient(self, run: Run) -> Tensor:
-        """Return the gradient for a run's tensor."""
-        assert run.tensor is not None
-        return run.group.gradients.in_step(run.start, run.stop, run.tensor.dtype)
 
     def runs(self, group: ParamGroup, keys: Sequence[K | None]) -> list[tuple[K, Run]]:
         """Return (key, run) for each longest stretch of neighbours with the same key; a parameter of key None is left out.
@@ -164,19 +160,21 @@ class RunMaker:
             else:
                 bunches.append([run])
                 kind = run.states.kind()
-        return [bunch[0] if len(bunch) == 1 else self._join(bunch) for bunch in bunches]
+        result: list[Run] = []
+        for parts in bunches:
+            if len(parts) == 1:
+                result += parts
+                continue
+            filled = [run for run in parts if run.numel] or parts[:1]  # runs without elements have no place in the buffer
+            indices = [index for run in parts for index in run.indices]
+            joined = self.make(parts[0].group, filled[0].start, filled[-1].stop, indices)
+            joined.states.join([run.states for run in filled])  # type: ignore[misc]  # runs of one group have one kind of states
+            for run in parts:
+                run.states.clear()
+            result.append(joined)
+        return result
 
-    def _join(self, parts: list[Run]) -> Run:
-        filled = [run for run in parts if run.numel] or parts[:1]  # runs without elements have no place in the buffer
-        indices = [index for run in parts for index in run.indices]
-        joined = self.make(parts[0].group, filled[0].start, filled[-1].stop, indices)
-        states: list[Any] = [run.states for run in filled]
-        joined.states.join(states)
-        for run in parts:
-            run.states.clear()
-        return joined
 
-
-def state_tensors(state: dict[Tensor, dict]) -> list[Tensor]:
+def state_tensors(state: dict[Tensor, State]) -> list[Tensor]:
     """Return all columns of an inner optimizer's state."""
     return [value for tensor, entries in state.items() for value in entries.values() if is_column(value, tuple(tensor.shape))]

@@ -16,7 +16,7 @@ import math
 import struct
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,12 +31,12 @@ from ..zero.out_of_memory import telling
 from ..zero.runtime import Runtime
 from ..zero.unit import ParamGroup
 from .cpu_kernels import matches
-from .delayed_update import DelayedStep
-from .inner_optimizer import inner_copy, step_on_device
+from .inner_optimizer import Options, fresh, inner_copy, step_on_device
 from .lr_schedulers import Tally, respect_skipped_steps, rewrap_for_schedulers
-from .offloaded_step import HostStepper, Job, fresh
+from .offloaded_step import DelayedStep, HostStepper, Job
 from .segments import Run, RunMaker, state_tensors
-from .state_view import ParameterState, load_state, mapping_of, plain, state_by_param
+from .state_storage import WholeState
+from .state_view import ParameterState, StateByParameter, load_state, state_by_param
 from .step_record import StepRecord
 from .validation import check_members
 from .whole_matrix import WholeStepper, whole_parameters
@@ -54,7 +54,9 @@ class OptimizerCore:
         self.whole = WholeStepper(inner_copy(optimizer), runtime.shards, runtime.tiers, self.replicated)
         self.host: HostStepper | None = None
         if runtime.config.offload_optimizer.tier is not Tier.DEVICE:
-            self.host = HostStepper(inner_copy(optimizer), runtime.config.offload_optimizer, runtime.tiers, self._fused())
+            given = runtime.config.offload_optimizer.fused  # whether the host steps with fused kernels; None: where it is best
+            fused = (runtime.tiers.separate or matches(optimizer)) if given is None else given
+            self.host = HostStepper(inner_copy(optimizer), runtime.config.offload_optimizer, runtime.tiers, fused)
         self.delayed: DelayedStep | None = None
         if self.host is not None and runtime.config.delayed_update is not None:
             self.delayed = DelayedStep(self.host)
@@ -76,17 +78,15 @@ class OptimizerCore:
         self._skipped_in_a_row = 0
         self._state_nbytes = 0
 
-    def _fused(self) -> bool:
-        """Return whether the host steps with fused kernels (see config.Offload)."""
-        given = self.runtime.config.offload_optimizer.fused
-        if given is not None:
-            return given
-        return self.runtime.tiers.separate or matches(self.outer)
-
     def _show_runs(self) -> None:
         """Make the runs that are stepped on the device the parameters of the inner optimizer's param_groups."""
         for group, runs in zip(self.inner.param_groups, self.runs, strict=True):
             group["params"] = [run.tensor for run in runs if run.tensor is not None and not run.whole]
+
+    @property
+    def all_runs(self) -> list[Run]:
+        """The runs of all of the optimizer's groups."""
+        return [run for runs in self.runs for run in runs]
 
     @property
     def stepped_groups(self) -> list[ParamGroup]:
@@ -100,7 +100,9 @@ class OptimizerCore:
 
         The norm is non-finite if any element is. The divisor is the loss scale times the mean weight (zs.backward).
         """
-        total, account = sum(core._square_sum() for core in self.allied) / self._scale() ** 2, self.runtime.account
+        account = self.runtime.account
+        scale = 1.0 if account.unscaled else self.runtime.progress.loss_scale  # that this rank's reduced gradients carry
+        total = sum(core._square_sum() for core in self.allied) / scale**2
         watches = [core.runtime.values for core in self.allied]
         mine = struct.pack(
             f"<dd?{len(watches)}Q", total, account.weight, account.unweighted, *(watch.fingerprint() for watch in watches)
@@ -119,7 +121,7 @@ class OptimizerCore:
                 "there is no mean of both. Call zs.backward for all of them, on all ranks, or for none."
             )
         mean = weight / self.comm.world_size if weight else 1.0  # reductions compute the unweighted mean over ranks
-        return (math.sqrt(total) if total >= 0 else math.nan) / mean, self._scale() * mean
+        return (math.sqrt(total) if total >= 0 else math.nan) / mean, scale * mean
 
     def _square_sum(self) -> float:
         """Return the square sum of this rank's part of the gradients, which still carry loss scale and weights."""
@@ -130,10 +132,6 @@ class OptimizerCore:
         total += self.comm.streams.square_sums([g.load() for g in buffers if g.square_sum is None and g.departure is None])
         on_device = [value for value in known if isinstance(value, Tensor)]
         return total + (float(torch.stack(on_device).sum()) if on_device else 0.0)
-
-    def _scale(self) -> float:
-        """The loss scale while this rank's reduced gradients carry it, else 1."""
-        return 1.0 if self.runtime.account.unscaled else self.runtime.progress.loss_scale
 
     def clip(self, max_norm: float | None) -> float:
         """Undo loss scale and weights, and scale all gradients so that their global norm is at most `max_norm` (collective).
@@ -160,17 +158,14 @@ class OptimizerCore:
         if self._usable(norm) and max_norm is not None:
             coefficient = min(max_norm / (norm + 1e-6), 1.0)  # min() in this order keeps a NaN, as torch does
         for core in self.allied:
-            core._take_norm(
-                Clipped(norm, coefficient, max_norm, [], of_ally=core is not self), divisor, stepping and core is self
-            )
+            account, factor = core.runtime.account, coefficient / divisor
+            if core._usable(norm):
+                with torch.no_grad():
+                    for group in core.stepped_groups if factor != 1.0 else ():
+                        group.gradients.scale(factor, stepping and core is self)
+                account.undone(unscaled=core.runtime.progress.scaler is not None)
+            account.clipped = Clipped(norm, coefficient, max_norm, core._writes(), of_ally=core is not self)
         return norm
-
-    def _take_norm(self, found: Clipped, divisor: float, stepping: bool) -> None:
-        """Clip this core's gradients by the norm over all allied cores; leave them unchanged if it is not finite."""
-        if self._usable(found.norm):
-            self._scale_gradients(found.coefficient / divisor, stepping)
-            self.runtime.account.undone(unscaled=self.runtime.progress.scaler is not None)
-        self.runtime.account.clipped = replace(found, writes=self._writes())
 
     def _known(self) -> Clipped | None:
         """Return the last clip, if its norm is usable and gradients have not been written since; else None."""
@@ -183,11 +178,6 @@ class OptimizerCore:
 
     def _writes(self) -> list[int]:
         return [group.grads.writes for group in self.runtime.groups if group.grads is not None]
-
-    @torch.no_grad()
-    def _scale_gradients(self, factor: float, stepping: bool) -> None:
-        for group in self.stepped_groups if factor != 1.0 else ():
-            group.gradients.scale(factor, stepping)
 
     # -- step ------------------------------------------------------------------------------------------------
 
@@ -286,12 +276,17 @@ class OptimizerCore:
         for group in groups:
             self.refresh_masters(group)
         published = self._publish_delayed() if self.delayed is not None else []
-        self._join_parted()
-        self._split_where_inactive(stepped)
+        self._rearrange(stepped)
         self._copy_options(self.outer, self.inner)
-        runs = [run for run in self._all_runs() if id(run.group) in stepped and run.active]
+        runs = [run for run in self.all_runs if id(run.group) in stepped and run.active]
         runs, whole = [run for run in runs if not run.whole], [run for run in runs if run.whole]
-        options, attributes = self._settings() if self.host is not None or whole else ([], {})
+        options, attributes = list[Options](), Options()
+        if self.host is not None or whole:
+            # The host restores them before each chunk, so that a class which counts its steps there counts one step, not one per
+            # chunk. They are copies since schedulers write into a tensor of a learning rate while a delayed update runs.
+            own = vars(self.inner).items()
+            options = [fresh({k: v for k, v in group.items() if k != "params"}) for group in self.inner.param_groups]
+            attributes = fresh({k: v for k, v in own if k not in _NOT_COPIED and isinstance(v, (int, float, Tensor))})
         hosted = [any(run.tensor is None and not run.whole for run in runs) for runs in self.runs]
         with self.maker.ready(runs):
             step_on_device(self.inner, hosted, self.comm.device)
@@ -322,17 +317,7 @@ class OptimizerCore:
             rest = group.values.rest
             rest.store(0, stepped if rest.resident else stepped.to(rest.dtype))  # round first, then move fewer bytes
 
-    def _settings(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Return copies of the groups' options, and of the numbers that the optimizer keeps as attributes, from before a step.
-
-        The host restores them before each chunk, so that a class which counts its steps there counts one step, not one per
-        chunk. They are copies since schedulers write into a tensor of a learning rate while a delayed update runs.
-        """
-        groups = [fresh({k: v for k, v in group.items() if k != "params"}) for group in self.inner.param_groups]
-        own = vars(self.inner).items()
-        return groups, fresh({k: v for k, v in own if k not in _NOT_COPIED and isinstance(v, (int, float, Tensor))})
-
-    def _step_on_host(self, runs: list[Run], options_of: list[dict[str, Any]], attributes: dict[str, Any]) -> None:
+    def _step_on_host(self, runs: list[Run], options_of: list[Options], attributes: Options) -> None:
         """Step the offloaded runs, in the order of the model, at once or as a delayed update."""
         assert self.host is not None
         options = {id(run): o for group, o in zip(self.runs, options_of, strict=True) for run in group}
@@ -374,19 +359,14 @@ class OptimizerCore:
         for group in self.runtime.groups:
             self.refresh_masters(group)
 
-    def _all_runs(self) -> list[Run]:
-        return [run for runs in self.runs for run in runs]
+    def _rearrange(self, stepped: set[int]) -> None:
+        """Join the runs that writes to states have split, if their states are of equal kind again.
 
-    def _join_parted(self) -> None:
-        """Join the runs that writes to states have split, if their states are of equal kind again."""
-        if self.parted:
-            self.parted = False
+        Then split each run that has a parameter without a gradient on any rank, so that this parameter keeps its state.
+        """
+        changed, self.parted = self.parted, False
+        if changed:
             self.runs = [self.maker.joined(runs) for runs in self.runs]
-            self._show_runs()
-
-    def _split_where_inactive(self, stepped: set[int]) -> None:
-        """Split each run that has a parameter without a gradient on any rank, so that this parameter keeps its state."""
-        changed = False
         for number, runs in enumerate(self.runs):
             result: list[Run] = []
             for run in runs:
@@ -445,16 +425,6 @@ class OptimizerCore:
         if self.host is not None and (self.delayed is None or not self.delayed.running):
             self.host.poll()
 
-    # -- state by parameter ----------------------------------------------------------------------------------
-
-    def state_by_param(self) -> dict[Tensor, dict[str, Any]]:
-        """Return the states by parameter, tensors as sharded tensors of the parameter's shape."""
-        return state_by_param(self)
-
-    def load_state(self, states: dict[int, dict[str, Any]]) -> None:
-        """Replace the states by those given, by id of the parameter; tensors are whole, or sharded like the parameter."""
-        load_state(self, states)
-
     def states_changed(self) -> None:
         """Update the inner optimizer and the ledger after runs or states were replaced."""
         self._show_runs()
@@ -488,7 +458,7 @@ class ShardedOptimizer:
     core: OptimizerCore
 
     @torch.optim.Optimizer.profile_hook_step
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> object:
         """Take one step (collective). `last_step` has its record: norm, clip coefficient, skipped or not."""
         loss = None
         if closure is not None:
@@ -500,7 +470,7 @@ class ShardedOptimizer:
 
     step.hooked = True  # type: ignore[attr-defined]  # torch then does not wrap it again, and runs hooks once
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ShardedAccessError(
             f"a sharded {type(self).__name__} can not be copied or pickled: this rank has slices of its states. Take "
             "zs.full_optimizer_state_dict(model), on all ranks, and save what rank 0 gets; or use zs.save."
@@ -511,7 +481,7 @@ class ShardedOptimizer:
         found = super().state_dict()  # type: ignore[misc]
         for key, entries in found["state"].items():
             if isinstance(entries, ParameterState):
-                found["state"][key] = plain(entries)
+                found["state"][key] = {k: v.plain() if isinstance(v, WholeState) else v for k, v in entries.items()}
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -520,7 +490,7 @@ class ShardedOptimizer:
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]  # type: ignore[attr-defined]
         given = state_dict["state"]
-        self.core.load_state({id(p): given[n] for n, p in zip(names, params, strict=True) if n in given})
+        load_state(self.core, {id(p): given[n] for n, p in zip(names, params, strict=True) if n in given})
 
     @property
     def last_step(self) -> StepRecord | None:
@@ -528,13 +498,15 @@ class ShardedOptimizer:
         return self.core.last_step
 
     @property
-    def state(self) -> dict:
+    def state(self) -> StateByParameter:
         """Optimizer states by parameter, tensors sharded; state_view.py describes writes to them."""
-        return mapping_of(self.core)
+        states = state_by_param(self.core, WholeState)
+        found = {param: ParameterState(entries).bind(self.core, param) for param, entries in states.items()}
+        return StateByParameter(found).bind(self.core)
 
     @state.setter
     def state(self, value: dict) -> None:
-        self.core.load_state({id(param): entries for param, entries in value.items()})
+        load_state(self.core, {id(param): entries for param, entries in value.items()})
 
     def add_param_group(self, param_group: dict) -> None:
         """Raise ConfigError: the flat buffers are laid out already."""
@@ -546,7 +518,7 @@ class ShardedOptimizer:
 _NOT_COPIED = {"core", "param_groups", "state", "step"}  # attributes of which outer and inner each keep their own
 
 
-def plain_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def plain_options(optimizer: torch.optim.Optimizer) -> list[Options]:
     """Return the groups' options that are numbers, strings or lists of these, which ranks can send to each other."""
     groups = [
         {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in g.items()} for g in optimizer.param_groups
@@ -554,13 +526,13 @@ def plain_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{k: v for k, v in group.items() if k != "params" and _is_plain(v)} for group in groups]
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def take_options(optimizer: torch.optim.Optimizer, told: list[dict[str, Any]]) -> None:
+def take_options(optimizer: torch.optim.Optimizer, told: list[Options]) -> None:
     """Set the groups' options to those of another rank, keeping the type that an option has here (tensor, tuple)."""
     for group, options in zip(optimizer.param_groups, told, strict=True):
         for key, value in options.items():
@@ -579,18 +551,16 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, runtime: Runtime) -> torch
     wrapped = optimizer.__dict__.pop("step", None)  # a scheduler's wrapper, which counts steps
     optimizer.__dict__.pop("state")
     optimizer.__dict__.pop("_step_supports_amp_scaling", None)  # fused classes unscale in `step`; this one has GradScaler do it
-    optimizer.__class__ = _sharded_class(type(optimizer))
-    optimizer.core = core  # type: ignore[attr-defined]
-    if given:
-        core.load_state(given)
-    if wrapped is not None:
-        rewrap_for_schedulers(optimizer)
-    return optimizer
-
-
-def _sharded_class(cls: type) -> type:
-    """Return the sharded subclass of an optimizer class. There is one per class; it has the class's name, which loggers show."""
+    # one subclass for each class, under the class's name, which loggers show
+    cls: type = type(optimizer)
     bases = (ShardedOptimizer, cls, DropsGradients)
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     subclasses: list[type] = cls.__subclasses__()
-    return next((each for each in subclasses if each.__bases__ == bases), None) or type(cls.__name__, bases, names)
+    made = next((each for each in subclasses if each.__bases__ == bases), None)
+    optimizer.__class__ = made or type(cls.__name__, bases, names)
+    optimizer.core = core  # type: ignore[attr-defined]
+    if given:
+        load_state(core, given)
+    if wrapped is not None:
+        rewrap_for_schedulers(optimizer)
+    return optimizer

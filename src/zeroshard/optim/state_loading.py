@@ -7,22 +7,25 @@ Loading makes new runs, and neighbouring parameters with equal counters share on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from ..comm.base import DirectComm
 from ..memory.io.aligned import empty
 from ..memory.io.tensor_reader import Bulk
 from ..offload.storage import Rest
+from ..tensor.state_column import is_column
 from ..utils.torch_compat import alone
-from ..zero.runtime import Runtime
 from ..zero.unit import ParamGroup
-from .segments import Run, RunMaker
+from .inner_optimizer import Options, State
+from .segments import Run
 from .state_storage import ColumnStates, DeviceStates, hashable
+
+if TYPE_CHECKING:
+    from .sharded_optimizer import OptimizerCore
 
 _CHUNK_NUMEL = 4 << 20  # number of elements of an offloaded state that are read at a time
 
@@ -36,28 +39,12 @@ class Reader(Protocol):
         """Fill `out` (n,) with elements [start, start + n), converted to its dtype."""
 
 
-class Core(Protocol):
-    """The part of an optimizer's core (optim/sharded_optimizer.py) that loading uses."""
-
-    runtime: Runtime
-    comm: DirectComm
-    outer: torch.optim.Optimizer
-    replicated: bool
-    runs: list[list[Run]]
-    maker: RunMaker
-    group_of: dict[int, int]
-    parted: bool
-
-    def states_changed(self) -> None:
-        """Called when states have been written, and runs replaced."""
-
-
 @dataclass
 class SavedState:
     """The optimizer state of one parameter. tensors: its columns; scalars: all other states."""
 
     tensors: dict[str, Reader] = field(default_factory=dict)
-    scalars: dict[str, Any] = field(default_factory=dict)
+    scalars: State = field(default_factory=dict)
 
     def kind(self) -> Hashable:
         """Return a key that is equal for states that one run can hold together."""
@@ -75,17 +62,22 @@ class TensorReader:
         out.copy_(self.values[start - self.first : start - self.first + out.numel()])
 
 
-def restore(core: Core, states: dict[int, SavedState]) -> None:
-    """Replace all states. states: by id of the parameter; a parameter without an entry loses its states."""
-    Restoring(core, states).put()
-
-
 class Restoring:
     """A load of states into runs: `note`, which is optional, registers bulk reads; `put` replaces the states."""
 
-    def __init__(self, core: Core, states: dict[int, SavedState]) -> None:
-        self.core, self.runs = core, list(_runs(core, states))
+    def __init__(self, core: OptimizerCore, states: dict[int, SavedState]) -> None:
+        self.core = core
+        self.runs: list[
+            tuple[int, Run, list[SavedState]]
+        ] = []  # number of the optimizer's group, a new run, its parameters' states
         self._made: dict[int, dict[str, Tensor]] = {}  # id of a run -> states that `note` has allocated
+        nothing = SavedState()
+        for group in (group for group in core.runtime.groups if group.trainable):
+            numbers = [core.group_of.get(id(param)) for param in group.params]
+            given = [states.get(id(param), nothing) for param in group.params]
+            keys = [None if number is None else (number, state.kind()) for number, state in zip(numbers, given, strict=True)]
+            for (number, _), run in core.maker.runs(group, keys):
+                self.runs.append((number, run, [given[index] for index in run.indices]))
 
     @torch.no_grad()
     def note(self, bulk: Bulk, has: Callable[[int], bool]) -> None:
@@ -93,7 +85,7 @@ class Restoring:
 
         has: bytes -> whether the device has memory for so many beside the old states; if not, `put` reads all states.
         """
-        device, spare = self.core.comm.device, _spare(self.core, self.runs)
+        device, spare = self.core.comm.device, self._spare()
         runs = [(run, given) for _, run, given in self.runs if isinstance(run.states, DeviceStates)]
         wanted = [(run, key, reader) for run, given in runs for key, reader in given[0].tensors.items()]
         fresh = [(run, reader) for run, key, reader in wanted if key not in spare[id(run)]]
@@ -103,7 +95,7 @@ class Restoring:
             for key, reader in given[0].tensors.items():
                 waits = not room or key in spare[id(run)]
                 values[key] = empty(run.numel, state_dtype(run.group, reader.dtype), "meta" if waits else device)
-            _fill(self.core, run, given, values, bulk)
+            self._fill(run, given, values, bulk)
             self._made[id(run)] = {key: value for key, value in values.items() if not value.is_meta}
 
     @torch.no_grad()
@@ -114,60 +106,79 @@ class Restoring:
             reading. The readers must not read from these old states.
         """
         core = self.core
-        spare = _spare(core, self.runs) if write_over else {}
+        spare = self._spare() if write_over else {}
         core.runtime.gate.before()
-        for run in (run for runs in core.runs for run in runs):
+        for run in core.all_runs:
             run.states.clear()
         core.runs = [[] for _ in core.runs]
         for number, run, given in self.runs:
             core.runs[number].append(run)
             if isinstance(run.states, ColumnStates):
-                _fill_columns(core, run, run.states, given, core.outer.param_groups[number])
+                self._fill_columns(run, run.states, given, core.outer.param_groups[number])
                 continue
             entries = scalars_for(run, core.outer.param_groups[number], given[0])  # equal for all of the run
             made, old = self._made.pop(id(run), {}), spare.pop(id(run), {})
             left = {key: reader for key, reader in given[0].tensors.items() if key not in made}  # `note` has read the others
             for key, reader in left.items():
                 made[key] = old[key] if key in old else empty(run.numel, state_dtype(run.group, reader.dtype), core.comm.device)
-            _fill(core, run, given, {key: made[key] for key in left}, None)
+            self._fill(run, given, {key: made[key] for key in left}, None)
             entries |= {key: made[key] for key in given[0].tensors}
             if entries:
                 run.states.save(entries)
         core.states_changed()
 
+    def _spare(self) -> dict[int, dict[str, Tensor]]:
+        """Return by id of a new run the old states whose memory it can reuse: of the same elements, without other references."""
+        before = [run for run in self.core.all_runs if isinstance(run.states, DeviceStates)]
+        old = {(id(run.group), run.start, run.numel): run.states.load() for run in before}
+        uses = Counter(id(value) for entries in old.values() for value in entries.values())
+        found = {}
+        for _, run, given in self.runs:
+            entries = old.get((id(run.group), run.start, run.numel), {})
+            found[id(run)] = {
+                key: entries[key]
+                for key, reader in given[0].tensors.items()
+                if is_column(value := entries.get(key), (run.numel,))
+                and (value.dtype, value.device) == (state_dtype(run.group, reader.dtype), self.core.comm.device)
+                and value.is_contiguous() and not value.is_inference() and uses[id(value)] == 1 and alone(value)
+            }  # fmt: skip
+        return found
 
-def _spare(core: Core, runs: list[tuple[int, Run, list[SavedState]]]) -> dict[int, dict[str, Tensor]]:
-    """Return by id of a new run the old states whose memory it can reuse: of the same elements, without other references."""
-    before = [run for runs in core.runs for run in runs if isinstance(run.states, DeviceStates)]
-    old = {(id(run.group), run.start, run.numel): run.states.load() for run in before}
-    uses = Counter(id(value) for entries in old.values() for value in entries.values())
-    found = {}
-    for _, run, given in runs:
-        entries = old.get((id(run.group), run.start, run.numel), {})
-        found[id(run)] = {
-            key: entries[key]
-            for key, reader in given[0].tensors.items()
-            if isinstance(value := entries.get(key), Tensor) and run.holds(value)
-            and (value.dtype, value.device) == (state_dtype(run.group, reader.dtype), core.comm.device)
-            and value.is_contiguous() and not value.is_inference() and uses[id(value)] == 1 and alone(value)
-        }  # fmt: skip
-    return found
+    def _fill(self, run: Run, given: list[SavedState], values: dict[str, Tensor], bulk: Bulk | None) -> None:
+        """Read the states of all parameters of a run, by key, into values (run.numel,). bulk: register the reads with it instead.
+
+        The reads go parameter by parameter, the order of zeroshard's checkpoints, so that files are read sequentially.
+        """
+        for index, state in zip(run.indices, given, strict=True):
+            start, stop = self._held(run, index)
+            at, end = (bound - run.start for bound in run.group.masters.range(index))
+            for key, value in values.items():
+                place, padding = value[at:end].split((stop - start, end - at - stop + start))
+                padding.zero_()
+                if bulk is None:
+                    state.tensors[key].read(start, place)
+                else:
+                    bulk.add(state.tensors[key], start, place)
+
+    def _fill_columns(self, run: Run, states: ColumnStates, given: list[SavedState], options: Options) -> None:
+        """Read the states of a run into columns, which rest on another tier or are encoded."""
+        if not given[0].tensors and not given[0].scalars:
+            return
+        columns = {key: states.column(key, state_dtype(run.group, reader.dtype)) for key, reader in given[0].tensors.items()}
+        states.names, states.scalars = list(columns), scalars_for(run, options, given[0])
+        for index, state in zip(run.indices, given, strict=True):
+            start, stop = self._held(run, index)
+            begin, _ = run.group.masters.range(index)
+            for key, reader in state.tensors.items():
+                copy_to_rest(reader, start, stop, columns[key], begin)
+
+    def _held(self, run: Run, index: int) -> tuple[int, int]:
+        """Return [start, stop) of the flattened parameter whose states this rank has."""
+        home = run.group.homes[index]
+        return (0, run.group.layout.slots[index].numel) if self.core.replicated else (home.start, home.stop)
 
 
-def _runs(core: Core, states: dict[int, SavedState]) -> Iterator[tuple[int, Run, list[SavedState]]]:
-    """Yield (number of the optimizer's group, a new run, the states of its parameters)."""
-    empty = SavedState()
-    for group in core.runtime.groups:
-        if not group.trainable:
-            continue
-        numbers = [core.group_of.get(id(param)) for param in group.params]
-        given = [states.get(id(param), empty) for param in group.params]
-        keys = [None if number is None else (number, state.kind()) for number, state in zip(numbers, given, strict=True)]
-        for (number, _), run in core.maker.runs(group, keys):
-            yield number, run, [given[index] for index in run.indices]
-
-
-def scalars_for(run: Run, options: Mapping[str, Any], saved: SavedState) -> dict[str, Any]:
+def scalars_for(run: Run, options: Options, saved: SavedState) -> State:
     """Return a parameter's saved scalars (counters and the like), moved to the device where the run's step needs them.
 
     The host's step needs them on the host. A step on the device needs them as after torch's load_state_dict: on the device, but
@@ -180,42 +191,6 @@ def scalars_for(run: Run, options: Mapping[str, Any], saved: SavedState) -> dict
             to_device = run.tensor is not None and (on_device or key != "step")
             found[key] = value.to(run.tensor.device if to_device else "cpu", copy=True)  # type: ignore[union-attr]
     return found
-
-
-def _fill(core: Core, run: Run, given: list[SavedState], values: dict[str, Tensor], bulk: Bulk | None) -> None:
-    """Read the states of all parameters of a run, by key, into values (run.numel,). bulk: register the reads with it instead.
-
-    The reads go parameter by parameter, the order of zeroshard's checkpoints, so that files are read sequentially.
-    """
-    for index, state in zip(run.indices, given, strict=True):
-        start, stop = _held(core, run, index)
-        at, end = (bound - run.start for bound in run.group.masters.range(index))
-        for key, value in values.items():
-            place, padding = value[at:end].split((stop - start, end - at - stop + start))
-            padding.zero_()
-            if bulk is None:
-                state.tensors[key].read(start, place)
-            else:
-                bulk.add(state.tensors[key], start, place)
-
-
-def _fill_columns(core: Core, run: Run, states: ColumnStates, given: list[SavedState], options: Mapping[str, Any]) -> None:
-    """Read the states of a run into columns, which rest on another tier or are encoded."""
-    if not given[0].tensors and not given[0].scalars:
-        return
-    columns = {key: states.column(key, state_dtype(run.group, reader.dtype)) for key, reader in given[0].tensors.items()}
-    states.names, states.scalars = list(columns), scalars_for(run, options, given[0])
-    for index, state in zip(run.indices, given, strict=True):
-        start, stop = _held(core, run, index)
-        begin, _ = run.group.masters.range(index)
-        for key, reader in state.tensors.items():
-            copy_to_rest(reader, start, stop, columns[key], begin)
-
-
-def _held(core: Core, run: Run, index: int) -> tuple[int, int]:
-    """Return [start, stop) of the flattened parameter whose states this rank has."""
-    home = run.group.homes[index]
-    return (0, run.group.layout.slots[index].numel) if core.replicated else (home.start, home.stop)
 
 
 def copy_to_rest(reader: Reader, start: int, stop: int, rest: Rest, begin: int) -> None:

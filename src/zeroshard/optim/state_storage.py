@@ -7,36 +7,36 @@ of its own, and a run uses a range of it. So splitting a run copies only its sca
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError, ShardedWriteError
 from ..memory.ledger import OPTIMIZER
-from ..offload.coded_rest import CodedRest
-from ..offload.storage import Rest, Tiers
+from ..offload.storage import CodedRest, Rest, Tiers
 from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.state_column import StateColumn, is_column
 from ..utils import torch_compat
 from ..zero.parameter import ParamHome
 from ..zero.unit import ParamGroup
+from .inner_optimizer import State, fresh
 
 
 class DeviceStates:
     """States that the inner optimizer keeps itself, under the run's tensor."""
 
-    def __init__(self, state: dict[Tensor, dict], tiers: Tiers, tensor: Tensor) -> None:
+    def __init__(self, state: dict[Tensor, State], tiers: Tiers, tensor: Tensor) -> None:
         self.state, self.tiers, self.tensor = state, tiers, tensor
 
-    def _is_column(self, value: Any) -> bool:
+    def _is_column(self, value: object) -> bool:
         return is_column(value, (self.tensor.numel(),))
 
-    def load(self) -> dict[str, Any]:
+    def load(self) -> State:
         """Return the states by name: tensors of the run's size, and scalars. {} before the first step."""
         return self.state.get(self.tensor) or {}
 
-    def save(self, entries: dict[str, Any]) -> None:
+    def save(self, entries: State) -> None:
         """Replace all states."""
         self.state[self.tensor] = entries
 
@@ -48,7 +48,7 @@ class DeviceStates:
         """Add a column, all zeros."""
         self.put(name, torch.zeros(self.tensor.numel(), dtype=dtype, device=self.tensor.device))
 
-    def put(self, name: str, value: Any) -> None:
+    def put(self, name: str, value: object) -> None:
         """Set one scalar state."""
         self.state.setdefault(self.tensor, {})[name] = value
 
@@ -79,7 +79,9 @@ class DeviceStates:
         assert part is not None
         entries = self.load()
         if entries:
-            self.state[part] = {k: v[start:stop] if self._is_column(v) else _copy(v) for k, v in entries.items()}
+            columns = {name: value[start:stop] for name, value in entries.items() if self._is_column(value)}
+            others = fresh({name: value for name, value in entries.items() if name not in columns})
+            self.state[part] = {name: columns[name] if name in columns else others[name] for name in entries}
         return DeviceStates(self.state, self.tiers, part)
 
 
@@ -92,7 +94,7 @@ class ColumnStates:
     def __init__(self, group: ParamGroup, tiers: Tiers, declared: dict[str, StateColumn], start: int, stop: int) -> None:
         self.group, self.tiers, self.declared, self.start, self.stop = group, tiers, declared, start, stop
         self.names: list[str] | None = None  # names of this run's columns; None before the first step
-        self.scalars: dict[str, Any] = {}
+        self.scalars: State = {}
 
     def column(self, name: str, dtype: torch.dtype) -> Rest:
         """Return the Rest of a column; the first call makes it. dtype: the dtype in which the optimizer sees the state."""
@@ -104,11 +106,11 @@ class ColumnStates:
             columns[name] = rest if column.plain(dtype) else CodedRest(rest, column, numel, dtype)
         return columns[name]
 
-    def load(self) -> dict[str, Any]:
+    def load(self) -> State:
         """Return the states by name: the Rests of whole columns, and scalars. {} before the first step."""
         return {**{name: self.group.columns[name] for name in self.names or ()}, **self.scalars}
 
-    def save(self, entries: dict[str, Any]) -> None:
+    def save(self, entries: State) -> None:
         """Replace all states."""
         self.names, self.scalars = [], {}
         for name, value in entries.items():
@@ -117,17 +119,6 @@ class ColumnStates:
                 self.names.append(name)
             else:
                 self.scalars[name] = value
-
-    def lend(self, state: dict[Tensor, dict], tensor: Tensor) -> None:
-        """Put decoded copies of the states into an inner optimizer's `state`, under the run's tensor, for a step; then `take`."""
-        entries = {k: v.load(self.start, self.stop) if isinstance(v, Rest) else v for k, v in self.load().items()}
-        if entries:
-            state[tensor] = entries
-
-    def take(self, state: dict[Tensor, dict], tensor: Tensor) -> None:
-        """Remove the run's states from an inner optimizer's `state` after its step, and store them in the columns."""
-        if entries := state.pop(tensor, None):
-            self.save(entries)
 
     def clear(self) -> None:
         """Drop all states: as before the first step."""
@@ -138,7 +129,7 @@ class ColumnStates:
         self.column(name, dtype)
         self.names = [*(self.names or ()), name]
 
-    def put(self, name: str, value: Any) -> None:
+    def put(self, name: str, value: object) -> None:
         """Set one scalar state."""
         self.names, self.scalars = self.names or [], {**self.scalars, name: value}
 
@@ -161,7 +152,7 @@ class ColumnStates:
         """Return the states of elements [start, stop) of the run."""
         cut = ColumnStates(self.group, self.tiers, self.declared, self.start + start, self.start + stop)
         cut.names = None if self.names is None else list(self.names)
-        cut.scalars = {k: _copy(v) for k, v in self.scalars.items()}
+        cut.scalars = fresh(self.scalars)
         return cut
 
 
@@ -253,7 +244,7 @@ class WholeState(Tensor):
     def __deepcopy__(self, memo: dict) -> Tensor:
         return memo.setdefault(id(self), self.plain().clone())
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:
         return self.plain().__reduce_ex__(protocol)
 
 
@@ -268,16 +259,12 @@ def write_state(state: Tensor, value: Tensor, name: str) -> None:
     state.copy_(value)
 
 
-def hashable(value: Any) -> Hashable:
+def hashable(value: object) -> Hashable:
     """Return a hashable value that is equal for equal scalars."""
     if isinstance(value, Tensor):
         return (str(value.dtype), tuple(value.shape), tuple(value.reshape(-1).tolist()))
     return value if isinstance(value, Hashable) else repr(value)
 
 
-def _kind(entries: dict[str, Any], is_column: Callable[[Any], bool]) -> Hashable:
+def _kind(entries: State, is_column: Callable[[object], bool]) -> Hashable:
     return tuple(sorted((name, value.dtype if is_column(value) else hashable(value)) for name, value in entries.items()))
-
-
-def _copy(scalar: Any) -> Any:
-    return scalar.clone() if isinstance(scalar, Tensor) else scalar

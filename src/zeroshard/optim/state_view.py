@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,23 +24,29 @@ from torch import Tensor
 from ..errors import ConfigError, ModelClosed
 from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.state_column import is_column
-from ..zero.unit import ParamGroup
+from .inner_optimizer import State
 from .segments import Run
-from .state_loading import Core, SavedState, TensorReader, restore, scalars_for, state_dtype
+from .state_loading import Restoring, SavedState, TensorReader, scalars_for, state_dtype
 from .state_storage import StateHome, WholeState, hashable, write_state
+
+if TYPE_CHECKING:
+    from .sharded_optimizer import OptimizerCore
+
+
+D = TypeVar("D", bound="_HandsOn")
 
 
 class _HandsOn(dict):
     """A dict whose methods make all changes through `__setitem__` and `__delitem__`; copies of it are plain dicts."""
 
-    _core: Core | None = None  # None: not bound to an optimizer, and so an ordinary dict
+    _core: OptimizerCore | None = None  # None: an ordinary dict, such as Lightning makes of this class from other entries
     _param: Tensor | None = None
 
-    def bind(self, core: Core, param: Tensor | None = None) -> Any:
+    def bind(self: D, core: OptimizerCore, param: Tensor | None = None) -> D:
         self._core, self._param = core, param
         return self
 
-    def pop(self, key: Any, *default: Any) -> Any:
+    def pop(self, key: object, *default: object) -> object:
         if key not in self:
             if default:
                 return default[0]
@@ -49,7 +55,7 @@ class _HandsOn(dict):
         del self[key]
         return value
 
-    def popitem(self) -> tuple[Any, Any]:
+    def popitem(self) -> tuple[object, object]:
         key = next(reversed(self), None)
         if key is None:
             raise KeyError("popitem(): no state")
@@ -59,7 +65,7 @@ class _HandsOn(dict):
         for key in list(self):
             del self[key]
 
-    def setdefault(self, key: Any, default: Any = None) -> Any:
+    def setdefault(self, key: object, default: object = None) -> object:
         if key not in self:
             self[key] = default
         return self[key]
@@ -68,21 +74,21 @@ class _HandsOn(dict):
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
-    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
+    def __ior__(self, other: Mapping) -> _HandsOn:  # type: ignore[misc, override]
         self.update(other)
         return self
 
     def copy(self) -> dict:
         return {key: value.copy() if isinstance(value, _HandsOn) else value for key, value in self.items()}
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple:
         return dict, (self.copy(),)
 
 
 class ParameterState(_HandsOn):
     """The states of one parameter by name."""
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def __setitem__(self, key: str, value: object) -> None:
         if self._core is not None and self._param is not None:
             value = write_entry(self._core, self._param, key, value)
         super().__setitem__(key, value)
@@ -103,7 +109,7 @@ class StateByParameter(_HandsOn):
         super().__setitem__(param, entries)
         return entries
 
-    def __setitem__(self, param: Tensor, entries: Mapping[str, Any]) -> None:
+    def __setitem__(self, param: Tensor, entries: Mapping[str, object]) -> None:
         if self._core is not None:
             entries = replace(self._core, param, dict(entries))
         super().__setitem__(param, entries)
@@ -122,31 +128,18 @@ class StateByParameter(_HandsOn):
     def copy(self) -> dict:
         return defaultdict(dict, super().copy())
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple:
         return defaultdict, (dict, dict(super().copy()))
 
 
 # -- reading -------------------------------------------------------------------------------------------------------
 
 
-def mapping_of(core: Core) -> StateByParameter:
-    """Return the mapping for `optimizer.state`."""
-    result = StateByParameter()
-    for param, entries in state_by_param(core, WholeState).items():
-        dict.__setitem__(result, param, ParameterState(entries).bind(core, param))
-    return result.bind(core)
-
-
-def plain(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one parameter's states for a state dict, so that assignments to the dict do not change the optimizer."""
-    return {key: value.plain() if isinstance(value, WholeState) else value for key, value in entries.items()}
-
-
-def state_by_param(core: Core, whole: type[Tensor] = Tensor) -> dict[Tensor, dict[str, Any]]:
+def state_by_param(core: OptimizerCore, whole: type[Tensor] = Tensor) -> dict[Tensor, State]:
     """Return the states by parameter as torch does, tensors as sharded (or `whole`) tensors of the parameter's shape."""
     core.runtime.gate.wait()
-    result: dict[Tensor, dict[str, Any]] = defaultdict(dict)
-    for run in (run for runs in core.runs for run in runs):
+    result: dict[Tensor, State] = defaultdict(dict)
+    for run in core.all_runs:
         state = run.states.load()
         if not state:
             continue
@@ -156,14 +149,14 @@ def state_by_param(core: Core, whole: type[Tensor] = Tensor) -> dict[Tensor, dic
     return result
 
 
-def entries_of(core: Core, param: Tensor) -> dict[str, Any]:
+def entries_of(core: OptimizerCore, param: Tensor) -> State:
     """Return the states of one parameter, in the form of `state_by_param`."""
     core.runtime.gate.wait()
     run, index = _find(core, param)
     return {key: _view(core, run, index, value, Tensor) for key, value in run.states.load().items()}
 
 
-def _view(core: Core, run: Run, index: int, value: Any, whole: type[Tensor]) -> Any:
+def _view(core: OptimizerCore, run: Run, index: int, value: object, whole: type[Tensor]) -> Any:
     if not run.holds(value):
         return run.shown(value)
     rest, begin = run.place(value, index)
@@ -174,7 +167,7 @@ def _view(core: Core, run: Run, index: int, value: Any, whole: type[Tensor]) -> 
     return view if whole is Tensor else view.as_subclass(whole)
 
 
-def _kept(value: Any) -> Any:
+def _kept(value: object) -> Any:
     """Return a removed state in memory of its own."""
     if isinstance(value, dict):
         return {key: _kept(entry) for key, entry in value.items()}
@@ -184,50 +177,39 @@ def _kept(value: Any) -> Any:
 # -- writing -------------------------------------------------------------------------------------------------------
 
 
-def load_state(core: Core, states: Mapping[int, Mapping[str, Any]]) -> None:
+def load_state(core: OptimizerCore, states: Mapping[int, Mapping[str, object]]) -> None:
     """Replace all states by those given, by id of the parameter; tensors are whole, or sharded like the parameter."""
+    groups = core.runtime.groups
     if core.runtime.closed:
         if states:
             raise ModelClosed("optimizer states were given after zs.close(model): give them to the optimizer of a sharded model.")
         return
-    counters = _counters(core, states)
-    saved: dict[int, SavedState] = {}
-    for group in core.runtime.groups:
-        for index, param in enumerate(group.params):
-            entries = states.get(id(param))
-            if entries:
-                saved[id(param)] = _saved(group, index, entries, counters)
-    restore(core, saved)
-
-
-def _counters(core: Core, states: Mapping[int, Mapping[str, Any]]) -> set[str]:
-    """Return the keys of states that are one number per parameter, from parameters with dimensions.
-
-    A scalar parameter's own state does not show this: its columns have the same shape () as its counters.
-    """
-    shapes = {id(p): spec.shape for g in core.runtime.groups for p, spec in zip(g.params, g.specs, strict=True)}
-    return {"step"} | {
+    # a scalar parameter does not show which states are one number per parameter: its columns have the same shape ()
+    shapes = {id(p): spec.shape for g in groups for p, spec in zip(g.params, g.specs, strict=True)}
+    counters = {"step"} | {
         key
         for param, state in states.items()
         for key, value in state.items()
         if isinstance(value, Tensor) and value.dim() == 0 and shapes.get(param)
     }
+    saved: dict[int, SavedState] = {}
+    for group, index in [(each, index) for each in groups for index in range(len(each.params))]:
+        param = group.params[index]
+        entries = states.get(id(param))
+        if not entries:
+            continue
+        state = saved[id(param)] = SavedState()
+        for key, value in entries.items():
+            if key in counters or not is_column(value, group.specs[index].shape):
+                state.scalars[key] = value
+            elif isinstance(value, ShardedTensor):
+                state.tensors[key] = TensorReader(value._local, group.homes[index].start)
+            else:
+                state.tensors[key] = TensorReader(value)
+    Restoring(core, saved).put()
 
 
-def _saved(group: ParamGroup, index: int, entries: Mapping[str, Any], counters: set[str]) -> SavedState:
-    """Return one parameter's entries as a SavedState, divided into tensors and scalars."""
-    saved, shape = SavedState(), group.specs[index].shape
-    for key, value in entries.items():
-        if key in counters or not is_column(value, shape):
-            saved.scalars[key] = value
-        elif isinstance(value, ShardedTensor):
-            saved.tensors[key] = TensorReader(value._local, group.homes[index].start)
-        else:
-            saved.tensors[key] = TensorReader(value)
-    return saved
-
-
-def replace(core: Core, param: Tensor, entries: dict[str, Any]) -> ParameterState:
+def replace(core: OptimizerCore, param: Tensor, entries: State) -> ParameterState:
     """Replace all states of one parameter ({}: drop them); return the dict for `optimizer.state[param]`."""
     given = {key: _kept(value) for key, value in entries.items()}  # a state may be given under another's name
     shown = _find(core, param)[0].states.load() if given or id(param) in core.group_of else {}
@@ -236,7 +218,7 @@ def replace(core: Core, param: Tensor, entries: dict[str, Any]) -> ParameterStat
     return ParameterState({key: write_entry(core, param, key, value) for key, value in given.items()}).bind(core, param)
 
 
-def remove_entry(core: Core, param: Tensor, key: str) -> None:
+def remove_entry(core: OptimizerCore, param: Tensor, key: str) -> None:
     """Remove one state of one parameter."""
     if key in _find(core, param)[0].states.load():
         core.runtime.gate.before()
@@ -246,7 +228,7 @@ def remove_entry(core: Core, param: Tensor, key: str) -> None:
 
 
 @torch.no_grad()
-def write_entry(core: Core, param: Tensor, key: str, value: Any) -> Any:
+def write_entry(core: OptimizerCore, param: Tensor, key: str, value: object) -> object:
     """Write one state of one parameter; return the entry for `optimizer.state[param]` (for a column, a view of the state)."""
     core.runtime.gate.before()
     run, index = _find(core, param)
@@ -276,17 +258,17 @@ def write_entry(core: Core, param: Tensor, key: str, value: Any) -> Any:
     return run.states.load()[key]
 
 
-def _scalars(core: Core) -> set[str]:
+def _scalars(core: OptimizerCore) -> set[str]:
     """Return the keys of all present states that are one number per parameter."""
     found = {"step"}
-    for run in (run for runs in core.runs for run in runs):
+    for run in core.all_runs:
         found |= {key for key, value in run.states.load().items() if not run.holds(value)}
     return found
 
 
-def _find(core: Core, param: Any) -> tuple[Run, int]:
+def _find(core: OptimizerCore, param: object) -> tuple[Run, int]:
     """Return the run of a parameter, and the parameter's index in its group. Raise ConfigError if no run has the parameter."""
-    for run in (run for runs in core.runs for run in runs):
+    for run in core.all_runs:
         for index in run.indices:
             if run.group.params[index] is param:
                 return run, index
@@ -297,7 +279,7 @@ def _find(core: Core, param: Any) -> tuple[Run, int]:
     )
 
 
-def _alone(core: Core, param: Tensor) -> tuple[Run, int]:
+def _alone(core: OptimizerCore, param: Tensor) -> tuple[Run, int]:
     """Split the parameter's run, if it has others; return the run of this parameter alone, and its index in its group."""
     run, index = _find(core, param)
     if len(run.indices) > 1:

@@ -15,7 +15,7 @@ import math
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..utils.torch_compat import DYNAMO, FakeTensor, TorchDispatchMode, disable_current_modes
-from .inner_optimizer import inner_copy
+from .inner_optimizer import State, inner_copy
 
 T = TypeVar("T")
 _STEPS = 12  # some classes use the whole matrix in every tenth step only
@@ -63,7 +63,7 @@ class _Untold(Exception):
 class _Watch(TorchDispatchMode):
     """Dispatch mode that aborts the trial at an operator with effects outside it: communication, or a random draw."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         if func.namespace in ("c10d", "_c10d_functional"):
             raise Sends(str(func), any(tensor.numel() >= 16 for tensor in _tensors(args)))
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -105,7 +105,7 @@ def sends(optimizer: torch.optim.Optimizer) -> str | None:
     with _apart():
         for numbers, param in _samples(optimizer):
             try:
-                _on_some_device(_Trial.alone, optimizer, numbers[0], param)
+                _on_some_device(lambda trial: trial.stepped(trial.alone), optimizer, numbers[0], param)
             except Sends as error:
                 return str(error)
             except _Untold:
@@ -121,6 +121,7 @@ class _Trial:
         dims = max(param.dim(), 1)
         self.shape = _SHAPE[:dims] + (1,) * (dims - len(_SHAPE)) if dims > 1 else (_SHAPE[0] * _SHAPE[1],)
         self.numel = numel = math.prod(self.shape)
+        self.alone: list[list[Part]] = [[(0, numel, self.shape)], [(numel, 2 * numel, self.shape)]]
         # sines of this are the same on every rank, without a draw
         at = torch.arange(2 * numel, dtype=torch.float64, device="cpu")
         size = torch.where(at < numel, 1.0, 3.0)  # gives the two parameters different norms
@@ -129,7 +130,7 @@ class _Trial:
 
     def outcome(self) -> tuple[str | None, bool]:
         """Return how the step of slices differs (None: it does not), and whether stepping each parameter alone is exact."""
-        whole = self._stepped([[(0, self.numel, self.shape), (self.numel, 2 * self.numel, self.shape)]])
+        whole = self.stepped([self.alone[0] + self.alone[1]])
         if not torch.isfinite(whole).all():
             raise _Untold
         # three slices; the second has elements of both parameters
@@ -138,20 +139,13 @@ class _Trial:
         if how is None:
             return None, True
         try:
-            return how, self._difference(whole, self._each()) is None
+            return how, self._difference(whole, self.alone) is None
         except _Untold:
             return how, False
 
-    def alone(self) -> None:
-        """Step each parameter by itself."""
-        self._stepped(self._each())
-
-    def _each(self) -> list[list[Part]]:
-        return [[(0, self.numel, self.shape)], [(self.numel, 2 * self.numel, self.shape)]]
-
     def _difference(self, whole: Tensor, ranks: list[list[Part]]) -> str | None:
         try:
-            other = self._stepped(ranks)
+            other = self.stepped(ranks)
         except (_Untold, Sends):
             raise _Untold from None
         except Exception as error:  # whatever the class raises
@@ -162,7 +156,7 @@ class _Trial:
             return None
         return f"after {_STEPS} steps values differ by {found:.2g}, where the largest change is {change:.2g}"
 
-    def _stepped(self, ranks: list[list[Part]]) -> Tensor:
+    def stepped(self, ranks: list[list[Part]]) -> Tensor:
         """Return both parameters (2 * numel,) after all steps. ranks: the parts that each rank's optimizer has."""
         result = self.value.clone()
         for parts in ranks:
@@ -197,9 +191,9 @@ class _Trial:
                 vars(leaf).update({k: v for k, v in vars(self.param).items() if isinstance(v, (bool, int, float, str))})
         return inner
 
-    def _state(self, leaf: nn.Parameter) -> dict[str, Any]:
+    def _state(self, leaf: nn.Parameter) -> State:
         """Return a small copy of the parameter's state, for classes that make states in their constructor."""
-        state: dict[str, Any] = {}
+        state: State = {}
         for key, value in self.optimizer.state[self.param].items():
             if isinstance(value, Tensor) and value.dim() > 0:
                 if value.shape != self.param.shape:
@@ -216,7 +210,7 @@ def _samples(optimizer: torch.optim.Optimizer) -> Iterator[tuple[list[int], Tens
 
     Groups that differ only in the values of numeric options (lr, betas, ...) are of one kind, and tried once.
     """
-    samples: dict[Any, tuple[list[int], Tensor]] = {}
+    samples: dict[Hashable, tuple[list[int], Tensor]] = {}
     for number, group in enumerate(optimizer.param_groups):
         told = {k: v for k, v in group.items() if k not in ("params", "param_names", "name") and not isinstance(v, Tensor)}
         kind = repr(sorted((k, "number" if type(v) in (int, float) else repr(v)) for k, v in told.items()))
@@ -269,7 +263,7 @@ def _is_unreal(value: Tensor) -> bool:
     return value.is_meta or isinstance(value, FakeTensor)
 
 
-def _tensors(value: Any) -> Iterable[Tensor]:
+def _tensors(value: object) -> Iterable[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Sequence) and not isinstance(value, str):

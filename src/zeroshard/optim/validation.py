@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from operator import is_
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from ..zero.parameter import ParamSpec
 from ..zero.unit import ParamGroup
 from ..zero.user_hooks import ONE_OPTIMIZER, other_optimizers
 from .lion import Lion
-from .step_probe import Departure, Sends, departure, sends
+from .step_probe import Sends, departure, sends
 from .whole_matrix import check_whole, declared
 
 # attribute by which torch.distributed.optim marks parameters that it steps in backward
@@ -46,9 +45,25 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, specs: list[ParamSp
     """
     if optimizer is not None:
         _check_elementwise(optimizer)
-        _check_steps_itself(optimizer)
+        for name, value in vars(optimizer).items():
+            within = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            other = next((held for held in within if isinstance(held, torch.optim.Optimizer)), optimizer)
+            if other is not optimizer:
+                raise ConfigError(
+                    f"optimizer: {type(optimizer).__name__}.{name} holds another optimizer ({type(other).__name__}), which would "
+                    "step whole parameters, of which each rank has slices. Give the inner optimizer to zs.shard(), and wrap the one "
+                    "that it returns; replace several inner optimizers by one with a parameter group for each."
+                )
         check_whole(optimizer, specs, delayed)
-        _check_parameters(optimizer, {id(spec.original) for spec in specs})
+        known = {id(spec.original) for spec in specs}
+        for number, group in enumerate(optimizer.param_groups):
+            for position, param in enumerate(group["params"]):
+                if id(param) not in known:
+                    raise ConfigError(
+                        f"the optimizer's group {number} holds a parameter (position {position}, shape "
+                        f"{tuple(param.shape)}) that is not the model's. Build the optimizer from the parameters of the "
+                        "model that you shard; one optimizer per sharded model."
+                    )
     _check_hooks(optimizer, specs)
 
 
@@ -77,12 +92,12 @@ def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         found = departure(optimizer)
     except Sends as error:
         raise ConfigError(_sends(cls, str(error))) from None
-    if found is not None:
-        raise ConfigError(_departs(cls, found, len(optimizer.param_groups)))
-
-
-def _departs(cls: type, found: Departure, groups: int) -> str:
-    numbers = ", ".join(map(str, found.groups[:8])) + (", ..." if len(found.groups) > 8 else "")
+    if found is None:
+        return
+    numbers, groups = (
+        ", ".join(map(str, found.groups[:8])) + (", ..." if len(found.groups) > 8 else ""),
+        len(optimizer.param_groups),
+    )
     of = "" if len(found.groups) == groups == 1 else f" (in group {numbers} of {groups})"
     remedy = (
         "Its step of a parameter depends on other parameters: use for example AdamW, SGD or zs.Lion."
@@ -90,7 +105,7 @@ def _departs(cls: type, found: Departure, groups: int) -> str:
         else f"Its step of a parameter does not depend on other parameters: declare that with zs.whole_matrix({cls.__name__}) before "
         f"zs.shard(), or for some groups only with zs.whole_matrix({cls.__name__}, where=lambda param, options: ...)."
     )
-    return (
+    raise ConfigError(
         f"optimizer: in a trial on small tensors, {cls.__name__} stepped flat slices of parameters differently from whole "
         f"parameters{of}: {found.how}. Each rank steps flat slices, which takes an elementwise optimizer. {remedy}"
     )
@@ -104,29 +119,10 @@ def _sends(cls: type, operation: str) -> str:
     )
 
 
-def _check_steps_itself(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for an optimizer that holds another one: the held one would step whole parameters, not shards."""
-    for name, value in vars(optimizer).items():
-        other = next((held for held in _within(value) if isinstance(held, torch.optim.Optimizer)), optimizer)
-        if other is not optimizer:
-            raise ConfigError(
-                f"optimizer: {type(optimizer).__name__}.{name} holds another optimizer ({type(other).__name__}), which would "
-                "step whole parameters, of which each rank has slices. Give the inner optimizer to zs.shard(), and wrap the one that "
-                "it returns; replace several inner optimizers by one with a parameter group for each."
-            )
-
-
-def _within(value: Any) -> list[Any]:
-    """Return the elements of a list, tuple or dict; [value] for any other value."""
-    if isinstance(value, dict):
-        return list(value.values())
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
 def _check_hooks(optimizer: torch.optim.Optimizer | None, specs: list[ParamSpec]) -> None:
     """Raise ConfigError if hooks on parameters step other optimizers than this one in backward."""
     hooked = [spec for spec in specs if post_accumulate_hooks(spec.original) or hasattr(spec.original, _IN_BACKWARD)]
-    roots: list[Any] = [hook for spec in hooked for hook in post_accumulate_hooks(spec.original).values()]
+    roots: list[object] = [hook for spec in hooked for hook in post_accumulate_hooks(spec.original).values()]
     found = other_optimizers([*roots, *(getattr(spec.original, _IN_BACKWARD, None) for spec in hooked)], optimizer)
     stepped = [spec for spec in hooked if id(spec.original) in found]
     if stepped:
@@ -136,18 +132,6 @@ def _check_hooks(optimizer: torch.optim.Optimizer | None, specs: list[ParamSpec]
             f"{', '.join(spec.name for spec in stepped[:3])}{more}: a hook steps an optimizer of its own ({', '.join(classes)}) in backward, "
             f"with the gradient of this rank's batch alone, so ranks would get different parameters. {ONE_OPTIMIZER}"
         )
-
-
-def _check_parameters(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
-    """Raise ConfigError if the optimizer holds a parameter that is not the model's."""
-    for number, group in enumerate(optimizer.param_groups):
-        for position, param in enumerate(group["params"]):
-            if id(param) not in known:
-                raise ConfigError(
-                    f"the optimizer's group {number} holds a parameter (position {position}, shape "
-                    f"{tuple(param.shape)}) that is not the model's. Build the optimizer from the parameters of the "
-                    "model that you shard; one optimizer per sharded model."
-                )
 
 
 def check_members(optimizer: torch.optim.Optimizer, members: list[list[Tensor]], groups: list[ParamGroup]) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,7 @@ from ..tensor.tiled_parameter import part_of
 from ..utils.torch_compat import disable_current_modes
 from ..zero.chunked_gather import ChunkedGather
 from ..zero.parameter import ParamSpec
-from ..zero.unit import ParamGroup
-from .offloaded_step import fresh
+from .inner_optimizer import Options, State, fresh
 from .segments import Run
 from .state_storage import ColumnStates
 
@@ -116,30 +115,18 @@ class Stepping:
     """
 
     run: Run
-    options: dict[str, Any]
+    options: Options
     states: dict[str, torch.dtype]
-    others: dict[str, Any]
+    others: State
     owner: int = 0
-    written: dict[str, Any] = field(default_factory=dict)
+    written: Options = field(default_factory=dict)
 
-    @property
-    def group(self) -> ParamGroup:
-        return self.run.group
-
-    @property
-    def index(self) -> int:
-        return self.run.indices[0]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.group.specs[self.index].shape
-
-    @property
-    def numel(self) -> int:
-        return self.group.layout.slots[self.index].numel
+    def __post_init__(self) -> None:
+        self.group, self.index = self.run.group, self.run.indices[0]
+        self.shape, self.numel = self.group.specs[self.index].shape, self.group.layout.slots[self.index].numel
 
 
-def _differs(after: Any, before: Any) -> bool:
+def _differs(after: object, before: object) -> bool:
     """Return True for an option that a step has replaced, or written into (a tensor, of which it had a copy)."""
     if isinstance(after, Tensor) and isinstance(before, Tensor):
         return not torch.equal(after, before)
@@ -155,9 +142,13 @@ class WholeStepper:
         self.stacked: dict[tuple[str, int], int] = {}  # (state, parameter's dims) -> its leading dims of 1
 
     @torch.no_grad()
-    def step(self, runs: list[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
+    def step(self, runs: list[tuple[Run, Options]]) -> list[Options]:
         """Step all runs, the same in the same order on all ranks (collective); return the options that each step has changed."""
-        jobs = [self._job(run, options) for run, options in runs]
+        jobs = []
+        for run, options in runs:
+            entries = run.states.load()
+            states = {key: value.dtype for key, value in sorted(entries.items()) if run.holds(value)}
+            jobs.append(Stepping(run, options, states, {key: value for key, value in entries.items() if key not in states}))
         if self.replicated:
             for job in jobs:
                 self._step_here(job)
@@ -166,18 +157,12 @@ class WholeStepper:
                 self._step_turn(turn)
         return [job.written for job in jobs]
 
-    def _job(self, run: Run, options: dict[str, Any]) -> Stepping:
-        entries = run.states.load()
-        states = {key: value.dtype for key, value in sorted(entries.items()) if run.holds(value)}
-        return Stepping(run, options, states, {key: value for key, value in entries.items() if key not in states})
-
-    def _step_class(self, job: Stepping, param: Tensor, grad: Tensor, states: dict[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
+    def _step_class(self, job: Stepping, param: Tensor, grad: Tensor, states: dict[str, Tensor]) -> tuple[Tensor, State]:
         """Step a whole parameter with the optimizer's own class; return its value and states afterwards."""
         leaf = nn.Parameter(param.view(job.shape))
         leaf.grad = grad.view(job.shape).to(leaf.dtype)
-        state = {key: value.view((1,) * self._leading(job, key) + job.shape) for key, value in states.items()}
-        others = {key: job.run.shown(value) for key, value in job.others.items()}
-        state |= {key: value.clone() if isinstance(value, Tensor) else value for key, value in others.items()}
+        state: State = {key: value.view((1,) * self._leading(job, key) + job.shape) for key, value in states.items()}
+        state |= fresh({key: job.run.shown(value) for key, value in job.others.items()})
         self.inner.param_groups = [{**fresh(job.options), "params": [leaf]}]
         self.inner.state = defaultdict(dict, {leaf: state} if state else {})
         self.inner.step()
@@ -188,7 +173,7 @@ class WholeStepper:
         self.inner.state, self.inner.param_groups = defaultdict(dict), []  # free the whole parameter
         return leaf.detach(), {key: self._as_cut(job, key, value) for key, value in after.items()}
 
-    def _as_cut(self, job: Stepping, key: str, value: Any) -> Any:
+    def _as_cut(self, job: Stepping, key: str, value: object) -> object:
         """Return a state in the form in which the run keeps it: (m, n) for states (1, m, n) of classes that stack matrices."""
         if isinstance(value, Tensor) and key not in job.others:
             leading = value.dim() - len(job.shape)
@@ -219,21 +204,18 @@ class WholeStepper:
         value, after = self._step_class(job, param, job.group.gradients.in_step(slot.offset, slot.stop, param.dtype), states)
         if value.data_ptr() != param.data_ptr():
             param.copy_(value.view(-1))
-        run.states.save({key: self._padded(job, key, value, entries) for key, value in after.items()})
-
-    def _padded(self, job: Stepping, key: str, value: Any, entries: dict[str, Any]) -> Any:
-        if not _is_state(value, job.shape) or (key in job.others):
-            return value
-        flat = entries.get(key)
-        flat = flat if isinstance(flat, Tensor) else value.new_zeros(job.run.numel)
-        flat[: job.numel].copy_(value.reshape(-1))
-        return flat
+        for key, value in after.items():
+            if _is_state(value, job.shape) and key not in job.others:
+                flat = entries.get(key)
+                after[key] = flat if isinstance(flat, Tensor) else value.new_zeros(run.numel)
+                after[key][:numel].copy_(value.reshape(-1))
+        run.states.save(after)
 
     # -- sharded -------------------------------------------------------------------------------------------------
 
     def _step_turn(self, turn: list[Stepping]) -> None:
         """Step one turn: at most one parameter per rank."""
-        mine: tuple[Stepping, Tensor, dict[str, Any]] | None = None
+        mine: tuple[Stepping, Tensor, State] | None = None
         for job in turn:
             parts = self._collect(job)
             if parts is not None:
@@ -242,23 +224,27 @@ class WholeStepper:
         told = (*_told(mine[0], mine[2]), mine[0].written) if mine is not None else None
         everyone = exchange_values(self.comm, told, "optimizer step: states of whole parameters")
         for job in turn:
-            imagined = self.comm.imagined and job.owner != self.comm.rank
-            states, job.others, job.written = self._imagined(job) if imagined else everyone[job.owner]
-            job.states = dict(sorted(states.items()))
+            if self.comm.imagined and job.owner != self.comm.rank:
+                # an imagined owner's message is that after a first step, computed outside of the dry run's modes
+                first = replace(job, states={}, others={})
+                with disable_current_modes():
+                    param, grad = (torch.empty(job.numel, dtype=job.group.masters.stepped.dtype, device="meta") for _ in range(2))
+                    states, others = _told(first, self._step_class(first, param, grad, {})[1])
+                written = first.written
+            else:
+                states, others, written = everyone[job.owner]
+            job.states, job.others, job.written = dict(sorted(states.items())), others, written
         self._give_back(turn, mine)
-
-    def _imagined(self, job: Stepping) -> tuple[dict[str, torch.dtype], dict[str, Any], dict[str, Any]]:
-        """Return an imagined owner's message after a first step, computed on the meta device, outside of the dry run's modes."""
-        first = replace(job, states={}, others={})
-        with disable_current_modes():
-            param, grad = (torch.empty(job.numel, dtype=job.group.masters.stepped.dtype, device="meta") for _ in range(2))
-            return *_told(first, self._step_class(first, param, grad, {})[1]), first.written
 
     def _collect(self, job: Stepping) -> list[Tensor] | None:
         """Return value, gradient and states of one parameter, whole and flat, on its owner; None elsewhere (collective)."""
-        parts, comm = self._slices(job), self.comm
+        comm, group, home, stepped = self.comm, job.group, job.group.homes[job.index], job.group.masters.stepped
+        entries = job.run.states.load()
+        places = [job.run.place(entries[key], job.index) for key in job.states]
+        states = [rest.load(begin, begin + home.end - home.begin) for rest, begin in places]
+        parts = [stepped.load(home.begin, home.end), group.gradients.in_step(home.begin, home.end, stepped.dtype), *states]
         dtypes = [part.dtype for part in parts]
-        pieces = [job.group.layout.piece(job.index, rank) for rank in range(comm.world_size)]
+        pieces = [group.layout.piece(job.index, rank) for rank in range(comm.world_size)]
         whole = [torch.empty(job.numel, dtype=dtype, device=comm.device) for dtype in dtypes] if job.owner == comm.rank else None
         local = torch.cat([part.contiguous().view(torch.uint8) for part in parts])
         size = sum(dtype.itemsize for dtype in dtypes)
@@ -272,20 +258,11 @@ class WholeStepper:
                 _lay(received, start, target.view(torch.uint8)[at : at + nbytes], begin)
                 begin += nbytes
 
-        label = f"whole {job.group.specs[job.index].name}"
+        label = f"whole {group.specs[job.index].name}"
         self.gather.run([piece.numel * size for piece in pieces], lambda start, stop: local[start:stop], take, label)
         return whole
 
-    def _slices(self, job: Stepping) -> list[Tensor]:
-        """Return this rank's slices of value, gradient and states."""
-        group, home = job.group, job.group.homes[job.index]
-        stepped = group.masters.stepped
-        entries = job.run.states.load()
-        places = [job.run.place(entries[key], job.index) for key in job.states]
-        states = [rest.load(begin, begin + home.end - home.begin) for rest, begin in places]
-        return [stepped.load(home.begin, home.end), group.gradients.in_step(home.begin, home.end, stepped.dtype), *states]
-
-    def _give_back(self, turn: list[Stepping], mine: tuple[Stepping, Tensor, dict[str, Any]] | None) -> None:
+    def _give_back(self, turn: list[Stepping], mine: tuple[Stepping, Tensor, State] | None) -> None:
         """Send slices of values and states from the owners to all ranks, which store them (collective)."""
         sizes, targets = [0] * self.comm.world_size, {}
         for job in turn:
@@ -336,19 +313,18 @@ class WholeStepper:
         self.gather.close()
 
 
-def _placed(value: Any, key: str, run: Run) -> Any:
+def _placed(value: object, key: str, run: Run) -> object:
     """Return an unsharded state that the owner has sent, on this run's device; `step` stays on the host, as in torch."""
-    moves = run.tensor is not None and isinstance(value, Tensor) and key != "step"
-    return value.to(run.tensor.device) if moves else value  # type: ignore[union-attr]
+    return value.to(run.tensor.device) if isinstance(value, Tensor) and run.tensor is not None and key != "step" else value
 
 
-def _told(job: Stepping, after: dict[str, Any]) -> tuple[dict[str, torch.dtype], dict[str, Any]]:
+def _told(job: Stepping, after: State) -> tuple[dict[str, torch.dtype], State]:
     """Return the owner's message about a parameter's states after its step: dtypes of sharded ones, and the others' values."""
     states = {key: value.dtype for key, value in after.items() if _is_state(value, job.shape) and key not in job.others}
     return states, {key: value for key, value in after.items() if key not in states}
 
 
-def _is_state(value: Any, shape: tuple[int, ...]) -> bool:
+def _is_state(value: object, shape: tuple[int, ...]) -> TypeGuard[Tensor]:
     return is_column(value, shape) and bool(shape)
 
 

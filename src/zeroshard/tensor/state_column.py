@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class StateColumn:
         return self.encode is self.decode is _as_it_is and self.dtype in (None, stepped)
 
 
-def is_column(value: Any, shape: tuple[int, ...]) -> bool:
+def is_column(value: object, shape: tuple[int, ...]) -> TypeGuard[Tensor]:
     """Return True for a state with a value for each element of a tensor of this shape, False for a scalar."""
     return isinstance(value, Tensor) and tuple(value.shape) == shape
 

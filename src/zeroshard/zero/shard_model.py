@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ..comm.pool import BufferPool, StagingPool
 from ..config import Config, Offload, Placement, Tier
 from ..errors import ConfigError, HostMemoryError, OffloadIOError
 from ..memory.estimate import BUFFERS, LANDINGS, Buffers, Group, Need, Place, needs, shortage
-from ..memory.host_memory import keep_freed_memory, limits, return_freed_memory
+from ..memory.host_memory import keep_freed_memory, limits
 from ..memory.ledger import GATHERED, GRADIENTS, MASTERS, Ledger
 from ..offload.storage import Tiers
 from ..tensor.attributes import attributes_of
@@ -75,7 +76,7 @@ def open_tiers(
     From now on the host's allocator keeps freed memory or, if even parameters rest on disk, returns it to the system.
     """
     if config.offload_param.tier is Tier.DISK:
-        return_freed_memory()
+        keep_freed_memory(large=False)
     elif config.keep_host_memory and comm.device.type == "cpu":
         keep_freed_memory()
     tiers = Tiers(comm, ledger)
@@ -241,7 +242,7 @@ class Builder:
         found = self._needs(pairs)
         on_host = {Tier.HOST} | ({Tier.DEVICE} if comm.device.type == "cpu" else set())
         mine = Need.of(found, on_host, tiers.released_nbytes, limits())
-        everyone = [Need.told(*other) for other in exchange_values(comm, mine.plain(), "zs.shard: memory")]
+        everyone = [Need.told(*other) for other in exchange_values(comm, astuple(mine), "zs.shard: memory")]
         text = shortage(everyone, config)
         if text is not None:
             tiers.close()

@@ -153,7 +153,7 @@ def unsharded(first: Any, models: list[Any], stage3: bool) -> dict[str, Any]:
             (rank * length, 0, min(length, numel - rank * length), piece)
             for rank, piece in enumerate(pieces) if rank * length < numel
         ]  # fmt: skip
-        found[name] = StoredBoxes(pieces[0].dtype, tuple(shape), stretches, [s[0] for s in stretches])
+        found[name] = StoredBoxes(pieces[0].dtype, tuple(shape), stretches)
     return found
 
 
@@ -243,4 +243,4 @@ def _assemble(path: Path, name: str, shape: tuple[int, ...], stretches: list[Any
         pieces.append((start, offset, count, flat))
     if sum(count for _, _, count, _ in pieces) != math.prod(shape):
         raise CheckpointError(f"{path}: {name}: expected {math.prod(shape)} elements, found {sum(p[2] for p in pieces)}.")
-    return StoredBoxes(pieces[0][3].dtype, shape, pieces, [piece[0] for piece in pieces])
+    return StoredBoxes(pieces[0][3].dtype, shape, pieces)

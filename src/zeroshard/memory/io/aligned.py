@@ -24,6 +24,7 @@ _MAP_NBYTES = 1 << 16  # from this size on memory is a mapping of its own, exact
 _TOGETHER = 8  # number of tensors that one loop may read in step: parameters, gradients, masters, states, and two more
 _marks: deque[int] = deque(maxlen=_TOGETHER - 1)  # `way_mark` of the newest large tensors
 _marking = threading.Lock()
+_told_unpinned = False  # True once a line was printed about memory that can not be pinned
 _HASHED = ((12, 27), (13, 26), (14, 25), (15, 20), (16, 21), (17, 22), (18, 23), (19, 24))  # bits of an address, xored in pairs
 
 
@@ -110,12 +111,21 @@ class _Mapping(mmap.mmap):
     _device: int = 0  # CUDA device that was current
 
     def pin(self, whole: Tensor) -> None:
+        global _told_unpinned
         cudart = torch.cuda.cudart()
         failed = cudart.cudaHostRegister(whole.data_ptr(), whole.nbytes, 0)
-        if int(failed):
-            _tell_unpinned(whole.nbytes, str(cudart.cudaGetErrorString(failed)))
+        if not int(failed):
+            self._pinned, self._device = whole.data_ptr(), torch.cuda.current_device()
             return
-        self._pinned, self._device = whole.data_ptr(), torch.cuda.current_device()
+        with contextlib.suppress(RuntimeError, AssertionError):
+            torch.ones(1, device="cuda")  # CUDA reports the failure again at the next kernel: launch one here that may fail
+        if not _told_unpinned:  # copies are correct but slower, so the run goes on
+            _told_unpinned = True
+            print(
+                f"zeroshard: {whole.nbytes} bytes of host memory can not be pinned ({cudart.cudaGetErrorString(failed)}): copies from "
+                "and to the device are slower. Raise the limit of locked memory (ulimit -l), or offload less to the host",
+                file=sys.stderr,
+            )
 
     def __del__(self) -> None:  # a weakref's callback would come after munmap
         if self._pinned:
@@ -123,23 +133,6 @@ class _Mapping(mmap.mmap):
             with contextlib.suppress(RuntimeError):  # an earlier kernel's error must not keep the memory locked
                 torch.cuda.synchronize(self._device)
             torch.cuda.cudart().cudaHostUnregister(self._pinned)
-
-
-_told_unpinned = False
-
-
-def _tell_unpinned(nbytes: int, reason: str) -> None:
-    """Print once that memory is not pinned: copies from and to it are correct but slower, so the run goes on."""
-    global _told_unpinned
-    with contextlib.suppress(RuntimeError, AssertionError):
-        torch.ones(1, device="cuda")  # CUDA reports the failure again at the next kernel: launch one here that may fail
-    if not _told_unpinned:
-        _told_unpinned = True
-        print(
-            f"zeroshard: {nbytes} bytes of host memory can not be pinned ({reason}): copies from and to the device are slower. "
-            "Raise the limit of locked memory (ulimit -l), or offload less to the host",
-            file=sys.stderr,
-        )
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

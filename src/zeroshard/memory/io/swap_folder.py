@@ -93,7 +93,17 @@ class SwapFolder:
 
     def check_space(self, needed_nbytes: int, host_needed_nbytes: int) -> None:
         """Raise SwapError where less is free than these bytes, of this rank and of all ranks of this host."""
-        _check_space(self._parent, self._where, needed_nbytes, host_needed_nbytes)
+        space = os.statvfs(self._parent)
+        if space.f_flag & os.ST_RDONLY:
+            raise SwapError(f"{self._where} is on a filesystem mounted read-only; name a folder that can be written")
+        free_nbytes = space.f_bavail * space.f_frsize
+        if free_nbytes < host_needed_nbytes:
+            ranks = f" by all ranks of this host, {needed_nbytes} by this one" if host_needed_nbytes > needed_nbytes else ""
+            raise SwapError(
+                f"{self._where} is too small: {host_needed_nbytes} bytes ({host_needed_nbytes / 2**30:.2f} GiB) are needed"
+                f"{ranks}, {free_nbytes} bytes ({free_nbytes / 2**30:.2f} GiB) are free; free "
+                f"{(host_needed_nbytes - free_nbytes) / 2**30:.2f} GiB, name a folder on a larger disk, or offload less"
+            )
 
     @property
     def device(self) -> int:
@@ -147,20 +157,6 @@ def _check_place(parent: Path, where: str, any_filesystem: bool) -> bool:
         raise SwapError(f"{where} {problem}; name a folder on a local disk (NVMe), or pass any_filesystem=True")
     print(f"zeroshard: {where} {problem}; used as any_filesystem=True was given", file=sys.stderr)
     return remote
-
-
-def _check_space(parent: Path, where: str, needed_nbytes: int, host_needed_nbytes: int) -> None:
-    space = os.statvfs(parent)
-    if space.f_flag & os.ST_RDONLY:
-        raise SwapError(f"{where} is on a filesystem mounted read-only; name a folder that can be written")
-    free_nbytes = space.f_bavail * space.f_frsize
-    if free_nbytes < host_needed_nbytes:
-        ranks = f" by all ranks of this host, {needed_nbytes} by this one" if host_needed_nbytes > needed_nbytes else ""
-        raise SwapError(
-            f"{where} is too small: {host_needed_nbytes} bytes ({host_needed_nbytes / 2**30:.2f} GiB) are needed"
-            f"{ranks}, {free_nbytes} bytes ({free_nbytes / 2**30:.2f} GiB) are free; free "
-            f"{(host_needed_nbytes - free_nbytes) / 2**30:.2f} GiB, name a folder on a larger disk, or offload less"
-        )
 
 
 def _make_folder(parent: Path, where: str) -> tuple[Path, int]:

@@ -12,8 +12,9 @@ import math
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -99,17 +100,14 @@ class StoredTensor(Stored):
                 part = out[begin : begin + step]
                 direct = part.dtype == self.dtype and part.device.type == "cpu" and part.is_contiguous()
                 values = part if direct else torch.empty(part.numel(), dtype=self.dtype, device="cpu")
-                self._read(file, start + begin, bytes_of(values))
+                raw, at = bytes_of(values), self.offset + (start + begin) * self.dtype.itemsize
+                while raw:
+                    got = os.preadv(file.fileno(), [raw], at)
+                    if got == 0:
+                        raise OSError(f"{self.path}: expected {len(raw)} more bytes at {at}, got none: truncated file")
+                    raw, at = raw[got:], at + got
                 if not direct:
                     part.copy_(values)
-
-    def _read(self, file: Any, start: int, raw: memoryview) -> None:
-        at = self.offset + start * self.dtype.itemsize
-        while raw:
-            got = os.preadv(file.fileno(), [raw], at)
-            if got == 0:
-                raise OSError(f"{self.path}: expected {len(raw)} more bytes at {at}, got none: truncated file")
-            raw, at = raw[got:], at + got
 
     def write(self, start: int, source: Tensor) -> None:
         """Set elements [start, start + n) of the flattened tensor to `source` (n,), on the host, converted to its dtype."""
@@ -141,18 +139,17 @@ class StoredBoxes(Stored):
     dtype: torch.dtype
     shape: tuple[int, ...]
     stretches: list[tuple[int, int, int, Stored]]
-    starts: list[int] = field(repr=False)
 
     @classmethod
     def of(cls, dtype: torch.dtype, shape: Sequence[int], boxes: Sequence[tuple[Box, Stored]]) -> StoredBoxes:
         """Return the tensor that consists of these boxes, each with the place where it is stored."""
         stretches = [(at, within, count, at_rest) for box, at_rest in boxes for at, within, count in box.rows(shape) if count]
         stretches.sort(key=lambda stretch: stretch[0])
-        return cls(dtype, tuple(shape), stretches, [stretch[0] for stretch in stretches])
+        return cls(dtype, tuple(shape), stretches)
 
     def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
         """Yield the stretches of each box that has some of the elements. Raises OSError where an element is in no box."""
-        done, number = 0, max(bisect_right(self.starts, start) - 1, 0)
+        done, number = 0, max(bisect_right(self.stretches, start, key=itemgetter(0)) - 1, 0)
         while done < out.numel():
             if number == len(self.stretches):
                 raise OSError(f"elements from {start + done} on are missing")
