@@ -165,7 +165,7 @@ def _plan(
             raise ConfigError(f"zs.save: {what}: expected None or an integer of at least 1, got {value!r}.")
     if keep_every is not None and keep_last is None:
         raise ConfigError("zs.save: keep_every: without keep_last nothing is ever removed; give both.")
-    name = places.step_name(step) if name is None else name
+    name = f"step-{step:08d}" if name is None else name
     if not places.valid_name(name):
         expected = "one component of a path: no '/', no '.' in front, no blanks around it, nothing that does not print"
         raise ConfigError(f"zs.save: name: expected {expected}; got {name!r}.")
