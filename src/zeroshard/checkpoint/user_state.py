@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -69,61 +69,54 @@ class Extra:
             return self.digest
 
 
-def serialised(extra: Any) -> dict[str, Extra]:
+def serialised(extra: object) -> dict[str, Extra]:
     """Return the pickled states of zs.save's `extra`, by name. Raises ConfigError if one cannot be saved."""
-    if extra is None:
-        return {}
-    check_named(extra, "zs.save")
-    return {name: _serialised(name, value) for name, value in extra.items()}
+    found: dict[str, Extra] = {}
+    for name, value in ({} if extra is None else check_named(extra, "zs.save")).items():
+        if isinstance(value, nn.Module):
+            raise ConfigError(f"zs.save: extra[{name!r}]: a module; save its state_dict(), or shard it and save it on its own.")
+        state = value.state_dict() if has_state(value) else value
+        try:
+            found[name] = Extra(state, archived(state))
+        except (pickle.PicklingError, TypeError, AttributeError, ZeroshardError) as error:
+            inside = _inside(state)
+            hint = f" Give the {inside} in it a name of its own in extra=, so that its state_dict() is saved." if inside else ""
+            raise ConfigError(f"zs.save: extra[{name!r}] can not be saved: {error}.{hint}") from error
+    return found
 
 
-def check_named(extra: Any, verb: str) -> None:
-    """Raise ConfigError if `extra` is no dictionary, or has keys that cannot be names in a checkpoint."""
+def check_named(extra: object, verb: str) -> Mapping[str, Any]:
+    """Return `extra`. Raise ConfigError if it is no dictionary, or has keys that cannot be names in a checkpoint."""
     if not isinstance(extra, Mapping):
         raise ConfigError(f'{verb}: extra: expected a dictionary, as {{"scheduler": scheduler}}, got {extra!r:.80}.')
     for name in extra:
         if not isinstance(name, str) or not places.plain_name(name):
             raise ConfigError(f"{verb}: extra: expected names of letters, digits, '.', '_' and '-', got {name!r}.")
+    return extra
 
 
-def _serialised(name: str, value: Any) -> Extra:
-    if isinstance(value, nn.Module):
-        raise ConfigError(f"zs.save: extra[{name!r}]: a module; save its state_dict(), or shard it and save it on its own.")
-    state = value.state_dict() if has_state(value) else value
-    try:
-        return Extra(state, archived(state))
-    except (pickle.PicklingError, TypeError, AttributeError, ZeroshardError) as error:
-        inside = next((type(each).__name__ for each in _members(state) if has_state(each)), None)
-        hint = f" Give the {inside} in it a name of its own in extra=, so that its state_dict() is saved." if inside else ""
-        raise ConfigError(f"zs.save: extra[{name!r}] can not be saved: {error}.{hint}") from error
-
-
-def has_state(value: Any) -> bool:
+def has_state(value: object) -> bool:
     """Return whether a value has a `state_dict` method."""
     return callable(getattr(value, "state_dict", None))
 
 
-def takes_state(value: Any) -> bool:
-    """Return whether a value has a `load_state_dict` method."""
-    return callable(getattr(value, "load_state_dict", None))
-
-
-def check_target(name: str, value: Any) -> None:
+def check_target(name: str, value: object) -> None:
     """Raise ConfigError if an object given to zs.load has a state that zs.load has no way to set."""
-    if has_state(value) and not takes_state(value):
+    if has_state(value) and not callable(getattr(value, "load_state_dict", None)):
         raise ConfigError(
             f"zs.load: extra[{name!r}]: a {type(value).__name__} has a state_dict and no load_state_dict to take it back; give None, "
             f"and take Loaded.extra[{name!r}]."
         )
-    inside = next((type(each).__name__ for each in _members(value) if has_state(each)), None)
-    if inside:
+    if inside := _inside(value):
         raise ConfigError(
             f"zs.load: extra[{name!r}] would not load the {inside} inside it: give that a name of its own in extra=, here and to zs.save."
         )
 
 
-def _members(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple, set)) else ()
+def _inside(value: object) -> str | None:
+    """Return the class of the first object with a state in a dictionary, list, tuple or set, or None."""
+    members = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple, set)) else ()
+    return next((type(each).__name__ for each in members if has_state(each)), None)
 
 
 def alike(comm: Comm, extras: dict[str, Extra], digests: list[dict[str, str]]) -> set[str]:
