@@ -84,47 +84,28 @@ class _Pickler(pickle.Pickler):
         return None
 
 
-class _Zip:
-    """Writer of a zip archive without compression. CRCs are left 0: torch does not check them."""
-
-    def __init__(self) -> None:
-        self.local, self.directory, self.count, self.skipped = b"", b"", 0, 0
-
-    def add(self, name: str, content: bytes | None, nbytes: int) -> None:
-        """Add an entry. content None: the caller writes the `nbytes` bytes of the entry, aligned to ALIGN."""
-        encoded, at = f"archive/{name}".encode(), len(self.local) + self.skipped
-        extra = b""
-        if content is None:
-            padding = -(at + 30 + len(encoded) + 4) % ALIGN
-            extra = struct.pack("<HH", 0x4246, padding) + b"Z" * padding
-        sizes = struct.pack("<IIIHH", 0, nbytes, nbytes, len(encoded), len(extra))
-        head = struct.pack("<HHHHH", 20, 0, 0, 0, 0x21)  # version, flags, stored, time, date (1980-01-01)
-        self.local += b"PK\3\4" + head + sizes + encoded + extra + (content or b"")
-        self.directory += b"PK\1\2" + struct.pack("<H", 20) + head + sizes[:-2] + struct.pack("<HHHHII", 0, 0, 0, 0, 0, at)
-        self.directory += encoded
-        self.count += 1
-
-    def end(self) -> bytes:
-        """Return the directory and the record that close the archive."""
-        at = len(self.local) + self.skipped
-        closing = struct.pack("<HHHHIIH", 0, 0, self.count, self.count, len(self.directory), at, 0)
-        return self.directory + b"PK\5\6" + closing
-
-
 def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     """Return (prefix, suffix) such that prefix + the bytes of a contiguous tensor + suffix is a file of torch.save.
 
-    The length of the prefix is a multiple of ALIGN.
+    The length of the prefix is a multiple of ALIGN. The file is a zip archive; CRCs are left 0, since torch does not check them.
     """
-    described = io.BytesIO()
+    described, nbytes = io.BytesIO(), torch.Size(shape).numel() * dtype.itemsize
     _Pickler(described, protocol=2).dump(_Described(dtype, shape))
-    archive, nbytes = _Zip(), torch.Size(shape).numel() * dtype.itemsize
-    archive.add("data.pkl", described.getvalue(), len(described.getvalue()))
-    archive.add("byteorder", b"little", 6)
-    archive.add("version", b"3\n", 2)
-    archive.add("data/0", None, nbytes)
-    prefix, archive.skipped = archive.local, nbytes
-    return prefix, archive.end()
+    entries = ("data.pkl", described.getvalue()), ("byteorder", b"little"), ("version", b"3\n"), ("data/0", None)
+    prefix = directory = b""
+    for name, content in entries:
+        encoded, at, extra = f"archive/{name}".encode(), len(prefix), b""
+        if content is None:  # the tensor's bytes, which the caller writes, begin aligned
+            padding = -(at + 30 + len(encoded) + 4) % ALIGN
+            extra = struct.pack("<HH", 0x4246, padding) + b"Z" * padding
+        size = nbytes if content is None else len(content)
+        sizes = struct.pack("<IIIHH", 0, size, size, len(encoded), len(extra))
+        head = struct.pack("<HHHHH", 20, 0, 0, 0, 0x21)  # version, flags, stored, time, date (1980-01-01)
+        prefix += b"PK\3\4" + head + sizes + encoded + extra + (content or b"")
+        directory += b"PK\1\2" + struct.pack("<H", 20) + head + sizes[:-2] + struct.pack("<HHHHII", 0, 0, 0, 0, 0, at) + encoded
+    counts = len(entries), len(entries)
+    closing = struct.pack("<HHHHIIH", 0, 0, *counts, len(directory), len(prefix) + nbytes, 0)
+    return prefix, directory + b"PK\5\6" + closing
 
 
 class _StatePickler(_Pickler):

@@ -137,7 +137,7 @@ def _described(folder: Path, manifest: Manifest) -> Inspection:
         numel=sum(numel for numel, _ in model),
         tensors=len(model),
         optimizer_tensors=len(states),
-        kinds=_kinds(model, states, manifest.nbytes),
+        kinds=_kinds(model, states, sum(file.nbytes for file in manifest.files)),
         files={file.name: file.nbytes for file in manifest.files},
         checksums="",
         damage="",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from . import safetensors
-from .reading import Reading
+from .bulk_reader import Reading
 from .source import Opened, Untrusted
 
 

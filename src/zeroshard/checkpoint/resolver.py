@@ -20,7 +20,8 @@ from torch import nn
 from ..comm.base import DirectComm
 from ..comm.codec import exchange_values
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, CheckpointReadError, ModelMismatch, ZeroshardError
-from ..memory.io.tensor_reader import Stored, differ
+from ..memory.io.tensor_reader import Stored, StoredChunks, StoredTensor, differ
+from ..tensor.chunks import overlap
 from ..zero.parameter import ParamSpec
 from . import directory as places
 from . import safetensors
@@ -30,7 +31,6 @@ from .heartbeat import together
 from .importers import RECOGNISED, open_foreign, recognise
 from .manifest import FileEntry, Manifest
 from .rank_file import DIGEST_NBYTES
-from .reading import stored_tensors
 from .source import Opened, Untrusted
 
 LOOKS = 5  # attempts to open a checkpoint: a running job may remove it meanwhile, and then the next one is opened
@@ -377,14 +377,23 @@ def open_own(
     opened = Opened(folder, "zeroshard", {}, step=int(manifest.facts["step"]), facts=manifest.facts, ties=manifest.ties)
     opened.optimizer, opened.trained_only = manifest.facts["optimizer"], manifest.facts["trained_only"]
     opened.frozen, opened.scalars = manifest.frozen, manifest.scalars
-    for name, stored in stored_tensors(folder, manifest).items():
+    paths = [folder / file.name for file in manifest.files]
+    for name, entry in manifest.tensors.items():
+        boxes = [
+            (b.box, StoredTensor(paths[b.file], b.data, b.box.numel * entry.dtype.itemsize, entry.dtype, b.box.sizes))
+            for b in entry.boxes
+        ]
+        if (twice := overlap(box for box, _ in boxes)) is not None:  # the number of elements was checked with the manifest
+            once, found = f"every element of {name} once", f"element {next(twice.rows(entry.shape))[0]} twice"
+            raise CheckpointCorrupt(str(folder / places.MANIFEST), 0, once, found)
+        stored = StoredChunks(entry.dtype, entry.shape, boxes)
         if name.startswith(holding.MODEL):
             opened.model[name.removeprefix(holding.MODEL)] = stored
         elif name.startswith(holding.STATE):
-            *_, parameter, key = manifest.tensors[name].keys
+            *_, parameter, key = entry.keys
             opened.states.setdefault(parameter, {})[key] = stored
         elif name.startswith(holding.SLICES):
-            _, extra, parameter = manifest.tensors[name].keys
+            _, extra, parameter = entry.keys
             opened.slices.setdefault(extra, {})[parameter] = stored
     for alias, first in manifest.ties.items():
         if first in opened.model:

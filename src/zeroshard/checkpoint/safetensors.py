@@ -150,11 +150,6 @@ def check(model: nn.Module, specs: list[ParamSpec], stored: dict[str, Stored]) -
     return found
 
 
-def names_of_expanded(model: nn.Module) -> list[str]:
-    """Return all names of buffers whose elements share memory."""
-    return [name for buffer in others_of(model)[0] if buffer.expanded for name in buffer.names]
-
-
 @torch.no_grad()
 def stream(runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored], computed: bool = True) -> None:
     """Read this rank's slice of every found parameter (if replicated: all of it), and stored buffers. The rest keeps its values.

@@ -17,7 +17,7 @@ from ..optim.sharded_optimizer import OptimizerCore
 from ..zero.runtime import Runtime
 from . import module_state
 from .safetensors import names_of, prefixes_of
-from .state_map import names_of_group, param_groups
+from .state_map import param_groups
 
 
 class Stages:
@@ -75,9 +75,6 @@ class Stages:
 
 def _names(runtime: Runtime) -> set[str]:
     prefixes = prefixes_of(runtime.model)
-    aliases = {name for group in runtime.groups for spec in group.specs for name in names_of(prefixes, spec)}
-    return (
-        aliases
-        | {name for group in runtime.groups for name, _ in names_of_group(group)}
-        | module_state.names_of_others(runtime.model)
-    )
+    specs = [spec for group in runtime.groups for spec in group.specs]
+    aliases = {name for spec in specs for name in names_of(prefixes, spec)}
+    return aliases | {spec.whole_name for spec in specs} | module_state.names_of_others(runtime.model)

@@ -309,7 +309,9 @@ class Writing:
         self._copy()
         if self.draft is not None:  # the disk still writes what was copied, so this costs no time
             with self._write_errors():
-                self.metadata = listing.write_ahead(self.folder, self.saver.listed)
+                self.metadata = self.saver.listed.last_metadata
+                if self.metadata:
+                    listing.write_metadata(self.folder, self.metadata)
         return self._write(_SMALL_NBYTES)
 
     def _write(self, small_nbytes: int) -> bytes:
