@@ -30,6 +30,7 @@ from ..zero.runtime import Runtime, runtime_of
 from . import directory as places
 from .heartbeat import raise_first, telling, together
 from .stages import Stages
+from .state_map import Slices
 from .user_state import Extra, alike, serialised, slices_of
 from .writing import Plan, Save, Saver, Writing, write_error
 
@@ -114,24 +115,16 @@ def save(
 
 
 def _write(
-    saver: Saver, plan: Plan, stages: Stages, extras: dict[str, bytes], slices: dict[str, Any], shared: set[str],
+    saver: Saver, plan: Plan, stages: Stages, extras: dict[str, bytes], slices: dict[str, Slices], shared: set[str],
     files: dict[str, bytes], begin: float,
 ) -> Save:  # fmt: skip
-    """Wait for the last save, then write a draft and publish it, or discard it if anything fails (collective)."""
-    _agree_on_values(saver.runtime)
-    _await_last(saver, plan)
-    draft = _make_draft(saver.runtime.world, plan)
-    try:
-        return Writing(saver, plan, draft, stages, extras, slices, shared, files, begin).run()
-    except BaseException:
-        if isinstance(draft, places.Draft):
-            draft.discard()
-        raise
+    """Wait for the last save, then write a draft and publish it, or discard it if anything fails (collective).
 
-
-def _agree_on_values(runtime: Runtime) -> None:
-    """Raise ModelMismatch, on all ranks of the mesh, if data-parallel ranks wrote different values somewhere (collective)."""
-    world, problem = runtime.world, None
+    Raise ModelMismatch, on all ranks of the mesh, if data-parallel ranks wrote different values somewhere; CheckpointError while
+    the last save runs (`if_busy`), and its error if that was not raised yet.
+    """
+    runtime, world, last = saver.runtime, saver.runtime.world, saver.last
+    problem: ModelMismatch | None = None
     try:
         runtime.values.agree()
     except ModelMismatch as error:
@@ -140,6 +133,21 @@ def _agree_on_values(runtime: Runtime) -> None:
         problem = error
     if world is not runtime.comm:
         raise_first(exchange_values(world, problem, "zs.save: values at all places"), world.rank, problem)
+    if last is not None:
+        if plan.if_busy == "refuse" and any(world.exchange(b"" if last.done() else b"1", "zs.save: is one under way")):
+            raise CheckpointError(
+                f"zs.save: the save of {last.path.name} is still under way; nothing was saved. Wait for it, or use if_busy='wait'."
+            )
+        saver.last = None  # its error is raised by `wait`, once
+        if not last.told:
+            last.wait()
+    draft = _make_draft(world, plan)
+    try:
+        return Writing(saver, plan, draft, stages, extras, slices, shared, files, begin).run()
+    except BaseException:
+        if isinstance(draft, places.Draft):
+            draft.discard()
+        raise
 
 
 def core_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None, verb: str) -> OptimizerCore | None:
@@ -178,22 +186,6 @@ def _check_files(files: dict[str, bytes]) -> None:
         if not places.plain_name(name) or name.startswith("rank-") or name in (places.MANIFEST, places.LOCK):
             taken = f"not {places.MANIFEST}, {places.LOCK} or rank-..., which zs.save uses"
             raise ConfigError(f"zs.save: files: expected a plain file name, {taken}; got {name!r}.")
-
-
-def _await_last(saver: Saver, plan: Plan) -> None:
-    """Wait for the last save, or raise CheckpointError while it runs (`if_busy`); raise its error if it was not raised yet."""
-    last = saver.last
-    if last is None:
-        return
-    if plan.if_busy == "refuse":
-        busy = saver.runtime.world.exchange(b"" if last.done() else b"1", "zs.save: is one under way")
-        if any(busy):
-            raise CheckpointError(
-                f"zs.save: the save of {last.path.name} is still under way; nothing was saved. Wait for it, or use if_busy='wait'."
-            )
-    saver.last = None  # its error is raised below, once
-    if not last.told:
-        last.wait()
 
 
 def _agree(
