@@ -475,7 +475,8 @@ class _Loading:
                 self._restore().note(bulk, has)
             available = available_nbytes()
             most = sys.maxsize if available is None else int(available / here / _SPARE) - taken
-            self.reading.kept = hinted(path, partial(bulk.read, most))
+            with hinted(path):
+                self.reading.kept = bulk.read(most)
 
         agreed(comm, "zs.load: reading", read, path)
 
