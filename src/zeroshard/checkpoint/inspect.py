@@ -74,22 +74,23 @@ def inspect_checkpoint(path: str | os.PathLike, *, name: str | None = None, veri
         CheckpointNotFound: there is no complete checkpoint.
         CheckpointError: the folder, or a file of another library, cannot be read.
     """
-    return agreed(Alone(), "zs.inspect_checkpoint: reading", lambda: _look(Path(path), name, verify), path)
+    where = Path(path)
 
+    def look() -> list[Inspection]:
+        if name is None and not (where / places.MANIFEST).is_file():
+            present = _complete(where)
+            found = [one for one in (_inspect(folder, verify) for folder in present.values()) if one is not None]
+            if found:
+                return found
+            if not present and recognise(where) is not None:
+                return [_inspect_foreign(where)]
+        folder = places.find(where, name)
+        one = _inspect(folder, verify)
+        if one is None:
+            raise CheckpointNotFound(f"{folder} was removed while it was read, as by a run with keep_last: inspect a later one.")
+        return [one]
 
-def _look(where: Path, name: str | None, verify: bool) -> list[Inspection]:
-    if name is None and not (where / places.MANIFEST).is_file():
-        present = _complete(where)
-        found = [one for one in (_inspect(folder, verify) for folder in present.values()) if one is not None]
-        if found:
-            return found
-        if not present and recognise(where) is not None:
-            return [_inspect_foreign(where)]
-    folder = places.find(where, name)
-    one = _inspect(folder, verify)
-    if one is None:
-        raise CheckpointNotFound(f"{folder} was removed while it was read, as by a run with keep_last: inspect a later one.")
-    return [one]
+    return agreed(Alone(), "zs.inspect_checkpoint: reading", look, path)
 
 
 def _complete(where: Path) -> dict[str, Path]:
@@ -102,7 +103,10 @@ def _complete(where: Path) -> dict[str, Path]:
 
 def _inspect(folder: Path, verify: bool) -> Inspection | None:
     """Inspect a checkpoint of zs.save. Return None if it has been removed meanwhile."""
-    found, checksums, damage = _unknown(folder), HOLD if verify else UNCHECKED, ""
+    checksums, damage, sizes = HOLD if verify else UNCHECKED, "", dict[str, int]()
+    with suppress(OSError):  # the folder cannot be listed
+        sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.is_file()}
+    found = Inspection(str(folder), "zeroshard", -1, 0, 0, 0, {}, sizes, "", "", {}, {})  # if the manifest is not readable
     try:
         manifest = Manifest.read(folder)
         found = _described(folder, manifest)
@@ -117,10 +121,6 @@ def _inspect(folder: Path, verify: bool) -> Inspection | None:
         what = f"{type(error).__name__}: {error}"
         checksums, damage = UNREADABLE, f"{folder / places.MANIFEST} can not be read by this version of zeroshard: {what}"
     return replace(found, checksums=checksums, damage=damage)
-
-
-def _unknown(folder: Path) -> Inspection:
-    return Inspection(str(folder), "zeroshard", -1, 0, 0, 0, {}, _files(folder), "", "", {}, {})
 
 
 def _described(folder: Path, manifest: Manifest) -> Inspection:
@@ -147,13 +147,6 @@ def _described(folder: Path, manifest: Manifest) -> Inspection:
         trained_only=manifest.facts["trained_only"],
         left_out=len(manifest.frozen),
     )
-
-
-def _files(folder: Path) -> dict[str, int]:
-    """Return the sizes of files in a folder, for a checkpoint without a readable manifest. {} if it cannot be listed."""
-    with suppress(OSError):
-        return {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.is_file()}
-    return {}
 
 
 def _kinds(model: list[tuple[int, int]], states: list[tuple[int, int]], total: int) -> dict[str, int]:

@@ -160,7 +160,14 @@ def stream(runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored]
     for group, index, at in _found(runtime, found):
         place = group.place(index) if group.values.sharded and group.master is None else None
         if place is None:
-            _put(group, index, _read(group, index, at))
+            value = _read(group, index, at)
+            if not group.values.sharded:
+                write_value(group, index, value.view(group.specs[index].shape))
+                group.put_whole(index)
+                continue
+            group.set_local(index, value)
+            if group.master is not None:
+                group.master.store(group.homes[index].begin, value)
         else:
             at.read(group.homes[index].start, place)
     for buffer in others_of(runtime.model)[0]:
@@ -226,16 +233,6 @@ def give_computed(model: nn.Module, values: dict[str, Tensor]) -> None:
     given.update((name, value.to(state[name].device)) for name, value in values.items() if name in state)
     given._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
     model.load_state_dict(given, strict=False)
-
-
-def _put(group: ParamGroup, index: int, value: Tensor) -> None:
-    if not group.values.sharded:
-        write_value(group, index, value.view(group.specs[index].shape))
-        group.put_whole(index)
-        return
-    group.set_local(index, value)
-    if group.master is not None:
-        group.master.store(group.homes[index].begin, value)
 
 
 # -- writing -------------------------------------------------------------------------------------------------------
@@ -315,7 +312,17 @@ class _Listing:
             if first_names.setdefault(id(value), name) != name:
                 listing.metadata[name] = first_names[id(value)]
                 continue
-            listing.tensors[name] = (_stored_dtype(name, value, dtype), tuple(value.shape) if shape is None else shape)
+            if not isinstance(value, Tensor):
+                raise ConfigError(f"zs.save_safetensors: {name} is a {type(value).__name__}, and safetensors holds tensors only.")
+            if name == "__metadata__":
+                raise ConfigError("zs.save_safetensors: __metadata__ is a name that safetensors itself uses; rename the tensor.")
+            stored = casts_to(value.dtype, dtype)
+            if stored not in SAFETENSORS_NAMES:
+                expected = ", ".join(map(str, SAFETENSORS_NAMES))
+                raise ConfigError(
+                    f"zs.save_safetensors: {name} is {stored}; expected one of {expected}. zs.save takes all dtypes."
+                )
+            listing.tensors[name] = (stored, tuple(value.shape) if shape is None else shape)
             listing.sources.append((name, part, value if key is None else key))
         return listing
 
@@ -354,18 +361,6 @@ def _agree_on_listing(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Lis
                 )
         metadata |= {name: first for name, first in ties.items() if name not in tensors}
     return mine, _Listing(tensors, metadata)
-
-
-def _stored_dtype(name: str, value: Any, wanted: torch.dtype | None) -> torch.dtype:
-    if not isinstance(value, Tensor):
-        raise ConfigError(f"zs.save_safetensors: {name} is a {type(value).__name__}, and safetensors holds tensors only.")
-    if name == "__metadata__":
-        raise ConfigError("zs.save_safetensors: __metadata__ is a name that safetensors itself uses; rename the tensor.")
-    dtype = casts_to(value.dtype, wanted)
-    if dtype not in SAFETENSORS_NAMES:
-        expected = ", ".join(map(str, SAFETENSORS_NAMES))
-        raise ConfigError(f"zs.save_safetensors: {name} is {dtype}; expected one of {expected}. zs.save takes all dtypes.")
-    return dtype
 
 
 def elements_of(kind: str, shape: tuple[int, ...], times: float) -> tuple[int, ...]:

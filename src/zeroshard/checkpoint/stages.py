@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..optim.sharded_optimizer import OptimizerCore
 from ..zero.runtime import Runtime
 from . import module_state
-from .safetensors import names_of, prefixes_of
+from .safetensors import names_of, others_of, prefixes_of
 from .state_map import param_groups
 
 
@@ -75,6 +75,7 @@ class Stages:
 
 def _names(runtime: Runtime) -> set[str]:
     prefixes = prefixes_of(runtime.model)
-    specs = [spec for group in runtime.groups for spec in group.specs]
-    aliases = {name for spec in specs for name in names_of(prefixes, spec)}
-    return aliases | {spec.whole_name for spec in specs} | module_state.names_of_others(runtime.model)
+    specs, (buffers, computed) = [spec for group in runtime.groups for spec in group.specs], others_of(runtime.model)
+    found = {spec.whole_name for spec in specs} | {name for spec in specs for name in names_of(prefixes, spec)}
+    found |= {name for buffer in buffers for name in buffer.names} | computed.keys()
+    return found | module_state.takers(runtime.model).keys()

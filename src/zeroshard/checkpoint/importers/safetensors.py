@@ -19,15 +19,30 @@ from typing import Any
 from ...errors import CheckpointCorrupt, CheckpointError
 from ...memory.io.tensor_reader import StoredTensor
 from ..safetensors import FOREIGN_DTYPES, SAFETENSORS_DTYPES, elements_of
+from ..source import Opened
+
+
+def open_safetensors(path: Path) -> Opened:
+    """Open a safetensors file, the files of an index, or a folder. In a folder with an index, other files are ignored."""
+    return Opened(path, "safetensors", dict(index_folder(path)))
 
 
 def index_folder(path: str | os.PathLike) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file, of an index's files, or of a folder, by each of their names.
 
-    In a folder with an index, only the files that the index names are read; without one, all safetensors files.
+    Raises CheckpointError if a folder has several models.
     """
     root = Path(path)
-    index = root if is_index(root) else None if root.is_file() else _index_in(root)
+    index = root if is_index(root) else None
+    if root.is_dir():
+        found, whole = sorted(root.glob("*.safetensors.index.json")), root / "model.safetensors"
+        if len(found) > 1:
+            found = [each for each in found if each.name == "model.safetensors.index.json"] or found
+        if len(found) > 1:
+            raise CheckpointError(f"{root} holds two models, {found[0].name} and {found[1].name}: name the one that is meant.")
+        if found and whole.is_file() and whole not in read_index(found[0]).values():
+            raise CheckpointError(f"{root} holds two models, {whole.name} and {found[0].name}: name the file that is meant.")
+        index = found[0] if found else None
     wanted = {} if index is None else read_index(index)
     files = [root] if root.is_file() else sorted(root.glob("*.safetensors"))
     if index is not None:
@@ -40,18 +55,6 @@ def index_folder(path: str | os.PathLike) -> dict[str, StoredTensor]:
 def is_index(path: Path) -> bool:
     """Return whether a path is a Hugging Face index {weight_map: {name: file}}, by its name."""
     return path.name.endswith(".index.json") and path.is_file()
-
-
-def _index_in(folder: Path) -> Path | None:
-    """Return the index of a folder, or None. Raises CheckpointError if the folder has several models."""
-    found, whole = sorted(folder.glob("*.safetensors.index.json")), folder / "model.safetensors"
-    if len(found) > 1:
-        found = [index for index in found if index.name == "model.safetensors.index.json"] or found
-    if len(found) > 1:
-        raise CheckpointError(f"{folder} holds two models, {found[0].name} and {found[1].name}: name the one that is meant.")
-    if found and whole.is_file() and whole not in read_index(found[0]).values():
-        raise CheckpointError(f"{folder} holds two models, {whole.name} and {found[0].name}: name the file that is meant.")
-    return found[0] if found else None
 
 
 def read_index(index: Path) -> dict[str, Path]:

@@ -110,29 +110,26 @@ def open_torch_file(path: Path, offset: int = 0, nbytes: int | None = None) -> A
 
 
 def _located(value: Any, path: Path, base: int) -> Any:
-    if isinstance(value, Tensor):
-        return _locate(value, path, base)
+    """Return a value with the location in the file in the place of each (fake) tensor."""
     if isinstance(value, Mapping):
         return {key: _located(entry, path, base) for key, entry in value.items()}
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
         return type(value)(_located(entry, path, base) for entry in value)
-    return value
+    if not isinstance(value, Tensor):
+        return value
+    shape, dtype = tuple(value.shape), value.dtype
+    if value.layout is not torch.strided or value.is_quantized:
+        raise CheckpointError(f"{path}: a tensor {shape} is {value.layout} or quantised; expected dense tensors.")
+    at = base + (torch_compat.checkpoint_offset(value.untyped_storage()) or 0) + int(value.storage_offset()) * dtype.itemsize
+    if value.is_contiguous():
+        return StoredTensor(path, at, value.numel() * dtype.itemsize, dtype, shape)
+    extent = 1 + sum((length - 1) * stride for length, stride in zip(shape, value.stride(), strict=True))
+    return StridedTensor(StoredTensor(path, at, extent * dtype.itemsize, dtype, (extent,)), shape, value.stride())
 
 
-def _locate(tensor: Tensor, path: Path, base: int) -> StoredTensor | StridedTensor:
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise CheckpointError(f"{path}: a tensor {tuple(tensor.shape)} is {tensor.layout} or quantised; expected dense tensors.")
-    shape, size = tuple(tensor.shape), tensor.dtype.itemsize
-    at = base + (torch_compat.checkpoint_offset(tensor.untyped_storage()) or 0) + int(tensor.storage_offset()) * size
-    if tensor.is_contiguous():
-        return StoredTensor(path, at, tensor.numel() * size, tensor.dtype, shape)
-    extent = 1 + sum((length - 1) * stride for length, stride in zip(shape, tensor.stride(), strict=True))
-    return StridedTensor(StoredTensor(path, at, extent * size, tensor.dtype, (extent,)), shape, tensor.stride())
-
-
-def is_tensor(value: Any) -> bool:
-    """Return whether a value in a result of `open_torch_file` is the location of a tensor."""
-    return isinstance(value, (StoredTensor, StridedTensor))
+def is_tensor(value: object) -> bool:
+    """Return whether a value in an opened file is a tensor, of which only the place is known."""
+    return isinstance(value, Stored)
 
 
 def value_of(stored: Any) -> Any:
