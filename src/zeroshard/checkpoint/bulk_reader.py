@@ -74,10 +74,7 @@ class _Landing:
 
 
 class Bulk:
-    """Reads of one checkpoint of zs.save that are noted (`add`) and then carried out together (`read`).
-
-    A context manager: leaving it waits for reads in progress and gives the buffers back.
-    """
+    """Reads of one checkpoint of zs.save that are noted (`add`) and then carried out together (`read`); call `close` at the end."""
 
     def __init__(self, folder: Path, manifest: Manifest, room: Room) -> None:
         self.manifest, self.room = manifest, room
@@ -89,11 +86,9 @@ class Bulk:
         self._first: list[_Landing] = []  # the first reads, begun in a row from the time `_started` on: they measure the pace
         self._started = 0.0
 
-    def __enter__(self) -> Bulk:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._engine.close()  # waits for reads in progress
+    def close(self) -> None:
+        """Wait for reads in progress, and give the buffers back."""
+        self._engine.close()
         for file in self._files.values():
             file.close()
         self.room.close()
@@ -101,7 +96,7 @@ class Bulk:
     def ahead(self, path: Path) -> None:
         """Begin to read a file into free buffers, since this rank will probably need most of it. `read` raises its I/O errors."""
         for begin, end in itertools.islice(_cut(0, self.entries[path].nbytes), _AHEAD):
-            memory = self.room.spare(end - begin)
+            memory = self.room.lasting(end - begin, None)
             if memory is None:
                 return
             with suppress(OffloadIOError):

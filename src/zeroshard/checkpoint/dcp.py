@@ -18,6 +18,7 @@ import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,13 @@ def archived(value: Any) -> bytes:
     return out.getvalue()
 
 
+@dataclass
 class _Described:
     """Stand-in that pickles as a contiguous tensor over the storage of the given key, without having the elements."""
 
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], key: str = "0") -> None:
-        self.dtype, self.shape, self.key = dtype, shape, key
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    key: str = "0"
 
     def __reduce__(self) -> tuple:
         stride, strides = 1, []
@@ -70,9 +73,11 @@ class _Described:
         return torch_compat.rebuilder(by_dtype=True), (*described, self.dtype)
 
 
+@dataclass
 class _StorageOf:
-    def __init__(self, dtype: torch.dtype, numel: int, key: str) -> None:
-        self.dtype, self.numel, self.key = dtype, numel, key
+    dtype: torch.dtype
+    numel: int
+    key: str
 
 
 class _Pickler(pickle.Pickler):
@@ -170,9 +175,6 @@ class Window(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = 0) -> int:
         self.at = offset + (0, self.at, self.nbytes)[whence]
-        return self.at
-
-    def tell(self) -> int:
         return self.at
 
     def readinto(self, buffer: Any) -> int:

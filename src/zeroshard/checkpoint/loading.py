@@ -38,13 +38,13 @@ from . import module_state, safetensors
 from . import state_map as holding
 from .bulk_reader import Bulk, Reading
 from .fingerprint import Identity, identities
-from .heartbeat import raise_first, telling
+from .heartbeat import telling
 from .manifest import Manifest
 from .read_buffers import Room
 from .resolver import LOOKS, agreed, check_digests, check_tensors, hinted, open_any, removed
 from .saving import core_of, saver_of
 from .source import Opened, name_left_out
-from .stages import Stages
+from .stages import Stages, agree
 from .user_state import check_named, check_target, slices_of
 
 _SPARE = 1.25  # memory for a second copy of a state is allocated only if this many times its size is available
@@ -144,9 +144,9 @@ def _put(
     raise AssertionError("the last look returns or raises")
 
 
-def _agree(runtime: Runtime, path: Any, optimizer: Any, name: str | None, verify: Any, strict: bool, extra: Any) -> Stages:
+def _agree(runtime: Runtime, path: Any, optimizer: Any, name: str | None, verify: object, strict: bool, extra: object) -> Stages:
     """Check the arguments, and that all ranks pass the same (collective). Return the pipeline's stages."""
-    core, mine, telling_stages, problem = None, {}, None, None
+    core, mine, problem = None, dict[str, object](), None
     try:
         core = core_of(runtime, optimizer, "zs.load")
         check_idle(runtime, "zs.load")
@@ -156,17 +156,9 @@ def _agree(runtime: Runtime, path: Any, optimizer: Any, name: str | None, verify
             raise ConfigError(f"zs.load: verify: expected True, 'before' or False, got {verify!r}.")
         given, named = None if optimizer is None else "given", None if name is None else os.fspath(name)
         mine = {"path": places.absolute(path), "optimizer": given, "name": named, "verify": verify, "strict": bool(strict)}
-        telling_stages = Stages.tell(runtime, core)
     except Exception as error:
         problem = telling(error, "zs.load", runtime.world.rank)
-    everyone = exchange_values(runtime.world, (problem, mine, telling_stages), "zs.load: begin")
-    raise_first([theirs for theirs, *_ in everyone], runtime.world.rank, problem)
-    first = everyone[0][1]
-    for rank, (_, other, _) in enumerate(everyone):
-        if other != first:
-            what = [f"{key}: {first[key]!r} and {value!r}" for key, value in other.items() if value != first[key]]
-            raise ConfigError(f"zs.load: ranks 0 and {rank} passed different arguments: {'; '.join(what)}.")
-    return Stages(runtime, core, [told for *_, told in everyone])
+    return agree(runtime, core, "zs.load", mine, problem)[0]
 
 
 def await_save(runtime: Runtime) -> None:
@@ -182,7 +174,8 @@ def await_save(runtime: Runtime) -> None:
 def _bulk_of(held: ExitStack, runtime: Runtime, core: OptimizerCore | None, folder: Path, manifest: Manifest) -> Bulk:
     """Return the reader of a checkpoint of zs.save; it starts to read the file that probably has this rank's tensors, if any."""
     held.close()  # the reader of a checkpoint that has been removed meanwhile gives its buffers back
-    bulk = held.enter_context(Bulk(folder, manifest, Room(saver_of(runtime).pool)))
+    bulk = Bulk(folder, manifest, Room(saver_of(runtime).pool))
+    held.callback(bulk.close)
     if _all_wanted(runtime, core, manifest) and manifest.facts["world_size"] == runtime.world.world_size:
         bulk.ahead(folder / manifest.files[runtime.world.rank].name)
     return bulk

@@ -10,8 +10,8 @@ This file has the steps before anything is written; writing.py has the others. S
 
 from __future__ import annotations
 
+import hashlib
 import os
-import re
 import time
 from dataclasses import replace
 from errno import EIO, ENOTDIR
@@ -29,7 +29,7 @@ from ..zero.idle import check_idle
 from ..zero.runtime import Runtime, runtime_of
 from . import directory as places
 from .heartbeat import raise_first, telling, together
-from .stages import Stages
+from .stages import Stages, agree
 from .state_map import Slices
 from .user_state import Extra, alike, serialised, slices_of
 from .writing import Plan, Save, Saver, Writing, write_error
@@ -104,18 +104,25 @@ def save(
         core = core_of(runtime, optimizer, "zs.save")
         plan = _plan(runtime, path, step, name, asynchronous, if_busy, keep_last, keep_every, trained_only, overwrite, latest)
         extras, slices = serialised(extra), slices_of(extra, model)
-        _check_files(files or {})
+        for file in files or ():
+            _check_file(file)
     except Exception as error:
         problem = telling(error, "zs.save", runtime.world.rank)
-    shared, told = _agree(runtime.world, plan, extras, None if problem is not None else Stages.tell(runtime, core), problem)
+    digests = {name: hashlib.sha256(each.content).hexdigest() for name, each in extras.items()}
+    stages, told = agree(runtime, core, "zs.save", {} if plan is None else vars(plan), problem, digests)
     assert plan is not None
-    stages = Stages(runtime, core, told)
     plan = replace(plan, trained_only=plan.trained_only is not False and stages.partly_frozen)
-    return _write(saver, plan, stages, {name: each.content for name, each in extras.items()}, slices, shared, files or {}, begin)
+    return _write(saver, plan, stages, extras, alike(runtime.world, extras, told), slices, files or {}, begin)
+
+
+def _check_file(name: str) -> None:
+    if not places.plain_name(name) or name.startswith("rank-") or name in (places.MANIFEST, places.LOCK):
+        taken = f"not {places.MANIFEST}, {places.LOCK} or rank-..., which zs.save uses"
+        raise ConfigError(f"zs.save: files: expected a plain file name, {taken}; got {name!r}.")
 
 
 def _write(
-    saver: Saver, plan: Plan, stages: Stages, extras: dict[str, bytes], slices: dict[str, Slices], shared: set[str],
+    saver: Saver, plan: Plan, stages: Stages, extras: dict[str, Extra], shared: set[str], slices: dict[str, Slices],
     files: dict[str, bytes], begin: float,
 ) -> Save:  # fmt: skip
     """Wait for the last save, then write a draft and publish it, or discard it if anything fails (collective).
@@ -143,7 +150,8 @@ def _write(
             last.wait()
     draft = _make_draft(world, plan)
     try:
-        return Writing(saver, plan, draft, stages, extras, slices, shared, files, begin).run()
+        contents = {name: each.content for name, each in extras.items()}
+        return Writing(saver, plan, draft, stages, contents, slices, shared, files, begin).run()
     except BaseException:
         if isinstance(draft, places.Draft):
             draft.discard()
@@ -179,41 +187,6 @@ def _plan(
         raise ConfigError(f"zs.save: name: expected {expected}; got {name!r}.")
     root = places.absolute(path)
     return Plan(root, name, step, overwrite, asynchronous, if_busy, keep_last, keep_every, trained_only, latest)
-
-
-def _check_files(files: dict[str, bytes]) -> None:
-    for name in files:
-        if not places.plain_name(name) or name.startswith("rank-") or name in (places.MANIFEST, places.LOCK):
-            taken = f"not {places.MANIFEST}, {places.LOCK} or rank-..., which zs.save uses"
-            raise ConfigError(f"zs.save: files: expected a plain file name, {taken}; got {name!r}.")
-
-
-def _agree(
-    comm: DirectComm, plan: Plan | None, extras: dict[str, Extra], telling: Any, problem: Exception | None
-) -> tuple[set[str], list[Any]]:
-    """Raise a rank's problem, or ConfigError if ranks call `zs.save` differently (collective).
-
-    Return the names of extras that are the same on all ranks, and the ranks' values of `telling`, each about its stage.
-    """
-    mine = (problem, None if plan is None else vars(plan), {name: each.digest for name, each in extras.items()}, telling)
-    everyone = exchange_values(comm, mine, "zs.save: begin")
-    raise_first([theirs for theirs, *_ in everyone], comm.rank, problem)
-    _, first, names, _ = everyone[0]
-    for rank, (_, other, digests, _) in enumerate(everyone):
-        if other != first:
-            what = [f"{k}: {first[k]!r} and {v!r}" for k, v in other.items() if v != first[k]]
-            raise ConfigError(f"zs.save: ranks 0 and {rank} passed different arguments: {'; '.join(what)}.")
-        if digests.keys() != names.keys():
-            raise ConfigError(f"zs.save: extra: rank 0 gave {sorted(names)}, rank {rank} {sorted(digests)}: give the same names.")
-    shared = alike(comm, extras, [digests for _, _, digests, _ in everyone])
-    for name in sorted(names):
-        whose, _, number = name.rpartition(".")
-        if whose in names.keys() - shared and re.fullmatch("[0-9]+", number):  # any number: other loads have other ranks
-            raise ConfigError(
-                f"zs.save: extra[{name!r}]: the checkpoint uses this name for rank {number}'s {whose!r}, which differs between ranks; "
-                "choose another name."
-            )
-    return shared, [told for *_, told in everyone]
 
 
 def _make_draft(comm: DirectComm, plan: Plan) -> Path | places.Draft:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..comm.codec import exchange_values
 from ..errors import ConfigError
 from ..optim.sharded_optimizer import OptimizerCore
 from ..zero.runtime import Runtime
 from . import module_state
+from .heartbeat import raise_first, telling
 from .safetensors import names_of, others_of, prefixes_of
 from .state_map import param_groups
 
@@ -79,3 +81,31 @@ def _names(runtime: Runtime) -> set[str]:
     found = {spec.whole_name for spec in specs} | {name for spec in specs for name in names_of(prefixes, spec)}
     found |= {name for buffer in buffers for name in buffer.names} | computed.keys()
     return found | module_state.takers(runtime.model).keys()
+
+
+def agree(
+    runtime: Runtime,
+    core: OptimizerCore | None,
+    verb: str,
+    arguments: dict[str, Any],
+    problem: Exception | None,
+    more: object = None,
+) -> tuple[Stages, list[Any]]:
+    """Raise a rank's problem, or ConfigError if ranks call `verb` with different arguments (collective).
+
+    Return the pipeline's stages, and all ranks' values of `more`.
+    """
+    world, told = runtime.world, None
+    if problem is None:
+        try:
+            told = Stages.tell(runtime, core)
+        except Exception as error:
+            problem = telling(error, verb, world.rank)
+    everyone = exchange_values(world, (problem, arguments, told, more), f"{verb}: begin")
+    raise_first([theirs for theirs, *_ in everyone], world.rank, problem)
+    first = everyone[0][1]
+    for rank, (_, other, *_) in enumerate(everyone):
+        if other != first:
+            what = [f"{key}: {first[key]!r} and {value!r}" for key, value in other.items() if value != first[key]]
+            raise ConfigError(f"{verb}: ranks 0 and {rank} passed different arguments: {'; '.join(what)}.")
+    return Stages(runtime, core, [stage for _, _, stage, _ in everyone]), [theirs for *_, theirs in everyone]

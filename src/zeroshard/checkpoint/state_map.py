@@ -6,7 +6,7 @@
     zeroshard.state           steps taken, loss scale
     zeroshard.rng.<rank>      random generators
     extra.<name>              the user's extras; extra.<name>.<rank> where ranks gave different ones
-    slices.<extra>.<name>     values that an extra keeps for each parameter, in its shape (user_state.HoldsSlices, zs.ema)
+    slices.<extra>.<name>     values that an extra keeps for each parameter, in its shape (user_state.slices_of, zs.ema)
 
 Names are those of whole parameters, without tiles, tensor-parallel shards, wrappers, units and flat buffers, so that any other
 partition can read the checkpoint. Replicated states are divided among ranks as sharded ones are. If several ranks along model

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,24 +21,14 @@ from . import directory as places
 from .dcp import archived
 
 
-class HoldsSlices(Protocol):
-    """An object of `extra` with a value for each element of a model's parameters, sharded as the parameters are (zs.ema).
-
-    zs.save writes these values by parameter name, as it does parameters, so zs.load reads them into any other sharding.
-    """
-
-    def slices(self, model: nn.Module) -> list[tuple[ParamGroup, Rest]]:
-        """Return each group with the Rest of its shard of values. Raise ConfigError if the object belongs to another model."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the object's state besides its slices, as plain values."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state besides slices; called when slices have been loaded."""
-
-
 def slices_of(extra: Mapping[str, Any] | None, model: nn.Module) -> dict[str, list[tuple[ParamGroup, Rest]]]:
-    """Return the slices of the extras that keep some (HoldsSlices), by the extra's name."""
+    """Return the slices of the extras that keep some, by the extra's name: each group with the Rest of its shard of values.
+
+    Such an object (zs.ema) has a value for each element of a model's parameters, sharded as the parameters are, and a method
+    `slices(model)`, which raises ConfigError if the object belongs to another model. zs.save writes these values by parameter
+    name, as it does parameters, so zs.load reads them into any other sharding. Its `state_dict` has the rest of its state, and
+    `load_state_dict` is called when slices have been loaded.
+    """
     return {name: value.slices(model) for name, value in (extra or {}).items() if callable(getattr(value, "slices", None))}
 
 
@@ -48,25 +39,8 @@ _PLAIN = {int, float, complex, bool, str, bytes, type(None)}  # types whose valu
 class Extra:
     """The state of one extra, and the bytes that torch.save makes of it."""
 
-    state: Any
+    state: object
     content: bytes
-
-    @cached_property
-    def digest(self) -> str:
-        """Hash of the bytes."""
-        return hashlib.sha256(self.content).hexdigest()
-
-    @cached_property
-    def digest_of_values(self) -> str:
-        """Hash of the values, the same for equal values of torch's and Python's own types.
-
-        Their pickled bytes may differ: ranks order sets and dictionaries differently, and pickle writes an object that occurs
-        twice once.
-        """
-        try:
-            return _digest(self.state).hex()
-        except Exception:  # a recursive value, a meta tensor, ...: do not raise on one rank alone, in the midst of a collective
-            return self.digest
 
 
 def serialised(extra: object) -> dict[str, Extra]:
@@ -120,16 +94,37 @@ def _inside(value: object) -> str | None:
 
 
 def alike(comm: Comm, extras: dict[str, Extra], digests: list[dict[str, str]]) -> set[str]:
-    """Return the names of extras that are equal on all ranks (collective). digests: for each rank, name -> hash of the bytes."""
-    same = {name for name in digests[0] if len({theirs[name] for theirs in digests}) == 1}
-    if len(same) < len(digests[0]):
-        mine = {name: extra.digest_of_values for name, extra in extras.items() if name not in same}
+    """Return the names of extras that are equal on all ranks (collective). digests: for each rank, name -> hash of the bytes.
+
+    Extras of the same values may have different bytes: ranks order sets and dictionaries differently, and pickle writes an
+    object that occurs twice once. Raises ConfigError if ranks gave different names, or ambiguous ones.
+    """
+    names = digests[0].keys()
+    for rank, theirs in enumerate(digests):
+        if theirs.keys() != names:
+            raise ConfigError(f"zs.save: extra: rank 0 gave {sorted(names)}, rank {rank} {sorted(theirs)}: give the same names.")
+    same = {name for name in names if len({theirs[name] for theirs in digests}) == 1}
+    if len(same) < len(names):
+        mine = {name: digests[comm.rank][name] for name in extras if name not in same}
+        for name in mine:
+            with suppress(
+                Exception
+            ):  # a recursive value, a meta tensor, ...: do not raise on one rank alone, in the midst of a collective
+                mine[name] = _digest(extras[name].state).hex()
         everyone = exchange_values(comm, mine, "zs.save: extras that differ")
-        same |= {name for name in mine if len({theirs[name] for theirs in everyone}) == 1}  # equal values with different bytes
+        same |= {name for name in mine if len({theirs[name] for theirs in everyone}) == 1}
+    for name in sorted(names):
+        whose, _, number = name.rpartition(".")
+        if whose in names - same and re.fullmatch("[0-9]+", number):  # any number: other loads have other ranks
+            raise ConfigError(
+                f"zs.save: extra[{name!r}]: the checkpoint uses this name for rank {number}'s {whose!r}, which differs between ranks; "
+                "choose another name."
+            )
     return same
 
 
 def _digest(value: Any) -> bytes:
+    """Return a hash that is the same for equal values of torch's and Python's own types."""
     kind = type(value)
     if kind in (set, frozenset):
         parts = sorted(map(_digest, value))

@@ -51,12 +51,9 @@ class StridedTensor(Stored):
     """A stored tensor that is not contiguous: a transpose, a column. Each read loads the whole range of its elements."""
 
     extent: StoredTensor  # (n,): the storage from the first to the last element
+    dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self.extent.dtype
 
     def fill(self, start: int, out: Tensor) -> None:
         """Fill `out` (n,) with elements [start, start + n) of the flattened tensor, converted to the dtype of `out`."""
@@ -124,7 +121,7 @@ def _located(value: Any, path: Path, base: int) -> Any:
     if value.is_contiguous():
         return StoredTensor(path, at, value.numel() * dtype.itemsize, dtype, shape)
     extent = 1 + sum((length - 1) * stride for length, stride in zip(shape, value.stride(), strict=True))
-    return StridedTensor(StoredTensor(path, at, extent * dtype.itemsize, dtype, (extent,)), shape, value.stride())
+    return StridedTensor(StoredTensor(path, at, extent * dtype.itemsize, dtype, (extent,)), dtype, shape, value.stride())
 
 
 def is_tensor(value: object) -> bool:
