@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -305,7 +306,7 @@ class Reading:
         self.kept: Kept | None = None
         self.error: Exception | None = None
 
-    def guard(self, stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    def guard(self, stored: Mapping[str, Any]) -> dict[str, Any]:
         """Return the same tensors with a `read` that keeps its error in `error` instead of raising it."""
         return {name: _Guarded(tensor.dtype, tensor.shape, tensor, self) for name, tensor in stored.items()}
 

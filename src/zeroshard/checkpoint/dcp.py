@@ -44,7 +44,7 @@ def storable(dtype: torch.dtype) -> bool:
     return not str(dtype).startswith("torch.q")
 
 
-def archived(value: Any) -> bytes:
+def archived(value: object) -> bytes:
     """Return what torch.save writes for a value."""
     out = io.BytesIO()
     torch.save(value, out)
@@ -65,7 +65,7 @@ class _Described:
             strides.append(stride)
             stride *= max(size, 1)
         storage = _StorageOf(self.dtype, torch.Size(self.shape).numel(), self.key)
-        hooks: OrderedDict[str, Any] = OrderedDict()
+        hooks: OrderedDict[str, object] = OrderedDict()
         described = storage, 0, self.shape, tuple(reversed(strides)), False, hooks
         if self.dtype in _STORAGES:
             return torch_compat.rebuilder(), described
@@ -81,7 +81,7 @@ class _StorageOf:
 
 
 class _Pickler(pickle.Pickler):
-    def persistent_id(self, value: Any) -> Any:
+    def persistent_id(self, value: object) -> object:
         if isinstance(value, _StorageOf):
             if value.dtype not in _STORAGES:
                 return ("storage", torch.UntypedStorage, value.key, "cpu", value.numel * value.dtype.itemsize)
@@ -120,7 +120,7 @@ class _StatePickler(_Pickler):
         super().__init__(file, protocol=2)
         self.storages: dict[str, torch.UntypedStorage] = {}
 
-    def persistent_id(self, value: Any) -> Any:
+    def persistent_id(self, value: object) -> object:
         if not isinstance(value, (torch.TypedStorage, torch.UntypedStorage)):
             return super().persistent_id(value)
         storage = value if isinstance(value, torch.UntypedStorage) else value._untyped_storage
@@ -132,14 +132,14 @@ class _StatePickler(_Pickler):
 
 
 def make_state_dict_file(
-    path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], ties: Mapping[str, str], objects: Mapping[str, Any]
+    path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], ties: Mapping[str, str], objects: Mapping[str, object]
 ) -> dict[str, StoredTensor]:
     """Make a file of torch.save for a state dict, without the tensors' bytes. Return where each tensor lies by name.
 
     tensors: name -> (dtype, shape). ties: other name -> name, sharing storage. objects: values that are no tensors, by name.
     """
     keys = {name: str(number) for number, name in enumerate(tensors)}
-    state: dict[str, Any] = {name: _Described(*tensors[name], keys[name]) for name in tensors}
+    state: dict[str, object] = {name: _Described(*tensors[name], keys[name]) for name in tensors}
     state |= {alias: _Described(*tensors[name], keys[name]) for alias, name in ties.items()}
     pickled = io.BytesIO()
     pickler = _StatePickler(pickled)
@@ -164,7 +164,7 @@ def make_state_dict_file(
 class Window(io.RawIOBase):
     """File object over bytes [offset, offset + nbytes) of another file."""
 
-    def __init__(self, file: Any, offset: int, nbytes: int) -> None:
+    def __init__(self, file: io.BufferedReader, offset: int, nbytes: int) -> None:
         self.file, self.offset, self.nbytes, self.at = file, offset, nbytes, 0
 
     def seekable(self) -> bool:
@@ -199,7 +199,7 @@ def metadata_of(
 
     from ..utils.torch_compat import StorageInfo
 
-    described: dict[str, Any] = {}
+    described: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
     paths: dict[str, tuple[str, ...]] = {}
     stored: dict[dcp.MetadataIndex, StorageInfo] = {}
     for name, keys, dtype, shape, boxes in tensors:

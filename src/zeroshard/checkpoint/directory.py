@@ -26,7 +26,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from errno import EACCES, EAGAIN, EEXIST, ENOTEMPTY
 from pathlib import Path
-from typing import Any
 
 from ..errors import CheckpointError, CheckpointIncomplete, CheckpointNotFound, ConfigError
 from ..utils.host import host_identity
@@ -219,7 +218,7 @@ class Draft:
             os.close(lock)
 
 
-def _this_process() -> dict[str, Any]:
+def _this_process() -> dict[str, object]:
     """Identify this process: where its pid is unique (host, boot, pid namespace), its pid, and its start time (pids are reused)."""
     place = list(host_identity())
     with suppress(OSError):

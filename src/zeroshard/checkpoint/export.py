@@ -113,7 +113,12 @@ def export(
 
 
 def _write(
-    opened: Opened, target: Path, dtype: torch.dtype | None, format: str, max_shard_nbytes: int, settings: dict[str, Any] | None
+    opened: Opened,
+    target: Path,
+    dtype: torch.dtype | None,
+    format: str,
+    max_shard_nbytes: int,
+    settings: dict[str, object] | None,
 ) -> Exported:
     """Write an opened checkpoint to a hidden name and rename it to `target`; remove everything after an error."""
     if settings is None and format == "safetensors" and CONFIG in opened.shared_extras:
@@ -162,7 +167,7 @@ def _check_arguments(out: str | os.PathLike, dtype: object, format: str, max_sha
     return target
 
 
-def _read_config(config: Any) -> dict[str, Any]:
+def _read_config(config: Any) -> dict[str, object]:
     """Return a configuration as a dictionary. Raises ConfigError if it is no JSON object."""
     config = config.to_dict() if callable(getattr(config, "to_dict", None)) else config
     if isinstance(config, Mapping):
@@ -209,7 +214,7 @@ def _say(line: str) -> None:
     print(f"zeroshard: {line}", file=sys.stderr)
 
 
-def _read_objects(opened: Opened, format: str) -> dict[str, Any]:
+def _read_objects(opened: Opened, format: str) -> dict[str, object]:
     """Return modules' extra states that are no tensors, by name, if the format can hold them; print what is left out."""
     if opened.trained_only:
         _say(f"{opened.path} holds trained parameters only ({len(opened.frozen)} were left out): so does the export")
@@ -238,7 +243,7 @@ class _Exporting:
     """One export. tensors: name -> (dtype, shape) in the output. sources: name -> stored tensor. ties: other name -> name.
     objects: values that are no tensors, by name."""
 
-    def __init__(self, opened: Opened, dtype: torch.dtype | None, objects: dict[str, Any]) -> None:
+    def __init__(self, opened: Opened, dtype: torch.dtype | None, objects: dict[str, object]) -> None:
         self.dtype, self.objects = dtype, objects
         self.sources: dict[str, Stored] = {}
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -259,7 +264,7 @@ class _Exporting:
         self._reserve(path.parent)
         self._fill(path, dcp.make_state_dict_file(path, self.tensors, self.ties, self.objects))
 
-    def write_safetensors(self, folder: Path, max_shard_nbytes: int, settings: dict[str, Any] | None) -> None:
+    def write_safetensors(self, folder: Path, max_shard_nbytes: int, settings: dict[str, object] | None) -> None:
         """Write a folder of safetensors files, index and config; the configuration names the chosen dtype."""
         for name, (dtype, _) in self.tensors.items():
             if dtype not in SAFETENSORS_NAMES:
@@ -333,6 +338,6 @@ def _way_on(dtype: torch.dtype) -> str:
     return "; use format='torch'" if dcp.storable(dtype) else ""
 
 
-def _write_json(path: Path, value: Any) -> None:
+def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
     sync(path)

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 from ..comm.base import DirectComm
 from ..comm.codec import decode, encode
 from ..errors import CheckpointError, CheckpointWriteError, ZeroshardError
 
+T = TypeVar("T")
 _BEAT_S = 1.0  # seconds between beats, or a quarter of the stall timeout if that is shorter
 
 
-def together(comm: DirectComm, label: str, work: Callable[[], Any], stop: Callable[[], None] | None = None) -> list[Any]:
+def together(comm: DirectComm, label: str, work: Callable[[], T], stop: Callable[[], None] | None = None) -> list[T]:
     """Call `work()` on every rank and return all ranks' results, in rank order (collective).
 
     Args:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
+from ..memory.io.tensor_reader import Stored
 from . import directory as places
 from . import state_map as holding
 from .importers import open_foreign, recognise
@@ -161,7 +162,7 @@ def _inspect_foreign(path: Path) -> Inspection:
     files = {file.name if path.is_file() else str(file.relative_to(path)): file.stat().st_size for file in found}
     ties = opened.tied()
     model = [(math.prod(t.shape), t.dtype.itemsize) for name, t in opened.model.items() if name not in ties]
-    every = [t for state in opened.states.values() for t in state.values() if hasattr(t, "read")]
+    every = [t for state in opened.states.values() for t in state.values() if isinstance(t, Stored)]
     states = [(math.prod(t.shape), t.dtype.itemsize) for t in every]
     facts = {key: value for key, value in opened.facts.items() if key != "step"}
     numel, kinds = sum(count for count, _ in model), _kinds(model, states, sum(files.values()))

@@ -123,9 +123,9 @@ def load(
 
 
 def _put(
-    runtime: Runtime, stages: Stages, path: Any, name: str | None, verify: bool | str, trusted: bool, strict: bool,
-    wanted: dict[str, Any],
-) -> tuple[_Loading, dict[str, Any]]:  # fmt: skip
+    runtime: Runtime, stages: Stages, path: str | os.PathLike, name: str | None, verify: bool | str, trusted: bool, strict: bool,
+    wanted: dict[str, object],
+) -> tuple[_Loading, dict[str, object]]:  # fmt: skip
     """Find the checkpoint, compare it with the model, load it (collective). Return the `_Loading` and the saved extras."""
     world, mesh = runtime.world, runtime.topology.mesh
     for looks in range(LOOKS, 0, -1):
@@ -144,7 +144,15 @@ def _put(
     raise AssertionError("the last look returns or raises")
 
 
-def _agree(runtime: Runtime, path: Any, optimizer: Any, name: str | None, verify: object, strict: bool, extra: object) -> Stages:
+def _agree(
+    runtime: Runtime,
+    path: str | os.PathLike,
+    optimizer: torch.optim.Optimizer | None,
+    name: str | None,
+    verify: object,
+    strict: bool,
+    extra: object,
+) -> Stages:
     """Check the arguments, and that all ranks pass the same (collective). Return the pipeline's stages."""
     core, mine, problem = None, dict[str, object](), None
     try:
@@ -197,7 +205,7 @@ class _Loading:
         self.prefixes = safetensors.prefixes_of(runtime.model)
         self.aliases: dict[str, str] = {}  # another name of a parameter -> its name
         self.found: dict[str, Stored] = {}  # parameter -> where it is stored
-        self.left_out: list[tuple[Any, int]] = []  # (group, index) of parameters that the checkpoint leaves out
+        self.left_out: list[tuple[ParamGroup, int]] = []  # (group, index) of parameters that the checkpoint leaves out
         self.states: dict[int, SavedState] = {}
         self.groups: list[dict[str, Any]] = []
         self.reading = Reading()
@@ -207,7 +215,7 @@ class _Loading:
 
     # -- compare ---------------------------------------------------------------------------------------------
 
-    def compare(self, extra: dict[str, Any]) -> dict[str, Any]:
+    def compare(self, extra: dict[str, object]) -> dict[str, object]:
         """Find all of the model's entries; return the saved extras. Raise CheckpointMismatch with all entries that do not fit."""
         if self._by_stages or not self.opened.ours:
             for spec in (spec for group in self.runtime.groups for spec in group.specs):
@@ -382,7 +390,7 @@ class _Loading:
                 f"{len(totals)} parameters that it leaves out differ (fingerprints): {'; '.join(differing[:5])}"
             )
 
-    def _extras(self, wanted: dict[str, Any]) -> dict[str, Any]:
+    def _extras(self, wanted: dict[str, object]) -> dict[str, object]:
         """Return saved extras by name. Raise if a wanted one is missing, unread, of other ranks, or refused by its target."""
         found, unread = self.opened.extras, self.opened.unread
         for name in sorted(wanted.keys() & unread.keys()):
@@ -528,7 +536,7 @@ class _Loading:
             return
         runtime.progress.load(own)
 
-    def finish(self, extra: dict[str, Any], saved: dict[str, Any], rng: bool) -> str:
+    def finish(self, extra: dict[str, Any], saved: dict[str, object], rng: bool) -> str:
         """Load states of objects in `extra`, then random generators; return `Loaded.rng`. Raise the first object's error last."""
         refused: list[Exception] = []
         for name, target in extra.items():

@@ -155,11 +155,11 @@ class Manifest:
         return cls(body, files, tensors, objects, body.pop("ties"), body.pop("frozen"), body.pop("scalars", None))
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _tensors_json(tensors: dict[str, TensorEntry]) -> dict[str, Any]:
+def _tensors_json(tensors: dict[str, TensorEntry]) -> dict[str, object]:
     return {
         name: {
             "dtype": str(t.dtype).removeprefix("torch."),
@@ -208,7 +208,7 @@ def tensors_of(layout: FileLayout) -> bytes:
     return _json(tensors).encode()
 
 
-def part_of(layout: FileLayout, name: str, digests: list[str], extra: dict[str, Any]) -> bytes:
+def part_of(layout: FileLayout, name: str, digests: list[str], extra: dict[str, object]) -> bytes:
     """Return the JSON of a rank's part: name, size and checksums of its file, places of plain values, and `extra`.
 
     extra: ties, identities of frozen parameters, scalars.

@@ -10,18 +10,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
+from ..memory.io.tensor_reader import Stored
 from . import safetensors
 from .bulk_reader import Reading
 from .source import Opened, Untrusted
 
 
-def compare(model: nn.Module, stored: Mapping[str, Any], missing: list[str], mismatched: list[str], used: set[str]) -> list[str]:
+def compare(
+    model: nn.Module, stored: Mapping[str, Stored], missing: list[str], mismatched: list[str], used: set[str]
+) -> list[str]:
     """Compare with stored tensors: append to `missing` and `mismatched`, add the names to `used`. Return other problems."""
     buffers, computed = safetensors.others_of(model)
     wanted = [(buffer.kept, buffer.names, buffer.tensor) for buffer in buffers if buffer.kept]
@@ -95,8 +97,9 @@ def give_back(
         key = _key(prefix)
         if key in opened.model:
             (stored,) = reading.guard({key: opened.model[key]}).values()
-            value: Any = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-            stored.read(0, value.view(-1))
+            tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+            stored.read(0, tensor.view(-1))
+            value: object = tensor
         elif key in opened.module_objects:
             value = opened.module_objects[key]
         else:

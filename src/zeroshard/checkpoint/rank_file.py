@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from errno import EIO
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
@@ -89,7 +88,7 @@ class FileLayout:
                 end = -(-(end + nbytes) // ALIGN) * ALIGN
         return cls(contents.places, blobs, end, at_once)
 
-    def with_objects(self, objects: dict[str, Any], pickled: dict[str, bytes]) -> FileLayout:
+    def with_objects(self, objects: dict[str, object], pickled: dict[str, bytes]) -> FileLayout:
         """Return a layout of the same tensors with values after them, which are pickled here, and `pickled` ones.
 
         Raises ConfigError for what cannot be pickled.

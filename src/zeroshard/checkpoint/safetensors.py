@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from errno import EIO, EISDIR
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +78,7 @@ class Buffer:
     kept: list[str]
     names: list[str]
 
-    def stored_in(self, stored: Mapping[str, Any]) -> Any:
+    def stored_in(self, stored: Mapping[str, Stored]) -> Stored | None:
         """Return the stored tensor under the first of its names that is there, or None."""
         return next((stored[name] for name in self.names if name in stored), None)
 
@@ -88,16 +87,12 @@ class Buffer:
         """True if elements share memory, as those of `expand` do."""
         return not self.tensor.is_meta and distinct(self.tensor, self.tensor).shape != self.tensor.shape
 
-    def refuses(self, at: Any) -> bool:
+    def refuses(self, at: Stored) -> bool:
         """Return whether it is expanded, and the stored values differ where the buffer's elements share memory."""
         if not self.expanded:
             return False
         value = _read_buffer(self.tensor, at)
         return not torch.equal(distinct(value, self.tensor).expand_as(value), value)
-
-    def put(self, value: Tensor) -> None:
-        """Copy a value of the buffer's shape into it."""
-        distinct(self.tensor, self.tensor).copy_(distinct(value, self.tensor))
 
 
 def others_of(model: nn.Module) -> tuple[list[Buffer], dict[str, Tensor]]:
@@ -171,8 +166,9 @@ def stream(runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored]
         else:
             at.read(group.homes[index].start, place)
     for buffer in others_of(runtime.model)[0]:
-        if (at := buffer.stored_in(stored)) is not None:
-            buffer.put(_read_buffer(buffer.tensor, at))
+        if (found_at := buffer.stored_in(stored)) is not None:
+            value = _read_buffer(buffer.tensor, found_at)
+            distinct(buffer.tensor, buffer.tensor).copy_(distinct(value, buffer.tensor))
     runtime.comm.fence_read()
     if computed:
         give_computed(runtime.model, read_computed(runtime.model, stored))
@@ -183,8 +179,8 @@ def note(runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored], 
     for group, index, at in _found(runtime, found):
         _read(group, index, at, bulk)
     for buffer in others_of(runtime.model)[0]:
-        if (at := buffer.stored_in(stored)) is not None:
-            _read_buffer(buffer.tensor, at, bulk)
+        if (found_at := buffer.stored_in(stored)) is not None:
+            _read_buffer(buffer.tensor, found_at, bulk)
     read_computed(runtime.model, stored, bulk)
 
 
@@ -218,7 +214,7 @@ def _filled(numel: int, dtype: torch.dtype, at: Stored, start: int, bulk: Bulk |
     return value
 
 
-def read_computed(model: nn.Module, stored: Mapping[str, Any], bulk: Bulk | None = None) -> dict[str, Tensor]:
+def read_computed(model: nn.Module, stored: Mapping[str, Stored], bulk: Bulk | None = None) -> dict[str, Tensor]:
     """Return the stored tensors of those that hooks compute for the state dict, by name. bulk: only tell it what will be read."""
     wanted = {name: stored[name] for name in others_of(model)[1] if name in stored}
     return {name: _read_buffer(torch.empty(at.shape, dtype=at.dtype, device="cpu"), at, bulk) for name, at in wanted.items()}
@@ -347,7 +343,7 @@ def _agree_on_listing(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Lis
             raise failed
     if len(stages) == 1:
         return mine, mine
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     metadata: dict[str, str] = {}
     for number, ranks in enumerate(stages):
         _, (names, ties) = told[ranks[0]]
@@ -380,7 +376,7 @@ class SafetensorsFile:
     @classmethod
     def of(cls, path: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]) -> SafetensorsFile:
         """Lay out the file: tensors of large elements first, so that all are aligned; then by name."""
-        entries: dict[str, Any] = {"__metadata__": metadata}
+        entries: dict[str, object] = {"__metadata__": metadata}
         begins, end = {}, 0
         for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
             dtype, shape = tensors[name]

@@ -168,7 +168,7 @@ def core_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None, verb: str
 
 
 def _plan(
-    runtime: Runtime, path: Any, step: int | None, name: str | None, asynchronous: bool, if_busy: str,
+    runtime: Runtime, path: str | os.PathLike, step: int | None, name: str | None, asynchronous: bool, if_busy: str,
     keep_last: int | None, keep_every: int | None, trained_only: bool | None, overwrite: bool, latest: bool,
 ) -> Plan:  # fmt: skip
     if if_busy not in ("wait", "refuse"):

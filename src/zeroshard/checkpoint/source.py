@@ -37,12 +37,12 @@ class Opened:
     path: Path
     kind: str
     model: dict[str, Stored]
-    states: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    states: dict[Any, dict[str, object]] = field(default_factory=dict)
     groups: list[dict[str, Any]] | None = None
     step: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
-    module_objects: dict[str, Any] = field(default_factory=dict)  # modules' extra states that are no tensors
-    module_readers: dict[str, Callable[[], Any]] = field(default_factory=dict)  # functions that read these
+    module_objects: dict[str, object] = field(default_factory=dict)  # modules' extra states that are no tensors
+    module_readers: dict[str, Callable[[], object]] = field(default_factory=dict)  # functions that read these
     extras: dict[str, Any] = field(default_factory=dict)
     unread: dict[str, CheckpointError] = field(default_factory=dict)  # extras that were not unpickled, with the reason
     scaler: dict[str, Any] | None = None  # loss scale of another library, in the form that `progress` has for zs.save's
@@ -68,7 +68,7 @@ class Opened:
 
     def tied(self) -> dict[str, str]:
         """Return alias -> first name, for tensors that are stored once under several names."""
-        first: dict[Any, str] = {}
+        first: dict[object, str] = {}
         found = {}
         for name in sorted(self.model, key=lambda name: name in self.ties):  # names that the checkpoint calls aliases last
             stored = self.model[name]

@@ -85,7 +85,7 @@ class Contents:
     sources: list[Rest] = field(default_factory=list)
     begins: list[int] = field(default_factory=list)
     guarded: list[bool] = field(default_factory=list)
-    objects: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, object] = field(default_factory=dict)
     scalars: set[str] = field(default_factory=set)  # keys of optimizer states that are one number for each parameter
     ties: dict[str, str] = field(default_factory=dict)  # other name of a tied parameter -> its name
     frozen: list[tuple[ParamGroup, int]] = field(default_factory=list)  # parameters left out, of which identities are saved
@@ -258,5 +258,5 @@ def seed_generators(states: dict[str, Any], number: int) -> None:
         sys.modules["numpy"].random.seed(seed % 2**32)
 
 
-def _tuples(value: Any) -> Any:
+def _tuples(value: object) -> Any:
     return tuple(_tuples(v) for v in value) if isinstance(value, (list, tuple)) else value

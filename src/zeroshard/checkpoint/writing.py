@@ -21,11 +21,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from errno import EIO
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 import xxhash
@@ -48,6 +48,7 @@ _MOST_REASON_NBYTES = 1 << 20  # most that is read of a failed rank's `rank-0000
 _POLL_S, _SLOWEST_POLL_S = 0.02, 0.25
 _SMALL_NBYTES = 1 << 16  # a rank's part of the manifest up to this size is exchanged, a larger one goes through a file
 _SIGN_S = 1.0  # seconds between two signs of life where there are no locks
+T = TypeVar("T")
 Opening = tuple[str, list[str] | None]  # the digest of a rank's layout; on rank 0 those of the last save
 
 
@@ -199,10 +200,10 @@ class Writing:
         self.contents = Contents()
         self.layout: FileLayout | None = None
         self.writer: FileWriter | None = None
-        self.extra: dict[str, Any] = {}
+        self.extra: dict[str, object] = {}
         self.digests: list[str] = []  # XXH3-64 of each rank's layout
         self.metadata = b""  # content of `.metadata` that has been written ahead
-        self.mark: Any = None  # event on the device's stream at which the state is the one to save
+        self.mark: object = None  # event on the device's stream at which the state is the one to save
 
     def run(self) -> Save:
         """Carry out the save, or (asynchronous) its foreground part, and start the thread that does the rest (collective)."""
@@ -242,10 +243,10 @@ class Writing:
             self._give_up()
         return save
 
-    def _together(self, what: str, work: Callable[[], Any]) -> list[Any]:
+    def _together(self, what: str, work: Callable[[], T]) -> list[T]:
         """Do work that does not use `comm` on all ranks. A swap file that cannot be read fails this save, as other errors do."""
 
-        def quiet() -> Any:
+        def quiet() -> T:
             with self.runtime.tiers.beside_comm():
                 return work()
 
@@ -297,7 +298,7 @@ class Writing:
         if opened[0][1] != self.digests:
             self._together("telling what is in the files", tell_tensors)
 
-    def _write_errors(self) -> Any:
+    def _write_errors(self) -> AbstractContextManager[None]:
         nbytes = self.layout.nbytes if self.layout is not None else 0
         return write_errors(self.folder, nbytes, f"rank {self.comm.rank}: saving a checkpoint")
 
