@@ -129,14 +129,18 @@ def _write(
                 f"zs.export: {opened.path}: extra[{CONFIG!r}] is an object of a class that torch does not load by itself: give "
                 f"config= (model.config, or a config.json), and save extra={{{CONFIG!r}: model.config.to_dict()}}."
             ) from None
-    exporting = _Exporting(opened, dtype, _read_objects(opened, format))
+    exporting = _Exporting(opened, dtype, format, _read_objects(opened, format))
     scratch = target.with_name(f".{target.name}.{secrets.token_hex(3)}.tmp")
     with write_errors(target, exporting.nbytes, "zs.export"):
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             if format == "torch":
-                exporting.write_torch(scratch)
+                exporting.reserve(scratch.parent)
+                places = dcp.make_state_dict_file(scratch, exporting.tensors, exporting.ties, exporting.objects)
+                exporting.fill(scratch, places)
             else:
+                scratch.mkdir()
+                exporting.reserve(scratch)
                 exporting.write_safetensors(scratch, max_shard_nbytes, settings)
             names = [target.name] if format == "torch" else sorted(file.name for file in scratch.iterdir())
             os.replace(scratch, target)
@@ -243,7 +247,8 @@ class _Exporting:
     """One export. tensors: name -> (dtype, shape) in the output. sources: name -> stored tensor. ties: other name -> name.
     objects: values that are no tensors, by name."""
 
-    def __init__(self, opened: Opened, dtype: torch.dtype | None, objects: dict[str, object]) -> None:
+    def __init__(self, opened: Opened, dtype: torch.dtype | None, format: str, objects: dict[str, object]) -> None:
+        """Raises ConfigError if the format cannot hold a tensor."""
         self.dtype, self.objects = dtype, objects
         self.sources: dict[str, Stored] = {}
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -251,45 +256,40 @@ class _Exporting:
         for name, stored in opened.model.items():
             if name in self.ties:
                 continue
+            own = casts_to(stored.dtype, dtype)
+            if not (dcp.storable(own) if format == "torch" else own in SAFETENSORS_NAMES):
+                what = "this format" if format == "torch" else "safetensors"
+                remedy = "; give dtype=" if own.is_floating_point else "; use format='torch'" if dcp.storable(own) else ""
+                raise ConfigError(f"zs.export: {name} is {own}, which {what} can not hold{remedy}.")
             self.sources[name] = stored
-            self.tensors[name] = (casts_to(stored.dtype, dtype), tuple(stored.shape))
+            self.tensors[name] = (own, tuple(stored.shape))
+        if format == "safetensors" and _METADATA in self.tensors.keys() | self.ties.keys():
+            raise ConfigError(f"zs.export: safetensors can not hold a tensor called {_METADATA!r}; use format='torch'.")
         self.sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in self.tensors.items()}  # in bytes
         self.nbytes, self.numel = sum(self.sizes.values()), sum(math.prod(shape) for _, shape in self.tensors.values())
 
-    def write_torch(self, path: Path) -> None:
-        """Write one file of torch.save."""
-        for name, (dtype, _) in self.tensors.items():
-            if not dcp.storable(dtype):
-                raise ConfigError(f"zs.export: {name} is {dtype}, which this format can not hold{_way_on(dtype)}.")
-        self._reserve(path.parent)
-        self._fill(path, dcp.make_state_dict_file(path, self.tensors, self.ties, self.objects))
-
     def write_safetensors(self, folder: Path, max_shard_nbytes: int, settings: dict[str, object] | None) -> None:
         """Write a folder of safetensors files, index and config; the configuration names the chosen dtype."""
-        for name, (dtype, _) in self.tensors.items():
-            if dtype not in SAFETENSORS_NAMES:
-                raise ConfigError(f"zs.export: {name} is {dtype}, which safetensors can not hold{_way_on(dtype)}.")
-        if _METADATA in self.tensors.keys() | self.ties.keys():
-            raise ConfigError(f"zs.export: safetensors can not hold a tensor called {_METADATA!r}; use format='torch'.")
-        folder.mkdir()
-        self._reserve(folder)
+        documents: dict[str, object] = {}
         shards = divide(self.sizes, max_shard_nbytes, "model", ".safetensors")
         for name, names in shards.items():
             metadata = {"format": "pt"} | {alias: first for alias, first in self.ties.items() if first in names}
             file = SafetensorsFile.of(folder / name, {each: self.tensors[each] for each in names}, metadata)
             file.create()
-            self._fill(file.path, file.places)
+            self.fill(file.path, file.places)
         if len(shards) > 1:
             weight_map = {name: file for file, names in shards.items() for name in names}
             total = {"total_size": self.nbytes, "total_parameters": self.numel}
-            index = {"metadata": total, "weight_map": dict(sorted(weight_map.items()))}
-            _write_json(folder / "model.safetensors.index.json", index)
+            documents["model.safetensors.index.json"] = {"metadata": total, "weight_map": dict(sorted(weight_map.items()))}
         if settings is not None:
             chosen = {} if self.dtype is None else dict.fromkeys(("dtype", "torch_dtype"), str(self.dtype).removeprefix("torch."))
-            _write_json(folder / "config.json", {key: chosen.get(key, value) for key, value in settings.items()})
+            documents["config.json"] = {key: chosen.get(key, value) for key, value in settings.items()}
+        for name, document in documents.items():
+            (folder / name).write_text(json.dumps(document, indent=2) + "\n")
+            sync(folder / name)
         sync(folder)
 
-    def _reserve(self, folder: Path) -> None:
+    def reserve(self, folder: Path) -> None:
         """Raise OSError now if the disk is too small, rather than after minutes of writing."""
         probe = folder / f".{secrets.token_hex(3)}.tmp"
         try:
@@ -299,7 +299,7 @@ class _Exporting:
         finally:
             probe.unlink(missing_ok=True)
 
-    def _fill(self, path: Path, places: dict[str, StoredTensor]) -> None:
+    def fill(self, path: Path, places: dict[str, StoredTensor]) -> None:
         """Write tensors to their places in a file, and sync it."""
         for name, target in places.items():
             numel = math.prod(target.shape)
@@ -330,14 +330,3 @@ def divide(sizes: Mapping[str, int], most: int, stem: str, suffix: str) -> dict[
     if len(shards) == 1:
         return {f"{stem}{suffix}": shards[0]}
     return {f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}": names for number, names in enumerate(shards, 1)}
-
-
-def _way_on(dtype: torch.dtype) -> str:
-    if dtype.is_floating_point:
-        return "; give dtype="
-    return "; use format='torch'" if dcp.storable(dtype) else ""
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
-    sync(path)

@@ -8,8 +8,9 @@ float16 and then to bfloat16 differs from rounding once.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,3 +97,11 @@ def _sum(values: Tensor, places: Tensor) -> int:
     mixed *= _MIX
     mixed ^= mixed >> 32
     return int(mixed.sum()) % 2**64
+
+
+def totals(told: Iterable[Mapping[str, Sequence[Any]]]) -> dict[str, Identity]:
+    """Return the identities of whole parameters, by name. told: from each rank the fields of its parts' identities."""
+    found: dict[str, Identity] = {}
+    for name, fields in (item for theirs in told for item in theirs.items()):
+        found[name] = found[name] + Identity(*fields) if name in found else Identity(*fields)
+    return found

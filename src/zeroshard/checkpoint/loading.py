@@ -37,7 +37,7 @@ from . import directory as places
 from . import module_state, safetensors
 from . import state_map as holding
 from .bulk_reader import Bulk, Reading
-from .fingerprint import Identity, identities
+from .fingerprint import Identity, identities, totals
 from .heartbeat import telling
 from .manifest import Manifest
 from .read_buffers import Room
@@ -372,11 +372,8 @@ class _Loading:
         """Raise BaseModelMismatch if parameters that the checkpoint leaves out differ from those at the save (collective)."""
         mine = agreed(self.comm, "zs.load: base model", partial(identities, self.left_out), self.opened.path)
         told = exchange_values(self.comm, {key: list(vars(each).values()) for key, each in mine.items()}, "zs.load: base models")
-        totals: dict[str, Identity] = {}
-        for key, fields in (item for other in told for item in other.items()):
-            totals[key] = totals[key] + Identity(*fields) if key in totals else Identity(*fields)
-        differing = []
-        for key, total in totals.items():
+        held, differing = totals(told), []
+        for key, total in held.items():
             saved = self.opened.frozen.get(key)
             if saved is None and not self.strict:
                 continue
@@ -387,7 +384,7 @@ class _Loading:
         if differing:
             raise BaseModelMismatch(
                 f"{self.opened.path} holds trained parameters of another base model; nothing was changed. {len(differing)} of "
-                f"{len(totals)} parameters that it leaves out differ (fingerprints): {'; '.join(differing[:5])}"
+                f"{len(held)} parameters that it leaves out differ (fingerprints): {'; '.join(differing[:5])}"
             )
 
     def _extras(self, wanted: dict[str, object]) -> dict[str, object]:

@@ -20,7 +20,7 @@ from ..errors import CheckpointCorrupt, CheckpointError
 from ..tensor.chunks import Box
 from . import dcp
 from .directory import MANIFEST, sync, write_whole
-from .fingerprint import Identity
+from .fingerprint import totals
 from .rank_file import DIGEST_NBYTES, FileLayout, digest_count
 
 FORMAT, VERSION, DIGEST = "zeroshard-checkpoint", 1, "xxh3-64"
@@ -285,16 +285,12 @@ def join(parts: list[bytes], facts: dict[str, Any], listed: Listed) -> Manifest:
     read = [json.loads(part) for part in parts]
     files = [FileEntry(part["file"][0], part["file"][1], tuple(part["file"][2])) for part in read]  # file number = rank
     manifest = Manifest(facts, files, listed.tensors, {})
-    frozen: dict[str, Identity] = {}
     for number, part in enumerate(read):
         manifest.ties |= part["ties"]
         for name, (offset, nbytes) in part["objects"].items():
             manifest.objects[name] = ObjectEntry(number, offset, nbytes)
-        for name, entry in part["frozen"].items():
-            identity = Identity(*entry)
-            frozen[name] = frozen[name] + identity if name in frozen else identity
     manifest.scalars = sorted({key for part in read for key in part["scalars"]})
-    manifest.frozen = {name: list(astuple(identity)) for name, identity in frozen.items()}
+    manifest.frozen = {name: list(astuple(identity)) for name, identity in totals(part["frozen"] for part in read).items()}
     return manifest
 
 

@@ -38,9 +38,6 @@ class StandIn:
         made.__dict__["arguments"] = arguments
         return made
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        pass
-
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, Mapping):
             self.__dict__.update(state)
