@@ -296,15 +296,15 @@ class Kept:
         return slot
 
 
+@dataclass
 class Reading:
     """Reads that keep the first error in `error` and then do nothing, so that ranks stay in step and all raise it at the end.
 
     kept: the result of `Bulk.read`, from which tensors are then read; None: they are read from files.
     """
 
-    def __init__(self) -> None:
-        self.kept: Kept | None = None
-        self.error: Exception | None = None
+    kept: Kept | None = None
+    error: Exception | None = None
 
     def guard(self, stored: Mapping[str, Any]) -> dict[str, Any]:
         """Return the same tensors with a `read` that keeps its error in `error` instead of raising it."""

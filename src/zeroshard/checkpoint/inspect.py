@@ -110,7 +110,24 @@ def _inspect(folder: Path, verify: bool) -> Inspection | None:
     found = Inspection(str(folder), "zeroshard", -1, 0, 0, 0, {}, sizes, "", "", {}, {})  # if the manifest is not readable
     try:
         manifest = Manifest.read(folder)
-        found = _described(folder, manifest)
+        shapes = {name: (math.prod(entry.shape), entry.dtype.itemsize) for name, entry in manifest.tensors.items()}
+        model = [shape for name, shape in shapes.items() if name.startswith(holding.MODEL)]
+        states = [shape for name, shape in shapes.items() if name.startswith(holding.STATE)]
+        extras = {owner_of(name, manifest.facts)[0] for name in manifest.objects if name.startswith(holding.EXTRA)}
+        found = replace(
+            found,
+            step=int(manifest.facts["step"]),
+            numel=sum(numel for numel, _ in model),
+            tensors=len(model),
+            optimizer_tensors=len(states),
+            kinds=_kinds(model, states, sum(file.nbytes for file in manifest.files)),
+            files={file.name: file.nbytes for file in manifest.files},
+            facts={key: value for key, value in manifest.facts.items() if key not in ("step", "trained_only", "per_rank")},
+            ties=manifest.ties,
+            extras=tuple(sorted(extras)),
+            trained_only=manifest.facts["trained_only"],
+            left_out=len(manifest.frozen),
+        )
         check_sizes(folder, manifest)
         if verify:
             check_digests(folder, manifest)
@@ -122,32 +139,6 @@ def _inspect(folder: Path, verify: bool) -> Inspection | None:
         what = f"{type(error).__name__}: {error}"
         checksums, damage = UNREADABLE, f"{folder / places.MANIFEST} can not be read by this version of zeroshard: {what}"
     return replace(found, checksums=checksums, damage=damage)
-
-
-def _described(folder: Path, manifest: Manifest) -> Inspection:
-    """Return the Inspection of a checkpoint by its manifest alone."""
-    facts = {key: value for key, value in manifest.facts.items() if key not in ("step", "trained_only", "per_rank")}
-    shapes = {name: (math.prod(entry.shape), entry.dtype.itemsize) for name, entry in manifest.tensors.items()}
-    model = [shape for name, shape in shapes.items() if name.startswith(holding.MODEL)]
-    states = [shape for name, shape in shapes.items() if name.startswith(holding.STATE)]
-    extras = {owner_of(name, manifest.facts)[0] for name in manifest.objects if name.startswith(holding.EXTRA)}
-    return Inspection(
-        path=str(folder),
-        kind="zeroshard",
-        step=int(manifest.facts["step"]),
-        numel=sum(numel for numel, _ in model),
-        tensors=len(model),
-        optimizer_tensors=len(states),
-        kinds=_kinds(model, states, sum(file.nbytes for file in manifest.files)),
-        files={file.name: file.nbytes for file in manifest.files},
-        checksums="",
-        damage="",
-        facts=facts,
-        ties=manifest.ties,
-        extras=tuple(sorted(extras)),
-        trained_only=manifest.facts["trained_only"],
-        left_out=len(manifest.frozen),
-    )
 
 
 def _kinds(model: list[tuple[int, int]], states: list[tuple[int, int]], total: int) -> dict[str, int]:

@@ -338,35 +338,32 @@ class _Loading:
 
     def _find_states(self) -> list[str]:
         """Find the stored states of every parameter. Return a problem for each state whose shape is not its parameter's."""
-        entries, problems = self.opened.states, []
+        entries, problems, ours = self.opened.states, [], self.opened.ours
+        shapes = {name: stored.shape for name, stored in self.opened.model.items()}
         counters = set(self.opened.scalars) if self.opened.scalars is not None else {"step"} | {
             key for name, states in entries.items() for key, stored in states.items()
-            if not isinstance(stored, Stored) or (stored.shape == () and self._shape(name) != ())
+            if not isinstance(stored, Stored) or (stored.shape == () and shapes.get(name, ()) != ())
         }  # fmt: skip
         for group in self.runtime.groups:
             for index, spec in enumerate(group.specs):
-                name, state = spec.whole_name, SavedState()
+                name, shape, state = spec.whole_name, shapes.get(spec.whole_name, ()), SavedState()
                 for key, stored in (entries.get(name) or entries.get(self._one(name), {})).items():
                     if not isinstance(stored, Stored):
                         state.scalars[key] = stored
-                    elif key in counters or stored.shape != self._shape(name):
-                        if not self.opened.ours and stored.shape != ():
-                            problems.append(f"  optimizer: {key} of {name}: saved {stored.shape}, wanted {self._shape(name)}")
-                            continue
+                    elif key not in counters and stored.shape == shape:
+                        state.tensors[key] = stored.cut(spec.part)
+                    elif not ours and stored.shape != ():
+                        problems.append(f"  optimizer: {key} of {name}: saved {stored.shape}, wanted {shape}")
+                    else:
                         value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
                         stored.read(0, value.view(-1))
                         state.scalars[key] = value
-                    else:
-                        state.tensors[key] = stored.cut(spec.part)
-                if not self.opened.ours and isinstance(state.scalars.get("step"), int):
+                if not ours and isinstance(state.scalars.get("step"), int):
                     # torch's optimizers keep step as a float tensor on the host
                     state.scalars["step"] = torch.tensor(float(state.scalars["step"]), device="cpu")
                 if state.tensors or state.scalars:
                     self.states[id(group.params[index])] = state
         return problems
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return self.opened.model[name].shape if name in self.opened.model else ()
 
     def check_base(self) -> None:
         """Raise BaseModelMismatch if parameters that the checkpoint leaves out differ from those at the save (collective)."""

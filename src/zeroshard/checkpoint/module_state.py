@@ -42,14 +42,10 @@ def compare(
 def takers(model: nn.Module) -> dict[str, nn.Module]:
     """Return name of an extra state -> module with `set_extra_state`, for each name of the module."""
     return {
-        _key(prefix): module
+        f"{prefix}.{safetensors.EXTRA_STATE}".removeprefix("."): module
         for prefix, module in model.named_modules(remove_duplicate=False)
         if type(module).set_extra_state is not nn.Module.set_extra_state
     }
-
-
-def _key(prefix: str) -> str:
-    return f"{prefix}.{safetensors.EXTRA_STATE}" if prefix else safetensors.EXTRA_STATE
 
 
 def read_objects(model: nn.Module, opened: Opened, rank: int) -> None:
@@ -94,7 +90,7 @@ def give_back(
         who = f"the model ({type(model).__name__}.load_state_dict of {names})"
         attempt(who, lambda: safetensors.give_computed(model, computed))
     for prefix, module in model.named_modules():
-        key = _key(prefix)
+        key = f"{prefix}.{safetensors.EXTRA_STATE}".removeprefix(".")
         if key in opened.model:
             (stored,) = reading.guard({key: opened.model[key]}).values()
             tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")

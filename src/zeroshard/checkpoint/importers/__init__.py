@@ -19,7 +19,7 @@ from ..source import Opened
 from .dcp_folder import open_distributed
 from .deepspeed import open_deepspeed, tag_folder
 from .safetensors import open_safetensors
-from .torch_state_dict import WHOLE, bin_index, open_state_dict
+from .torch_state_dict import INDEX, WHOLE, open_state_dict
 
 RECOGNISED = "safetensors files, files of torch.save, folders of pytorch_model.bin, DeepSpeed and torch.distributed.checkpoint"
 
@@ -41,7 +41,7 @@ def recognise(path: Path, trusted: bool = False) -> Callable[[Path], Opened] | N
         return partial(open_distributed, trusted=trusted)
     if any(path.glob("*.safetensors")):
         return open_safetensors
-    if bin_index(path) is not None or (path / WHOLE).is_file():
+    if (path / INDEX).is_file() or (path / WHOLE).is_file():
         return open_state_dict
     return open_safetensors if any(path.glob("*.safetensors.index.json")) else None  # an index without its files
 

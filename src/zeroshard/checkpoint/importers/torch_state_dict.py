@@ -20,15 +20,14 @@ from .torch_file import is_tensor, open_torch_file, plain, value_of
 
 MODEL_KEYS = ("model_state_dict", "state_dict", "model", "module")
 OPTIMIZER_KEYS = ("optimizer_state_dict", "optimizer", "optim")
-WHOLE = "pytorch_model.bin"
+WHOLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _STEP_KEYS = ("global_steps", "global_step", "step", "steps", "iteration")
 
 
 def open_state_dict(path: Path) -> Opened:
     """Open a file, an index of files, or a folder of pytorch_model*.bin. Raises CheckpointError for a file without tensors."""
-    several = path.is_dir() or is_index(path)
-    index = bin_index(path) if path.is_dir() else path if several else None
-    wanted = {} if index is None else read_index(index)
+    several, index = path.is_dir() or is_index(path), path / INDEX if path.is_dir() else path
+    wanted = read_index(index) if is_index(index) else {}
     tensors: dict[Path, dict[str, Stored]] = {}
     objects: dict[Path, dict[str, Callable[[], object]]] = {}
     for file in sorted(set(wanted.values())) or [path / WHOLE if several else path]:
@@ -53,12 +52,6 @@ def open_state_dict(path: Path) -> Opened:
         opened.groups = [{key: value_of(value) for key, value in group.items()} for group in saved["param_groups"]]
     opened.step = next((whole[key] for key in _STEP_KEYS if isinstance(whole.get(key), int)), 0)
     return opened
-
-
-def bin_index(folder: Path) -> Path | None:
-    """Return a folder's index of pytorch_model.bin files, or None."""
-    index = folder / f"{WHOLE}.index.json"
-    return index if index.is_file() else None
 
 
 def objects_of(state: Mapping[str, object], path: Path) -> dict[str, Callable[[], object]]:
