@@ -155,7 +155,7 @@ class Draft:
                 file=sys.stderr,
             )
 
-    def publish(self, overwrite: bool = False, latest: bool = True) -> Path:
+    def publish(self, overwrite: bool = False, latest: bool = True) -> None:
         """Rename the draft to its name and, if `latest`, write the name to `latest`.
 
         Raise OSError, or CheckpointError if another save has taken the name meanwhile; nothing has changed then.
@@ -192,7 +192,6 @@ class Draft:
         remove(old)  # only now: until `latest` and the folder are durable, the old checkpoint may be needed
         (target / LOCK).unlink(missing_ok=True)  # not earlier: a draft without its lock would count as abandoned
         self._unlock()
-        return target
 
     def _take_back(self, target: Path, old: Path, pointed: bytes | None) -> None:
         """Undo the renames of a failed `publish` and restore `latest`, so that the next save finds the name free."""
@@ -233,22 +232,18 @@ def _started(pid: int) -> str:
         return ""
 
 
-def sweep(root: Path) -> int:
-    """Remove abandoned drafts and the old folders of replaced checkpoints. Return their number."""
-    count = 0
+def sweep(root: Path) -> None:
+    """Remove abandoned drafts and the old folders of replaced checkpoints."""
     for path in sorted(root.glob(".*")):
         ours = _DRAFT.fullmatch(path.name) or (_EARLIER_DRAFT.fullmatch(path.name) and (path / LOCK).is_file())
         if ours and (path.is_symlink() or (path.is_dir() and abandoned(path))):
             remove(path)
-            count += 1
     for path in sorted(root.glob(".*.old")):
         found = _OLD.fullmatch(path.name)
         if found and (root / found["name"] / MANIFEST).exists():
             remove(path)
-            count += 1
         elif found and not (root / found["name"]).exists():  # a run ended between the two renames of a replacement: undo it
             os.rename(path, root / found["name"])
-    return count
 
 
 def hold(path: Path) -> int | None:
@@ -414,16 +409,15 @@ def previous(path: Path) -> Path | None:
     return earlier[-1] if earlier else None
 
 
-def prune(root: Path, saved: str, keep_last: int | None, keep: Callable[[Path], bool]) -> list[str]:
-    """Remove complete checkpoints except `saved`, `keep_last - 1` others and those for which `keep` is true. Return their names.
+def prune(root: Path, saved: str, keep_last: int | None, keep: Callable[[Path], bool]) -> None:
+    """Remove complete checkpoints except `saved`, `keep_last - 1` others (None: all) and those for which `keep` is true.
 
     Checkpoints named by their step and those with other names are counted apart, so that periodic saves do not remove "best".
     Of the others, those of steps up to `saved`'s are kept before those of higher steps, and newer ones before older ones: a run
     can fall back to the former, while the latter are left from before it resumed from an earlier checkpoint.
     """
     if keep_last is None:
-        return []
-    removed = []
+        return
     present = complete(root)
     steps = {name: age[0] for name, path in present.items() if (age := _age(name, path)) is not None}
     alike = (name for name in steps if name != saved and (_step_of(name) is None) == (_step_of(saved) is None))
@@ -431,10 +425,7 @@ def prune(root: Path, saved: str, keep_last: int | None, keep: Callable[[Path], 
     others.sort(key=lambda other: steps[other[0]] <= steps.get(saved, -1))  # stable: still by age within both
     for name, path in others[: max(len(others) + 1 - keep_last, 0)]:
         if not keep(path):
-            scratch = (
-                root / f".{name}.{secrets.token_hex(3)}.draft"
-            )  # hidden at once; if this is killed, the next save removes it
+            # hidden at once; if this is killed, the next save removes it
+            scratch = root / f".{name}.{secrets.token_hex(3)}.draft"
             os.rename(path, scratch)
             remove(scratch)
-            removed.append(name)
-    return removed

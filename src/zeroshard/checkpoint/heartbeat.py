@@ -34,11 +34,8 @@ def together(comm: DirectComm, label: str, work: Callable[[], T], stop: Callable
     Raises:
         On every rank, the error that `work` raised on one: a ZeroshardError unchanged, others as CheckpointError (`telling`).
     """
-    result, ended, stopped = (
-        b"",
-        threading.Event(),
-        False,
-    )  # result: empty while this rank works. stopped: another rank failed then
+    result, stopped = b"", False  # result: empty while this rank works. stopped: another rank failed meanwhile
+    ended = threading.Event()
     everyone: list[tuple] = []
     failure: BaseException | None = None
     seconds = min(_BEAT_S, getattr(comm, "stall_timeout_s", 60.0) / 4)

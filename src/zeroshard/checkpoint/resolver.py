@@ -70,20 +70,17 @@ def agreed(comm: DirectComm | Alone, label: str, action: Callable[[], T], path: 
 
 def find_checkpoint(comm: DirectComm | Alone, path: str | os.PathLike, name: str | None) -> Path:
     """Return the folder of the checkpoint that rank 0 finds (collective)."""
-    found: Path | None = None
-    passed_over = ""
 
-    def find() -> None:
-        nonlocal found, passed_over
-        if comm.rank == 0:
-            try:
-                found = places.find(Path(path), name)
-            except CheckpointNotFound:  # a listing may miss a checkpoint that has just replaced a removed one: look again
-                found = places.find(Path(path), name)
-            if name is None and found != Path(path):
-                passed_over = places.passed_over(Path(path), found)
+    def find() -> tuple[Path | None, str]:
+        if comm.rank != 0:
+            return None, ""
+        try:
+            found = places.find(Path(path), name)
+        except CheckpointNotFound:  # a listing may miss a checkpoint that has just replaced a removed one: look again
+            found = places.find(Path(path), name)
+        return found, places.passed_over(Path(path), found) if name is None and found != Path(path) else ""
 
-    agreed(comm, "zs.load: find", find, path)
+    found, passed_over = agreed(comm, "zs.load: find", find, path)
     if passed_over:
         print(f"zeroshard: {passed_over}", file=sys.stderr)
     return Path(exchange_values(comm, str(found), "zs.load: which")[0])
@@ -250,16 +247,14 @@ def open_any(
 
     Raises CheckpointNotFound, CheckpointCorrupt, CheckpointError.
     """
-    foreign: Path | None = None
 
-    def look() -> None:
-        nonlocal foreign
+    def look() -> str | None:
         where = Path(path)
         if comm.rank == 0 and name is None and not (where / places.MANIFEST).is_file() and not places.complete(where):
-            foreign = where if recognise(where) is not None else None
+            return str(where) if recognise(where) is not None else None
+        return None
 
-    agreed(comm, "zs.load: look", look, path)
-    told = exchange_values(comm, None if foreign is None else str(foreign), "zs.load: what is it")[0]
+    told = exchange_values(comm, agreed(comm, "zs.load: look", look, path), "zs.load: what is it")[0]
     if told is not None:
         where = Path(told)
         return agreed(comm, "zs.load: open", lambda: open_foreign(where, trusted), where)

@@ -102,10 +102,10 @@ def save(
     try:
         runtime.check_model()
         core = core_of(runtime, optimizer, "zs.save")
-        plan = _plan(runtime, path, step, name, asynchronous, if_busy, keep_last, keep_every, trained_only, overwrite, latest)
+        plan = _plan(
+            runtime, path, step, name, asynchronous, if_busy, keep_last, keep_every, trained_only, overwrite, latest, files or {},
+        )  # fmt: skip
         extras, slices = serialised(extra), slices_of(extra, model)
-        for file in files or ():
-            _check_file(file)
     except Exception as error:
         problem = telling(error, "zs.save", runtime.world.rank)
     digests = {name: hashlib.sha256(each.content).hexdigest() for name, each in extras.items()}
@@ -113,12 +113,6 @@ def save(
     assert plan is not None
     plan = replace(plan, trained_only=plan.trained_only is not False and stages.partly_frozen)
     return _write(saver, plan, stages, extras, alike(runtime.world, extras, told), slices, files or {}, begin)
-
-
-def _check_file(name: str) -> None:
-    if not places.plain_name(name) or name.startswith("rank-") or name in (places.MANIFEST, places.LOCK):
-        taken = f"not {places.MANIFEST}, {places.LOCK} or rank-..., which zs.save uses"
-        raise ConfigError(f"zs.save: files: expected a plain file name, {taken}; got {name!r}.")
 
 
 def _write(
@@ -169,7 +163,7 @@ def core_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None, verb: str
 
 def _plan(
     runtime: Runtime, path: str | os.PathLike, step: int | None, name: str | None, asynchronous: bool, if_busy: str,
-    keep_last: int | None, keep_every: int | None, trained_only: bool | None, overwrite: bool, latest: bool,
+    keep_last: int | None, keep_every: int | None, trained_only: bool | None, overwrite: bool, latest: bool, files: dict[str, bytes],
 ) -> Plan:  # fmt: skip
     if if_busy not in ("wait", "refuse"):
         raise ConfigError(f"zs.save: if_busy: expected 'wait' or 'refuse', got {if_busy!r}.")
@@ -185,6 +179,10 @@ def _plan(
     if not places.valid_name(name):
         expected = "one component of a path: no '/', no '.' in front, no blanks around it, nothing that does not print"
         raise ConfigError(f"zs.save: name: expected {expected}; got {name!r}.")
+    for file in files:
+        if not places.plain_name(file) or file.startswith("rank-") or file in (places.MANIFEST, places.LOCK):
+            taken = f"not {places.MANIFEST}, {places.LOCK} or rank-..., which zs.save uses"
+            raise ConfigError(f"zs.save: files: expected a plain file name, {taken}; got {file!r}.")
     root = places.absolute(path)
     return Plan(root, name, step, overwrite, asynchronous, if_busy, keep_last, keep_every, trained_only, latest)
 

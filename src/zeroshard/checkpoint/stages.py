@@ -26,7 +26,7 @@ class Stages:
     """The stages of a pipeline, as one rank knows them."""
 
     def __init__(self, runtime: Runtime, core: OptimizerCore | None, told: list[Any]) -> None:
-        """told: results of `tell`, by rank. Raises ConfigError on every rank if the stages' optimizers do not match."""
+        """told: what each stage's first rank told (see `agree`), by rank. Raises ConfigError on every rank if optimizers do not match."""
         self.runtime, self.core, topology = runtime, core, runtime.topology
         self.several, self.stage = len(topology.stages) > 1, topology.stage
         self.told = [told[ranks[0]] for ranks in topology.stages]
@@ -37,18 +37,6 @@ class Stages:
                 f"the optimizers of the pipeline's stages have {counts} parameter groups: give each the same number (groups may be "
                 "empty), or save and load without optimizers."
             )
-
-    @staticmethod
-    def tell(runtime: Runtime, core: OptimizerCore | None) -> Any:
-        """Return what a stage's first rank sends to all ranks about the stage, in plain values; None on its other ranks."""
-        ranks, groups = runtime.topology.stages, runtime.groups
-        if len(ranks) == 1 or runtime.world.rank != ranks[runtime.topology.stage][0]:
-            return None
-        return {
-            "names": sorted(_names(runtime)),
-            "members": None if core is None else [group["params"] for group in param_groups(runtime, core)],
-            "trains": [any(group.trainable for group in groups), any(not group.trainable for group in groups)],
-        }
 
     def writes(self, name: str) -> bool:
         """Return whether this is the first stage that has the name in its model."""
@@ -95,10 +83,14 @@ def agree(
 
     Return the pipeline's stages, and all ranks' values of `more`.
     """
-    world, told = runtime.world, None
-    if problem is None:
+    world, groups, stages, told = runtime.world, runtime.groups, runtime.topology.stages, None
+    if problem is None and len(stages) > 1 and world.rank == stages[runtime.topology.stage][0]:
         try:
-            told = Stages.tell(runtime, core)
+            told = {  # what a stage's first rank tells all ranks about it
+                "names": sorted(_names(runtime)),
+                "members": None if core is None else [group["params"] for group in param_groups(runtime, core)],
+                "trains": [any(group.trainable for group in groups), any(not group.trainable for group in groups)],
+            }
         except Exception as error:
             problem = telling(error, verb, world.rank)
     everyone = exchange_values(world, (problem, arguments, told, more), f"{verb}: begin")
