@@ -145,14 +145,9 @@ def _put(
 
 
 def _agree(
-    runtime: Runtime,
-    path: str | os.PathLike,
-    optimizer: torch.optim.Optimizer | None,
-    name: str | None,
-    verify: object,
-    strict: bool,
-    extra: object,
-) -> Stages:
+    runtime: Runtime, path: str | os.PathLike, optimizer: torch.optim.Optimizer | None, name: str | None, verify: object,
+    strict: bool, extra: object,
+) -> Stages:  # fmt: skip
     """Check the arguments, and that all ranks pass the same (collective). Return the pipeline's stages."""
     core, mine, problem = None, dict[str, object](), None
     try:

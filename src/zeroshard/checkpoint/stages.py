@@ -72,13 +72,9 @@ def _names(runtime: Runtime) -> set[str]:
 
 
 def agree(
-    runtime: Runtime,
-    core: OptimizerCore | None,
-    verb: str,
-    arguments: dict[str, Any],
-    problem: Exception | None,
+    runtime: Runtime, core: OptimizerCore | None, verb: str, arguments: dict[str, Any], problem: Exception | None,
     more: object = None,
-) -> tuple[Stages, list[Any]]:
+) -> tuple[Stages, list[Any]]:  # fmt: skip
     """Raise a rank's problem, or ConfigError if ranks call `verb` with different arguments (collective).
 
     Return the pipeline's stages, and all ranks' values of `more`.

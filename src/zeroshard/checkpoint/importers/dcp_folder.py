@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ _ALLOWED = {
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         """Return an allowed class of torch.distributed.checkpoint. Raises CheckpointError for any other."""
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
@@ -93,7 +94,7 @@ def open_distributed(path: Path, trusted: bool = False) -> Opened:
     return opened
 
 
-def _split(name: str, described: Any) -> tuple[str, ...]:
+def _split(name: str, described: Iterable[str]) -> tuple[str, ...]:
     """Return a name's path in nested state dicts, for checkpoints that do not record it (planner_data)."""
     head, _, rest = name.partition(".")
     with_states = any(other.startswith(f"{key}.state.") for other in described for key in OPTIMIZER_KEYS)

@@ -32,13 +32,13 @@ _LOCK = threading.Lock()  # torch's list of allowed classes is one for all threa
 class StandIn:
     """Inert replacement for an object of another library; it keeps the constructor's `arguments` and the object's attributes."""
 
-    def __new__(cls, *arguments: Any, **options: Any) -> StandIn:
+    def __new__(cls, *arguments: object, **options: object) -> StandIn:
         """Make a stand-in; any arguments are accepted and kept."""
         made = super().__new__(cls)
         made.__dict__["arguments"] = arguments
         return made
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         if isinstance(state, Mapping):
             self.__dict__.update(state)
 
@@ -103,7 +103,7 @@ def open_torch_file(path: Path, offset: int = 0, nbytes: int | None = None) -> A
     return _located(found, path, offset)
 
 
-def _located(value: Any, path: Path, base: int) -> Any:
+def _located(value: object, path: Path, base: int) -> Any:
     """Return a value with the location in the file in the place of each (fake) tensor."""
     if isinstance(value, Mapping):
         return {key: _located(entry, path, base) for key, entry in value.items()}
@@ -126,16 +126,16 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, Stored)
 
 
-def value_of(stored: Any) -> Any:
+def value_of(stored: object) -> Any:
     """Read a (small) stored tensor; return any other value as it is."""
-    if not is_tensor(stored):
+    if not isinstance(stored, Stored):
         return stored
     value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
     stored.read(0, value.view(-1))
     return value
 
 
-def plain(value: Any, where: str) -> Any:
+def plain(value: object, where: str) -> Any:
     """Return a value with all its tensors read. Raise Untrusted if it contains a StandIn for an object of another library."""
     if isinstance(value, Mapping):
         return {key: plain(entry, where) for key, entry in value.items()}
