@@ -240,7 +240,10 @@ class _Loading:
 
     def _compare_model(self) -> tuple[list[str], list[str]]:
         """Note where parameters are stored. Return the problems of parameters and buffers, and what to do about missing ones."""
-        missing, mismatched, problems, used = list[str](), list[str](), list[str](), set[str]()
+        missing: list[str] = []
+        mismatched: list[str] = []
+        problems: list[str] = []
+        used: set[str] = set()
         model, several = self.opened.model, self._by_stages or not self.opened.ours  # tied parameters may be stored twice
         mine = self.runtime.comm.rank, self.runtime.comm.world_size
         for group in self.runtime.groups:

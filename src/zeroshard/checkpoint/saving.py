@@ -102,9 +102,8 @@ def save(
     try:
         runtime.check_model()
         core = core_of(runtime, optimizer, "zs.save")
-        plan = _plan(
-            runtime, path, step, name, asynchronous, if_busy, keep_last, keep_every, trained_only, overwrite, latest, files or {},
-        )  # fmt: skip
+        options = asynchronous, if_busy, keep_last, keep_every, trained_only, overwrite, latest
+        plan = _plan(runtime, path, step, name, *options, files or {})
         extras, slices = serialised(extra), slices_of(extra, model)
     except Exception as error:
         problem = telling(error, "zs.save", runtime.world.rank)
