@@ -113,13 +113,9 @@ def export(
 
 
 def _write(
-    opened: Opened,
-    target: Path,
-    dtype: torch.dtype | None,
-    format: str,
-    max_shard_nbytes: int,
+    opened: Opened, target: Path, dtype: torch.dtype | None, format: str, max_shard_nbytes: int,
     settings: dict[str, object] | None,
-) -> Exported:
+) -> Exported:  # fmt: skip
     """Write an opened checkpoint to a hidden name and rename it to `target`; remove everything after an error."""
     if settings is None and format == "safetensors" and CONFIG in opened.shared_extras:
         try:
