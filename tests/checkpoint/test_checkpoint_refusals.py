@@ -11,7 +11,7 @@ from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.checkpoint.importers.safetensors import index_folder
+from zeroshard.checkpoint.importers.safetensors import open_safetensors
 from zeroshard.memory.io.tensor_reader import StoredPart
 from zeroshard.tensor.tiled_parameter import Part
 
@@ -76,7 +76,7 @@ def test_weights_without_a_persistent_buffer_are_refused(tmp_path):
 @pytest.mark.parametrize(("start", "count"), [(2, 3), (-1, 2), (5, 1)])
 def test_no_stored_tensor_is_read_beyond_its_end(start, count, tmp_path):
     save_file({"a": torch.arange(4.0), "b": torch.arange(16.0).view(2, 8)}, tmp_path / "x.safetensors")
-    stored = index_folder(tmp_path)
+    stored = open_safetensors(tmp_path).model
     with pytest.raises(OSError, match=f"expected elements {start} to {start + count} of a tensor, it has 4"):
         stored["a"].read(start, torch.empty(count))
     columns, values = stored["b"].cut(Part(1, 5, 8, (2, 8))), torch.empty(6)

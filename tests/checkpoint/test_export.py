@@ -443,12 +443,12 @@ def test_exporting_takes_the_memory_of_some_chunks(tmp_path):
 def test_the_next_is_exported_where_a_run_removes_one_meanwhile(format, tmp_path, monkeypatch):
     for name, step in (("a", 1), ("b", 2)):
         write_checkpoint(tmp_path / "run", 1, "tied", save_name=name, save_step=step)
-    plain = _Exporting._fill
+    plain = _Exporting.fill
 
     def pruned(*args):
         shutil.rmtree(tmp_path / "run" / "b", ignore_errors=True)
         plain(*args)
 
-    monkeypatch.setattr(_Exporting, "_fill", pruned)
+    monkeypatch.setattr(_Exporting, "fill", pruned)
     made = zs.export(tmp_path / "run", tmp_path / "out", format=format)
     assert made.tensors > 10 and sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]

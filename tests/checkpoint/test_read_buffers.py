@@ -55,7 +55,7 @@ def test_a_buffer_is_made_where_that_is_faster_than_to_read_it_twice(seconds, pa
 def test_a_room_gives_back_what_it_borrowed_and_keeps_apart_what_lasts(monkeypatch):
     memory = Memory(monkeypatch, 1e9, free=5)
     room = Room(memory.pool)
-    spare = [room.spare(WINDOW_NBYTES) for _ in range(20)]
+    spare = [room.lasting(WINDOW_NBYTES, None) for _ in range(20)]
     assert sum(window is not None for window in spare) == 12, "two buffers are left"
     room.plan([WINDOW_NBYTES] * 9, False, 0)
     assert memory.pool.free == 0 and memory.made == 0

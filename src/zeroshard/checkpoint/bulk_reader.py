@@ -17,10 +17,11 @@ import itertools
 import time
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -29,7 +30,7 @@ from torch import Tensor
 from ..errors import CheckpointCorrupt, CheckpointError, OffloadIOError
 from ..memory.io.aligned import bytes_of
 from ..memory.io.async_file import Engine, File, Handle, open_file
-from ..memory.io.tensor_reader import Stored, StoredTensor
+from ..memory.io.tensor_reader import Stored, StoredTensor, Stretch
 from .manifest import Manifest
 from .rank_file import DIGEST_NBYTES
 from .read_buffers import SLOTS, WINDOW_NBYTES, Room
@@ -74,10 +75,7 @@ class _Landing:
 
 
 class Bulk:
-    """Reads of one checkpoint of zs.save that are noted (`add`) and then carried out together (`read`).
-
-    A context manager: leaving it waits for reads in progress and gives the buffers back.
-    """
+    """Reads of one checkpoint of zs.save that are noted (`add`) and then carried out together (`read`); call `close` at the end."""
 
     def __init__(self, folder: Path, manifest: Manifest, room: Room) -> None:
         self.manifest, self.room = manifest, room
@@ -89,11 +87,9 @@ class Bulk:
         self._first: list[_Landing] = []  # the first reads, begun in a row from the time `_started` on: they measure the pace
         self._started = 0.0
 
-    def __enter__(self) -> Bulk:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._engine.close()  # waits for reads in progress
+    def close(self) -> None:
+        """Wait for reads in progress, and give the buffers back."""
+        self._engine.close()
         for file in self._files.values():
             file.close()
         self.room.close()
@@ -101,7 +97,7 @@ class Bulk:
     def ahead(self, path: Path) -> None:
         """Begin to read a file into free buffers, since this rank will probably need most of it. `read` raises its I/O errors."""
         for begin, end in itertools.islice(_cut(0, self.entries[path].nbytes), _AHEAD):
-            memory = self.room.spare(end - begin)
+            memory = self.room.lasting(end - begin, None)
             if memory is None:
                 return
             with suppress(OffloadIOError):
@@ -120,7 +116,7 @@ class Bulk:
         Raises CheckpointCorrupt, or CheckpointError if a file cannot be read; the contents of destinations are then undefined.
         """
         kept, wanted = Kept(self), {path: sorted(noted, key=lambda each: each.begin) for path, noted in self.wanted.items()}
-        windows = {path: list(_windows(noted, self.entries[path].nbytes)) for path, noted in wanted.items()}
+        windows = {path: _windows(noted, self.entries[path].nbytes) for path, noted in wanted.items()}
         new = [
             window for path, found in windows.items() for window in found if (path, window.begin, window.end) not in self._ahead
         ]
@@ -148,8 +144,8 @@ class Bulk:
             self._first.append(landing)
         return landing
 
-    def check(self, path: Path, landing: _Landing) -> None:
-        """Wait until a window has been read, and compare its checksums. Raises OffloadIOError, CheckpointCorrupt."""
+    def check(self, path: Path, landing: _Landing) -> _Landing:
+        """Wait until a window has been read, compare its checksums, and return it. Raises OffloadIOError, CheckpointCorrupt."""
         landing.handle.wait()
         entry, begin, memory = self.entries[path], landing.begin, bytes_of(landing.memory)
         for at in range(0, len(memory), DIGEST_NBYTES):
@@ -157,6 +153,7 @@ class Bulk:
             actual = xxhash.xxh3_64_hexdigest(memory[at : at + DIGEST_NBYTES])
             if actual != expected:
                 raise CheckpointCorrupt(str(path), begin + at, f"checksum {expected}", f"checksum {actual}")
+        return landing
 
     def _verified(self, path: Path, windows: list[_Window]) -> Iterator[_Landing]:
         """Yield the windows of a file, in order, each after its checksums have been compared.
@@ -165,7 +162,7 @@ class Bulk:
         """
         for window in windows:
             if len(self._under_way) == SLOTS:
-                yield self._land(path)
+                yield self.check(path, self._under_way.popleft())
             landing = self._ahead.pop((path, window.begin, window.end), None)
             if landing is None:
                 nbytes = window.end - window.begin
@@ -174,12 +171,7 @@ class Bulk:
                 landing = self.begin(path, window.begin, memory if memory is not None else self.room.passing(nbytes), kept)
             self._under_way.append(landing)
         while self._under_way:
-            yield self._land(path)
-
-    def _land(self, path: Path) -> _Landing:
-        landing = self._under_way.popleft()
-        self.check(path, landing)
-        return landing
+            yield self.check(path, self._under_way.popleft())
 
     def _pace(self) -> float | None:
         """Return the measured seconds for reading one byte; None if nothing has been read."""
@@ -197,28 +189,25 @@ def _wanted(stored: StoredTensor, start: int, out: Tensor) -> _Wanted:
     return _Wanted(begin, begin + out.numel() * stored.dtype.itemsize, stored.dtype, out)
 
 
-def _windows(wanted: list[_Wanted], file_nbytes: int) -> Iterator[_Window]:
-    """Yield the blocks that cover the noted reads (in order), joined to windows of adjacent blocks."""
-    asked = deque(each for each in wanted if each.out.is_meta)
-    for begin, end in _spans(wanted, file_nbytes):
-        while asked and asked[0].end <= begin:
-            asked.popleft()
-        yield _Window(begin, end, bool(asked) and asked[0].begin < end)  # lasts if a read that is asked for later overlaps it
-
-
-def _spans(wanted: list[_Wanted], file_nbytes: int) -> Iterator[tuple[int, int]]:
-    begin = end = 0
+def _windows(wanted: list[_Wanted], file_nbytes: int) -> list[_Window]:
+    """Return the blocks that cover the noted reads (in order), joined to windows of adjacent blocks."""
+    spans = [(0, 0)]
     for each in wanted:
         first = each.begin // DIGEST_NBYTES * DIGEST_NBYTES
         last = min(-(-each.end // DIGEST_NBYTES) * DIGEST_NBYTES, file_nbytes)
+        begin, end = spans[-1]
         if first > end:
-            yield from _cut(begin, end)
-            begin = first
-        end = max(end, last)
-        while end - begin > 2 * WINDOW_NBYTES:  # yield early: a span may be a whole file
-            yield begin, begin + WINDOW_NBYTES
-            begin += WINDOW_NBYTES
-    yield from _cut(begin, end)
+            spans.append((first, last))
+        else:
+            spans[-1] = begin, max(end, last)
+    asked, windows = deque(each for each in wanted if each.out.is_meta), []
+    for begin, end in (window for span in spans for window in _cut(*span)):
+        while asked and asked[0].end <= begin:
+            asked.popleft()
+        windows.append(
+            _Window(begin, end, bool(asked) and asked[0].begin < end)
+        )  # lasts if a read that is asked for later overlaps it
+    return windows
 
 
 def _cut(begin: int, end: int) -> Iterator[tuple[int, int]]:
@@ -266,21 +255,19 @@ class Kept:
     def read(self, stored: Stored, start: int, out: Tensor) -> None:
         """Fill `out` (n,) with elements [start, start + n) of a stored tensor. Raises OSError, OffloadIOError, CheckpointCorrupt."""
         for at, first, place in stored.parts(start, out):
-            if place.numel():
-                self._fill(at, first, place)
-
-    def _fill(self, stored: StoredTensor, start: int, out: Tensor) -> None:
-        wanted = deque([_wanted(stored, start, out)])
-        begin, end = wanted[0].begin, wanted[0].end
-        windows, delivered = self.windows.get(stored.path, []), 0
-        for number in range(max(bisect_right(windows, begin, key=lambda window: window[0]) - 1, 0), len(windows)):
-            at, nbytes, memory = windows[number]
-            if at >= end:
-                break
-            if at + nbytes > begin:
-                delivered += _deliver(at, self._once_more(stored.path, number) if memory is None else memory, wanted)
-        if delivered != end - begin:
-            stored.fill(start, out)
+            if not place.numel():
+                continue
+            wanted = deque([_wanted(at, first, place)])
+            begin, end = wanted[0].begin, wanted[0].end
+            windows, delivered = self.windows.get(at.path, []), 0
+            for number in range(max(bisect_right(windows, begin, key=lambda window: window[0]) - 1, 0), len(windows)):
+                window, nbytes, memory = windows[number]
+                if window >= end:
+                    break
+                if window + nbytes > begin:
+                    delivered += _deliver(window, self._once_more(at.path, number) if memory is None else memory, wanted)
+            if delivered != end - begin:
+                at.fill(first, place)
 
     def _once_more(self, path: Path, number: int) -> Tensor:
         """Read a window that was not kept again, verify it, and return its memory. Start to read the next such window, too."""
@@ -307,3 +294,37 @@ class Kept:
         with suppress(OffloadIOError):  # its data is not needed, and so neither is its error
             landing.handle.wait()
         return slot
+
+
+@dataclass
+class Reading:
+    """Reads that keep the first error in `error` and then do nothing, so that ranks stay in step and all raise it at the end.
+
+    kept: the result of `Bulk.read`, from which tensors are then read; None: they are read from files.
+    """
+
+    kept: Kept | None = None
+    error: Exception | None = None
+
+    def guard(self, stored: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the same tensors with a `read` that keeps its error in `error` instead of raising it."""
+        return {name: _Guarded(tensor.dtype, tensor.shape, tensor, self) for name, tensor in stored.items()}
+
+
+@dataclass(frozen=True)
+class _Guarded(Stored):
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stored: Stored
+    reading: Reading
+
+    def parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+        return self.stored.parts(start, out)
+
+    def read(self, start: int, out: Tensor) -> None:
+        kept = self.reading.kept
+        if self.reading.error is None:
+            try:
+                self.stored.read(start, out) if kept is None else kept.read(self.stored, start, out)
+            except (OSError, OffloadIOError, CheckpointCorrupt) as error:
+                self.reading.error = error

@@ -18,6 +18,7 @@ import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +44,20 @@ def storable(dtype: torch.dtype) -> bool:
     return not str(dtype).startswith("torch.q")
 
 
-def archived(value: Any) -> bytes:
+def archived(value: object) -> bytes:
     """Return what torch.save writes for a value."""
     out = io.BytesIO()
     torch.save(value, out)
     return out.getvalue()
 
 
+@dataclass
 class _Described:
     """Stand-in that pickles as a contiguous tensor over the storage of the given key, without having the elements."""
 
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], key: str = "0") -> None:
-        self.dtype, self.shape, self.key = dtype, shape, key
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    key: str = "0"
 
     def __reduce__(self) -> tuple:
         stride, strides = 1, []
@@ -62,7 +65,7 @@ class _Described:
             strides.append(stride)
             stride *= max(size, 1)
         storage = _StorageOf(self.dtype, torch.Size(self.shape).numel(), self.key)
-        hooks: OrderedDict[str, Any] = OrderedDict()
+        hooks: OrderedDict[str, object] = OrderedDict()
         described = storage, 0, self.shape, tuple(reversed(strides)), False, hooks
         if self.dtype in _STORAGES:
             return torch_compat.rebuilder(), described
@@ -70,13 +73,15 @@ class _Described:
         return torch_compat.rebuilder(by_dtype=True), (*described, self.dtype)
 
 
+@dataclass
 class _StorageOf:
-    def __init__(self, dtype: torch.dtype, numel: int, key: str) -> None:
-        self.dtype, self.numel, self.key = dtype, numel, key
+    dtype: torch.dtype
+    numel: int
+    key: str
 
 
 class _Pickler(pickle.Pickler):
-    def persistent_id(self, value: Any) -> Any:
+    def persistent_id(self, value: object) -> object:
         if isinstance(value, _StorageOf):
             if value.dtype not in _STORAGES:
                 return ("storage", torch.UntypedStorage, value.key, "cpu", value.numel * value.dtype.itemsize)
@@ -84,47 +89,28 @@ class _Pickler(pickle.Pickler):
         return None
 
 
-class _Zip:
-    """Writer of a zip archive without compression. CRCs are left 0: torch does not check them."""
-
-    def __init__(self) -> None:
-        self.local, self.directory, self.count, self.skipped = b"", b"", 0, 0
-
-    def add(self, name: str, content: bytes | None, nbytes: int) -> None:
-        """Add an entry. content None: the caller writes the `nbytes` bytes of the entry, aligned to ALIGN."""
-        encoded, at = f"archive/{name}".encode(), len(self.local) + self.skipped
-        extra = b""
-        if content is None:
-            padding = -(at + 30 + len(encoded) + 4) % ALIGN
-            extra = struct.pack("<HH", 0x4246, padding) + b"Z" * padding
-        sizes = struct.pack("<IIIHH", 0, nbytes, nbytes, len(encoded), len(extra))
-        head = struct.pack("<HHHHH", 20, 0, 0, 0, 0x21)  # version, flags, stored, time, date (1980-01-01)
-        self.local += b"PK\3\4" + head + sizes + encoded + extra + (content or b"")
-        self.directory += b"PK\1\2" + struct.pack("<H", 20) + head + sizes[:-2] + struct.pack("<HHHHII", 0, 0, 0, 0, 0, at)
-        self.directory += encoded
-        self.count += 1
-
-    def end(self) -> bytes:
-        """Return the directory and the record that close the archive."""
-        at = len(self.local) + self.skipped
-        closing = struct.pack("<HHHHIIH", 0, 0, self.count, self.count, len(self.directory), at, 0)
-        return self.directory + b"PK\5\6" + closing
-
-
 def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     """Return (prefix, suffix) such that prefix + the bytes of a contiguous tensor + suffix is a file of torch.save.
 
-    The length of the prefix is a multiple of ALIGN.
+    The length of the prefix is a multiple of ALIGN. The file is a zip archive; CRCs are left 0, since torch does not check them.
     """
-    described = io.BytesIO()
+    described, nbytes = io.BytesIO(), torch.Size(shape).numel() * dtype.itemsize
     _Pickler(described, protocol=2).dump(_Described(dtype, shape))
-    archive, nbytes = _Zip(), torch.Size(shape).numel() * dtype.itemsize
-    archive.add("data.pkl", described.getvalue(), len(described.getvalue()))
-    archive.add("byteorder", b"little", 6)
-    archive.add("version", b"3\n", 2)
-    archive.add("data/0", None, nbytes)
-    prefix, archive.skipped = archive.local, nbytes
-    return prefix, archive.end()
+    entries = ("data.pkl", described.getvalue()), ("byteorder", b"little"), ("version", b"3\n"), ("data/0", None)
+    prefix = directory = b""
+    for name, content in entries:
+        encoded, at, extra = f"archive/{name}".encode(), len(prefix), b""
+        if content is None:  # the tensor's bytes, which the caller writes, begin aligned
+            padding = -(at + 30 + len(encoded) + 4) % ALIGN
+            extra = struct.pack("<HH", 0x4246, padding) + b"Z" * padding
+        size = nbytes if content is None else len(content)
+        sizes = struct.pack("<IIIHH", 0, size, size, len(encoded), len(extra))
+        head = struct.pack("<HHHHH", 20, 0, 0, 0, 0x21)  # version, flags, stored, time, date (1980-01-01)
+        prefix += b"PK\3\4" + head + sizes + encoded + extra + (content or b"")
+        directory += b"PK\1\2" + struct.pack("<H", 20) + head + sizes[:-2] + struct.pack("<HHHHII", 0, 0, 0, 0, 0, at) + encoded
+    counts = len(entries), len(entries)
+    closing = struct.pack("<HHHHIIH", 0, 0, *counts, len(directory), len(prefix) + nbytes, 0)
+    return prefix, directory + b"PK\5\6" + closing
 
 
 class _StatePickler(_Pickler):
@@ -134,7 +120,7 @@ class _StatePickler(_Pickler):
         super().__init__(file, protocol=2)
         self.storages: dict[str, torch.UntypedStorage] = {}
 
-    def persistent_id(self, value: Any) -> Any:
+    def persistent_id(self, value: object) -> object:
         if not isinstance(value, (torch.TypedStorage, torch.UntypedStorage)):
             return super().persistent_id(value)
         storage = value if isinstance(value, torch.UntypedStorage) else value._untyped_storage
@@ -146,14 +132,14 @@ class _StatePickler(_Pickler):
 
 
 def make_state_dict_file(
-    path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], ties: Mapping[str, str], objects: Mapping[str, Any]
+    path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], ties: Mapping[str, str], objects: Mapping[str, object]
 ) -> dict[str, StoredTensor]:
     """Make a file of torch.save for a state dict, without the tensors' bytes. Return where each tensor lies by name.
 
     tensors: name -> (dtype, shape). ties: other name -> name, sharing storage. objects: values that are no tensors, by name.
     """
     keys = {name: str(number) for number, name in enumerate(tensors)}
-    state: dict[str, Any] = {name: _Described(*tensors[name], keys[name]) for name in tensors}
+    state: dict[str, object] = {name: _Described(*tensors[name], keys[name]) for name in tensors}
     state |= {alias: _Described(*tensors[name], keys[name]) for alias, name in ties.items()}
     pickled = io.BytesIO()
     pickler = _StatePickler(pickled)
@@ -178,7 +164,7 @@ def make_state_dict_file(
 class Window(io.RawIOBase):
     """File object over bytes [offset, offset + nbytes) of another file."""
 
-    def __init__(self, file: Any, offset: int, nbytes: int) -> None:
+    def __init__(self, file: io.BufferedReader, offset: int, nbytes: int) -> None:
         self.file, self.offset, self.nbytes, self.at = file, offset, nbytes, 0
 
     def seekable(self) -> bool:
@@ -189,9 +175,6 @@ class Window(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = 0) -> int:
         self.at = offset + (0, self.at, self.nbytes)[whence]
-        return self.at
-
-    def tell(self) -> int:
         return self.at
 
     def readinto(self, buffer: Any) -> int:
@@ -216,7 +199,7 @@ def metadata_of(
 
     from ..utils.torch_compat import StorageInfo
 
-    described: dict[str, Any] = {}
+    described: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
     paths: dict[str, tuple[str, ...]] = {}
     stored: dict[dcp.MetadataIndex, StorageInfo] = {}
     for name, keys, dtype, shape, boxes in tensors:

@@ -22,11 +22,10 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from errno import EACCES, EAGAIN, EEXIST, ENOTEMPTY
 from pathlib import Path
-from typing import Any
 
 from ..errors import CheckpointError, CheckpointIncomplete, CheckpointNotFound, ConfigError
 from ..utils.host import host_identity
@@ -39,19 +38,11 @@ _DRAFT = re.compile(r"\..+\.[0-9a-f]{6}\.draft")  # only drafts end so: exports 
 _EARLIER_DRAFT = re.compile(r"\..+\.[0-9a-f]{6}\.tmp")  # drafts of earlier versions; only a folder with a lock is one
 _BOTH = "latest-two"  # file in a draft that becomes `latest` until the draft is renamed
 _DATA = "rank-*.distcp"  # data files of zs.save; other writers of DCP's format use other names
+_TAKEN = "{} exists; save with overwrite=True, another step or name."
 _PUT_BACK = f"Put the {MANIFEST} back from a copy, or move the folder away"
 _HEAD_NBYTES = 1 << 16  # first bytes of a manifest, which have its step and time
 _UNLOCKED_S = 24 * 3600.0  # where there are no locks, a draft untouched for this long counts as abandoned
 _said: set[int] = set()  # filesystems (st_dev) for which the lack of locks has been printed
-
-
-def step_name(step: int) -> str:
-    """Return the name of a checkpoint of a step: 'step-00000100'."""
-    return f"step-{step:08d}"
-
-
-def _by_step(name: str) -> bool:
-    return bool(re.fullmatch(r"step-\d{8,}", name))
 
 
 def plain_name(name: str) -> bool:
@@ -90,11 +81,7 @@ def check_free(root: Path, name: str, overwrite: bool) -> None:
     if not (target / MANIFEST).is_file():
         raise CheckpointError(f"{target} exists and is not a checkpoint, so zs.save keeps it; save with another step or name.")
     if not overwrite:
-        raise _taken(target)
-
-
-def _taken(target: Path) -> CheckpointError:
-    return CheckpointError(f"{target} exists; save with overwrite=True, another step or name.")
+        raise CheckpointError(_TAKEN.format(target))
 
 
 def sync(path: Path) -> None:
@@ -143,17 +130,13 @@ def make_folders(path: Path) -> None:
             sync(folder.parent)
 
 
-def _draft_path(root: Path, name: str, token: str) -> Path:
-    return root / f".{name}.{token}.draft"
-
-
 class Draft:
     """The hidden folder of a checkpoint that is being written; the process that writes it holds its lock."""
 
     def __init__(self, root: Path, name: str) -> None:
         """Make the folder and lock it. Raises OSError, CheckpointError."""
         self.root, self.name, self.token = root, name, secrets.token_hex(3)
-        self.path = _draft_path(root, name, self.token)
+        self.path = root / f".{name}.{self.token}.draft"
         self._lock: int | None = None
         make_folders(root)
         self.path.mkdir()
@@ -172,7 +155,7 @@ class Draft:
                 file=sys.stderr,
             )
 
-    def publish(self, overwrite: bool = False, latest: bool = True) -> Path:
+    def publish(self, overwrite: bool = False, latest: bool = True) -> None:
         """Rename the draft to its name and, if `latest`, write the name to `latest`.
 
         Raise OSError, or CheckpointError if another save has taken the name meanwhile; nothing has changed then.
@@ -184,7 +167,8 @@ class Draft:
         check_free(self.root, self.name, overwrite)
         target, old = self.root / self.name, self.root / f".{self.name}.{self.token}.old"
         pointer, replaces = self.root / LATEST, target.exists()
-        before, counts = _bytes_of(pointer), _pointed(self.root, complete(self.root))
+        before, present = pointer.read_bytes() if pointer.is_file() else None, complete(self.root)
+        counts = next((name for name in _names_in_latest(self.root) if name in present), "")
         if latest:
             write_whole(self.path / LATEST, f"{self.name}\n".encode(), named=False)
         try:
@@ -202,25 +186,25 @@ class Draft:
             sync(self.root)
         except OSError as error:
             if error.errno in (EEXIST, ENOTEMPTY) and not replaces:  # another save took the name, and `latest` names it rightly
-                raise _taken(target) from error
+                raise CheckpointError(_TAKEN.format(target)) from error
             self._take_back(target, old, before)
             raise
         remove(old)  # only now: until `latest` and the folder are durable, the old checkpoint may be needed
         (target / LOCK).unlink(missing_ok=True)  # not earlier: a draft without its lock would count as abandoned
         self._unlock()
-        return target
 
     def _take_back(self, target: Path, old: Path, pointed: bytes | None) -> None:
         """Undo the renames of a failed `publish` and restore `latest`, so that the next save finds the name free."""
+        pointer = self.root / LATEST
         with suppress(OSError):
             if target.exists() and not self.path.exists():
                 os.rename(target, self.path)
             if old.exists() and not target.exists():
                 os.rename(old, target)
             if pointed is None:
-                (self.root / LATEST).unlink(missing_ok=True)
-            elif _bytes_of(self.root / LATEST) != pointed:
-                write_whole(self.root / LATEST, pointed)
+                pointer.unlink(missing_ok=True)
+            elif not pointer.is_file() or pointer.read_bytes() != pointed:
+                write_whole(pointer, pointed)
 
     def discard(self) -> None:
         """Remove the draft and release its lock. Does nothing to a published checkpoint."""
@@ -233,17 +217,12 @@ class Draft:
             os.close(lock)
 
 
-def _this_process() -> dict[str, Any]:
-    """Identify this process: its host and pid namespace, its pid, and its start time (since the system reuses pids)."""
-    return {"place": _place(), "pid": os.getpid(), "started": _started(os.getpid())}
-
-
-def _place() -> list[str]:
-    """Return the scope in which pids are unique: the host, its boot, and the container's pid namespace."""
+def _this_process() -> dict[str, object]:
+    """Identify this process: where its pid is unique (host, boot, pid namespace), its pid, and its start time (pids are reused)."""
     place = list(host_identity())
     with suppress(OSError):
         place.append(os.readlink("/proc/self/ns/pid"))
-    return place
+    return {"place": place, "pid": os.getpid(), "started": _started(os.getpid())}
 
 
 def _started(pid: int) -> str:
@@ -253,22 +232,18 @@ def _started(pid: int) -> str:
         return ""
 
 
-def sweep(root: Path) -> int:
-    """Remove abandoned drafts and the old folders of replaced checkpoints. Return their number."""
-    count = 0
+def sweep(root: Path) -> None:
+    """Remove abandoned drafts and the old folders of replaced checkpoints."""
     for path in sorted(root.glob(".*")):
         ours = _DRAFT.fullmatch(path.name) or (_EARLIER_DRAFT.fullmatch(path.name) and (path / LOCK).is_file())
         if ours and (path.is_symlink() or (path.is_dir() and abandoned(path))):
             remove(path)
-            count += 1
     for path in sorted(root.glob(".*.old")):
         found = _OLD.fullmatch(path.name)
         if found and (root / found["name"] / MANIFEST).exists():
             remove(path)
-            count += 1
         elif found and not (root / found["name"]).exists():  # a run ended between the two renames of a replacement: undo it
             os.rename(path, root / found["name"])
-    return count
 
 
 def hold(path: Path) -> int | None:
@@ -306,7 +281,7 @@ def abandoned(draft: Path) -> bool:
         return not locked
     try:
         maker = json.loads((draft / LOCK).read_text())
-        if maker["place"] == _place():
+        if maker["place"] == _this_process()["place"]:
             return _started(maker["pid"]) != maker["started"]
         touched = max(path.stat().st_mtime for path in (draft, *draft.iterdir()))
     except (OSError, ValueError, KeyError, TypeError):  # the draft is just being made or removed, or is not readable
@@ -360,7 +335,7 @@ def find(where: Path, name: str | None = None) -> Path:
             raise _incomplete_error(where / name, f"complete are: {', '.join(present) or 'none'}")
         raise CheckpointNotFound(f"{where}: no complete checkpoint {name!r}; there are: {', '.join(present) or 'none'}.")
     if present:
-        return present[_pointed(where, present) or next(reversed(present))]
+        return present[next((named for named in _names_in_latest(where) if named in present), next(reversed(present)))]
     lacking = [where] if _lacks_manifest(where) else _incomplete(where)
     if lacking:
         before = ", ".join(path.name for path in lacking[:-1])
@@ -380,7 +355,8 @@ def passed_over(root: Path, found: Path) -> str:
     names = [name for name in _names_in_latest(root) if valid_name(name)]
     if len(names) > 1 and not (root / names[0]).exists():
         del names[0]
-    at = _step_at(found)
+    age = _age(found.name, found)
+    at = -1 if age is None else age[0]
     beyond = [] if names else [path.name for path in _incomplete(root) if (_step_of(path.name) or -1) > at]
     name = next(iter(names), None) or next(reversed(beyond), None)
     if name is None or name in complete(root):
@@ -413,19 +389,8 @@ def _incomplete(root: Path) -> list[Path]:
 
 
 def _step_of(name: str) -> int | None:
-    """Return the step in a checkpoint's name, or None."""
-    return int(name.removeprefix("step-")) if _by_step(name) else None
-
-
-def _step_at(found: Path) -> int:
-    """Return the step of a complete checkpoint, -1 if it is not known."""
-    age = _age(found.name, found)
-    return age[0] if age is not None else -1
-
-
-def _bytes_of(path: Path) -> bytes | None:
-    """Return the content of a file, or None if there is no such file."""
-    return path.read_bytes() if path.is_file() else None
+    """Return the step in a checkpoint's name, None if it is not named by its step."""
+    return int(name.removeprefix("step-")) if re.fullmatch(r"step-\d{8,}", name) else None
 
 
 def _names_in_latest(root: Path) -> list[str]:
@@ -437,11 +402,6 @@ def _names_in_latest(root: Path) -> list[str]:
     return [line.strip() for line in lines if line.strip()]
 
 
-def _pointed(root: Path, present: Mapping[str, Path]) -> str:
-    """Return the first name in `latest` that a complete checkpoint has, or ""."""
-    return next((name for name in _names_in_latest(root) if name in present), "")
-
-
 def previous(path: Path) -> Path | None:
     """Return the complete checkpoint before this one, or None."""
     present = list(complete(path.parent).values())
@@ -449,25 +409,23 @@ def previous(path: Path) -> Path | None:
     return earlier[-1] if earlier else None
 
 
-def prune(root: Path, saved: str, keep_last: int | None, keep: Callable[[Path], bool]) -> list[str]:
-    """Remove complete checkpoints except `saved`, `keep_last - 1` others and those for which `keep` is true. Return their names.
+def prune(root: Path, saved: str, keep_last: int | None, keep: Callable[[Path], bool]) -> None:
+    """Remove complete checkpoints except `saved`, `keep_last - 1` others (None: all) and those for which `keep` is true.
 
     Checkpoints named by their step and those with other names are counted apart, so that periodic saves do not remove "best".
     Of the others, those of steps up to `saved`'s are kept before those of higher steps, and newer ones before older ones: a run
     can fall back to the former, while the latter are left from before it resumed from an earlier checkpoint.
     """
     if keep_last is None:
-        return []
-    removed = []
+        return
     present = complete(root)
     steps = {name: age[0] for name, path in present.items() if (age := _age(name, path)) is not None}
-    alike = (name for name in steps if name != saved and _by_step(name) == _by_step(saved))
+    alike = (name for name in steps if name != saved and (_step_of(name) is None) == (_step_of(saved) is None))
     others = [(name, present[name]) for name in alike]
     others.sort(key=lambda other: steps[other[0]] <= steps.get(saved, -1))  # stable: still by age within both
     for name, path in others[: max(len(others) + 1 - keep_last, 0)]:
         if not keep(path):
-            scratch = _draft_path(root, name, secrets.token_hex(3))  # hidden at once; if this is killed, the next save removes it
+            # hidden at once; if this is killed, the next save removes it
+            scratch = root / f".{name}.{secrets.token_hex(3)}.draft"
             os.rename(path, scratch)
             remove(scratch)
-            removed.append(name)
-    return removed

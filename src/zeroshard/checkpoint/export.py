@@ -98,15 +98,12 @@ def export(
         CheckpointWriteError: the disk is full, read-only, ... What was written is removed.
         ConfigError: an argument is wrong, or the format cannot store a tensor.
     """
-    _check_arguments(dtype, format, max_shard_nbytes, config)
-    target = _check_target(out, format)
+    target = _check_arguments(out, dtype, format, max_shard_nbytes, config)
     settings = None if config is None else _read_config(config)
+    names = None if names is None else list(names)
     for looks in range(LOOKS, 0, -1):
         opened = open_any(Alone(), path, name, verify=verify, values=False)
-        if names is not None:
-            _choose(opened, dict.fromkeys(names))
-        if prefix:
-            _narrow(opened, prefix)
+        _select(opened, names, prefix)
         try:
             return _write(opened, target, dtype, format, max_shard_nbytes, settings)
         except CheckpointError:  # a run in progress may have removed the checkpoint: export the next one
@@ -116,31 +113,46 @@ def export(
 
 
 def _write(
-    opened: Opened, target: Path, dtype: torch.dtype | None, format: str, max_shard_nbytes: int, settings: dict[str, Any] | None
-) -> Exported:
+    opened: Opened, target: Path, dtype: torch.dtype | None, format: str, max_shard_nbytes: int,
+    settings: dict[str, object] | None,
+) -> Exported:  # fmt: skip
     """Write an opened checkpoint to a hidden name and rename it to `target`; remove everything after an error."""
     if settings is None and format == "safetensors" and CONFIG in opened.shared_extras:
-        settings = _kept_config(opened)
-    exporting = _Exporting(opened, dtype, _read_objects(opened, format))
+        try:
+            settings = _read_config(opened.shared_extras[CONFIG]())
+        except Untrusted:
+            raise CheckpointError(
+                f"zs.export: {opened.path}: extra[{CONFIG!r}] is an object of a class that torch does not load by itself: give "
+                f"config= (model.config, or a config.json), and save extra={{{CONFIG!r}: model.config.to_dict()}}."
+            ) from None
+    exporting = _Exporting(opened, dtype, format, _read_objects(opened, format))
     scratch = target.with_name(f".{target.name}.{secrets.token_hex(3)}.tmp")
     with write_errors(target, exporting.nbytes, "zs.export"):
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             if format == "torch":
-                files = exporting.write_torch(scratch)
+                exporting.reserve(scratch.parent)
+                places = dcp.make_state_dict_file(scratch, exporting.tensors, exporting.ties, exporting.objects)
+                exporting.fill(scratch, places)
             else:
-                files = exporting.write_safetensors(scratch, max_shard_nbytes, settings)
+                scratch.mkdir()
+                exporting.reserve(scratch)
+                exporting.write_safetensors(scratch, max_shard_nbytes, settings)
+            names = [target.name] if format == "torch" else sorted(file.name for file in scratch.iterdir())
             os.replace(scratch, target)
             sync(target.parent)
         except BaseException:
-            _remove(scratch)
+            if format == "torch":
+                scratch.unlink(missing_ok=True)
+            else:
+                shutil.rmtree(scratch, ignore_errors=True)
             raise
-    names = tuple(sorted(files)) if format == "safetensors" else (target.name,)
-    written = sum((target / file if format == "safetensors" else target).stat().st_size for file in names)
-    return Exported(target, names, written, len(exporting.tensors), exporting.numel, exporting.ties, opened.trained_only)
+    written = sum((target if format == "torch" else target / name).stat().st_size for name in names)
+    return Exported(target, tuple(names), written, len(exporting.tensors), exporting.numel, exporting.ties, opened.trained_only)
 
 
-def _check_arguments(dtype: Any, format: str, max_shard_nbytes: int, config: Any) -> None:
+def _check_arguments(out: str | os.PathLike, dtype: object, format: str, max_shard_nbytes: object, config: object) -> Path:
+    """Return the path of the output. Raises ConfigError, and CheckpointError if the output exists and is no empty folder."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"zs.export: dtype: expected a torch.dtype of floating-point numbers, or None, got {dtype!r}.")
     if format not in FORMATS:
@@ -149,17 +161,13 @@ def _check_arguments(dtype: Any, format: str, max_shard_nbytes: int, config: Any
         raise ConfigError(f"zs.export: max_shard_nbytes: expected an integer of at least 1, got {max_shard_nbytes!r}.")
     if config is not None and format == "torch":
         raise ConfigError("zs.export: config: a file of torch.save can not hold it; use format='safetensors'.")
-
-
-def _check_target(out: str | os.PathLike, format: str) -> Path:
-    """Return the path of the output. Raises CheckpointError if it exists and is no empty folder."""
     target = Path(absolute(out))
     if target.exists() and not (format == "safetensors" and target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(f"zs.export: {target} exists; name another, or remove it first.")
     return target
 
 
-def _read_config(config: Any) -> dict[str, Any]:
+def _read_config(config: Any) -> dict[str, object]:
     """Return a configuration as a dictionary. Raises ConfigError if it is no JSON object."""
     config = config.to_dict() if callable(getattr(config, "to_dict", None)) else config
     if isinstance(config, Mapping):
@@ -179,45 +187,34 @@ def _read_config(config: Any) -> dict[str, Any]:
     return found
 
 
-def _kept_config(opened: Opened) -> dict[str, Any]:
-    """Return the configuration in the checkpoint. Raises CheckpointError if it is an object that would have to be unpickled."""
-    try:
-        return _read_config(opened.shared_extras[CONFIG]())
-    except Untrusted:
-        raise CheckpointError(
-            f"zs.export: {opened.path}: extra[{CONFIG!r}] is an object of a class that torch does not load by itself: give "
-            f"config= (model.config, or a config.json), and save extra={{{CONFIG!r}: model.config.to_dict()}}."
-        ) from None
+def _select(opened: Opened, names: list[str] | None, prefix: str) -> None:
+    """Keep only these names (None: all), and of these only those that begin with the prefix, which is stripped.
 
-
-def _choose(opened: Opened, names: dict[str, None]) -> None:
-    """Keep only these names. Raises ConfigError if the checkpoint lacks one."""
-    if absent := names.keys() - opened.model.keys():
-        raise ConfigError(f"zs.export: names: {opened.path} has no {min(absent)!r}.{did_you_mean(min(absent), opened.model)}")
-    opened.model = {name: opened.model[name] for name in names}
-    opened.module_readers = {name: reader for name, reader in opened.module_readers.items() if name in names}
-
-
-def _narrow(opened: Opened, prefix: str) -> None:
-    """Keep only names that begin with the prefix, and strip it. Raises ConfigError if there are none."""
+    Raises ConfigError if the checkpoint lacks one of the names, or no name has the prefix.
+    """
+    if names is not None:
+        if absent := set(names) - opened.model.keys():
+            raise ConfigError(f"zs.export: names: {opened.path} has no {min(absent)!r}.{did_you_mean(min(absent), opened.model)}")
+        opened.model = {name: opened.model[name] for name in names}
+        opened.module_readers = {name: reader for name, reader in opened.module_readers.items() if name in names}
+    if not prefix:
+        return
     found = {name.removeprefix(prefix): stored for name, stored in opened.model.items() if name.startswith(prefix)}
     if not found:
-        raise ConfigError(
-            f"zs.export: prefix: no name begins with {prefix!r}; the first names: {', '.join(list(opened.model)[:3])}."
-        )
-    ties = {alias.removeprefix(prefix): name for alias, name in opened.ties.items() if alias.startswith(prefix)}
+        first = ", ".join(list(opened.model)[:3])
+        raise ConfigError(f"zs.export: prefix: no name begins with {prefix!r}; the first names: {first}.")
     opened.model = found
-    opened.module_readers = {
-        name.removeprefix(prefix): reader for name, reader in opened.module_readers.items() if name.startswith(prefix)
-    }
-    opened.ties = {alias: name.removeprefix(prefix) for alias, name in ties.items() if name.startswith(prefix)}
+    readers = {name.removeprefix(prefix): reader for name, reader in opened.module_readers.items() if name.startswith(prefix)}
+    opened.module_readers = readers
+    ties = [(alias, name) for alias, name in opened.ties.items() if alias.startswith(prefix) and name.startswith(prefix)]
+    opened.ties = {alias.removeprefix(prefix): name.removeprefix(prefix) for alias, name in ties}
 
 
 def _say(line: str) -> None:
     print(f"zeroshard: {line}", file=sys.stderr)
 
 
-def _read_objects(opened: Opened, format: str) -> dict[str, Any]:
+def _read_objects(opened: Opened, format: str) -> dict[str, object]:
     """Return modules' extra states that are no tensors, by name, if the format can hold them; print what is left out."""
     if opened.trained_only:
         _say(f"{opened.path} holds trained parameters only ({len(opened.frozen)} were left out): so does the export")
@@ -242,18 +239,12 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
 class _Exporting:
     """One export. tensors: name -> (dtype, shape) in the output. sources: name -> stored tensor. ties: other name -> name.
     objects: values that are no tensors, by name."""
 
-    def __init__(self, opened: Opened, dtype: torch.dtype | None, objects: dict[str, Any]) -> None:
+    def __init__(self, opened: Opened, dtype: torch.dtype | None, format: str, objects: dict[str, object]) -> None:
+        """Raises ConfigError if the format cannot hold a tensor."""
         self.dtype, self.objects = dtype, objects
         self.sources: dict[str, Stored] = {}
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -261,55 +252,40 @@ class _Exporting:
         for name, stored in opened.model.items():
             if name in self.ties:
                 continue
+            own = casts_to(stored.dtype, dtype)
+            if not (dcp.storable(own) if format == "torch" else own in SAFETENSORS_NAMES):
+                what = "this format" if format == "torch" else "safetensors"
+                remedy = "; give dtype=" if own.is_floating_point else "; use format='torch'" if dcp.storable(own) else ""
+                raise ConfigError(f"zs.export: {name} is {own}, which {what} can not hold{remedy}.")
             self.sources[name] = stored
-            self.tensors[name] = (casts_to(stored.dtype, dtype), tuple(stored.shape))
+            self.tensors[name] = (own, tuple(stored.shape))
+        if format == "safetensors" and _METADATA in self.tensors.keys() | self.ties.keys():
+            raise ConfigError(f"zs.export: safetensors can not hold a tensor called {_METADATA!r}; use format='torch'.")
         self.sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in self.tensors.items()}  # in bytes
         self.nbytes, self.numel = sum(self.sizes.values()), sum(math.prod(shape) for _, shape in self.tensors.values())
 
-    def write_torch(self, path: Path) -> list[str]:
-        """Write one file of torch.save. Return its name."""
-        for name, (dtype, _) in self.tensors.items():
-            if not dcp.storable(dtype):
-                raise ConfigError(f"zs.export: {name} is {dtype}, which this format can not hold{_way_on(dtype)}.")
-        self._reserve(path.parent)
-        self._fill(path, dcp.make_state_dict_file(path, self.tensors, self.ties, self.objects))
-        return [path.name]
-
-    def write_safetensors(self, folder: Path, max_shard_nbytes: int, settings: dict[str, Any] | None) -> list[str]:
-        """Write a folder of safetensors files, index and config. Return the files' names."""
-        for name, (dtype, _) in self.tensors.items():
-            if dtype not in SAFETENSORS_NAMES:
-                raise ConfigError(f"zs.export: {name} is {dtype}, which safetensors can not hold{_way_on(dtype)}.")
-        if _METADATA in self.tensors.keys() | self.ties.keys():
-            raise ConfigError(f"zs.export: safetensors can not hold a tensor called {_METADATA!r}; use format='torch'.")
-        folder.mkdir()
-        self._reserve(folder)
+    def write_safetensors(self, folder: Path, max_shard_nbytes: int, settings: dict[str, object] | None) -> None:
+        """Write a folder of safetensors files, index and config; the configuration names the chosen dtype."""
+        documents: dict[str, object] = {}
         shards = divide(self.sizes, max_shard_nbytes, "model", ".safetensors")
         for name, names in shards.items():
             metadata = {"format": "pt"} | {alias: first for alias, first in self.ties.items() if first in names}
             file = SafetensorsFile.of(folder / name, {each: self.tensors[each] for each in names}, metadata)
             file.create()
-            self._fill(file.path, file.places)
-        files = [*shards]
+            self.fill(file.path, file.places)
         if len(shards) > 1:
             weight_map = {name: file for file, names in shards.items() for name in names}
             total = {"total_size": self.nbytes, "total_parameters": self.numel}
-            files.append("model.safetensors.index.json")
-            _write_json(folder / files[-1], {"metadata": total, "weight_map": dict(sorted(weight_map.items()))})
+            documents["model.safetensors.index.json"] = {"metadata": total, "weight_map": dict(sorted(weight_map.items()))}
         if settings is not None:
-            files.append("config.json")
-            _write_json(folder / files[-1], self._described(settings))
+            chosen = {} if self.dtype is None else dict.fromkeys(("dtype", "torch_dtype"), str(self.dtype).removeprefix("torch."))
+            documents["config.json"] = {key: chosen.get(key, value) for key, value in settings.items()}
+        for name, document in documents.items():
+            (folder / name).write_text(json.dumps(document, indent=2) + "\n")
+            sync(folder / name)
         sync(folder)
-        return files
 
-    def _described(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return the configuration, with the chosen dtype in place of the one that it names."""
-        if self.dtype is None:
-            return settings
-        chosen = str(self.dtype).removeprefix("torch.")
-        return {key: chosen if key in ("dtype", "torch_dtype") else value for key, value in settings.items()}
-
-    def _reserve(self, folder: Path) -> None:
+    def reserve(self, folder: Path) -> None:
         """Raise OSError now if the disk is too small, rather than after minutes of writing."""
         probe = folder / f".{secrets.token_hex(3)}.tmp"
         try:
@@ -319,7 +295,7 @@ class _Exporting:
         finally:
             probe.unlink(missing_ok=True)
 
-    def _fill(self, path: Path, places: dict[str, StoredTensor]) -> None:
+    def fill(self, path: Path, places: dict[str, StoredTensor]) -> None:
         """Write tensors to their places in a file, and sync it."""
         for name, target in places.items():
             numel = math.prod(target.shape)
@@ -350,14 +326,3 @@ def divide(sizes: Mapping[str, int], most: int, stem: str, suffix: str) -> dict[
     if len(shards) == 1:
         return {f"{stem}{suffix}": shards[0]}
     return {f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}": names for number, names in enumerate(shards, 1)}
-
-
-def _way_on(dtype: torch.dtype) -> str:
-    if dtype.is_floating_point:
-        return "; give dtype="
-    return "; use format='torch'" if dcp.storable(dtype) else ""
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
-    sync(path)

@@ -8,13 +8,13 @@ float16 and then to bfloat16 differs from rounding once.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..offload.storage import Rest
 from ..tensor.tiled_parameter import Part
 from ..zero.unit import ParamGroup
 
@@ -50,6 +50,7 @@ class Identity:
         return self.half == other.half if as_half else self.rounded == other.rounded
 
 
+@torch.no_grad()
 def identities(parameters: Iterable[tuple[ParamGroup, int]]) -> dict[str, Identity]:
     """Return the identities of this rank's slices, by name; the caller adds up all ranks'.
 
@@ -57,29 +58,23 @@ def identities(parameters: Iterable[tuple[ParamGroup, int]]) -> dict[str, Identi
     """
     found = {}
     for group, index in parameters:
-        home, spec, part = group.homes[index], group.specs[index], group.specs[index].part
+        home, spec, part, rest = group.homes[index], group.specs[index], group.specs[index].part, group.values.rest
         if not group.counts:  # another rank along a model axis has the same elements and counts them
             continue
         name = spec.whole_name
         if spec.distribution is None and part is not None:
             name, part = f"{name}[{part.dim}:{part.start}:{part.stop}]", None
+        exact = rounded = half = 0
+        for first in range(home.start, home.stop, _CHUNK_NUMEL):
+            last = min(first + _CHUNK_NUMEL, home.stop)
+            values = rest.host(home.begin + first - home.start, home.begin + last - home.start)
+            places = _places(first, last, part).mul_(_SPREAD)  # overflows modulo 2^64
+            exact += _sum(values, places)
+            rounded += _sum(values.to(torch.bfloat16), places)
+            half += _sum(values.to(torch.float16), places)
         shape = spec.shape if part is None else part.whole_shape
-        found[name] = identify(group.values.rest, home.begin, home.start, home.stop, shape, part)
+        found[name] = Identity(str(rest.dtype), list(shape), *(f"{total % 2**64:016x}" for total in (exact, rounded, half)))
     return found
-
-
-@torch.no_grad()
-def identify(source: Rest, begin: int, start: int, stop: int, shape: tuple[int, ...], part: Part | None = None) -> Identity:
-    """Return the identity of elements [start, stop) of a parameter or part, which lie in `source` from its element `begin` on."""
-    exact = rounded = half = 0
-    for first in range(start, stop, _CHUNK_NUMEL):
-        last = min(first + _CHUNK_NUMEL, stop)
-        values = source.host(begin + first - start, begin + last - start)
-        places = _places(first, last, part).mul_(_SPREAD)  # overflows modulo 2^64
-        exact += _sum(values, places)
-        rounded += _sum(values.to(torch.bfloat16), places)
-        half += _sum(values.to(torch.float16), places)
-    return Identity(str(source.dtype), list(shape), *(f"{total % 2**64:016x}" for total in (exact, rounded, half)))
 
 
 def _places(first: int, last: int, part: Part | None) -> Tensor:
@@ -102,3 +97,11 @@ def _sum(values: Tensor, places: Tensor) -> int:
     mixed *= _MIX
     mixed ^= mixed >> 32
     return int(mixed.sum()) % 2**64
+
+
+def totals(told: Iterable[Mapping[str, Sequence[Any]]]) -> dict[str, Identity]:
+    """Return the identities of whole parameters, by name. told: from each rank the fields of its parts' identities."""
+    found: dict[str, Identity] = {}
+    for name, fields in (item for theirs in told for item in theirs.items()):
+        found[name] = found[name] + Identity(*fields) if name in found else Identity(*fields)
+    return found

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any
+from typing import TypeVar
 
 from ..comm.base import DirectComm
 from ..comm.codec import decode, encode
 from ..errors import CheckpointError, CheckpointWriteError, ZeroshardError
 
+T = TypeVar("T")
 _BEAT_S = 1.0  # seconds between beats, or a quarter of the stall timeout if that is shorter
 
 
-def together(comm: DirectComm, label: str, work: Callable[[], Any], stop: Callable[[], None] | None = None) -> list[Any]:
+def together(comm: DirectComm, label: str, work: Callable[[], T], stop: Callable[[], None] | None = None) -> list[T]:
     """Call `work()` on every rank and return all ranks' results, in rank order (collective).
 
     Args:
@@ -34,16 +34,53 @@ def together(comm: DirectComm, label: str, work: Callable[[], Any], stop: Callab
     Raises:
         On every rank, the error that `work` raised on one: a ZeroshardError unchanged, others as CheckpointError (`telling`).
     """
-    beats = _Beats(comm, label, stop)
-    beats.start()
+    result, stopped = b"", False  # result: empty while this rank works. stopped: another rank failed meanwhile
+    ended = threading.Event()
+    everyone: list[tuple] = []
+    failure: BaseException | None = None
+    seconds = min(_BEAT_S, getattr(comm, "stall_timeout_s", 60.0) / 4)
+    end_early = stop or (lambda: None)
+
+    # While its thread runs, only that uses the Comm, whose `exchange` raises ThreadsMet for a second thread; inside
+    # `Tiers.beside_comm` the working thread does not report disk failures by it.
+    def meet() -> None:
+        nonlocal everyone, failure, stopped
+        try:
+            while True:
+                ended.wait(seconds)
+                told = comm.exchange(result, label)
+                if all(told):  # every rank has a result: the work of all has ended
+                    everyone = [decode(part) for part in told]
+                    return
+                if not result and any(part and decode(part)[1] is not None for part in told):
+                    stopped = True
+                    end_early()
+        except BaseException as raised:
+            failure = raised
+            if not result:
+                stopped = True
+                end_early()
+
+    thread: threading.Thread | None = None
+    if comm.world_size > 1:
+        thread = threading.Thread(target=meet, name="zeroshard-beats", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads: the ranks exchange once, without beats
+            thread = None
     error: BaseException | None = None
     try:
-        result = encode((work(), None, False))
+        mine = encode((work(), None, False))
     except BaseException as raised:
-        error = raised if not isinstance(raised, Exception) else telling(raised, label, comm.rank)
-        told = error if isinstance(error, Exception) else telling(error, label, comm.rank)  # for KeyboardInterrupt, ...
-        result = encode((None, told, beats.stopped))
-    everyone = beats.end(result, error)
+        error = telling(raised, label, comm.rank) if isinstance(raised, Exception) else raised
+        mine = encode((None, telling(error, label, comm.rank), stopped))
+    result = mine
+    ended.set()
+    thread.join() if thread is not None else meet()
+    if failure is not None:
+        if error is not None:
+            raise failure from error
+        raise failure
     if error is not None and not isinstance(error, Exception):  # KeyboardInterrupt, ...: other ranks raise a CheckpointError
         raise error
     causes = [None if late else problem for _, problem, late in everyone]  # without errors that `stop` caused
@@ -67,62 +104,3 @@ def raise_first(problems: Sequence[Exception | None], rank: int, mine: Exception
     if found:
         at, problem = min(found, key=lambda item: not isinstance(item[1], CheckpointWriteError))  # a failed write causes others
         raise mine if at == rank and mine is not None else problem
-
-
-class _Beats:
-    """The exchanges during one call of `together`.
-
-    Threads: from `start` to the end of `end` only the thread of `_meet` uses the Comm, whose `exchange` raises ThreadsMet for a
-    second thread; inside `Tiers.beside_comm` the working thread does not report disk failures by it. That thread calls `stop`.
-    """
-
-    def __init__(self, comm: DirectComm, label: str, stop: Callable[[], None] | None) -> None:
-        self.comm, self.label, self.stop = comm, label, stop
-        self.seconds = min(_BEAT_S, getattr(comm, "stall_timeout_s", 60.0) / 4)
-        self.stopped = False  # True if another rank failed while this one was working
-        self._result = b""  # empty while this rank works
-        self._ended = threading.Event()
-        self._everyone: list[tuple] = []
-        self._failure: BaseException | None = None
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        if self.comm.world_size > 1:
-            thread = threading.Thread(target=self._meet, name="zeroshard-beats", daemon=True)
-            with suppress(RuntimeError):  # no more threads: `end` exchanges once, without beats
-                thread.start()
-                self._thread = thread
-
-    def end(self, result: bytes, error: BaseException | None) -> list[tuple]:
-        """Wait until all ranks have ended, and return their results."""
-        self._result = result
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
-        else:
-            self._meet()
-        if self._failure is not None:
-            if error is not None:
-                raise self._failure from error
-            raise self._failure
-        return self._everyone
-
-    def _meet(self) -> None:
-        try:
-            while True:
-                self._ended.wait(self.seconds)
-                everyone = self.comm.exchange(self._result, self.label)
-                if all(everyone):  # every rank has a result: the work of all has ended
-                    self._everyone = [decode(part) for part in everyone]
-                    return
-                if any(part and decode(part)[1] is not None for part in everyone):  # a rank has ended with an error
-                    self._in_vain()
-        except BaseException as error:
-            self._failure = error
-            self._in_vain()
-
-    def _in_vain(self) -> None:
-        if not self._result:  # this rank still works
-            self.stopped = True
-            if self.stop is not None:
-                self.stop()

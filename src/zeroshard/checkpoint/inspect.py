@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
+from ..memory.io.tensor_reader import Stored
 from . import directory as places
 from . import state_map as holding
 from .importers import open_foreign, recognise
@@ -74,22 +75,23 @@ def inspect_checkpoint(path: str | os.PathLike, *, name: str | None = None, veri
         CheckpointNotFound: there is no complete checkpoint.
         CheckpointError: the folder, or a file of another library, cannot be read.
     """
-    return agreed(Alone(), "zs.inspect_checkpoint: reading", lambda: _look(Path(path), name, verify), path)
+    where = Path(path)
 
+    def look() -> list[Inspection]:
+        if name is None and not (where / places.MANIFEST).is_file():
+            present = _complete(where)
+            found = [one for one in (_inspect(folder, verify) for folder in present.values()) if one is not None]
+            if found:
+                return found
+            if not present and recognise(where) is not None:
+                return [_inspect_foreign(where)]
+        folder = places.find(where, name)
+        one = _inspect(folder, verify)
+        if one is None:
+            raise CheckpointNotFound(f"{folder} was removed while it was read, as by a run with keep_last: inspect a later one.")
+        return [one]
 
-def _look(where: Path, name: str | None, verify: bool) -> list[Inspection]:
-    if name is None and not (where / places.MANIFEST).is_file():
-        present = _complete(where)
-        found = [one for one in (_inspect(folder, verify) for folder in present.values()) if one is not None]
-        if found:
-            return found
-        if not present and recognise(where) is not None:
-            return [_inspect_foreign(where)]
-    folder = places.find(where, name)
-    one = _inspect(folder, verify)
-    if one is None:
-        raise CheckpointNotFound(f"{folder} was removed while it was read, as by a run with keep_last: inspect a later one.")
-    return [one]
+    return agreed(Alone(), "zs.inspect_checkpoint: reading", look, path)
 
 
 def _complete(where: Path) -> dict[str, Path]:
@@ -102,10 +104,30 @@ def _complete(where: Path) -> dict[str, Path]:
 
 def _inspect(folder: Path, verify: bool) -> Inspection | None:
     """Inspect a checkpoint of zs.save. Return None if it has been removed meanwhile."""
-    found, checksums, damage = _unknown(folder), HOLD if verify else UNCHECKED, ""
+    checksums, damage, sizes = HOLD if verify else UNCHECKED, "", dict[str, int]()
+    with suppress(OSError):  # the folder cannot be listed
+        sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.is_file()}
+    found = Inspection(str(folder), "zeroshard", -1, 0, 0, 0, {}, sizes, "", "", {}, {})  # if the manifest is not readable
     try:
         manifest = Manifest.read(folder)
-        found = _described(folder, manifest)
+        shapes = {name: (math.prod(entry.shape), entry.dtype.itemsize) for name, entry in manifest.tensors.items()}
+        model = [shape for name, shape in shapes.items() if name.startswith(holding.MODEL)]
+        states = [shape for name, shape in shapes.items() if name.startswith(holding.STATE)]
+        extras = {owner_of(name, manifest.facts)[0] for name in manifest.objects if name.startswith(holding.EXTRA)}
+        found = replace(
+            found,
+            step=int(manifest.facts["step"]),
+            numel=sum(numel for numel, _ in model),
+            tensors=len(model),
+            optimizer_tensors=len(states),
+            kinds=_kinds(model, states, sum(file.nbytes for file in manifest.files)),
+            files={file.name: file.nbytes for file in manifest.files},
+            facts={key: value for key, value in manifest.facts.items() if key not in ("step", "trained_only", "per_rank")},
+            ties=manifest.ties,
+            extras=tuple(sorted(extras)),
+            trained_only=manifest.facts["trained_only"],
+            left_out=len(manifest.frozen),
+        )
         check_sizes(folder, manifest)
         if verify:
             check_digests(folder, manifest)
@@ -117,43 +139,6 @@ def _inspect(folder: Path, verify: bool) -> Inspection | None:
         what = f"{type(error).__name__}: {error}"
         checksums, damage = UNREADABLE, f"{folder / places.MANIFEST} can not be read by this version of zeroshard: {what}"
     return replace(found, checksums=checksums, damage=damage)
-
-
-def _unknown(folder: Path) -> Inspection:
-    return Inspection(str(folder), "zeroshard", -1, 0, 0, 0, {}, _files(folder), "", "", {}, {})
-
-
-def _described(folder: Path, manifest: Manifest) -> Inspection:
-    """Return the Inspection of a checkpoint by its manifest alone."""
-    facts = {key: value for key, value in manifest.facts.items() if key not in ("step", "trained_only", "per_rank")}
-    shapes = {name: (math.prod(entry.shape), entry.dtype.itemsize) for name, entry in manifest.tensors.items()}
-    model = [shape for name, shape in shapes.items() if name.startswith(holding.MODEL)]
-    states = [shape for name, shape in shapes.items() if name.startswith(holding.STATE)]
-    extras = {owner_of(name, manifest.facts)[0] for name in manifest.objects if name.startswith(holding.EXTRA)}
-    return Inspection(
-        path=str(folder),
-        kind="zeroshard",
-        step=int(manifest.facts["step"]),
-        numel=sum(numel for numel, _ in model),
-        tensors=len(model),
-        optimizer_tensors=len(states),
-        kinds=_kinds(model, states, manifest.nbytes),
-        files={file.name: file.nbytes for file in manifest.files},
-        checksums="",
-        damage="",
-        facts=facts,
-        ties=manifest.ties,
-        extras=tuple(sorted(extras)),
-        trained_only=manifest.facts["trained_only"],
-        left_out=len(manifest.frozen),
-    )
-
-
-def _files(folder: Path) -> dict[str, int]:
-    """Return the sizes of files in a folder, for a checkpoint without a readable manifest. {} if it cannot be listed."""
-    with suppress(OSError):
-        return {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.is_file()}
-    return {}
 
 
 def _kinds(model: list[tuple[int, int]], states: list[tuple[int, int]], total: int) -> dict[str, int]:
@@ -168,7 +153,7 @@ def _inspect_foreign(path: Path) -> Inspection:
     files = {file.name if path.is_file() else str(file.relative_to(path)): file.stat().st_size for file in found}
     ties = opened.tied()
     model = [(math.prod(t.shape), t.dtype.itemsize) for name, t in opened.model.items() if name not in ties]
-    every = [t for state in opened.states.values() for t in state.values() if hasattr(t, "read")]
+    every = [t for state in opened.states.values() for t in state.values() if isinstance(t, Stored)]
     states = [(math.prod(t.shape), t.dtype.itemsize) for t in every]
     facts = {key: value for key, value in opened.facts.items() if key != "step"}
     numel, kinds = sum(count for count, _ in model), _kinds(model, states, sum(files.values()))

@@ -36,17 +36,16 @@ from ..zero.unit import ParamGroup
 from . import directory as places
 from . import module_state, safetensors
 from . import state_map as holding
-from .bulk_reader import Bulk
-from .fingerprint import Identity, identities
-from .heartbeat import raise_first, telling
+from .bulk_reader import Bulk, Reading
+from .fingerprint import Identity, identities, totals
+from .heartbeat import telling
 from .manifest import Manifest
 from .read_buffers import Room
-from .reading import Reading
 from .resolver import LOOKS, agreed, check_digests, check_tensors, hinted, open_any, removed
 from .saving import core_of, saver_of
 from .source import Opened, name_left_out
-from .stages import Stages
-from .user_state import check_named, check_target, slices_of, takes_state
+from .stages import Stages, agree
+from .user_state import check_named, check_target, slices_of
 
 _SPARE = 1.25  # memory for a second copy of a state is allocated only if this many times its size is available
 _KINDS = {"betas", "eps", "momentum", "momentum_decay", "alpha", "rho", "etas", "lambd"}  # options that show an optimizer's class
@@ -124,9 +123,9 @@ def load(
 
 
 def _put(
-    runtime: Runtime, stages: Stages, path: Any, name: str | None, verify: bool | str, trusted: bool, strict: bool,
-    wanted: dict[str, Any],
-) -> tuple[_Loading, dict[str, Any]]:  # fmt: skip
+    runtime: Runtime, stages: Stages, path: str | os.PathLike, name: str | None, verify: bool | str, trusted: bool, strict: bool,
+    wanted: dict[str, object],
+) -> tuple[_Loading, dict[str, object]]:  # fmt: skip
     """Find the checkpoint, compare it with the model, load it (collective). Return the `_Loading` and the saved extras."""
     world, mesh = runtime.world, runtime.topology.mesh
     for looks in range(LOOKS, 0, -1):
@@ -145,9 +144,12 @@ def _put(
     raise AssertionError("the last look returns or raises")
 
 
-def _agree(runtime: Runtime, path: Any, optimizer: Any, name: str | None, verify: Any, strict: bool, extra: Any) -> Stages:
+def _agree(
+    runtime: Runtime, path: str | os.PathLike, optimizer: torch.optim.Optimizer | None, name: str | None, verify: object,
+    strict: bool, extra: object,
+) -> Stages:  # fmt: skip
     """Check the arguments, and that all ranks pass the same (collective). Return the pipeline's stages."""
-    core, mine, telling_stages, problem = None, {}, None, None
+    core, mine, problem = None, dict[str, object](), None
     try:
         core = core_of(runtime, optimizer, "zs.load")
         check_idle(runtime, "zs.load")
@@ -157,17 +159,9 @@ def _agree(runtime: Runtime, path: Any, optimizer: Any, name: str | None, verify
             raise ConfigError(f"zs.load: verify: expected True, 'before' or False, got {verify!r}.")
         given, named = None if optimizer is None else "given", None if name is None else os.fspath(name)
         mine = {"path": places.absolute(path), "optimizer": given, "name": named, "verify": verify, "strict": bool(strict)}
-        telling_stages = Stages.tell(runtime, core)
     except Exception as error:
         problem = telling(error, "zs.load", runtime.world.rank)
-    everyone = exchange_values(runtime.world, (problem, mine, telling_stages), "zs.load: begin")
-    raise_first([theirs for theirs, *_ in everyone], runtime.world.rank, problem)
-    first = everyone[0][1]
-    for rank, (_, other, _) in enumerate(everyone):
-        if other != first:
-            what = [f"{key}: {first[key]!r} and {value!r}" for key, value in other.items() if value != first[key]]
-            raise ConfigError(f"zs.load: ranks 0 and {rank} passed different arguments: {'; '.join(what)}.")
-    return Stages(runtime, core, [told for *_, told in everyone])
+    return agree(runtime, core, "zs.load", mine, problem)[0]
 
 
 def await_save(runtime: Runtime) -> None:
@@ -183,7 +177,8 @@ def await_save(runtime: Runtime) -> None:
 def _bulk_of(held: ExitStack, runtime: Runtime, core: OptimizerCore | None, folder: Path, manifest: Manifest) -> Bulk:
     """Return the reader of a checkpoint of zs.save; it starts to read the file that probably has this rank's tensors, if any."""
     held.close()  # the reader of a checkpoint that has been removed meanwhile gives its buffers back
-    bulk = held.enter_context(Bulk(folder, manifest, Room(saver_of(runtime).pool)))
+    bulk = Bulk(folder, manifest, Room(saver_of(runtime).pool))
+    held.callback(bulk.close)
     if _all_wanted(runtime, core, manifest) and manifest.facts["world_size"] == runtime.world.world_size:
         bulk.ahead(folder / manifest.files[runtime.world.rank].name)
     return bulk
@@ -205,7 +200,7 @@ class _Loading:
         self.prefixes = safetensors.prefixes_of(runtime.model)
         self.aliases: dict[str, str] = {}  # another name of a parameter -> its name
         self.found: dict[str, Stored] = {}  # parameter -> where it is stored
-        self.left_out: list[tuple[Any, int]] = []  # (group, index) of parameters that the checkpoint leaves out
+        self.left_out: list[tuple[ParamGroup, int]] = []  # (group, index) of parameters that the checkpoint leaves out
         self.states: dict[int, SavedState] = {}
         self.groups: list[dict[str, Any]] = []
         self.reading = Reading()
@@ -215,68 +210,82 @@ class _Loading:
 
     # -- compare ---------------------------------------------------------------------------------------------
 
-    def compare(self, extra: dict[str, Any]) -> dict[str, Any]:
+    def compare(self, extra: dict[str, object]) -> dict[str, object]:
         """Find all of the model's entries; return the saved extras. Raise CheckpointMismatch with all entries that do not fit."""
-        missing, mismatched, untied, used = [], [], [], set()
-        self._fit()
-        model, several = self.opened.model, self._by_stages or not self.opened.ours  # tied parameters may be stored twice
-        mine = self.runtime.comm.rank, self.runtime.comm.world_size
-        for group in self.runtime.groups:
-            for index, (name, part) in enumerate(holding.names_of_group(group)):
-                spec = group.specs[index]
-                names = [n for n in dict.fromkeys((name, *safetensors.names_of(self.prefixes, spec))) if n in model]
-                shape = spec.whole_shape
-                if names:
-                    used.update(names if several else names[:1])
-                    mismatched += [f"{n}: saved {model[n].shape}, wanted {shape}" for n in names if model[n].shape != shape]
-                    untied += [f"  untied: {n}: saved with other values than {names[0]}, to which the model ties it"
-                               for n in (names[1:] if several else ()) if differ(model[names[0]], model[n], *mine)]  # fmt: skip
-                    self.found[spec.name] = model[names[0]].cut(part)
-                elif not group.trainable and self.opened.trained_only:
-                    self.left_out.append((group, index))
-                else:
-                    missing.append(f"{name} {shape}")
-        problems = untied + self._compare_buffers(missing, mismatched, used)
-        problems += self._compare_optimizer() + self._find_slices(extra)
-        if missing and self.strict and self.opened.trained_only:
-            problems.append(
-                "  The checkpoint holds trained parameters only, and the model trains more now. Freeze the model as it was, load, and "
-                "unfreeze afterwards (zs.close, requires_grad_(True), zs.shard), or save with trained_only=False."
-            )
-        if problems:
-            raise CheckpointMismatch(f"{self.opened.path} does not fit the model; nothing was changed.\n" + "\n".join(problems))
-        return self._extras(extra)
-
-    def _fit(self) -> None:
-        """Give the checkpoint's tensors the model's names: strip or add wrappers' prefixes. Note aliases of tied parameters."""
         if self._by_stages or not self.opened.ours:
             for spec in (spec for group in self.runtime.groups for spec in group.specs):
                 self.aliases |= dict.fromkeys(safetensors.names_of(self.prefixes, spec), spec.whole_name)
                 self.aliases.pop(spec.whole_name, None)
         self.opened.fit(self.stages.names)
-        if self.opened.ours:
-            return
-        module_state.read_objects(self.runtime.model, self.opened, self.comm.rank)
+        if not self.opened.ours:
+            module_state.read_objects(self.runtime.model, self.opened, self.comm.rank)
+        problems, advice = self._compare_model()
+        problems += self._compare_optimizer()
+        for name, shards in slices_of(extra, self.runtime.model).items():
+            saved = self.opened.slices.get(name, {})
+            for group, rest in shards:
+                for index, spec in enumerate(group.specs):
+                    stored, shape = saved.get(spec.whole_name), spec.whole_shape
+                    if stored is None or stored.shape != shape:
+                        found = stored.shape if stored else "nothing"
+                        problems.append(f"  extra {name}: {spec.whole_name}: saved {found}, wanted {shape}")
+                        continue
+                    key = f"{name}.{spec.name}"
+                    self.stored_slices[key] = stored.cut(spec.part)
+                    self.slices.append((key, group, index, rest))
+        problems += advice
+        if problems:
+            raise CheckpointMismatch(f"{self.opened.path} does not fit the model; nothing was changed.\n" + "\n".join(problems))
+        return self._extras(extra)
 
-    def _compare_buffers(self, missing: list[str], mismatched: list[str], used: set[str]) -> list[str]:
-        model, ties, bulk = self.opened.model, self.opened.ties, self.opened.bulk
-        if bulk is not None:  # comparing reads expanded buffers, so their checksums come first
-            saved = self.opened.saved_names
-            stored = [f"{holding.MODEL}{saved.get(name, name)}" for name in safetensors.names_of_expanded(self.runtime.model)]
+    def _compare_model(self) -> tuple[list[str], list[str]]:
+        """Note where parameters are stored. Return the problems of parameters and buffers, and what to do about missing ones."""
+        missing: list[str] = []
+        mismatched: list[str] = []
+        problems: list[str] = []
+        used: set[str] = set()
+        model, several = self.opened.model, self._by_stages or not self.opened.ours  # tied parameters may be stored twice
+        mine = self.runtime.comm.rank, self.runtime.comm.world_size
+        for group in self.runtime.groups:
+            for index, spec in enumerate(group.specs):
+                name, shape = spec.whole_name, spec.whole_shape
+                names = [n for n in dict.fromkeys((name, *safetensors.names_of(self.prefixes, spec))) if n in model]
+                if names:
+                    used.update(names if several else names[:1])
+                    mismatched += [f"{n}: saved {model[n].shape}, wanted {shape}" for n in names if model[n].shape != shape]
+                    problems += [f"  untied: {n}: saved with other values than {names[0]}, to which the model ties it"
+                                 for n in (names[1:] if several else ()) if differ(model[names[0]], model[n], *mine)]  # fmt: skip
+                    self.found[spec.name] = model[names[0]].cut(spec.part)
+                elif not group.trainable and self.opened.trained_only:
+                    self.left_out.append((group, index))
+                else:
+                    missing.append(f"{name} {shape}")
+        if (bulk := self.opened.bulk) is not None:  # comparing reads expanded buffers, so their checksums come first
+            expanded = [
+                name for buffer in safetensors.others_of(self.runtime.model)[0] if buffer.expanded for name in buffer.names
+            ]
+            stored = [f"{holding.MODEL}{self.opened.saved_names.get(name, name)}" for name in expanded]
             check_tensors(self.opened.path, bulk.manifest, [name for name in stored if name in bulk.manifest.tensors])
-        problems = module_state.compare(self.runtime.model, model, missing, mismatched, used)
+        problems += module_state.compare(self.runtime.model, model, missing, mismatched, used)
         of_stages = self.stages.names if self.stages.several else set()
-        same = {first for alias, first in ties.items() if alias in used} | ties.keys() | of_stages
-        unexpected = [f"{n} {t.shape}" for n, t in model.items() if n not in used | same]
-        missing, unexpected = (missing, unexpected) if self.strict else ([], [])
-        known = [entry.split(" ")[0] for entry in unexpected]
-        missing = [f"{entry}{did_you_mean(entry.split(' ')[0], known)}" for entry in dict.fromkeys(missing)]
+        same = {first for alias, first in self.opened.ties.items() if alias in used} | self.opened.ties.keys() | of_stages
+        unexpected = [f"{n} {t.shape}" for n, t in model.items() if n not in used | same] if self.strict else []
+        known, advice = [entry.split(" ")[0] for entry in unexpected], []
+        if missing and self.strict and self.opened.trained_only:
+            advice.append(
+                "  The checkpoint holds trained parameters only, and the model trains more now. Freeze the model as it was, load, and "
+                "unfreeze afterwards (zs.close, requires_grad_(True), zs.shard), or save with trained_only=False."
+            )
+        absent = [f"{entry}{did_you_mean(entry.split(' ')[0], known)}" for entry in dict.fromkeys(missing if self.strict else ())]
         told = "missing (the model has it, the checkpoint not)"
-        lists = {told: missing, "unexpected": unexpected, "of another shape": mismatched}
-        return problems + [f"  {what}: {entry}" for what, entries in lists.items() for entry in dict.fromkeys(entries)]
+        lists = {told: absent, "unexpected": unexpected, "of another shape": mismatched}
+        return problems + [f"  {what}: {entry}" for what, entries in lists.items() for entry in dict.fromkeys(entries)], advice
 
     def _compare_optimizer(self) -> list[str]:
-        """Return the problems that keep the optimizer from loading; if there are none, note where its states are stored."""
+        """Return the problems that keep the optimizer from loading; if there are none, note where its states are stored.
+
+        Numbers and tied names of a foreign checkpoint's group members are replaced by the model's names.
+        """
         if self.core is None:
             return []
         if self.opened.groups is None:
@@ -288,10 +297,26 @@ class _Loading:
         present = self.stages.groups()
         if len(self.groups) != len(present):
             return [f"  optimizer: saved {len(self.groups)} parameter groups, wanted {len(present)}"]
-        problems = [] if self.opened.ours else self._name_members(present)
-        if problems:
-            return problems
-        for number, (given, mine) in enumerate(zip(self.groups, present, strict=True)):
+        pairs, names = list(enumerate(zip(self.groups, present, strict=True))), dict[Any, str](self.aliases)
+        for number, (given, mine) in pairs if not self.opened.ours else ():
+            kinds = [_KINDS & group.keys() for group in (given, mine)]
+            if kinds[0] != kinds[1] and given.keys() != {"params"}:  # {"params"} alone: options were not saved
+                options = [", ".join(sorted(kind)) or "none of its own" for kind in kinds]
+                told = f"saved by another kind, with {options[0]}; wanted {options[1]}"
+                return [f"  optimizer: {told}: load it with optimizer=None to take the model alone"]
+            numbered = [member for member in given["params"] if isinstance(member, int)]
+            if numbered and self.stages.several:
+                told = "the checkpoint numbers its parameters, and a stage of a pipeline does not know the numbers of its own"
+                return [f"  optimizer: {told}: load it in a run without stages, and save it there by zs.save"]
+            if numbered and len(given["params"]) != len(mine["params"]):
+                return [f"  optimizer group {number}: saved {len(given['params'])} parameters, wanted {len(mine['params'])}"]
+            names |= dict(zip(numbered, mine["params"], strict=False))
+        if not self.opened.ours:
+            for group in self.groups:
+                group["params"] = [names.get(member, member) for member in group["params"]]
+            self.opened.states = {names.get(key, key): state for key, state in self.opened.states.items()}
+        problems = []
+        for number, (given, mine) in pairs:
             differing = sorted({self._one(str(name)) for name in given["params"]} ^ {self._one(name) for name in mine["params"]})
             if differing:
                 problems.append(f"  optimizer group {number}: {len(differing)} members differ, first {', '.join(differing[:5])}")
@@ -309,84 +334,41 @@ class _Loading:
         """Return the name under which the checkpoint stores a parameter's state: that of the first of tied parameters."""
         return self.opened.ties.get(name, self.aliases.get(name, name)) if self._by_stages else name
 
-    def _name_members(self, present: list[dict[str, Any]]) -> list[str]:
-        """Replace numbers and tied names of a foreign checkpoint's group members by the model's names. Return problems."""
-        names: dict[Any, str] = dict(self.aliases)
-        for number, (given, mine) in enumerate(zip(self.groups, present, strict=True)):
-            kinds = [_KINDS & group.keys() for group in (given, mine)]
-            if kinds[0] != kinds[1] and given.keys() != {"params"}:  # {"params"} alone: options were not saved
-                options = [", ".join(sorted(kind)) or "none of its own" for kind in kinds]
-                told = f"saved by another kind, with {options[0]}; wanted {options[1]}"
-                return [f"  optimizer: {told}: load it with optimizer=None to take the model alone"]
-            numbered = [member for member in given["params"] if isinstance(member, int)]
-            if numbered and self.stages.several:
-                told = "the checkpoint numbers its parameters, and a stage of a pipeline does not know the numbers of its own"
-                return [f"  optimizer: {told}: load it in a run without stages, and save it there by zs.save"]
-            if numbered and len(given["params"]) != len(mine["params"]):
-                return [f"  optimizer group {number}: saved {len(given['params'])} parameters, wanted {len(mine['params'])}"]
-            names |= dict(zip(numbered, mine["params"], strict=False))
-        for group in self.groups:
-            group["params"] = [names.get(member, member) for member in group["params"]]
-        self.opened.states = {names.get(key, key): state for key, state in self.opened.states.items()}
-        return []
-
     def _find_states(self) -> list[str]:
         """Find the stored states of every parameter. Return a problem for each state whose shape is not its parameter's."""
-        entries, problems = self.opened.states, []
+        entries, problems, ours = self.opened.states, [], self.opened.ours
+        shapes = {name: stored.shape for name, stored in self.opened.model.items()}
         counters = set(self.opened.scalars) if self.opened.scalars is not None else {"step"} | {
             key for name, states in entries.items() for key, stored in states.items()
-            if not _is_stored(stored) or (stored.shape == () and self._shape(name) != ())
+            if not isinstance(stored, Stored) or (stored.shape == () and shapes.get(name, ()) != ())
         }  # fmt: skip
         for group in self.runtime.groups:
-            for index, (name, part) in enumerate(holding.names_of_group(group)):
-                state = SavedState()
+            for index, spec in enumerate(group.specs):
+                name, shape, state = spec.whole_name, shapes.get(spec.whole_name, ()), SavedState()
                 for key, stored in (entries.get(name) or entries.get(self._one(name), {})).items():
-                    if not _is_stored(stored):
+                    if not isinstance(stored, Stored):
                         state.scalars[key] = stored
-                    elif key in counters or stored.shape != self._shape(name):
-                        if not self.opened.ours and stored.shape != ():
-                            problems.append(f"  optimizer: {key} of {name}: saved {stored.shape}, wanted {self._shape(name)}")
-                            continue
+                    elif key not in counters and stored.shape == shape:
+                        state.tensors[key] = stored.cut(spec.part)
+                    elif not ours and stored.shape != ():
+                        problems.append(f"  optimizer: {key} of {name}: saved {stored.shape}, wanted {shape}")
+                    else:
                         value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
                         stored.read(0, value.view(-1))
                         state.scalars[key] = value
-                    else:
-                        state.tensors[key] = stored.cut(part)
-                if not self.opened.ours and isinstance(state.scalars.get("step"), int):
+                if not ours and isinstance(state.scalars.get("step"), int):
                     # torch's optimizers keep step as a float tensor on the host
                     state.scalars["step"] = torch.tensor(float(state.scalars["step"]), device="cpu")
                 if state.tensors or state.scalars:
                     self.states[id(group.params[index])] = state
         return problems
 
-    def _find_slices(self, extra: dict[str, Any]) -> list[str]:
-        """Find the stored slices of objects of `extra` that keep some (zs.ema). Return a problem for each that does not fit."""
-        problems = []
-        for name, shards in slices_of(extra, self.runtime.model).items():
-            saved = self.opened.slices.get(name, {})
-            for group, rest in shards:
-                for index, (param, part) in enumerate(holding.names_of_group(group)):
-                    stored, shape = saved.get(param), group.specs[index].whole_shape
-                    if stored is None or stored.shape != shape:
-                        problems.append(f"  extra {name}: {param}: saved {stored.shape if stored else 'nothing'}, wanted {shape}")
-                        continue
-                    key = f"{name}.{group.specs[index].name}"
-                    self.stored_slices[key] = stored.cut(part)
-                    self.slices.append((key, group, index, rest))
-        return problems
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return self.opened.model[name].shape if name in self.opened.model else ()
-
     def check_base(self) -> None:
         """Raise BaseModelMismatch if parameters that the checkpoint leaves out differ from those at the save (collective)."""
         mine = agreed(self.comm, "zs.load: base model", partial(identities, self.left_out), self.opened.path)
         told = exchange_values(self.comm, {key: list(vars(each).values()) for key, each in mine.items()}, "zs.load: base models")
-        totals: dict[str, Identity] = {}
-        for key, fields in (item for other in told for item in other.items()):
-            totals[key] = totals[key] + Identity(*fields) if key in totals else Identity(*fields)
-        differing = []
-        for key, total in totals.items():
+        held, differing = totals(told), []
+        for key, total in held.items():
             saved = self.opened.frozen.get(key)
             if saved is None and not self.strict:
                 continue
@@ -397,10 +379,10 @@ class _Loading:
         if differing:
             raise BaseModelMismatch(
                 f"{self.opened.path} holds trained parameters of another base model; nothing was changed. {len(differing)} of "
-                f"{len(totals)} parameters that it leaves out differ (fingerprints): {'; '.join(differing[:5])}"
+                f"{len(held)} parameters that it leaves out differ (fingerprints): {'; '.join(differing[:5])}"
             )
 
-    def _extras(self, wanted: dict[str, Any]) -> dict[str, Any]:
+    def _extras(self, wanted: dict[str, object]) -> dict[str, object]:
         """Return saved extras by name. Raise if a wanted one is missing, unread, of other ranks, or refused by its target."""
         found, unread = self.opened.extras, self.opened.unread
         for name in sorted(wanted.keys() & unread.keys()):
@@ -464,37 +446,32 @@ class _Loading:
 
     def verify(self) -> None:
         """Verify checksums, while reading into memory or in a pass over all files (collective). Raises CheckpointError."""
-        bulk, path, comm = self.opened.bulk, self.opened.path, self.comm
+        bulk, path, comm, here = self.opened.bulk, self.opened.path, self.comm, ranks_here(self.comm.world_size)
         if bulk is None:
             return
         if not _all_wanted(self.runtime, self.core, bulk.manifest):
             agreed(comm, "zs.load: checksums", lambda: check_digests(path, bulk.manifest, comm.rank, comm.world_size), path)
             return
-
-        def read() -> None:
-            taken = self._note(bulk)
-            available = available_nbytes()
-            most = sys.maxsize if available is None else int(available / ranks_here(comm.world_size) / _SPARE) - taken
-            self.reading.kept = hinted(path, partial(bulk.read, most))
-
-        agreed(comm, "zs.load: reading", read, path)
-
-    def _note(self, bulk: Bulk) -> int:
-        """Note all reads of this load with `bulk`. Return the bytes of host memory that new optimizer states take."""
-        safetensors.note(self.runtime, self.found, self.opened.model, bulk)
-        taken, on_host = 0, self.comm.device.type == "cpu"
+        taken = 0  # bytes of host memory that new optimizer states take
 
         def has(nbytes: int) -> bool:
             nonlocal taken
-            if on_host:
-                available = available_nbytes()
-                taken = nbytes if available is None or _SPARE * ranks_here(self.comm.world_size) * nbytes <= available else 0
-                return taken == nbytes
-            return _SPARE * nbytes <= torch.cuda.mem_get_info(self.comm.device)[0]
+            if comm.device.type != "cpu":
+                return _SPARE * nbytes <= torch.cuda.mem_get_info(comm.device)[0]
+            available = available_nbytes()
+            taken = nbytes if available is None or _SPARE * here * nbytes <= available else 0
+            return taken == nbytes
 
-        if self.core is not None:
-            self._restore().note(bulk, has)
-        return taken
+        def read() -> None:
+            safetensors.note(self.runtime, self.found, self.opened.model, bulk)
+            if self.core is not None:
+                self._restore().note(bulk, has)
+            available = available_nbytes()
+            most = sys.maxsize if available is None else int(available / here / _SPARE) - taken
+            with hinted(path):
+                self.reading.kept = bulk.read(most)
+
+        agreed(comm, "zs.load: reading", read, path)
 
     def _restore(self) -> state_loading.Restoring:
         """Return the object that loads optimizer states, made at the first call."""
@@ -551,44 +528,34 @@ class _Loading:
             return
         runtime.progress.load(own)
 
-    def finish(self, extra: dict[str, Any], states: dict[str, Any], rng: bool) -> str:
+    def finish(self, extra: dict[str, Any], saved: dict[str, object], rng: bool) -> str:
         """Load states of objects in `extra`, then random generators; return `Loaded.rng`. Raise the first object's error last."""
         refused: list[Exception] = []
-        loaded = "the model, the optimizer and all else have been loaded"
         for name, target in extra.items():
             try:
-                if takes_state(target):
-                    target.load_state_dict(states[name])
+                if callable(getattr(target, "load_state_dict", None)):
+                    target.load_state_dict(saved[name])
             except Exception as error:
-                refused.append(self._refused(name, error, loaded))
+                refused.append(self._refused(name, error, "the model, the optimizer and all else have been loaded"))
                 refused[-1].__cause__ = error
+        how, states, rank = "left", self.opened.generators if rng else None, self.comm.rank
         try:
-            done = self._take_generators() if rng else "left"
+            if states is not None and self.opened.same_ranks:
+                holding.set_generators(states, self.comm.device)
+                how = "restored"
+            elif states is not None:
+                data = self.runtime.comm  # tensor-parallel ranks get one seed: they share activations, and so dropout masks
+                holding.seed_generators(states, data.rank + data.world_size * self.stages.stage)
+                how = "reseeded"
+                if rank == 0:
+                    print(
+                        f"zeroshard: {self.opened.path} was saved by {self.opened.facts['world_size']} ranks, now there are "
+                        f"{self._now}: random generators are seeded anew from rank 0's",
+                        file=sys.stderr,
+                    )
         except Exception as error:
-            raise CheckpointError(f"{self.opened.path}: the random generators of rank {self.comm.rank} could not be set, "
+            raise CheckpointError(f"{self.opened.path}: the random generators of rank {rank} could not be set, "
                                   f"all else has been loaded: {type(error).__name__}: {error}") from error  # fmt: skip
         if refused:
             raise refused[0]
-        return done
-
-    def _take_generators(self) -> str:
-        states = self.opened.generators
-        if states is None:
-            return "left"
-        if self.opened.same_ranks:
-            holding.set_generators(states, self.comm.device)
-            return "restored"
-        data = self.runtime.comm  # tensor-parallel ranks get one seed: they share activations, and so dropout masks
-        holding.seed_generators(states, data.rank + data.world_size * self.stages.stage)
-        if self.comm.rank == 0:
-            print(
-                f"zeroshard: {self.opened.path} was saved by {self.opened.facts['world_size']} ranks, now there are "
-                f"{self._now}: random generators are seeded anew from rank 0's",
-                file=sys.stderr,
-            )
-        return "reseeded"
-
-
-def _is_stored(value: Any) -> bool:
-    """Return whether a state is a tensor in a file, rather than a plain value."""
-    return isinstance(value, Stored)
+        return how

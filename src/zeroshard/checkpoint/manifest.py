@@ -20,7 +20,7 @@ from ..errors import CheckpointCorrupt, CheckpointError
 from ..tensor.chunks import Box
 from . import dcp
 from .directory import MANIFEST, sync, write_whole
-from .fingerprint import Identity
+from .fingerprint import totals
 from .rank_file import DIGEST_NBYTES, FileLayout, digest_count
 
 FORMAT, VERSION, DIGEST = "zeroshard-checkpoint", 1, "xxh3-64"
@@ -128,7 +128,20 @@ class Manifest:
 
     @classmethod
     def _of(cls, path: Path, body: dict[str, Any]) -> Manifest:
-        _check_kind(path, body)
+        body.pop("checksum")
+        form, version = body.pop("format"), body.pop("version")
+        if form != FORMAT:
+            raise CheckpointError(f"{path}: format: expected {FORMAT!r}, got {form!r}: zs.save did not write it.")
+        if version > VERSION:
+            raise CheckpointError(f"{path}: written by a newer version of zeroshard; update it to read this checkpoint.")
+        digest = (body.pop("digest"), body.pop("digest_nbytes"))
+        if digest != (DIGEST, DIGEST_NBYTES):
+            raise CheckpointError(
+                f"{path}: digest, digest_nbytes: expected {DIGEST} of {DIGEST_NBYTES:,} bytes each, got {digest}."
+            )
+        absent = [key for key in _FACTS if key not in body]
+        if absent:
+            raise CheckpointError(f"{path} lacks {', '.join(absent)}, which zs.save writes: another program changed it.")
         files = [FileEntry(f["name"], f["nbytes"], tuple(f["digests"])) for f in body.pop("files")]
         for file in files:  # with too few checksums, a part of the file would pass unchecked
             if len(file.digests) != digest_count(file.nbytes):
@@ -141,17 +154,12 @@ class Manifest:
         objects = {name: ObjectEntry(*entry) for name, entry in body.pop("objects").items()}
         return cls(body, files, tensors, objects, body.pop("ties"), body.pop("frozen"), body.pop("scalars", None))
 
-    @property
-    def nbytes(self) -> int:
-        """Size of all data files in bytes."""
-        return sum(file.nbytes for file in self.files)
 
-
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _tensors_json(tensors: dict[str, TensorEntry]) -> dict[str, Any]:
+def _tensors_json(tensors: dict[str, TensorEntry]) -> dict[str, object]:
     return {
         name: {
             "dtype": str(t.dtype).removeprefix("torch."),
@@ -161,22 +169,6 @@ def _tensors_json(tensors: dict[str, TensorEntry]) -> dict[str, Any]:
         }
         for name, t in sorted(tensors.items())
     }
-
-
-def _check_kind(path: Path, body: dict[str, Any]) -> None:
-    """Remove the entries about the format itself and check them. Raises CheckpointError if this version cannot read it."""
-    body.pop("checksum")
-    form, version = body.pop("format"), body.pop("version")
-    if form != FORMAT:
-        raise CheckpointError(f"{path}: format: expected {FORMAT!r}, got {form!r}: zs.save did not write it.")
-    if version > VERSION:
-        raise CheckpointError(f"{path}: written by a newer version of zeroshard; update it to read this checkpoint.")
-    digest = (body.pop("digest"), body.pop("digest_nbytes"))
-    if digest != (DIGEST, DIGEST_NBYTES):
-        raise CheckpointError(f"{path}: digest, digest_nbytes: expected {DIGEST} of {DIGEST_NBYTES:,} bytes each, got {digest}.")
-    absent = [key for key in _FACTS if key not in body]
-    if absent:
-        raise CheckpointError(f"{path} lacks {', '.join(absent)}, which zs.save writes: another program changed it.")
 
 
 def _check_places(path: Path, manifest: Manifest) -> None:
@@ -216,7 +208,7 @@ def tensors_of(layout: FileLayout) -> bytes:
     return _json(tensors).encode()
 
 
-def part_of(layout: FileLayout, name: str, digests: list[str], extra: dict[str, Any]) -> bytes:
+def part_of(layout: FileLayout, name: str, digests: list[str], extra: dict[str, object]) -> bytes:
     """Return the JSON of a rank's part: name, size and checksums of its file, places of plain values, and `extra`.
 
     extra: ties, identities of frozen parameters, scalars.
@@ -236,40 +228,56 @@ class Listed:
         self.tensors: dict[str, TensorEntry] = {}
         self.text = "{}"
         self.last_metadata = b""
-        self._metadata_of: tuple = ()
+        self._made_of: tuple = ()
 
     def take(self, digests: list[str], told: list[bytes]) -> None:
         """Replace the cache by the `tensors_of` of all ranks. Raise CheckpointError if boxes do not add up to their tensors."""
-        self.digests, self.tensors = [], _join(told)
-        self.text, self._metadata_of = _json(_tensors_json(self.tensors)), ()
-        self.digests = digests  # last: if `_join` raises, the cache must not match the next save
+        self.digests, tensors = [], dict[str, TensorEntry]()  # no digests: if this raises, the cache must not match the next save
+        for number, part in enumerate(told):
+            for name, t in json.loads(part).items():
+                dtype = getattr(torch, t["dtype"].removeprefix("torch."))
+                entry = tensors.setdefault(name, TensorEntry(dtype, tuple(t["shape"]), tuple(t["keys"]), []))
+                for data, offset, nbytes, at, sizes in t["boxes"]:
+                    entry.boxes.append(StoredBox(number, data, offset, nbytes, Box(tuple(at), tuple(sizes))))
+        for name, entry in tensors.items():
+            entry.boxes.sort(key=lambda stored: stored.box.offsets)
+            covered = sum(stored.box.numel for stored in entry.boxes)
+            if covered != torch.Size(entry.shape).numel():
+                raise CheckpointError(
+                    f"zs.save: {name}: {covered:,} elements of {entry.shape}. Of a tiled layer this is what is left where some tiles have "
+                    "never been stepped (their p.grad was None): drop the gradients of all tiles of a layer, or of none."
+                )
+        self.tensors, self.text, self._made_of = tensors, _json(_tensors_json(tensors)), ()
+        self.digests = digests
 
     def metadata(self, manifest: Manifest) -> bytes:
-        """Return the content of `.metadata`. It is cached, since making it takes longer than writing it."""
+        """Return the content of `.metadata`. It is cached, since making it takes longer than writing it.
+
+        DCP gets one tensor for each name of a tied parameter, over the same blobs.
+        """
         files = [file.name for file in manifest.files]
         made_of = (self.digests, files, manifest.objects, manifest.ties)
-        if self._metadata_of != made_of:
-            self.last_metadata, self._metadata_of = _metadata_of(manifest, files), made_of
+        if self._made_of == made_of:
+            return self.last_metadata
+        aliases = {
+            f"model.{alias}": replace(manifest.tensors[f"model.{first}"], keys=("model", alias))
+            for alias, first in manifest.ties.items()
+            if f"model.{first}" in manifest.tensors  # absent if it is frozen and was left out
+        }
+        tensors = (
+            (name, t.keys, t.dtype, t.shape, [(b.box, files[b.file], b.offset, b.nbytes) for b in t.boxes])
+            for name, t in {**manifest.tensors, **aliases}.items()
+        )
+        objects = []
+        for name, at in manifest.objects.items():
+            head, _, rest = name.partition(".")  # the path in nested state dicts: 'optim.param_groups' -> optim, param_groups
+            keys: tuple[str, ...] = (head, rest)
+            if name.startswith("optim.state."):
+                parameter, _, key = rest.removeprefix("state.").rpartition(".")
+                keys = ("optim", "state", parameter, key)
+            objects.append((name, keys, files[at.file], at.offset, at.nbytes))
+        self.last_metadata, self._made_of = dcp.metadata_of(tensors, objects), made_of
         return self.last_metadata
-
-
-def _join(told: list[bytes]) -> dict[str, TensorEntry]:
-    tensors: dict[str, TensorEntry] = {}
-    for number, part in enumerate(told):
-        for name, t in json.loads(part).items():
-            dtype = getattr(torch, t["dtype"].removeprefix("torch."))
-            entry = tensors.setdefault(name, TensorEntry(dtype, tuple(t["shape"]), tuple(t["keys"]), []))
-            for data, offset, nbytes, at, sizes in t["boxes"]:
-                entry.boxes.append(StoredBox(number, data, offset, nbytes, Box(tuple(at), tuple(sizes))))
-    for name, entry in tensors.items():
-        entry.boxes.sort(key=lambda stored: stored.box.offsets)
-        covered = sum(stored.box.numel for stored in entry.boxes)
-        if covered != torch.Size(entry.shape).numel():
-            raise CheckpointError(
-                f"zs.save: {name}: {covered:,} elements of {entry.shape}. Of a tiled layer this is what is left where some tiles have "
-                "never been stepped (their p.grad was None): drop the gradients of all tiles of a layer, or of none."
-            )
-    return tensors
 
 
 def join(parts: list[bytes], facts: dict[str, Any], listed: Listed) -> Manifest:
@@ -277,61 +285,27 @@ def join(parts: list[bytes], facts: dict[str, Any], listed: Listed) -> Manifest:
     read = [json.loads(part) for part in parts]
     files = [FileEntry(part["file"][0], part["file"][1], tuple(part["file"][2])) for part in read]  # file number = rank
     manifest = Manifest(facts, files, listed.tensors, {})
-    frozen: dict[str, Identity] = {}
     for number, part in enumerate(read):
         manifest.ties |= part["ties"]
         for name, (offset, nbytes) in part["objects"].items():
             manifest.objects[name] = ObjectEntry(number, offset, nbytes)
-        for name, entry in part["frozen"].items():
-            identity = Identity(*entry)
-            frozen[name] = frozen[name] + identity if name in frozen else identity
     manifest.scalars = sorted({key for part in read for key in part["scalars"]})
-    manifest.frozen = {name: list(astuple(identity)) for name, identity in frozen.items()}
+    manifest.frozen = {name: list(astuple(identity)) for name, identity in totals(part["frozen"] for part in read).items()}
     return manifest
 
 
-def write_ahead(folder: Path, listed: Listed) -> bytes:
-    """Write the last save's `.metadata`, since this save's is mostly equal to it. Return the bytes written."""
-    if listed.last_metadata:
-        _write_metadata(folder, listed.last_metadata)
-    return listed.last_metadata
-
-
-def _write_metadata(folder: Path, metadata: bytes) -> None:
+def write_metadata(folder: Path, metadata: bytes) -> None:
+    """Write `.metadata`, and wait until its content is on the disk."""
     path = folder / ".metadata"
     path.write_bytes(metadata)
     sync(path)
 
 
 def write(folder: Path, manifest: Manifest, listed: Listed, ahead: bytes = b"") -> None:
-    """Write `.metadata`, unless `write_ahead` has written the same, then `manifest.json`. The caller syncs the folder."""
+    """Write `.metadata`, unless it has been written with the content `ahead`, then `manifest.json`. The caller syncs the folder."""
     metadata = listed.metadata(manifest)
     if metadata != ahead:
-        _write_metadata(folder, metadata)
+        write_metadata(folder, metadata)
     digests = [xxhash.xxh3_64_hexdigest(metadata[at : at + DIGEST_NBYTES]) for at in range(0, len(metadata), DIGEST_NBYTES)]
     manifest.files.append(FileEntry(".metadata", len(metadata), tuple(digests)))
     write_whole(folder / MANIFEST, manifest.to_json(listed.text), named=False)
-
-
-def _metadata_of(manifest: Manifest, files: list[str]) -> bytes:
-    """Return the content of `.metadata`. DCP gets one tensor for each name of a tied parameter, over the same blobs."""
-    aliases = {
-        f"model.{alias}": replace(manifest.tensors[f"model.{first}"], keys=("model", alias))
-        for alias, first in manifest.ties.items()
-        if f"model.{first}" in manifest.tensors  # absent if it is frozen and was left out
-    }
-    tensors = (
-        (name, t.keys, t.dtype, t.shape, [(b.box, files[b.file], b.offset, b.nbytes) for b in t.boxes])
-        for name, t in {**manifest.tensors, **aliases}.items()
-    )
-    objects = ((n, _keys(n), files[o.file], o.offset, o.nbytes) for n, o in manifest.objects.items())
-    return dcp.metadata_of(tensors, objects)
-
-
-def _keys(name: str) -> tuple[str, ...]:
-    """Split an object's name into its path in nested state dicts: 'optim.param_groups' -> optim, param_groups."""
-    head, _, rest = name.partition(".")
-    if name.startswith("optim.state."):
-        parameter, _, key = rest.removeprefix("state.").rpartition(".")
-        return ("optim", "state", parameter, key)
-    return (head, rest)

@@ -8,26 +8,22 @@ extra state   values of `get_extra_state`; `set_extra_state` loads them
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
+from ..memory.io.tensor_reader import Stored
 from . import safetensors
-from .reading import Reading
+from .bulk_reader import Reading
 from .source import Opened, Untrusted
 
 
-def names_of_others(model: nn.Module) -> set[str]:
-    """Return all names under which buffers, computed tensors and extra states may be stored."""
-    buffers, computed = safetensors.others_of(model)
-    return {name for buffer in buffers for name in buffer.names} | computed.keys() | _takers(model).keys()
-
-
-def compare(model: nn.Module, stored: Mapping[str, Any], missing: list[str], mismatched: list[str], used: set[str]) -> list[str]:
+def compare(
+    model: nn.Module, stored: Mapping[str, Stored], missing: list[str], mismatched: list[str], used: set[str]
+) -> list[str]:
     """Compare with stored tensors: append to `missing` and `mismatched`, add the names to `used`. Return other problems."""
     buffers, computed = safetensors.others_of(model)
     wanted = [(buffer.kept, buffer.names, buffer.tensor) for buffer in buffers if buffer.kept]
@@ -43,25 +39,21 @@ def compare(model: nn.Module, stored: Mapping[str, Any], missing: list[str], mis
     return [f"  {buffer.names[0]} (buffer): {safetensors.EXPANDED}" for buffer, at in fitting if buffer.refuses(at)]
 
 
-def _takers(model: nn.Module) -> dict[str, nn.Module]:
+def takers(model: nn.Module) -> dict[str, nn.Module]:
     """Return name of an extra state -> module with `set_extra_state`, for each name of the module."""
     return {
-        _key(prefix): module
+        f"{prefix}.{safetensors.EXTRA_STATE}".removeprefix("."): module
         for prefix, module in model.named_modules(remove_duplicate=False)
         if type(module).set_extra_state is not nn.Module.set_extra_state
     }
 
 
-def _key(prefix: str) -> str:
-    return f"{prefix}.{safetensors.EXTRA_STATE}" if prefix else safetensors.EXTRA_STATE
-
-
 def read_objects(model: nn.Module, opened: Opened, rank: int) -> None:
     """Read a foreign checkpoint's extra states for modules with `set_extra_state`; rank 0 prints the names of the others."""
-    takers, left = _takers(model), []
+    modules, left = takers(model), []
     for name, reader in opened.module_readers.items():
         try:
-            if name in takers:
+            if name in modules:
                 opened.module_objects[name] = reader()
                 continue
         except Untrusted:
@@ -80,8 +72,10 @@ def give_back(
 
     An error is returned, not raised, so that this rank stays in step with the others.
     """
-    refused = None
-    for who, take in _takes(model, opened, computed, reading):
+    refused: CheckpointError | None = None
+
+    def attempt(who: str, take: Callable[[], object]) -> None:
+        nonlocal refused
         try:
             if reading.error is None:  # after a failed read the values are undefined
                 take()
@@ -90,25 +84,21 @@ def give_back(
                 what = f"{who} on rank {rank} did not take its state: {type(error).__name__}: {error}"
                 refused = CheckpointError(f"{opened.path}: {what}")
                 refused.__cause__ = error
-    return refused
 
-
-def _takes(model: nn.Module, opened: Opened, computed: dict[str, Tensor], reading: Reading) -> Iterator[tuple[str, Callable]]:
-    """Yield (description of a module, function that loads its state); each state is read when the caller asks for the next."""
     if computed:
         names = ", ".join(list(computed)[:3]) + (", ..." if len(computed) > 3 else "")
-        yield (
-            f"the model ({type(model).__name__}.load_state_dict of {names})",
-            partial(safetensors.give_computed, model, computed),
-        )
+        who = f"the model ({type(model).__name__}.load_state_dict of {names})"
+        attempt(who, lambda: safetensors.give_computed(model, computed))
     for prefix, module in model.named_modules():
-        key = _key(prefix)
+        key = f"{prefix}.{safetensors.EXTRA_STATE}".removeprefix(".")
         if key in opened.model:
             (stored,) = reading.guard({key: opened.model[key]}).values()
-            value: Any = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-            stored.read(0, value.view(-1))
+            tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+            stored.read(0, tensor.view(-1))
+            value: object = tensor
         elif key in opened.module_objects:
             value = opened.module_objects[key]
         else:
             continue
-        yield f"{prefix or 'the model'} ({type(module).__name__}.set_extra_state)", partial(module.set_extra_state, value)
+        attempt(f"{prefix or 'the model'} ({type(module).__name__}.set_extra_state)", partial(module.set_extra_state, value))
+    return refused

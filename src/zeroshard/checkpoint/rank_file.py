@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from errno import EIO
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
@@ -89,15 +88,21 @@ class FileLayout:
                 end = -(-(end + nbytes) // ALIGN) * ALIGN
         return cls(contents.places, blobs, end, at_once)
 
-    def with_objects(self, objects: dict[str, Any], pickled: dict[str, bytes]) -> FileLayout:
+    def with_objects(self, objects: dict[str, object], pickled: dict[str, bytes]) -> FileLayout:
         """Return a layout of the same tensors with values after them, which are pickled here, and `pickled` ones.
 
         Raises ConfigError for what cannot be pickled.
         """
+        contents = {}
+        for name, value in objects.items():
+            try:
+                contents[name] = archived(value)
+            except (pickle.PicklingError, TypeError, AttributeError) as error:
+                raise ConfigError(f"zs.save: {name} can not be saved: {error}") from error
         end, entries = self.nbytes, []
-        for name, value in ({name: _pickled(name, value) for name, value in objects.items()} | pickled).items():
-            entries.append((name, end, value))
-            end = -(-(end + len(value)) // ALIGN) * ALIGN
+        for name, content in (contents | pickled).items():
+            entries.append((name, end, content))
+            end = -(-(end + len(content)) // ALIGN) * ALIGN
         return dataclasses.replace(self, nbytes=end, objects=entries)
 
     def segments(self) -> Iterator[tuple[int, bytes | Blob]]:
@@ -111,13 +116,6 @@ class FileLayout:
         for _, offset, value in self.objects:
             yield offset, value
         yield self.nbytes, b""
-
-
-def _pickled(name: str, value: Any) -> bytes:
-    try:
-        return archived(value)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise ConfigError(f"zs.save: {name} can not be saved: {error}") from error
 
 
 def digest_count(nbytes: int) -> int:
@@ -266,29 +264,28 @@ class FileWriter:
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Return written buffers to the pool and, where writing has begun, start to write further ones."""
+        """Return written buffers to the pool and, where writing has begun, start to write further ones, and digest them.
+
+        After an error further buffers only pass through.
+        """
         while self._writes and (self._writes[0][0] is None or self._writes[0][0].done()):
             self._retire()
         while self._writing and self._full and len(self._writes) <= ROTATING // 2:
-            self._write()
+            buffer, offset, nbytes = self._full.popleft()
+            handle = None
+            try:
+                if self.error is None:
+                    handle = self.engine.write(self.file, offset, buffer[:nbytes])
+                    self._digest(bytes_of(buffer)[:nbytes])
+            except Exception as error:
+                self.error = self.error or error
+            self._writes.append((handle, buffer))  # even after an error: a write in progress still reads from the buffer
 
     def _drain(self) -> None:
         self._writing = True
         while self._full or self._writes:
             self._advance()
             self._retire()
-
-    def _write(self) -> None:
-        """Start to write the first full buffer, and digest it. After an error it only passes through."""
-        buffer, offset, nbytes = self._full.popleft()
-        handle = None
-        try:
-            if self.error is None:
-                handle = self.engine.write(self.file, offset, buffer[:nbytes])
-                self._digest(bytes_of(buffer)[:nbytes])
-        except Exception as error:
-            self.error = self.error or error
-        self._writes.append((handle, buffer))  # even after an error: a write in progress still reads from the buffer
 
     def _digest(self, memory: memoryview) -> None:
         for begin in range(0, len(memory), DIGEST_NBYTES):

@@ -68,17 +68,16 @@ class Room:
             self._slots = itertools.cycle([slot for buffer in self._apart for slot in buffer.split(WINDOW_NBYTES)])
         return next(self._slots)[:nbytes]
 
-    def lasting(self, nbytes: int, pace: Callable[[], float | None]) -> Tensor | None:
-        """Return lasting memory (nbytes,), at most a window, or None. pace: returns the seconds to read a byte, or None."""
-        return self._carve(nbytes, lambda: self._make(pace) if (buffer := self._take()) is None else buffer)
+    def lasting(self, nbytes: int, pace: Callable[[], float | None] | None) -> Tensor | None:
+        """Return lasting memory (nbytes,), at most a window, or None.
 
-    def spare(self, nbytes: int) -> Tensor | None:
-        """Return lasting memory (nbytes,) from free buffers of the pool that `passing` will not need, or None."""
-        return self._carve(nbytes, lambda: self._take() if self.pool.free > _PASSING else None)
-
-    def _carve(self, nbytes: int, more: Callable[[], Tensor | None]) -> Tensor | None:
+        pace: returns the seconds to read a byte, or None. Without it: only from free buffers of the pool that `passing` will not
+        need.
+        """
         if self._buffer is None or self._at + nbytes > BUFFER_NBYTES:
-            buffer = more()
+            buffer = self._take() if pace is not None or self.pool.free > _PASSING else None
+            if buffer is None and pace is not None:
+                buffer = self._make(pace)
             if buffer is None:
                 return None
             self._buffer, self._at = buffer, 0

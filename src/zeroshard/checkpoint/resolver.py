@@ -7,8 +7,8 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,8 @@ from torch import nn
 from ..comm.base import DirectComm
 from ..comm.codec import exchange_values
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, CheckpointReadError, ModelMismatch, ZeroshardError
-from ..memory.io.tensor_reader import Stored, differ
+from ..memory.io.tensor_reader import Stored, StoredChunks, StoredTensor, differ
+from ..tensor.chunks import overlap
 from ..zero.parameter import ParamSpec
 from . import directory as places
 from . import safetensors
@@ -30,7 +31,6 @@ from .heartbeat import together
 from .importers import RECOGNISED, open_foreign, recognise
 from .manifest import FileEntry, Manifest
 from .rank_file import DIGEST_NBYTES
-from .reading import stored_tensors
 from .source import Opened, Untrusted
 
 LOOKS = 5  # attempts to open a checkpoint: a running job may remove it meanwhile, and then the next one is opened
@@ -45,50 +45,42 @@ def agreed(comm: DirectComm | Alone, label: str, action: Callable[[], T], path: 
     and any other error as a CheckpointError with the rank and the reason. path: the checkpoint that is read, for messages.
     """
     results: list[T] = []
+    rank = comm.rank if comm.world_size > 1 else None
 
     def work() -> None:
         try:
             results.append(action())
-        except Exception as error:
-            told = _told(error, comm.rank if comm.world_size > 1 else None, label, path)
-            if told is error:
+        except CheckpointReadError as error:
+            if rank is None:
                 raise
-            raise told from error
+            raise CheckpointReadError(error.file, error.offset, error.errno, error.reason, rank) from error
+        except ZeroshardError:
+            raise
+        except OSError as error:
+            raise CheckpointReadError(error.filename or path, None, error.errno, error.strerror or str(error), rank) from error
+        except Exception as error:
+            doing, who = label.partition(": ")[2] or label, "" if rank is None else f"rank {rank}, "
+            what = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            which = path or "a checkpoint"
+            raise CheckpointError(f"{which} could not be read ({who}at: {doing}): {what}; nothing was changed.") from error
 
     together(comm, label, work)  # type: ignore[arg-type]
     return results[0]
 
 
-def _told(error: Exception, rank: int | None, label: str, path: str | os.PathLike) -> Exception:
-    """Return the error that all ranks raise for an error of one rank; it can be sent between ranks."""
-    if isinstance(error, CheckpointReadError):
-        return error if rank is None else CheckpointReadError(error.file, error.offset, error.errno, error.reason, rank)
-    if isinstance(error, OSError) and not isinstance(error, ZeroshardError):
-        return CheckpointReadError(error.filename or path, None, error.errno, error.strerror or str(error), rank)
-    doing, who = label.partition(": ")[2] or label, "" if rank is None else f"rank {rank}, "
-    if isinstance(error, ZeroshardError):
-        return error
-    text = (str(error).splitlines() or [""])[0]
-    what = f"{type(error).__name__}: {text}"
-    return CheckpointError(f"{path or 'a checkpoint'} could not be read ({who}at: {doing}): {what}; nothing was changed.")
-
-
 def find_checkpoint(comm: DirectComm | Alone, path: str | os.PathLike, name: str | None) -> Path:
     """Return the folder of the checkpoint that rank 0 finds (collective)."""
-    found: Path | None = None
-    passed_over = ""
 
-    def find() -> None:
-        nonlocal found, passed_over
-        if comm.rank == 0:
-            try:
-                found = places.find(Path(path), name)
-            except CheckpointNotFound:  # a listing may miss a checkpoint that has just replaced a removed one: look again
-                found = places.find(Path(path), name)
-            if name is None and found != Path(path):
-                passed_over = places.passed_over(Path(path), found)
+    def find() -> tuple[Path | None, str]:
+        if comm.rank != 0:
+            return None, ""
+        try:
+            found = places.find(Path(path), name)
+        except CheckpointNotFound:  # a listing may miss a checkpoint that has just replaced a removed one: look again
+            found = places.find(Path(path), name)
+        return found, places.passed_over(Path(path), found) if name is None and found != Path(path) else ""
 
-    agreed(comm, "zs.load: find", find, path)
+    found, passed_over = agreed(comm, "zs.load: find", find, path)
     if passed_over:
         print(f"zeroshard: {passed_over}", file=sys.stderr)
     return Path(exchange_values(comm, str(found), "zs.load: which")[0])
@@ -100,10 +92,11 @@ def removed(comm: DirectComm | Alone, path: str | os.PathLike, folder: Path) -> 
     return bool(comm.exchange(b"1" if gone else b"", "zs.load: is it still there")[0])
 
 
-def hinted(folder: Path, action: Callable[[], T]) -> T:
-    """Run an action; if it raises CheckpointCorrupt, add the name of the checkpoint before this one to the message."""
+@contextmanager
+def hinted(folder: Path) -> Iterator[None]:
+    """Add the name of the checkpoint before this one to the message of a CheckpointCorrupt that is raised inside."""
     try:
-        return action()
+        yield
     except CheckpointCorrupt as error:
         earlier = places.previous(folder)
         hint = f"The complete checkpoint before it: {earlier}" if earlier is not None else "There is none before it"
@@ -112,9 +105,8 @@ def hinted(folder: Path, action: Callable[[], T]) -> T:
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
     """Raise CheckpointCorrupt if a file is missing or truncated."""
-
-    def check() -> None:
-        for file in manifest.files:
+    for file in manifest.files:
+        with hinted(folder):
             try:
                 nbytes = (folder / file.name).stat().st_size
             except FileNotFoundError:
@@ -123,17 +115,15 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
                 at = min(nbytes, file.nbytes)
                 raise CheckpointCorrupt(str(folder / file.name), at, f"{file.nbytes:,} bytes", f"{nbytes:,} bytes")
 
-    hinted(folder, check)
 
-
-def check_digests(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1, small: bool = False) -> int:
-    """Compare the checksums of this rank's share of all blocks. Return the bytes read. Raises CheckpointCorrupt.
+def check_digests(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1, small: bool = False) -> None:
+    """Compare the checksums of this rank's share of all blocks. Raises CheckpointCorrupt.
 
     small: only the blocks with plain values and single numbers, which are read one by one; `Bulk` verifies the others.
     """
     wanted = _small_blocks(manifest) if small else None
     blocks = [(f, n) for f in manifest.files for n in range(len(f.digests)) if wanted is None or (f.name, n) in wanted]
-    return _check(folder, blocks[len(blocks) * rank // world_size : len(blocks) * (rank + 1) // world_size])
+    _check(folder, blocks[len(blocks) * rank // world_size : len(blocks) * (rank + 1) // world_size])
 
 
 def check_tensors(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
@@ -142,21 +132,19 @@ def check_tensors(folder: Path, manifest: Manifest, names: Iterable[str]) -> Non
     _check(folder, [(f, n) for f in manifest.files for n in range(len(f.digests)) if (f.name, n) in wanted])
 
 
-def _check(folder: Path, blocks: list[tuple[FileEntry, int]]) -> int:
-    def check() -> int:
-        total, buffer, at = 0, memoryview(bytearray(min(_READ_NBYTES, len(blocks) * DIGEST_NBYTES))), 0
-        per_read = _READ_NBYTES // DIGEST_NBYTES
-        while at < len(blocks):
-            file, first = blocks[at]
-            count = 1
-            while count < per_read and at + count < len(blocks) and blocks[at + count] == (file, first + count):
-                count += 1
+def _check(folder: Path, blocks: list[tuple[FileEntry, int]]) -> None:
+    """Compare the checksums of blocks, (file, number), some MiB in one read. Raises CheckpointCorrupt."""
+    buffer, at = memoryview(bytearray(min(_READ_NBYTES, len(blocks) * DIGEST_NBYTES))), 0
+    per_read = _READ_NBYTES // DIGEST_NBYTES
+    while at < len(blocks):
+        file, first = blocks[at]
+        count = 1
+        while count < per_read and at + count < len(blocks) and blocks[at + count] == (file, first + count):
+            count += 1
+        with hinted(folder):
             digests = file.digests[first : first + count]
-            total += _check_blocks(folder / file.name, digests, first * DIGEST_NBYTES, file.nbytes, buffer)
-            at += count
-        return total
-
-    return hinted(folder, check)
+            _check_blocks(folder / file.name, digests, first * DIGEST_NBYTES, file.nbytes, buffer)
+        at += count
 
 
 def _small_blocks(manifest: Manifest) -> set[tuple[str, int]]:
@@ -166,11 +154,14 @@ def _small_blocks(manifest: Manifest) -> set[tuple[str, int]]:
     """
     stretches = [(o.file, o.offset, o.nbytes) for o in manifest.objects.values()]
     for name, entry in manifest.tensors.items():
-        if torch.Size(entry.shape).numel() <= 1 or safetensors.is_extra_state(name) or _is_counter(manifest, name):
+        small = torch.Size(entry.shape).numel() <= 1 or safetensors.is_extra_state(name)
+        if not small and name.startswith(holding.STATE):  # a state without one value for each element (step, ...)
+            *_, parameter, key = entry.keys
+            of = manifest.tensors.get(f"{holding.MODEL}{parameter}")
+            small = key in (manifest.scalars or ()) or of is None or of.shape != entry.shape
+        if small:
             stretches += [(box.file, box.offset, box.nbytes) for box in entry.boxes]
-    metadata = {
-        (".metadata", number) for file in manifest.files if file.name == ".metadata" for number in range(len(file.digests))
-    }
+    metadata = {(f.name, number) for f in manifest.files if f.name == ".metadata" for number in range(len(f.digests))}
     return _blocks(manifest, stretches) | metadata
 
 
@@ -183,29 +174,7 @@ def _blocks(manifest: Manifest, stretches: list[tuple[int, int, int]]) -> set[tu
     }
 
 
-def ask_for_small(folder: Path, manifest: Manifest) -> None:
-    """Ask the system to read all small blocks ahead (posix_fadvise). Errors are ignored, since the later reads raise them."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    numbers: dict[str, list[int]] = {}
-    for name, number in _small_blocks(manifest):
-        numbers.setdefault(name, []).append(number)
-    for name, wanted in numbers.items():
-        with suppress(OSError), open(folder / name, "rb", buffering=0) as file:
-            for number in wanted:
-                os.posix_fadvise(file.fileno(), number * DIGEST_NBYTES, DIGEST_NBYTES, os.POSIX_FADV_WILLNEED)
-
-
-def _is_counter(manifest: Manifest, name: str) -> bool:
-    """Return whether a tensor is an optimizer state that does not have one value for each element (step, ...)."""
-    if not name.startswith(holding.STATE):
-        return False
-    *_, parameter, key = manifest.tensors[name].keys
-    of = manifest.tensors.get(f"{holding.MODEL}{parameter}")
-    return key in (manifest.scalars or ()) or of is None or of.shape != manifest.tensors[name].shape
-
-
-def _check_blocks(path: Path, digests: tuple[str, ...], offset: int, file_nbytes: int, buffer: memoryview) -> int:
+def _check_blocks(path: Path, digests: tuple[str, ...], offset: int, file_nbytes: int, buffer: memoryview) -> None:
     nbytes = min(len(digests) * DIGEST_NBYTES, file_nbytes - offset)
     with open(path, "rb", buffering=0) as file:
         got = 0
@@ -222,7 +191,6 @@ def _check_blocks(path: Path, digests: tuple[str, ...], offset: int, file_nbytes
         actual = xxhash.xxh3_64_hexdigest(buffer[begin : min(begin + DIGEST_NBYTES, nbytes)])
         if actual != expected:
             raise CheckpointCorrupt(str(path), offset + begin, f"checksum {expected}", f"checksum {actual}")
-    return nbytes
 
 
 def read_object(folder: Path, manifest: Manifest, name: str, trusted: bool = False) -> Any:
@@ -231,14 +199,16 @@ def read_object(folder: Path, manifest: Manifest, name: str, trusted: bool = Fal
     Raises Untrusted if it is of a class that torch.load(weights_only=True) refuses; CheckpointCorrupt, CheckpointError.
     """
     entry = manifest.objects[name]
-    path = folder / manifest.files[entry.file].name
+    file_entry = manifest.files[entry.file]
+    path = folder / file_entry.name
     with open(path, "rb") as file:
         file.seek(entry.offset)
         content = io.BytesIO(file.read(entry.nbytes))
     try:
         return torch.load(content, map_location="cpu", weights_only=not trusted)
     except Exception as error:
-        _check_object(folder, manifest, name)
+        blocks = range(entry.offset // DIGEST_NBYTES, (entry.offset + entry.nbytes - 1) // DIGEST_NBYTES + 1)
+        _check(folder, [(file_entry, number) for number in blocks])  # damage is the better reason
         reason = (str(error).splitlines() or [""])[0]
         if isinstance(error, pickle.UnpicklingError) and not trusted:
             named = re.search(r"GLOBAL ([\w.]+)", str(error))  # torch's message is a page long; the class is enough
@@ -248,20 +218,6 @@ def read_object(folder: Path, manifest: Manifest, name: str, trusted: bool = Fal
                 f"trust whoever wrote this checkpoint ({reason})"
             ) from None
         raise CheckpointError(f"{path}: {name} can not be loaded: {type(error).__name__}: {reason}") from error
-
-
-def _check_object(folder: Path, manifest: Manifest, name: str) -> None:
-    """Raise CheckpointCorrupt if the blocks of an object that does not load are damaged."""
-    entry = manifest.objects[name]
-    file, first = manifest.files[entry.file], entry.offset // DIGEST_NBYTES
-    digests = file.digests[first : (entry.offset + entry.nbytes - 1) // DIGEST_NBYTES + 1]
-    buffer = memoryview(bytearray(len(digests) * DIGEST_NBYTES))
-    hinted(folder, lambda: _check_blocks(folder / file.name, digests, first * DIGEST_NBYTES, file.nbytes, buffer))
-
-
-def is_foreign(path: Path) -> bool:
-    """Return whether there is a checkpoint of another library at a path, and no checkpoint of zs.save."""
-    return not (path / places.MANIFEST).is_file() and not places.complete(path) and recognise(path) is not None
 
 
 class Alone:
@@ -277,7 +233,7 @@ class Alone:
 def open_any(
     comm: DirectComm | Alone, path: str | os.PathLike, name: str | None = None, *,
     verify: bool = True, trusted: bool = False, values: bool = True,
-    in_bulk: Callable[[Path, Manifest], Bulk] | None = None, mesh: dict[str, Any] | None = None,
+    in_bulk: Callable[[Path, Manifest], Bulk] | None = None, mesh: dict[str, object] | None = None,
 ) -> Opened:  # fmt: skip
     """Open the checkpoint that rank 0 finds, of zs.save or of another library (collective).
 
@@ -291,15 +247,14 @@ def open_any(
 
     Raises CheckpointNotFound, CheckpointCorrupt, CheckpointError.
     """
-    foreign: Path | None = None
 
-    def look() -> None:
-        nonlocal foreign
-        if comm.rank == 0 and name is None and is_foreign(Path(path)):
-            foreign = Path(path)
+    def look() -> str | None:
+        where = Path(path)
+        if comm.rank == 0 and name is None and not (where / places.MANIFEST).is_file() and not places.complete(where):
+            return str(where) if recognise(where) is not None else None
+        return None
 
-    agreed(comm, "zs.load: look", look, path)
-    told = exchange_values(comm, None if foreign is None else str(foreign), "zs.load: what is it")[0]
+    told = exchange_values(comm, agreed(comm, "zs.load: look", look, path), "zs.load: what is it")[0]
     if told is not None:
         where = Path(told)
         return agreed(comm, "zs.load: open", lambda: open_foreign(where, trusted), where)
@@ -315,14 +270,25 @@ def open_any(
 
 def _open_found(
     comm: DirectComm | Alone, folder: Path, verify: bool, trusted: bool, values: bool,
-    in_bulk: Callable[[Path, Manifest], Bulk] | None, mesh: dict[str, Any] | None,
+    in_bulk: Callable[[Path, Manifest], Bulk] | None, mesh: dict[str, object] | None,
 ) -> Opened:  # fmt: skip
     """Open a checkpoint of zs.save after checking its sizes and (verify) checksums (collective)."""
-    manifest = agreed(comm, "zs.load: manifest", lambda: hinted(folder, lambda: Manifest.read(folder)), folder)
-    ranks = (comm.rank, comm.world_size)
-    bulk = None
-    if in_bulk is not None:
-        ask_for_small(folder, manifest)  # before any rank reads ahead, since the small reads would queue behind that
+
+    def read() -> Manifest:
+        with hinted(folder):
+            return Manifest.read(folder)
+
+    manifest = agreed(comm, "zs.load: manifest", read, folder)
+    ranks, bulk = (comm.rank, comm.world_size), None
+    if in_bulk is not None and hasattr(os, "posix_fadvise"):
+        # ask for small blocks before any rank reads ahead, since the small reads would queue behind that
+        numbers: dict[str, list[int]] = {}
+        for name, number in _small_blocks(manifest):
+            numbers.setdefault(name, []).append(number)
+        for name, wanted in numbers.items():
+            with suppress(OSError), open(folder / name, "rb", buffering=0) as file:  # the later reads raise it
+                for number in wanted:
+                    os.posix_fadvise(file.fileno(), number * DIGEST_NBYTES, DIGEST_NBYTES, os.POSIX_FADV_WILLNEED)
     agreed(comm, "zs.load: sizes", lambda: check_sizes(folder, manifest), folder)
     if in_bulk is not None:
         bulk = agreed(comm, "zs.load: reading ahead", lambda: in_bulk(folder, manifest), folder)
@@ -350,41 +316,51 @@ def open_weights(
     prefixes, (buffers, computed) = safetensors.prefixes_of(model), safetensors.others_of(model)
     names = {name for spec in specs for name in safetensors.names_of(prefixes, spec)}
     opened.fit(names | {name for buffer in buffers for name in buffer.names} | computed.keys())
-    tied = {tuple(n for n in dict.fromkeys(safetensors.names_of(prefixes, spec)) if n in opened.model) for spec in specs}
-    agreed(comm, "zs.shard: tied weights", partial(_check_ties, opened.model, sorted(tied), peers), path)
+    stored = opened.model
+    tied = {tuple(n for n in dict.fromkeys(safetensors.names_of(prefixes, spec)) if n in stored) for spec in specs}
+
+    def check_ties() -> None:
+        problems = []
+        for name, first in ((name, names[0]) for names in sorted(tied) for name in names[1:]):
+            if stored[name].shape != stored[first].shape:
+                problems.append(f"{name} is {stored[name].shape} and {first}, to which the model ties it, {stored[first].shape}")
+            elif differ(stored[first], stored[name], peers.rank, peers.world_size):
+                problems.append(f"{name} has other values than {first}, to which the model ties it")
+        if problems:
+            raise ModelMismatch(f"weights do not fit the model: {'; '.join(problems)}. Build it without the tie.")
+
+    agreed(comm, "zs.shard: tied weights", check_ties, path)
     for buffer in buffers:
-        if (at := buffer.stored_in(opened.model)) is not None:
-            opened.model |= dict.fromkeys(buffer.names, at)
-    return opened.model, agreed(comm, "zs.shard: weights", lambda: safetensors.check(model, specs, opened.model), path)
-
-
-def _check_ties(model: dict[str, Stored], tied: list[tuple[str, ...]], comm: DirectComm) -> None:
-    problems = []
-    for name, first in ((name, names[0]) for names in tied for name in names[1:]):
-        if model[name].shape != model[first].shape:
-            problems.append(f"{name} is {model[name].shape} and {first}, to which the model ties it, {model[first].shape}")
-        elif differ(model[first], model[name], comm.rank, comm.world_size):
-            problems.append(f"{name} has other values than {first}, to which the model ties it")
-    if problems:
-        raise ModelMismatch(f"weights do not fit the model: {'; '.join(problems)}. Build it without the tie.")
+        if (at := buffer.stored_in(stored)) is not None:
+            stored |= dict.fromkeys(buffer.names, at)
+    return stored, agreed(comm, "zs.shard: weights", lambda: safetensors.check(model, specs, stored), path)
 
 
 def open_own(
     folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1, trusted: bool = False, values: bool = True,
-    mesh: dict[str, Any] | None = None,
+    mesh: dict[str, object] | None = None,
 ) -> Opened:  # fmt: skip
     """Open a checkpoint of zs.save for one of `world_size` ranks. values: also read plain values (groups, extras, ...)."""
     opened = Opened(folder, "zeroshard", {}, step=int(manifest.facts["step"]), facts=manifest.facts, ties=manifest.ties)
     opened.optimizer, opened.trained_only = manifest.facts["optimizer"], manifest.facts["trained_only"]
     opened.frozen, opened.scalars = manifest.frozen, manifest.scalars
-    for name, stored in stored_tensors(folder, manifest).items():
+    paths = [folder / file.name for file in manifest.files]
+    for name, entry in manifest.tensors.items():
+        boxes = [
+            (b.box, StoredTensor(paths[b.file], b.data, b.box.numel * entry.dtype.itemsize, entry.dtype, b.box.sizes))
+            for b in entry.boxes
+        ]
+        if (twice := overlap(box for box, _ in boxes)) is not None:  # the number of elements was checked with the manifest
+            once, found = f"every element of {name} once", f"element {next(twice.rows(entry.shape))[0]} twice"
+            raise CheckpointCorrupt(str(folder / places.MANIFEST), 0, once, found)
+        stored = StoredChunks(entry.dtype, entry.shape, boxes)
         if name.startswith(holding.MODEL):
             opened.model[name.removeprefix(holding.MODEL)] = stored
         elif name.startswith(holding.STATE):
-            *_, parameter, key = manifest.tensors[name].keys
+            *_, parameter, key = entry.keys
             opened.states.setdefault(parameter, {})[key] = stored
         elif name.startswith(holding.SLICES):
-            _, extra, parameter = manifest.tensors[name].keys
+            _, extra, parameter = entry.keys
             opened.slices.setdefault(extra, {})[parameter] = stored
     for alias, first in manifest.ties.items():
         if first in opened.model:

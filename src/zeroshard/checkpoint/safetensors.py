@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from errno import EIO, EISDIR
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +78,7 @@ class Buffer:
     kept: list[str]
     names: list[str]
 
-    def stored_in(self, stored: Mapping[str, Any]) -> Any:
+    def stored_in(self, stored: Mapping[str, Stored]) -> Stored | None:
         """Return the stored tensor under the first of its names that is there, or None."""
         return next((stored[name] for name in self.names if name in stored), None)
 
@@ -88,16 +87,12 @@ class Buffer:
         """True if elements share memory, as those of `expand` do."""
         return not self.tensor.is_meta and distinct(self.tensor, self.tensor).shape != self.tensor.shape
 
-    def refuses(self, at: Any) -> bool:
+    def refuses(self, at: Stored) -> bool:
         """Return whether it is expanded, and the stored values differ where the buffer's elements share memory."""
         if not self.expanded:
             return False
         value = _read_buffer(self.tensor, at)
         return not torch.equal(distinct(value, self.tensor).expand_as(value), value)
-
-    def put(self, value: Tensor) -> None:
-        """Copy a value of the buffer's shape into it."""
-        distinct(self.tensor, self.tensor).copy_(distinct(value, self.tensor))
 
 
 def others_of(model: nn.Module) -> tuple[list[Buffer], dict[str, Tensor]]:
@@ -150,11 +145,6 @@ def check(model: nn.Module, specs: list[ParamSpec], stored: dict[str, Stored]) -
     return found
 
 
-def names_of_expanded(model: nn.Module) -> list[str]:
-    """Return all names of buffers whose elements share memory."""
-    return [name for buffer in others_of(model)[0] if buffer.expanded for name in buffer.names]
-
-
 @torch.no_grad()
 def stream(runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored], computed: bool = True) -> None:
     """Read this rank's slice of every found parameter (if replicated: all of it), and stored buffers. The rest keeps its values.
@@ -165,12 +155,20 @@ def stream(runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored]
     for group, index, at in _found(runtime, found):
         place = group.place(index) if group.values.sharded and group.master is None else None
         if place is None:
-            _put(group, index, _read(group, index, at))
+            value = _read(group, index, at)
+            if not group.values.sharded:
+                write_value(group, index, value.view(group.specs[index].shape))
+                group.put_whole(index)
+                continue
+            group.set_local(index, value)
+            if group.master is not None:
+                group.master.store(group.homes[index].begin, value)
         else:
             at.read(group.homes[index].start, place)
     for buffer in others_of(runtime.model)[0]:
-        if (at := buffer.stored_in(stored)) is not None:
-            buffer.put(_read_buffer(buffer.tensor, at))
+        if (found_at := buffer.stored_in(stored)) is not None:
+            value = _read_buffer(buffer.tensor, found_at)
+            distinct(buffer.tensor, buffer.tensor).copy_(distinct(value, buffer.tensor))
     runtime.comm.fence_read()
     if computed:
         give_computed(runtime.model, read_computed(runtime.model, stored))
@@ -181,8 +179,8 @@ def note(runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored], 
     for group, index, at in _found(runtime, found):
         _read(group, index, at, bulk)
     for buffer in others_of(runtime.model)[0]:
-        if (at := buffer.stored_in(stored)) is not None:
-            _read_buffer(buffer.tensor, at, bulk)
+        if (found_at := buffer.stored_in(stored)) is not None:
+            _read_buffer(buffer.tensor, found_at, bulk)
     read_computed(runtime.model, stored, bulk)
 
 
@@ -216,7 +214,7 @@ def _filled(numel: int, dtype: torch.dtype, at: Stored, start: int, bulk: Bulk |
     return value
 
 
-def read_computed(model: nn.Module, stored: Mapping[str, Any], bulk: Bulk | None = None) -> dict[str, Tensor]:
+def read_computed(model: nn.Module, stored: Mapping[str, Stored], bulk: Bulk | None = None) -> dict[str, Tensor]:
     """Return the stored tensors of those that hooks compute for the state dict, by name. bulk: only tell it what will be read."""
     wanted = {name: stored[name] for name in others_of(model)[1] if name in stored}
     return {name: _read_buffer(torch.empty(at.shape, dtype=at.dtype, device="cpu"), at, bulk) for name, at in wanted.items()}
@@ -231,16 +229,6 @@ def give_computed(model: nn.Module, values: dict[str, Tensor]) -> None:
     given.update((name, value.to(state[name].device)) for name, value in values.items() if name in state)
     given._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
     model.load_state_dict(given, strict=False)
-
-
-def _put(group: ParamGroup, index: int, value: Tensor) -> None:
-    if not group.values.sharded:
-        write_value(group, index, value.view(group.specs[index].shape))
-        group.put_whole(index)
-        return
-    group.set_local(index, value)
-    if group.master is not None:
-        group.master.store(group.homes[index].begin, value)
 
 
 # -- writing -------------------------------------------------------------------------------------------------------
@@ -320,7 +308,17 @@ class _Listing:
             if first_names.setdefault(id(value), name) != name:
                 listing.metadata[name] = first_names[id(value)]
                 continue
-            listing.tensors[name] = (_stored_dtype(name, value, dtype), tuple(value.shape) if shape is None else shape)
+            if not isinstance(value, Tensor):
+                raise ConfigError(f"zs.save_safetensors: {name} is a {type(value).__name__}, and safetensors holds tensors only.")
+            if name == "__metadata__":
+                raise ConfigError("zs.save_safetensors: __metadata__ is a name that safetensors itself uses; rename the tensor.")
+            stored = casts_to(value.dtype, dtype)
+            if stored not in SAFETENSORS_NAMES:
+                expected = ", ".join(map(str, SAFETENSORS_NAMES))
+                raise ConfigError(
+                    f"zs.save_safetensors: {name} is {stored}; expected one of {expected}. zs.save takes all dtypes."
+                )
+            listing.tensors[name] = (stored, tuple(value.shape) if shape is None else shape)
             listing.sources.append((name, part, value if key is None else key))
         return listing
 
@@ -345,7 +343,7 @@ def _agree_on_listing(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Lis
             raise failed
     if len(stages) == 1:
         return mine, mine
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     metadata: dict[str, str] = {}
     for number, ranks in enumerate(stages):
         _, (names, ties) = told[ranks[0]]
@@ -359,18 +357,6 @@ def _agree_on_listing(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Lis
                 )
         metadata |= {name: first for name, first in ties.items() if name not in tensors}
     return mine, _Listing(tensors, metadata)
-
-
-def _stored_dtype(name: str, value: Any, wanted: torch.dtype | None) -> torch.dtype:
-    if not isinstance(value, Tensor):
-        raise ConfigError(f"zs.save_safetensors: {name} is a {type(value).__name__}, and safetensors holds tensors only.")
-    if name == "__metadata__":
-        raise ConfigError("zs.save_safetensors: __metadata__ is a name that safetensors itself uses; rename the tensor.")
-    dtype = casts_to(value.dtype, wanted)
-    if dtype not in SAFETENSORS_NAMES:
-        expected = ", ".join(map(str, SAFETENSORS_NAMES))
-        raise ConfigError(f"zs.save_safetensors: {name} is {dtype}; expected one of {expected}. zs.save takes all dtypes.")
-    return dtype
 
 
 def elements_of(kind: str, shape: tuple[int, ...], times: float) -> tuple[int, ...]:
@@ -390,7 +376,7 @@ class SafetensorsFile:
     @classmethod
     def of(cls, path: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]) -> SafetensorsFile:
         """Lay out the file: tensors of large elements first, so that all are aligned; then by name."""
-        entries: dict[str, Any] = {"__metadata__": metadata}
+        entries: dict[str, object] = {"__metadata__": metadata}
         begins, end = {}, 0
         for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
             dtype, shape = tensors[name]

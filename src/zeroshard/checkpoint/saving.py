@@ -10,8 +10,8 @@ This file has the steps before anything is written; writing.py has the others. S
 
 from __future__ import annotations
 
+import hashlib
 import os
-import re
 import time
 from dataclasses import replace
 from errno import EIO, ENOTDIR
@@ -29,7 +29,8 @@ from ..zero.idle import check_idle
 from ..zero.runtime import Runtime, runtime_of
 from . import directory as places
 from .heartbeat import raise_first, telling, together
-from .stages import Stages
+from .stages import Stages, agree
+from .state_map import Slices
 from .user_state import Extra, alike, serialised, slices_of
 from .writing import Plan, Save, Saver, Writing, write_error
 
@@ -101,37 +102,29 @@ def save(
     try:
         runtime.check_model()
         core = core_of(runtime, optimizer, "zs.save")
-        plan = _plan(runtime, path, step, name, asynchronous, if_busy, keep_last, keep_every, trained_only, overwrite, latest)
+        options = asynchronous, if_busy, keep_last, keep_every, trained_only, overwrite, latest
+        plan = _plan(runtime, path, step, name, *options, files or {})
         extras, slices = serialised(extra), slices_of(extra, model)
-        _check_files(files or {})
     except Exception as error:
         problem = telling(error, "zs.save", runtime.world.rank)
-    shared, told = _agree(runtime.world, plan, extras, None if problem is not None else Stages.tell(runtime, core), problem)
+    digests = {name: hashlib.sha256(each.content).hexdigest() for name, each in extras.items()}
+    stages, told = agree(runtime, core, "zs.save", {} if plan is None else vars(plan), problem, digests)
     assert plan is not None
-    stages = Stages(runtime, core, told)
     plan = replace(plan, trained_only=plan.trained_only is not False and stages.partly_frozen)
-    return _write(saver, plan, stages, {name: each.content for name, each in extras.items()}, slices, shared, files or {}, begin)
+    return _write(saver, plan, stages, extras, alike(runtime.world, extras, told), slices, files or {}, begin)
 
 
 def _write(
-    saver: Saver, plan: Plan, stages: Stages, extras: dict[str, bytes], slices: dict[str, Any], shared: set[str],
+    saver: Saver, plan: Plan, stages: Stages, extras: dict[str, Extra], shared: set[str], slices: dict[str, Slices],
     files: dict[str, bytes], begin: float,
 ) -> Save:  # fmt: skip
-    """Wait for the last save, then write a draft and publish it, or discard it if anything fails (collective)."""
-    _agree_on_values(saver.runtime)
-    _await_last(saver, plan)
-    draft = _make_draft(saver.runtime.world, plan)
-    try:
-        return Writing(saver, plan, draft, stages, extras, slices, shared, files, begin).run()
-    except BaseException:
-        if isinstance(draft, places.Draft):
-            draft.discard()
-        raise
+    """Wait for the last save, then write a draft and publish it, or discard it if anything fails (collective).
 
-
-def _agree_on_values(runtime: Runtime) -> None:
-    """Raise ModelMismatch, on all ranks of the mesh, if data-parallel ranks wrote different values somewhere (collective)."""
-    world, problem = runtime.world, None
+    Raise ModelMismatch, on all ranks of the mesh, if data-parallel ranks wrote different values somewhere; CheckpointError while
+    the last save runs (`if_busy`), and its error if that was not raised yet.
+    """
+    runtime, world, last = saver.runtime, saver.runtime.world, saver.last
+    problem: ModelMismatch | None = None
     try:
         runtime.values.agree()
     except ModelMismatch as error:
@@ -140,6 +133,22 @@ def _agree_on_values(runtime: Runtime) -> None:
         problem = error
     if world is not runtime.comm:
         raise_first(exchange_values(world, problem, "zs.save: values at all places"), world.rank, problem)
+    if last is not None:
+        if plan.if_busy == "refuse" and any(world.exchange(b"" if last.done() else b"1", "zs.save: is one under way")):
+            raise CheckpointError(
+                f"zs.save: the save of {last.path.name} is still under way; nothing was saved. Wait for it, or use if_busy='wait'."
+            )
+        saver.last = None  # its error is raised by `wait`, once
+        if not last.told:
+            last.wait()
+    draft = _make_draft(world, plan)
+    try:
+        contents = {name: each.content for name, each in extras.items()}
+        return Writing(saver, plan, draft, stages, contents, slices, shared, files, begin).run()
+    except BaseException:
+        if isinstance(draft, places.Draft):
+            draft.discard()
+        raise
 
 
 def core_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None, verb: str) -> OptimizerCore | None:
@@ -152,8 +161,8 @@ def core_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None, verb: str
 
 
 def _plan(
-    runtime: Runtime, path: Any, step: int | None, name: str | None, asynchronous: bool, if_busy: str,
-    keep_last: int | None, keep_every: int | None, trained_only: bool | None, overwrite: bool, latest: bool,
+    runtime: Runtime, path: str | os.PathLike, step: int | None, name: str | None, asynchronous: bool, if_busy: str,
+    keep_last: int | None, keep_every: int | None, trained_only: bool | None, overwrite: bool, latest: bool, files: dict[str, bytes],
 ) -> Plan:  # fmt: skip
     if if_busy not in ("wait", "refuse"):
         raise ConfigError(f"zs.save: if_busy: expected 'wait' or 'refuse', got {if_busy!r}.")
@@ -165,63 +174,16 @@ def _plan(
             raise ConfigError(f"zs.save: {what}: expected None or an integer of at least 1, got {value!r}.")
     if keep_every is not None and keep_last is None:
         raise ConfigError("zs.save: keep_every: without keep_last nothing is ever removed; give both.")
-    name = places.step_name(step) if name is None else name
+    name = f"step-{step:08d}" if name is None else name
     if not places.valid_name(name):
         expected = "one component of a path: no '/', no '.' in front, no blanks around it, nothing that does not print"
         raise ConfigError(f"zs.save: name: expected {expected}; got {name!r}.")
+    for file in files:
+        if not places.plain_name(file) or file.startswith("rank-") or file in (places.MANIFEST, places.LOCK):
+            taken = f"not {places.MANIFEST}, {places.LOCK} or rank-..., which zs.save uses"
+            raise ConfigError(f"zs.save: files: expected a plain file name, {taken}; got {file!r}.")
     root = places.absolute(path)
     return Plan(root, name, step, overwrite, asynchronous, if_busy, keep_last, keep_every, trained_only, latest)
-
-
-def _check_files(files: dict[str, bytes]) -> None:
-    for name in files:
-        if not places.plain_name(name) or name.startswith("rank-") or name in (places.MANIFEST, places.LOCK):
-            taken = f"not {places.MANIFEST}, {places.LOCK} or rank-..., which zs.save uses"
-            raise ConfigError(f"zs.save: files: expected a plain file name, {taken}; got {name!r}.")
-
-
-def _await_last(saver: Saver, plan: Plan) -> None:
-    """Wait for the last save, or raise CheckpointError while it runs (`if_busy`); raise its error if it was not raised yet."""
-    last = saver.last
-    if last is None:
-        return
-    if plan.if_busy == "refuse":
-        busy = saver.runtime.world.exchange(b"" if last.done() else b"1", "zs.save: is one under way")
-        if any(busy):
-            raise CheckpointError(
-                f"zs.save: the save of {last.path.name} is still under way; nothing was saved. Wait for it, or use if_busy='wait'."
-            )
-    saver.last = None  # its error is raised below, once
-    if not last.told:
-        last.wait()
-
-
-def _agree(
-    comm: DirectComm, plan: Plan | None, extras: dict[str, Extra], telling: Any, problem: Exception | None
-) -> tuple[set[str], list[Any]]:
-    """Raise a rank's problem, or ConfigError if ranks call `zs.save` differently (collective).
-
-    Return the names of extras that are the same on all ranks, and the ranks' values of `telling`, each about its stage.
-    """
-    mine = (problem, None if plan is None else vars(plan), {name: each.digest for name, each in extras.items()}, telling)
-    everyone = exchange_values(comm, mine, "zs.save: begin")
-    raise_first([theirs for theirs, *_ in everyone], comm.rank, problem)
-    _, first, names, _ = everyone[0]
-    for rank, (_, other, digests, _) in enumerate(everyone):
-        if other != first:
-            what = [f"{k}: {first[k]!r} and {v!r}" for k, v in other.items() if v != first[k]]
-            raise ConfigError(f"zs.save: ranks 0 and {rank} passed different arguments: {'; '.join(what)}.")
-        if digests.keys() != names.keys():
-            raise ConfigError(f"zs.save: extra: rank 0 gave {sorted(names)}, rank {rank} {sorted(digests)}: give the same names.")
-    shared = alike(comm, extras, [digests for _, _, digests, _ in everyone])
-    for name in sorted(names):
-        whose, _, number = name.rpartition(".")
-        if whose in names.keys() - shared and re.fullmatch("[0-9]+", number):  # any number: other loads have other ranks
-            raise ConfigError(
-                f"zs.save: extra[{name!r}]: the checkpoint uses this name for rank {number}'s {whose!r}, which differs between ranks; "
-                "choose another name."
-            )
-    return shared, [told for *_, told in everyone]
 
 
 def _make_draft(comm: DirectComm, plan: Plan) -> Path | places.Draft:

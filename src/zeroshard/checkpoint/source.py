@@ -6,7 +6,7 @@ resolver.py makes it from a checkpoint of zs.save, and importers/ from other lib
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,12 @@ class Opened:
     path: Path
     kind: str
     model: dict[str, Stored]
-    states: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    states: dict[Any, dict[str, object]] = field(default_factory=dict)
     groups: list[dict[str, Any]] | None = None
     step: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
-    module_objects: dict[str, Any] = field(default_factory=dict)  # modules' extra states that are no tensors
-    module_readers: dict[str, Callable[[], Any]] = field(default_factory=dict)  # functions that read these
+    module_objects: dict[str, object] = field(default_factory=dict)  # modules' extra states that are no tensors
+    module_readers: dict[str, Callable[[], object]] = field(default_factory=dict)  # functions that read these
     extras: dict[str, Any] = field(default_factory=dict)
     unread: dict[str, CheckpointError] = field(default_factory=dict)  # extras that were not unpickled, with the reason
     scaler: dict[str, Any] | None = None  # loss scale of another library, in the form that `progress` has for zs.save's
@@ -68,7 +68,7 @@ class Opened:
 
     def tied(self) -> dict[str, str]:
         """Return alias -> first name, for tensors that are stored once under several names."""
-        first: dict[Any, str] = {}
+        first: dict[object, str] = {}
         found = {}
         for name in sorted(self.model, key=lambda name: name in self.ties):  # names that the checkpoint calls aliases last
             stored = self.model[name]
@@ -80,14 +80,23 @@ class Opened:
     def fit(self, wanted: Iterable[str]) -> None:
         """Strip wrappers' prefixes from names, or add them, if more names are then among the wanted ones."""
         left_out = {key: name_left_out(key) for key in self.frozen}
-        rename = _renaming([*self.model, *self.module_readers, *left_out.values()], frozenset(wanted))
+        names, aims = list(dict.fromkeys([*self.model, *self.module_readers, *left_out.values()])), frozenset(wanted)
+        best, most = {name: name for name in names}, len(aims.intersection(names))
+        if most == len(aims):
+            return
+        current, wrapped = {name: _unwrapped(name) for name in names}, {_unwrapped(name): name for name in aims}
+        for prefix in ("", *PREFIXES, *PREFIXES):  # module.model.x, model.module.x
+            current = {name: short.removeprefix(prefix) for name, short in current.items()}
+            fitting = {name: wrapped.get(short, short) for name, short in current.items()}
+            count = len(aims.intersection(fitting.values()))
+            if count > most and len(set(fitting.values())) == len(names):
+                best, most = fitting, count
+        rename = {name: short for name, short in best.items() if name != short}
         if not rename:
             return
         self.saved_names = {new: name for name, new in rename.items()}
         self.ties = {rename.get(alias, alias): rename.get(name, name) for alias, name in self.ties.items()}
-        self.frozen = {
-            rename.get(name, name) + key.removeprefix(name): self.frozen[key] for key, name in left_out.items()
-        }  # fmt: skip
+        self.frozen = {rename.get(name, name) + key.removeprefix(name): self.frozen[key] for key, name in left_out.items()}
         self.module_objects = {rename.get(name, name): value for name, value in self.module_objects.items()}
         self.model = {rename.get(name, name): stored for name, stored in self.model.items()}
         self.module_readers = {rename.get(name, name): reader for name, reader in self.module_readers.items()}
@@ -95,23 +104,6 @@ class Opened:
         self.slices = {name: {rename.get(key, key): at for key, at in kept.items()} for name, kept in self.slices.items()}
         for group in self.groups or ():
             group["params"] = [rename.get(member, member) for member in group["params"]]
-
-
-def _renaming(names: Iterable[str], wanted: frozenset[str]) -> Mapping[str, str]:
-    """Try ways to strip or add prefixes; return name -> new name for the one with the most wanted names, {} if none adds any."""
-    names = list(dict.fromkeys(names))
-    best, current = {name: name for name in names}, {name: _unwrapped(name) for name in names}
-    most, wrapped = len(wanted.intersection(best.values())), {_unwrapped(name): name for name in wanted}
-    if most == len(wanted):
-        return {}
-    for prefix in (None, *PREFIXES, *PREFIXES):  # module.model.x, model.module.x
-        if prefix is not None:
-            current = {name: short.removeprefix(prefix) for name, short in current.items()}
-        fitting = {name: wrapped.get(short, short) for name, short in current.items()}
-        count = len(wanted.intersection(fitting.values()))
-        if count > most and len(set(fitting.values())) == len(names):
-            best, most = fitting, count
-    return {name: short for name, short in best.items() if name != short}
 
 
 def name_left_out(key: str) -> str:

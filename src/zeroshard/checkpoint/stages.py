@@ -12,19 +12,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..comm.codec import exchange_values
 from ..errors import ConfigError
 from ..optim.sharded_optimizer import OptimizerCore
 from ..zero.runtime import Runtime
 from . import module_state
-from .safetensors import names_of, prefixes_of
-from .state_map import names_of_group, param_groups
+from .heartbeat import raise_first, telling
+from .safetensors import names_of, others_of, prefixes_of
+from .state_map import param_groups
 
 
 class Stages:
     """The stages of a pipeline, as one rank knows them."""
 
     def __init__(self, runtime: Runtime, core: OptimizerCore | None, told: list[Any]) -> None:
-        """told: results of `tell`, by rank. Raises ConfigError on every rank if the stages' optimizers do not match."""
+        """told: what each stage's first rank told (see `agree`), by rank. Raises ConfigError on every rank if optimizers do not match."""
         self.runtime, self.core, topology = runtime, core, runtime.topology
         self.several, self.stage = len(topology.stages) > 1, topology.stage
         self.told = [told[ranks[0]] for ranks in topology.stages]
@@ -35,18 +37,6 @@ class Stages:
                 f"the optimizers of the pipeline's stages have {counts} parameter groups: give each the same number (groups may be "
                 "empty), or save and load without optimizers."
             )
-
-    @staticmethod
-    def tell(runtime: Runtime, core: OptimizerCore | None) -> Any:
-        """Return what a stage's first rank sends to all ranks about the stage, in plain values; None on its other ranks."""
-        ranks, groups = runtime.topology.stages, runtime.groups
-        if len(ranks) == 1 or runtime.world.rank != ranks[runtime.topology.stage][0]:
-            return None
-        return {
-            "names": sorted(_names(runtime)),
-            "members": None if core is None else [group["params"] for group in param_groups(runtime, core)],
-            "trains": [any(group.trainable for group in groups), any(not group.trainable for group in groups)],
-        }
 
     def writes(self, name: str) -> bool:
         """Return whether this is the first stage that has the name in its model."""
@@ -75,9 +65,35 @@ class Stages:
 
 def _names(runtime: Runtime) -> set[str]:
     prefixes = prefixes_of(runtime.model)
-    aliases = {name for group in runtime.groups for spec in group.specs for name in names_of(prefixes, spec)}
-    return (
-        aliases
-        | {name for group in runtime.groups for name, _ in names_of_group(group)}
-        | module_state.names_of_others(runtime.model)
-    )
+    specs, (buffers, computed) = [spec for group in runtime.groups for spec in group.specs], others_of(runtime.model)
+    found = {spec.whole_name for spec in specs} | {name for spec in specs for name in names_of(prefixes, spec)}
+    found |= {name for buffer in buffers for name in buffer.names} | computed.keys()
+    return found | module_state.takers(runtime.model).keys()
+
+
+def agree(
+    runtime: Runtime, core: OptimizerCore | None, verb: str, arguments: dict[str, Any], problem: Exception | None,
+    more: object = None,
+) -> tuple[Stages, list[Any]]:  # fmt: skip
+    """Raise a rank's problem, or ConfigError if ranks call `verb` with different arguments (collective).
+
+    Return the pipeline's stages, and all ranks' values of `more`.
+    """
+    world, groups, stages, told = runtime.world, runtime.groups, runtime.topology.stages, None
+    if problem is None and len(stages) > 1 and world.rank == stages[runtime.topology.stage][0]:
+        try:
+            told = {  # what a stage's first rank tells all ranks about it
+                "names": sorted(_names(runtime)),
+                "members": None if core is None else [group["params"] for group in param_groups(runtime, core)],
+                "trains": [any(group.trainable for group in groups), any(not group.trainable for group in groups)],
+            }
+        except Exception as error:
+            problem = telling(error, verb, world.rank)
+    everyone = exchange_values(world, (problem, arguments, told, more), f"{verb}: begin")
+    raise_first([theirs for theirs, *_ in everyone], world.rank, problem)
+    first = everyone[0][1]
+    for rank, (_, other, *_) in enumerate(everyone):
+        if other != first:
+            what = [f"{key}: {first[key]!r} and {value!r}" for key, value in other.items() if value != first[key]]
+            raise ConfigError(f"{verb}: ranks 0 and {rank} passed different arguments: {'; '.join(what)}.")
+    return Stages(runtime, core, [stage for _, _, stage, _ in everyone]), [theirs for *_, theirs in everyone]

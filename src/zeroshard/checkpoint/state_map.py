@@ -6,7 +6,7 @@
     zeroshard.state           steps taken, loss scale
     zeroshard.rng.<rank>      random generators
     extra.<name>              the user's extras; extra.<name>.<rank> where ranks gave different ones
-    slices.<extra>.<name>     values that an extra keeps for each parameter, in its shape (user_state.HoldsSlices, zs.ema)
+    slices.<extra>.<name>     values that an extra keeps for each parameter, in its shape (user_state.slices_of, zs.ema)
 
 Names are those of whole parameters, without tiles, tensor-parallel shards, wrappers, units and flat buffers, so that any other
 partition can read the checkpoint. Replicated states are divided among ranks as sharded ones are. If several ranks along model
@@ -20,7 +20,7 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -36,6 +36,9 @@ from ..zero.runtime import Runtime
 from ..zero.unit import ParamGroup
 from .dcp import MAX_BLOB_NBYTES, storable
 from .safetensors import names_of, prefixes_of
+
+if TYPE_CHECKING:
+    from .stages import Stages
 
 MODEL, STATE, GROUPS, OWN, RNG, EXTRA, SLICES = (
     "model.", "optim.state.", "optim.param_groups", "zeroshard.state", "zeroshard.rng.", "extra.", "slices.",
@@ -82,7 +85,7 @@ class Contents:
     sources: list[Rest] = field(default_factory=list)
     begins: list[int] = field(default_factory=list)
     guarded: list[bool] = field(default_factory=list)
-    objects: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, object] = field(default_factory=dict)
     scalars: set[str] = field(default_factory=set)  # keys of optimizer states that are one number for each parameter
     ties: dict[str, str] = field(default_factory=dict)  # other name of a tied parameter -> its name
     frozen: list[tuple[ParamGroup, int]] = field(default_factory=list)  # parameters left out, of which identities are saved
@@ -105,56 +108,59 @@ class Contents:
         self.guarded.append(guarded)
 
 
-def names_of_group(group: ParamGroup) -> list[tuple[str, Part | None]]:
-    """Return (name of the whole parameter, part of it or None) for each parameter of a group."""
-    return [(spec.whole_name, spec.part) for spec in group.specs]
-
-
 Slices = list[tuple[ParamGroup, Rest]]  # for groups, a flat shard with one value for each element of the group's shard
 
 
-class Names(Protocol):
-    """Division of names among the stages of a pipeline (stages.py)."""
-
-    def writes(self, name: str) -> bool:
-        """Return whether this rank's stage writes the tensor of this name in its model."""
-
-    def groups(self) -> list[dict[str, Any]]:
-        """Return the optimizer's groups with the names of their members at all stages."""
-
-
 def collect(
-    runtime: Runtime, core: OptimizerCore | None, *, frozen: bool, names: Names, slices: dict[str, Slices] | None = None
+    runtime: Runtime, core: OptimizerCore | None, *, frozen: bool, names: Stages, slices: dict[str, Slices] | None = None
 ) -> Contents:
     """Collect everything that this rank writes of a model and, with `core`, its optimizer. frozen: also frozen parameters.
 
-    slices: slices that extras keep of parameters, by the extra's name.
+    names: says which stage of a pipeline writes a name. slices: slices that extras keep of parameters, by the extra's name.
     """
-    contents, prefixes = Contents(), prefixes_of(runtime.model)
+    contents, prefixes, model = Contents(), prefixes_of(runtime.model), runtime.model
     rank, topology = runtime.world.rank, runtime.topology
     for group in runtime.groups:
-        _add_values(contents, prefixes, group, frozen or group.trainable, names)
-    if rank == topology.stages[topology.stage][0]:  # one rank of a stage writes these
-        _add_others(contents, runtime, names)
+        for index in _written(group, names):
+            name = group.specs[index].whole_name
+            contents.ties |= {alias: name for alias in names_of(prefixes, group.specs[index]) if alias != name}
+            if not (frozen or group.trainable):
+                contents.frozen.append((group, index))
+                continue
+            home, (rest, begin) = group.homes[index], group.masters.slice(index)
+            if home.stop > home.start or _first(group, index):
+                guarded = group.master is not None or group.values.sharded  # a replicated parameter is the user's own tensor
+                contents.add(_place(group, index, ("model", ""), rest.dtype), rest, begin, guarded)
+    if rank == topology.stages[topology.stage][0]:  # one rank of a stage writes what the state dict has besides parameters
+        params = {id(param) for group in runtime.groups for param in group.params}
+        for name, value in model.state_dict(keep_vars=True).items():
+            if id(value) in params or not names.writes(name):
+                continue
+            if isinstance(value, Tensor):
+                _add_whole(contents, runtime, f"{MODEL}{name}", ("model", name), value.detach())
+            else:
+                contents.objects[f"{MODEL}{name}"] = value
     if core is not None:
         _add_states(contents, runtime, core, names)
         if rank == 0:
             contents.objects[GROUPS] = names.groups()
     for extra, shards in (slices or {}).items():
         for group, rest in shards:
-            _add_slices(contents, group, extra, rest, names)
+            for index in _written(group, names):
+                home = group.homes[index]
+                if home.stop > home.start or _first(group, index):
+                    contents.add(_place(group, index, ("slices", extra, ""), rest.dtype), rest, home.begin, guarded=True)
     if rank == 0:
         contents.objects[OWN] = runtime.progress.state()
     contents.objects[f"{RNG}{rank}"] = generators(runtime.comm.device)
     return contents
 
 
-def _place(group: ParamGroup, index: int, named: tuple[str, Part | None], keys: tuple[str, ...], dtype: torch.dtype) -> Place:
+def _place(group: ParamGroup, index: int, keys: tuple[str, ...], dtype: torch.dtype) -> Place:
     """Return the place of a tensor of a parameter's shape. keys: path before the parameter's name, and last the key after it."""
-    (name, part), home, shape = named, group.homes[index], group.specs[index].shape
-    before, after = keys[:-1], keys[-1:] if keys[-1] else ()
-    keys = (*before, name, *after)
-    return Place(".".join(keys), keys, dtype, shape if part is None else part.whole_shape, home.start, home.stop, part)
+    spec, home = group.specs[index], group.homes[index]
+    keys = (*keys[:-1], spec.whole_name, *(keys[-1:] if keys[-1] else ()))
+    return Place(".".join(keys), keys, dtype, spec.whole_shape, home.start, home.stop, spec.part)
 
 
 def _first(group: ParamGroup, index: int) -> bool:
@@ -165,43 +171,10 @@ def _first(group: ParamGroup, index: int) -> bool:
     return group.comm.rank == 0 if numel == 0 else home.start == 0 and home.stop > 0
 
 
-def _written(group: ParamGroup, names: Names) -> Iterator[tuple[int, str, Part | None]]:
-    """Yield (index, name, part) for the parameters of a group whose elements this rank writes."""
-    if group.counts:  # False on ranks whose copy another rank along a model axis writes
-        for index, (name, part) in enumerate(names_of_group(group)):
-            if names.writes(name):
-                yield index, name, part
-
-
-def _add_values(contents: Contents, prefixes: dict[int, list[str]], group: ParamGroup, wanted: bool, names: Names) -> None:
-    for index, name, part in _written(group, names):
-        contents.ties |= {alias: name for alias in names_of(prefixes, group.specs[index]) if alias != name}
-        if not wanted:
-            contents.frozen.append((group, index))
-            continue
-        home, (rest, begin) = group.homes[index], group.masters.slice(index)
-        if home.stop > home.start or _first(group, index):
-            guarded = group.master is not None or group.values.sharded  # a replicated parameter is the user's own tensor
-            contents.add(_place(group, index, (name, part), ("model", ""), rest.dtype), rest, begin, guarded)
-
-
-def _add_slices(contents: Contents, group: ParamGroup, extra: str, rest: Rest, names: Names) -> None:
-    for index, name, part in _written(group, names):
-        home = group.homes[index]
-        if home.stop > home.start or _first(group, index):
-            contents.add(_place(group, index, (name, part), ("slices", extra, ""), rest.dtype), rest, home.begin, guarded=True)
-
-
-def _add_others(contents: Contents, runtime: Runtime, names: Names) -> None:
-    """Add the entries of the state dict that are no parameters: buffers, extra states, tensors that hooks compute."""
-    params = {id(param) for group in runtime.groups for param in group.params}
-    for name, value in runtime.model.state_dict(keep_vars=True).items():
-        if id(value) in params or not names.writes(name):
-            continue
-        if isinstance(value, Tensor):
-            _add_whole(contents, runtime, f"{MODEL}{name}", ("model", name), value.detach())
-        else:
-            contents.objects[f"{MODEL}{name}"] = value
+def _written(group: ParamGroup, names: Stages) -> list[int]:
+    """Return the numbers of the parameters of a group whose elements this rank writes."""
+    # counts: False on ranks whose copy another rank along a model axis writes
+    return [index for index, spec in enumerate(group.specs) if group.counts and names.writes(spec.whole_name)]
 
 
 def _add_whole(contents: Contents, runtime: Runtime, name: str, keys: tuple[str, ...], value: Tensor) -> None:
@@ -210,37 +183,34 @@ def _add_whole(contents: Contents, runtime: Runtime, name: str, keys: tuple[str,
     contents.add(place, MemoryRest(on_host, Tier.HOST, runtime.tiers), 0, guarded=False)
 
 
-def _add_states(contents: Contents, runtime: Runtime, core: OptimizerCore, names: Names) -> None:
-    written = {id(group): {index: (name, part) for index, name, part in _written(group, names)} for group in runtime.groups}
+def _add_states(contents: Contents, runtime: Runtime, core: OptimizerCore, names: Stages) -> None:
+    written = {id(group): set(_written(group, names)) for group in runtime.groups}
     for run in (run for runs in core.runs for run in runs):
         state, mine = run.states.load(), written[id(run.group)]
         for index in run.indices if state else ():
             if index not in mine:
                 continue
-            home, named, first = run.group.homes[index], mine[index], _first(run.group, index)
+            home, name, first = run.group.homes[index], run.group.specs[index].whole_name, _first(run.group, index)
             for key, value in state.items():
                 if run.holds(value):
                     if home.stop > home.start or first:
-                        place = _place(run.group, index, named, ("optim", "state", key), value.dtype)
+                        place = _place(run.group, index, ("optim", "state", key), value.dtype)
                         rest, begin = run.place(value, index)
                         contents.add(place, rest, begin + (home.start if core.replicated else 0), guarded=not core.replicated)
                     continue
                 contents.scalars.add(key)
                 if first:  # one rank writes the number for the whole parameter
-                    _add_scalar(contents, runtime, named[0], key, run.shown(value))
-
-
-def _add_scalar(contents: Contents, runtime: Runtime, name: str, key: str, value: Any) -> None:
-    if isinstance(value, Tensor):
-        _add_whole(contents, runtime, f"{STATE}{name}.{key}", ("optim", "state", name, key), value)
-    else:
-        contents.objects[f"{STATE}{name}.{key}"] = value
+                    shown, full_name = run.shown(value), f"{STATE}{name}.{key}"
+                    if isinstance(shown, Tensor):
+                        _add_whole(contents, runtime, full_name, ("optim", "state", name, key), shown)
+                    else:
+                        contents.objects[full_name] = shown
 
 
 def param_groups(runtime: Runtime, core: OptimizerCore) -> list[dict[str, Any]]:
     """Return the optimizer's groups: options, and the names of their members (of tiles: of the whole parameter)."""
     names = {
-        id(param): name for group in runtime.groups for param, (name, _) in zip(group.params, names_of_group(group), strict=True)
+        id(param): spec.whole_name for group in runtime.groups for param, spec in zip(group.params, group.specs, strict=True)
     }
     return [
         {
@@ -288,5 +258,5 @@ def seed_generators(states: dict[str, Any], number: int) -> None:
         sys.modules["numpy"].random.seed(seed % 2**32)
 
 
-def _tuples(value: Any) -> Any:
+def _tuples(value: object) -> Any:
     return tuple(_tuples(v) for v in value) if isinstance(value, (list, tuple)) else value

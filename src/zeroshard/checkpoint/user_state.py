@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,24 +21,14 @@ from . import directory as places
 from .dcp import archived
 
 
-class HoldsSlices(Protocol):
-    """An object of `extra` with a value for each element of a model's parameters, sharded as the parameters are (zs.ema).
-
-    zs.save writes these values by parameter name, as it does parameters, so zs.load reads them into any other sharding.
-    """
-
-    def slices(self, model: nn.Module) -> list[tuple[ParamGroup, Rest]]:
-        """Return each group with the Rest of its shard of values. Raise ConfigError if the object belongs to another model."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the object's state besides its slices, as plain values."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state besides slices; called when slices have been loaded."""
-
-
 def slices_of(extra: Mapping[str, Any] | None, model: nn.Module) -> dict[str, list[tuple[ParamGroup, Rest]]]:
-    """Return the slices of the extras that keep some (HoldsSlices), by the extra's name."""
+    """Return the slices of the extras that keep some, by the extra's name: each group with the Rest of its shard of values.
+
+    Such an object (zs.ema) has a value for each element of a model's parameters, sharded as the parameters are, and a method
+    `slices(model)`, which raises ConfigError if the object belongs to another model. zs.save writes these values by parameter
+    name, as it does parameters, so zs.load reads them into any other sharding. Its `state_dict` has the rest of its state, and
+    `load_state_dict` is called when slices have been loaded.
+    """
     return {name: value.slices(model) for name, value in (extra or {}).items() if callable(getattr(value, "slices", None))}
 
 
@@ -48,95 +39,92 @@ _PLAIN = {int, float, complex, bool, str, bytes, type(None)}  # types whose valu
 class Extra:
     """The state of one extra, and the bytes that torch.save makes of it."""
 
-    state: Any
+    state: object
     content: bytes
 
-    @cached_property
-    def digest(self) -> str:
-        """Hash of the bytes."""
-        return hashlib.sha256(self.content).hexdigest()
 
-    @cached_property
-    def digest_of_values(self) -> str:
-        """Hash of the values, the same for equal values of torch's and Python's own types.
-
-        Their pickled bytes may differ: ranks order sets and dictionaries differently, and pickle writes an object that occurs
-        twice once.
-        """
-        try:
-            return _digest(self.state).hex()
-        except Exception:  # a recursive value, a meta tensor, ...: do not raise on one rank alone, in the midst of a collective
-            return self.digest
-
-
-def serialised(extra: Any) -> dict[str, Extra]:
+def serialised(extra: object) -> dict[str, Extra]:
     """Return the pickled states of zs.save's `extra`, by name. Raises ConfigError if one cannot be saved."""
-    if extra is None:
-        return {}
-    check_named(extra, "zs.save")
-    return {name: _serialised(name, value) for name, value in extra.items()}
+    found: dict[str, Extra] = {}
+    for name, value in ({} if extra is None else check_named(extra, "zs.save")).items():
+        if isinstance(value, nn.Module):
+            raise ConfigError(f"zs.save: extra[{name!r}]: a module; save its state_dict(), or shard it and save it on its own.")
+        state = value.state_dict() if has_state(value) else value
+        try:
+            found[name] = Extra(state, archived(state))
+        except (pickle.PicklingError, TypeError, AttributeError, ZeroshardError) as error:
+            inside = _inside(state)
+            hint = f" Give the {inside} in it a name of its own in extra=, so that its state_dict() is saved." if inside else ""
+            raise ConfigError(f"zs.save: extra[{name!r}] can not be saved: {error}.{hint}") from error
+    return found
 
 
-def check_named(extra: Any, verb: str) -> None:
-    """Raise ConfigError if `extra` is no dictionary, or has keys that cannot be names in a checkpoint."""
+def check_named(extra: object, verb: str) -> Mapping[str, Any]:
+    """Return `extra`. Raise ConfigError if it is no dictionary, or has keys that cannot be names in a checkpoint."""
     if not isinstance(extra, Mapping):
         raise ConfigError(f'{verb}: extra: expected a dictionary, as {{"scheduler": scheduler}}, got {extra!r:.80}.')
     for name in extra:
         if not isinstance(name, str) or not places.plain_name(name):
             raise ConfigError(f"{verb}: extra: expected names of letters, digits, '.', '_' and '-', got {name!r}.")
+    return extra
 
 
-def _serialised(name: str, value: Any) -> Extra:
-    if isinstance(value, nn.Module):
-        raise ConfigError(f"zs.save: extra[{name!r}]: a module; save its state_dict(), or shard it and save it on its own.")
-    state = value.state_dict() if has_state(value) else value
-    try:
-        return Extra(state, archived(state))
-    except (pickle.PicklingError, TypeError, AttributeError, ZeroshardError) as error:
-        inside = next((type(each).__name__ for each in _members(state) if has_state(each)), None)
-        hint = f" Give the {inside} in it a name of its own in extra=, so that its state_dict() is saved." if inside else ""
-        raise ConfigError(f"zs.save: extra[{name!r}] can not be saved: {error}.{hint}") from error
-
-
-def has_state(value: Any) -> bool:
+def has_state(value: object) -> bool:
     """Return whether a value has a `state_dict` method."""
     return callable(getattr(value, "state_dict", None))
 
 
-def takes_state(value: Any) -> bool:
-    """Return whether a value has a `load_state_dict` method."""
-    return callable(getattr(value, "load_state_dict", None))
-
-
-def check_target(name: str, value: Any) -> None:
+def check_target(name: str, value: object) -> None:
     """Raise ConfigError if an object given to zs.load has a state that zs.load has no way to set."""
-    if has_state(value) and not takes_state(value):
+    if has_state(value) and not callable(getattr(value, "load_state_dict", None)):
         raise ConfigError(
             f"zs.load: extra[{name!r}]: a {type(value).__name__} has a state_dict and no load_state_dict to take it back; give None, "
             f"and take Loaded.extra[{name!r}]."
         )
-    inside = next((type(each).__name__ for each in _members(value) if has_state(each)), None)
-    if inside:
+    if inside := _inside(value):
         raise ConfigError(
             f"zs.load: extra[{name!r}] would not load the {inside} inside it: give that a name of its own in extra=, here and to zs.save."
         )
 
 
-def _members(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple, set)) else ()
+def _inside(value: object) -> str | None:
+    """Return the class of the first object with a state in a dictionary, list, tuple or set, or None."""
+    members = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple, set)) else ()
+    return next((type(each).__name__ for each in members if has_state(each)), None)
 
 
 def alike(comm: Comm, extras: dict[str, Extra], digests: list[dict[str, str]]) -> set[str]:
-    """Return the names of extras that are equal on all ranks (collective). digests: for each rank, name -> hash of the bytes."""
-    same = {name for name in digests[0] if len({theirs[name] for theirs in digests}) == 1}
-    if len(same) < len(digests[0]):
-        mine = {name: extra.digest_of_values for name, extra in extras.items() if name not in same}
+    """Return the names of extras that are equal on all ranks (collective). digests: for each rank, name -> hash of the bytes.
+
+    Extras of the same values may have different bytes: ranks order sets and dictionaries differently, and pickle writes an
+    object that occurs twice once. Raises ConfigError if ranks gave different names, or ambiguous ones.
+    """
+    names = digests[0].keys()
+    for rank, theirs in enumerate(digests):
+        if theirs.keys() != names:
+            raise ConfigError(f"zs.save: extra: rank 0 gave {sorted(names)}, rank {rank} {sorted(theirs)}: give the same names.")
+    same = {name for name in names if len({theirs[name] for theirs in digests}) == 1}
+    if len(same) < len(names):
+        mine = {name: digests[comm.rank][name] for name in extras if name not in same}
+        for name in mine:
+            with suppress(
+                Exception
+            ):  # a recursive value, a meta tensor, ...: do not raise on one rank alone, in the midst of a collective
+                mine[name] = _digest(extras[name].state).hex()
         everyone = exchange_values(comm, mine, "zs.save: extras that differ")
-        same |= {name for name in mine if len({theirs[name] for theirs in everyone}) == 1}  # equal values with different bytes
+        same |= {name for name in mine if len({theirs[name] for theirs in everyone}) == 1}
+    for name in sorted(names):
+        whose, _, number = name.rpartition(".")
+        if whose in names - same and re.fullmatch("[0-9]+", number):  # any number: other loads have other ranks
+            raise ConfigError(
+                f"zs.save: extra[{name!r}]: the checkpoint uses this name for rank {number}'s {whose!r}, which differs between ranks; "
+                "choose another name."
+            )
     return same
 
 
 def _digest(value: Any) -> bytes:
+    """Return a hash that is the same for equal values of torch's and Python's own types."""
     kind = type(value)
     if kind in (set, frozenset):
         parts = sorted(map(_digest, value))

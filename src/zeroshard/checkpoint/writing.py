@@ -21,11 +21,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from errno import EIO
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 import xxhash
@@ -48,6 +48,8 @@ _MOST_REASON_NBYTES = 1 << 20  # most that is read of a failed rank's `rank-0000
 _POLL_S, _SLOWEST_POLL_S = 0.02, 0.25
 _SMALL_NBYTES = 1 << 16  # a rank's part of the manifest up to this size is exchanged, a larger one goes through a file
 _SIGN_S = 1.0  # seconds between two signs of life where there are no locks
+T = TypeVar("T")
+Opening = tuple[str, list[str] | None]  # the digest of a rank's layout; on rank 0 those of the last save
 
 
 @dataclass(frozen=True)
@@ -198,22 +200,21 @@ class Writing:
         self.contents = Contents()
         self.layout: FileLayout | None = None
         self.writer: FileWriter | None = None
-        self.extra: dict[str, Any] = {}
+        self.extra: dict[str, object] = {}
         self.digests: list[str] = []  # XXH3-64 of each rank's layout
         self.metadata = b""  # content of `.metadata` that has been written ahead
-        self.mark: Any = None  # event on the device's stream at which the state is the one to save
+        self.mark: object = None  # event on the device's stream at which the state is the one to save
 
     def run(self) -> Save:
         """Carry out the save, or (asynchronous) its foreground part, and start the thread that does the rest (collective)."""
         try:
-            optimizer = self.runtime.optimizer
-            if optimizer is not None:
-                optimizer.core.drain()
+            if self.runtime.optimizer is not None:
+                self.runtime.optimizer.core.drain()
             if self.plan.asynchronous:
                 self._compare(self._together("making the files", self._open))
                 self.locked = self._together("copying", lambda: self._copy(self.layout.at_once))[0]  # type: ignore[union-attr]
             else:
-                written = self._together("writing", lambda: (self._open(), self._copy_and_write()))
+                written = self._together("writing", self._open_and_write)
                 self._compare([opened for opened, _ in written])
                 parts = [part for _, part in written]
                 self._together("completing", (lambda: self._publish(parts)) if self.draft is not None else lambda: None)
@@ -226,17 +227,26 @@ class Writing:
         snapshot_nbytes = self.saver.pool.made_nbytes if self.plan.asynchronous else 0
         save = Save(Path(self.plan.root) / self.plan.name, self.layout.nbytes, snapshot_nbytes)
         save.seconds = save.stall_seconds = time.monotonic() - self.begin
-        if self.plan.asynchronous:
-            self.saver.last = save
-            self._go_on_in_background(save)
-        else:
+        if not self.plan.asynchronous:
             save._copied.set()
+            return save
+        self.saver.last = save
+        save._settle = lambda: self._settle(save)
+        self.mark = self.comm.streams.mark()
+        thread = threading.Thread(target=self._background, args=(save,), name="zeroshard-save", daemon=False)
+        try:
+            thread.start()
+            save._thread = thread
+        except RuntimeError as error:  # no more threads: `wait` raises it
+            save._copied.set()
+            self._fail(save, error)
+            self._give_up()
         return save
 
-    def _together(self, what: str, work: Callable[[], Any]) -> list[Any]:
+    def _together(self, what: str, work: Callable[[], T]) -> list[T]:
         """Do work that does not use `comm` on all ranks. A swap file that cannot be read fails this save, as other errors do."""
 
-        def quiet() -> Any:
+        def quiet() -> T:
             with self.runtime.tiers.beside_comm():
                 return work()
 
@@ -254,7 +264,7 @@ class Writing:
         if self.writer is not None:
             self.writer.abandon()
 
-    def _open(self) -> tuple[str, list[str] | None]:
+    def _open(self) -> Opening:
         """Collect what is written and create the file at full size. Return the layout's digest, and all that rank 0 remembers."""
         if not os.path.isdir(self.folder):
             if self.comm.rank == 0:  # it made the folder, so somebody has removed it
@@ -277,17 +287,18 @@ class Writing:
         self.saver.pool.grow(ROTATING + ahead if self.contents.nbytes(on_disk=True) else max(ROTATING, ahead))
         return self.saver.digest, self.saver.listed.digests if self.draft is not None else None
 
-    def _compare(self, opened: list[tuple[str, list[str] | None]]) -> None:
+    def _compare(self, opened: list[Opening]) -> None:
         """Send the layouts to rank 0 if they differ from the last save's (collective). opened: results of `_open`, by rank."""
         self.digests = [digest for digest, _ in opened]
+
+        def tell_tensors() -> None:
+            with self._write_errors():
+                places.write_whole(self._file_of(self.comm.rank, "tensors.json"), self.saver.tensors)
+
         if opened[0][1] != self.digests:
-            self._together("telling what is in the files", self._tell_tensors)
+            self._together("telling what is in the files", tell_tensors)
 
-    def _tell_tensors(self) -> None:
-        with self._write_errors():
-            places.write_whole(self._file_of(self.comm.rank, "tensors.json"), self.saver.tensors)
-
-    def _write_errors(self) -> Any:
+    def _write_errors(self) -> AbstractContextManager[None]:
         nbytes = self.layout.nbytes if self.layout is not None else 0
         return write_errors(self.folder, nbytes, f"rank {self.comm.rank}: saving a checkpoint")
 
@@ -304,13 +315,16 @@ class Writing:
     def _file_of(self, rank: int, suffix: str = "distcp") -> Path:
         return self.folder / f"rank-{rank:05d}.{suffix}"
 
-    def _copy_and_write(self) -> bytes:
-        """Copy and write this rank's file. Return its part of the manifest, or b"" if that is large and written to a file."""
+    def _open_and_write(self) -> tuple[Opening, bytes]:
+        """Make, fill and write this rank's file. Return results of `_open` and `_write`."""
+        opened = self._open()
         self._copy()
         if self.draft is not None:  # the disk still writes what was copied, so this costs no time
-            with self._write_errors():
-                self.metadata = listing.write_ahead(self.folder, self.saver.listed)
-        return self._write(_SMALL_NBYTES)
+            self.metadata = self.saver.listed.last_metadata
+            if self.metadata:
+                with self._write_errors():
+                    listing.write_metadata(self.folder, self.metadata)
+        return opened, self._write(_SMALL_NBYTES)
 
     def _write(self, small_nbytes: int) -> bytes:
         """Finish this rank's file. Return its part of the manifest, or write that to a file and return b""."""
@@ -329,7 +343,20 @@ class Writing:
         parts: each rank's part of the manifest; b"" if it is in a file.
         """
         assert self.draft is not None
-        listed, ranks = self.saver.listed, range(self.comm.world_size)
+        listed, ranks, plan, mesh = self.saver.listed, range(self.comm.world_size), self.plan, self.runtime.topology.mesh
+        facts = {
+            "step": plan.step,
+            "world_size": self.comm.world_size,
+            "stage": self.runtime.config.stage,
+            "precision": self.runtime.config.precision,
+            "optimizer": None if self.core is None else type(self.core.outer).__name__.removeprefix("Sharded"),
+            "trained_only": plan.trained_only,
+            "per_rank": self.per_rank,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "zeroshard": __version__,
+            "torch": torch.__version__,
+            **({} if mesh is None else {"mesh": mesh}),
+        }
         with write_errors(self.folder, 0, "rank 0: completing a checkpoint"):
             if listed.digests != self.digests:
                 names = [self._file_of(rank, "tensors.json") for rank in ranks]
@@ -338,53 +365,25 @@ class Writing:
                     name.unlink()
             names = [self._file_of(rank, "json") for rank in ranks if not parts[rank]]
             whole = [parts[rank] or self._file_of(rank, "json").read_bytes() for rank in ranks]
-            listing.write(self.folder, listing.join(whole, self._facts(), listed), listed, self.metadata)
+            listing.write(self.folder, listing.join(whole, facts, listed), listed, self.metadata)
             for name in names:
                 name.unlink()
             for file, content in self.files.items():
                 places.write_whole(self.folder / file, content, named=False)
-            self.draft.publish(self.plan.overwrite, self.plan.latest)
+            self.draft.publish(plan.overwrite, plan.latest)
+
+        def keep(path: Path) -> bool:
+            try:
+                return plan.keep_every is not None and int(listing.Manifest.read(path).facts["step"]) % plan.keep_every == 0
+            except CheckpointError:  # its step cannot be read
+                return True
+
         try:
-            places.prune(Path(self.plan.root), self.plan.name, self.plan.keep_last, self._keeps)
+            places.prune(Path(plan.root), plan.name, plan.keep_last, keep)
         except Exception as error:  # the new checkpoint is complete nevertheless, so this is no failure of the save
-            print(f"zeroshard: {self.plan.root}: an older checkpoint could not be removed: {error}", file=sys.stderr)
-
-    def _keeps(self, path: Path) -> bool:
-        """Return whether `keep_every` keeps an older checkpoint. One whose step cannot be read is kept."""
-        try:
-            return self.plan.keep_every is not None and step_of(path) % self.plan.keep_every == 0
-        except CheckpointError:
-            return True
-
-    def _facts(self) -> dict[str, Any]:
-        config, optimizer = self.runtime.config, self.core.outer if self.core is not None else None
-        return {
-            "step": self.plan.step,
-            "world_size": self.comm.world_size,
-            "stage": config.stage,
-            "precision": config.precision,
-            "optimizer": None if optimizer is None else type(optimizer).__name__.removeprefix("Sharded"),
-            "trained_only": self.plan.trained_only,
-            "per_rank": self.per_rank,
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "zeroshard": __version__,
-            "torch": torch.__version__,
-            **({} if self.runtime.topology.mesh is None else {"mesh": self.runtime.topology.mesh}),
-        }
+            print(f"zeroshard: {plan.root}: an older checkpoint could not be removed: {error}", file=sys.stderr)
 
     # -- in the background ---------------------------------------------------------------------------------------------
-
-    def _go_on_in_background(self, save: Save) -> None:
-        save._settle = lambda: self._settle(save)
-        self.mark = self.comm.streams.mark()
-        thread = threading.Thread(target=self._background, args=(save,), name="zeroshard-save", daemon=False)
-        try:
-            thread.start()
-            save._thread = thread
-        except RuntimeError as error:  # no more threads: `wait` raises it
-            save._copied.set()
-            self._fail(save, error)
-            self._give_up()
 
     def _copy_rest(self, save: Save) -> None:
         """Copy the tensors that may be copied while training goes on."""
@@ -398,10 +397,17 @@ class Writing:
 
     def _background(self, save: Save) -> None:
         ended = threading.Event()
+
+        def sign() -> None:
+            """Renew the modification time of this rank's file every second, until the save has ended."""
+            while not ended.wait(_SIGN_S):
+                with suppress(OSError):
+                    os.utime(self.file)
+
         try:
             self._copy_rest(save)
             if not self.locked:
-                threading.Thread(target=self._sign, args=(ended,), name="zeroshard-sign", daemon=True).start()
+                threading.Thread(target=sign, name="zeroshard-sign", daemon=True).start()
             self._write(0)
             if self.draft is not None:
                 with write_errors(self.folder, 0, "rank 0: waiting for the other ranks' parts"):
@@ -423,12 +429,6 @@ class Writing:
             places.write_whole(self._file_of(self.comm.rank, "failed"), encode(save._error))
         except Exception as problem:  # rank 0 will report that this rank's part is missing
             print(f"zeroshard: rank {self.comm.rank}: {save._error}; rank 0 could not be told: {problem}", file=sys.stderr)
-
-    def _sign(self, ended: threading.Event) -> None:
-        """Renew the modification time of this rank's file every second, until the save has ended."""
-        while not ended.wait(_SIGN_S):
-            with suppress(OSError):
-                os.utime(self.file)
 
     def _meet(self) -> None:
         """Wait on rank 0 for all ranks' parts. Raise the error that a failed rank left, or CheckpointError if one has died."""
@@ -491,14 +491,6 @@ def _reason(path: Path) -> Exception:
             error = decode(file.read(_MOST_REASON_NBYTES))
     except MalformedMessage as malformed:
         error = malformed
-    known = isinstance(error, Exception) and not isinstance(error, MalformedMessage)
-    return (
-        error
-        if known
-        else CheckpointError(f"zs.save: a rank failed, and its reason can not be read from {path} ({error!s:.200}).")
-    )
-
-
-def step_of(path: Path) -> int:
-    """Return the step at which a checkpoint was saved."""
-    return int(listing.Manifest.read(path).facts["step"])
+    if isinstance(error, Exception) and not isinstance(error, MalformedMessage):
+        return error
+    return CheckpointError(f"zs.save: a rank failed, and its reason can not be read from {path} ({error!s:.200}).")

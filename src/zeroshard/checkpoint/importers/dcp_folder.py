@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from ...memory.io.tensor_reader import StoredBoxes
 from ...tensor.chunks import Box
 from ..safetensors import is_extra_state
 from ..source import Opened, Untrusted
-from .torch_file import TensorBlob
+from .torch_file import TensorBlob, value_of
 from .torch_state_dict import MODEL_KEYS, OPTIMIZER_KEYS
 
 _DCP = "torch.distributed.checkpoint"
@@ -41,7 +42,7 @@ _ALLOWED = {
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         """Return an allowed class of torch.distributed.checkpoint. Raises CheckpointError for any other."""
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
@@ -68,16 +69,22 @@ def open_distributed(path: Path, trusted: bool = False) -> Opened:
         keys = (metadata.planner_data or {}).get(name) or _split(name, described)
         section, rest = _section(keys)
         stored = _tensor(path, entry, places[name]) if hasattr(entry, "chunks") else None
+        read, short = partial(_object, path, places.get(name, []), trusted), ".".join(map(str, rest))
         if section == "model" and stored is not None:
-            opened.model[".".join(map(str, rest))] = stored
+            opened.model[short] = stored
         elif section == "model" and is_extra_state(str(rest[-1])):
-            opened.module_readers[".".join(map(str, rest))] = partial(_object, path, places[name][0][1], trusted)
+            opened.module_readers[short] = read
         elif section == "optim" and rest and rest[0] == "state":
-            parameter, key = ".".join(map(str, rest[1:-1])), rest[-1]
-            value = stored if stored is not None else _object(path, places[name][0][1], trusted)
-            opened.states.setdefault(parameter, {})[key] = value
+            value = stored if stored is not None else read()
+            opened.states.setdefault(".".join(map(str, rest[1:-1])), {})[rest[-1]] = value
         elif section == "optim" and rest and rest[0] == "param_groups":
-            _add_option(groups, rest[1:], stored if stored is not None else _object(path, places[name][0][1], trusted))
+            option = read() if stored is None else value_of(stored)
+            if len(rest) == 1:  # the list of groups
+                groups.update(enumerate(option))
+            elif len(rest) == 3:  # number, option
+                groups.setdefault(int(rest[1]), {})[rest[2]] = option
+            elif len(rest) == 4:  # number, option, number in a list
+                groups.setdefault(int(rest[1]), {}).setdefault(rest[2], []).append(option)
     if not opened.model:
         raise CheckpointError(f"{path}: holds no tensors of a model; its first entries: {', '.join(list(described)[:5])}.")
     opened.groups = [groups[number] for number in sorted(groups)] or None
@@ -87,7 +94,7 @@ def open_distributed(path: Path, trusted: bool = False) -> Opened:
     return opened
 
 
-def _split(name: str, described: Any) -> tuple[str, ...]:
+def _split(name: str, described: Iterable[str]) -> tuple[str, ...]:
     """Return a name's path in nested state dicts, for checkpoints that do not record it (planner_data)."""
     head, _, rest = name.partition(".")
     with_states = any(other.startswith(f"{key}.state.") for other in described for key in OPTIMIZER_KEYS)
@@ -124,7 +131,8 @@ def _tensor(path: Path, entry: Any, chunks: list[Any]) -> StoredBoxes:
     return StoredBoxes.of(dtype, shape, boxes)
 
 
-def _object(path: Path, info: Any, trusted: bool) -> Any:
+def _object(path: Path, stored: list[Any], trusted: bool) -> Any:
+    _, info = stored[0]
     with open(path / info.relative_path, "rb") as file:
         file.seek(info.offset)
         content = io.BytesIO(file.read(info.length))
@@ -135,17 +143,3 @@ def _object(path: Path, info: Any, trusted: bool) -> Any:
             f"{path}: an option of the optimizer, or a module's extra state, is of a class that is loaded with trusted=True only, as it "
             f"may run code: pass that if you trust whoever wrote this checkpoint ({str(error).splitlines()[0]})"
         ) from None
-
-
-def _add_option(groups: dict[int, dict[str, Any]], keys: tuple[Any, ...], value: Any) -> None:
-    """Add an entry of param_groups: keys are () for the list of groups, else (number, option[, number in a list])."""
-    if isinstance(value, StoredBoxes):
-        tensor = torch.empty(value.shape, dtype=value.dtype, device="cpu")
-        value.read(0, tensor.view(-1))
-        value = tensor
-    if not keys:
-        groups.update(enumerate(value))
-    elif len(keys) == 2:
-        groups.setdefault(int(keys[0]), {})[keys[1]] = value
-    elif len(keys) == 3:
-        groups.setdefault(int(keys[0]), {}).setdefault(keys[1], []).append(value)

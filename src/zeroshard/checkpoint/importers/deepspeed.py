@@ -16,6 +16,15 @@ Stage 3: each parameter is divided among ranks, ceil(numel / ranks) elements eac
 
     rank 0    | embedding . . . | hidden . . | out . |          rank 1    | embedding . . . | hidden . . | out . |
 
+A universal checkpoint, made by DeepSpeed's ds_to_universal, has a folder for each parameter:
+
+    global_step100_universal/
+      mp_rank_00_model_states.pt, or zero_pp_rank_R_...    copied from the original checkpoint
+      zero/
+        optimizer_state.pt            options of groups, the loss scale
+        NAME/fp32.pt                  the value, in the parameter's shape; flat if the original is of stage 3
+        NAME/exp_avg.pt, step.pt ...  optimizer states
+
 Other entries of rank 0's model file (counters, scheduler, client state, configuration) become extras of the checkpoint.
 """
 
@@ -24,6 +33,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +47,7 @@ _RANK = re.compile(r".*zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _OF_THE_MODEL = {
     "module", "optimizer", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
 }  # fmt: skip
+_VALUE = "fp32"
 Stretches = dict[str, list[tuple[int, int, int, int, int]]]  # name -> (first, count, rank, flat number, offset in it)
 
 
@@ -53,39 +64,6 @@ def tag_folder(path: Path) -> Path | None:
 
 def open_deepspeed(path: Path) -> Opened:
     """Open a checkpoint of DeepSpeed. Raise CheckpointCorrupt, or CheckpointError (also for tensor or pipeline parallelism)."""
-    folder = checked_folder(path)
-    files = _optimizer_files(folder)
-    optimizers = [open_torch_file(file)["optimizer_state_dict"] for file in files]
-    stage3 = bool(optimizers) and "fp32_flat_groups" in optimizers[0]
-    if stage3:
-        models = [open_torch_file(folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt") for rank in range(len(files))]
-    else:
-        models = [open_torch_file(folder / "mp_rank_00_model_states.pt")]
-    first = models[0]
-    opened = Opened(path, "DeepSpeed", unsharded(first, models, stage3))
-    describe(opened, first, folder)
-    if optimizers:
-        _check_count(folder, optimizers)
-        _add_flat(opened, first, optimizers, stage3)
-        opened.scaler = scaler_of(optimizers[0].get("loss_scaler"))
-    elif isinstance(first.get("optimizer"), Mapping):
-        _add_numbered(opened, first["optimizer"])
-    for alias, name in (first.get("shared_params") or {}).items():
-        if name in opened.model:
-            opened.model[alias] = opened.model[name]
-    return opened
-
-
-def _add_numbered(opened: Opened, optimizer: Any) -> None:
-    """Add the optimizer states of stage 0, by the parameters' numbers. Masters, saved without names, are not read."""
-    optimizer = optimizer.get("optimizer_state_dict", optimizer)
-    if isinstance(optimizer.get("state"), Mapping):
-        opened.states = {number: dict(state) for number, state in optimizer["state"].items()}
-        opened.groups = [{key: value_of(value) for key, value in group.items()} for group in optimizer["param_groups"]]
-
-
-def checked_folder(path: Path) -> Path:
-    """Return the folder with the files. Raises CheckpointError for tensor-parallel, pipeline and expert checkpoints."""
     folder = tag_folder(path)
     if folder is None:
         raise CheckpointNotFound(f"{path}: expected a checkpoint of DeepSpeed.")
@@ -94,10 +72,42 @@ def checked_folder(path: Path) -> Path:
             f"{folder}: tensor-parallel, pipeline and expert checkpoints of DeepSpeed can not be read; merge them with its own "
             "tools first."
         )
-    return folder
+    universal, optimizers = (folder / "zero").is_dir(), []
+    if universal:
+        rank_of = lambda file: int(file.name.split("_")[3]) if file.name.startswith("zero_pp_rank_") else 0  # noqa: E731
+        files = sorted(folder.glob("*mp_rank_00_model_states.pt"), key=rank_of)
+        stage3 = (folder / "zero_pp_rank_0_mp_rank_00_model_states.pt").is_file()
+    else:
+        found = {int(match[1]): file for file in folder.glob("*_optim_states.pt") if (match := _RANK.fullmatch(file.name))}
+        for rank in range(max(found, default=-1) + 1):
+            if rank not in found:
+                raise CheckpointCorrupt(str(folder), 0, f"the optimizer states of rank {rank}", "no file")
+        optimizers = [open_torch_file(found[rank])["optimizer_state_dict"] for rank in range(len(found))]
+        stage3 = bool(optimizers) and "fp32_flat_groups" in optimizers[0]
+        files = [folder / "mp_rank_00_model_states.pt"]
+        if stage3:
+            files = [folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(len(found))]
+    models = [open_torch_file(file) for file in files]
+    first = models[0]
+    opened = Opened(path, "DeepSpeed", _unsharded(first, models, stage3))
+    _describe(opened, first, folder)
+    if universal:
+        _add_folders(opened, first, folder)
+    elif optimizers:
+        _add_flat(opened, first, folder, optimizers, stage3)
+    elif isinstance(first.get("optimizer"), Mapping):
+        # stage 0: states by the parameters' numbers; masters, saved without names, are not read
+        saved = first["optimizer"].get("optimizer_state_dict", first["optimizer"])
+        if isinstance(saved.get("state"), Mapping):
+            opened.states = {number: dict(state) for number, state in saved["state"].items()}
+            opened.groups = [{key: value_of(value) for key, value in group.items()} for group in saved["param_groups"]]
+    for alias, name in (first.get("shared_params") or {}).items():
+        if name in opened.model:
+            opened.model[alias] = opened.model[name]
+    return opened
 
 
-def describe(opened: Opened, first: Any, folder: Path) -> None:
+def _describe(opened: Opened, first: Any, folder: Path) -> None:
     """Add the facts in a rank's model file, and its other entries as extras; objects of other classes stay in `opened.unread`."""
     opened.step = int(first.get("global_steps") or 0)
     opened.module_readers = objects_of(first["module"], folder)
@@ -125,23 +135,7 @@ def scaler_of(saved: Any) -> dict[str, Any] | None:
     return {"scale": float(known["cur_scale"]), "good_steps": good, "patience": known.get("cur_hysteresis", 1)}
 
 
-def _optimizer_files(folder: Path) -> list[Path]:
-    """Return the files of optimizer states, in rank order. Raises CheckpointCorrupt if one is missing."""
-    found = {int(match[1]): file for file in folder.glob("*_optim_states.pt") if (match := _RANK.fullmatch(file.name))}
-    for rank in range(max(found, default=-1) + 1):
-        if rank not in found:
-            raise CheckpointCorrupt(str(folder), 0, f"the optimizer states of rank {rank}", "no file")
-    return [found[rank] for rank in range(len(found))]
-
-
-def _check_count(folder: Path, optimizers: list[Any]) -> None:
-    count = optimizers[0].get("partition_count", len(optimizers))
-    count = max(count) if isinstance(count, (list, tuple)) else count
-    if count != len(optimizers):
-        raise CheckpointCorrupt(str(folder), 0, f"optimizer states of {count} ranks", f"of {len(optimizers)}")
-
-
-def unsharded(first: Any, models: list[Any], stage3: bool) -> dict[str, Any]:
+def _unsharded(first: Any, models: list[Any], stage3: bool) -> dict[str, Any]:
     """Return the tensors that the model files have by name: all at stages 0 to 2; buffers and frozen parameters at stage 3."""
     if not stage3:
         return {name: value for name, value in first["module"].items() if is_tensor(value)}
@@ -157,12 +151,17 @@ def unsharded(first: Any, models: list[Any], stage3: bool) -> dict[str, Any]:
     return found
 
 
-def _add_flat(opened: Opened, first: Any, optimizers: list[Any], stage3: bool) -> None:
-    """Add trained parameters, their optimizer states and groups, from the ranks' flat slices."""
+def _add_flat(opened: Opened, first: Any, folder: Path, optimizers: list[Any], stage3: bool) -> None:
+    """Add trained parameters, their optimizer states and groups, from the ranks' flat slices, and the loss scale."""
+    count = optimizers[0].get("partition_count", len(optimizers))
+    count = max(count) if isinstance(count, (list, tuple)) else count
+    if count != len(optimizers):
+        raise CheckpointCorrupt(str(folder), 0, f"optimizer states of {count} ranks", f"of {len(optimizers)}")
+    opened.scaler = scaler_of(optimizers[0].get("loss_scaler"))
     key = "fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"
     flats = [optimizer[key] for optimizer in optimizers]
     shapes = [{name: tuple(shape) for name, shape in group.items()} for group in first["param_shapes"]]
-    stretches = _stretches_of_stage3(shapes, len(flats)) if stage3 else _stretches(shapes, flats, optimizers)
+    stretches = _stretches(shapes, flats, optimizers, stage3)
     by_name = {name: shape for group in shapes for name, shape in group.items()}
     for name, shape in by_name.items():
         opened.model[name] = _assemble(opened.path, name, shape, stretches[name], flats)
@@ -190,24 +189,21 @@ def _add_flat(opened: Opened, first: Any, optimizers: list[Any], stage3: bool) -
                 opened.states.setdefault(name, {}).setdefault("step", step)
 
 
-def _stretches_of_stage3(shapes: list[dict[str, tuple[int, ...]]], world_size: int) -> Stretches:
-    found: Stretches = {}
-    for number, group in enumerate(shapes):
+def _stretches(shapes: list[dict[str, tuple[int, ...]]], flats: list[Any], optimizers: list[Any], stage3: bool) -> Stretches:
+    """Return each parameter's stretches. Those of stages 1 and 2: by `param_slice_mappings`, else by the order of parameters."""
+    found: Stretches = {name: [] for group in shapes for name in group}
+    for number, group in enumerate(shapes if stage3 else ()):
         offset = 0
         for name, shape in group.items():
             numel = math.prod(shape)
-            length = -(-numel // world_size)
+            length = -(-numel // len(flats))
             found[name] = [
                 (rank * length, min(length, numel - rank * length), rank, number, offset)
-                for rank in range(world_size) if rank * length < numel
+                for rank in range(len(flats)) if rank * length < numel
             ]  # fmt: skip
             offset += length
-    return found
-
-
-def _stretches(shapes: list[dict[str, tuple[int, ...]]], flats: list[Any], optimizers: list[Any]) -> Stretches:
-    """Return the stretches of stages 1 and 2, by `param_slice_mappings` or, if a file has none, by the order of parameters."""
-    found: Stretches = {name: [] for group in shapes for name in group}
+    if stage3:
+        return found
     if all("param_slice_mappings" in optimizer for optimizer in optimizers):
         done = dict.fromkeys(found, 0)
         for number in range(len(shapes)):
@@ -244,3 +240,39 @@ def _assemble(path: Path, name: str, shape: tuple[int, ...], stretches: list[Any
     if sum(count for _, _, count, _ in pieces) != math.prod(shape):
         raise CheckpointError(f"{path}: {name}: expected {math.prod(shape)} elements, found {sum(p[2] for p in pieces)}.")
     return StoredBoxes(pieces[0][3].dtype, shape, pieces)
+
+
+def _add_folders(opened: Opened, first: Any, folder: Path) -> None:
+    """Add trained parameters, their optimizer states and groups, from a universal checkpoint's folders, and the loss scale.
+
+    Raises CheckpointError if a file is missing or has a wrong number of elements.
+    """
+    zero = folder / "zero"
+    shapes = [{name: tuple(shape) for name, shape in group.items()} for group in first.get("param_shapes") or ()]
+    for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
+        for file in sorted((zero / name).glob("*.pt")):
+            value = open_torch_file(file)
+            value = value["param"] if isinstance(value, Mapping) else value
+            if isinstance(value, StoredTensor) and value.shape != () and math.prod(value.shape) == math.prod(shape):
+                value = replace(value, shape=shape)
+            elif is_tensor(value) and value.shape != ():
+                raise CheckpointError(f"{file}: expected {math.prod(shape)} elements, found a tensor {value.shape}.")
+            if file.stem == _VALUE:
+                opened.model[name] = value
+            else:
+                opened.states.setdefault(name, {})[file.stem] = value
+        if not (zero / name / f"{_VALUE}.pt").is_file():
+            raise CheckpointError(f"{folder}: {name}: expected its value in {zero / name / _VALUE}.pt, found no file.")
+    if not (zero / "optimizer_state.pt").is_file():
+        return
+    saved = open_torch_file(zero / "optimizer_state.pt")
+    inner = saved.get("optimizer_state_dict") or saved
+    opened.scaler, opened.groups = scaler_of(saved.get("loss_scaler")), []
+    for group in inner["param_groups"]:
+        options = {option: value_of(value) for option, value in group.items() if option not in ("params", "step")}
+        members = {name: number for number in group["params"] for name in shapes[number]}
+        opened.groups.append({**options, "params": list(members)})
+        for name, number in members.items():  # parameters whose folders have no step count
+            step = (inner.get("state") or {}).get(number, {}).get("step", group.get("step"))
+            if step is not None and name in opened.states:
+                opened.states[name].setdefault("step", step)

@@ -11,47 +11,46 @@ too.
 from __future__ import annotations
 
 import json
-import os
 import struct
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from ...errors import CheckpointCorrupt, CheckpointError
-from ...memory.io.tensor_reader import StoredTensor
+from ...memory.io.tensor_reader import Stored, StoredTensor
 from ..safetensors import FOREIGN_DTYPES, SAFETENSORS_DTYPES, elements_of
+from ..source import Opened
+
+T = TypeVar("T")
 
 
-def index_folder(path: str | os.PathLike) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file, of an index's files, or of a folder, by each of their names.
+def open_safetensors(root: Path) -> Opened:
+    """Open a safetensors file, the files of an index, or a folder; in one with an index, only files that this names.
 
-    In a folder with an index, only the files that the index names are read; without one, all safetensors files.
+    Raises CheckpointError if a folder has several models.
     """
-    root = Path(path)
-    index = root if is_index(root) else None if root.is_file() else _index_in(root)
+    index = root if is_index(root) else None
+    if root.is_dir():
+        found, whole = sorted(root.glob("*.safetensors.index.json")), root / "model.safetensors"
+        if len(found) > 1:
+            found = [each for each in found if each.name == "model.safetensors.index.json"] or found
+        if len(found) > 1:
+            raise CheckpointError(f"{root} holds two models, {found[0].name} and {found[1].name}: name the one that is meant.")
+        if found and whole.is_file() and whole not in read_index(found[0]).values():
+            raise CheckpointError(f"{root} holds two models, {whole.name} and {found[0].name}: name the file that is meant.")
+        index = found[0] if found else None
     wanted = {} if index is None else read_index(index)
     files = [root] if root.is_file() else sorted(root.glob("*.safetensors"))
     if index is not None:
         files = sorted(set(wanted.values()))
     if not files:
-        raise FileNotFoundError(f"weights={str(path)!r}: expected a .safetensors file or a folder of them.")
-    return merged({file: _tensors_of(file) for file in files}, wanted)
+        raise FileNotFoundError(f"weights={str(root)!r}: expected a .safetensors file or a folder of them.")
+    return Opened(root, "safetensors", merged({file: _tensors_of(file) for file in files}, wanted))
 
 
 def is_index(path: Path) -> bool:
     """Return whether a path is a Hugging Face index {weight_map: {name: file}}, by its name."""
     return path.name.endswith(".index.json") and path.is_file()
-
-
-def _index_in(folder: Path) -> Path | None:
-    """Return the index of a folder, or None. Raises CheckpointError if the folder has several models."""
-    found, whole = sorted(folder.glob("*.safetensors.index.json")), folder / "model.safetensors"
-    if len(found) > 1:
-        found = [index for index in found if index.name == "model.safetensors.index.json"] or found
-    if len(found) > 1:
-        raise CheckpointError(f"{folder} holds two models, {found[0].name} and {found[1].name}: name the one that is meant.")
-    if found and whole.is_file() and whole not in read_index(found[0]).values():
-        raise CheckpointError(f"{folder} holds two models, {whole.name} and {found[0].name}: name the file that is meant.")
-    return found[0] if found else None
 
 
 def read_index(index: Path) -> dict[str, Path]:
@@ -63,12 +62,12 @@ def read_index(index: Path) -> dict[str, Path]:
     return wanted
 
 
-def merged(parts: dict[Path, dict[str, Any]], wanted: dict[str, Path]) -> dict[str, Any]:
+def merged(parts: Mapping[Path, Mapping[str, T]], wanted: dict[str, Path]) -> dict[str, T]:
     """Merge the entries of several files. wanted: the index: name -> file to take it from, if several files have it.
 
     Raises CheckpointError if several files have a name and the index does not.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, T] = {}
     holders: dict[str, Path] = {}
     for file, part in parts.items():
         for name, value in part.items():
@@ -84,7 +83,7 @@ def merged(parts: dict[Path, dict[str, Any]], wanted: dict[str, Path]) -> dict[s
     return found
 
 
-def _tensors_of(file: Path) -> dict[str, StoredTensor]:
+def _tensors_of(file: Path) -> dict[str, Stored]:
     """Return the tensors of one safetensors file, by each of their names. Raises OSError (truncated), CheckpointError."""
     with open(file, "rb") as handle:
         (length,) = struct.unpack("<Q", handle.read(8))
@@ -92,7 +91,7 @@ def _tensors_of(file: Path) -> dict[str, StoredTensor]:
     ends = [8 + length + entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     if file.stat().st_size < max(ends, default=0):
         raise OSError(f"{file}: expected {max(ends)} bytes, got {file.stat().st_size}: truncated file")
-    stored: dict[str, StoredTensor] = {}
+    stored: dict[str, Stored] = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue

@@ -32,16 +32,13 @@ _LOCK = threading.Lock()  # torch's list of allowed classes is one for all threa
 class StandIn:
     """Inert replacement for an object of another library; it keeps the constructor's `arguments` and the object's attributes."""
 
-    def __new__(cls, *arguments: Any, **options: Any) -> StandIn:
+    def __new__(cls, *arguments: object, **options: object) -> StandIn:
         """Make a stand-in; any arguments are accepted and kept."""
         made = super().__new__(cls)
         made.__dict__["arguments"] = arguments
         return made
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         if isinstance(state, Mapping):
             self.__dict__.update(state)
 
@@ -51,12 +48,9 @@ class StridedTensor(Stored):
     """A stored tensor that is not contiguous: a transpose, a column. Each read loads the whole range of its elements."""
 
     extent: StoredTensor  # (n,): the storage from the first to the last element
+    dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self.extent.dtype
 
     def fill(self, start: int, out: Tensor) -> None:
         """Fill `out` (n,) with elements [start, start + n) of the flattened tensor, converted to the dtype of `out`."""
@@ -109,42 +103,39 @@ def open_torch_file(path: Path, offset: int = 0, nbytes: int | None = None) -> A
     return _located(found, path, offset)
 
 
-def _located(value: Any, path: Path, base: int) -> Any:
-    if isinstance(value, Tensor):
-        return _locate(value, path, base)
+def _located(value: object, path: Path, base: int) -> Any:
+    """Return a value with the location in the file in the place of each (fake) tensor."""
     if isinstance(value, Mapping):
         return {key: _located(entry, path, base) for key, entry in value.items()}
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
         return type(value)(_located(entry, path, base) for entry in value)
-    return value
+    if not isinstance(value, Tensor):
+        return value
+    shape, dtype = tuple(value.shape), value.dtype
+    if value.layout is not torch.strided or value.is_quantized:
+        raise CheckpointError(f"{path}: a tensor {shape} is {value.layout} or quantised; expected dense tensors.")
+    at = base + (torch_compat.checkpoint_offset(value.untyped_storage()) or 0) + int(value.storage_offset()) * dtype.itemsize
+    if value.is_contiguous():
+        return StoredTensor(path, at, value.numel() * dtype.itemsize, dtype, shape)
+    extent = 1 + sum((length - 1) * stride for length, stride in zip(shape, value.stride(), strict=True))
+    return StridedTensor(StoredTensor(path, at, extent * dtype.itemsize, dtype, (extent,)), dtype, shape, value.stride())
 
 
-def _locate(tensor: Tensor, path: Path, base: int) -> StoredTensor | StridedTensor:
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise CheckpointError(f"{path}: a tensor {tuple(tensor.shape)} is {tensor.layout} or quantised; expected dense tensors.")
-    shape, size = tuple(tensor.shape), tensor.dtype.itemsize
-    at = base + (torch_compat.checkpoint_offset(tensor.untyped_storage()) or 0) + int(tensor.storage_offset()) * size
-    if tensor.is_contiguous():
-        return StoredTensor(path, at, tensor.numel() * size, tensor.dtype, shape)
-    extent = 1 + sum((length - 1) * stride for length, stride in zip(shape, tensor.stride(), strict=True))
-    return StridedTensor(StoredTensor(path, at, extent * size, tensor.dtype, (extent,)), shape, tensor.stride())
+def is_tensor(value: object) -> bool:
+    """Return whether a value in an opened file is a tensor, of which only the place is known."""
+    return isinstance(value, Stored)
 
 
-def is_tensor(value: Any) -> bool:
-    """Return whether a value in a result of `open_torch_file` is the location of a tensor."""
-    return isinstance(value, (StoredTensor, StridedTensor))
-
-
-def value_of(stored: Any) -> Any:
+def value_of(stored: object) -> Any:
     """Read a (small) stored tensor; return any other value as it is."""
-    if not is_tensor(stored):
+    if not isinstance(stored, Stored):
         return stored
     value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
     stored.read(0, value.view(-1))
     return value
 
 
-def plain(value: Any, where: str) -> Any:
+def plain(value: object, where: str) -> Any:
     """Return a value with all its tensors read. Raise Untrusted if it contains a StandIn for an object of another library."""
     if isinstance(value, Mapping):
         return {key: plain(entry, where) for key, entry in value.items()}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
+from ...memory.io.tensor_reader import Stored
 from ..safetensors import is_extra_state
 from ..source import Opened
 from .safetensors import is_index, merged, read_index
@@ -19,23 +20,32 @@ from .torch_file import is_tensor, open_torch_file, plain, value_of
 
 MODEL_KEYS = ("model_state_dict", "state_dict", "model", "module")
 OPTIMIZER_KEYS = ("optimizer_state_dict", "optimizer", "optim")
-WHOLE = "pytorch_model.bin"
+WHOLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _STEP_KEYS = ("global_steps", "global_step", "step", "steps", "iteration")
 
 
 def open_state_dict(path: Path) -> Opened:
-    """Open a file, an index of files, or a folder of pytorch_model*.bin."""
-    if path.is_dir() or is_index(path):
-        index = path if is_index(path) else bin_index(path)
-        wanted = {} if index is None else read_index(index)
-        files = sorted(set(wanted.values())) or [path / WHOLE]
-        states = {file: state_in(open_torch_file(file)) for file in files}
-        opened = Opened(path, "torch", merged({file: _tensors_of(state, file) for file, state in states.items()}, wanted))
-        opened.module_readers = merged({file: objects_of(state, file) for file, state in states.items()}, wanted)
+    """Open a file, an index of files, or a folder of pytorch_model*.bin. Raises CheckpointError for a file without tensors."""
+    several, index = path.is_dir() or is_index(path), path / INDEX if path.is_dir() else path
+    wanted = read_index(index) if is_index(index) else {}
+    tensors: dict[Path, dict[str, Stored]] = {}
+    objects: dict[Path, dict[str, Callable[[], object]]] = {}
+    for file in sorted(set(wanted.values())) or [path / WHOLE if several else path]:
+        whole = state = open_torch_file(file)
+        while isinstance(state, Mapping):  # out of the dictionaries that a training script put around it
+            inner = next((state[key] for key in MODEL_KEYS if isinstance(state.get(key), Mapping)), None)
+            if inner is None:
+                break
+            state = inner
+        found = {name: value for name, value in state.items() if is_tensor(value)} if isinstance(state, Mapping) else {}
+        if not found:
+            what = f"keys {', '.join(map(str, list(state)[:8]))}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
+            keys = ", ".join(MODEL_KEYS)
+            raise CheckpointError(f"{file}: expected a state dict of tensors by name, or one under {keys}; found {what}.")
+        tensors[file], objects[file] = found, objects_of(state, file)
+    opened = Opened(path, "torch", merged(tensors, wanted), module_readers=merged(objects, wanted))
+    if several:
         return opened
-    whole = open_torch_file(path)
-    state = state_in(whole)
-    opened = Opened(path, "torch", _tensors_of(state, path), module_readers=objects_of(state, path))
     saved: Mapping[str, Any] = next((whole[key] for key in OPTIMIZER_KEYS if isinstance(whole.get(key), Mapping)), {})
     if isinstance(saved.get("state"), Mapping) and isinstance(saved.get("param_groups"), list):
         opened.states = {key: dict(state) for key, state in saved["state"].items()}
@@ -44,33 +54,7 @@ def open_state_dict(path: Path) -> Opened:
     return opened
 
 
-def bin_index(folder: Path) -> Path | None:
-    """Return a folder's index of pytorch_model.bin files, or None."""
-    index = folder / f"{WHOLE}.index.json"
-    return index if index.is_file() else None
-
-
-def state_in(whole: Any) -> Any:
-    """Return the model's state dict out of the dictionaries that a training script put around it."""
-    while isinstance(whole, Mapping):
-        inner = next((whole[key] for key in MODEL_KEYS if isinstance(whole.get(key), Mapping)), None)
-        if inner is None:
-            break
-        whole = inner
-    return whole
-
-
-def _tensors_of(state: Any, path: Path) -> dict[str, Any]:
-    found = {name: value for name, value in state.items() if is_tensor(value)} if isinstance(state, Mapping) else {}
-    if not found:
-        what = f"keys {', '.join(map(str, list(state)[:8]))}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
-        raise CheckpointError(
-            f"{path}: expected a state dict of tensors by name, or one under {', '.join(MODEL_KEYS)}; found {what}."
-        )
-    return found
-
-
-def objects_of(state: Mapping[str, Any], path: Path) -> dict[str, Callable[[], Any]]:
+def objects_of(state: Mapping[str, object], path: Path) -> dict[str, Callable[[], object]]:
     """Return functions that read modules' extra states that are no tensors (get_extra_state), by name."""
     return {
         name: partial(plain, value, f"{path}: {name}")
