@@ -135,21 +135,19 @@ def homes_of(units: Sequence[UnitProfile], max_unit_numel: int | None = None) ->
         Home(name, sum((u.cut for u in members), ()), sum((u.whole for u in members), ()), all(u.packs for u in members))
         for name, members in found.items()
     ]
-    homes = [part for home in homes for part in _split(home, max_unit_numel)]
-    return sorted(homes, key=lambda home: not home.held)
-
-
-def _split(home: Home, max_unit_numel: int | None) -> list[Home]:
-    numel = sum(home.cut) + sum(home.whole)
-    if max_unit_numel is None or numel <= max_unit_numel or home.held:
-        return [home]
-    small = numel // 100
-    rest = tuple(n for n in home.cut if n <= small), tuple(n for n in home.whole if n <= small)
-    parts = [((n,), ()) for n in home.cut if n > small] + [((), (n,)) for n in home.whole if n > small]
-    return [
-        Home(f"{home.name}.{at}", *part, home.packs, home.name)
-        for at, part in enumerate([*parts, *([rest] if any(rest) else [])])
-    ]
+    split: list[Home] = []
+    for home in homes:
+        numel = sum(home.cut) + sum(home.whole)
+        if max_unit_numel is None or numel <= max_unit_numel or home.held:
+            split.append(home)
+            continue
+        small = numel // 100  # what is smaller shares the last part
+        parts: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((n,), ()) for n in home.cut if n > small]
+        parts += [((), (n,)) for n in home.whole if n > small]
+        rest = tuple(n for n in home.cut if n <= small), tuple(n for n in home.whole if n <= small)
+        parts += [rest] if any(rest) else []
+        split += [Home(f"{home.name}.{at}", cut, whole, home.packs, home.name) for at, (cut, whole) in enumerate(parts)]
+    return sorted(split, key=lambda home: not home.held)
 
 
 @dataclass(frozen=True, eq=False)
