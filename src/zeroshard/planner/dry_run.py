@@ -16,7 +16,7 @@ import inspect
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -182,10 +182,6 @@ def _whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _is_shape(batch: object) -> bool:
-    return isinstance(batch, (tuple, list)) and len(batch) == 2 and all(_whole(size, 1) for size in batch)
-
-
 def _check(
     model_fn: object, batch: object, loss: object, optimizer: object, micro_batches: object, node_size: object, **switches: object
 ) -> None:
@@ -193,7 +189,8 @@ def _check(
         raise ConfigError(
             f"zs.plan: expected a function that makes the model (zs.plan(lambda: Model(...), ...)), got {type(model_fn).__name__}."
         )
-    if not _is_shape(batch) and not callable(batch):
+    shaped = isinstance(batch, (tuple, list)) and len(batch) == 2 and all(_whole(size, 1) for size in batch)
+    if not shaped and not callable(batch):
         raise ConfigError(
             f"batch: expected (rows, seq), whole numbers of at least 1, or a function that makes a batch, got {batch!r}."
         )
@@ -258,10 +255,10 @@ class _Run:
     micro_batches: int
     recorder: Recorder
     node_size: int
-    loss: Loss | None = None
-    parallel: Mapping[str, Any] = field(default_factory=dict)
-    hold: bool = False
-    make_model: Callable[[], nn.Module] | None = None
+    loss: Loss | None
+    parallel: Mapping[str, Any]
+    hold: bool
+    make_model: Callable[[], nn.Module] | None
     real: bool = False
 
     def __post_init__(self) -> None:
@@ -311,7 +308,7 @@ class _Run:
         moments = [replace(m, held={**m.held, KEPT: holes[m.phase]}) if holes[m.phase] else m for m in recorder.moments]
         return Plan(
             name, self.rank, self.axes, self.config, self.micro_batches, self._tokens, self.num_parameters, separate, tuple(phases),
-            tuple(moments), recorder.trace, text, self.sent, _kept(recorder), units, hardware, batch if _is_shape(batch) else None,
+            tuple(moments), recorder.trace, text, self.sent, _kept(recorder), units, hardware, None if callable(batch) else batch,
         )  # fmt: skip
 
     def _told(self, what: str, remedy: str = _FIXED_SHAPES) -> contextlib.AbstractContextManager[None]:

@@ -153,13 +153,7 @@ class Recorder(Watcher):
         return (number,)
 
     def start(
-        self,
-        name: str,
-        nbytes: dict[Resource, float],
-        peers: int = 1,
-        axis: str = DP,
-        channel: str = "",
-        distinct: bool = False,
+        self, name: str, nbytes: dict[Resource, float], peers: int = 1, axis: str = DP, channel: str = "", distinct: bool = False
     ) -> Ticket:
         """Start a task that runs beside the rank's own ones, after those so far; return the ticket to wait for."""
         self.flush()

@@ -164,8 +164,9 @@ class DiskProbe:
         self.file.close()
 
 
-def copy_rates(tiers: Tiers, nbytes: int = 64 << 20) -> tuple[float, float]:
+def copy_rates(tiers: Tiers) -> tuple[float, float]:
     """Measure the bytes per second from the device to pinned host memory and back."""
+    nbytes = 64 << 20
     host, device = tiers.host_buffer(nbytes), tiers.device_buffer(nbytes)
     rates = []
     for target, source in ((host, device), (device, host)):

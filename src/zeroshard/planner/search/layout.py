@@ -184,18 +184,14 @@ def exchange(layout: Layout, nbytes: float, ranks: int, reduce: bool = False, in
     if ranks == 1:
         return []
     if nodes == 1:
-        return [{near_link(layout): nbytes * (ranks - 1) / ranks}]
+        near = Resource.INSIDE if layout.tp < layout.node_size else Resource.BETWEEN  # tp may fill the node
+        return [{near: nbytes * (ranks - 1) / ranks}]
     if inside == 1:
         return [{Resource.BETWEEN: nbytes * (nodes - 1) / nodes}]
     if layout.hops == "two":
         hops: list[Bytes] = [{Resource.BETWEEN: nbytes * (nodes - 1) / ranks}, {Resource.INSIDE: nbytes * (inside - 1) / inside}]
         return hops[::-1] if reduce else hops
     return [{Resource.BETWEEN: nbytes * (nodes - 1) / nodes, Resource.INSIDE: nbytes * (inside - 1) / ranks}]
-
-
-def near_link(layout: Layout) -> Resource:
-    """Return the link between neighbours along dp in one node; BETWEEN if tp fills the node."""
-    return Resource.INSIDE if layout.tp < layout.node_size else Resource.BETWEEN
 
 
 def packed_nbytes(codec: str | None, itemsize: int) -> float:

@@ -16,7 +16,7 @@ from ...memory.estimate import rests_away
 from ...utils.axes import PP, TP
 from ...zero.prefetch import LOOKAHEAD, count_ahead
 from ..simulator.trace import AttentionWork, Resource, Task, Trace
-from .layout import Bytes, Layout, exchange, near_link, packed_nbytes
+from .layout import Bytes, Layout, exchange, packed_nbytes
 from .profile import BACKWARD_PASSES, Home, Profile, UnitProfile, homes_of
 
 _BACKWARD_KERNELS = 3  # times the kernels of a forward, counted by dry runs of a GPT
@@ -288,7 +288,8 @@ class Stage:
         hops = exchange(lay, sizes.numel * sizes.gradient, lay.shards, reduce=True)
         if groups > 1:  # they add up their shards
             sent = sizes.numel / lay.shards * (sizes.gradient + lay.itemsize)  # a reduction, perhaps packed, and a plain gather
-            hops.append({Resource.BETWEEN if lay.dp > lay.place()[1] else near_link(lay): sent * (groups - 1) / groups})
+            between = lay.dp > lay.place()[1] or lay.tp >= lay.node_size
+            hops.append({Resource.BETWEEN if between else Resource.INSIDE: sent * (groups - 1) / groups})
         if self.row.gradient is Placement.REPLICATED:
             hops += exchange(lay, sizes.numel * lay.gradient_itemsize, lay.shards)
         packed, after = sizes.packs_gradients and bool(hops), self.last
