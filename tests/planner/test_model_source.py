@@ -75,7 +75,7 @@ def planned(folder, top_k, precision):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_configuration_with_experts_is_planned_at_the_flops_of_the_chosen_ones(mixtral, precision):
     source = source_of(str(mixtral))
-    assert (source.shape.layers, source.shape.hidden, source.vocab, source.default_seq) == (2, 32, 128, 4096)
+    assert (source.layers, source.hidden, source.vocab, source.default_seq) == (2, 32, 128, 4096)
     assert "however tokens are routed" in source.notes[0]
     one, two = (planned(mixtral, top_k, precision) for top_k in (1, 2))
     # three passes, 2 flops, 48 tokens, 3 matrices, 2 layers

@@ -43,24 +43,18 @@ ROUTING = "experts: Transformers' grouped products (grouped_mm), whose memory an
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The sizes of a decoder: numbers of layers and heads, width of the hidden state. None: not known."""
-
-    layers: int | None = None
-    hidden: int | None = None
-    heads: int | None = None
-
-
-@dataclass(frozen=True)
 class ModelSource:
-    """A model that can be built. default_seq, max_seq: tokens of a sequence; vocab: size of the vocabulary. notes: assumptions of
-    its plans. source: where its sizes are published. config: of a GPT of planner/models/gpt.py, else None."""
+    """A model that can be built. default_seq, max_seq: tokens of a sequence; vocab: size of the vocabulary. layers, hidden, heads:
+    of a decoder, where they are known. notes: assumptions of its plans. source: where its sizes are published. config: of a GPT of
+    planner/models/gpt.py, else None."""
 
     name: str
     make: Callable[[], nn.Module]
     default_seq: int
     vocab: int
-    shape: Shape = Shape()
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
     max_seq: int | None = None
     notes: tuple[str, ...] = ()
     source: str = ""
@@ -140,9 +134,10 @@ def _shapes() -> dict[str, dict[str, Any]]:
 def _preset(name: str) -> ModelSource:
     row = _shapes().get(name)
     if row is not None and row["family"] != "gpt":
-        shape = Shape(row["layers"], row["hidden"], row["heads"])
-        notes = (ROUTING,) if row["experts"] else ()
-        return ModelSource(name, partial(_of_shape, row), row["seq"], row["vocab"], shape, row["context"], notes, row["source"])
+        return ModelSource(
+            name, partial(_of_shape, row), row["seq"], row["vocab"], row["layers"], row["hidden"], row["heads"], row["context"],
+            notes=(ROUTING,) if row["experts"] else (), source=row["source"],
+        )  # fmt: skip
     if row is not None:
         sizes = {
             "vocab_size": row["vocab"],
@@ -156,11 +151,10 @@ def _preset(name: str) -> ModelSource:
         config, source = study.full, "; ".join(f"{what}: {where}" for what, where in study.sources.items())
     else:
         config, source = QUICKSTART, ""
-    shape = Shape(config.layers, config.dim, config.heads)
-    longest = config.seq_len if config.positions == "learned" else None
     return ModelSource(
-        name, partial(GPT, config), config.seq_len, config.vocab_size, shape, longest, source=source, config=config
-    )
+        name, partial(GPT, config), config.seq_len, config.vocab_size, config.layers, config.dim, config.heads,
+        max_seq=config.seq_len if config.positions == "learned" else None, source=source, config=config,
+    )  # fmt: skip
 
 
 def _of_shape(row: dict[str, Any]) -> nn.Module:
@@ -192,10 +186,12 @@ def _configuration(path: Path) -> ModelSource:
             "module:function, or zs.plan(model_fn, batch=make_batch, loss=...)."
         )
     longest = getattr(text, "max_position_embeddings", None)
-    shape = Shape(*(getattr(text, name, None) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")))
+    sizes = [getattr(text, name, None) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")]
     name = f"{config.model_type} of {path}"
     notes = (ROUTING,) if _has_experts(text) else ()
-    return ModelSource(name, partial(_of_config, config), min(longest or 1024, 4096), text.vocab_size, shape, longest, notes)
+    return ModelSource(
+        name, partial(_of_config, config), min(longest or 1024, 4096), text.vocab_size, *sizes, max_seq=longest, notes=notes
+    )
 
 
 def example_of(source: ModelSource, text: str) -> ModelSource:
@@ -287,13 +283,13 @@ def _function(text: str) -> ModelSource:
         values = [getattr(config, name, None) for name in known]
         return next((value for value in values if isinstance(value, int)), None)
 
-    shape = Shape(
-        size("num_hidden_layers", "n_layer", "layers"), size("hidden_size", "n_embd", "dim"), size("num_attention_heads", "n_head", "heads")
-    )  # fmt: skip
     longest = size("max_position_embeddings", "n_positions", "seq_len")
     embeddings = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     vocab = size("vocab_size") or max(embeddings, default=2)
-    return ModelSource(text, function, min(longest or 1024, 4096), vocab, shape, longest)
+    return ModelSource(
+        text, function, min(longest or 1024, 4096), vocab, size("num_hidden_layers", "n_layer", "layers"),
+        size("hidden_size", "n_embd", "dim"), size("num_attention_heads", "n_head", "heads"), max_seq=longest,
+    )  # fmt: skip
 
 
 def group_experts(model: Any) -> None:

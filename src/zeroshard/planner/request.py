@@ -60,7 +60,7 @@ class Request:
         """Return the plan of the first rank of a stage of the pipeline. Raises ConfigError."""
         from .dry_run import plan
 
-        heads, layers, tp, pp = self.source.shape.heads, self.source.shape.layers, self.axes[TP], self.axes[PP]
+        heads, layers, tp, pp = self.source.heads, self.source.layers, self.axes[TP], self.axes[PP]
         if heads and heads % tp:
             near = [n for n in range(1, heads + 1) if heads % n == 0]
             best = min(near, key=lambda n: abs(n - tp))

@@ -29,9 +29,9 @@ def _meshes(request: Request) -> Iterator[Request]:
     for tp, pp in itertools.product((1, *_TIMES), repeat=2):
         whole = axes[TP] * tp, axes[PP] * pp
         # two blocks a stage, or more
-        if tp * pp == 1 or axes[DP] % (tp * pp) or (pp > 1 and 2 * whole[1] > (source.shape.layers or 0)):
+        if tp * pp == 1 or axes[DP] % (tp * pp) or (pp > 1 and 2 * whole[1] > (source.layers or 0)):
             continue
-        heads = source.shape.heads if source.config is not None else None  # formulas know tp of no other models than GPTs
+        heads = source.heads if source.config is not None else None  # formulas know tp of no other models than GPTs
         if tp > 1 and (not heads or heads % whole[0] or source.vocab % whole[0] or whole[0] > request.ranks_of_node):
             continue
         mesh = {PP: whole[1], DP: axes[DP] // tp // pp, TP: whole[0]}
@@ -84,7 +84,7 @@ def _checkpoints(request: Request) -> Iterator[Request]:
 
 def _units(request: Request) -> Iterator[Request]:
     """Yield blocks gathered in parts: attention, and each linear layer of the MLP, of at most 4 dim^2 elements and biases."""
-    hidden = request.source.shape.hidden
+    hidden = request.source.hidden
     largest = 4 * hidden * (hidden + 2) if hidden else 0
     fine = request.config.max_unit_numel is not None and request.config.max_unit_numel <= largest
     if largest and not fine and request.config.stage == 3:

@@ -20,7 +20,7 @@ from ...memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARTIAL
 from ...utils.axes import DP, cuts_model, planned_sizes
 from ...zero.auto_wrap import ROOT
 from ...zero.out_of_memory import Shortage, size
-from ..model_source import ModelSource, Shape
+from ..model_source import ModelSource
 from ..request import Request
 from ..search.layout import Layout
 from ..search.memory import held_of
@@ -93,7 +93,7 @@ def _request(shortage: Shortage) -> Request:
         known = ("v100-32gb", "h100-80gb", "h200-141gb", "gh200-96gb", "a100-80gb")
         hardware = Hardware.named(next((each for each in known if each.partition("-")[0] in name), "a100-80gb"))
     layers = sum(name != ROOT for name in shortage.units)
-    source = ModelSource(shortage.model, torch.nn.Identity, _TOKENS, 0, Shape(layers=layers))
+    source = ModelSource(shortage.model, torch.nn.Identity, _TOKENS, 0, layers)
     given = {name: getattr(shortage.config, name) for name in _OPTIONS}
     comm = shortage.comm
     return Request(

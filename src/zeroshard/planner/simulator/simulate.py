@@ -183,9 +183,9 @@ class _Flow:
         A task joins the queues of all its resources when it becomes startable; at the head of all of them it runs, and it leaves
         them when it is over.
         """
-        total = len(self.times)
-        self.begins, self.ends = [0.0] * total, [0.0] * total
-        self.waited: list[int | None] = [None] * total
+        lines, times, total = self.lines, self.times, len(self.times)
+        begins, ends = [0.0] * total, [0.0] * total
+        waited: list[int | None] = [None] * total
         behind: list[list[int]] = [[] for _ in range(total)]
         left = [len(before) for before in self.before]
         for number, before in enumerate(self.before):
@@ -195,12 +195,12 @@ class _Flow:
         done = 0
 
         def begin(number: int, now: float, by: int | None) -> None:
-            if all(line[0] == number for line in self.lines[number]):
-                self.begins[number], self.ends[number], self.waited[number] = now, now + self.times[number], by
-                heapq.heappush(running, (self.ends[number], number))
+            if all(line[0] == number for line in lines[number]):
+                begins[number], ends[number], waited[number] = now, now + times[number], by
+                heapq.heappush(running, (ends[number], number))
 
         def arrive(number: int, now: float, by: int | None) -> None:
-            for line in self.lines[number]:
+            for line in lines[number]:
                 line.append(number)
             begin(number, now, by)
 
@@ -213,17 +213,18 @@ class _Flow:
             done += len(over)
             startable = []
             for number in over:
-                for line in self.lines[number]:
+                for line in lines[number]:
                     line.popleft()
                 for other in behind[number]:
                     left[other] -= 1
                     if not left[other]:
                         startable.append((other, number))
-            heads = {line[0]: number for number in over for line in self.lines[number] if line}
+            heads = {line[0]: number for number in over for line in lines[number] if line}
             for head, by in heads.items():
                 begin(head, now, by)
             for number, by in sorted(startable):
                 arrive(number, now, by)
+        self.begins, self.ends, self.waited = begins, ends, waited
         if done < total:
             raise ConfigError(self._circle({number for number, count in enumerate(left) if count}))
 
