@@ -194,11 +194,6 @@ def _unit_of(plan: Plan, phase: str) -> str:
     return f", at {fullest.unit}" if fullest is not None and fullest.unit else ""
 
 
-def full(plan: Plan) -> str:
-    """Return all tables, one below the other."""
-    return "\n\n".join(map(str, (memory(plan), communication(plan), activations(plan))))
-
-
 def count(number: int) -> str:
     """Return a number as sizes of models are written: 3.83M, 70.6B, 1.01T."""
     unit, name = next((unit for unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")) if number >= unit[0]), (1, ""))

@@ -97,7 +97,7 @@ class Layout:
 
     @property
     def tiers(self) -> tuple[Tier, Tier, Tier]:
-        """Where optimizer, gradient and parameter rest."""
+        """The tiers on which optimizer, gradient and parameter rest."""
         return self.optimizer, self.gradient, self.parameter
 
     @property
