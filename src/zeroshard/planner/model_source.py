@@ -186,12 +186,12 @@ def _configuration(path: Path) -> ModelSource:
             "module:function, or zs.plan(model_fn, batch=make_batch, loss=...)."
         )
     longest = getattr(text, "max_position_embeddings", None)
-    sizes = [getattr(text, name, None) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")]
     name = f"{config.model_type} of {path}"
     notes = (ROUTING,) if _has_experts(text) else ()
     return ModelSource(
-        name, partial(_of_config, config), min(longest or 1024, 4096), text.vocab_size, *sizes, max_seq=longest, notes=notes
-    )
+        name, partial(_of_config, config), min(longest or 1024, 4096), text.vocab_size, getattr(text, "num_hidden_layers", None),
+        getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None), max_seq=longest, notes=notes,
+    )  # fmt: skip
 
 
 def example_of(source: ModelSource, text: str) -> ModelSource:
