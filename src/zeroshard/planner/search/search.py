@@ -118,7 +118,6 @@ def search(
     counts: Counter[str] = Counter()
     fitting: list[tuple[float, Layout]] = []
     shortest: tuple[float, Layout | None] = (math.inf, None)
-    stages_that_fit: set[int] = set()
     for layout in _layouts(profile, hardware, devices, global_batch, precision, fixed, lossy):
         counts["layouts"] += 1
         if counts["layouts"] % 1000 == 0:
@@ -129,7 +128,6 @@ def search(
             shortest = min(shortest, (excess, layout), key=lambda pair: pair[0])
             continue
         counts["fit"] += 1
-        stages_that_fit.add(layout.stage)
         fitting.append((bound(profile, layout, hardware), layout))
     if not counts["layouts"]:
         near = [each for each in (global_batch // devices * devices, -(-global_batch // devices) * devices) if each]
@@ -280,7 +278,6 @@ def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: in
     links: dict[Resource, float] = defaultdict(float)
     row, whole = STAGES[lay.stage], own * lay.shards
     weight = packed_nbytes(lay.quantized_weights, lay.itemsize) * whole
-
     sharded, spread = row.parameter is Placement.SHARDED, row.gradient is Placement.SHARDED
     reduces = 1 if lay.held else count
     sent = []  # hops of collectives, and how often a step has them
