@@ -13,9 +13,10 @@ from zeroshard.cli.options import parse_train
 from zeroshard.config import Tier
 from zeroshard.planner import model_source
 from zeroshard.planner.dry_run import plan
-from zeroshard.planner.experts import group_experts
-from zeroshard.planner.model_source import QUICKSTART, names, source_of
+from zeroshard.planner.model_source import QUICKSTART, group_experts, names, source_of
 from zeroshard.planner.models import GPT
+from zeroshard.planner.request import Request
+from zeroshard.planner.simulator.hardware import Hardware
 
 TINY_MIXTRAL = {
     "model_type": "mixtral", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
@@ -53,14 +54,10 @@ def test_the_quickstart_is_what_the_command_trains():
     assert "quickstart" in names()
 
 
-def test_a_batch_has_tokens_and_targets_and_gives_a_loss():
-    source = source_of("quickstart")
-    model = source.make()
-    tokens, targets = source.batch(2)
-    assert tokens.shape == targets.shape == (2, 256)
-    assert source.loss(model, (tokens, targets)).item() == pytest.approx(model(tokens, targets).item())
+def test_a_sequence_longer_than_the_model_can_read_is_a_sentence():
+    asked = Request(source_of("quickstart"), Hardware.named("cpu"), {"pp": 1, "dp": 2, "tp": 1}, rows=2, seq=300)
     with pytest.raises(ConfigError, match="at most the 256 tokens that quickstart can read, got 300"):
-        source.batch(2, 300)
+        asked.plan()
 
 
 @pytest.fixture
@@ -78,7 +75,7 @@ def planned(folder, top_k, precision):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_configuration_with_experts_is_planned_at_the_flops_of_the_chosen_ones(mixtral, precision):
     source = source_of(str(mixtral))
-    assert (source.shape.layers, source.shape.hidden, source.vocab, source.default_seq) == (2, 32, 128, 4096)
+    assert (source.layers, source.hidden, source.vocab, source.default_seq) == (2, 32, 128, 4096)
     assert "however tokens are routed" in source.notes[0]
     one, two = (planned(mixtral, top_k, precision) for top_k in (1, 2))
     # three passes, 2 flops, 48 tokens, 3 matrices, 2 layers
@@ -182,7 +179,7 @@ def user_module(tmp_path, monkeypatch):
 def test_a_function_of_the_user_is_built(user_module):
     source = source_of(f"{user_module}:good")
     assert source.vocab == 50 and numel(source) == 50 * 8 + 8 * 50 + 50
-    assert source.loss(source.make(), source.batch(2, 8)).ndim == 0
+    assert plan(source.make, ranks=2, batch=(2, 8)).num_parameters == numel(source)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +200,7 @@ def test_a_function_that_fails_is_a_sentence_with_the_module_and_the_remedy(user
 def test_logits_of_another_shape_are_a_sentence(user_module):
     source = source_of(f"{user_module}:flat")
     with pytest.raises(ConfigError, match=r"expected logits \(rows, seq, tokens\).*got a tensor of shape \(2, 64\)"):
-        source.loss(source.make(), source.batch(2, 8))
+        plan(source.make, ranks=2, batch=(2, 8))
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,12 @@ import inspect
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from .. import api
 from ..activations.checkpoint import checkpoint_activations
@@ -47,11 +48,13 @@ from .simulator.hardware import Hardware
 from .simulator.trace import Resource, Trace
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Unpack
 
     from ..config import ShardOptions
 
 Loss = Callable[[nn.Module, Any], Tensor]
+Step = Callable[[list[Any]], None]  # of the micro-batches
 _FIXED_SHAPES = "give zs.plan a model whose shapes do not depend on values, e.g. with experts of a fixed capacity, and without asserts on tensors."
 _SAME_SIZES = (
     "plan with another optimizer whose states have the same sizes (two as large as the parameters: AdamW; one: SGD with momentum), or with "
@@ -113,7 +116,8 @@ def plan(
     try:
         _check_options(axes, parallel or {}, checkpointing)
         # a plan is of training, even if the caller is under torch.no_grad() or torch.inference_mode()
-        with torch.inference_mode(False), torch.enable_grad(), _built(model_fn) as model:
+        with torch.inference_mode(False), torch.enable_grad():
+            model = _built(model_fn)
             run = _Run(
                 model, axes, rank, config, optimizer, micro_batches, recorder, node_size or total, loss, parallel or {}, hold,
                 model_fn if whole else None,
@@ -154,7 +158,7 @@ def _check_names(what: str, given: object, verb: Callable, apart: tuple[str, ...
 
 
 def observe(
-    model_fn: Callable[[], nn.Module], *, ranks: int, rank: int, batch: Any, loss: Loss | None = None,
+    model_fn: Callable[[], nn.Module], *, ranks: int, rank: int, batch: object, loss: Loss | None = None,
     optimizer: Callable | None = torch.optim.AdamW, micro_batches: int = 1, hold: bool = False, separate: bool = False, whole: bool = False,
     checkpointing: bool | Mapping[str, Any] = False, name: str = "", config: Config | None = None, **options: Unpack[ShardOptions],
 ) -> Plan:  # fmt: skip
@@ -178,10 +182,6 @@ def _whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _is_shape(batch: object) -> bool:
-    return isinstance(batch, (tuple, list)) and len(batch) == 2 and all(_whole(size, 1) for size in batch)
-
-
 def _check(
     model_fn: object, batch: object, loss: object, optimizer: object, micro_batches: object, node_size: object, **switches: object
 ) -> None:
@@ -189,7 +189,8 @@ def _check(
         raise ConfigError(
             f"zs.plan: expected a function that makes the model (zs.plan(lambda: Model(...), ...)), got {type(model_fn).__name__}."
         )
-    if not _is_shape(batch) and not callable(batch):
+    shaped = isinstance(batch, (tuple, list)) and len(batch) == 2 and all(_whole(size, 1) for size in batch)
+    if not shaped and not callable(batch):
         raise ConfigError(
             f"batch: expected (rows, seq), whole numbers of at least 1, or a function that makes a batch, got {batch!r}."
         )
@@ -216,8 +217,8 @@ def _axes(ranks: int | None, axes: Mapping[str, int] | None) -> dict[str, int]:
     return planned_sizes(found)
 
 
-@contextlib.contextmanager
-def _built(model_fn: Callable[[], nn.Module]) -> Iterator[nn.Module]:
+def _built(model_fn: Callable[[], nn.Module]) -> nn.Module:
+    """Return the model on the meta device. Raises ConfigError if it can not be made there."""
     try:
         with torch.device("meta"):
             model = model_fn()
@@ -231,19 +232,15 @@ def _built(model_fn: Callable[[], nn.Module]) -> Iterator[nn.Module]:
         ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"zs.plan: expected a function that returns a torch.nn.Module, got {type(model).__name__}.")
-    yield _without_memory(model)
-
-
-def _without_memory(model: nn.Module) -> nn.Module:
-    """Return the model, or if it was built before a copy without values, since a dry run changes the model that it is given."""
-    tensors = [*model.parameters(), *model.buffers()]
-    if all(param.is_meta for param in model.parameters()):
-        return model
-    memo: dict[int, Any] = {}
-    for tensor in tensors:
-        empty = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(model, memo)
+    if not all(
+        param.is_meta for param in model.parameters()
+    ):  # it was built before: a dry run changes the model that it is given
+        memo: dict[int, object] = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            empty = torch.empty_like(tensor, device="meta")
+            memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+        model = copy.deepcopy(model, memo)
+    return model
 
 
 @dataclass
@@ -258,10 +255,10 @@ class _Run:
     micro_batches: int
     recorder: Recorder
     node_size: int
-    loss: Loss | None = None
-    parallel: Mapping[str, Any] = field(default_factory=dict)
-    hold: bool = False
-    make_model: Callable[[], nn.Module] | None = None
+    loss: Loss | None
+    parallel: Mapping[str, Any]
+    hold: bool
+    make_model: Callable[[], nn.Module] | None
     real: bool = False
 
     def __post_init__(self) -> None:
@@ -272,13 +269,19 @@ class _Run:
     def plan(
         self, batch: Any, checkpointing: bool | Mapping[str, Any], name: str, separate: bool, hardware: Hardware | None = None
     ) -> Plan:
-        meshed = cuts_model(self.axes)
+        meshed, recorder, meter = cuts_model(self.axes), self.recorder, self.recorder.meter
         if meshed and self.loss is not None:
             raise ConfigError(
                 "loss: with axes pp or tp the model must map tokens to logits: give a loss of (logits, targets) as parallel={'loss': ...}."
             )
-        with self._world(meshed) as mesh, self.recorder.meter.listening():
-            operators = Operators(self.recorder, Groups() if mesh is None else self._groups(mesh))
+        world: contextlib.AbstractContextManager[Any]
+        if meshed:
+            world = imagined_mesh(self.axes, self.rank)
+        else:
+            world = contextlib.nullcontext() if self.real else FakeTensorMode(allow_non_fake_inputs=True)
+        with world as entered, meter.listening():
+            mesh: Any = entered if meshed else None
+            operators = Operators(recorder, self._groups(mesh) if meshed else Groups())
             with contextlib.nullcontext() if meshed else operators:  # a pipeline runs its stages once to see shapes
                 step, runtimes = self._meshed(mesh) if meshed else self._plain()
             if checkpointing:
@@ -288,37 +291,31 @@ class _Run:
                         options["partition"] = mesh[TP]
                     checkpoint_activations(runtime.model, **options)
             self._train(step, runtimes, batch, operators)
-            text, units = self._report, {unit.name: _numel(unit) for runtime in runtimes for unit in runtime.units}
-            tokens = self._tokens
-        recorder = self.recorder
-        recorder.trace.model_flops, recorder.trace.tokens = 3 * recorder.forward_flops, tokens
-        phases = tuple(self._phase(phase, separate) for phase in PHASES)
-        holes = {phase.name: phase.held.get(Tier.DEVICE, {}).get(KEPT, 0) for phase in phases}
-        moments = (
-            replace(each, held={**each.held, KEPT: holes[each.phase]} if holes[each.phase] else each.held)
-            for each in recorder.moments
-        )
+            text = self._report
+            units = {
+                unit.name: sum(round_up(slot.numel, group.layout.alignment) for group in unit.groups for slot in group.layout.slots)
+                for runtime in runtimes for unit in runtime.units
+            }  # fmt: skip
+        recorder.trace.model_flops, recorder.trace.tokens = 3 * recorder.forward_flops, self._tokens
+        breaks = not separate and self.config.keep_host_memory and self.config.offload_param.tier is not Tier.DISK
+        holes = {phase: meter.kept(phase) if breaks else 0 for phase in PHASES}  # of the C library's heap
+        phases = []
+        for phase in PHASES:
+            held = {tier: dict(meter.fullest[phase, tier]) for tier in Tier if meter.fullest.get((phase, tier))}
+            if breaks:
+                held[Tier.DEVICE] = held.get(Tier.DEVICE, {}) | {KEPT: holes[phase]}
+            phases.append(Phase(phase, held))
+        moments = [replace(m, held={**m.held, KEPT: holes[m.phase]}) if holes[m.phase] else m for m in recorder.moments]
         return Plan(
-            name, self.rank, self.axes, self.config, self.micro_batches, tokens, self.num_parameters, separate, phases,
-            tuple(moments), recorder.trace, text, self.sent, self.activations, units, hardware, batch if _is_shape(batch) else None,
+            name, self.rank, self.axes, self.config, self.micro_batches, self._tokens, self.num_parameters, separate, tuple(phases),
+            tuple(moments), recorder.trace, text, self.sent, _kept(recorder), units, hardware, None if callable(batch) else batch,
         )  # fmt: skip
 
-    def _phase(self, name: str, separate: bool) -> Phase:
-        held = {tier: found for tier in Tier if (found := dict(self.recorder.meter.fullest.get((name, tier), {})))}
-        if not separate and self.config.keep_host_memory and self.config.offload_param.tier is not Tier.DISK:
-            held[Tier.DEVICE] = held.get(Tier.DEVICE, {}) | {KEPT: self.recorder.meter.kept(name)}
-        return Phase(name, held)
+    def _told(self, what: str, remedy: str = _FIXED_SHAPES) -> contextlib.AbstractContextManager[None]:
+        return told(what, lambda: self.recorder.unit, remedy)
 
-    @contextlib.contextmanager
-    def _world(self, meshed: bool) -> Iterator[Any]:
-        if meshed:
-            with imagined_mesh(self.axes, self.rank) as mesh:
-                yield mesh
-        else:
-            with contextlib.nullcontext() if self.real else FakeTensorMode(allow_non_fake_inputs=True):
-                yield None
-
-    def _plain(self) -> tuple[Callable[[Any], None], list[Runtime]]:
+    def _plain(self) -> tuple[Step, list[Runtime]]:
+        """Shard the model over data parallelism; return the function that runs a step, and its runtime."""
         if self.make_model is not None:
             self.model = self.make_model()
             if not self.real and not all(isinstance(param, FakeTensor) for param in self.model.parameters()):
@@ -337,10 +334,19 @@ class _Run:
         self.model, self.optimizer, loss = model, optimizer, self.loss or _next_token
 
         def step(batches: list[Any]) -> None:
-            for number, each in enumerate(batches):
+            for number, batch in enumerate(batches):
                 held = self.hold and number + 1 < len(batches)
                 with api.accumulate(model) if held else contextlib.nullcontext():
-                    self._backward(loss, model, each, len(batches))
+                    with self._told("forward"):
+                        found = loss(model, batch)
+                        if not isinstance(found, Tensor):
+                            raise ConfigError(
+                                f"loss: expected a function that returns a tensor of one number, got {type(found).__name__}."
+                            )
+                        found = found / len(batches)
+                    with self._told("backward"):
+                        found.backward()
+                    del found
             self.recorder.computed()
             if optimizer is not None:
                 with self._told(stepping, _SAME_SIZES):
@@ -349,23 +355,11 @@ class _Run:
 
         return step, [runtime_of(model)]
 
-    def _backward(self, loss: Loss, model: nn.Module, batch: Any, micro_batches: int) -> None:
-        with self._told("forward"):
-            found = loss(model, batch)
-            if not isinstance(found, Tensor):
-                raise ConfigError(f"loss: expected a function that returns a tensor of one number, got {type(found).__name__}.")
-            found = found / micro_batches
-        with self._told("backward"):
-            found.backward()
-
-    def _told(self, what: str, remedy: str = _FIXED_SHAPES) -> contextlib.AbstractContextManager[None]:
-        return told(what, lambda: self.recorder.unit, remedy)
-
-    def _meshed(self, mesh: Any) -> tuple[Callable[[Any], None], list[Runtime]]:
+    def _meshed(self, mesh: DeviceMesh) -> tuple[Step, list[Runtime]]:
+        """Parallelize the model over the mesh; return the function that runs a step, and the runtimes of this rank's stages."""
         run = parallelize(
             self.model, mesh, optimizer=self.make_optimizer, micro_batches=self.micro_batches, config=self.config, **self.parallel
         )
-
         stepping = getattr(self.make_optimizer, "__name__", "the optimizer")
 
         def step(batches: list[Any]) -> None:
@@ -385,60 +379,46 @@ class _Run:
 
         return step, [runtime_of(each) for each in run.models]
 
-    def _train(self, step: Callable[[Any], None], runtimes: list[Runtime], batch: Any, operators: Operators) -> None:
+    def _groups(self, mesh: DeviceMesh) -> Groups:
+        def link(axis: str) -> Resource:
+            nodes = {rank // self.node_size for rank in torch.distributed.get_process_group_ranks(mesh[axis].get_group())}
+            return Resource.BETWEEN if len(nodes) > 1 else Resource.INSIDE
+
+        axes: dict[str, tuple[str, int, Resource]] = {mesh[TP].get_group().group_name: (TP, self.axes[TP], link(TP))}
+        return Groups(axes, mesh[PP].get_local_rank(), link(PP))
+
+    def _train(self, step: Step, runtimes: list[Runtime], batch: Any, operators: Operators) -> None:
+        """Run the two steps, then save as zs.save does without `asynchronous`: through rotating buffers, wherever states rest."""
         recorder = self.recorder
-        handles = [handle for runtime in runtimes for handle in _follow(runtime, recorder)]
+        handles = [handle for runtime in runtimes for unit in runtime.units for handle in _follow(unit, recorder)]
         with operators:
-            for number, phase in enumerate(("first step", "forward")):
+            for phase in ("first step", "forward"):
                 recorder.enter(phase)
-                if number == 1:
+                if phase == "forward":
                     operators.begin(Trace(rank=self.rank, axes=self.axes, node_size=self.node_size))
-                    before = [{kind: t.nbytes for kind, t in runtime.ledger.traffic.items()} for runtime in runtimes]
+                    before = sum(t.nbytes for runtime in runtimes for t in runtime.ledger.traffic.values())
                 with self._told("batch: the function that makes it"):
-                    batches = [_make(batch) for _ in range(self.micro_batches)]
+                    make = batch if callable(batch) else lambda: torch.zeros(*batch, dtype=torch.long)
+                    batches = [make() for _ in range(self.micro_batches)]
                 self._tokens = sum(each.numel() for each in batches if isinstance(each, Tensor))
                 step(batches)
                 del batches
             recorder.end()
             self._report = report(runtimes[0].model)
             recorder.enter("save")
-            self._save(runtimes)
+            if self.real:
+                comm = runtimes[0].comm
+                with tempfile.TemporaryDirectory() as folder:
+                    save(comm.exchange(folder.encode(), "where to save")[0].decode(), self.model, self.optimizer)
+                    comm.exchange(b"", "saved")
+            else:
+                for runtime in runtimes:
+                    staging(runtime.tiers, runtime.ledger).grow(ROTATING)
         recorder.flush()
         if not self.sent:
-            now = sum(t.nbytes for runtime in runtimes for t in runtime.ledger.traffic.values())
-            self.sent = {DP: now - sum(sum(each.values()) for each in before)}
+            self.sent = {DP: sum(t.nbytes for runtime in runtimes for t in runtime.ledger.traffic.values()) - before}
         for handle in handles:
             handle.remove()
-        self.activations = _kept(recorder)
-
-    def _save(self, runtimes: list[Runtime]) -> None:
-        """Save as zs.save does without `asynchronous`: states pass through rotating buffers, wherever they rest."""
-        if self.real:
-            with tempfile.TemporaryDirectory() as folder:
-                save(runtimes[0].comm.exchange(folder.encode(), "where to save")[0].decode(), self.model, self.optimizer)
-                runtimes[0].comm.exchange(b"", "saved")
-        else:
-            for runtime in runtimes:
-                staging(runtime.tiers, runtime.ledger).grow(ROTATING)
-
-    def _groups(self, mesh: Any) -> Groups:
-        def link(axis: str) -> Resource:
-            nodes = {rank // self.node_size for rank in torch.distributed.get_process_group_ranks(mesh[axis].get_group())}
-            return Resource.BETWEEN if len(nodes) > 1 else Resource.INSIDE
-
-        axes = {mesh[TP].get_group().group_name: (TP, self.axes[TP], link(TP))}
-        return Groups(axes, mesh[PP].get_local_rank(), link(PP))
-
-
-def _numel(unit: Unit) -> int:
-    return sum(round_up(slot.numel, group.layout.alignment) for group in unit.groups for slot in group.layout.slots)
-
-
-def _make(batch: Any) -> Any:
-    if callable(batch):
-        return batch()
-    rows, seq = batch
-    return torch.zeros(rows, seq, dtype=torch.long)
 
 
 def _next_token(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -452,31 +432,21 @@ def _next_token(model: nn.Module, tokens: Tensor) -> Tensor:
     return logits if logits.ndim == 0 else next_token_loss(logits, tokens)
 
 
-def _follow(runtime: Runtime, recorder: Recorder) -> Iterator[Any]:
-    """Hook modules (for forward) and their outputs' gradients (for backward) to tell the recorder which unit the rank is in."""
-    for unit in runtime.units:
-        for module in unit.modules:
-            yield module.register_forward_pre_hook(_entered(unit.name, recorder), prepend=True)
-            yield module.register_forward_hook(_left(unit.name, recorder), always_call=False)
+def _follow(unit: Unit, recorder: Recorder) -> Iterator[RemovableHandle]:
+    """Hook a unit's modules (for forward) and their outputs' gradients (for backward) to tell the recorder that the rank is in it."""
+    name = unit.name
 
-
-def _entered(name: str, recorder: Recorder) -> Callable:
-    def hook(module: nn.Module, args: Any) -> None:
+    def enters(module: nn.Module, args: object) -> None:
         recorder.at(name, torch_compat.graph_task() != -1)  # a repeated forward is a part of backward
 
-    return hook
-
-
-def _left(name: str, recorder: Recorder) -> Callable:
-    def begins(grad: Tensor) -> None:
-        recorder.at(name, True)
-
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def leaves(module: nn.Module, args: object, output: object) -> None:
         first = output[0] if isinstance(output, (tuple, list)) and output else output
         if isinstance(first, Tensor) and first.requires_grad:
-            first.register_hook(begins)
+            first.register_hook(lambda grad: recorder.at(name, True))
 
-    return hook
+    for module in unit.modules:
+        yield module.register_forward_pre_hook(enters, prepend=True)
+        yield module.register_forward_hook(leaves, always_call=False)
 
 
 def _kept(recorder: Recorder) -> dict[str, int]:

@@ -52,19 +52,14 @@ def check_dtypes(func: Any, args: tuple) -> None:
     ]
     first, dtype = given[0]
     for other, found in given[1:]:
-        if found == dtype or (name in _NORMS and found == torch.float32) or ("index_put" in name and _fills(args)):
+        if found == dtype or (name in _NORMS and found == torch.float32):
             continue
-        raise RuntimeError(f"{first} and {other} must have the same dtype, but got {_short(dtype)} and {_short(found)} ({name})")
-
-
-def _fills(args: tuple) -> bool:
-    """Check whether an index_put writes one number where a mask is True: this is masked_fill, which converts its dtype."""
-    masks = [each for each in args[1] if each is not None]
-    return args[2].numel() == 1 and len(masks) == 1 and masks[0].dtype in (torch.bool, torch.uint8)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        if "index_put" in name and args[2].numel() == 1:  # one number where a mask is True: masked_fill, which converts its dtype
+            masks = [each for each in args[1] if each is not None]
+            if len(masks) == 1 and masks[0].dtype in (torch.bool, torch.uint8):
+                continue
+        words = " and ".join(str(each).removeprefix("torch.") for each in (dtype, found))
+        raise RuntimeError(f"{first} and {other} must have the same dtype, but got {words} ({name})")
 
 
 @contextlib.contextmanager
@@ -106,7 +101,8 @@ def where(error: BaseException) -> str:
             continue
         owner = frame.f_locals.get("self")
         kind = type(owner).__name__ if isinstance(owner, nn.Module) else frame.f_code.co_name
-        found[not library] = f"in {kind} ({_relative(path)}:{line})"
+        shown = path.relative_to(Path.cwd()) if Path.cwd() in path.parents else path
+        found[not library] = f"in {kind} ({shown}:{line})"
     return found[1] or found[0]
 
 
@@ -119,10 +115,6 @@ def _is_ours(error: BaseException) -> bool:
         if not (_TORCH in path.parents or path.parent == _HERE):  # frames of torch and of the dry run pass operators on
             return _HERE.parent in path.parents
     return False
-
-
-def _relative(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if Path.cwd() in path.parents else str(path)
 
 
 def first_line(error: BaseException) -> str:

@@ -86,14 +86,15 @@ class Meter:
         key = torch_compat.storage_id(storage)
         self._alive[key] = nbytes
         self.alive_nbytes += nbytes
-        weakref.finalize(storage, self._forget, key).atexit = False
+        of_heap = nbytes if nbytes < MMAP_NBYTES else 0
         if nbytes < MMAP_NBYTES:
             self._heap_nbytes += nbytes
             self._heap_highest[self.optimizing] = max(self._heap_highest[self.optimizing], self._heap_nbytes)
-            weakref.finalize(storage, self._given_back, nbytes).atexit = False
+        weakref.finalize(storage, self._freed, key, of_heap).atexit = False
 
-    def _given_back(self, nbytes: int) -> None:
-        self._heap_nbytes -= nbytes
+    def _freed(self, key: int, of_heap: int) -> None:
+        self.alive_nbytes -= self._alive.pop(key, 0)
+        self._heap_nbytes -= of_heap
 
     def kept(self, phase: str) -> int:
         """Return the bytes of the C library's heap that are free at the fullest moment of a phase: holes that other phases left.
@@ -101,42 +102,31 @@ class Meter:
         This holds for ranks with `quiet_heap` (memory/host_memory.py): they use again what loading has freed, but the step's
         larger blocks do not fit between those of forward and backward, nor vice versa. The C library keeps at most KEEP_NBYTES.
         """
-        computing, stepping = (
-            max(0, highest - self._heap_nbytes) for highest in (self._heap_highest[False], self._heap_highest[True])
-        )
+        computing, stepping = (max(0, self._heap_highest[optimizing] - self._heap_nbytes) for optimizing in (False, True))
         kept = computing if phase == "save" or self._moment_of.get(phase) else 0
         kept += stepping if phase in ("save", "forward", "backward") else 0
         return 0 if phase == "load" else min(kept, KEEP_NBYTES)
 
-    def _forget(self, key: int) -> None:
-        self.alive_nbytes -= self._alive.pop(key, 0)
-
     def claim(self, tensor: Tensor) -> None:
         """Stop counting a tensor's storage, which a ledger counts from now on."""
-        self._forget(torch_compat.storage_id(tensor.untyped_storage()))
+        self.alive_nbytes -= self._alive.pop(torch_compat.storage_id(tensor.untyped_storage()), 0)
 
-    def held(self, tier: Tier) -> Held:
-        """Return the bytes that a tier holds now, by category."""
+    def held(self, *tiers: Tier) -> Held:
+        """Return the bytes that these tiers hold together now, by category."""
         found: Held = {}
-        for ledger in self.ledgers:
-            for name, nbytes in _entered(ledger, tier).items():
-                if nbytes:
-                    found[name] = found.get(name, 0) + nbytes
-        if tier is Tier.DEVICE and self.alive_nbytes > 0:
-            found[ACTIVATIONS] = self.alive_nbytes
+        for tier in tiers:
+            for ledger in self.ledgers:
+                for name, nbytes in _entered(ledger, tier).items():
+                    if nbytes:
+                        found[name] = found.get(name, 0) + nbytes
+            if tier is Tier.DEVICE and self.alive_nbytes > 0:
+                found[ACTIVATIONS] = self.alive_nbytes
         return found
 
     def stretch(self) -> Held:
         """Return bytes by category at the fullest moment since the last call, of the device (on CPUs with the host's)."""
         found, self._stretch_nbytes, self._stretch = self._stretch, 0, {}
-        return found or self._held_together()
-
-    def _held_together(self) -> Held:
-        found: Held = {}
-        for tier in self._memories[0]:
-            for name, nbytes in self.held(tier).items():
-                found[name] = found.get(name, 0) + nbytes
-        return found
+        return found or self.held(*self._memories[0])
 
     def sample(self) -> None:
         """Store what is held now as the phase's fullest moment, if it is not less than at that moment so far."""
@@ -144,7 +134,7 @@ class Meter:
             total = sum(sum(each.values()) for ledger in self.ledgers for each in (_entered(ledger, tier) for tier in tiers))
             total += self.alive_nbytes if Tier.DEVICE in tiers else 0
             if Tier.DEVICE in tiers and total >= self._stretch_nbytes:
-                self._stretch_nbytes, self._stretch = total, self._held_together()
+                self._stretch_nbytes, self._stretch = total, self.held(*tiers)
             # among equal moments the last: by then a ledger's entry names the storage that was just made
             if total >= self._highest.get((self.phase, tiers), 0):
                 self._highest[self.phase, tiers] = total

@@ -6,7 +6,13 @@
     package.module:function                     the user's own: a function without arguments that returns a module
 
 A model that does not read tokens is fed by an *example*: a function that makes the arguments of a forward pass (`example_of`).
-A model with experts computes them as in experts.py, since no data says which tokens go to which expert.
+A plan has no data that says which tokens go to which expert, so a mixture's experts compute as `grouped_experts`:
+
+    tokens (n, dim) -> sort by expert (n * top_k, dim) -> products, gate, product -> back in order, weighted sum (n, dim)
+
+This is how Transformers' "grouped_mm", its default in training, computes; its shapes and flops do not depend on the routing. But
+on tensors without data its kernel accepts bf16 only, and the other implementations read the routing, or copy an expert for
+each token. `grouped_experts` has the shapes and flops of "grouped_mm" in any dtype.
 """
 
 from __future__ import annotations
@@ -23,44 +29,37 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ConfigError, did_you_mean
-from .experts import group_experts
 from .faults import first_line, where
 from .models import CASE_STUDIES, GPT, GPTConfig
 
 SHAPES = Path(__file__).with_name("shapes.csv")
 # the model of `zeroshard train` without options
 QUICKSTART = GPTConfig(vocab_size=256, seq_len=256, dim=128, layers=3, heads=4, ngram_rows=8192)
+EXPERTS = "zeroshard_planner"  # by which Transformers knows `grouped_experts`
 ROUTING = "experts: Transformers' grouped products (grouped_mm), whose memory and flops are the same however tokens are routed"
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The sizes of a decoder: numbers of layers and heads, width of the hidden state. None: not known."""
-
-    layers: int | None = None
-    hidden: int | None = None
-    heads: int | None = None
-
-
-@dataclass(frozen=True)
 class ModelSource:
-    """A model that can be built. default_seq, max_seq: tokens of a sequence; vocab: size of the vocabulary. notes: assumptions of
-    its plans. source: where its sizes are published. config: of a GPT of planner/models/gpt.py, else None."""
+    """A model that can be built. default_seq, max_seq: tokens of a sequence; vocab: size of the vocabulary. layers, hidden, heads:
+    of a decoder, where they are known. notes: assumptions of its plans. source: where its sizes are published. config: of a GPT of
+    planner/models/gpt.py, else None."""
 
     name: str
     make: Callable[[], nn.Module]
     default_seq: int
     vocab: int
-    shape: Shape = Shape()
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
     max_seq: int | None = None
     notes: tuple[str, ...] = ()
     source: str = ""
     config: GPTConfig | None = None
-    example: Callable[[int], Any] | None = None  # rows -> what a micro-batch reads, where that is not tokens
+    example: Callable[[int], object] | None = None  # rows -> what a micro-batch reads, where that is not tokens
 
     def build(self) -> nn.Module:
         """Build the model, tokens (rows, seq) -> logits, or an output that has them; call this under `torch.device("meta")`.
@@ -72,8 +71,9 @@ class ModelSource:
         except ConfigError:
             raise
         except Exception as error:
+            place = where(error) and f"{where(error)}: "  # "" if only torch and this library were at work
             raise ConfigError(
-                f"{self.name}: cannot be built on the meta device: {_at(error)}{type(error).__name__}: {first_line(error)}. A constructor "
+                f"{self.name}: cannot be built on the meta device: {place}{type(error).__name__}: {first_line(error)}. A constructor "
                 "must not read values of tensors, or move them: compute from numbers there, and load weights afterwards."
             ) from error
         if not isinstance(model, nn.Module):
@@ -85,23 +85,6 @@ class ModelSource:
                     "made: torch.device as a context says where tensors come to be."
                 )
         return model
-
-    def batch(self, rows: int, seq: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return tokens and targets, (rows, seq) each, all zeros, on the default device."""
-        seq = seq or self.default_seq
-        if self.max_seq is not None and seq > self.max_seq:
-            raise ConfigError(f"seq: expected at most the {self.max_seq:,} tokens that {self.name} can read, got {seq:,}.")
-        return torch.zeros(rows, seq, dtype=torch.long), torch.zeros(rows, seq, dtype=torch.long)
-
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the mean cross-entropy in fp32, as training computes it; if the model returns one number, this is the loss."""
-        tokens, targets = batch
-        output = model(tokens)
-        logits = getattr(output, "logits", output[0] if isinstance(output, tuple) else output)
-        if not isinstance(logits, Tensor) or logits.ndim not in (0, 3):
-            got = f"a tensor of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-            raise ConfigError(f"{self.name}: expected logits (rows, seq, tokens), or a loss, from tokens (rows, seq); got {got}.")
-        return logits if logits.ndim == 0 else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def source_of(text: str) -> ModelSource:
@@ -117,8 +100,17 @@ def source_of(text: str) -> ModelSource:
         )
     if ":" in text:
         return _function(text)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", text):
-        return _cached(text)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", text):  # a Hugging Face id: its configuration in the local cache; nothing is downloaded
+        _transformers(text)
+        from huggingface_hub import try_to_load_from_cache
+
+        file = try_to_load_from_cache(text, "config.json")
+        if not isinstance(file, str):
+            raise ConfigError(
+                f"model: the configuration of {text!r} is not in the local cache of Hugging Face: download it with "
+                f"`hf download {text} config.json`, or give a config.json."
+            )
+        return replace(_configuration(Path(file)), name=text)
     raise ConfigError(
         f"model: expected a preset, a Hugging Face config.json or model id, or module:function, got {text!r}.{did_you_mean(name, names())} "
         f"Presets: {', '.join(names())}."
@@ -141,32 +133,28 @@ def _shapes() -> dict[str, dict[str, Any]]:
 
 def _preset(name: str) -> ModelSource:
     row = _shapes().get(name)
-    if row is None:
-        study = CASE_STUDIES.get(name)
-        sources = "; ".join(f"{what}: {where}" for what, where in study.sources.items()) if study is not None else ""
-        return _gpt(name, study.full if study is not None else QUICKSTART, sources)
-    if row["family"] == "gpt":
-        config = GPTConfig(
-            vocab_size=row["vocab"],
-            seq_len=row["seq"],
-            dim=row["hidden"],
-            layers=row["layers"],
-            heads=row["heads"],
-            bias=True,
-            tied=True,
-        )
-        return _gpt(name, config, row["source"])
-    shape = Shape(row["layers"], row["hidden"], row["heads"])
-    notes = (ROUTING,) if row["experts"] else ()
-    return ModelSource(name, partial(_of_shape, row), row["seq"], row["vocab"], shape, row["context"], notes, row["source"])
-
-
-def _gpt(name: str, config: GPTConfig, source: str) -> ModelSource:
-    shape = Shape(config.layers, config.dim, config.heads)
-    longest = config.seq_len if config.positions == "learned" else None
+    if row is not None and row["family"] != "gpt":
+        return ModelSource(
+            name, partial(_of_shape, row), row["seq"], row["vocab"], row["layers"], row["hidden"], row["heads"], row["context"],
+            notes=(ROUTING,) if row["experts"] else (), source=row["source"],
+        )  # fmt: skip
+    if row is not None:
+        sizes = {
+            "vocab_size": row["vocab"],
+            "seq_len": row["seq"],
+            "dim": row["hidden"],
+            "layers": row["layers"],
+            "heads": row["heads"],
+        }
+        config, source = GPTConfig(**sizes, bias=True, tied=True), row["source"]
+    elif (study := CASE_STUDIES.get(name)) is not None:
+        config, source = study.full, "; ".join(f"{what}: {where}" for what, where in study.sources.items())
+    else:
+        config, source = QUICKSTART, ""
     return ModelSource(
-        name, partial(GPT, config), config.seq_len, config.vocab_size, shape, longest, source=source, config=config
-    )
+        name, partial(GPT, config), config.seq_len, config.vocab_size, config.layers, config.dim, config.heads,
+        max_seq=config.seq_len if config.positions == "learned" else None, source=source, config=config,
+    )  # fmt: skip
 
 
 def _of_shape(row: dict[str, Any]) -> nn.Module:
@@ -198,24 +186,12 @@ def _configuration(path: Path) -> ModelSource:
             "module:function, or zs.plan(model_fn, batch=make_batch, loss=...)."
         )
     longest = getattr(text, "max_position_embeddings", None)
-    shape = Shape(*(getattr(text, name, None) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")))
     name = f"{config.model_type} of {path}"
     notes = (ROUTING,) if _has_experts(text) else ()
-    return ModelSource(name, partial(_of_config, config), min(longest or 1024, 4096), text.vocab_size, shape, longest, notes)
-
-
-def _cached(model_id: str) -> ModelSource:
-    """Return a Hugging Face model by its id, from the configuration in the local cache. Nothing is downloaded."""
-    _transformers(model_id)
-    from huggingface_hub import try_to_load_from_cache
-
-    file = try_to_load_from_cache(model_id, "config.json")
-    if not isinstance(file, str):
-        raise ConfigError(
-            f"model: the configuration of {model_id!r} is not in the local cache of Hugging Face: download it with "
-            f"`hf download {model_id} config.json`, or give a config.json."
-        )
-    return replace(_configuration(Path(file)), name=model_id)
+    return ModelSource(
+        name, partial(_of_config, config), min(longest or 1024, 4096), text.vocab_size, getattr(text, "num_hidden_layers", None),
+        getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None), max_seq=longest, notes=notes,
+    )  # fmt: skip
 
 
 def example_of(source: ModelSource, text: str) -> ModelSource:
@@ -227,16 +203,11 @@ def example_of(source: ModelSource, text: str) -> ModelSource:
     function = _imported("--example", text)
     takes_rows = bool(inspect.signature(function).parameters)
     note = f"batches are those of {text}" + ("" if takes_rows else ", which takes no number of rows: --micro-batch is not used")
-    return replace(
-        source,
-        example=function if takes_rows else lambda rows: function(),
-        default_seq=1,
-        max_seq=None,
-        notes=(*source.notes, note),
-    )
+    example = function if takes_rows else lambda rows: function()
+    return replace(source, example=example, default_seq=1, max_seq=None, notes=(*source.notes, note))
 
 
-def example_loss(model: nn.Module, batch: Any) -> Tensor:
+def example_loss(model: nn.Module, batch: object) -> Tensor:
     """Return the loss of a model that is fed by an example; see `example_of`."""
     output = model(**batch) if isinstance(batch, dict) else model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
     if isinstance(loss := getattr(output, "loss", None), Tensor):
@@ -261,7 +232,7 @@ def _of_config(config: Any) -> nn.Module:
     return model
 
 
-def _has_experts(config: Any) -> bool:
+def _has_experts(config: object) -> bool:
     return any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
 
 
@@ -290,8 +261,9 @@ def _imported(what: str, text: str) -> Callable:
             if isinstance(error, ModuleNotFoundError) and error.name == module_name
             else first_line(error)
         )
+        place = where(error) and f"{where(error)}: "
         raise ConfigError(
-            f"{what}: cannot import {module_name!r} of {text!r}: {_at(error)}{what}. It is looked for in {here} and in the environment."
+            f"{what}: cannot import {module_name!r} of {text!r}: {place}{what}. It is looked for in {here} and in the environment."
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -306,21 +278,64 @@ def _function(text: str) -> ModelSource:
     with torch.device("meta"):
         model = ModelSource(text, function, 1024, 2).build()
     config = getattr(model, "config", None)
-    found = [_first(config, known) for known in (
-        ("num_hidden_layers", "n_layer", "layers"), ("hidden_size", "n_embd", "dim"), ("num_attention_heads", "n_head", "heads"),
-        ("max_position_embeddings", "n_positions", "seq_len"), ("vocab_size",),
-    )]  # fmt: skip
+
+    def size(*known: str) -> int | None:  # of the first of these fields that holds a number
+        values = [getattr(config, name, None) for name in known]
+        return next((value for value in values if isinstance(value, int)), None)
+
+    longest = size("max_position_embeddings", "n_positions", "seq_len")
     embeddings = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-    vocab = found[4] or max(embeddings, default=2)
-    return ModelSource(text, function, min(found[3] or 1024, 4096), vocab, Shape(*found[:3]), found[3])
+    vocab = size("vocab_size") or max(embeddings, default=2)
+    return ModelSource(
+        text, function, min(longest or 1024, 4096), vocab, size("num_hidden_layers", "n_layer", "layers"),
+        size("hidden_size", "n_embd", "dim"), size("num_attention_heads", "n_head", "heads"), max_seq=longest,
+    )  # fmt: skip
 
 
-def _first(config: Any, known: tuple[str, ...]) -> int | None:
-    values = [getattr(config, name, None) for name in known]
-    return next((value for value in values if isinstance(value, int)), None)
+def group_experts(model: Any) -> None:
+    """Make a model of Transformers compute its experts by `grouped_experts`."""
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError as error:  # earlier versions have a module for each expert, and read the routing
+        raise ConfigError("a model with experts is planned with transformers 5 or later: pip install -U transformers") from error
+    ALL_EXPERTS_FUNCTIONS.register(EXPERTS, grouped_experts)
+    if not model._can_set_experts_implementation():
+        raise ConfigError(f"{type(model).__name__}: its experts read the routing of tokens, which a plan does not have.")
+    model.set_experts_implementation(EXPERTS)
 
 
-def _at(error: BaseException) -> str:
-    """Return "in Head (model.py:12): ", the line that raised the error; "" if only torch and this library were at work."""
-    place = where(error)
-    return place and f"{place}: "
+class _GroupedProduct(torch.autograd.Function):
+    """A product of rows (S, in) and each one's expert of weights (experts, in, out): (S, out). Its shapes, bytes and flops are
+    right, its values are not: all rows go to the first expert, since the routing changes only values."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        return rows @ weights[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        rows, weights = ctx.saved_tensors
+        of_weights = torch.zeros_like(weights)
+        torch.mm(rows.T, gradient, out=of_weights[0])
+        return gradient @ weights[0].T, of_weights
+
+
+def grouped_experts(experts: Any, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
+    """Return the output (tokens, dim) for hidden (tokens, dim), chosen and scores (tokens, top_k). Its values mean nothing."""
+    tokens, top_k = chosen.shape
+    sorted_experts, order = torch.sort(chosen.reshape(-1))
+    rows = hidden[order // top_k]  # (tokens * top_k, dim)
+    gated = experts.has_gate
+
+    def linear(rows: Tensor, name: str) -> Tensor:
+        weights = getattr(experts, name)
+        rows = _GroupedProduct.apply(rows, weights if experts.is_transposed else weights.transpose(-2, -1))
+        return rows + getattr(experts, f"{name}_bias")[sorted_experts] if experts.has_bias else rows
+
+    rows = linear(rows, "gate_up_proj" if gated else "up_proj")
+    rows = linear(experts._apply_gate(rows) if gated else experts.act_fn(rows), "down_proj")
+    rows = rows * scores.reshape(-1)[order][:, None]
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.numel(), device=order.device)
+    return rows[back].view(tokens, top_k, -1).sum(1).to(hidden.dtype)

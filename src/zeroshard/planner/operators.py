@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from ..comm.fake import Ticket
 from ..config import PRECISIONS
 from ..parallel.traffic import ring_nbytes
 from ..tensor.sharded_tensor import ShardedTensor
@@ -54,7 +54,7 @@ class Operators(TorchDispatchMode):
     def __init__(self, recorder: Recorder, groups: Groups) -> None:
         super().__init__()
         self.recorder, self.meter, self.groups = recorder, recorder.meter, groups
-        self._under_way: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._under_way: weakref.WeakKeyDictionary[UntypedStorage, Ticket] = weakref.WeakKeyDictionary()
         self._messages: Counter[str] = Counter()
         self.subclasses: tuple[type, ...] = (ShardedTensor,)
         if groups.axes:
@@ -67,7 +67,7 @@ class Operators(TorchDispatchMode):
         self._messages.clear()
         self.recorder.begin(trace)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Iterable[type], args: tuple = (), kwargs: dict | None = None) -> object:
         if any(issubclass(kind, self.subclasses) for kind in types):
             return NotImplemented  # the subclass unwraps itself first, and its operators on plain tensors come here
         check_dtypes(func, args)
@@ -80,27 +80,39 @@ class Operators(TorchDispatchMode):
             self._operator(func, args, kwargs or {}, result)
         return result
 
-    def _operator(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+    def _operator(self, func: Any, args: tuple, kwargs: dict, result: object) -> None:
         """Report the storages that an operator allocates to the meter, its flops and bytes to the recorder."""
         lists = [x for given in args if isinstance(given, (tuple, list)) for x in _tensors(given)]
         results = _tensors(result if isinstance(result, (tuple, list)) else (result,))
         if not results and not lists:
             return
         tensors = _tensors((*args, *kwargs.values())) + lists
-        fresh = _fresh(results, tensors)
+        # storages of results that no input lies in, by id
+        known = {torch_compat.storage_id(x.untyped_storage()) for x in tensors}
+        storages = {torch_compat.storage_id(x.untyped_storage()): x.untyped_storage() for x in results}
+        fresh = {key: storage for key, storage in storages.items() if key not in known}
         if fresh and self.meter.looking:
             for storage in fresh.values():
                 self.meter.born(storage)
             self.meter.sample()
-        written = _written(func, args, kwargs)
+        named = [(each, args[n] if n < len(args) else kwargs.get(each.name)) for n, each in enumerate(func._schema.arguments)]
+        changed = [value for each, value in named if each.alias_info is not None and each.alias_info.is_write]
+        written = [x for value in changed for x in _tensors(value if isinstance(value, (tuple, list)) else (value,))]
         if (fresh or written) and tensors:
             made = [x for x in results if torch_compat.storage_id(x.untyped_storage()) in fresh]
             count: Any = flop_registry.get(func.overloadpacket) or _FLOPS.get(_name(func))
             flops = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
-            dtype, attention = _NAMES.get(tensors[0].dtype, "fp32"), _attention(func, args, kwargs, flops)
-            self.recorder.compute(flops, _moved_nbytes(func, tensors, written, made), dtype, attention)
+            # it reads and writes each tensor once, those changed in place once for each
+            over = written if _name(func) in _OVERWRITE else ()
+            read = {id(x): x.nbytes for x in tensors if not any(x is each for each in over)}
+            nbytes = sum(read.values()) + sum(x.nbytes for x in (*written, *made))
+            attention = None  # that of a fused kernel, which with an explicit mask computes the whole square of scores
+            if flops and "scaled_dot_product" in _name(func):
+                given: dict[str, Any] = {each.name: value for each, value in named}
+                attention = AttentionWork(flops, given["key"].shape[-2], bool(given.get("is_causal")), 1)
+            self.recorder.compute(flops, nbytes, _NAMES.get(tensors[0].dtype, "fp32"), attention)
 
-    def _collective(self, func: Any, args: tuple, result: Any) -> None:
+    def _collective(self, func: Any, args: tuple, result: object) -> None:
         """Report a functional collective of tensor parallelism: its start, and at wait_tensor the wait for it."""
         name = _name(func)
         if name == "wait_tensor":
@@ -136,41 +148,5 @@ def _name(func: Any) -> str:
     return func._schema.name.partition("::")[2]
 
 
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
+def _tensors(values: Iterable[object]) -> list[Tensor]:
     return [x for x in values if isinstance(x, Tensor)]
-
-
-def _attention(func: Any, args: tuple, kwargs: dict, flops: float) -> AttentionWork | None:
-    """Return the work of a fused attention kernel, else None. With an explicit mask it computes the whole square of scores."""
-    if not flops or "scaled_dot_product" not in _name(func):
-        return None
-    given: dict[str, Any] = {
-        argument.name: args[n] if n < len(args) else kwargs.get(argument.name)
-        for n, argument in enumerate(func._schema.arguments)
-    }
-    key = given["key"]
-    assert isinstance(key, Tensor)
-    return AttentionWork(flops, key.shape[-2], bool(given.get("is_causal")), 1)
-
-
-def _fresh(results: Sequence[Tensor], given: Sequence[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Return the storages of an operator's results that none of its inputs lies in, by id."""
-    known = {torch_compat.storage_id(x.untyped_storage()) for x in given}
-    storages = (x.untyped_storage() for x in results)
-    return {torch_compat.storage_id(storage): storage for storage in storages if torch_compat.storage_id(storage) not in known}
-
-
-def _written(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
-    """Return the tensors that an operator changes in place."""
-    given = [
-        (argument, args[n] if n < len(args) else kwargs.get(argument.name)) for n, argument in enumerate(func._schema.arguments)
-    ]
-    found = [value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write]
-    return [x for value in found for x in _tensors(value if isinstance(value, (tuple, list)) else (value,))]
-
-
-def _moved_nbytes(func: Any, given: Sequence[Tensor], written: Sequence[Tensor], made: Sequence[Tensor]) -> int:
-    """Return the bytes that an operator reads and writes: each tensor once, those changed in place once for each."""
-    over = written if _name(func) in _OVERWRITE else ()
-    read = {id(x): x.nbytes for x in given if not any(x is each for each in over)}
-    return sum(read.values()) + sum(x.nbytes for x in (*written, *made))

@@ -114,14 +114,11 @@ def write_page(
     for title, file in pictures.items():
         data = base64.b64encode(Path(file).read_bytes()).decode()
         parts.append(f'<h2>{html.escape(title)}</h2><img alt="{html.escape(title)}" src="data:image/png;base64,{data}">')
-    parts += [_table(table) for table in tables]
+    for table in tables:
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in table.header)
+        rows = []
+        for row in table.rows:
+            kind = ' class="total"' if row[0].endswith("total") or "all" in row[:2] else ""
+            rows.append(f"<tr{kind}>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>")
+        parts.append(f"<h2>{html.escape(table.title)}</h2><table><tr>{head}</tr>{''.join(rows)}</table>")
     Path(path).write_text("\n".join([*parts, "</html>", ""]), encoding="utf-8")
-
-
-def _table(table: Table) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in table.header)
-    rows = []
-    for row in table.rows:
-        kind = ' class="total"' if row[0].endswith("total") or "all" in row[:2] else ""
-        rows.append(f"<tr{kind}>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>")
-    return f"<h2>{html.escape(table.title)}</h2><table><tr>{head}</tr>{''.join(rows)}</table>"

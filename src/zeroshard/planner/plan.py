@@ -122,7 +122,8 @@ class Plan:
 
     def table(self) -> str:
         """Return all numbers as text: memory by category and phase, what is sent, and what each unit keeps for backward."""
-        return import_module(".tables", __package__).full(self)  # tables.py imports this module, so it is imported here
+        tables = import_module(".tables", __package__)  # it imports this module, so it is imported here
+        return "\n\n".join(map(str, (tables.memory(self), tables.communication(self), tables.activations(self))))
 
     def __str__(self) -> str:
         return import_module(".tables", __package__).page(self)

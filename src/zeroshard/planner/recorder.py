@@ -107,8 +107,11 @@ class Recorder(Watcher):
         tasks, before = self.trace.tasks, self._before
         for number, task in enumerate(tasks):
             if any(n < 0 for n in task.after):
-                after = (n for n in task.after if n >= 0 or (-n <= len(tasks) and _alike(tasks[n], before[n])))
-                tasks[number] = replace(task, after=tuple(after))
+                after = tuple(
+                    n for n in task.after
+                    if n >= 0 or (-n <= len(tasks) and (tasks[n].name, tasks[n].nbytes) == (before[n].name, before[n].nbytes))
+                )  # fmt: skip
+                tasks[number] = replace(task, after=after)
         self.trace.end = tuple(number for number in self._last if number >= 0)
 
     def compute(self, flops: float, nbytes: float, dtype: str, attention: AttentionWork | None = None) -> None:
@@ -153,13 +156,7 @@ class Recorder(Watcher):
         return (number,)
 
     def start(
-        self,
-        name: str,
-        nbytes: dict[Resource, float],
-        peers: int = 1,
-        axis: str = DP,
-        channel: str = "",
-        distinct: bool = False,
+        self, name: str, nbytes: dict[Resource, float], peers: int = 1, axis: str = DP, channel: str = "", distinct: bool = False
     ) -> Ticket:
         """Start a task that runs beside the rank's own ones, after those so far; return the ticket to wait for."""
         self.flush()
@@ -205,7 +202,3 @@ class Recorder(Watcher):
         self.meter.sample()
         if numel:
             self._add(Task("host step", self.phase, {Resource.HOST: float(nbytes)}, self._last, numel=numel), last=True)
-
-
-def _alike(one: Task, other: Task) -> bool:
-    return (one.name, one.nbytes) == (other.name, other.nbytes)

@@ -49,10 +49,6 @@ class Request:
         return math.prod(self.axes.values())
 
     @property
-    def ranks_of_stage(self) -> int:
-        return self.ranks // self.axes[PP]
-
-    @property
     def ranks_of_node(self) -> int:
         return min(self.ranks, self.node_size or self.hardware.devices_per_node)
 
@@ -64,7 +60,7 @@ class Request:
         """Return the plan of the first rank of a stage of the pipeline. Raises ConfigError."""
         from .dry_run import plan
 
-        heads, layers, tp, pp = self.source.shape.heads, self.source.shape.layers, self.axes[TP], self.axes[PP]
+        heads, layers, tp, pp = self.source.heads, self.source.layers, self.axes[TP], self.axes[PP]
         if heads and heads % tp:
             near = [n for n in range(1, heads + 1) if heads % n == 0]
             best = min(near, key=lambda n: abs(n - tp))
@@ -76,11 +72,13 @@ class Request:
                 f"mesh: expected at most {layers} stages, as {self.source.name} has layers, got pp={pp}; the nearest: pp={layers}."
             )
         example, loss = self.source.example, None
-        batch: Any = (self.rows, self.seq)
-        if example is None:
-            self.source.batch(1, self.seq)  # not longer than it can read
-        else:
+        batch: object = (self.rows, self.seq)
+        if example is not None:
             batch, loss = (lambda: example(self.rows)), example_loss
+        elif self.source.max_seq is not None and self.seq > self.source.max_seq:
+            raise ConfigError(
+                f"seq: expected at most the {self.source.max_seq:,} tokens that {self.source.name} can read, got {self.seq:,}."
+            )
         made = plan(
             self.source.build, axes=self.axes, batch=batch, loss=loss, micro_batches=self.micro_batches, name=self.source.name,
             rank=stage * self.axes["dp"] * tp, node_size=self.ranks_of_node,
@@ -97,8 +95,8 @@ class Request:
 
     def traces(self, known: Iterable[Plan] = ()) -> list[Trace]:
         """Return the trace of one rank of each stage. known: plans that were made already."""
-        made = {plan.rank: plan.trace for plan in known}
-        return [made.get(n * self.ranks_of_stage) or self.plan(n).trace for n in range(self.axes[PP])]
+        made, ranks_of_stage = {plan.rank: plan.trace for plan in known}, self.ranks // self.axes[PP]
+        return [made.get(stage * ranks_of_stage) or self.plan(stage).trace for stage in range(self.axes[PP])]
 
     def simulated(self, known: Iterable[Plan] = (), utilisation: float = 1.0, latency_s: float | None = None) -> Simulation:
         """Simulate a step on the hardware, as `zeroshard simulate` and `zeroshard plan --auto` do. known: as of `traces`."""

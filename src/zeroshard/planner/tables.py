@@ -10,7 +10,7 @@ from ..utils.axes import cuts_model
 from .plan import PHASES, Plan
 from .request import Request, Verdict, gb, gib, judge
 from .simulator.hardware import NAMES, Hardware
-from .simulator.trace import Resource, Task
+from .simulator.trace import Resource
 
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 LINKS = {
@@ -96,29 +96,26 @@ def communication(plan: Plan) -> Table:
         if not moved:
             continue
         sends = any(resource in (Resource.INSIDE, Resource.BETWEEN) for resource in moved)
-        key = (task.axis if sends else "", _kind(task) if sends else next(LINKS[resource] for resource in moved))
+        if sends:  # kind: "gather" of a task "gather blocks.3", "all_reduce" of "tp all_reduce"
+            words = task.name.split()
+            key = task.axis, words[1] if words[0] == task.axis and len(words) > 1 else words[0]
+        else:
+            key = "", LINKS[next(iter(moved))]
         counts[key] = counts.get(key, 0) + 1
         total = found.setdefault(key, {})
         for resource, amount in moved.items():
             total[resource] = total.get(resource, 0.0) + amount
-    rows = [_moved(axis, kind, counts[axis, kind], moved) for (axis, kind), moved in found.items()]
+    rows = []
+    for (axis, kind), total in found.items():
+        nbytes, between = sum(total.values()), total.get(Resource.BETWEEN, 0.0)
+        said = f"{between / 1e9:,.3f}" if between else ""
+        rows.append((axis, kind, f"{counts[axis, kind]:,}", f"{nbytes / 1e9:,.3f}", said))
     for axis, nbytes in plan.sent.items():
         if nbytes and sum(key[0] == axis for key in found) > 1:
             rows.append((axis, "all", "", f"{nbytes / 1e9:,.3f}", ""))
     return Table(
         "Sent, copied, read and written in a step, GB", ("axis", "kind", "times", "bytes", "of them between nodes"), tuple(rows)
     )
-
-
-def _kind(task: Task) -> str:
-    """Return the kind of a collective: "gather" for a task "gather blocks.3", "all_reduce" for "tp all_reduce"."""
-    words = task.name.split()
-    return words[1] if words[0] == task.axis and len(words) > 1 else words[0]
-
-
-def _moved(axis: str, kind: str, times: int, moved: dict[Resource, float]) -> tuple[str, ...]:
-    between = moved.get(Resource.BETWEEN, 0.0)
-    return axis, kind, f"{times:,}", f"{sum(moved.values()) / 1e9:,.3f}", f"{between / 1e9:,.3f}" if between else ""
 
 
 def activations(plan: Plan) -> Table:
@@ -138,7 +135,7 @@ def activations(plan: Plan) -> Table:
 
 def headline(request: Request, verdict: Verdict) -> str:
     """Return one line: model, ranks, options, the verdict and the bytes sent."""
-    return f"{run_of(verdict.plan)}: {verdict}; {_sends(verdict.plan)}"
+    return f"{run_of(verdict.plan)}: {verdict}; sends {gb(sum(verdict.plan.sent.values()))} GB a step"
 
 
 def run_of(plan: Plan) -> str:
@@ -157,21 +154,27 @@ def run_of(plan: Plan) -> str:
     )
 
 
-def _sends(plan: Plan) -> str:
-    return f"sends {gb(sum(plan.sent.values()))} GB a step"
-
-
 def page(plan: Plan, verdict: Verdict | None = None) -> str:
     """Return the verdict, what was planned, and about 20 lines of numbers. verdict: None: that on this rank alone."""
     found = verdict or (judge([plan], plan.hardware) if plan.hardware is not None else None)
-    first = f"{found}{_unit_of(plan, found.phase)}" if found is not None else _where_it_fits(plan)
+    if found is not None:
+        first = f"{found}{_unit_of(plan, found.phase)}"
+    else:  # no hardware was given: say which of the known has as much memory as it needs
+        phase = max(plan.phases, key=lambda each: each.nbytes(Tier.DEVICE))
+        known = [each for each in map(Hardware.named, NAMES) if each.separate == plan.separate]
+        fits = [each.name for each in known if judge([plan], each).fits]
+        short = [each.name for each in known if each.name not in fits]
+        said = [f"fits {', '.join(fits)}"] * bool(fits) + [f"does not fit {', '.join(short)}"] * bool(short)
+        needs = f"needs {gib(phase.nbytes(Tier.DEVICE))} GiB of a device, fullest in {phase.name}{_unit_of(plan, phase.name)}"
+        first = f"{needs}; {'; '.join(said)} (no hardware was given: zs.plan(..., hardware={NAMES[0]!r}))"
     sent = [f"{axis} {gb(nbytes)}" for axis, nbytes in plan.sent.items() if nbytes]
     moved = {
         way: plan.trace.total(resource) for resource, way in LINKS.items() if resource not in (Resource.INSIDE, Resource.BETWEEN)
     }
     copied = [f"{way} {gb(nbytes)}" for way, nbytes in moved.items() if nbytes]
     kept = activations(plan)
-    largest = ", ".join(f"{unit} {together} {_unit_name(kept)}" for unit, _, _, together in kept.rows[:3] if unit != "all")
+    scale = kept.title.rpartition(" ")[2]
+    largest = ", ".join(f"{unit} {together} {scale}" for unit, _, _, together in kept.rows[:3] if unit != "all")
     lines = [
         first,
         run_of(plan),
@@ -184,31 +187,11 @@ def page(plan: Plan, verdict: Verdict | None = None) -> str:
     return "\n".join(lines)
 
 
-def _unit_name(table: Table) -> str:
-    return table.title.rpartition(" ")[2]
-
-
 def _unit_of(plan: Plan, phase: str) -> str:
     """Return ", at blocks.3": the unit of the model during whose visit the device was fullest in this phase."""
     visits = [each for each in plan.moments if each.phase == phase]
     fullest = max(visits, key=lambda each: sum(each.held.values()), default=None)
     return f", at {fullest.unit}" if fullest is not None and fullest.unit else ""
-
-
-def _where_it_fits(plan: Plan) -> str:
-    """Return, for a plan without hardware, the memory that it needs of a device and the known hardware that has as much."""
-    phase = max(plan.phases, key=lambda each: each.nbytes(Tier.DEVICE))
-    known = [each for each in map(Hardware.named, NAMES) if each.separate == plan.separate]
-    fits = [each.name for each in known if judge([plan], each).fits]
-    short = [each.name for each in known if each.name not in fits]
-    said = [f"fits {', '.join(fits)}"] * bool(fits) + [f"does not fit {', '.join(short)}"] * bool(short)
-    needs = f"needs {gib(phase.nbytes(Tier.DEVICE))} GiB of a device, fullest in {phase.name}{_unit_of(plan, phase.name)}"
-    return f"{needs}; {'; '.join(said)} (no hardware was given: zs.plan(..., hardware={NAMES[0]!r}))"
-
-
-def full(plan: Plan) -> str:
-    """Return all tables, one below the other."""
-    return "\n\n".join(map(str, (memory(plan), communication(plan), activations(plan))))
 
 
 def count(number: int) -> str:

@@ -23,10 +23,8 @@ from ...comm.codec import exchange_values
 from ...config import Tier
 from ...errors import ConfigError
 from ...optim.cpu_kernels import describe_threads, visible_cores
-from ...optim.segments import Run
 from ...utils.host import ranks_here
 from ...zero.runtime import Runtime, runtime_of
-from ...zero.unit import ParamGroup
 from .probe import DiskProbe, Rehearsal, copy_rates, step_rate
 from .report import Link, pass_itemsizes, step_itemsizes
 
@@ -77,7 +75,14 @@ def forecast(model: nn.Module, micro_batch: Callable[[], Tensor], *, accumulate:
     runtime.gate.wait()
     work = _Work.of(runtime, accumulate)
     compute_s = accumulate * _compute_seconds(runtime, micro_batch, keep_gradients=accumulate > 1)
-    publish_s = _publish_seconds(runtime)
+    publish_s = 0.0  # of sending replicated parameters to all ranks after a step, measured by sending them
+    if runtime.optimizer is not None and not all(group.values.sharded for group in runtime.groups):
+        runtime.comm.fence_write()
+        begin = time.perf_counter()
+        runtime.optimizer.core.publish([group for group in runtime.groups if group.trainable])
+        if runtime.comm.device.type == "cuda":
+            torch.cuda.synchronize(runtime.comm.device)
+        publish_s = time.perf_counter() - begin
     rehearsal = _rehearsal(runtime, accumulate) if work.stepped_numel else None
     rates = _measure_rates(runtime, work, rehearsal)
     seconds, step_s = _predict(runtime, work, rates, compute_s)
@@ -113,29 +118,26 @@ class _Work:
 
     @classmethod
     def of(cls, runtime: Runtime, accumulate: int) -> _Work:
-        work = cls()
+        """Return the work of this rank. accumulate: micro-batches of a step."""
+        work = cls(room=_room(runtime))
         for group in runtime.groups:
-            work._add(runtime, group, accumulate)
-        work.room = _room(runtime)
+            numel = group.layout.shard_numel
+            on_device = group.offload.tier is Tier.DEVICE
+            if group.trainable and runtime.optimizer is not None and not (on_device and runtime.tiers.separate):
+                work.stepped_numel += numel
+            for link, itemsize in pass_itemsizes(runtime, group).items():
+                if Tier.DISK in link:
+                    work.passing += accumulate * itemsize * numel
+            for link, itemsize in step_itemsizes(runtime, group).items():
+                if Tier.DISK not in link:
+                    work.copied[link] = work.copied.get(link, 0) + itemsize * numel
+                elif on_device:  # a step on the device loads its states before and stores them after
+                    work.waited += itemsize * numel
+                elif link[0] is Tier.DISK:
+                    work.reads += itemsize * numel
+                else:
+                    work.writes += itemsize * numel
         return work
-
-    def _add(self, runtime: Runtime, group: ParamGroup, accumulate: int) -> None:
-        numel = group.layout.shard_numel
-        on_device = group.offload.tier is Tier.DEVICE
-        if group.trainable and runtime.optimizer is not None and not (on_device and runtime.tiers.separate):
-            self.stepped_numel += numel
-        for link, itemsize in pass_itemsizes(runtime, group).items():
-            if Tier.DISK in link:
-                self.passing += accumulate * itemsize * numel
-        for link, itemsize in step_itemsizes(runtime, group).items():
-            if Tier.DISK not in link:
-                self.copied[link] = self.copied.get(link, 0) + itemsize * numel
-            elif on_device:  # a step on the device loads its states before and stores them after
-                self.waited += itemsize * numel
-            elif link[0] is Tier.DISK:
-                self.reads += itemsize * numel
-            else:
-                self.writes += itemsize * numel
 
 
 def _room(runtime: Runtime) -> int:
@@ -148,8 +150,9 @@ def _room(runtime: Runtime) -> int:
     offload = runtime.config.offload_optimizer
     if runtime.config.offload_param.tier is Tier.DISK:
         return 0
+    core = runtime.optimizer.core if runtime.optimizer is not None else None
     slabs = []  # for each slab: bytes that can be read ahead, bytes of buffers, bytes written
-    for run in _offloaded_runs(runtime):
+    for run in (run for runs in core.runs for run in runs if run.tensor is None and run.numel) if core is not None else ():
         moved = step_itemsizes(runtime, run.group)
         reads, writes = moved.get((Tier.DISK, Tier.HOST), 0), moved.get((Tier.HOST, Tier.DISK), 0)
         gradient = run.group.gradients.rest
@@ -163,15 +166,11 @@ def _room(runtime: Runtime) -> int:
     return ahead + sum(writes for *_, writes in slabs[-1:])
 
 
-def _offloaded_runs(runtime: Runtime) -> list[Run]:
-    core = runtime.optimizer.core if runtime.optimizer is not None else None
-    return [run for runs in core.runs for run in runs if run.tensor is None and run.numel] if core is not None else []
-
-
 def _predict(runtime: Runtime, work: _Work, rates: dict[str, float], compute_s: float) -> tuple[dict[str, float], float]:
     """Return the seconds by resource, and of the whole step."""
     host_s = work.stepped_numel / rates[HOST_STEP] if HOST_STEP in rates else 0.0
-    copy_s = max((nbytes / rates[_name(link)] for link, nbytes in work.copied.items()), default=0.0)
+    copied = work.copied.items()
+    copy_s = max((nbytes / rates[f"{source.value} -> {target.value}"] for (source, target), nbytes in copied), default=0.0)
     disk, beside = rates.get(DISK, 1.0), rates.get(DISK_BESIDE, 1.0)  # 1.0 where not measured, since no bytes move there
     total = work.reads + work.writes
     idle_s = max(0.0, compute_s - work.passing / beside)  # time in forward and backward in which the disk is idle
@@ -189,10 +188,6 @@ def _predict(runtime: Runtime, work: _Work, rates: dict[str, float], compute_s: 
         "host <-> device": copy_s,
     }
     return seconds, whole_s
-
-
-def _name(link: Link) -> str:
-    return f"{link[0].value} -> {link[1].value}"
 
 
 def _cores_to_spare(runtime: Runtime) -> bool:
@@ -227,19 +222,6 @@ def _compute_seconds(runtime: Runtime, micro_batch: Callable[[], Tensor], keep_g
         for buffer, value in buffers:
             buffer.copy_(value)
     return seconds
-
-
-def _publish_seconds(runtime: Runtime) -> float:
-    """Return the seconds for sending replicated parameters to all ranks after a step, measured by sending them (collective)."""
-    if runtime.optimizer is None or all(group.values.sharded for group in runtime.groups):
-        return 0.0
-    groups = [group for group in runtime.groups if group.trainable]
-    runtime.comm.fence_write()
-    begin = time.perf_counter()
-    runtime.optimizer.core.publish(groups)
-    if runtime.comm.device.type == "cuda":
-        torch.cuda.synchronize(runtime.comm.device)
-    return time.perf_counter() - begin
 
 
 def _measure_rates(runtime: Runtime, work: _Work, rehearsal: Rehearsal | None) -> dict[str, float]:

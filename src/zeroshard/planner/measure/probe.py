@@ -7,10 +7,11 @@ own, with the arithmetic of the model's optimizer.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -66,41 +67,38 @@ class Rehearsal:
                 self.chunk = min(self.host.slab_numel(job), max(_STRETCH_NUMEL, 2 * self.threads * TEAM_CHUNK_NUMEL))
         self.columns: dict[str, Tensor] = {}
         self.scalars: dict = {}
-        self._parts = self._cycle(numel)
+        starts = range(0, numel, self.chunk)
+        self._parts = itertools.cycle([slice(start, min(start + self.chunk, numel)) for start in starts])
         for _ in range(0, numel, self.chunk):
             self.advance()  # makes the states and touches their pages
-
-    def _cycle(self, numel: int) -> Iterator[slice]:
-        while True:
-            for start in range(0, numel, self.chunk):
-                yield slice(start, min(start + self.chunk, numel))
 
     @torch.no_grad()
     def advance(self) -> int:
         """Step the next stretch. Return its number of parameters."""
         # it uses the scratch memory and threads of the host's step, and so must not run at the same time
         with stepping_threads(self.threads), nullcontext() if self.host is None else self.host.turn:
-            return self._advance()
-
-    def _advance(self) -> int:
-        part = next(self._parts)
-        param, grad = self.param[part], self.grad[part]
-        out = None if self.out is None else self.out[part]
-        state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.scalars.items()}
-        state |= {name: column[part] for name, column in self.columns.items()}
-        if self.kernel is not None:
-            assert self.host is not None
-            step_stretch(
-                self.kernel, param, grad, state, self.options,
-                scale=self.factor, out=out, scratch=self.host.scratch, team=self.host.team,
-            )  # fmt: skip
-        else:
-            state = self._step_class(param, grad, state)
-            if out is not None:
-                out.copy_(param)
-        if not self.scalars and not self.columns:
-            self._keep(state, param)
-        return param.numel()
+            part = next(self._parts)
+            param, grad = self.param[part], self.grad[part]
+            out = None if self.out is None else self.out[part]
+            state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.scalars.items()}
+            state |= {name: column[part] for name, column in self.columns.items()}
+            if self.kernel is not None:
+                assert self.host is not None
+                step_stretch(
+                    self.kernel, param, grad, state, self.options,
+                    scale=self.factor, out=out, scratch=self.host.scratch, team=self.host.team,
+                )  # fmt: skip
+            else:
+                state = self._step_class(param, grad, state)
+                if out is not None:
+                    out.copy_(param)
+            if not self.scalars and not self.columns:  # columns with the names and dtypes of the states that the first step made
+                for name, value in state.items():
+                    if is_column(value, tuple(param.shape)):
+                        self.columns[name] = torch.zeros(self.param.numel(), dtype=value.dtype, device="cpu")
+                    else:
+                        self.scalars[name] = value
+            return param.numel()
 
     def _step_class(self, param: Tensor, grad: Tensor, state: dict) -> dict:
         leaf = nn.Parameter(param)
@@ -109,14 +107,6 @@ class Rehearsal:
         self.inner.state = defaultdict(dict, {leaf: state} if state else {})
         self.inner.step()
         return self.inner.state[leaf]
-
-    def _keep(self, state: dict, param: Tensor) -> None:
-        """Make columns with the names and dtypes of the states that the first step made, and keep its scalars."""
-        for name, value in state.items():
-            if is_column(value, tuple(param.shape)):
-                self.columns[name] = torch.zeros(self.param.numel(), dtype=value.dtype, device="cpu")
-            else:
-                self.scalars[name] = value
 
 
 def step_rate(rehearsal: Rehearsal) -> float:
@@ -174,8 +164,9 @@ class DiskProbe:
         self.file.close()
 
 
-def copy_rates(tiers: Tiers, nbytes: int = 64 << 20) -> tuple[float, float]:
+def copy_rates(tiers: Tiers) -> tuple[float, float]:
     """Measure the bytes per second from the device to pinned host memory and back."""
+    nbytes = 64 << 20
     host, device = tiers.host_buffer(nbytes), tiers.device_buffer(nbytes)
     rates = []
     for target, source in ((host, device), (device, host)):

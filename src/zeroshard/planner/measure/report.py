@@ -169,7 +169,13 @@ def _formula(runtime: Runtime, sharded: bool) -> dict[str, int]:
     def held(placement: Placement, nbytes: int) -> int:
         return -(-nbytes // world) if sharded and placement is Placement.SHARDED else nbytes
 
-    moments = _moments_per_element(runtime)
+    moments = 0.0  # bytes of optimizer moments per stepped element, from the states that exist
+    if runtime.optimizer is not None:
+        first = next(iter(runtime.optimizer.core.inner.state.items()), None)
+        if first is not None:
+            moments = float(sum(column.itemsize for column in state_tensors({first[0]: first[1]})))
+        else:
+            moments = next((_column_itemsize(group) for group in runtime.groups if group.columns), 0.0)
     totals = dict.fromkeys(STATES, 0)
     for group in runtime.groups:
         numel = group.layout.true_numel
@@ -183,18 +189,6 @@ def _formula(runtime: Runtime, sharded: bool) -> dict[str, int]:
     return totals
 
 
-def _moments_per_element(runtime: Runtime) -> float:
-    """Return the bytes of optimizer moments per stepped element, from the states that exist (0 before the first step)."""
-    if runtime.optimizer is None:
-        return 0.0
-    for tensor, state in runtime.optimizer.core.inner.state.items():
-        return float(sum(column.itemsize for column in state_tensors({tensor: state})))
-    for group in runtime.groups:
-        if group.columns:
-            return _column_itemsize(group)
-    return 0.0
-
-
 def _column_itemsize(group: ParamGroup) -> float:
     """Return the bytes per element of a group's columns at rest."""
     return sum(column.nbytes / column.numel for column in group.columns.values())
@@ -202,26 +196,20 @@ def _column_itemsize(group: ParamGroup) -> float:
 
 def theory_sent_per_step(runtime: Runtime) -> Sent:
     """Return the bytes that one rank sends in a step of one backward, by formula (frozen parameters: gathers only)."""
-    row, total = runtime.config.row, Sent()
-
-    def add(comm: Comm, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> None:
-        nonlocal total
-        shard_numel = -(-numel // comm.world_size)
-        volume = comm.volume(kind, shard_numel, dtype, tag)
-        total = Sent(total.inside + volume.inside, total.between + volume.between)
-
+    row = runtime.config.row
+    sends: list[tuple[Comm, str, int, torch.dtype, int]] = []  # of each collective: kind, elements, dtype, tag
     for group in runtime.groups:
         numel, values, grads = group.layout.true_numel, group.values, group.grads
         if values.sharded:
-            add(values.comm, "gather", numel, values.dtype)
-            add(values.comm, "gather again", numel, values.dtype)
+            sends += [(values.comm, kind, numel, values.dtype, 0) for kind in ("gather", "gather again")]
         elif row.optimizer is Placement.SHARDED and grads is not None:
-            add(values.comm, "gather", numel, values.dtype)
+            sends.append((values.comm, "gather", numel, values.dtype, 0))
         if grads is not None:
-            add(grads.comm, "reduce", numel, grads.send_dtype, grads.tag)
+            sends.append((grads.comm, "reduce", numel, grads.send_dtype, grads.tag))
             if row.gradient is Placement.REPLICATED:
-                add(grads.comm, "gather", numel, grads.dtype)
-    return total
+                sends.append((grads.comm, "gather", numel, grads.dtype, 0))
+    volumes = [comm.volume(kind, -(-numel // comm.world_size), dtype, tag) for comm, kind, numel, dtype, tag in sends]
+    return Sent(sum(each.inside for each in volumes), sum(each.between for each in volumes))
 
 
 Link = tuple[Tier, Tier]  # from, to

@@ -74,14 +74,6 @@ def alibi_slopes(heads: int) -> list[float]:
     return slopes + [2.0 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
 
 
-def alibi_bias(slopes: list[float], seq: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the bias for the scores: (1, heads, seq, seq), -slope x distance, and -inf for keys after the query."""
-    places = torch.arange(seq, device=device)
-    distance = places[:, None] - places  # (query, key)
-    bias = -torch.tensor(slopes, device=device)[:, None, None] * distance
-    return bias.masked_fill(distance < 0, -math.inf).to(dtype)[None]
-
-
 class Attention(nn.Module):
     """Causal multi-head attention with one fused projection to queries, keys and values.
 
@@ -112,7 +104,12 @@ class Attention(nn.Module):
         if self.slopes is None:
             mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         else:
-            bias = alibi_bias(self.slopes[self.first_head : self.first_head + self.heads], seq, q.dtype, q.device)
+            slopes = torch.tensor(self.slopes[self.first_head : self.first_head + self.heads], device=q.device)
+            places = torch.arange(seq, device=q.device)
+            distance = places[:, None] - places  # (query, key)
+            bias = -slopes[:, None, None] * distance
+            # (1, heads, seq, seq): -slope x distance, and -inf for keys after the query
+            bias = bias.masked_fill(distance < 0, -math.inf).to(q.dtype)[None]
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
         return self.out(mixed.transpose(1, 2).reshape(batch, seq, self.heads * self.head_dim))
 

@@ -8,15 +8,15 @@ Changes of several kinds are made in this order, since the choices of a kind dep
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 from ...config import Tier
 from ...utils.axes import DP, PP, TP, cuts_model
+from ...zero.auto_stage import STATES
 from ..request import FLAGS, Request
-from ..search.layout import DEVICE_NAMES
-from ..search.requested import CHECKPOINTING, layout_of
+from ..search.layout import CHECKPOINTING, DEVICE_NAMES
+from ..search.requested import layout_of
 from ..search.search import TIERS
 
 _TIMES = (2, 4, 8, 16)
@@ -29,9 +29,9 @@ def _meshes(request: Request) -> Iterator[Request]:
     for tp, pp in itertools.product((1, *_TIMES), repeat=2):
         whole = axes[TP] * tp, axes[PP] * pp
         # two blocks a stage, or more
-        if tp * pp == 1 or axes[DP] % (tp * pp) or (pp > 1 and 2 * whole[1] > (source.shape.layers or 0)):
+        if tp * pp == 1 or axes[DP] % (tp * pp) or (pp > 1 and 2 * whole[1] > (source.layers or 0)):
             continue
-        heads = source.shape.heads if source.config is not None else None  # formulas know tp of no other models than GPTs
+        heads = source.heads if source.config is not None else None  # formulas know tp of no other models than GPTs
         if tp > 1 and (not heads or heads % whole[0] or source.vocab % whole[0] or whole[0] > request.ranks_of_node):
             continue
         mesh = {PP: whole[1], DP: axes[DP] // tp // pp, TP: whole[0]}
@@ -43,7 +43,7 @@ def _meshes(request: Request) -> Iterator[Request]:
 def _states(request: Request) -> Iterator[Request]:
     """Yield higher stages of ZeRO, and tiers further away. In fp32, stages 0 to 2 send the same, stage 3 half as much again."""
     given = layout_of(request)
-    order, now = list(Tier), (given.optimizer, given.gradient, given.parameter)
+    order, now = list(Tier), given.tiers
     for stage, choices in TIERS.items():
         for tiers in choices:
             nearer = any(order.index(new) < order.index(old) for new, old in zip(tiers, now, strict=True))
@@ -56,8 +56,7 @@ def _states(request: Request) -> Iterator[Request]:
                 or (stage, *tiers) == (given.stage, *now)
             ):
                 continue
-            names = ("offload_optimizer", "offload_gradient", "offload_param")
-            moved = {name: tier for name, tier, old in zip(names, tiers, now, strict=True) if tier is not old}
+            moved = {name: tier for name, tier, old in zip(STATES, tiers, now, strict=True) if tier is not old}
             if tiers[1] is Tier.HOST and stage > 1:  # the default with an offloaded optimizer
                 moved.pop("offload_gradient", None)
             path = {"offload_path": request.options.get("offload_path") or "."} if Tier.DISK in moved.values() else {}
@@ -85,7 +84,7 @@ def _checkpoints(request: Request) -> Iterator[Request]:
 
 def _units(request: Request) -> Iterator[Request]:
     """Yield blocks gathered in parts: attention, and each linear layer of the MLP, of at most 4 dim^2 elements and biases."""
-    hidden = request.source.shape.hidden
+    hidden = request.source.hidden
     largest = 4 * hidden * (hidden + 2) if hidden else 0
     fine = request.config.max_unit_numel is not None and request.config.max_unit_numel <= largest
     if largest and not fine and request.config.stage == 3:
@@ -105,14 +104,15 @@ def _kept_in_nodes(request: Request) -> Iterator[Request]:
                 yield _with(request, shard_size=size)
 
 
-def _with(request: Request, **options: Any) -> Request:
+def _with(request: Request, **options: object) -> Request:
     return replace(request, options={**request.options, **options})
 
 
-KINDS = (_meshes, _states, _rows, _checkpoints, _units, _kept_in_nodes)
+Kind = Callable[[Request], Iterator[Request]]
+KINDS: tuple[Kind, ...] = (_meshes, _states, _rows, _checkpoints, _units, _kept_in_nodes)
 
 
-def changes(before: Request, after: Request) -> dict[str, Any]:
+def changes(before: Request, after: Request) -> dict[str, object]:
     """Return the options and fields in which `after` differs from `before`, by name, with the values of `after`."""
     names = {*before.options, *after.options} - {"offload_path"}
     found = {name: after.options.get(name) for name in sorted(names) if after.options.get(name) != before.options.get(name)}

@@ -32,7 +32,7 @@ from ..simulator.hardware import NETWORK, Hardware
 from ..simulator.simulate import simulate
 from ..simulator.spread import two_digits
 from ..simulator.trace import Resource, Trace
-from .changes import KINDS, changes, flags
+from .changes import KINDS, Kind, changes, flags
 
 ENOUGH = 3  # remedies that are shown
 _MOST_CHANGES = 4  # in one remedy
@@ -124,15 +124,8 @@ class _Formulas:
             tier: (hardware.used(tier, each, request.ranks_of_node), hardware.capacity(tier)) for tier, each in nbytes.items()
         }
 
-    def frees(self, request: Request) -> int:
-        """Return the bytes that the changed request frees of the memory that was short."""
-        return round(self.verdict.used - self.uses(request)[self.verdict.tier][0])
-
     def seconds(self, request: Request) -> float:
         return self.pace * timed(self.profile, layout_of(request), request.hardware)[0]
-
-    def bound(self, request: Request) -> float:
-        return bound(self.profile, layout_of(request), request.hardware)
 
 
 def _fitting(formulas: _Formulas, until: float) -> list[_Choice]:
@@ -166,7 +159,7 @@ def _fitting(formulas: _Formulas, until: float) -> list[_Choice]:
     return found
 
 
-def _changed(request: Request, chosen: Sequence[Any]) -> Iterator[Request]:
+def _changed(request: Request, chosen: Sequence[Kind]) -> Iterator[Request]:
     """Yield requests with one change of each chosen kind."""
     if not chosen:
         yield request
@@ -181,10 +174,13 @@ def _ranked(formulas: _Formulas, fitting: list[_Choice], until: float) -> list[_
     for ranks in sorted({each.request.ranks for each in fitting}):
         if len(found) >= ENOUGH:
             break
-        same = [each for each in fitting if each.request.ranks == ranks]
-        for choice in sorted(same, key=lambda each: formulas.bound(each.request))[:_SIMULATED]:
-            slow = time.monotonic() > until
-            found.append(replace(choice, seconds=(formulas.bound if slow else formulas.seconds)(choice.request)))
+        bounds = [
+            (bound(formulas.profile, layout_of(each.request), each.request.hardware), each)
+            for each in fitting if each.request.ranks == ranks
+        ]  # fmt: skip
+        for least, choice in sorted(bounds, key=lambda pair: pair[0])[:_SIMULATED]:
+            late = time.monotonic() > until
+            found.append(replace(choice, seconds=least if late else formulas.seconds(choice.request)))
     return cheapest_first(found)
 
 
@@ -212,22 +208,21 @@ def _tried(formulas: _Formulas, plans: Sequence[Plan], choice: _Choice) -> list[
     uses = (each.used for plan in changed for each in verdicts(plan, after.hardware) if each.tier is short.tier)
     frees = short.used - max(uses, default=0)
 
-    def step(made: Sequence[Plan], request: Request) -> Step:
+    steps = []
+    for made, request in ((plans, before), (changed, after)):
         seconds = simulate(made[0].trace, request.hardware).step_s if request.axes[PP] == 1 else formulas.seconds(request)
-        return Step(made[0].trace, made[0].peak(Tier.HOST), seconds, request.ranks)
-
-    old, new = step(plans, before), step(changed, after)
-    return [Remedy(flags(before, after), after, str(verdict), verdict, frees, new.seconds, _cost(old, new))]
+        steps.append(Step(made[0].trace, made[0].peak(Tier.HOST), seconds, request.ranks))
+    return [Remedy(flags(before, after), after, str(verdict), verdict, frees, steps[1].seconds, _cost(*steps))]
 
 
 def _by_formula(formulas: _Formulas, choice: _Choice) -> Remedy:
-    def step(request: Request) -> Step:
-        found = Step.by_formula(formulas.profile, layout_of(request), request.hardware)
-        return replace(found, seconds=formulas.pace * found.seconds)
-
     before, after = formulas.request, choice.request
-    said = _cost(step(before), step(after))
-    return Remedy(flags(before, after), after, choice.then, None, formulas.frees(after), choice.seconds, said)
+    steps = []
+    for request in (before, after):
+        step = Step.by_formula(formulas.profile, layout_of(request), request.hardware)
+        steps.append(replace(step, seconds=formulas.pace * step.seconds))
+    frees = round(formulas.verdict.used - formulas.uses(after)[formulas.verdict.tier][0])
+    return Remedy(flags(before, after), after, choice.then, None, frees, choice.seconds, _cost(*steps))
 
 
 @dataclass(frozen=True)

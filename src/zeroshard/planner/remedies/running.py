@@ -9,9 +9,8 @@ GPT's ratio (planner/search/profile.py). Seconds are those of similar hardware; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ from ...memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARTIAL
 from ...utils.axes import DP, cuts_model, planned_sizes
 from ...zero.auto_wrap import ROOT
 from ...zero.out_of_memory import Shortage, size
-from ..model_source import ModelSource, Shape
+from ..model_source import ModelSource
 from ..request import Request
 from ..search.layout import Layout
 from ..search.memory import held_of
@@ -56,30 +55,51 @@ class _Change:
 def advise(shortage: Shortage) -> list[str]:
     """Return the cheapest changes, at most ENOUGH, one of a kind, as lines: what to write, what it frees, what it costs."""
     request, profile = _request(shortage), _profile(shortage)
-    found = [_best([*_of_kind(kind, request, profile, shortage)]) for kind in KINDS]
-    ordered = sorted(filter(None, found), key=lambda each: (not each.enough, each.request.ranks, each.seconds))
+    before = _layout(request)
+    held, old = sum(_held(profile, before, shortage).values()), Step.by_formula(profile, before, request.hardware)
+    chosen: list[_Change] = []
+    for kind in KINDS:
+        found: list[_Change] = []
+        for changed in kind(request):
+            if cuts_model(changed.axes):  # another program: zs.parallelize
+                continue
+            try:
+                after = _layout(changed)
+                frees = round(held - sum(_held(profile, after, shortage).values()))
+            except ConfigError:  # not for this model or these ranks
+                continue
+            if frees < max(_SMALL * held, 1.0):
+                continue
+            new = Step.by_formula(profile, after, changed.hardware)
+            costs = "; ".join(burdens(old, new)) or "nothing more is sent or computed"
+            of_activations = changed.rows != request.rows or changed.checkpointing != request.checkpointing
+            text = f"{_words(request, changed)}: {'up to' if of_activations else 'about'} {size(frees)} less; {costs}"
+            text += "; not enough alone" * (frees < shortage.asked)
+            found.append(_Change(text, frees >= shortage.asked, frees, new.seconds, changed))
+        if enough := [each for each in found if each.enough]:
+            chosen.append(cheapest_first(enough)[0])
+        elif found:
+            chosen.append(max(found, key=lambda each: each.frees))
+    ordered = sorted(chosen, key=lambda each: (not each.enough, each.request.ranks, each.seconds))
     return [each.text for each in ordered[:ENOUGH]]
 
 
 def _request(shortage: Shortage) -> Request:
-    hardware = _hardware(shortage)
+    """Return the running job as a request, on the known hardware that is most like this device."""
+    if shortage.comm.device.type != "cuda":
+        hardware = replace(Hardware.named("cpu"), separate=shortage.separate)
+    else:
+        name = torch.cuda.get_device_name(shortage.comm.device).lower()
+        known = ("v100-32gb", "h100-80gb", "h200-141gb", "gh200-96gb", "a100-80gb")
+        hardware = Hardware.named(next((each for each in known if each.partition("-")[0] in name), "a100-80gb"))
     layers = sum(name != ROOT for name in shortage.units)
-    source = ModelSource(shortage.model, torch.nn.Identity, _TOKENS, 0, Shape(layers=layers))
+    source = ModelSource(shortage.model, torch.nn.Identity, _TOKENS, 0, layers)
     given = {name: getattr(shortage.config, name) for name in _OPTIONS}
     comm = shortage.comm
     return Request(
         source, hardware, planned_sizes({DP: comm.world_size}), _SEQUENCES, _TOKENS, options=given,
         node_size=comm.nodes.count(comm.nodes[comm.rank]), checkpointing=shortage.checkpointed,
     )  # fmt: skip
-
-
-def _hardware(shortage: Shortage) -> Hardware:
-    """Return the known hardware that is most like this device."""
-    if shortage.comm.device.type != "cuda":
-        return replace(Hardware.named("cpu"), separate=shortage.separate)
-    name = torch.cuda.get_device_name(shortage.comm.device).lower()
-    known = ("v100-32gb", "h100-80gb", "h200-141gb", "gh200-96gb", "a100-80gb")
-    return Hardware.named(next((each for each in known if each.partition("-")[0] in name), "a100-80gb"))
 
 
 def _profile(shortage: Shortage) -> Profile:
@@ -99,46 +119,16 @@ def _profile(shortage: Shortage) -> Profile:
     return Profile(shortage.model, tuple(units), _TOKENS)
 
 
-def _of_kind(kind: Any, request: Request, profile: Profile, shortage: Shortage) -> Iterator[_Change]:
-    before = _layout(request)
-    held, old = sum(_held(profile, before, shortage).values()), Step.by_formula(profile, before, request.hardware)
-    least = max(_SMALL * held, 1.0)
-    for changed in kind(request):
-        if cuts_model(changed.axes):  # another program: zs.parallelize
-            continue
-        try:
-            after = _layout(changed)
-            frees = round(held - sum(_held(profile, after, shortage).values()))
-        except ConfigError:  # not for this model or these ranks
-            continue
-        if frees >= least:
-            new = Step.by_formula(profile, after, changed.hardware)
-            costs = "; ".join(burdens(old, new)) or "nothing more is sent or computed"
-            of_activations = changed.rows != request.rows or changed.checkpointing != request.checkpointing
-            text = f"{_words(request, changed)}: {'up to' if of_activations else 'about'} {size(frees)} less; {costs}"
-            text += "; not enough alone" * (frees < shortage.asked)
-            yield _Change(text, frees >= shortage.asked, frees, new.seconds, changed)
-
-
-def _best(found: list[_Change]) -> _Change | None:
-    """Return the cheapest change that frees enough; if none does, the one that frees most."""
-    enough = [each for each in found if each.enough]
-    return cheapest_first(enough)[0] if enough else max(found, key=lambda each: each.frees, default=None)
-
-
 def _held(profile: Profile, layout: Layout, shortage: Shortage) -> dict[str, float]:
     """Return bytes of the device by category. Frozen parameters have no gradients and no optimizer states."""
     trained = dict.fromkeys((GRADIENTS, MASTERS, OPTIMIZER, PARTIAL), shortage.trained)
     return {name: nbytes * trained.get(name, 1.0) for name, nbytes in held_of(profile, layout)[Tier.DEVICE].items()}
 
 
-def _summed(request: Request) -> bool:
-    """Check whether a rank adds up micro-batches: at stages where it holds whole gradients anyway, this takes no more memory."""
-    return request.micro_batches > 1 and request.config.row.gradient is not Placement.SHARDED
-
-
 def _layout(request: Request) -> Layout:
-    return replace(layout_of(request), hold=_summed(request))
+    """Return the layout of a request, in which a rank adds up micro-batches where it holds whole gradients anyway."""
+    summed = request.micro_batches > 1 and request.config.row.gradient is not Placement.SHARDED
+    return replace(layout_of(request), hold=summed)
 
 
 def _words(before: Request, after: Request) -> str:
@@ -146,7 +136,7 @@ def _words(before: Request, after: Request) -> str:
     found = changes(before, after)
     if after.rows != before.rows:
         times = before.rows // after.rows
-        summed = ", and zs.accumulate around all but the last" if _summed(after) else ""
+        summed = ", and zs.accumulate around all but the last" if _layout(after).hold else ""
         return f"1/{times} of the sequences at a time in {times} times as many micro-batches{summed}"
     if after.ranks != before.ranks:
         return f"{after.ranks // before.ranks} times as many ranks, with as many sequences on each"

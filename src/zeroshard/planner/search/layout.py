@@ -9,19 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...config import PRECISIONS, STAGES, Config, Placement, Tier
+from ...config import PRECISIONS, STAGES, Config, Tier
 from ...errors import ConfigError, did_you_mean
 from ...memory.estimate import rests_away
 from ...utils.axes import PLANNED
+from ...zero.auto_stage import STATES
 from ..simulator.trace import Resource
-from .profile import Home
 
-CHECKPOINTS = ("none", "blocks", "partitioned", "host")
+# a way to keep activations -> zs.checkpoint_activations: not called, called, or called with options
+CHECKPOINTING: dict[str, Any] = {"none": False, "blocks": True, "partitioned": {"partition": True}, "host": {"offload": "cpu"}}
 _CHECKPOINT_WORDS = {
-    "none": (), "blocks": ("activations checkpointed",), "partitioned": ("activations checkpointed, in parts over tp",),
-    "host": ("activations checkpointed on the host",),
+    "none": "", "blocks": ", activations checkpointed", "partitioned": ", activations checkpointed, in parts over tp",
+    "host": ", activations checkpointed on the host",
 }  # fmt: skip
-HOPS = ("one", "two")
 _PACKED = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}  # bytes a value; in addition each block of 256 has a step of 4 bytes
 _STEP_NBYTES = 4 / 256
 DEVICE_NAMES = {Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.DISK: "nvme"}
@@ -73,7 +73,12 @@ class Layout:
     rings: bool = False
 
     def __post_init__(self) -> None:
-        choices = {"checkpointing": CHECKPOINTS, "hops": HOPS, "stage": tuple(STAGES), "precision": tuple(PRECISIONS)}
+        choices = {
+            "checkpointing": tuple(CHECKPOINTING),
+            "hops": ("one", "two"),
+            "stage": tuple(STAGES),
+            "precision": tuple(PRECISIONS),
+        }
         for name, known in choices.items():
             value, words = getattr(self, name), list(map(str, known))
             if value not in known:
@@ -89,6 +94,11 @@ class Layout:
     @property
     def ranks(self) -> int:
         return self.dp * self.pp * self.tp
+
+    @property
+    def tiers(self) -> tuple[Tier, Tier, Tier]:
+        """The tiers on which optimizer, gradient and parameter rest."""
+        return self.optimizer, self.gradient, self.parameter
 
     @property
     def itemsize(self) -> int:
@@ -131,14 +141,15 @@ class Layout:
     def options(self, path: str | None = None) -> dict[str, Any]:
         """Return the layout as options of zs.shard. path: the folder for what rests on disk."""
         found: dict[str, Any] = {"stage": self.stage, "precision": self.precision}
-        for name in ("optimizer", "gradient", "parameter"):
-            if getattr(self, name) is not Tier.DEVICE:
-                found["offload_param" if name == "parameter" else f"offload_{name}"] = DEVICE_NAMES[getattr(self, name)]
-        if Tier.DISK in (self.optimizer, self.gradient, self.parameter) and path is not None:
+        for name, tier in zip(STATES, self.tiers, strict=True):
+            if tier is not Tier.DEVICE:
+                found[name] = DEVICE_NAMES[tier]
+        if Tier.DISK in self.tiers and path is not None:
             found["offload_path"] = path
-        named: dict[str, Any] = {"shard_size": self.shard_size, "zero_hpz_partition_size": self.hpz if self.hpz > 1 else None}
-        named |= {"max_unit_numel": self.max_unit_numel}
-        named |= {"zero_quantized_weights": self.quantized_weights, "zero_quantized_gradients": self.quantized_gradients}
+        named: dict[str, object] = {
+            "shard_size": self.shard_size, "zero_hpz_partition_size": self.hpz if self.hpz > 1 else None, "max_unit_numel": self.max_unit_numel,
+            "zero_quantized_weights": self.quantized_weights, "zero_quantized_gradients": self.quantized_gradients,
+        }  # fmt: skip
         if self.prefetch_nbytes != Config.prefetch_nbytes:
             named |= {"overlap": False} if self.prefetch_nbytes is None else {"prefetch_nbytes": self.prefetch_nbytes}
         if self.hops == "one" and min(self.place()) > 1:
@@ -153,13 +164,13 @@ class Layout:
         words = [f"ZeRO-{self.stage}" if self.stage else "plain data parallelism"]
         if self.pp * self.tp > 1:
             words.append(f"dp={self.dp},pp={self.pp},tp={self.tp}")
-        words += [f"{name} on {getattr(self, name).value}" for name in ("optimizer", "gradient", "parameter")
-                  if getattr(self, name) is not Tier.DEVICE]  # fmt: skip
+        places = zip(("optimizer", "gradient", "parameter"), self.tiers, strict=True)
+        words += [f"{name} on {tier.value}" for name, tier in places if tier is not Tier.DEVICE]
         words += [f"groups of {self.shard_size}"] * (self.shard_size is not None) + [f"hpZ {self.hpz}"] * (self.hpz > 1)
         packed = {"weights": self.quantized_weights, "gradients": self.quantized_gradients}
         words += [f"{what} in {codec}" for what, codec in packed.items() if codec]
         words.append(f"{self.micro_batches} x {self.micro_batch} sequences a rank")
-        return ", ".join([*words, *_CHECKPOINT_WORDS[self.checkpointing]])
+        return ", ".join(words) + _CHECKPOINT_WORDS[self.checkpointing]
 
 
 # -- volumes -------------------------------------------------------------------------------------------------------
@@ -173,7 +184,8 @@ def exchange(layout: Layout, nbytes: float, ranks: int, reduce: bool = False, in
     if ranks == 1:
         return []
     if nodes == 1:
-        return [{_near(layout): nbytes * (ranks - 1) / ranks}]
+        near = Resource.INSIDE if layout.tp < layout.node_size else Resource.BETWEEN  # tp may fill the node
+        return [{near: nbytes * (ranks - 1) / ranks}]
     if inside == 1:
         return [{Resource.BETWEEN: nbytes * (nodes - 1) / nodes}]
     if layout.hops == "two":
@@ -182,50 +194,6 @@ def exchange(layout: Layout, nbytes: float, ranks: int, reduce: bool = False, in
     return [{Resource.BETWEEN: nbytes * (nodes - 1) / nodes, Resource.INSIDE: nbytes * (inside - 1) / ranks}]
 
 
-def _near(layout: Layout) -> Resource:
-    """Return the link between neighbours along dp in one node; BETWEEN if tp fills the node."""
-    return Resource.INSIDE if layout.tp < layout.node_size else Resource.BETWEEN
-
-
 def packed_nbytes(codec: str | None, itemsize: int) -> float:
     """Return the bytes of an element as it is sent: packed by a codec, or as it is."""
     return itemsize if codec is None else _PACKED[codec] + _STEP_NBYTES
-
-
-class Volumes:
-    """The bytes that the collectives of a home send on one rank of a layout, hop by hop."""
-
-    def __init__(self, layout: Layout, home: Home) -> None:
-        self.layout, self.row = layout, STAGES[layout.stage]
-        self.shards = home.shards(layout.tp, layout.shards)
-        self.numel = sum(self.shards) * layout.shards  # elements of the buffers, with their padding
-        codecs = (layout.quantized_weights, layout.quantized_gradients) if home.packs else (None, None)
-        self._weight, self._grad = (packed_nbytes(codec, layout.itemsize) for codec in codecs)
-        # bytes of an element that is sent packed; 0: it is sent as it is
-        self.packed_weight_nbytes, self.packed_gradient_nbytes = (
-            nbytes * (codec is not None) for codec, nbytes in zip(codecs, (self._weight, self._grad), strict=True)
-        )
-
-    def gather(self, first: bool) -> list[Bytes]:
-        """Return the hops of a gather before a pass (stage 3). first: of the step; later ones read secondary shards, if any."""
-        lay = self.layout
-        return exchange(lay, self.numel * self._weight, lay.shards, inside_only=lay.hpz > 1 and not first)
-
-    def reduce(self) -> list[Bytes]:
-        """Return the hops of one backward's reduction: then groups add up their shards, and at stage 0 the sums are gathered."""
-        lay, groups = self.layout, self.layout.dp // self.layout.shards
-        hops = exchange(lay, self.numel * self._grad, lay.shards, reduce=True)
-        if groups > 1:
-            sent = self.numel / lay.shards * (self._grad + lay.itemsize)  # a reduction, perhaps packed, and a plain gather
-            link = Resource.BETWEEN if lay.dp > lay.place()[1] else _near(lay)
-            hops = [*hops, {link: sent * (groups - 1) / groups}]
-        if self.row.gradient is Placement.REPLICATED:
-            hops = hops + exchange(lay, self.numel * lay.gradient_itemsize, lay.shards)
-        return hops
-
-    def publish(self) -> list[Bytes]:
-        """Return the hops of the gather of parameters after the step (stages 1 and 2)."""
-        lay = self.layout
-        if self.row.parameter is Placement.SHARDED or self.row.optimizer is not Placement.SHARDED:
-            return []
-        return exchange(lay, self.numel * self._weight, lay.shards)

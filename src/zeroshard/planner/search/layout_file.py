@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ...config import SECTION, Tier
 from ...errors import ConfigError
-from .layout import Layout
-from .search import Candidate, Found
+from .layout import CHECKPOINTING, Layout
+from .search import Found
 
 _GRADIENTS = {2: "fp16", 4: "fp32"}
 
@@ -30,27 +29,33 @@ def write_config(found: Found, path: str | Path, *, offload_path: str | None = N
     """
     best = found.best
     config = deepspeed_config(best.layout, offload_path)
-    config[SECTION] = section(best.layout, offload_path) | {"seq": found.profile.seq, "prediction": _prediction(found, best)}
+    prediction = {
+        "model": found.profile.name, "hardware": found.hardware.name, "step_s": best.step_s, "tflops_per_device": best.tflops,
+        "tokens_per_s": best.tokens_per_s, "reason": found.reason,
+        "nbytes": {tier.value: best.nbytes(tier) for tier in Tier if best.nbytes(tier)},
+        "runner_up": None if found.runner_up is None else str(found.runner_up.layout),
+    }  # fmt: skip
+    config[SECTION] = section(best.layout, offload_path) | {"seq": found.profile.seq, "prediction": prediction}
     Path(path).write_text(json.dumps(config, indent=2) + "\n")
     return config
 
 
-def section(layout: Layout, offload_path: str | None = None) -> dict[str, Any]:
+def section(layout: Layout, offload_path: str | None = None) -> dict[str, object]:
     """Return zeroshard's own section of the file."""
     _check(layout, offload_path)
-    kept = {"blocks": {"offload": "none"}, "partitioned": {"offload": "none", "partition": True}, "host": {"offload": "cpu"}}
+    kept = CHECKPOINTING[layout.checkpointing]
     return {
         "shard": layout.options(offload_path), "mesh": layout.mesh, "node_size": min(layout.node_size, math.prod(layout.mesh.values())),
         "micro_batch": layout.micro_batch,
         "micro_batches": layout.micro_batches, "global_batch": layout.sequences,
-        "checkpoint_activations": kept.get(layout.checkpointing),
+        "checkpoint_activations": {"offload": "none"} | (kept if isinstance(kept, dict) else {}) if kept else None,
     }  # fmt: skip
 
 
-def deepspeed_config(layout: Layout, offload_path: str | None = None) -> dict[str, Any]:
+def deepspeed_config(layout: Layout, offload_path: str | None = None) -> dict[str, object]:
     """Return the layout as a DeepSpeed configuration, as far as it can say it: neither the mesh nor where gradients rest."""
     _check(layout, offload_path)
-    zero: dict[str, Any] = {"stage": layout.stage}
+    zero: dict[str, object] = {"stage": layout.stage}
     for name, tier in (("offload_optimizer", layout.optimizer), ("offload_param", layout.parameter)):
         if tier is not Tier.DEVICE:
             zero[name] = {"device": "cpu"} if tier is Tier.HOST else {"device": "nvme", "nvme_path": offload_path}
@@ -61,7 +66,7 @@ def deepspeed_config(layout: Layout, offload_path: str | None = None) -> dict[st
     for name in ("weights", "gradients"):
         if getattr(layout, f"quantized_{name}") is not None and layout.stage == 3:
             zero[f"zero_quantized_{name}"] = True
-    config: dict[str, Any] = {
+    config: dict[str, object] = {
         "train_batch_size": layout.sequences, "train_micro_batch_size_per_gpu": layout.micro_batch,
         "gradient_accumulation_steps": layout.micro_batches, "zero_optimization": zero,
     }  # fmt: skip
@@ -72,14 +77,5 @@ def deepspeed_config(layout: Layout, offload_path: str | None = None) -> dict[st
 
 
 def _check(layout: Layout, offload_path: str | None) -> None:
-    if offload_path is None and Tier.DISK in (layout.optimizer, layout.gradient, layout.parameter):
+    if offload_path is None and Tier.DISK in layout.tiers:
         raise ConfigError(f"offload_path: this layout keeps states on disk ({layout}): name a folder on a local disk.")
-
-
-def _prediction(found: Found, best: Candidate) -> Mapping[str, Any]:
-    return {
-        "model": found.profile.name, "hardware": found.hardware.name, "step_s": best.step_s, "tflops_per_device": best.tflops,
-        "tokens_per_s": best.tokens_per_s, "reason": found.reason,
-        "nbytes": {tier.value: best.nbytes(tier) for tier in Tier if best.nbytes(tier)},
-        "runner_up": None if found.runner_up is None else str(found.runner_up.layout),
-    }  # fmt: skip

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -21,7 +20,7 @@ from ...utils.axes import DP, TP
 from ...zero.prefetch import most_gathered
 from ..plan import ACTIVATIONS, Held, fullest, memories
 from .layout import Layout, packed_nbytes
-from .profile import Home, Profile, UnitProfile, homes_of
+from .profile import Profile, homes_of
 
 # the fields of a layout that determine its Comms
 _ROUTES = (DP, TP, "stage", "separate", "node_size", "shard_size", "hpz", "quantized_weights", "quantized_gradients", "hops")
@@ -37,7 +36,9 @@ def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, di
     few = replace(layout, micro_batch=1, micro_batches=min(layout.micro_batches, 2), checkpointing="none")
     held = {tier: dict(found) for tier, found in _states_of(profile, few, stage).items()}
     (device, host), working = activations(profile, layout.pp, stage, layout.itemsize, layout.tp, layout.checkpointing)
-    tokens, waiting = layout.micro_batch * profile.seq, in_flight(layout, stage)
+    tokens = layout.micro_batch * profile.seq
+    # micro-batches whose activations a stage keeps at once, by 1F1B (Megatron-LM, arXiv 2104.04473, section 2.2)
+    waiting = min(layout.micro_batches, layout.pp - stage) if layout.pp > 1 else 1
     for tier, nbytes in ((Tier.DEVICE, tokens * (device * waiting + working)), (Tier.HOST, tokens * host * waiting)):
         if nbytes:
             held[tier][ACTIVATIONS] = round(nbytes)
@@ -76,7 +77,10 @@ def _states_of(profile: Profile, layout: Layout, stage: int) -> dict[Tier, dict[
     device[STAGING] += max(needed(values, slices) - device[SECONDARY], 0)
     if config.row.parameter is Placement.SHARDED and layout.shards > 1 and (away or not comms.shards.copies):
         sizes = {home.name: sum(home.shards(layout.tp, layout.shards)) * layout.shards * layout.itemsize for home in homes}
-        order = _visits(units, homes)
+        apart: dict[str, list[str]] = defaultdict(list)  # of each home, or of a split one its parts: the names
+        for home in (home for home in homes if not home.held):
+            apart[home.origin or home.name].append(home.name)
+        order = [part for unit in units for part in apart.get(unit.home or unit.name, ())]  # as forward gathers them
         at_rest = sum(sizes[name] for name in sizes.keys() - set(order))
         limit = 0 if away and layout.prefetch_nbytes else layout.prefetch_nbytes
         device[GATHERED] = at_rest + most_gathered(order, sizes, limit)
@@ -99,11 +103,6 @@ def held_of(profile: Profile, layout: Layout) -> dict[Tier, Held]:
     return fullest([memories(memory_of(profile, layout, stage), layout.separate) for stage in stages])
 
 
-def in_flight(layout: Layout, stage: int) -> int:
-    """Return how many micro-batches' activations a stage keeps at once, by 1F1B (Megatron-LM, arXiv 2104.04473, section 2.2)."""
-    return min(layout.micro_batches, layout.pp - stage) if layout.pp > 1 else 1
-
-
 @functools.lru_cache(maxsize=4096)
 def activations(
     profile: Profile, pp: int, stage: int, itemsize: int, tp: int, checkpointing: str
@@ -122,11 +121,3 @@ def activations(
             working = max(working, unit.working_nbytes(itemsize, tp))
         boundary = unit.boundary or boundary
     return (device, host), working
-
-
-def _visits(units: Sequence[UnitProfile], homes: list[Home]) -> list[str]:
-    """Return the names of the homes that forward gathers, in its order; of a split home, those of its parts."""
-    apart: dict[str, list[str]] = defaultdict(list)
-    for home in (home for home in homes if not home.held):
-        apart[home.origin or home.name].append(home.name)
-    return [part for unit in units for part in apart.get(unit.home or unit.name, ())]

@@ -10,6 +10,7 @@ the whole part. A unit's *home* is the one whose flat buffers hold its parameter
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -135,21 +136,19 @@ def homes_of(units: Sequence[UnitProfile], max_unit_numel: int | None = None) ->
         Home(name, sum((u.cut for u in members), ()), sum((u.whole for u in members), ()), all(u.packs for u in members))
         for name, members in found.items()
     ]
-    homes = [part for home in homes for part in _split(home, max_unit_numel)]
-    return sorted(homes, key=lambda home: not home.held)
-
-
-def _split(home: Home, max_unit_numel: int | None) -> list[Home]:
-    numel = sum(home.cut) + sum(home.whole)
-    if max_unit_numel is None or numel <= max_unit_numel or home.held:
-        return [home]
-    small = numel // 100
-    rest = tuple(n for n in home.cut if n <= small), tuple(n for n in home.whole if n <= small)
-    parts = [((n,), ()) for n in home.cut if n > small] + [((), (n,)) for n in home.whole if n > small]
-    return [
-        Home(f"{home.name}.{at}", *part, home.packs, home.name)
-        for at, part in enumerate([*parts, *([rest] if any(rest) else [])])
-    ]
+    split: list[Home] = []
+    for home in homes:
+        numel = sum(home.cut) + sum(home.whole)
+        if max_unit_numel is None or numel <= max_unit_numel or home.held:
+            split.append(home)
+            continue
+        small = numel // 100  # what is smaller shares the last part
+        parts: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((n,), ()) for n in home.cut if n > small]
+        parts += [((), (n,)) for n in home.whole if n > small]
+        rest = tuple(n for n in home.cut if n <= small), tuple(n for n in home.whole if n <= small)
+        parts += [rest] if any(rest) else []
+        split += [Home(f"{home.name}.{at}", cut, whole, home.packs, home.name) for at, (cut, whole) in enumerate(parts)]
+    return sorted(split, key=lambda home: not home.held)
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,7 +282,8 @@ class Profile:
         )
         # temporaries of the loss, which follows the last unit, count as that unit's
         working = dict.fromkeys(blocks, max(again, 0)) | {list(sizes)[-1]: _working_nbytes(plan)}
-        sums = _sums_over_tp(halved) if halved is not None else {}
+        tasks = halved.trace.tasks if halved is not None else []
+        sums = Counter(t.unit for t in tasks if t.axis == TP and t.phase == "forward" and t.name.endswith("all_reduce"))
         units = []
         for name, numel in sizes.items():
             saved, cut, saved_cut = plan.activations.get(name, 0), 0, 0
@@ -296,19 +296,10 @@ class Profile:
                 saved_whole=(saved - saved_cut) / micro / itemsize,
                 boundary=round(kept.get(name, 0) / micro / itemsize) if checkpointed else 0,
                 working_whole=working.get(name, 0) / micro / itemsize, block=name in blocks, packs=name != ROOT,
-                tp_reduces=sums.get(name, 0), causal=name in attention and attention[name].causal,
+                tp_reduces=sums[name] // halved.micro_batches if halved is not None else 0, causal=name in attention and attention[name].causal,
                 attention=attention[name].flops / plan.micro_batches / micro if name in attention else 0.0,
             ))  # fmt: skip
         return cls(plan.model, tuple(units), seq, heads if halved is not None else 1)
-
-
-def _sums_over_tp(plan: Plan) -> dict[str, int]:
-    """Return the number of all-reduces over tp in a forward, by unit."""
-    found: dict[str, int] = {}
-    for task in plan.trace.tasks:
-        if task.axis == TP and task.phase == "forward" and task.name.endswith("all_reduce"):
-            found[task.unit] = found.get(task.unit, 0) + 1
-    return {name: count // plan.micro_batches for name, count in found.items()}
 
 
 def _working_nbytes(plan: Plan) -> int:

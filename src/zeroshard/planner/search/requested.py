@@ -13,10 +13,9 @@ from ...parallel.styles import most_ranks
 from ...utils.axes import DP, TP, planned_sizes
 from ..plan import Plan
 from ..request import Request
-from .layout import Layout
+from .layout import CHECKPOINTING, Layout
 from .profile import Profile
 
-CHECKPOINTING: dict[str, Any] = {"none": False, "blocks": True, "partitioned": {"partition": True}, "host": {"offload": "cpu"}}
 _OTHER_UNITS = {"max_unit_numel", "zero_quantized_weights"}  # with these a plan's units are others, or keep other tensors
 
 

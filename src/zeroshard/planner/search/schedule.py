@@ -16,7 +16,7 @@ from ...memory.estimate import rests_away
 from ...utils.axes import PP, TP
 from ...zero.prefetch import LOOKAHEAD, count_ahead
 from ..simulator.trace import AttentionWork, Resource, Task, Trace
-from .layout import Bytes, Layout, Volumes
+from .layout import Bytes, Layout, exchange, packed_nbytes
 from .profile import BACKWARD_PASSES, Home, Profile, UnitProfile, homes_of
 
 _BACKWARD_KERNELS = 3  # times the kernels of a forward, counted by dry runs of a GPT
@@ -41,22 +41,35 @@ def attention_of(units: Sequence[UnitProfile], seq: int, tokens: float, backward
     return AttentionWork(flops, seq, all(unit.causal for unit in having), len(having)) if having else None
 
 
+class Sizes:
+    """The elements and bytes of a home that travel, on one rank of a layout.
+
+    shards: elements of its shard of each flat buffer; own: of all. numel: of the whole buffers, with their padding. weight,
+    gradient: bytes of an element as it is sent; packs_weights, packs_gradients: whether it is packed before.
+    """
+
+    def __init__(self, layout: Layout, home: Home) -> None:
+        self.shards = home.shards(layout.tp, layout.shards)
+        self.own = sum(self.shards)
+        self.numel = self.own * layout.shards
+        weights, gradients = (layout.quantized_weights, layout.quantized_gradients) if home.packs else (None, None)
+        self.weight, self.gradient = packed_nbytes(weights, layout.itemsize), packed_nbytes(gradients, layout.itemsize)
+        self.packs_weights, self.packs_gradients = weights is not None, gradients is not None
+
+
 @dataclass(frozen=True)
 class Stretch:
-    """Neighbouring units that forward and backward compute in one task each. homes: the units of zs.shard gathered for them."""
+    """Neighbouring units that forward and backward compute in one task each. homes: the units of zs.shard gathered for them.
+
+    block: they are repeated blocks. head: it computes the loss; then tp sums the gradient of its input, and three numbers of each
+    token's loss.
+    """
 
     name: str
     units: tuple[UnitProfile, ...]
     homes: tuple[Home, ...]
-
-    @property
-    def block(self) -> bool:
-        return self.units[0].block
-
-    @property
-    def is_head(self) -> bool:
-        """True if it computes the loss; then tp sums the gradient of its input, and three numbers of each token's loss."""
-        return self.units[0].saved_fp32 > 0 and not self.block
+    block: bool
+    head: bool
 
 
 class Stage:
@@ -66,7 +79,7 @@ class Stage:
         self.profile, self.layout, self.stage, self.row = profile, layout, stage, STAGES[layout.stage]
         self.units = profile.stages(layout.pp)[stage]
         self.homes = homes_of(self.units)
-        self.volumes = {home.name: Volumes(layout, home) for home in self.homes}
+        self.sizes = {home.name: Sizes(layout, home) for home in self.homes}
         self.stretches = self._stretches(groups)
         self.tokens = layout.micro_batch * profile.seq
         self.trace = Trace(rank=stage * layout.dp * layout.tp, axes=layout.mesh, node_size=layout.node_size)
@@ -77,7 +90,10 @@ class Stage:
         self.reduced: dict[str, tuple[int, ...]] = {}
         self.seen: set[str] = set()  # homes whose secondary shards are there
         self.starts: list[tuple[int, ...]] = []  # the task that ends each visit: fetches ahead start after an earlier one
+        self.early: dict[str, tuple[int, ...]] = {}  # tasks that read states ahead, by home
         self.sharded = self.row.parameter is Placement.SHARDED
+        self.state_itemsize = layout.state_itemsize + 4 * layout.has_masters  # of an element's masters and optimizer states
+        self.to_stages = Resource.BETWEEN if layout.dp * layout.tp >= layout.node_size else Resource.INSIDE
 
     def _stretches(self, groups: int | None) -> list[Stretch]:
         by_name = {home.name: home for home in self.homes}
@@ -90,17 +106,24 @@ class Stage:
             else:
                 found.append([unit])
         stretches = []
-        for each in found:
-            homes = [by_name[unit.home or unit.name] for unit in each if (unit.home or unit.name) in by_name]
-            stretches.append(Stretch(each[0].name, tuple(each), tuple(home for home in dict.fromkeys(homes) if not home.held)))
+        for units in found:
+            homes = [by_name[unit.home or unit.name] for unit in units if (unit.home or unit.name) in by_name]
+            gathered = tuple(home for home in dict.fromkeys(homes) if not home.held)
+            first = units[0]
+            head = first.saved_fp32 > 0 and not first.block
+            stretches.append(Stretch(first.name, tuple(units), gathered, first.block, head))
         return stretches
 
     # -- one step --------------------------------------------------------------------------------------------
 
     def step(self) -> Trace:
+        """Write the passes of all micro-batches in the order of 1F1B, then the optimizer's step; return the trace."""
         count, ahead = self.layout.micro_batches, self.layout.pp - 1 - self.stage
         warm = min(ahead, count)
-        self._read_ahead()
+        if self.layout.optimizer is Tier.DISK:  # the first states to step are read beside forward and backward
+            name = self.homes[0].name
+            read = {Resource.READ: self.sizes[name].own * self.state_itemsize}
+            self.early[name] = (self._add(f"read states {name}", "forward", read, (), unit=name),)
         for number in range(warm):
             self._forward(number)
         for number in range(warm, count):
@@ -114,9 +137,10 @@ class Stage:
     def _add(
         self, name: str, phase: str, nbytes: Mapping[Resource, float], after: tuple[int, ...], chain: bool = False, **more: Any
     ) -> int:  # fmt: skip
-        home = self.volumes.get(more.get("unit", ""))
+        """Add a task. chain: later ones of the program's own order wait for it. more: fields of Task."""
+        sizes = self.sizes.get(more.get("unit", ""))
         # each flat buffer travels by itself; published systems (rings) have one
-        more.setdefault("messages", 1 if home is None or self.layout.rings else len(home.shards))
+        more.setdefault("messages", 1 if sizes is None or self.layout.rings else len(sizes.shards))
         number = self.trace.add(Task(name, phase, nbytes, tuple(sorted(set(after))), **more))
         if chain:
             self.last = (number,)
@@ -130,35 +154,39 @@ class Stage:
 
     # -- passes ----------------------------------------------------------------------------------------------
 
+    def _begin(self, phase: str, number: int, receives: bool) -> None:
+        """Wait for the message from the stage beside this one, then gather the root, which stays for the whole pass."""
+        if receives:
+            channel = f"{phase[0]}{number}.{self.stage}"
+            self._add("receive", phase, {}, self.last, chain=True, axis=PP, channel=channel, peers=2)
+        for home in (home for home in self.homes if home.held):
+            self._gather(home, phase, self.last)
+            self.last = tuple({*self.last, *self.gathers.pop(home.name, ())})
+
     def _forward(self, number: int) -> None:
         lay = self.layout
-        if self.stage:
-            self._add("receive", "forward", {}, self.last, chain=True, axis=PP, channel=f"f{number}.{self.stage}", peers=2)
-        self._enter_root("forward", number)
+        self._begin("forward", number, self.stage > 0)
         for at, stretch in enumerate(self.stretches):
-            self._ready(self.stretches[at:], "forward")
-            self._compute(f"forward {stretch.name}", "forward", stretch, 1.0, self._needed(stretch))
+            needed = self._ready(self.stretches[at:], "forward")
+            self._compute(f"forward {stretch.name}", "forward", stretch, 1.0, needed)
             self._tp(stretch, "forward", sum(unit.tp_reduces for unit in stretch.units))
-            self._release(stretch)
             if lay.checkpointing == "host" and stretch.block:
                 self._add(f"keep {stretch.name}", "forward", {Resource.DOWN: self._kept(stretch)}, self.last)
         if self.stage < lay.pp - 1:
-            self._send("forward", f"f{number}.{self.stage + 1}", self.units[-1].boundary)
+            sent, channel = self.tokens * self.units[-1].boundary * lay.itemsize, f"f{number}.{self.stage + 1}"
+            self._add("send", "forward", {self.to_stages: sent}, self.last, axis=PP, channel=channel, peers=2)
 
     def _backward(self, number: int) -> None:
         lay, sync = self.layout, number == self.layout.micro_batches - 1 or not self.layout.held
-        if self.stage < lay.pp - 1:
-            self._add("receive", "backward", {}, self.last, chain=True, axis=PP, channel=f"b{number}.{self.stage}", peers=2)
-        self._enter_root("backward", number)
+        self._begin("backward", number, self.stage < lay.pp - 1)
         backwards = self.stretches[::-1]
         for at, stretch in enumerate(backwards):
-            self._ready(backwards[at:], "backward")
-            needed = self._needed(stretch)
+            needed = self._ready(backwards[at:], "backward")
             if stretch.block and lay.checkpointing != "none":
-                needed = self._recompute(stretch, needed)
+                self._recompute(stretch, needed)
+                needed = ()
             self._compute(f"backward {stretch.name}", "backward", stretch, 2.0, needed)
-            self._tp(stretch, "backward", sum(unit.tp_reduces for unit in stretch.units) if stretch.block else stretch.is_head)
-            self._release(stretch)
+            self._tp(stretch, "backward", sum(unit.tp_reduces for unit in stretch.units) if stretch.block else stretch.head)
             if sync:
                 for home in stretch.homes:
                     if all(home not in other.homes for other in backwards[at + 1 :]):
@@ -167,24 +195,25 @@ class Stage:
             for home in (home for home in self.homes if home.held):
                 self._reduce(home)
         if self.stage:
-            self._send("backward", f"b{number}.{self.stage - 1}", self._boundary_before())
+            before = self.profile.stages(lay.pp)[self.stage - 1][::-1]
+            width = next((unit.boundary for unit in before if unit.boundary), 0)  # of what came from the stage before
+            sent, channel = self.tokens * width * lay.itemsize, f"b{number}.{self.stage - 1}"
+            self._add("send", "backward", {self.to_stages: sent}, self.last, axis=PP, channel=channel, peers=2)
 
-    def _recompute(self, stretch: Stretch, needed: tuple[int, ...]) -> tuple[int, ...]:
+    def _recompute(self, stretch: Stretch, needed: tuple[int, ...]) -> None:
+        """Add the repeated forward of a checkpointed stretch, and what brings its input back."""
         lay = self.layout
         if lay.checkpointing == "host":
             earlier = self.starts[-2] if len(self.starts) > 1 else ()
             needed = (*needed, self._add(f"fetch {stretch.name}", "backward", {Resource.UP: self._kept(stretch)}, earlier))
         if lay.checkpointing == "partitioned" and lay.tp > 1:
-            sent = self._kept(stretch) * (lay.tp - 1)
-            name = f"gather input {stretch.name}"
-            given: dict[str, Any] = {"axis": TP, "peers": lay.tp, "messages": len(stretch.units)}
-            needed = (*needed, self._add(name, "backward", self._tp_nbytes(sent), self.last, **given))
+            sent = self._tp_nbytes(self._kept(stretch) * (lay.tp - 1))
+            name, messages = f"gather input {stretch.name}", len(stretch.units)
+            needed = (*needed, self._add(name, "backward", sent, self.last, axis=TP, peers=lay.tp, messages=messages))
         flops = sum(unit.flops for unit in stretch.units)
         last = sum(unit.last_flops for unit in stretch.units) if lay.stops_early else 0.0
         self._compute(f"forward again {stretch.name}", "backward", stretch, (flops - last) / flops if flops else 1.0, needed)
-        reduces = sum(max(unit.tp_reduces - lay.stops_early, 0) for unit in stretch.units)
-        self._tp(stretch, "backward", reduces)
-        return ()
+        self._tp(stretch, "backward", sum(max(unit.tp_reduces - lay.stops_early, 0) for unit in stretch.units))
 
     def _compute(self, name: str, phase: str, stretch: Stretch, factor: float, needed: tuple[int, ...]) -> None:
         """Add the computation of a stretch. factor: times a forward's flops; above 1: a backward."""
@@ -213,80 +242,74 @@ class Stage:
 
     # -- gathers and reductions ------------------------------------------------------------------------------
 
-    def _enter_root(self, phase: str, number: int) -> None:
-        for home in (home for home in self.homes if home.held):
-            self._gather(home, phase, self.last)
-            self.last = tuple({*self.last, *self.gathers.pop(home.name, ())})
+    def _ready(self, upcoming: list[Stretch], phase: str) -> tuple[int, ...]:
+        """Gather the first stretch, and beside its computation those after it that the runtime would gather ahead.
 
-    def _ready(self, upcoming: list[Stretch], phase: str) -> None:
-        """Gather the first stretch, and beside its computation those after it that the runtime would gather ahead."""
+        Return the tasks that its computation waits for.
+        """
         if not self.sharded or (self.layout.shards == 1 and self.layout.parameter is Tier.DEVICE):
-            return
+            return ()
         later = [home for stretch in upcoming[1 : LOOKAHEAD + 1] for home in stretch.homes]
-        sizes = [self.volumes[home.name].numel * self.layout.itemsize for home in later]
+        sizes = [self.sizes[home.name].numel * self.layout.itemsize for home in later]
         for home in (*upcoming[0].homes, *later[: count_ahead(sizes, self.layout.prefetch_nbytes)]):
             if home.name not in self.gathers:
                 self._gather(home, phase, self.last)
+        return tuple(number for home in upcoming[0].homes for number in self.gathers.pop(home.name, ()))
 
     def _gather(self, home: Home, phase: str, after: tuple[int, ...]) -> None:
         if not self.sharded:
             return
-        lay, volumes = self.layout, self.volumes[home.name]
-        nbytes = sum(volumes.shards) * lay.itemsize
+        lay, sizes, name = self.layout, self.sizes[home.name], home.name
+        nbytes = sizes.own * lay.itemsize
         if rests_away(lay.parameter, lay.separate):  # buffers let it start some visits ahead
             earlier = self.starts[-3] if len(self.starts) > 2 else ()
             if lay.parameter is Tier.DISK:
-                earlier = (self._add(f"read {home.name}", phase, {Resource.READ: nbytes}, earlier, unit=home.name),)
+                earlier = (self._add(f"read {name}", phase, {Resource.READ: nbytes}, earlier, unit=name),)
             if lay.separate:
-                earlier = (self._add(f"fetch {home.name}", phase, {Resource.UP: nbytes}, earlier, unit=home.name),)
+                earlier = (self._add(f"fetch {name}", phase, {Resource.UP: nbytes}, earlier, unit=name),)
             after = (*after, *earlier)
-        first, packed = home.name not in self.seen, volumes.packed_weight_nbytes
-        hops = volumes.gather(first=first)
-        self.seen.add(home.name)
-        if packed and hops and (first or lay.hpz == 1):  # a secondary shard rests packed
-            after = (self._pack(f"pack {home.name}", phase, nbytes + sum(volumes.shards) * packed, after, home),)
-        done = self._hops(f"gather {home.name}", phase, hops, after, peers=lay.shards, unit=home.name)
-        if packed and hops:
-            done = (self._pack(f"unpack {home.name}", phase, volumes.numel * (packed + lay.itemsize), done, home),)
-        self.gathers[home.name] = done
-
-    def _pack(self, name: str, phase: str, nbytes: float, after: tuple[int, ...], home: Home) -> int:
-        """Add a kernel that packs or unpacks what is sent: it reads and writes each byte once (comm/codecs/triton_kernels.py)."""
-        return self._add(name, phase, {Resource.DEVICE: nbytes}, after, kernels=1, unit=home.name)
-
-    def _needed(self, stretch: Stretch) -> tuple[int, ...]:
-        return tuple(number for home in stretch.homes for number in self.gathers.get(home.name, ()))
-
-    def _release(self, stretch: Stretch) -> None:
-        for home in stretch.homes:
-            self.gathers.pop(home.name, None)
+        first = name not in self.seen  # later gathers read secondary shards, if there are any
+        self.seen.add(name)
+        hops = exchange(lay, sizes.numel * sizes.weight, lay.shards, inside_only=lay.hpz > 1 and not first)
+        # a kernel that packs or unpacks reads and writes each byte once (comm/codecs/triton_kernels.py)
+        packed = sizes.packs_weights and bool(hops)
+        if packed and (first or lay.hpz == 1):  # a secondary shard rests packed
+            work = {Resource.DEVICE: nbytes + sizes.own * sizes.weight}
+            after = (self._add(f"pack {name}", phase, work, after, kernels=1, unit=name),)
+        done = self._hops(f"gather {name}", phase, hops, after, peers=lay.shards, unit=name)
+        if packed:
+            work = {Resource.DEVICE: sizes.numel * (sizes.weight + lay.itemsize)}
+            done = (self._add(f"unpack {name}", phase, work, done, kernels=1, unit=name),)
+        self.gathers[name] = done
 
     def _reduce(self, home: Home) -> None:
-        lay, volumes = self.layout, self.volumes[home.name]
-        after, packed, hops = self.last, volumes.packed_gradient_nbytes, volumes.reduce()
-        if packed and hops:
-            nbytes = volumes.numel * (lay.itemsize + packed)
-            after = self.last = (self._pack(f"pack {home.name}", "backward", nbytes, after, home),)
-        done = self._hops(
-            f"reduce {home.name}", "backward", hops, after, peers=lay.shards, unit=home.name, distinct=not lay.rings
-        )
-        nbytes = sum(volumes.shards)
-        if packed and hops:
-            read = volumes.numel * packed + nbytes * lay.gradient_itemsize
-            done = (self._pack(f"unpack {home.name}", "backward", read, done, home),)
+        lay, sizes, name = self.layout, self.sizes[home.name], home.name
+        groups = lay.dp // lay.shards
+        hops = exchange(lay, sizes.numel * sizes.gradient, lay.shards, reduce=True)
+        if groups > 1:  # they add up their shards
+            sent = sizes.numel / lay.shards * (sizes.gradient + lay.itemsize)  # a reduction, perhaps packed, and a plain gather
+            between = lay.dp > lay.place()[1] or lay.tp >= lay.node_size
+            hops.append({Resource.BETWEEN if between else Resource.INSIDE: sent * (groups - 1) / groups})
+        if self.row.gradient is Placement.REPLICATED:
+            hops += exchange(lay, sizes.numel * lay.gradient_itemsize, lay.shards)
+        packed, after = sizes.packs_gradients and bool(hops), self.last
+        if packed:
+            work = {Resource.DEVICE: sizes.numel * (lay.itemsize + sizes.gradient)}
+            after = self.last = (self._add(f"pack {name}", "backward", work, after, kernels=1, unit=name),)
+        done = self._hops(f"reduce {name}", "backward", hops, after, peers=lay.shards, unit=name, distinct=not lay.rings)
+        if packed:
+            work = {Resource.DEVICE: sizes.numel * sizes.gradient + sizes.own * lay.gradient_itemsize}
+            done = (self._add(f"unpack {name}", "backward", work, done, kernels=1, unit=name),)
         if lay.prefetch_nbytes is None:
             self.last = tuple({*self.last, *done})
         if self.row.gradient is Placement.SHARDED and rests_away(lay.gradient, lay.separate):
             if lay.separate:
-                done = (
-                    self._add(f"leave {home.name}", "backward", {Resource.DOWN: nbytes * lay.itemsize}, done, unit=home.name),
-                )
+                down = {Resource.DOWN: sizes.own * lay.itemsize}
+                done = (self._add(f"leave {name}", "backward", down, done, unit=name),)
             if lay.gradient is Tier.DISK:
-                written = {Resource.WRITE: nbytes * lay.gradient_itemsize}
-                done = (self._add(f"write gradient {home.name}", "backward", written, done, unit=home.name),)
-        self.reduced[home.name] = done
-
-    # -- other axes ------------------------------------------------------------------------------------------
+                written = {Resource.WRITE: sizes.own * lay.gradient_itemsize}
+                done = (self._add(f"write gradient {name}", "backward", written, done, unit=name),)
+        self.reduced[name] = done
 
     def _tp_nbytes(self, sent: float) -> Bytes:
         """Return by link the bytes `sent` to all of tp: inside the node, and between nodes if tp has more ranks than a node."""
@@ -299,7 +322,7 @@ class Stage:
     def _tp(self, stretch: Stretch, phase: str, reduces: int) -> None:
         """Add so many all-reduces over tp, for which computation waits; each sends 2 (tp - 1) / tp of its bytes."""
         lay = self.layout
-        told = stretch.is_head and phase == "forward"  # the loss sums the largest logit and the sum in fp32, the target's logit
+        told = stretch.head and phase == "forward"  # the loss sums the largest logit and the sum in fp32, the target's logit
         if lay.tp == 1 or not (reduces or told):
             return
         width = max(unit.boundary for unit in stretch.units) or max(unit.boundary for unit in self.units)
@@ -309,84 +332,49 @@ class Stage:
             messages=3 if told else reduces, unit=stretch.name,
         )  # fmt: skip
 
-    def _boundary_before(self) -> int:
-        """Return the elements per token that the stage receives from the one before."""
-        return next((unit.boundary for unit in self.profile.stages(self.layout.pp)[self.stage - 1][::-1] if unit.boundary), 0)
-
-    def _send(self, phase: str, channel: str, width: int) -> None:
-        lay = self.layout
-        link = Resource.BETWEEN if lay.dp * lay.tp >= lay.node_size else Resource.INSIDE
-        self._add("send", phase, {link: self.tokens * width * lay.itemsize}, self.last, axis=PP, channel=channel, peers=2)
-
     # -- the optimizer ---------------------------------------------------------------------------------------
-
-    def _read_ahead(self) -> None:
-        """Add the read from disk of the first states to step, which runs beside forward and backward."""
-        self.early: dict[str, tuple[int, ...]] = {}
-        if self.layout.optimizer is Tier.DISK:
-            home = self.homes[0]
-            nbytes = sum(self.volumes[home.name].shards) * self._state_itemsize
-            self.early[home.name] = (
-                self._add(f"read states {home.name}", "forward", {Resource.READ: nbytes}, (), unit=home.name),
-            )
-
-    @property
-    def _state_itemsize(self) -> int:
-        """Bytes of an element's masters and optimizer states."""
-        return self.layout.state_itemsize + 4 * self.layout.has_masters
 
     def _update(self) -> None:
         """Add the optimizer's step once all gradients are there (for the norm): each home's shard on its tier, then gathers."""
-        lay = self.layout
-        steps: list[int] = []
-        if lay.pp > 1 and self.profile.tied and self.stage in (0, lay.pp - 1):
-            self._sum_tied()
+        lay, tied = self.layout, self.profile.tied
+        if lay.pp > 1 and tied and self.stage in (0, lay.pp - 1):  # both add up their gradients in fp32 (parallel/tied.py)
+            numel = self.sizes[tied].numel if self.row.gradient is Placement.REPLICATED else self.sizes[tied].own
+            self.reduced[tied] = (
+                self._add("sum tied", "step", {self.to_stages: numel * 4}, self.reduced[tied], axis=PP, peers=2),
+            )
         begin = self.last = tuple({*self.last, *(number for done in self.reduced.values() for number in done)})
+        steps: list[int] = []
         for home in self.homes:
-            volumes = self.volumes[home.name]
-            numel = sum(volumes.shards) if self.row.optimizer is Placement.SHARDED else volumes.numel
-            states = numel * self._state_itemsize
+            sizes = self.sizes[home.name]
+            numel = sizes.own if self.row.optimizer is Placement.SHARDED else sizes.numel
+            states = numel * self.state_itemsize
             own = numel * (lay.gradient_itemsize + lay.itemsize * (1 if lay.precision != "fp32" else 2))
             moved = 2 * states + own + _STEP_NBYTES * numel if lay.steps_on is Resource.DEVICE else states + own
             if lay.optimizer is Tier.DEVICE:
-                work = {Resource.DEVICE: moved}
-                number = self._add(
-                    f"step {home.name}", "step", work, self.last, chain=True, kernels=1, numel=numel, unit=home.name
-                )
+                work, name = {Resource.DEVICE: moved}, home.name
+                steps.append(self._add(f"step {name}", "step", work, self.last, chain=True, kernels=1, numel=numel, unit=name))
             else:
-                number = self._host_step(home, numel, states, moved, begin, steps)
-            steps.append(number)
-        ends = [(home, number) for home, number in zip(self.homes, steps, strict=True)]
-        for home, number in ends:
-            hops = self.volumes[home.name].publish()
-            self._hops(f"publish {home.name}", "step", hops, (number,), peers=lay.shards, unit=home.name)
+                steps.append(self._host_step(home.name, numel, states, moved, begin, steps))
+        if not self.sharded and self.row.optimizer is Placement.SHARDED:
+            for home, number in zip(self.homes, steps, strict=True):
+                sizes = self.sizes[home.name]
+                hops = exchange(lay, sizes.numel * sizes.weight, lay.shards)
+                self._hops(f"publish {home.name}", "step", hops, (number,), peers=lay.shards, unit=home.name)
 
-    def _sum_tied(self) -> None:
-        """Add the sum over the first and the last stage of their gradients of tied parameters, in fp32 (parallel/tied.py)."""
-        lay, volumes = self.layout, self.volumes[self.profile.tied]
-        numel = volumes.numel if self.row.gradient is Placement.REPLICATED else sum(volumes.shards)
-        link = Resource.BETWEEN if lay.dp * lay.tp >= lay.node_size else Resource.INSIDE
-        done = self._add("sum tied", "step", {link: numel * 4}, self.reduced[self.profile.tied], axis=PP, peers=2)
-        self.reduced[self.profile.tied] = (done,)
-
-    def _host_step(self, home: Home, numel: int, states: float, moved: float, begin: tuple[int, ...], steps: list[int]) -> int:
+    def _host_step(self, name: str, numel: int, states: float, moved: float, begin: tuple[int, ...], steps: list[int]) -> int:
         """Add reads, the step of the host's cores, writes and the parameters' way back; return the task to wait for."""
-        lay, after = self.layout, list(begin)
+        lay, after = self.layout, begin
         if lay.optimizer is Tier.DISK:
-            read = self.early.get(home.name)
+            read = self.early.get(name)
             if read is None:  # two stretches of buffers: one is read while the other is stepped
-                nbytes = states + numel * lay.gradient_itemsize * (lay.gradient is Tier.DISK)
-                read = (
-                    self._add(
-                        f"read states {home.name}", "step", {Resource.READ: nbytes}, (*begin, *steps[-2:-1]), unit=home.name
-                    ),
-                )
-            after += read
-        number = self._add(f"step {home.name}", "step", {lay.steps_on: moved}, tuple(after), numel=numel, unit=home.name)
+                nbytes = {Resource.READ: states + numel * lay.gradient_itemsize * (lay.gradient is Tier.DISK)}
+                read = (self._add(f"read states {name}", "step", nbytes, (*begin, *steps[-2:-1]), unit=name),)
+            after = (*after, *read)
+        number = self._add(f"step {name}", "step", {lay.steps_on: moved}, after, numel=numel, unit=name)
         if lay.optimizer is Tier.DISK:
-            self._add(f"write states {home.name}", "step", {Resource.WRITE: states}, (number,), unit=home.name)
+            self._add(f"write states {name}", "step", {Resource.WRITE: states}, (number,), unit=name)
         if lay.parameter is Tier.DISK:
-            return self._add(f"write {home.name}", "step", {Resource.WRITE: numel * lay.itemsize}, (number,), unit=home.name)
+            return self._add(f"write {name}", "step", {Resource.WRITE: numel * lay.itemsize}, (number,), unit=name)
         if lay.parameter is Tier.DEVICE and lay.separate:
-            return self._add(f"up {home.name}", "step", {Resource.UP: numel * lay.itemsize}, (number,), unit=home.name)
+            return self._add(f"up {name}", "step", {Resource.UP: numel * lay.itemsize}, (number,), unit=name)
         return number

@@ -23,7 +23,7 @@ from ...errors import ConfigError, did_you_mean
 from ...memory.estimate import rests_away
 from ...memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from ...utils.axes import DP, PP, TP
-from ..plan import Held, Plan, fullest, memories
+from ..plan import Plan, fullest, memories
 from ..recorder import tell
 from ..request import gb
 from ..simulator.hardware import Hardware, resource_seconds
@@ -112,25 +112,30 @@ def search(
 
     Raises ConfigError if no layout divides the numbers evenly, or none fits; the message then says by how much.
     """
-    _check(profile, devices, global_batch, fixed or {}, margin)
+    fixed = fixed or {}
+    _check(profile, devices, global_batch, fixed, margin)
     limits = _limits(hardware, devices, margin)
     counts: Counter[str] = Counter()
     fitting: list[tuple[float, Layout]] = []
     shortest: tuple[float, Layout | None] = (math.inf, None)
-    stages_that_fit: set[int] = set()
-    for layout in _layouts(profile, hardware, devices, global_batch, precision, fixed or {}, lossy):
+    for layout in _layouts(profile, hardware, devices, global_batch, precision, fixed, lossy):
         counts["layouts"] += 1
         if counts["layouts"] % 1000 == 0:
             tell(f"{counts['layouts']:,} layouts looked at, {counts['fit']:,} fit by formula")
-        excess = _excess(held_of(profile, layout), limits)
+        held = held_of(profile, layout)
+        excess = max(sum(of_tier.values()) / limits[tier] for tier, of_tier in held.items())  # above 1 it does not fit
         if excess > 1:
             shortest = min(shortest, (excess, layout), key=lambda pair: pair[0])
             continue
         counts["fit"] += 1
-        stages_that_fit.add(layout.stage)
         fitting.append((bound(profile, layout, hardware), layout))
     if not counts["layouts"]:
-        raise ConfigError(_no_layout(devices, global_batch, fixed or {}))
+        near = [each for each in (global_batch // devices * devices, -(-global_batch // devices) * devices) if each]
+        given = f" with {', '.join(f'{name}={value}' for name, value in fixed.items())}" if fixed else ""
+        raise ConfigError(
+            f"no layout of {devices} devices divides a batch of {global_batch} sequences{given}: expected a multiple of the ranks that share it; "
+            f"the nearest: {' or '.join(map(str, dict.fromkeys(near)))}."
+        )
     if not fitting:
         raise ConfigError(_too_large(profile, hardware, shortest, limits))
     ranked = _simulated(profile, hardware, sorted(fitting, key=lambda pair: pair[0]), counts)
@@ -207,7 +212,14 @@ def _variants(
             if (dp == 1 and stage and plain and "stage" not in fixed) or (Tier.HOST in tiers[::2] and not hardware.separate):
                 continue
             states = dict(zip(("stage", "optimizer", "gradient", "parameter"), (stage, *tiers), strict=True))
-            extras = _between_nodes(stage, several, inside, lossy)
+            extras: list[dict[str, Any]] = [{}]
+            if several:
+                extras.append({"hops": "one"})
+            if several and stage == 3:
+                extras += [{"hpz": inside}, {"shard_size": inside}]
+            if several and lossy and stage:
+                packed = {"quantized_weights": "int8", "quantized_gradients": "int4"}
+                extras += [packed, {**packed, "hpz": inside}] if stage == 3 else [packed]
             for extra in extras + [{**extra, "max_unit_numel": split} for extra in extras if split and stage == 3]:
                 given = {**common, **states, **extra, **fixed}
                 # a fixed field may lead to what zs.shard refuses: secondary shards need two hops and no groups, both divide dp
@@ -215,19 +227,6 @@ def _variants(
                 refused = refused or bool(dp % given.get("hpz", 1) or dp % (given.get("shard_size") or 1))
                 if not refused and all(given[name] == value for name, value in (common | states).items()):
                     yield Layout(**given)
-
-
-def _between_nodes(stage: int, several: bool, inside: int, lossy: bool) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = [{}]
-    if not several:
-        return found
-    found.append({"hops": "one"})
-    if stage == 3:
-        found += [{"hpz": inside}, {"shard_size": inside}]
-    if lossy and stage:
-        packed = {"quantized_weights": "int8", "quantized_gradients": "int4"}
-        found += [packed, {**packed, "hpz": inside}] if stage == 3 else [packed]
-    return found
 
 
 # -- what fits ---------------------------------------------------------------------------------------------------------
@@ -240,27 +239,18 @@ def _limits(hardware: Hardware, devices: int, margin: float) -> dict[Tier, float
     return room | {Tier.DEVICE: (hardware.capacity(Tier.DEVICE) - hardware.overhead_nbytes) * (1 - margin)}
 
 
-def _excess(held: Mapping[Tier, Held], limits: Mapping[Tier, float]) -> float:
-    """Return the bytes of a memory over its limit, of that where this is most; above 1 it does not fit."""
-    return max(sum(found.values()) / limits[tier] for tier, found in held.items())
-
-
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=4096)
-def _work(profile: Profile, pp: int, stage: int) -> tuple[float, int, int, float]:
-    """Return of a stage's forward: flops a token, matrix products, elements a token that tp sums, flops a token in blocks."""
+def _work(profile: Profile, pp: int, stage: int, tp: int, shards: int) -> tuple[float, int, int, float, int]:
+    """Return of a stage's forward: flops a token, matrix products, elements a token that tp sums, flops a token in blocks; and
+    the elements of a rank's shard of all flat buffers."""
     units = profile.stages(pp)[stage]
     summed = sum(unit.tp_reduces * unit.boundary for unit in units)
     products = sum(unit.products or unit.kernels for unit in units)
-    return sum(u.flops for u in units), products, summed, sum(u.flops for u in units if u.block)
-
-
-@functools.lru_cache(maxsize=4096)
-def _shard_numel(profile: Profile, pp: int, stage: int, tp: int, shards: int) -> int:
-    """Return the elements of a rank's shard of all flat buffers of a stage."""
-    return sum(sum(home.shards(tp, shards)) for home in homes_of(profile.stages(pp)[stage]))
+    own = sum(sum(home.shards(tp, shards)) for home in homes_of(units))
+    return sum(u.flops for u in units), products, summed, sum(u.flops for u in units if u.block), own
 
 
 def bound(profile: Profile, layout: Layout, hardware: Hardware) -> float:
@@ -270,8 +260,7 @@ def bound(profile: Profile, layout: Layout, hardware: Hardware) -> float:
 
 def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: int) -> float:
     lay, count, tokens = layout, layout.micro_batches, layout.micro_batch * profile.seq
-    flops, products, summed, in_blocks = _work(profile, lay.pp, stage)
-    own = _shard_numel(profile, lay.pp, stage, lay.tp, lay.shards)
+    flops, products, summed, in_blocks, own = _work(profile, lay.pp, stage, lay.tp, lay.shards)
     again = in_blocks / flops if flops and lay.checkpointing != "none" else 0.0
     trace = Trace(node_size=lay.node_size)
 
@@ -284,23 +273,23 @@ def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: in
     forward = seconds({Resource.DEVICE: 0.0}, **work)[Resource.DEVICE]
     computing = (3 + again) * forward * (count + lay.pp - 1)  # a backward is two forwards; pp - 1 more fill the pipeline
     if lay.tp > 1:
-        sent = 2 * (lay.tp - 1) / lay.tp * summed * tokens * lay.itemsize * (2 + again / 2)
-        computing += count * seconds({Resource.INSIDE: sent}, lay.tp)[Resource.INSIDE]
+        sums = 2 * (lay.tp - 1) / lay.tp * summed * tokens * lay.itemsize * (2 + again / 2)
+        computing += count * seconds({Resource.INSIDE: sums}, lay.tp)[Resource.INSIDE]
     links: dict[Resource, float] = defaultdict(float)
     row, whole = STAGES[lay.stage], own * lay.shards
     weight = packed_nbytes(lay.quantized_weights, lay.itemsize) * whole
-
-    def add(hops: list[dict[Resource, float]], times: float) -> None:
+    sharded, spread = row.parameter is Placement.SHARDED, row.gradient is Placement.SHARDED
+    reduces = 1 if lay.held else count
+    sent = []  # hops of collectives, and how often a step has them
+    if sharded:
+        sent.append((exchange(lay, weight, lay.shards), 1))
+        sent.append((exchange(lay, weight, lay.shards, inside_only=lay.hpz > 1), 2 * count - 1))
+    gradient = packed_nbytes(lay.quantized_gradients, lay.itemsize) * whole
+    sent.append((exchange(lay, gradient, lay.shards, reduce=True), reduces))
+    for hops, times in sent:
         for hop in hops:
             for resource, time in seconds(hop, lay.shards).items():
                 links[resource] += time * times
-
-    sharded, spread = row.parameter is Placement.SHARDED, row.gradient is Placement.SHARDED
-    reduces = 1 if lay.held else count
-    if sharded:
-        add(exchange(lay, weight, lay.shards), 1)
-        add(exchange(lay, weight, lay.shards, inside_only=lay.hpz > 1), 2 * count - 1)
-    add(exchange(lay, packed_nbytes(lay.quantized_gradients, lay.itemsize) * whole, lay.shards, reduce=True), reduces)
     if sharded and rests_away(lay.parameter, lay.separate):
         for resource in [Resource.READ] * (lay.parameter is Tier.DISK) + [Resource.UP] * lay.separate:
             links[resource] += 2 * count * seconds({resource: own * lay.itemsize})[resource]
@@ -337,13 +326,6 @@ def timed(profile: Profile, layout: Layout, hardware: Hardware) -> tuple[float, 
     return found[1].step_s + (layout.micro_batches - counts[-1]) * each, found[1]
 
 
-def _candidate(profile: Profile, layout: Layout, hardware: Hardware) -> Candidate:
-    step_s, simulation = timed(profile, layout, hardware)
-    tokens = layout.sequences * profile.seq
-    tflops = 3 * profile.flops * tokens / layout.ranks / step_s / 1e12
-    return Candidate(layout, step_s, tflops, tokens / step_s, simulation.bound, held_of(profile, layout))
-
-
 def _simulated(
     profile: Profile, hardware: Hardware, fitting: list[tuple[float, Layout]], counts: Counter[str]
 ) -> list[Candidate]:
@@ -357,11 +339,14 @@ def _simulated(
         tell(
             f"{counts['fit']:,} of {counts['layouts']:,} layouts fit by formula; simulated {counts['simulated']}, the best {best:.2g} s a step"
         )
-        found.append(_candidate(profile, layout, hardware))
+        step_s, simulation = timed(profile, layout, hardware)
+        tokens = layout.sequences * profile.seq
+        tflops = 3 * profile.flops * tokens / layout.ranks / step_s / 1e12
+        found.append(Candidate(layout, step_s, tflops, tokens / step_s, simulation.bound, held_of(profile, layout)))
         fastest = min(found, key=lambda each: each.step_s)
         best = fastest.step_s
         second = min((each.step_s for each in found if _kind(each.layout) != _kind(fastest.layout)), default=math.inf)
-    return in_order(found, _of)
+    return in_order(found, lambda each: (each.step_s, each.layout))
 
 
 def in_order(found: Sequence[_T], of: Callable[[_T], tuple[float, Layout]]) -> list[_T]:
@@ -369,32 +354,22 @@ def in_order(found: Sequence[_T], of: Callable[[_T], tuple[float, Layout]]) -> l
     best = min((of(each)[0] for each in found), default=0.0)
 
     def order(each: _T) -> tuple:
-        seconds, layout = of(each)
-        equal = seconds <= best * _EQUAL
-        return not equal, plainness(layout) if equal else (), seconds
+        seconds, lay = of(each)
+        if seconds > best * _EQUAL:
+            return True, (), seconds
+        away = sum(tier is not Tier.DEVICE for tier in lay.tiers)
+        packed = sum(codec is not None for codec in (lay.quantized_weights, lay.quantized_gradients))
+        special = (lay.max_unit_numel is not None) + (lay.hpz > 1) + (lay.shard_size is not None) + (lay.hops != "two")
+        axes, kept = (lay.pp > 1) + (lay.tp > 1), lay.checkpointing != "none"
+        return False, (away, packed, axes, kept, special, lay.stage, lay.micro_batches), seconds
 
     return sorted(found, key=order)
 
 
-def _of(each: Candidate) -> tuple[float, Layout]:
-    return each.step_s, each.layout
-
-
 def _kind(layout: Layout) -> tuple:
     """Return the fields that make two layouts different in kind; layouts of one kind differ only in details (the micro-batch)."""
-    return (*_states(layout), layout.pp, layout.tp, layout.checkpointing, layout.hpz, layout.shard_size, layout.quantized_weights)
-
-
-def _states(layout: Layout) -> tuple:
-    return layout.stage, layout.optimizer, layout.gradient, layout.parameter
-
-
-def plainness(layout: Layout) -> tuple:
-    away = sum(tier is not Tier.DEVICE for tier in _states(layout)[1:])
-    packed = sum(each is not None for each in (layout.quantized_weights, layout.quantized_gradients))
-    special = (layout.max_unit_numel is not None) + (layout.hpz > 1) + (layout.shard_size is not None) + (layout.hops != "two")
-    axes, kept = (layout.pp > 1) + (layout.tp > 1), layout.checkpointing != "none"
-    return away, packed, axes, kept, special, layout.stage, layout.micro_batches
+    lay = layout
+    return lay.stage, lay.tiers, lay.pp, lay.tp, lay.checkpointing, lay.hpz, lay.shard_size, lay.quantized_weights
 
 
 def _confirmed(
@@ -416,30 +391,23 @@ def _confirmed(
         tell(f"dry run of {each.layout}")
         plan = verify(each.layout)
         held = fullest([memories(phase.held, plan.separate) for phase in plan.phases])
-        if _excess(held, limits) > 1:
+        if max(sum(of_tier.values()) / limits[tier] for tier, of_tier in held.items()) > 1:
             counts["refused"] += 1
             continue
         kinds.add(_kind(each.layout))
-        found.append(each if simulated is None else _by_dry_run(each, held, simulated(each.layout)))
+        if simulated is None:
+            found.append(each)
+        else:
+            done = simulated(each.layout)
+            found.append(Candidate(each.layout, done.step_s, done.tflops, done.tokens_per_s, done.bound, held, by_formula=False))
     if not found:
         raise ConfigError(
             f"none of the {counts['verified']} fastest layouts fits by its dry run: use more devices, or a smaller batch."
         )
-    return in_order(found, _of)
-
-
-def _by_dry_run(each: Candidate, held: Mapping[Tier, Held], done: Simulation) -> Candidate:
-    return replace(
-        each, step_s=done.step_s, tflops=done.tflops, tokens_per_s=done.tokens_per_s, bound=done.bound, memory=held,
-        by_formula=False,
-    )  # fmt: skip
+    return in_order(found, lambda each: (each.step_s, each.layout))
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------
-
-
-def _gb(nbytes: float) -> str:
-    return f"{gb(nbytes)} GB"
 
 
 def _reason(
@@ -447,15 +415,21 @@ def _reason(
 ) -> str:
     """Explain the choice: what a plainer layout would take, what bounds this one, and what the runner-up takes."""
     layout = best.layout
-    room = _gb(limits[Tier.DEVICE])
+    room = gb(limits[Tier.DEVICE])
     seconds = seconds_with_spread(best.step_s, hardware.spread)
-    sentences = [f"{layout} takes {_gb(best.nbytes())} of the {room} that a device has for it, {seconds} s a step."]
-    lower = _without(layout)
+    sentences = [f"{layout} takes {gb(best.nbytes())} GB of the {room} GB that a device has for it, {seconds} s a step."]
+    lower: Layout | None = None  # the next plainer layout: with nothing offloaded, else one stage lower
+    if any(tier is not Tier.DEVICE for tier in layout.tiers):
+        lower = replace(layout, optimizer=Tier.DEVICE, gradient=Tier.DEVICE, parameter=Tier.DEVICE)
+    elif layout.stage > 0:
+        lower = replace(
+            layout, stage=layout.stage - 1, hpz=1, shard_size=None, quantized_weights=None, quantized_gradients=None
+        )  # fmt: skip
     if lower is not None:
         needed = sum(held_of(profile, lower)[Tier.DEVICE].values())
         what = f"ZeRO-{lower.stage}" if lower.stage != layout.stage else "Without offloading it"
         if needed > limits[Tier.DEVICE]:
-            sentences.append(f"{what} would need {_gb(needed)}.")
+            sentences.append(f"{what} would need {gb(needed)} GB.")
         else:
             slower = timed(profile, lower, hardware)[0] / timed(profile, layout, hardware)[0] - 1
             sentences.append(
@@ -469,33 +443,15 @@ def _reason(
     return " ".join(sentences)
 
 
-def _without(layout: Layout) -> Layout | None:
-    """Return the next plainer layout: with nothing offloaded, else one stage lower; None at stage 0."""
-    if any(tier is not Tier.DEVICE for tier in _states(layout)[1:]):
-        return replace(layout, optimizer=Tier.DEVICE, gradient=Tier.DEVICE, parameter=Tier.DEVICE)
-    if layout.stage == 0:
-        return None
-    return replace(layout, stage=layout.stage - 1, hpz=1, shard_size=None, quantized_weights=None, quantized_gradients=None)
-
-
-def _no_layout(devices: int, global_batch: int, fixed: Mapping[str, Any]) -> str:
-    near = [each for each in (global_batch // devices * devices, -(-global_batch // devices) * devices) if each]
-    given = f" with {', '.join(f'{name}={value}' for name, value in fixed.items())}" if fixed else ""
-    return (
-        f"no layout of {devices} devices divides a batch of {global_batch} sequences{given}: expected a multiple of the ranks that share it; "
-        f"the nearest: {' or '.join(map(str, dict.fromkeys(near)))}."
-    )
-
-
 def _too_large(profile: Profile, hardware: Hardware, shortest: tuple[float, Layout | None], limits: Mapping[Tier, float]) -> str:
     excess, layout = shortest
     assert layout is not None
     held = held_of(profile, layout)
     states = sum(found.get(name, 0) for found in held.values() for name in (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER))
     sizes = ", ".join(
-        f"{_gb(sum(held[tier].values()))} on {tier.value} ({_gb(limits[tier])} available)" for tier in held if held[tier]
+        f"{gb(sum(held[tier].values()))} GB on {tier.value} ({gb(limits[tier])} GB available)" for tier in held if held[tier]
     )
     return (
         f"{profile.name} of {profile.numel / 1e9:.3g}B parameters does not fit {layout.ranks} x {hardware.name} in any layout. The nearest, "
-        f"{layout}, takes {sizes}, model states {_gb(states)} of it: {excess:.3g} times what there is. Use more devices, or a smaller batch."
+        f"{layout}, takes {sizes}, model states {gb(states)} GB of it: {excess:.3g} times what there is. Use more devices, or a smaller batch."
     )

@@ -127,9 +127,13 @@ def _hardware(found: Sequence[Found], ranks: int, path: str | None, amount: Amou
     links = dict.fromkeys((Resource.DOWN, Resource.UP), Link(mean["copied"] / 2, mean["launch_s"]))
     if ranks > 1:
         links[Resource.INSIDE] = Link(mean["exchanged"], mean["hop_s"])
-    disk = DiskSpeed(**{phase: _speed(found, phase) for phase in PHASES}) if path is not None else None
-    if disk is not None:
+    take_turns = False
+    if path is not None:
+        disk = DiskSpeed(**{phase: _speed(found, phase) for phase in PHASES})
         links |= {Resource.READ: _requests(found, "read"), Resource.WRITE: _requests(found, "write")}
+        # whether reads and writes at once are nearer to one after the other than to both at full speed
+        in_turn, at_full_speed = 2 / (1 / disk.read + 1 / disk.write), 2 * min(disk.read, disk.write)
+        take_turns = disk.both < (in_turn + at_full_speed) / 2
     memory = available_nbytes() or 0
     shape = "fp32, square matrices, forward and both gradients"
     measured = f"zeroshard calibrate, {ranks} ranks of one thread at the same time, {time.strftime('%Y-%m-%d')}"
@@ -142,7 +146,7 @@ def _hardware(found: Sequence[Found], ranks: int, path: str | None, amount: Amou
         name=name, device=device, devices_per_node=ranks, links=links, host_memory_nbytes=max(1, memory),
         disk_nbytes=shutil.disk_usage(path).free if path is not None else 0, host_step_rate=sum(each.stepped for each in found),
         host_memory_bandwidth=mean["copied"] * ranks, separate=False, shared_cores=True,
-        shared_disk=disk is not None and _take_turns(disk),
+        shared_disk=take_turns,
         source={"all": measured, "memory": "what was free at that time", "efficiency": shape},
     )  # fmt: skip
 
@@ -161,12 +165,6 @@ def _requests(found: Sequence[Found], phase: str) -> Link:
     if not 0 < per_byte < small / SMALL_NBYTES:  # small requests are as fast per byte, or noise hides the difference
         return Link(REQUEST_NBYTES / large, 0.0)
     return Link(1 / per_byte, small - SMALL_NBYTES * per_byte)
-
-
-def _take_turns(disk: DiskSpeed) -> bool:
-    """Check whether reads and writes at once are nearer to one after the other than to both at full speed."""
-    in_turn, at_full_speed = 2 / (1 / disk.read + 1 / disk.write), 2 * min(disk.read, disk.write)
-    return disk.both < (in_turn + at_full_speed) / 2
 
 
 # ------------------------------------------------------------------------------------------------------ a rank
@@ -192,23 +190,21 @@ def _measure(rank: int, world_size: int, path: str | None, amount: Amount) -> Fo
         hop_s=hop_s,
         exchanged=sent / max(exchange_s - hop_s, 0.1 * exchange_s),
         stepped=_step_rate(comm, min(STEPPED_NUMEL, amount.numel)),
-        bursts=_bursts(comm, path, amount) if path is not None else {},
+        bursts={},
     )
+    if path is not None:
+        probe = DiskBursts(path, 16 * amount.numel)
+        kinds = {phase: (phase, REQUEST_NBYTES) for phase in PHASES}
+        kinds |= {f"small {phase}": (phase, SMALL_NBYTES) for phase in ("write", "read")}
+        for number in range(1 + amount.rounds):
+            for name, kind in kinds.items():
+                comm.exchange(b"", f"calibrate: {name}")
+                burst = probe.burst(*kind)
+                if number:  # the first round warms up
+                    found.bursts.setdefault(name, []).append(burst)
+        probe.file.close()
     comm.exchange(b"", "calibrate: end")
     return found
-
-
-def _bursts(comm: DirectComm, path: str, amount: Amount) -> dict[str, list[Burst]]:
-    probe, bursts = DiskBursts(path, 16 * amount.numel), dict[str, list[Burst]]()
-    kinds = {phase: (phase, REQUEST_NBYTES) for phase in PHASES} | {
-        f"small {phase}": (phase, SMALL_NBYTES) for phase in ("write", "read")
-    }
-    for _ in range(1 + amount.rounds):
-        for name, kind in kinds.items():
-            comm.exchange(b"", f"calibrate: {name}")
-            bursts.setdefault(name, []).append(probe.burst(*kind))
-    probe.file.close()
-    return {phase: each[1:] for phase, each in bursts.items()}
 
 
 def _turn(comm: DirectComm, action: Callable[[], object], turn_s: float) -> float:
@@ -254,7 +250,7 @@ class _Counter(TorchDispatchMode):
 
     kernels = nbytes = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         result = func(*args, **(kwargs or {}))
         given = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor)]
         known = {torch_compat.storage_id(each.untyped_storage()) for each in given}

@@ -56,15 +56,13 @@ class DiskBursts:
     def __init__(self, folder: str, nbytes: int = NBYTES) -> None:
         self.file = hidden_file(folder, 2 * nbytes)  # the first half is written, the second read
         self.nbytes = nbytes
-        self._move(writes=True, reads=False, at=nbytes)  # blocks that were never written would be read without the disk
+        self.burst("write", at=nbytes)  # blocks that were never written would be read without the disk
 
-    def burst(self, phase: str, request_nbytes: int = REQUEST_NBYTES) -> Burst:
-        """Run one of PHASES over the file; return its begin, end and bytes."""
-        return self._move(writes=phase != "read", reads=phase != "write", at=0, request_nbytes=request_nbytes)
-
-    def _move(self, *, writes: bool, reads: bool, at: int, request_nbytes: int = REQUEST_NBYTES) -> Burst:
-        """Write and read, with buffers that are freed at once, so that they do not count in a measurement of memory."""
+    def burst(self, phase: str, request_nbytes: int = REQUEST_NBYTES, at: int = 0) -> Burst:
+        """Run one of PHASES over the file; return its begin, end and bytes. at: the byte at which writes begin."""
+        writes, reads = phase != "read", phase != "write"
         size = min(request_nbytes, self.nbytes)
+        # buffers that are freed at once, so that they do not count in a measurement of memory
         source, target, handles = noise(size), empty_aligned(size).zero_(), []
         with Engine() as engine:
             begin = time.monotonic()

@@ -15,18 +15,18 @@ import functools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from ...config import PRECISIONS, Tier
 from ...errors import ConfigError, did_you_mean
 from ...utils.axes import TP
-from .trace import AttentionWork, Resource, Task, Trace
+from .trace import Resource, Task, Trace
 
 _FILE = Path(__file__).with_name("hardware.toml")
 # type of a field -> Python types that a file may have there, and how an error names them
-_OTHERS: dict[str, tuple[Any, str]] = {
+_OTHERS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "str": (str, "a text"),
     "Mapping": (Mapping, "a table"),
     "tuple": ((list, tuple), "a list of numbers"),
@@ -84,11 +84,6 @@ class Attention:
         for name in ("tokens", "full", "causal"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         Curve(self.tokens, self.full), Curve(self.tokens, self.causal)  # they raise ConfigError for wrong numbers
-
-    def seconds(self, work: AttentionWork, peak: float) -> float:
-        """Return the seconds of the work. peak: flops/s of the device in the dtype of the scores."""
-        fraction = Curve(self.tokens, self.causal if work.causal else self.full).at(work.tokens)
-        return (0.5 if work.causal else 1.0) * work.flops / (peak * fraction)
 
 
 @dataclass(frozen=True)
@@ -247,7 +242,10 @@ def resource_seconds(
             rate = link.rate(ranks, hardware.devices_per_node)
             if link.group is not None and members > 1 and (link.trees or task.axis == TP):
                 rate = min(rate, link.group / members)
-            times[resource] = moved / (rate * utilisation) + hop * _hops(task) * task.messages * (nbytes > 0)
+            # messages that follow one another: the depth of a tree. NCCL sends what is small by trees or its logarithmic algorithm
+            # (PAT); what is large goes around a ring, where the latency is hidden behind the bytes of other chunks
+            hops = max(1, math.ceil(math.log2(max(1, task.peers))))
+            times[resource] = moved / (rate * utilisation) + hop * hops * task.messages * (nbytes > 0)
     return times
 
 
@@ -260,18 +258,14 @@ def _compute_seconds(task: Task, nbytes: float, device: Device) -> float:
         return memory + launches
     peak, flops, products, arithmetic = device.peak(task.dtype), task.flops, task.products, 0.0
     if task.attention is not None and device.attention is not None:
-        flops, arithmetic = flops - task.attention.flops, device.attention.seconds(task.attention, peak)
+        work, curves = task.attention, device.attention
+        fraction = Curve(curves.tokens, curves.causal if work.causal else curves.full).at(work.tokens)
+        flops, arithmetic = flops - work.flops, (0.5 if work.causal else 1.0) * work.flops / (peak * fraction)
     elif task.attention is not None and products:
         products += task.attention.kernels
     if flops > 0:
         arithmetic += flops / (peak * device.efficiency.at(flops / max(1, products or task.kernels)))
     return (max(arithmetic, memory) if task.kernels <= 1 else arithmetic + memory) + launches
-
-
-def _hops(task: Task) -> int:
-    """Return how many messages follow one another: the depth of a tree. NCCL sends what is small by trees or its logarithmic
-    algorithm (PAT); what is large goes around a ring, where the latency is hidden behind the bytes of other chunks."""
-    return max(1, math.ceil(math.log2(max(1, task.peers))))
 
 
 def _crossing(task: Task, resource: Resource, nbytes: float) -> tuple[float, float]:
@@ -325,7 +319,7 @@ def _of_table(table: Mapping[str, Any], where: str) -> Hardware:
     return Hardware(**given | {"device": Device(**device), "links": links})
 
 
-def _checked(table: Any, kind: type, where: str) -> dict[str, Any]:
+def _checked(table: object, kind: type, where: str) -> dict[str, Any]:
     """Check that a table has the needed keys of a dataclass, no unknown ones, and values of their types; return it as a dict."""
     if not isinstance(table, Mapping):
         raise ConfigError(f"{where}: expected a table, got {table!r}")
@@ -358,12 +352,12 @@ def _checked(table: Any, kind: type, where: str) -> dict[str, Any]:
     return dict(table)
 
 
-def _write_table(lines: list[str], name: str, table: Mapping[str, Any]) -> None:
+def _write_table(lines: list[str], name: str, table: Mapping[str, object]) -> None:
     """Append a table's values, then its inner tables. JSON's strings, numbers and lists of numbers are valid TOML."""
-    values: dict[str, Any] = {}
-    inner: dict[str, Mapping[str, Any]] = {}
+    values: dict[str, object] = {}
+    inner: dict[str, Mapping[str, object]] = {}
     for key, value in table.items():
-        if hasattr(value, "__dataclass_fields__"):
+        if is_dataclass(value) and not isinstance(value, type):
             inner[key] = {f.name: getattr(value, f.name) for f in fields(value)}
         elif isinstance(value, Mapping):
             inner[key] = {k.value if isinstance(k, Resource) else k: v for k, v in value.items()}

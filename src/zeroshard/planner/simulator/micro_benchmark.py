@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ...comm.launch import describe_exit, run_processes
 
@@ -49,7 +49,7 @@ class Unmeasured(RuntimeError):
     """Raised when a measurement has no result; the message says why, in one line."""
 
 
-def apart(function: Callable[..., Any], *args: object, log_file: object, timeout_s: float = LIMIT_S) -> Any:
+def apart(function: Callable[..., Sample], *args: object, log_file: object, timeout_s: float = LIMIT_S) -> Sample:
     """Call a function in a fresh process whose output goes to a file; return its result. Raises Unmeasured if it fails."""
     (ended,) = run_processes(_call, 1, function, args, str(log_file), timeout_s=timeout_s, check=False)
     if not ended.ok:
@@ -60,7 +60,9 @@ def apart(function: Callable[..., Any], *args: object, log_file: object, timeout
     return value
 
 
-def _call(rank: int, world_size: int, function: Callable[..., Any], args: tuple[object, ...], log_file: str) -> tuple[Any, str]:
+def _call(
+    rank: int, world_size: int, function: Callable[..., object], args: tuple[object, ...], log_file: str
+) -> tuple[object, str]:
     divert_output(log_file)  # DeepSpeed, and the compiler of its extension, print much
     try:
         return function(*args), ""

@@ -77,57 +77,6 @@ class Simulation:
         )
 
 
-@dataclass
-class _Graph:
-    """The tasks of all traces, each with a number: which tasks each one waits for, and the queues of its resources."""
-
-    tasks: list[Task]
-    places: list[tuple[int, int]]  # trace and number of each
-    before: list[list[int]]
-    lines: list[list[deque[int]]]  # of each task: the queues of its resources
-
-
-@dataclass
-class _Flow:
-    """Steps in a row: when each task begins and ends. waited: whose end let it begin. goals: the tasks that end each step."""
-
-    graph: _Graph
-    times: list[float]
-    begins: list[float]
-    ends: list[float]
-    waited: list[int | None]
-    goals: list[list[int]]
-
-    @property
-    def leaves_something(self) -> bool:
-        """True if tasks of the last step still run when its ranks go on to the next."""
-        return self.step[1] < max(self.ends, default=0.0)
-
-    @property
-    def step(self) -> tuple[float, float]:
-        """The seconds at which the last step begins and ends."""
-        before, last = ([0.0] + [max((self.ends[n] for n in goals), default=0.0) for goals in self.goals])[-2:]
-        return before, last
-
-    def spans(self) -> list[Span]:
-        """Return all that runs during the last step, also of the steps before it; times are from the last one's beginning."""
-        begin, end = self.step
-        return [
-            (*place, max(b - begin, 0.0), min(e, end) - begin)
-            for place, b, e in zip(self.graph.places, self.begins, self.ends, strict=True)
-            if (b < end or b == e <= end) and (e > begin or b == e >= begin)
-        ]
-
-    def path(self) -> Iterator[tuple[int, float]]:
-        """Yield (task, seconds) backwards from the task that ends the last step; each began when the one yielded next ended."""
-        begin, _ = self.step
-        number = max(self.goals[-1], key=self.ends.__getitem__, default=None)
-        while number is not None and self.ends[number] > begin:
-            if self.times[number]:
-                yield number, min(self.times[number], self.ends[number] - begin)
-            number = self.waited[number]
-
-
 def simulate(
     traces: Trace | Sequence[Trace], hardware: Hardware, utilisation: float = 1.0, latency_s: float | None = None
 ) -> Simulation:
@@ -148,21 +97,20 @@ def simulate(
         raise ConfigError(f"utilisation: expected a share of the bandwidth above 0 and up to 1, got {utilisation!r}")
     if latency_s is not None and not 0 <= latency_s < math.inf:
         raise ConfigError(f"latency_s: expected seconds of at least 0, got {latency_s!r}")
-    settings = hardware, utilisation, latency_s
-    flow = _flow(traces, 1, *settings)
-    if flow.leaves_something or any(number < 0 for trace in traces for task in trace.tasks for number in task.after):
-        flow = _flow(traces, _REPEATED, *settings)
-    begin, end = flow.step
+    flow = _Flow(traces, 1, hardware, utilisation, latency_s)
+    tasks = (task for trace in traces for task in trace.tasks)
+    if flow.end < max(flow.ends, default=0.0) or any(number < 0 for task in tasks for number in task.after):
+        flow = _Flow(traces, _REPEATED, hardware, utilisation, latency_s)  # its tasks still run beside the next step
     spans = flow.spans()
     critical: dict[Resource, float] = defaultdict(float)
     waits: dict[tuple[Resource, str], float] = defaultdict(float)
     for number, time in flow.path():
-        task = flow.graph.tasks[number]
-        slowest = resource_seconds(task, hardware, traces[flow.graph.places[number][0]], utilisation, latency_s)
+        task = flow.tasks[number]
+        slowest = resource_seconds(task, hardware, traces[flow.places[number][0]], utilisation, latency_s)
         resource = max(slowest, key=slowest.__getitem__)
         critical[resource] += time
         waits[resource, kind_of(task)] += time
-    step_s = end - begin
+    step_s = flow.end - flow.begin
     readers = math.prod(size for axis, size in traces[0].axes.items() if role(axis).cuts_batch)
     flops, tokens = sum(t.model_flops for t in traces) / len(traces), max(t.tokens for t in traces)
     return Simulation(
@@ -179,117 +127,139 @@ def simulate(
     )
 
 
-def _flow(traces: Sequence[Trace], steps: int, hardware: Hardware, utilisation: float, latency_s: float | None) -> _Flow:
-    repeated = [trace.repeated(steps) for trace in traces] if steps > 1 else traces
-    graph = _graph(repeated, [len(trace.tasks) for trace in traces], hardware)
-    times = [seconds(t, hardware, traces[p[0]], utilisation, latency_s) for t, p in zip(graph.tasks, graph.places, strict=True)]
-    goals: list[list[int]] = [[] for _ in range(steps)]
-    first = 0
-    for trace in traces:
-        for step in goals:
-            step += [first + number for number in trace.end or range(len(trace.tasks))]
-            first += len(trace.tasks)
-    return _Flow(graph, times, *_run(graph, times), goals)
+class _Flow:
+    """Steps of all traces in a row: when each task begins and ends.
+
+    tasks: of all traces and steps; places: trace and number of each; before: the tasks that each waits for; lines: the queues of
+    its resources; times: its seconds. waited: the task whose end let it begin. goals: the tasks that end the last step, which
+    takes from `begin` to `end`.
+    """
+
+    def __init__(
+        self, traces: Sequence[Trace], steps: int, hardware: Hardware, utilisation: float, latency_s: float | None
+    ) -> None:  # fmt: skip
+        self.tasks: list[Task] = []
+        self.places: list[tuple[int, int]] = []
+        self.before: list[list[int]] = []
+        self.lines: list[list[deque[int]]] = []
+        ends: list[list[int]] = [[] for _ in range(steps)]  # by step: the tasks after which ranks go on to the next
+        for place, trace in enumerate(traces):
+            first, size = len(self.tasks), len(trace.tasks)
+            for number, step in enumerate(ends):
+                step += [first + number * size + each for each in trace.end or range(size)]
+            lines: dict[Resource, deque[int]] = defaultdict(deque)
+            for number, task in enumerate((trace.repeated(steps) if steps > 1 else trace).tasks):
+                self.tasks.append(task)
+                self.places.append((place, number % size))
+                self.before.append([first + each for each in task.after if each >= 0])
+                self.lines.append([lines[lane] for lane in {hardware.lane(resource) for resource in task.nbytes}])
+        self._join()
+        self.times = [
+            seconds(task, hardware, traces[place], utilisation, latency_s)
+            for task, (place, _) in zip(self.tasks, self.places, strict=True)
+        ]
+        self._run()
+        self.goals = ends[-1]
+        self.begin, self.end = ([0.0] + [max((self.ends[n] for n in goals), default=0.0) for goals in ends])[-2:]
+
+    def _join(self) -> None:
+        """Let each receive wait for its send: the k-th on a channel for the k-th."""
+        sends: dict[str, deque[int]] = defaultdict(deque)
+        for number, task in enumerate(self.tasks):
+            if task.channel and task.nbytes:
+                sends[task.channel].append(number)
+        for number, task in enumerate(self.tasks):
+            if task.channel and not task.nbytes:
+                if not sends[task.channel]:
+                    raise ConfigError(
+                        f"{task.name!r} of trace {self.places[number][0]} waits for a message on channel {task.channel!r} that nobody "
+                        "sends. Simulate the traces of all stages together."
+                    )
+                self.before[number].append(sends[task.channel].popleft())
+
+    def _run(self) -> None:
+        """Find begins, ends, and the task whose end let each begin.
+
+        A task joins the queues of all its resources when it becomes startable; at the head of all of them it runs, and it leaves
+        them when it is over.
+        """
+        lines, times, total = self.lines, self.times, len(self.times)
+        begins, ends = [0.0] * total, [0.0] * total
+        waited: list[int | None] = [None] * total
+        behind: list[list[int]] = [[] for _ in range(total)]
+        left = [len(before) for before in self.before]
+        for number, before in enumerate(self.before):
+            for other in before:
+                behind[other].append(number)
+        running: list[tuple[float, int]] = []  # a heap of ends
+        done = 0
+
+        def begin(number: int, now: float, by: int | None) -> None:
+            if all(line[0] == number for line in lines[number]):
+                begins[number], ends[number], waited[number] = now, now + times[number], by
+                heapq.heappush(running, (ends[number], number))
+
+        def arrive(number: int, now: float, by: int | None) -> None:
+            for line in lines[number]:
+                line.append(number)
+            begin(number, now, by)
+
+        for number in [number for number, count in enumerate(left) if not count]:
+            arrive(number, 0.0, None)
+        while running:
+            now, over = running[0][0], []
+            while running and running[0][0] == now:
+                over.append(heapq.heappop(running)[1])
+            done += len(over)
+            startable = []
+            for number in over:
+                for line in lines[number]:
+                    line.popleft()
+                for other in behind[number]:
+                    left[other] -= 1
+                    if not left[other]:
+                        startable.append((other, number))
+            heads = {line[0]: number for number in over for line in lines[number] if line}
+            for head, by in heads.items():
+                begin(head, now, by)
+            for number, by in sorted(startable):
+                arrive(number, now, by)
+        self.begins, self.ends, self.waited = begins, ends, waited
+        if done < total:
+            raise ConfigError(self._circle({number for number, count in enumerate(left) if count}))
+
+    def _circle(self, stuck: set[int]) -> str:
+        """Name tasks that wait for each other in a circle, for an error message."""
+        path: list[int] = []
+        number = min(stuck)
+        while number not in path:
+            path.append(number)
+            number = next(other for other in self.before[number] if other in stuck)
+        path = [*path[path.index(number) :], number]
+        said = " waits for ".join(f"{self.tasks[n].name!r} (trace {self.places[n][0]})" for n in path)
+        return f"this schedule never ends: {said}. Start what others wait for before what waits for them."
+
+    def spans(self) -> list[Span]:
+        """Return all that runs during the last step, also of the steps before it; times are from the last one's beginning."""
+        begin, end = self.begin, self.end
+        return [
+            (*place, max(b - begin, 0.0), min(e, end) - begin)
+            for place, b, e in zip(self.places, self.begins, self.ends, strict=True)
+            if (b < end or b == e <= end) and (e > begin or b == e >= begin)
+        ]
+
+    def path(self) -> Iterator[tuple[int, float]]:
+        """Yield (task, seconds) backwards from the task that ends the last step; each began when the one yielded next ended."""
+        number = max(self.goals, key=self.ends.__getitem__, default=None)
+        while number is not None and self.ends[number] > self.begin:
+            if self.times[number]:
+                yield number, min(self.times[number], self.ends[number] - self.begin)
+            number = self.waited[number]
 
 
 def kind_of(task: Task) -> str:
     """Return the first word of a task's name: "gather", "forward"."""
     return task.name.partition(" ")[0]
-
-
-def _graph(traces: Sequence[Trace], sizes: Sequence[int], hardware: Hardware) -> _Graph:
-    """Number the tasks of all traces, and join receives with their sends. sizes: number of tasks in one step of each trace."""
-    graph = _Graph([], [], [], [])
-    sends: dict[str, list[int]] = defaultdict(list)
-    receives: list[tuple[str, int]] = []
-    for place, trace in enumerate(traces):
-        first = len(graph.tasks)
-        lines: dict[Resource, deque[int]] = defaultdict(deque)
-        for number, task in enumerate(trace.tasks):
-            own = first + number
-            if task.channel and task.nbytes:
-                sends[task.channel].append(own)
-            elif task.channel:
-                receives.append((task.channel, own))
-            graph.tasks.append(task)
-            graph.places.append((place, number % sizes[place]))
-            graph.before.append([first + each for each in task.after if each >= 0])
-            graph.lines.append([lines[lane] for lane in {hardware.lane(resource) for resource in task.nbytes}])
-    taken: dict[str, int] = defaultdict(int)
-    for channel, number in receives:
-        if taken[channel] == len(sends[channel]):
-            name, stage = graph.tasks[number].name, graph.places[number][0]
-            raise ConfigError(
-                f"{name!r} of trace {stage} waits for a message on channel {channel!r} that nobody sends. Simulate the "
-                "traces of all stages together."
-            )
-        graph.before[number].append(sends[channel][taken[channel]])
-        taken[channel] += 1
-    return graph
-
-
-def _run(graph: _Graph, times: Sequence[float]) -> tuple[list[float], list[float], list[int | None]]:
-    """Return begins, ends, and the task whose end let each begin.
-
-    A task joins the queues of all its resources when it becomes startable; at the head of all of them it runs, and it leaves them
-    when it is over.
-    """
-    total = len(times)
-    begins, ends = [0.0] * total, [0.0] * total
-    waited: list[int | None] = [None] * total
-    behind: list[list[int]] = [[] for _ in range(total)]
-    left = [len(before) for before in graph.before]
-    for number, before in enumerate(graph.before):
-        for other in before:
-            behind[other].append(number)
-    running: list[tuple[float, int]] = []  # a heap of ends
-    done = 0
-
-    def begin(number: int, now: float, by: int | None) -> None:
-        if all(line[0] == number for line in graph.lines[number]):
-            begins[number], ends[number], waited[number] = now, now + times[number], by
-            heapq.heappush(running, (ends[number], number))
-
-    def arrive(number: int, now: float, by: int | None) -> None:
-        for line in graph.lines[number]:
-            line.append(number)
-        begin(number, now, by)
-
-    for number in [number for number, count in enumerate(left) if not count]:
-        arrive(number, 0.0, None)
-    while running:
-        now, over = running[0][0], []
-        while running and running[0][0] == now:
-            over.append(heapq.heappop(running)[1])
-        done += len(over)
-        startable = []
-        for number in over:
-            for line in graph.lines[number]:
-                line.popleft()
-            for other in behind[number]:
-                left[other] -= 1
-                if not left[other]:
-                    startable.append((other, number))
-        heads = {line[0]: number for number in over for line in graph.lines[number] if line}
-        for head, by in heads.items():
-            begin(head, now, by)
-        for number, by in sorted(startable):
-            arrive(number, now, by)
-    if done < total:
-        raise ConfigError(_circle(graph, {number for number, count in enumerate(left) if count}))
-    return begins, ends, waited
-
-
-def _circle(graph: _Graph, stuck: set[int]) -> str:
-    """Name tasks that wait for each other in a circle, for an error message."""
-    path: list[int] = []
-    number = min(stuck)
-    while number not in path:
-        path.append(number)
-        number = next(other for other in graph.before[number] if other in stuck)
-    path = [*path[path.index(number) :], number]
-    said = " waits for ".join(f"{graph.tasks[n].name!r} (trace {graph.places[n][0]})" for n in path)
-    return f"this schedule never ends: {said}. Start what others wait for before what waits for them."
 
 
 def _busy(spans: Sequence[Span], traces: Sequence[Trace], hardware: Hardware) -> dict[Resource, float]:

@@ -27,10 +27,10 @@ _LETTERS_IN, _EDGED = 17, 0.003  # letters an inch; the share of the step from w
 
 def write_chrome_trace(simulation: Simulation, path: str | Path) -> None:
     """Write a Chrome trace: a process per trace, a thread per resource; times in microseconds, bytes and flops as arguments."""
-    resources = list(Resource)
+    resources, several = list(Resource), len(simulation.traces) > 1
+    names = [f"stage {number}" if several else f"rank {trace.rank}" for number, trace in enumerate(simulation.traces)]
     events: list[dict] = [
-        {"ph": "M", "name": "process_name", "pid": number, "args": {"name": _stage(simulation, number)}}
-        for number in range(len(simulation.traces))
+        {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}} for number, name in enumerate(names)
     ]
     for number, lane in _lanes(simulation):
         thread = {"pid": number, "tid": resources.index(lane)}
@@ -38,10 +38,22 @@ def write_chrome_trace(simulation: Simulation, path: str | Path) -> None:
         events.append({"ph": "M", "name": "thread_sort_index", **thread, "args": {"sort_index": thread["tid"]}})
     for number, place, begin, end in simulation.spans:
         task = simulation.traces[number].tasks[place]
+        found = {
+            "unit": task.unit,
+            "flops": task.flops,
+            "kernels": task.kernels,
+            "parameters": task.numel,
+            "channel": task.channel,
+        }
+        if task.peers > 1:
+            found |= {"ranks": task.peers, "axis": task.axis}
+        arguments = {f"{r.value} bytes": n for r, n in task.nbytes.items() if n} | {
+            name: value for name, value in found.items() if value
+        }
         events += [
             {
                 "ph": "X", "name": task.name, "cat": task.phase, "pid": number, "tid": resources.index(lane), "ts": 1e6 * begin,
-                "dur": 1e6 * (end - begin), "args": _arguments(task),
+                "dur": 1e6 * (end - begin), "args": arguments,
             }
             for lane in _lanes_of(task, simulation.hardware)
         ]  # fmt: skip
@@ -67,7 +79,9 @@ def draw_timeline(simulation: Simulation, path: str | Path, title: str = "") -> 
         task = simulation.traces[number].tasks[place]
         if not task.nbytes:  # a receive: its send is drawn
             continue
-        kind = _coloured_by(task)
+        kind = kind_of(task)
+        if kind not in COLOURS and any(resource in COMPUTES for resource in task.nbytes):
+            kind = task.phase
         kinds[kind] = COLOURS.get(kind, OTHER)
         for lane in _lanes_of(task, simulation.hardware):
             row = rows[number, lane]
@@ -80,9 +94,7 @@ def draw_timeline(simulation: Simulation, path: str | Path, title: str = "") -> 
     for (row, colour, edge), spans in bars.items():
         axis.broken_barh(spans, (row - 0.4, 0.8), facecolors=colour, edgecolor=edge, linewidth=0.4)
     several = len(simulation.traces) > 1
-    axis.set_yticks(
-        range(len(lanes)), [f"{_stage(simulation, n)}: {SAYS[r]}" if several else SAYS[r] for n, r in lanes], fontsize=8
-    )
+    axis.set_yticks(range(len(lanes)), [f"stage {n}: {SAYS[r]}" if several else SAYS[r] for n, r in lanes], fontsize=8)
     axis.invert_yaxis()
     axis.set_xlim(0, 1e3 * simulation.step_s or 1)
     axis.set_xlabel("ms")
@@ -107,20 +119,3 @@ def _lanes(simulation: Simulation) -> list[tuple[int, Resource]]:
     }
     order = list(Resource)
     return sorted(used, key=lambda each: (each[0], order.index(each[1])))
-
-
-def _stage(simulation: Simulation, number: int) -> str:
-    return f"stage {number}" if len(simulation.traces) > 1 else f"rank {simulation.traces[number].rank}"
-
-
-def _coloured_by(task: Task) -> str:
-    """Return a task's phase if it computes and its kind has no colour, else its kind."""
-    kind = kind_of(task)
-    return task.phase if kind not in COLOURS and any(resource in COMPUTES for resource in task.nbytes) else kind
-
-
-def _arguments(task: Task) -> dict[str, object]:
-    found = {"unit": task.unit, "flops": task.flops, "kernels": task.kernels, "parameters": task.numel, "channel": task.channel}
-    if task.peers > 1:
-        found |= {"ranks": task.peers, "axis": task.axis}
-    return {f"{r.value} bytes": n for r, n in task.nbytes.items() if n} | {name: value for name, value in found.items() if value}
