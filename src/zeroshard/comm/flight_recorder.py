@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -222,13 +222,3 @@ def _verb(text: str, ranks: list[int]) -> str:
     if len(ranks) == 1:
         return text
     return text.replace("computes or sleeps", "compute or sleep", 1).replace("waits", "wait", 1)
-
-
-def as_plain(report: Report) -> tuple[Any, ...]:
-    """Return a report as the plain values that `codec` sends."""
-    return tuple(report)
-
-
-def from_plain(values: Any) -> Report:
-    """Return the report that `as_plain` was given. Raises TypeError or ValueError for values that are no report."""
-    return Report(*values)

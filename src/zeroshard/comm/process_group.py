@@ -189,7 +189,7 @@ class DistComm(DirectComm):
         self.waiter = ThreadPoolExecutor(max_workers=_WAITERS, thread_name_prefix="zeroshard-gloo")
         self.beside: list[Callable[[], None]] = []  # called during waits: peers of `local` may wait for this rank's answers
         self.ranks = dist.get_process_group_ranks(group) if group is not None else list(range(self.world_size))
-        self.desk = Desk()
+        self.desk, self.nodes = Desk(), [0] * self.world_size
         self._parent: DistComm | None = None  # for a subgroup: the comm of all ranks
         self._subgroups: dict[tuple[object, ...], DistComm] = {}  # by (apart, *parts)
         self._timeout = datetime.timedelta(seconds=stall_timeout_s)
@@ -199,14 +199,14 @@ class DistComm(DirectComm):
         self._control = make()
         self._data = make() if self.backend == "gloo" else group
         if self.world_size > 1:
-            self.desk = ProcessDesk.among(self, on_this_host=False)
-        self.nodes = self.desk.nodes() or [0] * self.world_size
+            self.desk = desk = ProcessDesk.among(self, on_this_host=False)
+            self.nodes = desk.nodes()
 
     def join(self, local: SharedComm) -> None:
         """Let every wait here serve the ranks of this host in `local`, and every wait in `local` continue this one's hops."""
         if self.beside:  # joined already
             return
-        local.pending = self.pending
+        local.hub.pending = self.pending
         self.beside.append(local.serve)
 
     @property

@@ -34,7 +34,7 @@ from ..errors import MalformedMessage
 from ..utils.host import host_identity, node_identity, ranks_here
 from .codec import decode, encode, exchange_values
 from .failure import GONE, Failure, how_it_ended
-from .flight_recorder import Progress, Report, as_plain, from_plain
+from .flight_recorder import Progress, Report
 
 _NUMBER_NBYTES = _PROOF_NBYTES = 32  # random numbers that make each proof valid once; HMAC-SHA256
 _LENGTH = struct.Struct("<I")
@@ -48,7 +48,10 @@ Answers = dict[int, Report | str]  # peer -> its report, or why there is none: G
 
 
 class Desk:
-    """Desk of a rank that has no peers, or does not know their desks yet. told: the failure that a peer has reported."""
+    """Desk of a rank that has no peers, or does not know their desks yet. Peers are named by their rank in the desk's group.
+
+    told: the failure that a peer has reported.
+    """
 
     told: Failure | None = None
     failure: Exception | None = None  # the error that all ranks raise
@@ -64,14 +67,6 @@ class Desk:
         """Return a text that says how the process of a peer ended."""
         return GONE
 
-    def nodes(self) -> list[int]:
-        """Return the node number of each rank; [] where that is not known."""
-        return []
-
-    def of(self, ranks: list[int]) -> Desk:
-        """Return this desk for a group of ranks: peers are named by their index in `ranks`."""
-        return _Selected(self, ranks)
-
     def answer_for(self, owner: object) -> Callable[[], Any]:
         """Answer peers until `owner` is collected or the returned function is called. The thread ends with the last owner."""
         return lambda: None
@@ -81,33 +76,6 @@ class Desk:
 
     def close(self) -> None:
         """Close the desk: peers get no answers any more."""
-
-
-class _Selected(Desk):
-    """A desk that is limited to some of another desk's ranks."""
-
-    def __init__(self, desk: Desk, ranks: list[int]) -> None:
-        self._desk, self._ranks = desk, ranks
-
-    def ask(self, peers: Collection[int]) -> Answers:
-        places = {self._ranks[peer]: peer for peer in peers}
-        return {places[rank]: answer for rank, answer in self._desk.ask(list(places)).items()}
-
-    def tell(self, peers: Collection[int], failure: Failure) -> None:
-        self._desk.tell([self._ranks[peer] for peer in peers], failure)
-
-    @property
-    def told(self) -> Failure | None:  # type: ignore[override]
-        return self._desk.told
-
-    def how_it_ended(self, peer: int) -> str:
-        return self._desk.how_it_ended(self._ranks[peer])
-
-    def answer_for(self, owner: object) -> Callable[[], Any]:
-        return self._desk.answer_for(owner)
-
-    def rest(self) -> None:
-        self._desk.rest()
 
 
 class ThreadDesk(Desk):
@@ -151,7 +119,7 @@ class ProcessDesk(Desk):
         if not peers:
             return {}
         with ThreadPoolExecutor(min(_AT_A_TIME, len(peers)), thread_name_prefix="zeroshard-ask") as pool:
-            return dict(zip(peers, pool.map(lambda peer: self._call(peer, ("ask",), from_plain), peers), strict=True))
+            return dict(zip(peers, pool.map(lambda peer: self._call(peer, ("ask",), lambda values: Report(*values)), peers), strict=True))
 
     def tell(self, peers: Collection[int], failure: Failure) -> None:
         deadline = time.monotonic() + _TELLING_S
@@ -164,6 +132,7 @@ class ProcessDesk(Desk):
         return how_it_ended(pid) if host == self.place[4] else GONE
 
     def nodes(self) -> list[int]:
+        """Return the node number of each rank."""
         found = [place[5] for place in self._places]
         numbers = {identity: number for number, identity in enumerate(dict.fromkeys(found))}
         return [numbers[identity] for identity in found]
@@ -245,7 +214,12 @@ class _Answering(threading.Thread):
         sock.sendall(mine + _prove(self.secret, "desk", theirs, mine))
         if not hmac.compare_digest(_receive(sock, _PROOF_NBYTES), _prove(self.secret, "peer", theirs, mine)):
             return
-        data = encode(_answer(decode(_receive_framed(sock)), self.progress, self.hear()))
+        request, hear = decode(_receive_framed(sock)), self.hear()
+        if request[0] == "failed" and hear is not None:
+            hear(Failure(*request[1:]))
+            data = encode("heard")
+        else:
+            data = encode(tuple(self.progress.report()))
         sock.sendall(_LENGTH.pack(len(data)) + data)
 
     def stop(self) -> None:
@@ -255,13 +229,6 @@ class _Answering(threading.Thread):
             socket.create_connection(self.listener.getsockname()[:2], _PATIENCE_S).close()
         if self is not threading.current_thread():
             self.join(_PATIENCE_S)
-
-
-def _answer(request: tuple, progress: Progress, hear: Callable[[Failure], None] | None) -> Any:
-    if request[0] == "failed" and hear is not None:
-        hear(Failure(*request[1:]))
-        return "heard"
-    return as_plain(progress.report())
 
 
 def _prove(secret: bytes, role: str, asker: bytes, desk: bytes) -> bytes:
@@ -311,10 +278,5 @@ def _own_address() -> str:
 _open: weakref.WeakSet[ProcessDesk] = weakref.WeakSet()
 
 
-def _after_fork() -> None:
-    for desk in list(_open):
-        desk.leave_to_parent()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=lambda: [desk.leave_to_parent() for desk in list(_open)])
