@@ -138,6 +138,7 @@ def test_another_process_of_this_user_is_shown_out(data, tmp_path):
         "payload": payload(1, tmp_path / "made"), "nothing": b"", "half": struct.pack("<I", 1) + b"n" * 10,
         "noise": os.urandom(100), "much": struct.pack("<I", 1) + b"n" * 100_000,
     }[data]  # fmt: skip
+
     def work(say):
         socks = [connected(mine[0].place[0]) for _ in range(100)]
         say(b"come")

@@ -180,25 +180,16 @@ def misuse(places: Mapping[int, str | None], world_size: int) -> str:
     ' Rank 0 left ...' if some are in the training loop and the others are not.
     places: rank -> the label at which it waits; None, or no entry: it is somewhere else.
     """
-    return _missing_in_verb(places, world_size) + _missing_in_loop(places, world_size)
-
-
-def _missing_in_loop(places: Mapping[int, str | None], world_size: int) -> str:
-    inside = {rank: label for rank, label in places.items() if label is not None and left_loop([rank], label, "")}
-    if not inside:
-        return ""
-    ranks = sorted(inside)
-    others = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
-    return left_loop(sorted(set(range(world_size)) - set(ranks)), inside[ranks[0]], others)
-
-
-def _missing_in_verb(places: Mapping[int, str | None], world_size: int) -> str:
+    hint, everyone = "", set(range(world_size))
     verbs = {rank: label.split(":")[0] for rank, label in places.items() if label is not None and label.startswith("zs.")}
-    if not verbs:
-        return ""
-    verb = next(iter(verbs.values()))
-    entered = sorted(rank for rank, name in verbs.items() if name == verb)
-    missing = sorted(set(range(world_size)) - set(entered))
-    if not missing:
-        return ""
-    return f" {verb}() is collective, that is, every rank must call it: entered by ranks {entered}, missing {missing}."
+    if verbs:
+        verb = next(iter(verbs.values()))
+        entered = sorted(rank for rank, name in verbs.items() if name == verb)
+        if missing := sorted(everyone - set(entered)):
+            hint = f" {verb}() is collective, that is, every rank must call it: entered by ranks {entered}, missing {missing}."
+    inside = {rank: label for rank, label in places.items() if label is not None and left_loop([rank], label, "")}
+    if inside:
+        ranks = sorted(inside)
+        others = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
+        hint += left_loop(sorted(everyone - set(ranks)), inside[ranks[0]], others)
+    return hint

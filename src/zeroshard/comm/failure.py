@@ -99,12 +99,11 @@ def how_it_ended(pid: int, patience_s: float = 3.0) -> str:
         except OSError:
             return GONE
         if fields[_STATE] in "ZX":  # zombie or dead: it has ended, and its parent has not collected its status yet
-            return _status(int(fields[_EXIT_CODE]))
+            break
         time.sleep(0.005)  # its sockets close before its status is set
-    return "it closed its connections, and its process has not ended yet"
-
-
-def _status(status: int) -> str:
+    else:
+        return "it closed its connections, and its process has not ended yet"
+    status = int(fields[_EXIT_CODE])
     if not os.WIFSIGNALED(status):
         code = os.WEXITSTATUS(status)
         early = "" if code else f": {SCRIPT_ENDED}"

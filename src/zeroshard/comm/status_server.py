@@ -119,7 +119,9 @@ class ProcessDesk(Desk):
         if not peers:
             return {}
         with ThreadPoolExecutor(min(_AT_A_TIME, len(peers)), thread_name_prefix="zeroshard-ask") as pool:
-            return dict(zip(peers, pool.map(lambda peer: self._call(peer, ("ask",), lambda values: Report(*values)), peers), strict=True))
+            return dict(
+                zip(peers, pool.map(lambda peer: self._call(peer, ("ask",), lambda values: Report(*values)), peers), strict=True)
+            )
 
     def tell(self, peers: Collection[int], failure: Failure) -> None:
         deadline = time.monotonic() + _TELLING_S
@@ -279,4 +281,4 @@ _open: weakref.WeakSet[ProcessDesk] = weakref.WeakSet()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: [desk.leave_to_parent() for desk in list(_open)])
+    os.register_at_fork(after_in_child=lambda: list(map(ProcessDesk.leave_to_parent, _open)))

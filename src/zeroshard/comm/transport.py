@@ -393,4 +393,4 @@ _transports: weakref.WeakSet[ProcessTransport] = weakref.WeakSet()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: [transport.leave_to_parent() for transport in list(_transports)])
+    os.register_at_fork(after_in_child=lambda: list(map(ProcessTransport.leave_to_parent, _transports)))
