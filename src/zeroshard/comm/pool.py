@@ -73,24 +73,31 @@ class StagingPool:
     def take(self, numel: int, dtype: torch.dtype, *, whole: bool = True) -> tuple[int, Region]:
         """Take a free buffer: return its number, for `give`, and a region of `numel` elements over it (whole, or one shard)."""
         assert numel * dtype.itemsize <= self.nbytes
-        return self._prepare(self._find_free(), numel, dtype, whole)
+        if self.comm.imagined or not self.comm.waits_on_host:
+            free = [n for n, each in enumerate(self._buffers) if not each.taken and (each.touched or n < self.count)]
+            # a drained buffer, else the one whose reduction began first, as it will be drained first
+            number = min(free, key=lambda n: (not self._drained(n), self._buffers[n].given), default=None)
+            if number is not None and (self._drained(number) or not self.comm.waits_on_host):
+                # if not drained, `_prepare` orders the streams; the host goes on, as peers may wait for it
+                return self._prepare(number, numel, dtype, whole)
+        with self.comm.control.pending.waiting():
+            number = self._wait_for_free()
+        return self._prepare(number, numel, dtype, whole)
 
     @one_thread
     def try_take(self, numel: int, dtype: torch.dtype, *, whole: bool = True) -> tuple[int, Region] | None:
         """Take a free buffer as `take` does; return None where `take` would have to wait."""
         for number in self._in_turn():
             buffer = self._buffers[number]
-            if number < self.count and not buffer.taken and self._drained(number) and not self._just_given(buffer):
+            # in a dry run real peers would run a little behind and still read the buffer given last
+            just_given = self.comm.imagined and self.comm.shares_memory and 0 < buffer.given == self._given
+            if number < self.count and not buffer.taken and self._drained(number) and not just_given:
                 return self._prepare(number, numel, dtype, whole)
         return None
 
     def _in_turn(self) -> list[int]:
         """Return the numbers of all buffers: first buffers that were never given back, then in the order of giving back."""
         return sorted(range(len(self._buffers)), key=lambda number: self._buffers[number].given)
-
-    def _just_given(self, buffer: _Buffer) -> bool:
-        """Return True, in a dry run, for the buffer given last: real peers run a little behind and would still read it."""
-        return self.comm.imagined and self.comm.shares_memory and 0 < buffer.given == self._given
 
     def _prepare(self, number: int, numel: int, dtype: torch.dtype, whole: bool) -> tuple[int, Region]:
         buffer = self._buffers[number]
@@ -112,18 +119,8 @@ class StagingPool:
         buffer = self._buffers[number]
         buffer.taken, buffer.work, buffer.given = False, work, self._given
 
-    def _find_free(self) -> int:
-        """Return the number of a free buffer. Wait for peers that are slow; if a peer waits, too, use a further buffer."""
-        if self.comm.imagined or not self.comm.waits_on_host:
-            free = [n for n, each in enumerate(self._buffers) if not each.taken and (each.touched or n < self.count)]
-            # a drained buffer, else the one whose reduction began first, as it will be drained first
-            number = min(free, key=lambda n: (not self._drained(n), self._buffers[n].given), default=None)
-            if number is not None and (self._drained(number) or not self.comm.waits_on_host):
-                return number  # if not drained, `_prepare` orders the streams; the host goes on, as peers may wait for it
-        with self.comm.control.pending.waiting():
-            return self._wait_for_free()
-
     def _wait_for_free(self) -> int:
+        """Return the number of a free buffer. Wait for peers that are slow; if a peer waits, too, use a further buffer."""
         begin, announced = time.monotonic(), False
         try:
             while True:
