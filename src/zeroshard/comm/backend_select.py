@@ -18,7 +18,6 @@ import sys
 import threading
 import weakref
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -120,7 +119,7 @@ def is_imagined() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake"
 
 
-def _of_group(group: Any, device: torch.device, stall_timeout_s: float, option: str) -> DirectComm:
+def _of_group(group: object, device: torch.device, stall_timeout_s: float, option: str) -> DirectComm:
     """Return the Comm of a process group's or mesh's ranks, each of which calls this (collective)."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:

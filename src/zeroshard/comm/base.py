@@ -274,5 +274,5 @@ class DirectComm(Control, Comm):
         apart: no rank outside the subgroup reads or writes its shards, so that the subgroup has fences of its own.
         """
 
-    def join(self, local: Any) -> None:
+    def join(self, local: DirectComm) -> None:
         """Let every wait in either communicator, this one or `local` (of this host's ranks), also let the other one progress."""

@@ -16,7 +16,7 @@ import itertools
 import math
 import struct
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ _KINDS: dict[type, None] = dict.fromkeys(
 )
 
 
-def encode(value: Any) -> bytes:
+def encode(value: object) -> bytes:
     """Return a value as bytes. Raises TypeError for a value that is not plain."""
     out = bytearray()
     _put(value, out, _MOST_NESTED)
@@ -64,7 +64,7 @@ def _malformed(data: bytes, why: str) -> MalformedMessage:
     )
 
 
-def sendable(value: Any) -> bool:
+def sendable(value: object) -> bool:
     """Return True if `encode` takes the value."""
     try:
         encode(value)
@@ -73,7 +73,13 @@ def sendable(value: Any) -> bool:
     return True
 
 
-def exchange_values(comm: Any, value: Any, label: str) -> list[Any]:
+class Exchanging(Protocol):
+    """A Comm, or what stands for one where a rank is alone."""
+
+    def exchange(self, payload: bytes, label: str) -> list[bytes]: ...
+
+
+def exchange_values(comm: Exchanging, value: object, label: str) -> list[Any]:
     """Return every rank's value, in rank order (collective)."""
     return [decode(part) for part in comm.exchange(encode(value), label)]
 
@@ -126,7 +132,7 @@ def _put_bytes(tag: bytes, data: bytes | bytearray, out: bytearray) -> None:
     out += data
 
 
-def _put_items(tag: bytes, count: int, values: Iterable[Any], out: bytearray, depth: int) -> None:
+def _put_items(tag: bytes, count: int, values: Iterable[object], out: bytearray, depth: int) -> None:
     out += _LENGTH.pack(tag, count)
     for each in values:
         if depth > 1 and type(each) is str:  # the usual cases, encoded here without a call
@@ -192,7 +198,7 @@ def _take(data: bytes, at: int, depth: int) -> tuple[Any, int]:
         return _CONTENT[tag](data[at : at + length]), at + length
     if tag not in b"ltd":
         raise _malformed(data, f"no type of value has the tag {tag}")
-    values: list[Any] = []
+    values: list[object] = []
     for _ in range(2 * length if tag == 0x64 else length):  # d
         if data[at] == 0x69:  # i: the usual case, decoded here without a call
             values.append(_INT.unpack_from(data, at)[1])
@@ -213,7 +219,7 @@ def _dtype(content: bytes) -> torch.dtype:
 
 
 _FIXED = {ord("N"): None, ord("T"): True, ord("F"): False}
-_CONTENT: dict[int, Callable[[bytes], Any]] = {
+_CONTENT: dict[int, Callable[[bytes], object]] = {
     ord("b"): bytes,
     ord("I"): lambda content: int.from_bytes(content, "little", signed=True),
     ord("y"): _dtype,
@@ -228,7 +234,7 @@ def _tensor(dtype: torch.dtype, shape: tuple[int, ...], raw: bytes) -> Tensor:
     return flat.reshape(shape)
 
 
-def _error(name: str, text: str, fields: dict[str, Any]) -> BaseException:
+def _error(name: str, text: str, fields: dict[str, object]) -> BaseException:
     kind = _error_kinds().get(name)
     if kind is None or not all(type(key) is str for key in fields):
         raise ValueError(f"unknown class of error {name!r:.40}")
@@ -245,7 +251,7 @@ def _error(name: str, text: str, fields: dict[str, Any]) -> BaseException:
     return error
 
 
-_MADE: dict[int, Callable[..., Any]] = {ord("x"): _tensor, ord("e"): _error}
+_MADE: dict[int, Callable[..., object]] = {ord("x"): _tensor, ord("e"): _error}
 
 
 def _error_kinds() -> dict[str, type[BaseException]]:

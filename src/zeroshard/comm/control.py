@@ -10,7 +10,7 @@ import functools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -157,7 +157,7 @@ class Control(Group, ABC):
     def fail(self, failure: Failure) -> None:
         """Send the peers the failure for which the group can not go on: this rank's, or a peer's that others may not know."""
 
-    def answer_for(self, owner: object) -> Callable[[], Any]:
+    def answer_for(self, owner: object) -> Callable[[], object]:
         """Answer peers that ask for this rank's state, until `owner` is collected or the returned function is called."""
         return lambda: None
 

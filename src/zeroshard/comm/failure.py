@@ -54,7 +54,7 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     return Failure(rank, "".join(traceback.format_exception(error)).rstrip())
 
 
-def left_by_exit(status: Any) -> str:
+def left_by_exit(status: object) -> str:
     """Return 'left by sys.exit(3)' for status 3."""
     shown = repr(status) if isinstance(status, (int, str)) else "" if status is None else type(status).__name__
     return f"left by sys.exit({shown})"

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import LEFT, StallError
 from ..utils.one_thread import Turn, one_thread
-from .base import Collective
+from .base import Collective, Outcome
 from .control import HopQueue, misuse
 from .failure import GONE, Failure
 from .flight_recorder import Progress, describe, places_of
@@ -36,7 +36,7 @@ class Meeting(Collective):
     """
 
     def __init__(
-        self, hub: Hub, key: Hashable, peers: Collection[int], label: str, compute: Callable[[dict[int, int]], Any]
+        self, hub: Hub, key: Hashable, peers: Collection[int], label: str, compute: Callable[[dict[int, int]], Outcome | None]
     ) -> None:
         """compute: is called, when all sources are ready, with peer -> number of the region that the peer uses."""
         self.hub, self.key, self.peers, self.label, self.compute = hub, key, peers, label, compute
@@ -109,7 +109,7 @@ class Hub:
         self.shares_desk = False  # the desk is a DistComm's, which closes it
 
     def meet(
-        self, tag: tuple, number: int, peers: Collection[int], label: str, compute: Callable[[dict[int, int]], Any]
+        self, tag: tuple, number: int, peers: Collection[int], label: str, compute: Callable[[dict[int, int]], Outcome | None]
     ) -> Meeting:
         """Start a meeting: send `peers` (this rank is one) that region `number` is ready; `compute` runs when all regions are."""
         key = (*tag, self._turn[tag])

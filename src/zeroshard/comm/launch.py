@@ -223,9 +223,9 @@ def share_imports(modules: Sequence[str]) -> None:
 
 
 def run_processes(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     ranks: int,
-    *args: Any,
+    *args: object,
     timeout_s: float = 60.0,
     grace_s: float = GRACE_S,
     check: bool = True,
@@ -238,7 +238,7 @@ def run_processes(
     """
     context: Any = multiprocessing.get_context(_method)
     port, workers, readers = free_port(), [], []
-    outcomes: dict[int, tuple[Any, str | None]] = {}
+    outcomes: dict[int, tuple[object, str | None]] = {}
     order: list[int] = []  # ranks that failed, the first one first
     try:
         for rank in range(ranks):
@@ -276,7 +276,7 @@ def _quiet_heap() -> Iterator[None]:
             os.environ.update({} if value is None else {name: value})
 
 
-def _work(writer: multiprocessing.connection.Connection, settings: tuple, fn: Callable[..., Any], args: tuple) -> None:
+def _work(writer: multiprocessing.connection.Connection, settings: tuple, fn: Callable[..., object], args: tuple) -> None:
     """Run a rank: set its environment, call the function, send the answer."""
     parent_pid, environment, rank, ranks, port = settings
     os.setpgid(0, 0)  # its children are then killed with it (`_kill`)

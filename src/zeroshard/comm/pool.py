@@ -23,7 +23,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +33,7 @@ from ..memory.ledger import STAGING, Ledger
 from ..memory.release import give_back, take_again
 from ..tensor.flat_layout import round_up
 from ..utils.one_thread import Turn, one_thread
+from ..utils.work import Work
 from .base import Collective, Comm, Region
 
 _PATIENCE_S = 0.05  # a wait for a free buffer that lasts this long is announced to the peers
@@ -217,7 +217,7 @@ class BufferPool:
         self.ledger, self.count, self.nbytes, self.make, self.tier = ledger, count, nbytes, make, tier
         self.category = category
         self.turn = Turn(f"the pool of buffers between tiers ({tier.value})")
-        self._free: list[tuple[Tensor, Any]] = []  # (buffer, the `Work` that still reads or writes it)
+        self._free: list[tuple[Tensor, Work | None]] = []  # (buffer, what still reads or writes it)
         self._made = 0
         self.made_nbytes = 0  # bytes of all buffers, free and taken
 
@@ -274,7 +274,7 @@ class BufferPool:
         return self.take_further() if buffer is None else buffer
 
     @one_thread
-    def give(self, buffer: Tensor, pending: Any = None) -> None:
+    def give(self, buffer: Tensor, pending: Work | None = None) -> None:
         """Give a buffer back; it may be taken again when `pending` is done."""
         self._free.append((buffer, pending))
         self._drop_surplus()
@@ -397,7 +397,7 @@ class Arena:
         return self._head if self._head + size <= tail else None
 
     @one_thread
-    def give(self, memory: Tensor, pending: Any = None) -> None:
+    def give(self, memory: Tensor, pending: Work | None = None) -> None:
         """Give a piece back; its memory may be taken again when `pending` is done."""
         piece = next(p for p in self._pieces if p.memory is memory)
         piece.given, piece.pending = True, pending
@@ -451,4 +451,4 @@ class _Piece:
     end: int
     memory: Tensor
     given: bool = False
-    pending: Any = None
+    pending: Work | None = None

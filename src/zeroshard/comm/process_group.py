@@ -225,10 +225,11 @@ class DistComm(DirectComm):
             self.desk = desk = ProcessDesk.among(self, on_this_host=False)
             self.nodes = desk.nodes()
 
-    def join(self, local: SharedComm) -> None:
+    def join(self, local: DirectComm) -> None:
         """Let every wait here serve the ranks of this host in `local`, and every wait in `local` continue this one's hops."""
         if self.beside:  # joined already
             return
+        assert isinstance(local, SharedComm)
         local.hub.pending = self.pending
         self.beside.append(local.serve)
 
@@ -395,7 +396,7 @@ class DistComm(DirectComm):
             if self.local is not None:  # a rank that waits in `local` does not look at the desk
                 self.local.fail(failure)
 
-    def answer_for(self, owner: object) -> Callable[[], Any]:
+    def answer_for(self, owner: object) -> Callable[[], object]:
         return self.desk.answer_for(owner)
 
     def close(self) -> None:

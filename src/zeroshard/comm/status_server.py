@@ -28,7 +28,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import MalformedMessage
 from ..utils.host import host_identity, node_identity, ranks_here
@@ -36,6 +36,10 @@ from .codec import decode, encode, exchange_values
 from .failure import GONE, Failure, how_it_ended
 from .flight_recorder import Progress, Report
 
+if TYPE_CHECKING:
+    from .base import DirectComm
+
+T = TypeVar("T")
 _NUMBER_NBYTES = _PROOF_NBYTES = 32  # random numbers that make each proof valid once; HMAC-SHA256
 _LENGTH = struct.Struct("<I")
 _MOST_NBYTES = 1 << 24  # largest request or answer
@@ -67,7 +71,7 @@ class Desk:
         """Return a text that says how the process of a peer ended."""
         return GONE
 
-    def answer_for(self, owner: object) -> Callable[[], Any]:
+    def answer_for(self, owner: object) -> Callable[[], object]:
         """Answer peers until `owner` is collected or the returned function is called. The thread ends with the last owner."""
         return lambda: None
 
@@ -96,7 +100,7 @@ class ProcessDesk(Desk):
     """
 
     @classmethod
-    def among(cls, comm: Any, on_this_host: bool) -> ProcessDesk:
+    def among(cls, comm: DirectComm, on_this_host: bool) -> ProcessDesk:
         """Return the desk of this rank in a Comm, with the addresses of the other ranks' desks (collective)."""
         desk = cls(comm.progress, on_this_host)
         desk._places = exchange_values(comm, desk.place, "zeroshard: desks")
@@ -139,7 +143,7 @@ class ProcessDesk(Desk):
         numbers = {identity: number for number, identity in enumerate(dict.fromkeys(found))}
         return [numbers[identity] for identity in found]
 
-    def answer_for(self, owner: object) -> Callable[[], Any]:
+    def answer_for(self, owner: object) -> Callable[[], object]:
         self._owners += 1
         self._start()
         end = weakref.finalize(owner, self._release)
@@ -172,7 +176,7 @@ class ProcessDesk(Desk):
     def _hear(self, failure: Failure) -> None:
         self.told = self.told or failure  # the first failure is the cause of later ones
 
-    def _call(self, peer: int, request: tuple, read: Callable[[Any], Any]) -> Any:
+    def _call(self, peer: int, request: tuple, read: Callable[[Any], T]) -> T | str:
         address, port, secret = self._places[peer][:3]
         try:
             with socket.create_connection((address, port), _PATIENCE_S) as sock:

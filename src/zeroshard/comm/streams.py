@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..utils.work import Work
 from .sums import square_sum
+
+T = TypeVar("T")
 
 
 class Streams:
@@ -32,7 +34,7 @@ class Streams:
     def packed(self, nbytes: int) -> None:
         """Report to a dry run's watcher a kernel that packs or unpacks messages and moves `nbytes`; else do nothing."""
 
-    def run_beside(self, work: Callable[[], Any]) -> tuple[Any, Any]:
+    def run_beside(self, work: Callable[[], T]) -> tuple[T, Any]:
         """Run `work` on the side stream, after the work enqueued on the current stream so far; return (its result, a ticket)."""
         return work(), None
 
@@ -106,7 +108,7 @@ class CudaStreams(Streams):
         self.side = torch.cuda.Stream(device)
         self.down, self.up = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def run_beside(self, work: Callable[[], Any]) -> tuple[Any, Any]:
+    def run_beside(self, work: Callable[[], T]) -> tuple[T, Any]:
         self.side.wait_stream(torch.cuda.current_stream(self.side.device))
         with torch.cuda.stream(self.side):
             result = work()

@@ -25,7 +25,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterable
 from errno import errorcode
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +40,8 @@ _LARGE_NBYTES = 1 << 17  # a last value of this length goes through memory; a so
 _ANCILLARY_NBYTES = socket.CMSG_SPACE(struct.calcsize("i"))
 _PART_NBYTES = 1 << 30  # read or written by one system call: Linux moves at most 2 GiB
 _PAGE_NBYTES = 4096  # of mappings, which `ThreadTransport` imitates
+
+Handle = tuple[int, ...]  # by which peers open memory: (rank, serial number) of threads, (pid, descriptor, bytes) of processes
 
 
 class Transport(ABC):
@@ -68,14 +69,14 @@ class Transport(ABC):
         """Return the next (peer, message), or None after `timeout_s` (0: do not wait)."""
 
     @abstractmethod
-    def export(self, nbytes: int) -> tuple[Tensor, object]:
+    def export(self, nbytes: int) -> tuple[Tensor, Handle]:
         """Allocate zeroed memory: (nbytes,) uint8, and a handle by which peers can open it."""
 
     @abstractmethod
-    def open(self, handle: Any) -> Tensor:
+    def open(self, handle: Handle) -> Tensor:
         """Map a peer's memory: (nbytes,) uint8, shared with that peer."""
 
-    def forget(self, handle: Any) -> None:
+    def forget(self, handle: Handle) -> None:
         """Release a handle that all peers have opened; the memory stays."""
 
     def close(self) -> None:
@@ -90,7 +91,7 @@ class ThreadWorld:
         self.device = device or torch.device("cpu")
         self.queues: list[deque] = [deque() for _ in range(world_size)]
         self.signals = [threading.Condition() for _ in range(world_size)]
-        self.memory: dict[tuple, Tensor] = {}
+        self.memory: dict[Handle, Tensor] = {}
         self.boards: dict[int, Progress] = {}  # rank -> its notes, for `ThreadDesk`
         self.serial = itertools.count()
 
@@ -113,7 +114,7 @@ class ThreadTransport(Transport):
                 self.world.signals[self.rank].wait_for(lambda: queue, timeout_s)
         return queue.popleft() if queue else None
 
-    def export(self, nbytes: int) -> tuple[Tensor, object]:
+    def export(self, nbytes: int) -> tuple[Tensor, Handle]:
         tensor = torch.zeros(nbytes + _PAGE_NBYTES, dtype=torch.uint8, device=self.world.device)
         begin = -tensor.data_ptr() % _PAGE_NBYTES  # page-aligned, as a mapping is: direct I/O reads into it
         tensor = tensor[begin : begin + nbytes]
@@ -121,10 +122,10 @@ class ThreadTransport(Transport):
         self.world.memory[key] = tensor
         return tensor, key
 
-    def open(self, handle: Any) -> Tensor:
+    def open(self, handle: Handle) -> Tensor:
         return self.world.memory[handle]
 
-    def forget(self, handle: Any) -> None:
+    def forget(self, handle: Handle) -> None:
         self.world.memory.pop(handle, None)
 
 
@@ -333,7 +334,7 @@ class ProcessTransport(Transport):
 
     # -- memory ----------------------------------------------------------------------------------------------
 
-    def export(self, nbytes: int) -> tuple[Tensor, object]:
+    def export(self, nbytes: int) -> tuple[Tensor, Handle]:
         descriptor = os.memfd_create("zeroshard", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, max(nbytes, 1))
@@ -347,7 +348,7 @@ class ProcessTransport(Transport):
             ) from None
         return _map(descriptor, nbytes), (os.getpid(), descriptor, nbytes)
 
-    def open(self, handle: Any) -> Tensor:
+    def open(self, handle: Handle) -> Tensor:
         pid, descriptor, nbytes = handle
         mine = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
         try:
@@ -355,7 +356,7 @@ class ProcessTransport(Transport):
         finally:
             os.close(mine)
 
-    def forget(self, handle: Any) -> None:
+    def forget(self, handle: Handle) -> None:
         os.close(handle[1])
 
     def close(self) -> None:

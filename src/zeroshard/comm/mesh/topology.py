@@ -12,7 +12,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -78,7 +77,7 @@ class Topology:
         return next(number for number, ranks in enumerate(self.stages) if self.world.rank in ranks)
 
     @property
-    def mesh(self) -> dict[str, Any] | None:
+    def mesh(self) -> dict[str, Parts] | None:
         """The ranks of each place and stage, in plain values; None where no model axis cuts the model."""
         return {"places": self.places, "stages": self.stages} if len(self.places) > 1 else None
 
