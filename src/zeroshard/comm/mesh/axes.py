@@ -23,8 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...config import read_layout
 from ...errors import ConfigError
 from ...tensor.distributed import Distribution
-from ...utils.axes import AXES, DP, MODEL_AXES, cuts_model, planned_sizes, role
-from ...utils.planned_mesh import other_model_axes, planned_otherwise
+from ...utils.axes import AXES, DP, MODEL_AXES, cuts_model, other_model_axes, planned_otherwise, planned_sizes, role
 from ...utils.torch_compat import unset_fake_temporarily
 from .. import backend_select
 from ..base import Comm, DirectComm

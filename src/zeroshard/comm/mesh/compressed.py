@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from ...memory.ledger import RESIDUALS, STAGING, Ledger, claimed
-from ..base import Collective, Comm, Outcome, Region, Reserved
+from ..base import Collective, Comm, Outcome, Region, Reserved, Wrapper
 from ..codecs.base import Codec, ErrorFeedback
 from ..control import Sent
 from ..pool import StagingPool
 from .hierarchical import buffers
-from .wrapper import Wrapper
 
 _ERROR_EVERY = 64  # steps between two measurements of a unit's packing error
 

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from ...memory.ledger import SECONDARY, Ledger
-from ..base import Collective, Combine, Comm, Hops, Region, Reserved
+from ..base import Collective, Combine, Comm, Hops, Region, Reserved, Wrapper
 from ..control import Sent
 from ..pool import StagingPool
-from .wrapper import Wrapper
 
 _BUFFERS = 2  # number of buffers of each kind: one is filled while the other is read
 _MOST_BUFFERS = 64  # most buffers of each kind, where ranks begin collectives in different orders
