@@ -9,12 +9,12 @@ import contextlib
 import functools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..errors import left_loop
+from ..errors import CollectiveMismatch, left_loop
 from .failure import Failure
 from .flight_recorder import Progress
 from .streams import Streams
@@ -171,6 +171,20 @@ class Control(Group, ABC):
 def operation(label: str) -> str:
     """Return the part of a label on which ranks must agree: the label without the bracketed remark at its end."""
     return label.split(" [")[0]
+
+
+def mismatch(labels: Mapping[int, str], ranks: Sequence[int]) -> CollectiveMismatch | None:
+    """Return the error for an exchange in which ranks are in different operations; None if all are in the same.
+
+    labels: rank -> the label of its exchange. ranks: world rank of each.
+    """
+    if len(set(map(operation, labels.values()))) == 1:
+        return None
+    places = "; ".join(f"rank {ranks[rank]}: {at}" for rank, at in labels.items())
+    return CollectiveMismatch(
+        f"ranks entered different operations ({places}). Every rank must run the same sequence of zeroshard calls (steps, "
+        f"evaluations, saves).{misuse(labels, len(labels))}"
+    )
 
 
 def misuse(places: Mapping[int, str | None], world_size: int) -> str:

@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import CollectiveMismatch, ConfigError, StallError, ZeroshardError
+from ..errors import ConfigError, StallError, ZeroshardError
 from ..utils import torch_compat
 from ..utils.one_thread import Turn, one_thread
 from .base import Collective, Combine, DirectComm, Outcome, Region
-from .control import Missing, misuse, operation
+from .control import Missing, mismatch, misuse
 from .failure import GONE, Failure
 from .flight_recorder import describe, places_of
 from .shared_memory import SharedComm
@@ -321,13 +321,8 @@ class DistComm(DirectComm):
             name_len, length = struct.unpack_from("<II", frame)
             labels.append(frame[8 : 8 + name_len].decode())
             results.append(frame[8 + name_len : 8 + name_len + length])
-        if len(set(map(operation, labels))) > 1:
-            places = "; ".join(f"rank {self.ranks[rank]}: {at}" for rank, at in enumerate(labels))
-            hint = misuse(dict(enumerate(labels)), self.world_size)
-            raise CollectiveMismatch(
-                f"ranks entered different operations ({places}). Every rank must run the same sequence of zeroshard calls (steps, "
-                f"evaluations, saves).{hint}"
-            )
+        if (wrong := mismatch(dict(enumerate(labels)), self.ranks)) is not None:
+            raise wrong
         return results
 
     def _all_gather_bytes(self, body: bytes, nbytes: int, label: str) -> list[bytes]:

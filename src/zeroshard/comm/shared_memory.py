@@ -17,10 +17,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import CollectiveMismatch
 from ..memory.ledger import making
 from .base import Collective, Combine, DirectComm, Outcome, Region
-from .control import HopQueue, Missing, misuse, operation
+from .control import HopQueue, Missing, mismatch
 from .failure import Failure
 from .flight_recorder import Progress
 from .hub import Fence, Hub
@@ -152,14 +151,12 @@ class SharedComm(DirectComm):
 
     def _meet_all(self, payload: object, members: Sequence[int], label: str) -> list:
         told = self.hub.exchange(payload, members, label)
-        labels = {rank: told[member][0] for rank, member in enumerate(members)}
-        if len(set(map(operation, labels.values()))) > 1:
+        error = mismatch(
+            {rank: told[member][0] for rank, member in enumerate(members)}, [self.hub.ranks[member] for member in members]
+        )
+        if error is not None:
             self.hub.check_peers([], label)  # if a rank failed and then made another call, raise its error instead
-            places = "; ".join(f"rank {self.hub.ranks[members[rank]]}: {at}" for rank, at in labels.items())
-            raise CollectiveMismatch(
-                f"ranks entered different operations ({places}). Every rank must run the same sequence of "
-                f"zeroshard calls (steps, evaluations, saves).{misuse(labels, len(members))}"
-            )
+            raise error
         unsent = self.transport.unsent
         if unsent():  # a peer can not end its exchange before it has read this rank's payload
             self.hub.wait_for(lambda: not unsent(), lambda: list(unsent()), label)

@@ -157,13 +157,18 @@ class ProcessDesk(Desk):
 
     def _start(self) -> None:
         if not self._threads or not self._threads[0].is_alive():
-            # a weak method, so that a dropped group is collected and its thread ends
-            self._threads[:] = [_Answering(self._listener, self._secret, self._progress, weakref.WeakMethod(self._hear))]
+            # a weak reference, so that a dropped group is collected and its thread ends
+            self._threads[:] = [_Answering(self._listener, self._secret, self._progress, weakref.ref(self))]
             self._threads[0].start()
 
     def rest(self) -> None:
+        # the socket stays open: a refused connection would mean that this rank is gone
         for thread in self._threads:
-            thread.stop()
+            thread.ended = True
+            with contextlib.suppress(OSError):  # wakes accept()
+                socket.create_connection(self._listener.getsockname()[:2], _PATIENCE_S).close()
+            if thread is not threading.current_thread():
+                thread.join(_PATIENCE_S)
 
     def close(self) -> None:
         self._end()
@@ -172,9 +177,6 @@ class ProcessDesk(Desk):
         """Close the listener in a forked child: peers must not find this desk open when the parent is gone."""
         self._end.detach()
         self._listener.close()
-
-    def _hear(self, failure: Failure) -> None:
-        self.told = self.told or failure  # the first failure is the cause of later ones
 
     def _call(self, peer: int, request: tuple, read: Callable[[Any], T]) -> T | str:
         address, port, secret = self._places[peer][:3]
@@ -197,9 +199,9 @@ class ProcessDesk(Desk):
 class _Answering(threading.Thread):
     """The desk's thread, which serves one peer after another."""
 
-    def __init__(self, listener: socket.socket, secret: bytes, progress: Progress, hear: weakref.WeakMethod) -> None:
+    def __init__(self, listener: socket.socket, secret: bytes, progress: Progress, desk: weakref.ref[Desk]) -> None:
         super().__init__(name="zeroshard-desk", daemon=True)
-        self.listener, self.secret, self.progress, self.hear = listener, secret, progress, hear
+        self.listener, self.secret, self.progress, self.desk = listener, secret, progress, desk
         self.ended = False
 
     def run(self) -> None:
@@ -209,7 +211,7 @@ class _Answering(threading.Thread):
             except OSError:
                 return  # closed
             with sock:
-                if self.ended:  # `stop` has connected to wake accept()
+                if self.ended:  # `rest` has connected to wake accept()
                     return
                 with contextlib.suppress(OSError, EOFError, MalformedMessage, TypeError):  # not a peer, or a peer that is gone
                     self._talk(sock)
@@ -220,21 +222,14 @@ class _Answering(threading.Thread):
         sock.sendall(mine + _prove(self.secret, "desk", theirs, mine))
         if not hmac.compare_digest(_receive(sock, _PROOF_NBYTES), _prove(self.secret, "peer", theirs, mine)):
             return
-        request, hear = decode(_receive_framed(sock)), self.hear()
-        if request[0] == "failed" and hear is not None:
-            hear(Failure(*request[1:]))
+        request, desk = decode(_receive_framed(sock)), self.desk()
+        if request[0] == "failed" and desk is not None:
+            failure = Failure(*request[1:])
+            desk.told = desk.told or failure  # the first failure is the cause of later ones
             data = encode("heard")
         else:
             data = encode(tuple(self.progress.report()))
         sock.sendall(_LENGTH.pack(len(data)) + data)
-
-    def stop(self) -> None:
-        """End the thread, but leave the socket open: a refused connection would mean that this rank is gone."""
-        self.ended = True
-        with contextlib.suppress(OSError):  # wakes accept()
-            socket.create_connection(self.listener.getsockname()[:2], _PATIENCE_S).close()
-        if self is not threading.current_thread():
-            self.join(_PATIENCE_S)
 
 
 def _prove(secret: bytes, role: str, asker: bytes, desk: bytes) -> bytes:
