@@ -123,9 +123,8 @@ class ProcessDesk(Desk):
         if not peers:
             return {}
         with ThreadPoolExecutor(min(_AT_A_TIME, len(peers)), thread_name_prefix="zeroshard-ask") as pool:
-            return dict(
-                zip(peers, pool.map(lambda peer: self._call(peer, ("ask",), lambda values: Report(*values)), peers), strict=True)
-            )
+            answers = pool.map(lambda peer: self._call(peer, ("ask",), lambda values: Report(*values)), peers)
+            return dict(zip(peers, answers, strict=True))
 
     def tell(self, peers: Collection[int], failure: Failure) -> None:
         deadline = time.monotonic() + _TELLING_S

@@ -83,7 +83,8 @@ class Topology:
 
     def open(self) -> None:
         """Allocate the buffers that were reserved (collective)."""
-        for comm in self._all():
+        # gradients first: `open` of LowRankReductions still reserves buffers in the Comm beneath
+        for comm in dict.fromkeys((self.gradients, self.values, self.shards)):
             comm.open()
 
     def forget(self) -> None:
@@ -92,12 +93,8 @@ class Topology:
 
     def release(self) -> None:
         """Free the buffers that `open` has allocated, because the model is closed."""
-        for comm in self._all():
+        for comm in dict.fromkeys((self.gradients, self.values, self.shards)):
             comm.release()
-
-    def _all(self) -> Iterable[Comm]:
-        # gradients first: `open` of LowRankReductions still reserves buffers in the Comm beneath
-        return dict.fromkeys((self.gradients, self.values, self.shards))
 
     def packs(self, name: str, dim: int) -> tuple[bool, bool]:
         """Return whether values, and whether gradients, of a parameter may be compressed."""
@@ -212,9 +209,12 @@ class _Packing:
     def reductions(self, comm: Comm) -> Comm:
         """Return a Comm whose reductions are quantized or sparse: one hop of a reduction, or all of it."""
         compression = self.config.zero_quantized_gradients
-        if compression is None or compression.codec == "low_rank" or comm.world_size == 1:
-            return comm
-        if self._skips(comm, compression, "gradients"):
+        if (
+            compression is None
+            or compression.codec == "low_rank"
+            or comm.world_size == 1
+            or self._skips(comm, compression, "gradients")
+        ):
             return comm
         active = functools.partial(self.warm, compression.warmup_steps)
         feedback = compression.error_feedback or compression.codec == "top_k"  # top-k stalls without it
@@ -232,10 +232,8 @@ class _Packing:
     def gathers(self, comm: Comm, control: Comm) -> Comm:
         """Return a Comm whose gathers are quantized."""
         compression = self.config.zero_quantized_weights
-        if compression is None or comm.world_size == 1:
-            return comm
         reads = comm if comm.copies else control
-        if self._skips(reads, compression, "parameters"):
+        if compression is None or comm.world_size == 1 or self._skips(reads, compression, "parameters"):
             return comm
         active = functools.partial(self.warm, compression.warmup_steps)
         return CompressedGathers(comm, _codec(compression), self.ledger, active, self.errors)
