@@ -97,7 +97,11 @@ class Progress:
                 frame = frame.f_back
             if frames:
                 stacks.append(frames)
-        shown = [_stack(frames) for frames in stacks]
+        shown = []
+        for frames in stacks:
+            calls = [each for each in frames if each.f_code.co_filename not in _DULL][:_DEEPEST]
+            summary = traceback.StackSummary.extract((each, each.f_lineno) for each in reversed(calls))
+            shown.append("".join(summary.format()))
         waiting, module, turns = self.waiting, next(filter(None, map(self._module, stacks)), ""), dict(self.turns)
         gather = waiting  # the gather waited for, else the one that fetched the module, else the latest
         if waiting not in turns:
@@ -131,12 +135,6 @@ def _function(frames: list[FrameType]) -> str:
         if not path.startswith((*_OWN, "<")):
             return f"{frame.f_code.co_name} ({Path(path).name}:{frame.f_lineno})"
     return ""
-
-
-def _stack(frames: list[FrameType]) -> str:
-    shown = [frame for frame in frames if frame.f_code.co_filename not in _DULL][:_DEEPEST]
-    summary = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in reversed(shown))
-    return "".join(summary.format())
 
 
 # -- the sentence --------------------------------------------------------------------------------------------

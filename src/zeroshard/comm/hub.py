@@ -145,10 +145,6 @@ class Hub:
 
     # -- progress and liveness -------------------------------------------------------------------------------
 
-    def announce(self, waiting_for: str | None) -> None:
-        """Send all peers the label of this rank's wait, or the end of it (see `Control.announce`)."""
-        self.tell(("awake",) if waiting_for is None else ("waiting", waiting_for, self.others))
-
     def peers_wait(self) -> bool:
         """Return True if a peer has announced a wait (see `Control.peers_wait`). Raises where a peer is gone."""
         self.check_peers(self.others, "a staging buffer")

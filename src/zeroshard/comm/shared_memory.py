@@ -182,7 +182,7 @@ class SharedComm(DirectComm):
         return self.hub.failure
 
     def announce(self, waiting_for: str | None) -> None:
-        self.hub.announce(waiting_for)
+        self.hub.tell(("awake",) if waiting_for is None else ("waiting", waiting_for, self.hub.others))
 
     def peers_wait(self) -> bool:
         return self.hub.peers_wait()

@@ -178,6 +178,10 @@ def original(module: nn.Module) -> nn.Module:
 graph_task = torch._C._current_graph_task_id  # returns the number of the backward running on this thread, or -1
 next_node = torch._C._autograd._get_sequence_nr  # returns the number that autograd gives the next node on this thread
 number_of = methodcaller("_sequence_nr")  # node -> its number in the order in which nodes were made
+# returns the innermost saved-tensor hooks (pack, unpack) that are active on this thread, or None
+top_saved_tensors_hooks: Callable[[], tuple[Callable, Callable] | None] = functools.partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, True
+)
 # calls a function when the backward running on this thread has ended; not if the backward raises
 at_end_of_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 USED_NODES = ("_current_graph_task_id", "_will_engine_execute_node")  # names of torch._C that `nodes_to_run` needs
@@ -221,11 +225,6 @@ def in_derivative() -> bool:
         return False
     kinds = torch._C._functorch.TransformType
     return any(each.key() in (kinds.Grad, kinds.Jvp) for each in retrieve_all_functorch_interpreters())
-
-
-def top_saved_tensors_hooks() -> tuple[Callable, Callable] | None:
-    """Return the innermost saved-tensor hooks (pack, unpack) that are active on this thread, or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 @contextlib.contextmanager
