@@ -99,10 +99,15 @@ class Progress:
                 stacks.append(frames)
         shown = []
         for frames in stacks:
-            calls = [each for each in frames if each.f_code.co_filename not in _DULL][:_DEEPEST]
-            summary = traceback.StackSummary.extract((each, each.f_lineno) for each in reversed(calls))
+            told = [call for call in frames if call.f_code.co_filename not in _DULL][:_DEEPEST]
+            summary = traceback.StackSummary.extract((call, call.f_lineno) for call in reversed(told))
             shown.append("".join(summary.format()))
-        waiting, module, turns = self.waiting, next(filter(None, map(self._module, stacks)), ""), dict(self.turns)
+        calls = [call for frames in stacks for call in frames]
+        holders = (call.f_locals.get("self") for call in calls)
+        module = next((self._name(each) for each in holders if isinstance(each, nn.Module)), "")  # the innermost
+        users = (call for call in calls if not call.f_code.co_filename.startswith((*_OWN, "<")))
+        places = (f"{call.f_code.co_name} ({Path(call.f_code.co_filename).name}:{call.f_lineno})" for call in users)
+        waiting, turns = self.waiting, dict(self.turns)
         gather = waiting  # the gather waited for, else the one that fetched the module, else the latest
         if waiting not in turns:
             around = [label for label in turns if not waiting and f"{module}.".startswith(f"{_unit(label)}.")]
@@ -111,30 +116,18 @@ class Progress:
         whom = tuple(missing()) if missing is not None else ()
         return Report(
             self.rank, self.step, turns.get(gather, 0), gather, tuple(self.last), waiting, whom, module,
-            next(filter(None, map(_function, stacks)), ""),
+            next(places, ""),
             "".join(shown[:1] + [f"  (and in the thread of autograd)\n{stack}" for stack in shown[1:]]),
         )  # fmt: skip
 
-    def _module(self, frames: list[FrameType]) -> str:
-        """Return the name, in its model, of the innermost module whose forward the thread runs; "" where there is none."""
-        holders = (frame.f_locals.get("self") for frame in frames)
-        module = next((each for each in holders if isinstance(each, nn.Module)), None)
-        if module is None:
-            return ""
+    def _name(self, module: nn.Module) -> str:
+        """Return the name of a module in its model, or that of its class."""
         with contextlib.suppress(RuntimeError):  # the training thread is changing the model
             for model in list(self.models):
                 for name, each in model.named_modules(remove_duplicate=False):
                     if each is module:
                         return name or type(module).__name__
         return type(module).__name__
-
-
-def _function(frames: list[FrameType]) -> str:
-    for frame in frames:
-        path = frame.f_code.co_filename
-        if not path.startswith((*_OWN, "<")):
-            return f"{frame.f_code.co_name} ({Path(path).name}:{frame.f_lineno})"
-    return ""
 
 
 # -- the sentence --------------------------------------------------------------------------------------------
