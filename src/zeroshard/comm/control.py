@@ -168,12 +168,17 @@ class Control(Group, ABC):
         """Release the connections; the group can not be used afterwards."""
 
 
+def operation(label: str) -> str:
+    """Return the part of a label on which ranks must agree: the label without the bracketed remark at its end."""
+    return label.split(" [")[0]
+
+
 def mismatch(labels: Mapping[int, str], ranks: Sequence[int]) -> CollectiveMismatch | None:
     """Return the error for an exchange in which ranks are in different operations; None if all are in the same.
 
     labels: rank -> the label of its exchange. ranks: world rank of each.
     """
-    if len({label.split(" [")[0] for label in labels.values()}) == 1:  # remarks in brackets may differ
+    if len(set(map(operation, labels.values()))) == 1:
         return None
     places = "; ".join(f"rank {ranks[rank]}: {at}" for rank, at in labels.items())
     return CollectiveMismatch(
