@@ -19,8 +19,7 @@ from .checkpoint import safetensors as streaming
 from .checkpoint.resolver import open_weights
 from .comm import backend_select
 from .comm.mesh import topology
-from .comm.mesh.axes import Axes, axes_of
-from .comm.mesh.planned import PlannedLayout
+from .comm.mesh.axes import Axes, PlannedLayout, axes_of
 from .comm.mesh.topology import Topology
 from .config import Config
 from .errors import ConfigError, ZeroshardError

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from activation_kit import DIM, LAYERS, Own, activator, every_place, gradients, store_of
 from hypothesis import given
 from hypothesis import strategies as st
+from recording_streams import RecordingStreams
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,7 +42,7 @@ from zeroshard.activations.disk_storage import DiskPlace
 from zeroshard.activations.free_list import Space
 from zeroshard.comm import backend_select
 from zeroshard.comm.launch import free_port, run_processes
-from zeroshard.comm.streams import RecordingStreams, Streams
+from zeroshard.comm.streams import Streams
 from zeroshard.memory.io.async_file import Syscalls
 from zeroshard.memory.ledger import Ledger
 from zeroshard.testing import run_threads

@@ -14,11 +14,11 @@ import pytest
 import torch
 from checkpoint_kit import Language, assert_equal, build, read_checkpoint, snapshot, train
 from helpers import seeded, token_batches
+from recording_streams import RecordingStreams
 
 import zeroshard as zs
 from zeroshard.checkpoint.writing import Save, Writing
 from zeroshard.comm.codec import encode
-from zeroshard.comm.streams import RecordingStreams
 from zeroshard.offload.storage import MemoryRest
 from zeroshard.testing import run_threads
 

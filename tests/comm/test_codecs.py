@@ -14,6 +14,7 @@ from benchmarks import codecs as benchmark
 from zeroshard.comm.codecs import CODECS, ErrorFeedback, LowRank, TopK, block_quantization, codec_of
 from zeroshard.comm.sums import CHUNK_NUMEL, sum_in_rank_order
 from zeroshard.errors import ConfigError
+from zeroshard.utils.compression import Compression
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 NUMELS = [0, 1, 2, 3, 31, 32, 33, 255, 256, 257, 511, 1000, 4096 + 17]
@@ -219,12 +220,10 @@ def test_what_cannot_be_is_named():
     for block in (0, 31, 48, 1 << 15, True, 32.0):
         with pytest.raises(ConfigError, match="int8: block: expected a power of two from 32 to 16384, got"):
             codec_of("int8", block)
-    for ratio in (0, 1.5, -1, "1", True):
-        with pytest.raises(ConfigError, match="top_k: ratio: expected a number above 0"):
-            TopK(ratio)
-    for rank in (0, 2.0, True):
-        with pytest.raises(ConfigError, match="low_rank: rank: expected a whole number of at least 1"):
-            LowRank([(0, (4, 4))], 16, rank=rank)
+    for field, wrong in {"ratio": (0, 1.5, -1, "1", True), "rank": (0, 2.0, True), "exempt": ("*", [1]), "force": (1,)}.items():
+        for value in wrong:
+            with pytest.raises(ConfigError, match=f"compression {field}: expected .*, got"):
+                Compression("top_k", **{field: value})
     with pytest.raises(ValueError, match="expected slots apart, within 20"):
         LowRank([(0, (4, 4)), (15, (3,))], 20)
     codec = codec_of("int8")
@@ -381,13 +380,18 @@ class Ranks:
         return reduce
 
 
+def reduce(low_rank, flat, mean=lambda values: values):
+    """Two all-reduces; without a function for them, those of one rank."""
+    low_rank.finish(flat, mean(low_rank.second(flat, mean(low_rank.first(flat)))))
+
+
 def low_rank_mean(rank_of_matrices, forget=False):
     compressors = [LowRank(LeastSquares.slots, LeastSquares.numel, rank=rank_of_matrices) for _ in range(RANKS)]
     ranks = Ranks(RANKS)
 
     def one(rank, gradient):
         flat = gradient.clone()
-        compressors[rank].reduce(flat, ranks.all_reduce_mean(rank))
+        reduce(compressors[rank], flat, ranks.all_reduce_mean(rank))
         if forget:
             compressors[rank]._matrices[0].error.zero_()
         return flat
@@ -416,7 +420,7 @@ def test_low_rank_sends_thin_factors_and_vectors_as_they_are():
     assert LowRank([(0, (5,))], 8).sent_numels == (8, 0) and LowRank([], 0).sent_numels == (0, 0)
     flat = torch.randn(2176)
     exact = flat.clone()
-    low_rank.reduce(flat, lambda values: values)
+    reduce(low_rank, flat)
     assert torch.equal(flat[2048:], exact[2048:]) and not torch.equal(flat[:2048], exact[:2048])
 
 
@@ -426,7 +430,7 @@ def test_low_rank_is_exact_where_the_gradient_has_that_rank(dtype):
     matrix = (torch.randn(40, 2) @ torch.randn(2, 30)).to(dtype)
     low_rank = LowRank([(0, (40, 30))], 1200, rank=2 if dtype == torch.float32 else 8)
     flat = matrix.flatten().clone()
-    low_rank.reduce(flat, lambda values: values)
+    reduce(low_rank, flat)
     tolerance = 5e-2 if dtype == torch.bfloat16 else 1e-4
     torch.testing.assert_close(flat.view(40, 30), matrix, rtol=tolerance, atol=tolerance)
 
@@ -435,10 +439,10 @@ def test_low_rank_shows_what_is_not_finite_and_forgets_it():
     low_rank = LowRank([(0, (20, 10))], 208, rank=1)
     flat = torch.randn(208)
     flat[7] = math.inf
-    low_rank.reduce(flat, lambda values: values)
+    reduce(low_rank, flat)
     assert not flat.isfinite().all()
     for values in (torch.zeros(208), torch.randn(208)):  # nothing of it in the next steps; a gradient of zeros is no harm
-        low_rank.reduce(values, lambda flat: flat)
+        reduce(low_rank, values)
         assert values.isfinite().all()
     assert values[:200].norm() > 0
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import seeded
+from recording_streams import RecordingStreams
 from torch import nn
 
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
 from zeroshard.comm.process_group import DistComm
-from zeroshard.comm.streams import RecordingStreams
 
 pytestmark = pytest.mark.processes
 STAGES = (1, 2)

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import MLP, flat, seeded, vector_batches
+from recording_streams import RecordingStreams
 from torch import Tensor, nn
 
 import zeroshard as zs
@@ -24,7 +25,6 @@ from zeroshard.comm import backend_select
 from zeroshard.comm.backend_select import _close_all
 from zeroshard.comm.launch import run_processes
 from zeroshard.comm.process_group import DistComm
-from zeroshard.comm.streams import RecordingStreams
 from zeroshard.config import Offload
 from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import OddGPT, adamw, differences, seeded, token_batches
+from recording_streams import RecordingStreams
 from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.comm.process_group import DistComm, _Collected, backend_for, talking_device
-from zeroshard.comm.streams import RecordingStreams
 from zeroshard.optim.state_loading import SavedState, scalars_for
 from zeroshard.zero import flat_buffer
 from zeroshard.zero.runtime import runtime_of

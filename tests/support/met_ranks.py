@@ -4,16 +4,14 @@ import threading
 
 from zeroshard.comm.transport import ProcessTransport
 
-SECRET = b"s" * 32
 
-
-def world(rank_doors, secrets=(SECRET, SECRET), timeout_s=10.0, before_last=lambda: None):
-    """Transports of ranks in threads, the last of which comes late; or their errors."""
-    ends, addresses = {}, [door.address for door in rank_doors]
+def world(rank_doors, places=None, timeout_s=10.0, before_last=lambda: None):
+    """Transports of ranks in threads, the last of which comes late; or their errors. places: of the doors, as ranks are told."""
+    ends, places = {}, places or [door.place for door in rank_doors]
 
     def connect(rank):
         try:
-            ends[rank] = ProcessTransport(rank, rank_doors[rank], addresses, secrets[rank], timeout_s)
+            ends[rank] = ProcessTransport(rank, rank_doors[rank], places, timeout_s)
         except Exception as error:
             ends[rank] = error
 

@@ -41,7 +41,7 @@ def test_what_is_missing_is_named_with_what_needs_it(monkeypatch):
         private_names.found("torch._C._swap_tensor_impl")
     assert needed_by("torch._C._swap_tensor_impl").startswith("exchange: Exchange the contents of two tensor objects")
     assert needed_by("torch._disable_dynamo").startswith("disable_dynamo = torch._disable_dynamo")
-    assert needed_by("torch.cuda._lazy_call").startswith("call_when_cuda_starts: Call a function when CUDA")
+    assert needed_by("torch.cuda._lazy_call").startswith("call_when_cuda_starts = torch.cuda._lazy_call")
 
 
 def test_tensors():
@@ -62,7 +62,7 @@ def test_tensors():
     storage = torch.storage.TypedStorage(wrap_storage=tensor.untyped_storage(), dtype=tensor.dtype, _internal=True)
     rebuilt = torch_compat.rebuilder()(storage, 1, (2,), (1,), False, {})
     assert rebuilt.tolist() == [1.0, 1.0]
-    assert torch.Tensor in torch_compat.foreach_types()
+    assert torch.Tensor in torch_compat.FOREACH_TYPES
     torch_compat.assert_async(torch.tensor(True), "")
 
 

@@ -11,6 +11,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from recording_streams import RecordingStreams
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zoo import Stack, adamw, normal_batches, run_threads, same, seeded, sgd
@@ -18,7 +19,6 @@ from zoo import Stack, adamw, normal_batches, run_threads, same, seeded, sgd
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
 from zeroshard.comm.process_group import DistComm
-from zeroshard.comm.streams import RecordingStreams
 
 MODES = [
     {"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 2, "units": "model"}, {"stage": 3, "map_shared": True},

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import OddGPT, Task, adamw, assert_equal_runs, reference, seeded, token_batches, train
+from recording_streams import RecordingStreams
 
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
 from zeroshard.comm.process_group import DistComm
-from zeroshard.comm.streams import RecordingStreams
 from zeroshard.testing import run_threads
 
 SMALL = 31  # of OddGPT: norms, gains and biases; its matrices have 77 elements and more

@@ -19,9 +19,8 @@ import zeroshard as zs
 from ..config import PRESETS, Tier, read_layout
 from ..planner.models import CASE_STUDIES, CaseStudy, GPTConfig
 from ..planner.models.presets import SCALES
-from ..utils.axes import cuts_model
+from ..utils.axes import cuts_model, planned_otherwise
 from ..utils.compression import CODECS, GRADIENT_CODECS
-from ..utils.planned_mesh import planned_otherwise
 from .arguments import Parser, UsageError, add_options
 from .mesh_axes import MeshAxes
 

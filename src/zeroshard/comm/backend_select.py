@@ -14,12 +14,10 @@ import atexit
 import contextlib
 import multiprocessing.util
 import os
-import secrets
 import sys
 import threading
 import weakref
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -121,7 +119,7 @@ def is_imagined() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake"
 
 
-def _of_group(group: Any, device: torch.device, stall_timeout_s: float, option: str) -> DirectComm:
+def _of_group(group: object, device: torch.device, stall_timeout_s: float, option: str) -> DirectComm:
     """Return the Comm of a process group's or mesh's ranks, each of which calls this (collective)."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -164,13 +162,11 @@ def _connect(choice: str, device: torch.device, stall_timeout_s: float) -> Direc
     place = _place()
     door = Door() if place is not None and device.type == "cpu" else None
     try:
-        address, secret = door.address if door is not None else None, secrets.token_bytes(32)
         places: list = [None] * dist.get_world_size()
         backend_for(device)
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():  # not the current one
-            dist.all_gather_object(
-                places, (place, str(device.type), address, secret)
-            )  # by pickle: ranks of the group are trusted
+            # by pickle: ranks of the group are trusted
+            dist.all_gather_object(places, (place, str(device.type), door.place if door is not None else None))
         here = [rank for rank, other in enumerate(places) if other[:2] == (place, str(device.type))]
         same_host = len(here) == len(places) and place is not None
         if choice == "shared" and not same_host:
@@ -180,16 +176,14 @@ def _connect(choice: str, device: torch.device, stall_timeout_s: float) -> Direc
             )
         if choice == "dist" or door is None or (len(here) == 1 and not same_host):  # no rank shares this one's host
             return DistComm(None, device, stall_timeout_s)
-        transport = ProcessTransport(
-            here.index(dist.get_rank()), door, [places[rank][2] for rank in here], places[here[0]][3], stall_timeout_s
-        )
+        transport = ProcessTransport(here.index(dist.get_rank()), door, [places[rank][2] for rank in here], stall_timeout_s)
         shared = SharedComm(transport, device, stall_timeout_s, ranks=here)
         if same_host:
             if len(here) > 1:  # otherwise there is no peer to ask
-                shared.desk = ProcessDesk.among(shared, on_this_host=True)
+                shared.hub.desk = ProcessDesk.among(shared, on_this_host=True)
             return shared
         comm = DistComm(None, device, stall_timeout_s)
-        comm.local, shared.desk = shared, comm.desk.of(here)
+        comm.local, shared.hub.desk, shared.hub.shares_desk = shared, comm.desk, True
         return comm
     finally:
         if door is not None:

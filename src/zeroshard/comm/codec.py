@@ -12,11 +12,11 @@ number of bytes, whatever lengths they announce.
 from __future__ import annotations
 
 import builtins
-import functools
+import itertools
 import math
 import struct
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,9 +32,13 @@ _BUILTIN = (  # classes of errors that keep their class, besides this library's 
     "AssertionError"
 ).split()
 _OS_FIELDS = ("errno", "strerror", "filename")  # attributes of an OSError that are not in its __dict__
+# classes of plain values, a subclass before its base
+_KINDS: dict[type, None] = dict.fromkeys(
+    (type(None), bool, int, float, str, bytes, bytearray, list, tuple, dict, np.generic, torch.dtype, Tensor, BaseException)
+)
 
 
-def encode(value: Any) -> bytes:
+def encode(value: object) -> bytes:
     """Return a value as bytes. Raises TypeError for a value that is not plain."""
     out = bytearray()
     _put(value, out, _MOST_NESTED)
@@ -60,7 +64,7 @@ def _malformed(data: bytes, why: str) -> MalformedMessage:
     )
 
 
-def sendable(value: Any) -> bool:
+def sendable(value: object) -> bool:
     """Return True if `encode` takes the value."""
     try:
         encode(value)
@@ -69,7 +73,13 @@ def sendable(value: Any) -> bool:
     return True
 
 
-def exchange_values(comm: Any, value: Any, label: str) -> list[Any]:
+class Exchanging(Protocol):
+    """A Comm, or what stands for one where a rank is alone."""
+
+    def exchange(self, payload: bytes, label: str) -> list[bytes]: ...
+
+
+def exchange_values(comm: Exchanging, value: object, label: str) -> list[Any]:
     """Return every rank's value, in rank order (collective)."""
     return [decode(part) for part in comm.exchange(encode(value), label)]
 
@@ -78,48 +88,60 @@ def exchange_values(comm: Any, value: Any, label: str) -> list[Any]:
 
 
 def _put(value: Any, out: bytearray, depth: int) -> None:
+    """Append the bytes of a value to `out`."""
     if depth == 0:
         raise TypeError(f"a value nested more than {_MOST_NESTED} levels deep can not be sent to other ranks: flatten it")
-    put = _PUT.get(type(value))
-    if put is None:  # a subclass is encoded as its plain base class
-        put = next((put for kind, put in _PUT.items() if isinstance(value, kind)), None)
-    if put is None:
-        kind = type(value)
+    kind: type | None = type(value)
+    if kind not in _KINDS:  # a subclass is encoded as its plain base class
+        kind = next((base for base in _KINDS if isinstance(value, base)), None)
+    if kind is int:
+        if -(1 << 63) <= value < 1 << 63:
+            out += _INT.pack(b"i", value)
+        else:
+            _put_bytes(b"I", int(value).to_bytes(value.bit_length() // 8 + 1, "little", signed=True), out)
+    elif kind is str:
+        _put_bytes(b"s", value.encode("utf-8", "surrogatepass"), out)  # paths may hold surrogates
+    elif kind is list or kind is tuple:
+        _put_items(b"l" if kind is list else b"t", len(value), value, out, depth)
+    elif kind is dict:
+        _put_items(b"d", len(value), itertools.chain.from_iterable(value.items()), out, depth)
+    elif kind is type(None) or kind is bool:
+        out += b"N" if value is None else b"T" if value else b"F"
+    elif kind is float:
+        out += _FLOAT.pack(b"f", value)
+    elif kind is bytes or kind is bytearray:
+        _put_bytes(b"b", value, out)
+    elif kind is np.generic:
+        _put(value.item(), out, depth - 1)
+    elif kind is torch.dtype:
+        _put_bytes(b"y", str(value).removeprefix("torch.").encode(), out)
+    elif kind is Tensor:
+        _put_tensor(value, out, depth)
+    elif kind is BaseException:
+        _put_error(value, out, depth)
+    else:
+        found = type(value)
         raise TypeError(
-            f"a {kind.__module__}.{kind.__qualname__} can not be sent to other ranks: expected None, numbers, strings, bytes, tensors, "
+            f"a {found.__module__}.{found.__qualname__} can not be sent to other ranks: expected None, numbers, strings, bytes, tensors, "
             "dtypes, or lists, tuples and dictionaries of these"
         )
-    put(value, out, depth)
 
 
-def _put_int(value: int, out: bytearray, depth: int) -> None:
-    if -(1 << 63) <= value < 1 << 63:
-        out += _INT.pack(b"i", value)
-    else:
-        _put_bytes(b"I", int(value).to_bytes(value.bit_length() // 8 + 1, "little", signed=True), out)
-
-
-def _put_items(tag: bytes, values: Any, out: bytearray, depth: int) -> None:
-    out += _LENGTH.pack(tag, len(values))
-    for each in values:
-        if type(each) is str:  # the usual case, encoded here without a call
-            content = each.encode("utf-8", "surrogatepass")
-            out += _LENGTH.pack(b"s", len(content)) + content
-        else:
-            put = _PUT.get(type(each), _put) if depth > 1 else _put
-            put(each, out, depth - 1)
-
-
-def _put_dict(value: dict, out: bytearray, depth: int) -> None:
-    out += _LENGTH.pack(b"d", len(value))
-    for item in value.items():
-        for each in item:
-            _put(each, out, depth - 1)
-
-
-def _put_bytes(tag: bytes, data: Any, out: bytearray) -> None:
+def _put_bytes(tag: bytes, data: bytes | bytearray, out: bytearray) -> None:
     out += _LENGTH.pack(tag, len(data))
     out += data
+
+
+def _put_items(tag: bytes, count: int, values: Iterable[object], out: bytearray, depth: int) -> None:
+    out += _LENGTH.pack(tag, count)
+    for each in values:
+        if depth > 1 and type(each) is str:  # the usual cases, encoded here without a call
+            content = each.encode("utf-8", "surrogatepass")
+            out += _LENGTH.pack(b"s", len(content)) + content
+        elif depth > 1 and type(each) is int and -(1 << 63) <= each < 1 << 63:
+            out += _INT.pack(b"i", each)
+        else:
+            _put(each, out, depth - 1)
 
 
 def _put_tensor(value: Tensor, out: bytearray, depth: int) -> None:
@@ -146,24 +168,6 @@ def _put_error(error: BaseException, out: bytearray, depth: int) -> None:
         fields |= {name: value for name, value in values.items() if value is not None and sendable(value)}
     out += b"e"
     _put((kind.__name__, text, fields), out, depth - 1)
-
-
-_PUT: dict[type, Callable[[Any, bytearray, int], None]] = {
-    type(None): lambda value, out, depth: out.extend(b"N"),
-    bool: lambda value, out, depth: out.extend(b"T" if value else b"F"),
-    int: _put_int,
-    float: lambda value, out, depth: out.extend(_FLOAT.pack(b"f", value)),
-    str: lambda value, out, depth: _put_bytes(b"s", value.encode("utf-8", "surrogatepass"), out),  # paths may hold surrogates
-    bytes: lambda value, out, depth: _put_bytes(b"b", value, out),
-    bytearray: lambda value, out, depth: _put_bytes(b"b", value, out),
-    list: lambda value, out, depth: _put_items(b"l", value, out, depth),
-    tuple: lambda value, out, depth: _put_items(b"t", value, out, depth),
-    dict: _put_dict,
-    np.generic: lambda value, out, depth: _put(value.item(), out, depth - 1),
-    torch.dtype: lambda value, out, depth: _put_bytes(b"y", str(value).removeprefix("torch.").encode(), out),
-    Tensor: _put_tensor,
-    BaseException: _put_error,
-}
 
 
 # -- reading -------------------------------------------------------------------------------------------------
@@ -194,7 +198,7 @@ def _take(data: bytes, at: int, depth: int) -> tuple[Any, int]:
         return _CONTENT[tag](data[at : at + length]), at + length
     if tag not in b"ltd":
         raise _malformed(data, f"no type of value has the tag {tag}")
-    values: list[Any] = []
+    values: list[object] = []
     for _ in range(2 * length if tag == 0x64 else length):  # d
         if data[at] == 0x69:  # i: the usual case, decoded here without a call
             values.append(_INT.unpack_from(data, at)[1])
@@ -207,10 +211,6 @@ def _take(data: bytes, at: int, depth: int) -> tuple[Any, int]:
     return (values if tag == 0x6C else tuple(values)), at
 
 
-def _big_int(content: bytes) -> int:
-    return int.from_bytes(content, "little", signed=True)
-
-
 def _dtype(content: bytes) -> torch.dtype:
     found = getattr(torch, content.decode("ascii"), None)
     if not isinstance(found, torch.dtype):
@@ -219,7 +219,11 @@ def _dtype(content: bytes) -> torch.dtype:
 
 
 _FIXED = {ord("N"): None, ord("T"): True, ord("F"): False}
-_CONTENT: dict[int, Callable[[bytes], Any]] = {ord("b"): bytes, ord("I"): _big_int, ord("y"): _dtype}
+_CONTENT: dict[int, Callable[[bytes], object]] = {
+    ord("b"): bytes,
+    ord("I"): lambda content: int.from_bytes(content, "little", signed=True),
+    ord("y"): _dtype,
+}
 
 
 def _tensor(dtype: torch.dtype, shape: tuple[int, ...], raw: bytes) -> Tensor:
@@ -230,7 +234,7 @@ def _tensor(dtype: torch.dtype, shape: tuple[int, ...], raw: bytes) -> Tensor:
     return flat.reshape(shape)
 
 
-def _error(name: str, text: str, fields: dict[str, Any]) -> BaseException:
+def _error(name: str, text: str, fields: dict[str, object]) -> BaseException:
     kind = _error_kinds().get(name)
     if kind is None or not all(type(key) is str for key in fields):
         raise ValueError(f"unknown class of error {name!r:.40}")
@@ -247,12 +251,12 @@ def _error(name: str, text: str, fields: dict[str, Any]) -> BaseException:
     return error
 
 
-_MADE: dict[int, Callable[..., Any]] = {ord("x"): _tensor, ord("e"): _error}
+_MADE: dict[int, Callable[..., object]] = {ord("x"): _tensor, ord("e"): _error}
 
 
 def _error_kinds() -> dict[str, type[BaseException]]:
     """Return name -> class of all errors of this library, wherever they are defined, and of those in `_BUILTIN`."""
-    found: dict[str, type[BaseException]] = dict(_builtin_kinds())
+    found: dict[str, type[BaseException]] = {name: getattr(builtins, name) for name in _BUILTIN}
     queue = [ZeroshardError]
     while queue:
         kind = queue.pop()
@@ -260,8 +264,3 @@ def _error_kinds() -> dict[str, type[BaseException]]:
             found[kind.__name__] = kind
             queue += kind.__subclasses__()
     return found
-
-
-@functools.cache
-def _builtin_kinds() -> dict[str, type[BaseException]]:
-    return {name: getattr(builtins, name) for name in _BUILTIN}

@@ -9,12 +9,12 @@ import contextlib
 import functools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..errors import left_loop
+from ..errors import CollectiveMismatch, left_loop
 from .failure import Failure
 from .flight_recorder import Progress
 from .streams import Streams
@@ -157,7 +157,7 @@ class Control(Group, ABC):
     def fail(self, failure: Failure) -> None:
         """Send the peers the failure for which the group can not go on: this rank's, or a peer's that others may not know."""
 
-    def answer_for(self, owner: object) -> Callable[[], Any]:
+    def answer_for(self, owner: object) -> Callable[[], object]:
         """Answer peers that ask for this rank's state, until `owner` is collected or the returned function is called."""
         return lambda: None
 
@@ -173,6 +173,20 @@ def operation(label: str) -> str:
     return label.split(" [")[0]
 
 
+def mismatch(labels: Mapping[int, str], ranks: Sequence[int]) -> CollectiveMismatch | None:
+    """Return the error for an exchange in which ranks are in different operations; None if all are in the same.
+
+    labels: rank -> the label of its exchange. ranks: world rank of each.
+    """
+    if len(set(map(operation, labels.values()))) == 1:
+        return None
+    places = "; ".join(f"rank {ranks[rank]}: {at}" for rank, at in labels.items())
+    return CollectiveMismatch(
+        f"ranks entered different operations ({places}). Every rank must run the same sequence of zeroshard calls (steps, "
+        f"evaluations, saves).{misuse(labels, len(labels))}"
+    )
+
+
 def misuse(places: Mapping[int, str | None], world_size: int) -> str:
     """Return a hint at calls that only some ranks have made, to append to an error; "" where there is none.
 
@@ -180,25 +194,16 @@ def misuse(places: Mapping[int, str | None], world_size: int) -> str:
     ' Rank 0 left ...' if some are in the training loop and the others are not.
     places: rank -> the label at which it waits; None, or no entry: it is somewhere else.
     """
-    return _missing_in_verb(places, world_size) + _missing_in_loop(places, world_size)
-
-
-def _missing_in_loop(places: Mapping[int, str | None], world_size: int) -> str:
-    inside = {rank: label for rank, label in places.items() if label is not None and left_loop([rank], label, "")}
-    if not inside:
-        return ""
-    ranks = sorted(inside)
-    others = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
-    return left_loop(sorted(set(range(world_size)) - set(ranks)), inside[ranks[0]], others)
-
-
-def _missing_in_verb(places: Mapping[int, str | None], world_size: int) -> str:
+    hint, everyone = "", set(range(world_size))
     verbs = {rank: label.split(":")[0] for rank, label in places.items() if label is not None and label.startswith("zs.")}
-    if not verbs:
-        return ""
-    verb = next(iter(verbs.values()))
-    entered = sorted(rank for rank, name in verbs.items() if name == verb)
-    missing = sorted(set(range(world_size)) - set(entered))
-    if not missing:
-        return ""
-    return f" {verb}() is collective, that is, every rank must call it: entered by ranks {entered}, missing {missing}."
+    if verbs:
+        verb = next(iter(verbs.values()))
+        entered = sorted(rank for rank, name in verbs.items() if name == verb)
+        if missing := sorted(everyone - set(entered)):
+            hint = f" {verb}() is collective, that is, every rank must call it: entered by ranks {entered}, missing {missing}."
+    inside = {rank: label for rank, label in places.items() if label is not None and left_loop([rank], label, "")}
+    if inside:
+        ranks = sorted(inside)
+        others = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
+        hint += left_loop(sorted(everyone - set(ranks)), inside[ranks[0]], others)
+    return hint

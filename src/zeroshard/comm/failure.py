@@ -42,8 +42,10 @@ class Failure:
 
 def failure_of(error: BaseException, rank: int) -> Failure:
     """Return the Failure for an error that ends rank `rank`: its own, or that of the peer whose failure caused it."""
-    if isinstance(error, SystemExit):
-        return Failure(rank, left_by_exit(error.code))
+    if isinstance(error, SystemExit):  # 'left by sys.exit(3)' for status 3
+        status: object = error.code
+        shown = repr(status) if isinstance(status, (int, str)) else "" if status is None else type(status).__name__
+        return Failure(rank, f"left by sys.exit({shown})")
     cause: BaseException | None = error
     seen: set[int] = set()
     while cause is not None and id(cause) not in seen:
@@ -54,12 +56,6 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     return Failure(rank, "".join(traceback.format_exception(error)).rstrip())
 
 
-def left_by_exit(status: Any) -> str:
-    """Return 'left by sys.exit(3)' for status 3."""
-    shown = repr(status) if isinstance(status, (int, str)) else "" if status is None else type(status).__name__
-    return f"left by sys.exit({shown})"
-
-
 def note_exits() -> None:
     """Replace `sys.exit` by a function that records its argument, which atexit handlers can not find out."""
     plain = sys.exit
@@ -67,7 +63,7 @@ def note_exits() -> None:
         return
 
     def exit(status: Any = None, /) -> None:
-        failure, handled = Failure(_SELF, left_by_exit(status)), sys.exc_info()[1]
+        failure, handled = failure_of(SystemExit(status), _SELF), sys.exc_info()[1]
         if status not in (None, 0) and isinstance(handled, Exception):  # sys.exit in an `except` block: that error is the cause
             cause = failure_of(handled, _SELF)
             theirs = cause.rank != _SELF
@@ -99,12 +95,11 @@ def how_it_ended(pid: int, patience_s: float = 3.0) -> str:
         except OSError:
             return GONE
         if fields[_STATE] in "ZX":  # zombie or dead: it has ended, and its parent has not collected its status yet
-            return _status(int(fields[_EXIT_CODE]))
+            break
         time.sleep(0.005)  # its sockets close before its status is set
-    return "it closed its connections, and its process has not ended yet"
-
-
-def _status(status: int) -> str:
+    else:
+        return "it closed its connections, and its process has not ended yet"
+    status = int(fields[_EXIT_CODE])
     if not os.WIFSIGNALED(status):
         code = os.WEXITSTATUS(status)
         early = "" if code else f": {SCRIPT_ENDED}"

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..config import Tier
 from .base import Collective, Combine, DirectComm, Region
 from .control import Sent
-from .streams import Streams
+from .streams import Streams, T
 
 Ticket = tuple[int, ...]  # numbers of tasks in a trace
 
@@ -42,7 +42,7 @@ class Watcher:
     def packed(self, nbytes: int) -> None:
         """Note that a kernel of the device packs or unpacks messages, for which it reads and writes `nbytes`."""
 
-    def beside(self, work: Callable[[], Any]) -> tuple[Any, Ticket]:
+    def beside(self, work: Callable[[], T]) -> tuple[T, Ticket]:
         """Run `work`, which is enqueued on a stream of its own; return its result and the ticket to wait for."""
         return work(), ()
 
@@ -87,7 +87,7 @@ class ImaginedStreams(Streams):
     def __init__(self, imagined: Imagination) -> None:
         self.separate_host, self.watcher = imagined.separate, imagined.watcher
 
-    def run_beside(self, work: Callable[[], Any]) -> tuple[Any, Any]:
+    def run_beside(self, work: Callable[[], T]) -> tuple[T, Any]:
         return self.watcher.beside(work)
 
     def copy(self, target: Tensor, source: Tensor, *, up: bool) -> Any:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -88,67 +88,46 @@ class Progress:
 
     def report(self) -> Report:
         """Return the present state of this rank. May be called from any thread."""
-        running = sys._current_frames()
-        idents = [ident for ident in dict.fromkeys((self._home, self._acting)) if ident in running]
-        frames = [_frames(running[ident]) for ident in idents]
-        shown = [_stack(each) for each in frames]
-        waiting, module = self.waiting, next(filter(None, map(self._module, frames)), "")
-        turn, gather = self._gather_at(waiting, module)
+        running, stacks = sys._current_frames(), list[list[FrameType]]()  # of each thread, from the innermost call outwards
+        for ident in dict.fromkeys((self._home, self._acting)):
+            frames: list[FrameType] = []
+            frame = running.get(ident)
+            while frame is not None:
+                frames.append(frame)
+                frame = frame.f_back
+            if frames:
+                stacks.append(frames)
+        shown = []
+        for frames in stacks:
+            told = [call for call in frames if call.f_code.co_filename not in _DULL][:_DEEPEST]
+            summary = traceback.StackSummary.extract((call, call.f_lineno) for call in reversed(told))
+            shown.append("".join(summary.format()))
+        calls = [call for frames in stacks for call in frames]
+        holders = (call.f_locals.get("self") for call in calls)
+        module = next((self._name(each) for each in holders if isinstance(each, nn.Module)), "")  # the innermost
+        users = (call for call in calls if not call.f_code.co_filename.startswith((*_OWN, "<")))
+        places = (f"{call.f_code.co_name} ({Path(call.f_code.co_filename).name}:{call.f_lineno})" for call in users)
+        waiting, turns = self.waiting, dict(self.turns)
+        gather = waiting  # the gather waited for, else the one that fetched the module, else the latest
+        if waiting not in turns:
+            around = [label for label in turns if not waiting and f"{module}.".startswith(f"{_unit(label)}.")]
+            gather = max(around, key=len, default=max(turns, key=lambda label: turns[label], default=""))
         missing = self._missing
         whom = tuple(missing()) if missing is not None else ()
         return Report(
-            self.rank, self.step, turn, gather, tuple(self.last), waiting, whom, module,
-            next(filter(None, map(_function, frames)), ""),
+            self.rank, self.step, turns.get(gather, 0), gather, tuple(self.last), waiting, whom, module,
+            next(places, ""),
             "".join(shown[:1] + [f"  (and in the thread of autograd)\n{stack}" for stack in shown[1:]]),
         )  # fmt: skip
 
-    def _gather_at(self, waiting: str, module: str) -> tuple[int, str]:
-        """Return number and label of the gather waited for, else of the one that fetched the module, else of the latest."""
-        turns = dict(self.turns)
-        if waiting in turns:
-            return turns[waiting], waiting
-        around = [label for label in turns if not waiting and f"{module}.".startswith(f"{_unit(label)}.")]
-        label = max(around, key=len, default=max(turns, key=lambda label: turns[label], default=""))
-        return turns.get(label, 0), label
-
-    def _module(self, frames: list[FrameType]) -> str:
-        """Return the name, in its model, of the innermost module whose forward the thread runs; "" where there is none."""
-        for frame in frames:
-            module = frame.f_locals.get("self")
-            if isinstance(module, nn.Module):
-                return self._name(module)
-        return ""
-
     def _name(self, module: nn.Module) -> str:
+        """Return the name of a module in its model, or that of its class."""
         with contextlib.suppress(RuntimeError):  # the training thread is changing the model
             for model in list(self.models):
                 for name, each in model.named_modules(remove_duplicate=False):
                     if each is module:
                         return name or type(module).__name__
         return type(module).__name__
-
-
-def _frames(frame: FrameType | None) -> list[FrameType]:
-    """Return the frames of a stack, from the innermost outwards."""
-    found: list[FrameType] = []
-    while frame is not None:
-        found.append(frame)
-        frame = frame.f_back
-    return found
-
-
-def _function(frames: list[FrameType]) -> str:
-    for frame in frames:
-        path = frame.f_code.co_filename
-        if not path.startswith((*_OWN, "<")):
-            return f"{frame.f_code.co_name} ({Path(path).name}:{frame.f_lineno})"
-    return ""
-
-
-def _stack(frames: list[FrameType]) -> str:
-    shown = [frame for frame in frames if frame.f_code.co_filename not in _DULL][:_DEEPEST]
-    summary = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in reversed(shown))
-    return "".join(summary.format())
 
 
 # -- the sentence --------------------------------------------------------------------------------------------
@@ -167,11 +146,13 @@ def describe(waited_s: float, reports: Mapping[int, Report | str], hint: str) ->
         return _place(told[rank]) + ("" if one else f" in step {told[rank].step}")
 
     busy = [rank for rank in told if not told[rank].waiting]
-    waiting = [rank for rank in told if told[rank].waiting]
-    places = [f"{_ranks(each)} {_verb(text, each)}" for some in (busy, waiting) for text, each in _alike(some, place)]
-    places[:0] = [f"rank {rank} {report}" for rank, report in sorted(reports.items()) if isinstance(report, str)]
+    places = [f"rank {rank} {report}" for rank, report in sorted(reports.items()) if isinstance(report, str)]
+    for some in (busy, [rank for rank in told if told[rank].waiting]):
+        for text, each in _alike(some, place):
+            plural = text.replace("computes or sleeps", "compute or sleep", 1).replace("waits", "wait", 1)
+            places.append(f"{_ranks(each)} {plural if len(each) > 1 else text}")
     head = f"no progress for {waited_s:.0f} s: " + "; ".join(places) + (f"; step {next(iter(steps))}" if one else "")
-    last = [f"{_ranks(each)}: {text}" for text, each in _alike(list(told), lambda rank: _collectives(told[rank]))]
+    last = [f"{_ranks(each)}: {text}" for text, each in _alike(list(told), lambda rank: ", ".join(told[rank].last) or "none")]
     parts = [f"{head}. {hint} Last collectives: {'; '.join(last)}."]
     parts += [f"The Python stack of rank {rank}, which computes or sleeps:\n{told[rank].stack.rstrip()}\n" for rank in busy]
     return "\n".join(parts)
@@ -196,10 +177,6 @@ def _place(report: Report) -> str:
     return f"waits at {quoted} ({number}){f' for {_ranks(report.missing)}' if report.missing else ''}"
 
 
-def _collectives(report: Report) -> str:
-    return ", ".join(report.last) if report.last else "none"
-
-
 def _unit(label: str) -> str:
     """Return 'layers.7' for the label 'gather layers.7 (torch.float32)'."""
     return label.removeprefix("gather ").rpartition(" (torch.")[0] or label
@@ -215,20 +192,3 @@ def _alike(ranks: list[int], text: Callable[[int], str]) -> list[tuple[str, list
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def _verb(text: str, ranks: list[int]) -> str:
-    """Return `text` with its verb in the plural if there are several ranks."""
-    if len(ranks) == 1:
-        return text
-    return text.replace("computes or sleeps", "compute or sleep", 1).replace("waits", "wait", 1)
-
-
-def as_plain(report: Report) -> tuple[Any, ...]:
-    """Return a report as the plain values that `codec` sends."""
-    return tuple(report)
-
-
-def from_plain(values: Any) -> Report:
-    """Return the report that `as_plain` was given. Raises TypeError or ValueError for values that are no report."""
-    return Report(*values)

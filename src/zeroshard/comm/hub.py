@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import LEFT, StallError
 from ..utils.one_thread import Turn, one_thread
-from .base import Collective
+from .base import Collective, Outcome
 from .control import HopQueue, misuse
 from .failure import GONE, Failure
 from .flight_recorder import Progress, describe, places_of
@@ -36,16 +36,12 @@ class Meeting(Collective):
     """
 
     def __init__(
-        self, hub: Hub, key: Hashable, peers: Collection[int], label: str, compute: Callable[[dict[int, int]], Any]
+        self, hub: Hub, key: Hashable, peers: Collection[int], label: str, compute: Callable[[dict[int, int]], Outcome | None]
     ) -> None:
         """compute: is called, when all sources are ready, with peer -> number of the region that the peer uses."""
         self.hub, self.key, self.peers, self.label, self.compute = hub, key, peers, label, compute
         self.finished = False
         self.over = False  # drained, and the hub has dropped its bookkeeping
-
-    def arrived(self) -> bool:
-        """Return True when all sources are ready."""
-        return len(self.hub.arrived[self.key]) == len(self.peers)
 
     def wait(self) -> None:
         if not self.finished:
@@ -66,7 +62,8 @@ class Meeting(Collective):
         if not self.drained():
             self.hub.wait_for(self.drained, lambda: self._without(self.hub.read[self.key]), self.label)
         self.over = True
-        self.hub.forget(self.key)
+        self.hub.arrived.pop(self.key, None)
+        self.hub.read.pop(self.key, None)
 
     def _without(self, present: Collection[int]) -> list[int]:
         return [peer for peer in self.peers if peer not in present]
@@ -104,16 +101,15 @@ class Hub:
         self._open: dict[Hashable, Meeting] = {}  # meetings that this rank has joined, and whose sources it has not read yet
         self._turn: dict[Hashable, int] = defaultdict(int)  # tag -> number of its meetings so far
         self._lost: dict[int, str] = {}
-        self._notes: dict[
-            int, tuple[float, str, list[int]]
-        ] = {}  # waiting peer -> (time of its note, its label, ranks it misses)
+        # waiting peer -> (time of its note, its label, ranks it misses)
+        self._notes: dict[int, tuple[float, str, list[int]]] = {}
         self._closed = False
-        self.desk = Desk()  # for processes, `backend_select` replaces it
-        if isinstance(transport, ThreadTransport):
-            self.desk = ThreadDesk(transport.world.boards, progress)
+        # the desk where peers ask for this rank's state; it names ranks as `ranks` does. For processes, `backend_select` replaces it
+        self.desk = Desk() if not isinstance(transport, ThreadTransport) else ThreadDesk(transport.world.boards, progress)
+        self.shares_desk = False  # the desk is a DistComm's, which closes it
 
     def meet(
-        self, tag: tuple, number: int, peers: Collection[int], label: str, compute: Callable[[dict[int, int]], Any]
+        self, tag: tuple, number: int, peers: Collection[int], label: str, compute: Callable[[dict[int, int]], Outcome | None]
     ) -> Meeting:
         """Start a meeting: send `peers` (this rank is one) that region `number` is ready; `compute` runs when all regions are."""
         key = (*tag, self._turn[tag])
@@ -138,11 +134,6 @@ class Hub:
         )
         return {peer: (label, payload) if peer == self.rank else self.payloads[peer].popleft() for peer in peers}
 
-    def send_all(self, label: str) -> None:
-        """Return when all queued messages are sent: a peer can not end its exchange before it has read this rank's payload."""
-        if self.transport.unsent():
-            self.wait_for(lambda: not self.transport.unsent(), lambda: list(self.transport.unsent()), label)
-
     def tell(self, message: tuple, peers: Collection[int] | None = None) -> None:
         """Send a message to some peers, or to all."""
         if peers is None or len(peers) > len(self.others):
@@ -152,16 +143,7 @@ class Hub:
                 if peer != self.rank:
                     self.transport.send(peer, message)
 
-    def forget(self, key: Hashable) -> None:
-        """Drop the bookkeeping of a finished meeting."""
-        self.arrived.pop(key, None)
-        self.read.pop(key, None)
-
     # -- progress and liveness -------------------------------------------------------------------------------
-
-    def announce(self, waiting_for: str | None) -> None:
-        """Send all peers the label of this rank's wait, or the end of it (see `Control.announce`)."""
-        self.tell(("awake",) if waiting_for is None else ("waiting", waiting_for, self.others))
 
     def peers_wait(self) -> bool:
         """Return True if a peer has announced a wait (see `Control.peers_wait`). Raises where a peer is gone."""
@@ -175,16 +157,13 @@ class Hub:
         self._go_on()
 
     def _go_on(self) -> None:
-        self._read_ready()
-        self.pending.advance()
-
-    def _read_ready(self) -> None:
-        for key in [key for key, work in self._open.items() if work.arrived()]:
+        for key in [key for key, work in self._open.items() if len(self.arrived[key]) == len(work.peers)]:
             work = self._open.pop(key)
             work.take(work.compute(self.arrived[key]))
             work.finished = True
             self.read[key].add(self.rank)
             self.tell(("read", key), work.peers)
+        self.pending.advance()
 
     def _take(self, peer: int, message: tuple) -> None:
         kind = message[0]
@@ -207,44 +186,42 @@ class Hub:
 
     def wait_for(self, done: Callable[[], bool], missing: Callable[[], list[int]], label: str) -> None:
         """Receive messages until `done()`; raise when a rank in `missing()` can not come any more."""
-        with self.pending.waiting():
-            self._wait_for(done, missing, label)
-
-    def _wait_for(self, done: Callable[[], bool], missing: Callable[[], list[int]], label: str) -> None:
         begin, noted = time.monotonic(), False
-        self.progress.wait(label, missing)
-        self._go_on()
-        while not done():
-            # pending hops are polled, as no message tells that their first collective is over
-            patience = _PAUSE_S if self.pending.items else 0.2 if noted else NOTE_AFTER_S
-            item = self.transport.receive(patience)
-            if item is not None:
-                self._take(*item)
-            if item is not None or self.pending.items:
-                self._go_on()
-            if item is not None:
-                continue
-            waited = time.monotonic() - begin
-            self.check_peers(missing(), label)
-            if waited >= NOTE_AFTER_S and not noted:
-                self.tell(("waiting", label, missing()))
-                noted = True
-            if waited > CIRCLE_AFTER_S:
-                self._check_circle(missing(), label, waited)
-        self.progress.awake()
-        if noted:
-            self.tell(("awake",))
+        with self.pending.waiting():
+            self.progress.wait(label, missing)
+            self._go_on()
+            while not done():
+                # pending hops are polled, as no message tells that their first collective is over
+                patience = _PAUSE_S if self.pending.items else 0.2 if noted else NOTE_AFTER_S
+                item = self.transport.receive(patience)
+                if item is not None:
+                    self._take(*item)
+                if item is not None or self.pending.items:
+                    self._go_on()
+                if item is not None:
+                    continue
+                waited = time.monotonic() - begin
+                self.check_peers(missing(), label)
+                if waited >= NOTE_AFTER_S and not noted:
+                    self.tell(("waiting", label, missing()))
+                    noted = True
+                if waited > CIRCLE_AFTER_S:
+                    self._check_circle(missing(), label, waited)
+            self.progress.awake()
+            if noted:
+                self.tell(("awake",))
 
-    def gone(self) -> list[int]:
-        """Return the peers whose connection closed without a goodbye."""
-        return [peer for peer, reason in self._lost.items() if reason == GONE]
+    def check_gone(self, label: str) -> None:
+        """Raise where any rank has failed, or the connection to one has closed without a goodbye."""
+        self.check_peers([peer for peer, reason in self._lost.items() if reason == GONE], label)
 
     def check_peers(self, missing: list[int], label: str) -> None:
         """Raise where any rank has failed, or where a rank in `missing` is gone."""
         if self.failed is None and any(peer in self._lost for peer in missing):
             first = next((peer for peer, reason in self._lost.items() if reason == GONE), None)  # the cause, if others have left
             peer = first if first is not None else next(peer for peer in missing if peer in self._lost)
-            self.fail(Failure(self.ranks[peer], self._lost[peer] if peer != first else self.desk.how_it_ended(peer)))
+            reason = self._lost[peer] if peer != first else self.desk.how_it_ended(self.ranks[peer])
+            self.fail(Failure(self.ranks[peer], reason))
         if self.failed is None and self.desk.told is not None:
             # a rank of another host has failed: send that to the ranks of this host, which may wait only for this rank
             self.fail(self.desk.told)
@@ -265,13 +242,15 @@ class Hub:
                     return
                 break  # this peer is busy beyond the timeout: report that, too
             queue += note[2]
-        reports = self.desk.ask(self.others) | {self.rank: self.progress.report()}
+        answers = self.desk.ask([self.ranks[peer] for peer in self.others])
+        reports = answers | {self.ranks[self.rank]: self.progress.report()}
         self.poll()
         if self.failed is not None:  # a peer has found the same circle, and has raised
             raise self.failed.raised(self.progress.place(label))
-        places = places_of(reports) | {peer: note[1] for peer, note in self._notes.items()} | {self.rank: label}
+        places = {self.ranks.index(rank): place for rank, place in places_of(reports).items()}
+        places |= {peer: note[1] for peer, note in self._notes.items()} | {self.rank: label}
         hint = f"Did all ranks run the same modules and calls?{misuse(places, self.transport.world_size)}"
-        text = describe(waited, {self.ranks[peer]: report for peer, report in reports.items()}, hint)
+        text = describe(waited, reports, hint)
         error = StallError(text)
         self.fail(Failure(self.ranks[self.rank], text, error))
         raise error
@@ -288,6 +267,7 @@ class Hub:
         """Send the peers word that this rank leaves, and close the transport."""
         if not self._closed:
             self._closed = True
-            self.desk.close()
+            if not self.shares_desk:
+                self.desk.close()
             self.tell(("lost", LEFT))  # an error only on ranks that still wait for this one
             self.transport.close()

@@ -156,11 +156,7 @@ def _wait(children: list[subprocess.Popen], received: list[int], deadline: float
             return 128 + received[0]  # as shells do
         if deadline is not None and time.monotonic() > deadline:
             running = [rank for rank, code in enumerate(codes) if code is None]
-            print(
-                f"zeroshard: time limit reached; ranks {running} still ran and were stopped",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"zeroshard: time limit reached; ranks {running} still ran and were stopped", file=sys.stderr, flush=True)
             return TIMEOUT_EXIT_CODE
         time.sleep(0.05)
 
@@ -207,7 +203,15 @@ class ProcessResult:
 class ProcessesFailed(RuntimeError):
     """Raised where a rank of `run_processes` raised, died or ran past the time limit; `results` has the outcome of all ranks."""
 
-    def __init__(self, message: str, results: list[ProcessResult]) -> None:
+    def __init__(self, results: list[ProcessResult], order: list[int], timeout_s: float | None) -> None:
+        """order: the ranks that failed, the first one first. timeout_s: the time limit, if ranks ran past it."""
+        codes = ", ".join(f"rank {result.rank}: {describe_exit(result.exitcode)}" for result in results)
+        if timeout_s is not None:
+            message = f"expected all ranks to end within {timeout_s:g} s; the slow ones were killed ({codes})"
+        else:
+            first = results[order[0]]
+            reason = first.error or f"it died without an answer: {describe_exit(first.exitcode)}"
+            message = f"rank {first.rank} failed first ({codes}):\n{reason}"
         super().__init__(message)
         self.results = results
 
@@ -223,12 +227,7 @@ def share_imports(modules: Sequence[str]) -> None:
 
 
 def run_processes(
-    fn: Callable[..., Any],
-    ranks: int,
-    *args: Any,
-    timeout_s: float = 60.0,
-    grace_s: float = GRACE_S,
-    check: bool = True,
+    fn: Callable[..., object], ranks: int, *args: object, timeout_s: float = 60.0, grace_s: float = GRACE_S, check: bool = True
 ) -> list[Any]:
     """Call `fn(rank, world_size, *args)` in `ranks` fresh processes and return their values in the order of ranks.
 
@@ -238,7 +237,7 @@ def run_processes(
     """
     context: Any = multiprocessing.get_context(_method)
     port, workers, readers = free_port(), [], []
-    outcomes: dict[int, tuple[Any, str | None]] = {}
+    outcomes: dict[int, tuple[object, str | None]] = {}
     order: list[int] = []  # ranks that failed, the first one first
     try:
         for rank in range(ranks):
@@ -253,12 +252,18 @@ def run_processes(
             readers.append(reader)
         late = _collect(workers, readers, outcomes, order, time.monotonic() + timeout_s, grace_s)
     finally:
-        _kill(workers)
+        for worker in workers:
+            if worker.exitcode is None:
+                worker.kill()
+        for worker in workers:
+            worker.join()
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(worker.pid, signal.SIGKILL)  # ends its children, too
     results = [ProcessResult(r, *outcomes.get(r, (None, None)), workers[r].exitcode) for r in range(ranks)]
     if not check:
         return results
     if order or late:
-        raise ProcessesFailed(_failure_message(results, order, timeout_s if late else None), results)
+        raise ProcessesFailed(results, order, timeout_s if late else None)
     return [result.value for result in results]
 
 
@@ -276,10 +281,10 @@ def _quiet_heap() -> Iterator[None]:
             os.environ.update({} if value is None else {name: value})
 
 
-def _work(writer: multiprocessing.connection.Connection, settings: tuple, fn: Callable[..., Any], args: tuple) -> None:
+def _work(writer: multiprocessing.connection.Connection, settings: tuple, fn: Callable[..., object], args: tuple) -> None:
     """Run a rank: set its environment, call the function, send the answer."""
     parent_pid, environment, rank, ranks, port = settings
-    os.setpgid(0, 0)  # its children are then killed with it (`_kill`)
+    os.setpgid(0, 0)  # its children are then killed with it (`run_processes`)
     end_with_parent(os.getppid() if parent_pid is None else parent_pid)
     os.environ.clear()
     os.environ.update(environment)
@@ -324,22 +329,3 @@ def _collect(workers: list, readers: list, outcomes: dict, order: list[int], dea
         if worker.exitcode not in (None, 0) and rank not in order:  # the rank answered, then failed at exit
             order.append(rank)
     return any(worker.exitcode is None for worker in workers) and not order
-
-
-def _kill(workers: list) -> None:
-    for worker in workers:
-        if worker.exitcode is None:
-            worker.kill()
-    for worker in workers:
-        worker.join()
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(worker.pid, signal.SIGKILL)  # ends its children, too
-
-
-def _failure_message(results: list[ProcessResult], order: list[int], timeout_s: float | None) -> str:
-    codes = ", ".join(f"rank {result.rank}: {describe_exit(result.exitcode)}" for result in results)
-    if timeout_s is not None:
-        return f"expected all ranks to end within {timeout_s:g} s; the slow ones were killed ({codes})"
-    first = results[order[0]]
-    reason = first.error or f"it died without an answer: {describe_exit(first.exitcode)}"
-    return f"rank {first.rank} failed first ({codes}):\n{reason}"

@@ -23,7 +23,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +33,7 @@ from ..memory.ledger import STAGING, Ledger
 from ..memory.release import give_back, take_again
 from ..tensor.flat_layout import round_up
 from ..utils.one_thread import Turn, one_thread
+from ..utils.work import Work
 from .base import Collective, Comm, Region
 
 _PATIENCE_S = 0.05  # a wait for a free buffer that lasts this long is announced to the peers
@@ -73,24 +73,31 @@ class StagingPool:
     def take(self, numel: int, dtype: torch.dtype, *, whole: bool = True) -> tuple[int, Region]:
         """Take a free buffer: return its number, for `give`, and a region of `numel` elements over it (whole, or one shard)."""
         assert numel * dtype.itemsize <= self.nbytes
-        return self._prepare(self._find_free(), numel, dtype, whole)
+        if self.comm.imagined or not self.comm.waits_on_host:
+            free = [n for n, each in enumerate(self._buffers) if not each.taken and (each.touched or n < self.count)]
+            # a drained buffer, else the one whose reduction began first, as it will be drained first
+            number = min(free, key=lambda n: (not self._drained(n), self._buffers[n].given), default=None)
+            if number is not None and (self._drained(number) or not self.comm.waits_on_host):
+                # if not drained, `_prepare` orders the streams; the host goes on, as peers may wait for it
+                return self._prepare(number, numel, dtype, whole)
+        with self.comm.control.pending.waiting():
+            number = self._wait_for_free()
+        return self._prepare(number, numel, dtype, whole)
 
     @one_thread
     def try_take(self, numel: int, dtype: torch.dtype, *, whole: bool = True) -> tuple[int, Region] | None:
         """Take a free buffer as `take` does; return None where `take` would have to wait."""
         for number in self._in_turn():
             buffer = self._buffers[number]
-            if number < self.count and not buffer.taken and self._drained(number) and not self._just_given(buffer):
+            # in a dry run real peers would run a little behind and still read the buffer given last
+            just_given = self.comm.imagined and self.comm.shares_memory and 0 < buffer.given == self._given
+            if number < self.count and not buffer.taken and self._drained(number) and not just_given:
                 return self._prepare(number, numel, dtype, whole)
         return None
 
     def _in_turn(self) -> list[int]:
         """Return the numbers of all buffers: first buffers that were never given back, then in the order of giving back."""
         return sorted(range(len(self._buffers)), key=lambda number: self._buffers[number].given)
-
-    def _just_given(self, buffer: _Buffer) -> bool:
-        """Return True, in a dry run, for the buffer given last: real peers run a little behind and would still read it."""
-        return self.comm.imagined and self.comm.shares_memory and 0 < buffer.given == self._given
 
     def _prepare(self, number: int, numel: int, dtype: torch.dtype, whole: bool) -> tuple[int, Region]:
         buffer = self._buffers[number]
@@ -112,18 +119,8 @@ class StagingPool:
         buffer = self._buffers[number]
         buffer.taken, buffer.work, buffer.given = False, work, self._given
 
-    def _find_free(self) -> int:
-        """Return the number of a free buffer. Wait for peers that are slow; if a peer waits, too, use a further buffer."""
-        if self.comm.imagined or not self.comm.waits_on_host:
-            free = [n for n, each in enumerate(self._buffers) if not each.taken and (each.touched or n < self.count)]
-            # a drained buffer, else the one whose reduction began first, as it will be drained first
-            number = min(free, key=lambda n: (not self._drained(n), self._buffers[n].given), default=None)
-            if number is not None and (self._drained(number) or not self.comm.waits_on_host):
-                return number  # if not drained, `_prepare` orders the streams; the host goes on, as peers may wait for it
-        with self.comm.control.pending.waiting():
-            return self._wait_for_free()
-
     def _wait_for_free(self) -> int:
+        """Return the number of a free buffer. Wait for peers that are slow; if a peer waits, too, use a further buffer."""
         begin, announced = time.monotonic(), False
         try:
             while True:
@@ -220,7 +217,7 @@ class BufferPool:
         self.ledger, self.count, self.nbytes, self.make, self.tier = ledger, count, nbytes, make, tier
         self.category = category
         self.turn = Turn(f"the pool of buffers between tiers ({tier.value})")
-        self._free: list[tuple[Tensor, Any]] = []  # (buffer, the `Work` that still reads or writes it)
+        self._free: list[tuple[Tensor, Work | None]] = []  # (buffer, what still reads or writes it)
         self._made = 0
         self.made_nbytes = 0  # bytes of all buffers, free and taken
 
@@ -277,7 +274,7 @@ class BufferPool:
         return self.take_further() if buffer is None else buffer
 
     @one_thread
-    def give(self, buffer: Tensor, pending: Any = None) -> None:
+    def give(self, buffer: Tensor, pending: Work | None = None) -> None:
         """Give a buffer back; it may be taken again when `pending` is done."""
         self._free.append((buffer, pending))
         self._drop_surplus()
@@ -400,7 +397,7 @@ class Arena:
         return self._head if self._head + size <= tail else None
 
     @one_thread
-    def give(self, memory: Tensor, pending: Any = None) -> None:
+    def give(self, memory: Tensor, pending: Work | None = None) -> None:
         """Give a piece back; its memory may be taken again when `pending` is done."""
         piece = next(p for p in self._pieces if p.memory is memory)
         piece.given, piece.pending = True, pending
@@ -454,4 +451,4 @@ class _Piece:
     end: int
     memory: Tensor
     given: bool = False
-    pending: Any = None
+    pending: Work | None = None

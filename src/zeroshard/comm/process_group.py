@@ -5,6 +5,10 @@ Gloo: one hop, every rank sends each peer its slice directly (isend/irecv with t
 (as in ZeRO++'s qgZ); waiting for a c10d Work orders the current stream after NCCL's.
 
 Control messages (`exchange`) go through a gloo group on the host, so they never wait for a GPU.
+
+c10d reports a broken connection or a timeout, but not which rank caused it; and ranks that end because another one failed
+break connections as well. So a rank whose wait has failed looks whether a peer has sent its failure, and whether all peers'
+desks answer (`judge`).
 """
 
 from __future__ import annotations
@@ -22,13 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import CollectiveMismatch, ConfigError, ZeroshardError
+from ..errors import ConfigError, StallError, ZeroshardError
 from ..utils import torch_compat
 from ..utils.one_thread import Turn, one_thread
 from .base import Collective, Combine, DirectComm, Outcome, Region
-from .control import Missing, misuse, operation
-from .diagnosis import judge
-from .failure import Failure
+from .control import Missing, mismatch, misuse
+from .failure import GONE, Failure
+from .flight_recorder import describe, places_of
 from .shared_memory import SharedComm
 from .status_server import Desk, ProcessDesk
 from .streams import Streams, streams_for
@@ -36,6 +40,8 @@ from .streams import Streams, streams_for
 _WAITERS = 64  # most collectives for which threads wait at a time
 _PAUSE_S = 1e-4  # between two polls of a wait
 _FRAME_NBYTES = 1024  # control messages up to this size travel in one hop
+_PATIENCE_S = 10.0  # time for peers to send the failure that broke a connection
+_ASK_AGAIN_S = 0.1  # between two rounds of questions to the peers' desks
 
 
 class _DistWork(Collective):
@@ -52,8 +58,8 @@ class _DistWork(Collective):
 
     def watch(self) -> None:
         """Let a thread wait for the works, so that `done` can be answered."""
-        if self.works and self.transfer is None and not self.comm.ordered:
-            self.transfer = self.comm.waiter.submit(_wait_all, self.works)
+        if (works := self.works) and self.transfer is None and not self.comm.ordered:
+            self.transfer = self.comm.waiter.submit(lambda: [work.wait() for work in works])
 
     def done(self) -> bool:
         self.watch()
@@ -66,7 +72,7 @@ class _DistWork(Collective):
         transfer, self.transfer = self.transfer, None
         if transfer is not None and self.comm.goes_on:
             self.comm.wait_until(transfer.done, self.label)
-        with self.comm.explained(self.label):
+        with _Explained(self.comm, self.label):
             for work in works if transfer is None else ():
                 work.wait()
             if transfer is not None:
@@ -88,14 +94,11 @@ class _Collected(_DistWork):
         self.compute: Callable[[], Outcome | None] | None = compute
         self.ticket: Any = None
         if comm.ordered:  # NCCL works wait on streams, not on the host: `compute` can be enqueued at once
-            outcome, self.ticket = comm.streams.run_beside(self._transfer_and_combine)
+            outcome, self.ticket = comm.streams.run_beside(self._combine)
             self.take(outcome)
 
-    def _transfer_and_combine(self) -> Outcome | None:
-        super().wait()
-        return self._combine()
-
     def _combine(self) -> Outcome | None:
+        super().wait()
         compute, self.compute = self.compute, None
         assert compute is not None
         return compute()
@@ -105,7 +108,6 @@ class _Collected(_DistWork):
             self.comm.streams.join(self.ticket)
             self.ticket = None
         elif not self.comm.ordered and self.compute is not None:
-            super().wait()
             self.take(self._combine())
 
     def drained(self) -> bool:
@@ -116,11 +118,6 @@ class _Collected(_DistWork):
         return self.compute is None
 
 
-def _wait_all(works: list) -> None:
-    for work in works:
-        work.wait()
-
-
 class _Explained:
     """Context that replaces errors of c10d by errors that name the cause: a failed or dead peer, or a stall (`judge`)."""
 
@@ -129,7 +126,7 @@ class _Explained:
 
     def __enter__(self) -> None:
         if self.comm.desk.told is not None:
-            raise self._known(self.comm.desk.told)
+            raise self.comm.heard(self.comm.desk.told, self.label)
         self.comm.progress.wait(self.label)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -140,10 +137,36 @@ class _Explained:
         failure = judge(self.comm.root, self.label, error)
         if failure is not None:
             self.comm.fail(failure)
-            raise self._known(failure) from None  # c10d's message is the same for any broken connection
+            raise self.comm.heard(failure, self.label) from None  # c10d's message is the same for any broken connection
 
-    def _known(self, failure: Failure) -> Exception:
-        return self.comm.heard(failure, self.label)
+
+def judge(comm: DistComm | SharedComm, label: str, error: RuntimeError) -> Failure | None:
+    """Return why the group can not go on; None for an error that has nothing to do with the connections between ranks."""
+    text = str(error)
+    timed_out = "imed out" in text or "imeout" in text  # c10d has no classes of errors for these: match "Timed out", "timeout"
+    if not timed_out and "onnection" not in text and "gloo" not in text and "nccl" not in text.lower():
+        return comm.desk.told
+    deadline = time.monotonic() + _PATIENCE_S
+    while comm.desk.told is None:
+        answers = comm.desk.ask([peer for peer in range(comm.world_size) if peer != comm.rank])
+        gone = [peer for peer, answer in answers.items() if answer == GONE]
+        if comm.desk.told is not None:
+            break
+        if gone:
+            ends = {peer: comm.desk.how_it_ended(peer) for peer in gone}
+            # a killed rank is the cause: ranks that end because of another one exit by themselves
+            first = min(gone, key=lambda peer: "killed by" not in ends[peer])
+            return Failure(comm.ranks[first], ends[first])
+        if timed_out:
+            reports = answers | {comm.rank: comm.progress.report()}
+            hint = f"Did all ranks run the same modules and calls?{misuse(places_of(reports), comm.world_size)}"
+            text = describe(comm.stall_timeout_s, {comm.ranks[rank]: report for rank, report in reports.items()}, hint)
+            return Failure(comm.ranks[comm.rank], text, StallError(text))
+        if time.monotonic() > deadline:
+            what = f"rank {comm.ranks[comm.rank]} lost a connection at '{label}', while all ranks' processes run (the network?): {text}"
+            return Failure(comm.ranks[comm.rank], what, ZeroshardError(what))
+        time.sleep(_ASK_AGAIN_S)
+    return comm.desk.told
 
 
 def talking_device(device: torch.device) -> torch.device:
@@ -189,7 +212,7 @@ class DistComm(DirectComm):
         self.waiter = ThreadPoolExecutor(max_workers=_WAITERS, thread_name_prefix="zeroshard-gloo")
         self.beside: list[Callable[[], None]] = []  # called during waits: peers of `local` may wait for this rank's answers
         self.ranks = dist.get_process_group_ranks(group) if group is not None else list(range(self.world_size))
-        self.desk = Desk()
+        self.desk, self.nodes = Desk(), [0] * self.world_size
         self._parent: DistComm | None = None  # for a subgroup: the comm of all ranks
         self._subgroups: dict[tuple[object, ...], DistComm] = {}  # by (apart, *parts)
         self._timeout = datetime.timedelta(seconds=stall_timeout_s)
@@ -199,14 +222,15 @@ class DistComm(DirectComm):
         self._control = make()
         self._data = make() if self.backend == "gloo" else group
         if self.world_size > 1:
-            self.desk = ProcessDesk.among(self, on_this_host=False)
-        self.nodes = self.desk.nodes() or [0] * self.world_size
+            self.desk = desk = ProcessDesk.among(self, on_this_host=False)
+            self.nodes = desk.nodes()
 
-    def join(self, local: SharedComm) -> None:
+    def join(self, local: DirectComm) -> None:
         """Let every wait here serve the ranks of this host in `local`, and every wait in `local` continue this one's hops."""
         if self.beside:  # joined already
             return
-        local.pending = self.pending
+        assert isinstance(local, SharedComm)
+        local.hub.pending = self.pending
         self.beside.append(local.serve)
 
     @property
@@ -230,8 +254,11 @@ class DistComm(DirectComm):
         group.rank, group.world_size = mine.index(self.rank), len(mine)
         group.ranks, group.nodes = [self.ranks[rank] for rank in mine], [self.nodes[rank] for rank in mine]
         group._parent = self.root
-        if apart and self.local is not None:
-            group.local, group.beside = self._local_part(parts), []
+        if apart and self.local is not None:  # this host's ranks in this rank's part; None where there is no other
+            here = [rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
+            near = [[here.index(rank) for rank in part if rank in here] for part in parts]
+            local = self.local.subgroup([part for part in near if part], apart=True)
+            group.local, group.beside = local if local.world_size > 1 else None, []
         make = functools.partial(dist.new_group, group.ranks, self._timeout, use_local_synchronization=True)
         group._control = make(backend="gloo")
         if self.backend != "gloo":  # gloo's isend and irecv name the peer and a tag, so that the parent's group serves
@@ -239,19 +266,11 @@ class DistComm(DirectComm):
         self._subgroups[key] = group
         return group
 
-    def _local_part(self, parts: Sequence[Sequence[int]]) -> DirectComm | None:
-        """Return a shared-memory Comm of this host's ranks in this rank's part; None where there is no other."""
-        assert self.local is not None
-        here = [rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
-        near = [[here.index(rank) for rank in part if rank in here] for part in parts]
-        local = self.local.subgroup([part for part in near if part], apart=True)
-        return local if local.world_size > 1 else None
-
     def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Collective:
         mine = source.shards[self.rank]
         assert mine is not None
         self.progress.note_gather(label)
-        with self.explained(label):
+        with _Explained(self, label):
             if self.ordered:
                 works = [torch_compat.all_gather_single(full, mine, group=self._data, async_op=True)]
             else:
@@ -270,7 +289,7 @@ class DistComm(DirectComm):
         rows = source.tensor.view(self.world_size, -1)
         received = torch.empty_like(source.tensor).view(self.world_size, -1)
         self.progress.note(label)
-        with self.explained(label):
+        with _Explained(self, label):
             if self.ordered:
                 works = [dist.all_to_all_single(received, rows, group=self._data, async_op=True)]
                 received.record_stream(self.streams.side) if received.is_cuda else None  # the side stream reads it in `combine`
@@ -292,26 +311,18 @@ class DistComm(DirectComm):
         name = label.encode()
         body = struct.pack("<II", len(name), len(payload)) + name + payload
         self.progress.note(label)
-        with self.explained(label):
+        with _Explained(self, label):
             frames = self._all_gather_bytes(body[:_FRAME_NBYTES], _FRAME_NBYTES, label)
             sizes = [8 + sum(struct.unpack_from("<II", frame)) for frame in frames]
             if max(sizes) > _FRAME_NBYTES:
                 frames = self._all_gather_bytes(body, max(sizes), label)
-        return self._unpack(frames)
-
-    def _unpack(self, frames: list[bytes]) -> list[bytes]:
         labels, results = [], []
         for frame in frames:
             name_len, length = struct.unpack_from("<II", frame)
             labels.append(frame[8 : 8 + name_len].decode())
             results.append(frame[8 + name_len : 8 + name_len + length])
-        if len(set(map(operation, labels))) > 1:
-            places = "; ".join(f"rank {self.ranks[rank]}: {at}" for rank, at in enumerate(labels))
-            hint = misuse(dict(enumerate(labels)), self.world_size)
-            raise CollectiveMismatch(
-                f"ranks entered different operations ({places}). Every rank must run the same sequence of zeroshard calls (steps, "
-                f"evaluations, saves).{hint}"
-            )
+        if (wrong := mismatch(dict(enumerate(labels)), self.ranks)) is not None:
+            raise wrong
         return results
 
     def _all_gather_bytes(self, body: bytes, nbytes: int, label: str) -> list[bytes]:
@@ -326,7 +337,7 @@ class DistComm(DirectComm):
 
     def wait_until(self, done: Callable[[], bool], label: str, missing: Missing | None = None) -> None:
         deadline = time.monotonic() + self.stall_timeout_s
-        with self.explained(label), self.pending.waiting():
+        with _Explained(self, label), self.pending.waiting():
             while not done():
                 self.poll()
                 if self.desk.told is not None:
@@ -361,10 +372,6 @@ class DistComm(DirectComm):
 
     # -- failures --------------------------------------------------------------------------------------------
 
-    def explained(self, label: str) -> _Explained:
-        """Return a context that replaces errors of c10d by errors of this library, which name the cause."""
-        return _Explained(self, label)
-
     @property
     def failure(self) -> Exception | None:
         return self.desk.failure
@@ -384,7 +391,7 @@ class DistComm(DirectComm):
             if self.local is not None:  # a rank that waits in `local` does not look at the desk
                 self.local.fail(failure)
 
-    def answer_for(self, owner: object) -> Callable[[], Any]:
+    def answer_for(self, owner: object) -> Callable[[], object]:
         return self.desk.answer_for(owner)
 
     def close(self) -> None:

@@ -13,15 +13,13 @@ a 67 MB gather takes 69 ms with gloo, 25 ms one-hop over sockets, 8 ms as a copy
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import CollectiveMismatch
 from ..memory.ledger import making
 from .base import Collective, Combine, DirectComm, Outcome, Region
-from .control import HopQueue, Missing, misuse, operation
+from .control import HopQueue, Missing, mismatch
 from .failure import Failure
 from .flight_recorder import Progress
 from .hub import Fence, Hub
@@ -51,8 +49,9 @@ class SharedComm(DirectComm):
         self.hub = hub or Hub(transport, Progress(numbers[transport.rank]), numbers, stall_timeout_s)
         self.progress = self.hub.progress
         self.fence = fence or self.hub.fences.setdefault(self.members, Fence(self.members))
-        self.device = device
-        self.streams = streams_for(device)
+        # part of the keys of meetings, which keeps subgroups apart that use the same tag
+        self._name = self.members if self.world_size < transport.world_size else ()
+        self.device, self.streams = device, streams_for(device)
 
     def subgroup(self, parts: Sequence[Sequence[int]], apart: bool = False) -> SharedComm:
         mine = next(part for part in parts if self.rank in part)
@@ -74,18 +73,9 @@ class SharedComm(DirectComm):
     def pending(self) -> HopQueue:
         return self.hub.pending
 
-    @pending.setter
-    def pending(self, pending: HopQueue) -> None:
-        self.hub.pending = pending
-
     @property
     def desk(self) -> Desk:
-        """The desk where peers ask for this rank's state."""
         return self.hub.desk
-
-    @desk.setter
-    def desk(self, desk: Desk) -> None:
-        self.hub.desk = desk
 
     # -- memory ----------------------------------------------------------------------------------------------
 
@@ -93,7 +83,10 @@ class SharedComm(DirectComm):
         self.fence.writing = True  # new memory is about to be written: peers may read it after the next fence
         with making():
             mine, handle = self.transport.export(numel * dtype.itemsize)
-        memory = self._open_all(handle, mine)
+        handles = self._meet_all(handle, self.members, "allocate")
+        memory = [mine if peer == self.rank else self.transport.open(other) for peer, other in enumerate(handles)]
+        self._meet_all(None, self.members, "memory opened")  # no rank needs the handle any more
+        self.transport.forget(handle)
         wholes = [part.view(dtype) for part in memory]
         shards = [part.view(self.world_size, -1)[peer] if whole else part for peer, part in enumerate(wholes)]
         return Region(wholes[self.rank], list(shards), list(wholes) if whole else [])
@@ -104,19 +97,12 @@ class SharedComm(DirectComm):
         if self.rank == 0:
             with making():
                 mine, handle = self.transport.export(numel * dtype.itemsize)
-        handles = self._exchange(handle, "allocate common memory")
+        handles = self._meet_all(handle, self.members, "allocate common memory")
         tensor = (mine if mine is not None else self.transport.open(handles[0])).view(dtype)
-        self._exchange(None, "common memory opened")  # no rank needs the handle any more
+        self._meet_all(None, self.members, "common memory opened")  # no rank needs the handle any more
         if handle is not None:
             self.transport.forget(handle)
         return Region(tensor, list(tensor.view(self.world_size, -1).unbind(0)), [tensor] * self.world_size, common=True)
-
-    def _open_all(self, handle: Any, mine: Tensor) -> list[Tensor]:
-        handles = self._exchange(handle, "allocate")
-        memory = [mine if peer == self.rank else self.transport.open(other) for peer, other in enumerate(handles)]
-        self._exchange(None, "memory opened")  # no rank needs the handle any more
-        self.transport.forget(handle)
-        return memory
 
     # -- collectives -----------------------------------------------------------------------------------------
 
@@ -155,33 +141,25 @@ class SharedComm(DirectComm):
         work.sent = self.sent(numel * source.tensor.itemsize)
         return work
 
-    @property
-    def _name(self) -> tuple[int, ...]:
-        """Key by which meetings of this subgroup differ from other groups' with the same tag; () for the group of all ranks."""
-        return self.members if self.world_size < self.transport.world_size else ()
-
     @staticmethod
     def _numbered(source: Region, number: int) -> Region:
         """Return the region that a peer used: `source`, or the one of its siblings with the number that the peer sent."""
         return source.siblings(number) if source.siblings is not None else source
 
     def exchange(self, payload: bytes, label: str) -> list[bytes]:
-        return self._exchange(payload, label)
-
-    def _exchange(self, payload: object, label: str) -> list:
         return self._meet_all(payload, self.members, label)
 
     def _meet_all(self, payload: object, members: Sequence[int], label: str) -> list:
         told = self.hub.exchange(payload, members, label)
-        labels = {rank: told[member][0] for rank, member in enumerate(members)}
-        if len(set(map(operation, labels.values()))) > 1:
+        error = mismatch(
+            {rank: told[member][0] for rank, member in enumerate(members)}, [self.hub.ranks[member] for member in members]
+        )
+        if error is not None:
             self.hub.check_peers([], label)  # if a rank failed and then made another call, raise its error instead
-            places = "; ".join(f"rank {self.hub.ranks[members[rank]]}: {at}" for rank, at in labels.items())
-            raise CollectiveMismatch(
-                f"ranks entered different operations ({places}). Every rank must run the same sequence of "
-                f"zeroshard calls (steps, evaluations, saves).{misuse(labels, len(members))}"
-            )
-        self.hub.send_all(label)
+            raise error
+        unsent = self.transport.unsent
+        if unsent():  # a peer can not end its exchange before it has read this rank's payload
+            self.hub.wait_for(lambda: not unsent(), lambda: list(unsent()), label)
         return [told[member][1] for member in members]
 
     # -- fences ----------------------------------------------------------------------------------------------
@@ -204,7 +182,7 @@ class SharedComm(DirectComm):
         return self.hub.failure
 
     def announce(self, waiting_for: str | None) -> None:
-        self.hub.announce(waiting_for)
+        self.hub.tell(("awake",) if waiting_for is None else ("waiting", waiting_for, self.hub.others))
 
     def peers_wait(self) -> bool:
         return self.hub.peers_wait()
@@ -212,7 +190,7 @@ class SharedComm(DirectComm):
     def serve(self) -> None:
         """Process the messages that have come; raise where a peer has failed."""
         self.hub.poll()
-        self.hub.check_peers(self.hub.gone(), "ranks of other hosts")
+        self.hub.check_gone("ranks of other hosts")
 
     def wait_until(self, done: Callable[[], bool], label: str, missing: Missing | None = None) -> None:
         def awaited() -> list[int]:
@@ -227,7 +205,7 @@ class SharedComm(DirectComm):
     def fail(self, failure: Failure) -> None:
         self.hub.fail(failure)
 
-    def answer_for(self, owner: object) -> Callable[[], Any]:
+    def answer_for(self, owner: object) -> Callable[[], object]:
         return self.desk.answer_for(owner)
 
     def leave(self) -> None:

@@ -28,14 +28,18 @@ import time
 import weakref
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import MalformedMessage
 from ..utils.host import host_identity, node_identity, ranks_here
 from .codec import decode, encode, exchange_values
 from .failure import GONE, Failure, how_it_ended
-from .flight_recorder import Progress, Report, as_plain, from_plain
+from .flight_recorder import Progress, Report
 
+if TYPE_CHECKING:
+    from .base import DirectComm
+
+T = TypeVar("T")
 _NUMBER_NBYTES = _PROOF_NBYTES = 32  # random numbers that make each proof valid once; HMAC-SHA256
 _LENGTH = struct.Struct("<I")
 _MOST_NBYTES = 1 << 24  # largest request or answer
@@ -48,7 +52,10 @@ Answers = dict[int, Report | str]  # peer -> its report, or why there is none: G
 
 
 class Desk:
-    """Desk of a rank that has no peers, or does not know their desks yet. told: the failure that a peer has reported."""
+    """Desk of a rank that has no peers, or does not know their desks yet. Peers are named by their rank in the desk's group.
+
+    told: the failure that a peer has reported.
+    """
 
     told: Failure | None = None
     failure: Exception | None = None  # the error that all ranks raise
@@ -64,15 +71,7 @@ class Desk:
         """Return a text that says how the process of a peer ended."""
         return GONE
 
-    def nodes(self) -> list[int]:
-        """Return the node number of each rank; [] where that is not known."""
-        return []
-
-    def of(self, ranks: list[int]) -> Desk:
-        """Return this desk for a group of ranks: peers are named by their index in `ranks`."""
-        return _Selected(self, ranks)
-
-    def answer_for(self, owner: object) -> Callable[[], Any]:
+    def answer_for(self, owner: object) -> Callable[[], object]:
         """Answer peers until `owner` is collected or the returned function is called. The thread ends with the last owner."""
         return lambda: None
 
@@ -81,33 +80,6 @@ class Desk:
 
     def close(self) -> None:
         """Close the desk: peers get no answers any more."""
-
-
-class _Selected(Desk):
-    """A desk that is limited to some of another desk's ranks."""
-
-    def __init__(self, desk: Desk, ranks: list[int]) -> None:
-        self._desk, self._ranks = desk, ranks
-
-    def ask(self, peers: Collection[int]) -> Answers:
-        places = {self._ranks[peer]: peer for peer in peers}
-        return {places[rank]: answer for rank, answer in self._desk.ask(list(places)).items()}
-
-    def tell(self, peers: Collection[int], failure: Failure) -> None:
-        self._desk.tell([self._ranks[peer] for peer in peers], failure)
-
-    @property
-    def told(self) -> Failure | None:  # type: ignore[override]
-        return self._desk.told
-
-    def how_it_ended(self, peer: int) -> str:
-        return self._desk.how_it_ended(self._ranks[peer])
-
-    def answer_for(self, owner: object) -> Callable[[], Any]:
-        return self._desk.answer_for(owner)
-
-    def rest(self) -> None:
-        self._desk.rest()
 
 
 class ThreadDesk(Desk):
@@ -128,7 +100,7 @@ class ProcessDesk(Desk):
     """
 
     @classmethod
-    def among(cls, comm: Any, on_this_host: bool) -> ProcessDesk:
+    def among(cls, comm: DirectComm, on_this_host: bool) -> ProcessDesk:
         """Return the desk of this rank in a Comm, with the addresses of the other ranks' desks (collective)."""
         desk = cls(comm.progress, on_this_host)
         desk._places = exchange_values(comm, desk.place, "zeroshard: desks")
@@ -151,7 +123,8 @@ class ProcessDesk(Desk):
         if not peers:
             return {}
         with ThreadPoolExecutor(min(_AT_A_TIME, len(peers)), thread_name_prefix="zeroshard-ask") as pool:
-            return dict(zip(peers, pool.map(lambda peer: self._call(peer, ("ask",), from_plain), peers), strict=True))
+            answers = pool.map(lambda peer: self._call(peer, ("ask",), lambda values: Report(*values)), peers)
+            return dict(zip(peers, answers, strict=True))
 
     def tell(self, peers: Collection[int], failure: Failure) -> None:
         deadline = time.monotonic() + _TELLING_S
@@ -164,11 +137,12 @@ class ProcessDesk(Desk):
         return how_it_ended(pid) if host == self.place[4] else GONE
 
     def nodes(self) -> list[int]:
+        """Return the node number of each rank."""
         found = [place[5] for place in self._places]
         numbers = {identity: number for number, identity in enumerate(dict.fromkeys(found))}
         return [numbers[identity] for identity in found]
 
-    def answer_for(self, owner: object) -> Callable[[], Any]:
+    def answer_for(self, owner: object) -> Callable[[], object]:
         self._owners += 1
         self._start()
         end = weakref.finalize(owner, self._release)
@@ -182,13 +156,18 @@ class ProcessDesk(Desk):
 
     def _start(self) -> None:
         if not self._threads or not self._threads[0].is_alive():
-            # a weak method, so that a dropped group is collected and its thread ends
-            self._threads[:] = [_Answering(self._listener, self._secret, self._progress, weakref.WeakMethod(self._hear))]
+            # a weak reference, so that a dropped group is collected and its thread ends
+            self._threads[:] = [_Answering(self._listener, self._secret, self._progress, weakref.ref(self))]
             self._threads[0].start()
 
     def rest(self) -> None:
+        # the socket stays open: a refused connection would mean that this rank is gone
         for thread in self._threads:
-            thread.stop()
+            thread.ended = True
+            with contextlib.suppress(OSError):  # wakes accept()
+                socket.create_connection(self._listener.getsockname()[:2], _PATIENCE_S).close()
+            if thread is not threading.current_thread():
+                thread.join(_PATIENCE_S)
 
     def close(self) -> None:
         self._end()
@@ -198,10 +177,7 @@ class ProcessDesk(Desk):
         self._end.detach()
         self._listener.close()
 
-    def _hear(self, failure: Failure) -> None:
-        self.told = self.told or failure  # the first failure is the cause of later ones
-
-    def _call(self, peer: int, request: tuple, read: Callable[[Any], Any]) -> Any:
+    def _call(self, peer: int, request: tuple, read: Callable[[Any], T]) -> T | str:
         address, port, secret = self._places[peer][:3]
         try:
             with socket.create_connection((address, port), _PATIENCE_S) as sock:
@@ -222,9 +198,9 @@ class ProcessDesk(Desk):
 class _Answering(threading.Thread):
     """The desk's thread, which serves one peer after another."""
 
-    def __init__(self, listener: socket.socket, secret: bytes, progress: Progress, hear: weakref.WeakMethod) -> None:
+    def __init__(self, listener: socket.socket, secret: bytes, progress: Progress, desk: weakref.ref[Desk]) -> None:
         super().__init__(name="zeroshard-desk", daemon=True)
-        self.listener, self.secret, self.progress, self.hear = listener, secret, progress, hear
+        self.listener, self.secret, self.progress, self.desk = listener, secret, progress, desk
         self.ended = False
 
     def run(self) -> None:
@@ -234,7 +210,7 @@ class _Answering(threading.Thread):
             except OSError:
                 return  # closed
             with sock:
-                if self.ended:  # `stop` has connected to wake accept()
+                if self.ended:  # `rest` has connected to wake accept()
                     return
                 with contextlib.suppress(OSError, EOFError, MalformedMessage, TypeError):  # not a peer, or a peer that is gone
                     self._talk(sock)
@@ -245,23 +221,14 @@ class _Answering(threading.Thread):
         sock.sendall(mine + _prove(self.secret, "desk", theirs, mine))
         if not hmac.compare_digest(_receive(sock, _PROOF_NBYTES), _prove(self.secret, "peer", theirs, mine)):
             return
-        data = encode(_answer(decode(_receive_framed(sock)), self.progress, self.hear()))
+        request, desk = decode(_receive_framed(sock)), self.desk()
+        if request[0] == "failed" and desk is not None:
+            failure = Failure(*request[1:])
+            desk.told = desk.told or failure  # the first failure is the cause of later ones
+            data = encode("heard")
+        else:
+            data = encode(tuple(self.progress.report()))
         sock.sendall(_LENGTH.pack(len(data)) + data)
-
-    def stop(self) -> None:
-        """End the thread, but leave the socket open: a refused connection would mean that this rank is gone."""
-        self.ended = True
-        with contextlib.suppress(OSError):  # wakes accept()
-            socket.create_connection(self.listener.getsockname()[:2], _PATIENCE_S).close()
-        if self is not threading.current_thread():
-            self.join(_PATIENCE_S)
-
-
-def _answer(request: tuple, progress: Progress, hear: Callable[[Failure], None] | None) -> Any:
-    if request[0] == "failed" and hear is not None:
-        hear(Failure(*request[1:]))
-        return "heard"
-    return as_plain(progress.report())
 
 
 def _prove(secret: bytes, role: str, asker: bytes, desk: bytes) -> bytes:
@@ -311,10 +278,5 @@ def _own_address() -> str:
 _open: weakref.WeakSet[ProcessDesk] = weakref.WeakSet()
 
 
-def _after_fork() -> None:
-    for desk in list(_open):
-        desk.leave_to_parent()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=lambda: list(map(ProcessDesk.leave_to_parent, _open)))

@@ -4,21 +4,22 @@
     side      |    | wait a2a, sum 3 -> e3 |
 
 A ticket stands for work on a stream; `join` orders the current stream after it, without making the host wait. On the CPU
-work runs where it is called, and tickets are None. `RecordingStreams` (tests) defers work and logs calls.
+work runs where it is called, and tickets are None.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..utils.work import Work
 from .sums import square_sum
+
+T = TypeVar("T")
 
 
 class Streams:
@@ -33,7 +34,7 @@ class Streams:
     def packed(self, nbytes: int) -> None:
         """Report to a dry run's watcher a kernel that packs or unpacks messages and moves `nbytes`; else do nothing."""
 
-    def run_beside(self, work: Callable[[], Any]) -> tuple[Any, Any]:
+    def run_beside(self, work: Callable[[], T]) -> tuple[T, Any]:
         """Run `work` on the side stream, after the work enqueued on the current stream so far; return (its result, a ticket)."""
         return work(), None
 
@@ -107,7 +108,7 @@ class CudaStreams(Streams):
         self.side = torch.cuda.Stream(device)
         self.down, self.up = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def run_beside(self, work: Callable[[], Any]) -> tuple[Any, Any]:
+    def run_beside(self, work: Callable[[], T]) -> tuple[T, Any]:
         self.side.wait_stream(torch.cuda.current_stream(self.side.device))
         with torch.cuda.stream(self.side):
             result = work()
@@ -140,42 +141,6 @@ class CudaStreams(Streams):
         stream.wait_event(mark)
         with torch.cuda.stream(stream):  # also sets the thread's current device
             yield
-
-
-class RecordingStreams(Streams):
-    """Streams for tests: work is deferred until it is joined, so that a missing join shows as a wrong number."""
-
-    def __init__(self, separate_host: bool = False) -> None:
-        self.separate_host = separate_host
-        self.log: list[str] = []
-        self._deferred: dict[int, Callable[[], Any]] = {}
-        self._next = 0
-        self._lock = threading.RLock()  # a background save copies from another thread
-
-    def run_beside(self, work: Callable[[], Any]) -> tuple[Any, Any]:
-        with self._lock:
-            self._next += 1
-            self._deferred[self._next] = work
-            self.log.append(f"begin {self._next}")
-            return None, self._next
-
-    def join(self, ticket: int) -> None:
-        """Run all deferred work up to the ticket, in order, as one stream would."""
-        with self._lock:
-            for number in sorted(n for n in self._deferred if n <= ticket):
-                self._deferred.pop(number)()
-            self.log.append(f"join {ticket}")
-
-    def finished(self, ticket: int) -> bool:
-        return ticket not in self._deferred
-
-    def mark(self) -> int:
-        return self._next
-
-    @contextmanager
-    def behind(self, mark: int) -> Iterator[None]:
-        self.join(mark)
-        yield
 
 
 def streams_for(device: torch.device) -> Streams:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,27 +15,50 @@ def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor, *, scale: float, acc
 
     Returns the sum of out's squares where it costs nothing extra (CPU, out not rounded), else None.
     """
-    numel = out.numel()
-    on_host = out.device.type == "cpu"
-    chunk = min(CHUNK_NUMEL, numel) if on_host else numel
+    chunk = min(CHUNK_NUMEL, out.numel()) if out.device.type == "cpu" else out.numel()
     # without scratch, `out` is written with the sum of the first two parts: no later part may be `out` itself
     aliased = any(part.data_ptr() == out.data_ptr() for part in parts[2:])
     dtype = torch.promote_types(parts[0].dtype, torch.float32)
-    direct = out.dtype == dtype and not accumulate and not aliased
+    scratch = None if parts[0].dtype == dtype else torch.empty(chunk, dtype=dtype, device=out.device)
+
+    def fill(begin: int, total: Tensor) -> None:
+        pieces = [part[begin : begin + chunk] for part in parts]
+        converted = None if scratch is None else scratch[: total.numel()]
+        if converted is None and len(pieces) > 1:
+            torch.add(pieces[0], pieces[1], out=total)
+            rest = pieces[2:]
+        else:
+            total.copy_(pieces[0])
+            rest = pieces[1:]
+        for piece in rest:
+            total.add_(piece if converted is None else converted.copy_(piece))
+
+    return sum_by_chunks(fill, out, chunk, dtype, scale=scale, accumulate=accumulate, aliased=aliased)
+
+
+def sum_by_chunks(
+    fill: Callable[[int, Tensor], None], out: Tensor, chunk: int, dtype: torch.dtype, *, scale: float, accumulate: bool,
+    aliased: bool = False,
+) -> float | None:  # fmt: skip
+    """Compute out = [out +] scale * the totals of `fill`, `chunk` elements at a time; return as `sum_in_rank_order`.
+
+    fill: (begin, total) -> None: fills `total` (n,) of `dtype` with the sum of elements `begin` to `begin` + n. aliased: it reads
+    `out` after it has begun to write.
+    """
+    numel, direct = out.numel(), out.dtype == dtype and not accumulate and not aliased
     scratch = None if direct else torch.empty(chunk, dtype=dtype, device=out.device)
-    cast = None if parts[0].dtype == dtype else torch.empty(chunk, dtype=dtype, device=out.device)
-    square_sum = 0.0 if on_host and out.dtype == dtype else None
+    squares = 0.0 if out.device.type == "cpu" and out.dtype == dtype else None
     for begin in range(0, numel, max(chunk, 1)):
         target = out[begin : begin + chunk]
         total = target if scratch is None else scratch[: target.numel()]
-        _sum_chunk([part[begin : begin + chunk] for part in parts], total, None if cast is None else cast[: total.numel()])
+        fill(begin, total)
         if scale != 1.0:
             total.mul_(scale)
         if scratch is not None:
             target.add_(total) if accumulate else target.copy_(total)
-        if square_sum is not None:
-            square_sum += torch.dot(target, target).item()
-    return square_sum
+        if squares is not None:
+            squares += square_sum(target)
+    return squares
 
 
 def nonfinite_ranks(parts: Sequence[Tensor], out: Tensor) -> tuple[int, ...]:
@@ -54,15 +77,3 @@ def square_sum(tensor: Tensor) -> float:
     if tensor.dtype not in (torch.float32, torch.float64):
         parts = tuple(part.float() for part in parts)
     return sum((torch.dot(part, part).item() for part in parts), 0.0)
-
-
-def _sum_chunk(parts: list[Tensor], total: Tensor, cast: Tensor | None) -> None:
-    """Compute total = parts[0] + parts[1] + ... in fp32; `cast` holds one converted part where parts are not fp32."""
-    if cast is None and len(parts) > 1:
-        torch.add(parts[0], parts[1], out=total)
-        rest = parts[2:]
-    else:
-        total.copy_(parts[0])
-        rest = parts[1:]
-    for part in rest:
-        total.add_(part if cast is None else cast.copy_(part))

@@ -25,7 +25,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterable
 from errno import errorcode
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,13 +33,15 @@ from ..errors import MalformedMessage, ZeroshardError, io_remedy
 from .codec import decode, encode
 from .failure import GONE
 from .flight_recorder import Progress
-from .rendezvous import Door
+from .rendezvous import Door, Place
 
 _HEADER = struct.Struct("<I?")  # length in bytes; whether a file descriptor is sent with the message
 _LARGE_NBYTES = 1 << 17  # a last value of this length goes through memory; a socket holds 200 kB, and is faster for less
 _ANCILLARY_NBYTES = socket.CMSG_SPACE(struct.calcsize("i"))
 _PART_NBYTES = 1 << 30  # read or written by one system call: Linux moves at most 2 GiB
 _PAGE_NBYTES = 4096  # of mappings, which `ThreadTransport` imitates
+
+Handle = tuple[int, ...]  # by which peers open memory: (rank, serial number) of threads, (pid, descriptor, bytes) of processes
 
 
 class Transport(ABC):
@@ -68,14 +69,14 @@ class Transport(ABC):
         """Return the next (peer, message), or None after `timeout_s` (0: do not wait)."""
 
     @abstractmethod
-    def export(self, nbytes: int) -> tuple[Tensor, object]:
+    def export(self, nbytes: int) -> tuple[Tensor, Handle]:
         """Allocate zeroed memory: (nbytes,) uint8, and a handle by which peers can open it."""
 
     @abstractmethod
-    def open(self, handle: Any) -> Tensor:
+    def open(self, handle: Handle) -> Tensor:
         """Map a peer's memory: (nbytes,) uint8, shared with that peer."""
 
-    def forget(self, handle: Any) -> None:
+    def forget(self, handle: Handle) -> None:
         """Release a handle that all peers have opened; the memory stays."""
 
     def close(self) -> None:
@@ -90,7 +91,7 @@ class ThreadWorld:
         self.device = device or torch.device("cpu")
         self.queues: list[deque] = [deque() for _ in range(world_size)]
         self.signals = [threading.Condition() for _ in range(world_size)]
-        self.memory: dict[tuple, Tensor] = {}
+        self.memory: dict[Handle, Tensor] = {}
         self.boards: dict[int, Progress] = {}  # rank -> its notes, for `ThreadDesk`
         self.serial = itertools.count()
 
@@ -113,7 +114,7 @@ class ThreadTransport(Transport):
                 self.world.signals[self.rank].wait_for(lambda: queue, timeout_s)
         return queue.popleft() if queue else None
 
-    def export(self, nbytes: int) -> tuple[Tensor, object]:
+    def export(self, nbytes: int) -> tuple[Tensor, Handle]:
         tensor = torch.zeros(nbytes + _PAGE_NBYTES, dtype=torch.uint8, device=self.world.device)
         begin = -tensor.data_ptr() % _PAGE_NBYTES  # page-aligned, as a mapping is: direct I/O reads into it
         tensor = tensor[begin : begin + nbytes]
@@ -121,25 +122,16 @@ class ThreadTransport(Transport):
         self.world.memory[key] = tensor
         return tensor, key
 
-    def open(self, handle: Any) -> Tensor:
+    def open(self, handle: Handle) -> Tensor:
         return self.world.memory[handle]
 
-    def forget(self, handle: Any) -> None:
+    def forget(self, handle: Handle) -> None:
         self.world.memory.pop(handle, None)
 
 
 def _map(descriptor: int, nbytes: int) -> Tensor:
     memory = mmap.mmap(descriptor, nbytes)
     return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive
-
-
-def _written(content: bytes) -> int:
-    """Return a descriptor of new memory (a memfd) with this content."""
-    descriptor = os.memfd_create("zeroshard-message", os.MFD_CLOEXEC)
-    rest = memoryview(content)
-    while rest:
-        rest = rest[os.write(descriptor, rest[:_PART_NBYTES]) :]
-    return descriptor
 
 
 def _read_whole(descriptor: int, nbytes: int) -> bytes:
@@ -190,11 +182,11 @@ class ProcessTransport(Transport):
     Threads: the thread that uses the Comm calls the methods; it and the writer thread take `_writing` for `_out` and the sockets.
     """
 
-    def __init__(self, rank: int, door: Door, addresses: list[bytes], secret: bytes, timeout_s: float = 60.0) -> None:
-        """Connect to every peer. door: this rank's door; addresses: of all doors, by rank; secret: known to these ranks alone."""
-        self.rank, self.world_size = rank, len(addresses)
+    def __init__(self, rank: int, door: Door, places: list[Place], timeout_s: float = 60.0) -> None:
+        """Connect to every peer. door: this rank's door; places: of all doors, by rank."""
+        self.rank, self.world_size = rank, len(places)
         self._forked = False  # set in a forked child, which is no rank
-        self._peers: dict[int, socket.socket] = door.connect(rank, addresses, secret, timeout_s)
+        self._peers: dict[int, socket.socket] = door.connect(rank, places, timeout_s)
         self._in = {peer: bytearray() for peer in self._peers}
         self._descriptors: dict[int, deque[int]] = {peer: deque() for peer in self._peers}  # received with messages in _in
         self._out: dict[int, deque[_Parcel]] = {}  # peer -> messages for which its socket had no room
@@ -220,13 +212,18 @@ class ProcessTransport(Transport):
         self._check_forked()
         memory = None
         if isinstance(message[-1], bytes) and len(message[-1]) >= _LARGE_NBYTES:
-            memory = _written(message[-1])
+            memory, rest = os.memfd_create("zeroshard-message", os.MFD_CLOEXEC), memoryview(message[-1])
+            while rest:
+                rest = rest[os.write(memory, rest[:_PART_NBYTES]) :]
             message = (*message[:-1], len(message[-1]))
         data = encode(message)
         data = _HEADER.pack(len(data), memory is not None) + data
         with self._writing:
             for peer in peers:
-                taken = self._try(peer, data) if memory is None and peer not in self._out else 0
+                try:
+                    taken = self._peers[peer].send(data) if memory is None and peer not in self._out else 0  # nearly always all
+                except (KeyError, OSError):  # the peer is gone or its socket full: `_flush` finds out which
+                    taken = 0
                 if taken < len(data) and peer in self._peers:
                     # each parcel closes a descriptor of its own
                     parcel = _Parcel(data[taken:], None if memory is None else os.dup(memory))
@@ -234,13 +231,6 @@ class ProcessTransport(Transport):
                     self._flush(peer)
         if memory is not None:
             os.close(memory)
-
-    def _try(self, peer: int, data: bytes) -> int:
-        """Return the number of bytes that the socket takes at once, which is nearly always all."""
-        try:
-            return self._peers[peer].send(data)
-        except (KeyError, OSError):  # the peer is gone or its socket full: `_flush` finds out which
-            return 0
 
     def _flush(self, peer: int) -> None:
         """Write as much as the socket takes now; start the writer thread for the rest."""
@@ -289,7 +279,12 @@ class ProcessTransport(Transport):
     def receive(self, timeout_s: float) -> tuple[int, tuple] | None:
         self._check_forked()
         if not self._ready and self._peers:
-            for descriptor, event in (self._poll if not self._out else self._poll_both()).poll(timeout_s * 1000):
+            poll = self._poll
+            if self._out:  # also for room in the sockets that were full
+                poll = select.poll()
+                for peer, sock in self._peers.items():
+                    poll.register(sock.fileno(), select.POLLIN | (select.POLLOUT if peer in self._out else 0))
+            for descriptor, event in poll.poll(timeout_s * 1000):
                 peer = self._of_fd[descriptor]
                 if event & (select.POLLIN | select.POLLHUP | select.POLLERR) and peer in self._peers:
                     self._read(peer)
@@ -298,13 +293,6 @@ class ProcessTransport(Transport):
         elif not self._ready and timeout_s:
             time.sleep(min(timeout_s, 0.05))  # no peers left: do not spin in the caller's loop
         return self._ready.popleft() if self._ready else None
-
-    def _poll_both(self) -> select.poll:
-        """Return a poll for messages from all peers, and for room in the sockets that were full."""
-        poll = select.poll()
-        for peer, sock in self._peers.items():
-            poll.register(sock.fileno(), select.POLLIN | (select.POLLOUT if peer in self._out else 0))
-        return poll
 
     def _read(self, peer: int) -> None:
         """Read the messages that a peer has sent; drop the peer if its socket is closed."""
@@ -320,7 +308,13 @@ class ProcessTransport(Transport):
                 f"rank {self.rank} can not open what rank {peer} sends: too many files are open here (ulimit -n)"
             )
         if not data:
-            self._lose(peer)
+            with self._writing:
+                self._forget(peer)
+                sock = self._peers.pop(peer)
+                self._poll.unregister(sock.fileno())
+                sock.close()
+            self._drop_received(peer)
+            self._ready.append((peer, ("lost", GONE)))
             return
         buffer = self._in[peer]
         buffer += data
@@ -334,22 +328,13 @@ class ProcessTransport(Transport):
             self._ready.append((peer, message))
             del buffer[: _HEADER.size + length]
 
-    def _lose(self, peer: int) -> None:
-        with self._writing:
-            self._forget(peer)
-            sock = self._peers.pop(peer)
-            self._poll.unregister(sock.fileno())
-            sock.close()
-        self._drop_received(peer)
-        self._ready.append((peer, ("lost", GONE)))
-
     def _drop_received(self, peer: int) -> None:
         while self._descriptors[peer]:
             os.close(self._descriptors[peer].popleft())
 
     # -- memory ----------------------------------------------------------------------------------------------
 
-    def export(self, nbytes: int) -> tuple[Tensor, object]:
+    def export(self, nbytes: int) -> tuple[Tensor, Handle]:
         descriptor = os.memfd_create("zeroshard", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, max(nbytes, 1))
@@ -363,7 +348,7 @@ class ProcessTransport(Transport):
             ) from None
         return _map(descriptor, nbytes), (os.getpid(), descriptor, nbytes)
 
-    def open(self, handle: Any) -> Tensor:
+    def open(self, handle: Handle) -> Tensor:
         pid, descriptor, nbytes = handle
         mine = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
         try:
@@ -371,7 +356,7 @@ class ProcessTransport(Transport):
         finally:
             os.close(mine)
 
-    def forget(self, handle: Any) -> None:
+    def forget(self, handle: Handle) -> None:
         os.close(handle[1])
 
     def close(self) -> None:
@@ -408,10 +393,5 @@ class ProcessTransport(Transport):
 _transports: weakref.WeakSet[ProcessTransport] = weakref.WeakSet()
 
 
-def _after_fork() -> None:
-    for transport in list(_transports):
-        transport.leave_to_parent()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=lambda: list(map(ProcessTransport.leave_to_parent, _transports)))

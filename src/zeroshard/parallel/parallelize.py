@@ -23,8 +23,7 @@ from .. import api
 from ..config import Config, Tier, read_layout
 from ..errors import ConfigError
 from ..tensor.distributed import is_distributed
-from ..utils.axes import AXES
-from ..utils.planned_mesh import other_model_axes, planned_otherwise
+from ..utils.axes import AXES, other_model_axes, planned_otherwise
 from ..zero.runtime import runtime_of
 from .pipeline import SCHEDULES, Pipeline, schedule_class, stages_of, whole
 from .stages import StandIn, cut_stages

@@ -28,8 +28,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from ..comm.backend_select import is_imagined
-from ..comm.diagnosis import judge
-from ..comm.process_group import DistComm
+from ..comm.process_group import DistComm, judge
 from ..comm.shared_memory import SharedComm
 from ..errors import ConfigError, did_you_mean
 from ..tensor.distributed import is_distributed

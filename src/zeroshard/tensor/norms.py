@@ -118,5 +118,5 @@ def allow_foreach(*kinds: type) -> None:
 
     They are added to torch's list of foreach types, as torch's own module adds DTensor.
     """
-    known = torch_compat.foreach_types()
+    known = torch_compat.FOREACH_TYPES
     known += [kind for kind in kinds if kind not in known]

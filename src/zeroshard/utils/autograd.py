@@ -13,18 +13,17 @@ from torch import Tensor, nn
 from . import torch_compat
 
 _LEAF = 1 << 62  # gradient accumulators (nodes of leaves) have higher numbers
-_CALL = torch_compat.code_of_call()
+_CALL = torch_compat.CODE_OF_CALL
 _NEAR = 12  # most frames between a module's call and its hooks
+
+# returns whether this thread is inside a derivative of torch.func; hooks on our tensors do not see its backward
+transforming = torch_compat.in_derivative
+next_node = torch_compat.next_node
 
 
 def in_backward() -> bool:
     """Return whether a backward runs on this thread."""
     return torch_compat.graph_task() != -1
-
-
-def transforming() -> bool:
-    """Return whether this thread is inside a derivative of torch.func; hooks on our tensors do not see its backward."""
-    return torch_compat.in_derivative()
 
 
 def running_forward() -> FrameType | None:
@@ -62,11 +61,6 @@ def memory_of(tensor: Tensor) -> int | None:
         return torch_compat.storage_id(tensor.untyped_storage())
     except RuntimeError:
         return None
-
-
-def next_node() -> int:
-    """Return the number that autograd gives the next node on this thread."""
-    return torch_compat.next_node()
 
 
 def leads_to_all(first: int, outputs: list[Tensor]) -> bool:

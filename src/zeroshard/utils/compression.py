@@ -8,10 +8,26 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ..errors import ConfigError, did_you_mean
+from .option_kinds import BOOL, POSITIVE, Kind, check_fields, is_number, is_whole
 
 CODECS = ("int8", "int4", "fp8")
 GRADIENT_CODECS = (*CODECS, "top_k", "low_rank")
 _EXEMPT = ("*norm*", "*router*", "*embed*")
+_ANY_COUNT = Kind("a whole number of at least 0", lambda value: is_whole(value) and value >= 0)
+_FIELDS = {
+    "block": Kind(
+        "a power of two from 32 to 16384", lambda value: type(value) is int and 32 <= value <= 1 << 14 and not value & (value - 1)
+    ),
+    "warmup_steps": _ANY_COUNT,
+    "min_numel": _ANY_COUNT,
+    "rank": POSITIVE,
+    "ratio": Kind("a number above 0, at most 0.5", lambda value: is_number(value) and 0 < value <= 0.5),
+    "error_feedback": BOOL,
+    "force": BOOL,
+    "exempt": Kind(
+        "a tuple of name patterns", lambda value: isinstance(value, tuple) and all(isinstance(pattern, str) for pattern in value)
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -43,24 +59,7 @@ class Compression:
     def __post_init__(self) -> None:
         if isinstance(self.exempt, (list, set)):
             object.__setattr__(self, "exempt", tuple(self.exempt))
-        if (
-            isinstance(self.block, bool)
-            or not isinstance(self.block, int)
-            or not 32 <= self.block <= 1 << 14
-            or self.block & (self.block - 1)
-        ):
-            raise ConfigError(f"compression block: expected a power of two from 32 to 16384, got {self.block!r}.")
-        for name, least in (("warmup_steps", 0), ("min_numel", 0), ("rank", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"compression {name}: expected a whole number of at least {least}, got {value!r}.")
-        if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not 0 < self.ratio <= 0.5:
-            raise ConfigError(f"compression ratio: expected a number above 0, at most 0.5, got {self.ratio!r}.")
-        for name in ("error_feedback", "force"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"compression {name}: expected True or False, got {getattr(self, name)!r}.")
-        if not (isinstance(self.exempt, tuple) and all(isinstance(pattern, str) for pattern in self.exempt)):
-            raise ConfigError(f"compression exempt: expected a tuple of name patterns, got {self.exempt!r}.")
+        check_fields(self, _FIELDS, "compression ")
 
     def spares(self, name: str, dim: int) -> bool:
         """Return whether a parameter of this name and number of dimensions is sent without compression."""

@@ -6,9 +6,11 @@ slots; `map_tensors` replaces them in copies of tuples, lists, mappings and data
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import enum
+import operator
 import types
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
@@ -28,12 +30,12 @@ _PLAIN = (tuple, list, dict)
 _MOST_OBJECTS = 10_000  # most objects to search: a logger or a trainer in an output may refer to everything in the process
 
 
-def find_tensors(value: Any) -> list[Tensor]:
+def find_tensors(value: object) -> list[Tensor]:
     """Return every tensor in nested containers and objects, each once. Closures and iterators cannot be searched."""
     if isinstance(value, Tensor):
         return [value]
     tensors: list[Tensor] = []
-    seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is used again
+    seen: dict[int, object] = {}  # keeps the objects alive, so that no id is used again
     stack = [value]
     while stack and len(seen) <= _MOST_OBJECTS:
         item = stack.pop()
@@ -43,17 +45,17 @@ def find_tensors(value: Any) -> list[Tensor]:
             seen[id(item)] = item
             tensors.append(item)
             continue
-        plain = type(item) in _PLAIN
-        if not plain and isinstance(item, _TENSORLESS):
+        plain: Any = item if type(item) in _PLAIN else None
+        if plain is None and isinstance(item, _TENSORLESS):
             continue
         seen[id(item)] = item
-        stack.extend(reversed((list(item.values()) if type(item) is dict else item) if plain else _inside(item)))
+        stack.extend(reversed(_inside(item) if plain is None else list(plain.values()) if type(plain) is dict else plain))
     return tensors
 
 
-def _inside(item: Any) -> list[Any]:
+def _inside(item: object) -> list[object]:
     """Return the objects that an object refers to by items, attributes and slots."""
-    inside: list[Any] = []
+    inside: list[object] = []
     if isinstance(item, Mapping):
         inside = list(item.values())
     elif isinstance(item, (list, tuple, set, frozenset, deque)):
@@ -62,15 +64,10 @@ def _inside(item: Any) -> list[Any]:
     for cls in type(item).__mro__:
         if "__slots__" in vars(cls):
             slots = [member for member in vars(cls).values() if isinstance(member, types.MemberDescriptorType)]
-            inside += [_slot(item, slot) for slot in slots]
+            for slot in slots:
+                with contextlib.suppress(AttributeError):  # a slot that is not set
+                    inside.append(slot.__get__(item))
     return inside
-
-
-def _slot(item: Any, slot: Any) -> Any:
-    try:
-        return slot.__get__(item)
-    except AttributeError:  # a slot that is not set
-        return None
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -95,7 +92,7 @@ class Exchanged:
     def __init__(self, fn: Callable[[Tensor], Tensor], value: Any) -> None:
         """fn: returns the replacement of a tensor; called once for each."""
         self._fn = fn
-        self._results: dict[int, Any] = {}  # id of the caller's object -> the callee's object for it
+        self._results: dict[int, object] = {}  # id of the caller's object -> the callee's object for it
         self._exchanged: list[tuple[Any, Any]] = []  # (caller's object, callee's copy)
         self.value = self._mapped(value)
         self._before: list[Any] = [_content(new) for _, new in self._exchanged]
@@ -115,7 +112,13 @@ class Exchanged:
         """Return `item`, or a copy with the changed members."""
         if isinstance(item, (list, tuple)):
             items = [self._mapped(old) for old in item]
-            return item if all(new is old for new, old in zip(items, item, strict=True)) else _sequence_of(items, item)
+            if all(map(operator.is_, items, item)):
+                return item
+            if isinstance(item, tuple):  # also a named one
+                return type(item)._make(items) if hasattr(item, "_make") else type(item)(items)
+            result = copy.copy(item)
+            result[:] = items
+            return result
         old = _content(item)
         if not isinstance(old, dict):
             return item
@@ -132,7 +135,7 @@ class Exchanged:
         given = {id(new): old for old, new in self._exchanged}
         for (old, new), before in zip(self._exchanged, self._before, strict=True):
             now: Any = _content(new)
-            if isinstance(now, list) and not _alike(now, before):
+            if isinstance(now, list) and not (len(now) == len(before) and all(map(operator.is_, now, before))):
                 old[:] = [given.get(id(item), item) for item in now]
             elif isinstance(now, dict):
                 for key in before.keys() - now.keys():
@@ -140,7 +143,7 @@ class Exchanged:
                 _change(old, {k: given.get(id(v), v) for k, v in now.items() if k not in before or before[k] is not v})
 
 
-def _content(item: Any) -> list | dict | None:
+def _content(item: object) -> list | dict | None:
     """Return the current members of a list, a mapping or a dataclass; None for other objects."""
     if isinstance(item, list):
         return list(item)
@@ -151,26 +154,13 @@ def _content(item: Any) -> list | dict | None:
     return None
 
 
-def _alike(one: list, other: Any) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
-
-
-def _change(item: Any, changes: dict) -> None:
+def _change(item: object, changes: dict) -> None:
     """Set items of a mapping, or fields of a dataclass (even a frozen one)."""
     for key, new in changes.items():
         if isinstance(item, MutableMapping):
             item[key] = new
         else:
             object.__setattr__(item, key, new)
-
-
-def _sequence_of(items: list[Any], like: Any) -> Any:
-    """Return a list or tuple of the class of `like`, which may be a named tuple or a subclass."""
-    if isinstance(like, list):
-        result = copy.copy(like)
-        result[:] = items
-        return result
-    return type(like)._make(items) if hasattr(like, "_make") else type(like)(items)
 
 
 def caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

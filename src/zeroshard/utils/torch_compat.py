@@ -7,14 +7,12 @@ the library uses private names (tests/test_architecture.py).
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
 import importlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from operator import attrgetter
-from types import CodeType
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -76,14 +74,11 @@ make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 assert_async = torch._assert_async
+# tensor classes for which torch's optimizers use foreach functions; classes may be appended
+FOREACH_TYPES: list[type[torch.Tensor]] = torch.utils._foreach_utils._foreach_supported_types
 fused_adam_, fused_adamw_, fused_sgd_, fused_adagrad_ = (
     torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_,
 )  # fmt: skip
-
-
-def in_no_graph(tensor: Any) -> bool:
-    """Return whether no living autograd graph refers to a tensor, so that it may be swapped."""
-    return tensor._use_count() <= 1
 
 
 def set_local_part(tensor: Any, part: torch.Tensor) -> None:
@@ -106,11 +101,6 @@ def faking() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-def foreach_types() -> list[type[torch.Tensor]]:
-    """Return the list of tensor classes for which torch's optimizers use foreach functions; classes may be appended."""
-    return torch.utils._foreach_utils._foreach_supported_types
-
-
 def alone(tensor: torch.Tensor) -> bool:
     """Return whether no other tensor or array shares the memory of a tensor. False if torch cannot tell."""
     return references(tensor) == references(torch.empty(1, device="cpu")) != 0
@@ -124,7 +114,8 @@ def references(tensor: torch.Tensor) -> int:
 
 def swap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Exchange the contents of two tensor objects. Return False if torch cannot, or if a live graph would become unusable."""
-    if not (in_no_graph(one) and in_no_graph(other)):
+    both: tuple[Any, Any] = (one, other)
+    if any(each._use_count() > 1 for each in both):  # a living graph refers to it
         return False  # torch would swap them, and so break the gradient accumulator that the graph keeps
     try:
         torch.utils.swap_tensors(one, other)
@@ -164,6 +155,7 @@ state_dict_hooks = attrgetter("_state_dict_hooks", "_load_state_dict_pre_hooks",
 STEP_METHODS = ("step", "_init_group")  # methods of an optimizer that determine its step
 NormBase = nn.modules.batchnorm._NormBase  # batch and instance norms
 disable_dynamo = torch._disable_dynamo  # decorator: torch.compile leaves the function as it is
+CODE_OF_CALL = nn.Module._call_impl.__code__  # of the function that runs a module's hooks and forward, to recognise its frames
 
 
 def early_modules(module: nn.Module) -> dict[str, nn.Module | None]:
@@ -181,21 +173,18 @@ def original(module: nn.Module) -> nn.Module:
     return module._modules["_orig_mod"] if type(module).__name__ == "OptimizedModule" else module  # type: ignore[return-value]
 
 
-def code_of_call() -> CodeType:
-    """Return the code object of the function that runs a module's hooks and forward, to recognise its frames."""
-    return nn.Module._call_impl.__code__
-
-
 # -- autograd ----------------------------------------------------------------------------------------------------
 
 graph_task = torch._C._current_graph_task_id  # returns the number of the backward running on this thread, or -1
 next_node = torch._C._autograd._get_sequence_nr  # returns the number that autograd gives the next node on this thread
+number_of = methodcaller("_sequence_nr")  # node -> its number in the order in which nodes were made
+# returns the innermost saved-tensor hooks (pack, unpack) that are active on this thread, or None
+top_saved_tensors_hooks: Callable[[], tuple[Callable, Callable] | None] = functools.partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, True
+)
+# calls a function when the backward running on this thread has ended; not if the backward raises
+at_end_of_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 USED_NODES = ("_current_graph_task_id", "_will_engine_execute_node")  # names of torch._C that `nodes_to_run` needs
-
-
-def number_of(node: Any) -> int:
-    """Return a node's number in the order in which nodes were made."""
-    return node._sequence_nr()
 
 
 @functools.cache
@@ -218,11 +207,6 @@ def watch_backwards(kinds: tuple[type[BaseException], ...], failed: Callable[[Ba
     torch.autograd._engine_run_backward = run
 
 
-def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call a function when the backward running on this thread has ended. It is not called if the backward raises."""
-    Variable._execution_engine.queue_callback(call)
-
-
 def tells_nodes_to_run() -> bool:
     """Return whether this torch has the names that `nodes_to_run` needs."""
     return hasattr(torch.autograd.graph, "_get_grad_fn_or_grad_acc") and all(hasattr(torch._C, name) for name in USED_NODES)
@@ -243,11 +227,6 @@ def in_derivative() -> bool:
     return any(each.key() in (kinds.Grad, kinds.Jvp) for each in retrieve_all_functorch_interpreters())
 
 
-def top_saved_tensors_hooks() -> tuple[Callable, Callable] | None:
-    """Return the innermost saved-tensor hooks (pack, unpack) that are active on this thread, or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
 @contextlib.contextmanager
 def without_fake_logs() -> Iterator[None]:
     """Context without torch's log of internals, a page for each operator that raises on fake tensors."""
@@ -261,10 +240,10 @@ def without_fake_logs() -> Iterator[None]:
 
 # -- distributed, devices, files ---------------------------------------------------------------------------------
 
-
-def set_timeout(timeout: datetime.timedelta, group: dist.ProcessGroup) -> None:
-    """Set the timeout of all collectives of a group from now on."""
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
+set_timeout = dist.distributed_c10d._set_pg_timeout  # (timeout, group): of all collectives of a group from now on
+call_when_cuda_starts = torch.cuda._lazy_call  # calls a function when CUDA is initialised, or at once if it is
+file_writer: Any = torch._C.PyTorchFileWriter  # path -> zip writer of torch.save, for files and entries of more than 4 GiB too
+file_reader: Any = torch._C.PyTorchFileReader  # path -> zip reader of torch.load
 
 
 def clear_sharding_caches() -> None:
@@ -275,24 +254,9 @@ def clear_sharding_caches() -> None:
     debug._clear_python_sharding_prop_cache()
 
 
-def call_when_cuda_starts(callback: Callable[[], None]) -> None:
-    """Call a function when CUDA is initialised, or at once if it is."""
-    torch.cuda._lazy_call(callback)
-
-
 def fp16_on_cpu() -> bool:
     """Return whether the CPU has fp16 matrix multiplication."""
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-
-
-def file_writer(path: str) -> Any:
-    """Return the zip writer of torch.save, which supports files and entries of more than 4 GiB."""
-    return torch._C.PyTorchFileWriter(path)
-
-
-def file_reader(path: str) -> Any:
-    """Return the zip reader of torch.load."""
-    return torch._C.PyTorchFileReader(path)
 
 
 # -- threads as ranks --------------------------------------------------------------------------------------------

@@ -75,7 +75,8 @@ def test_files_of_the_engine(tmp_path):
 
 
 def test_memory_that_ranks_share_is_a_file():
-    transport = ProcessTransport(0, Door(), [b"alone"], b"secret")
+    door = Door()
+    transport = ProcessTransport(0, door, [door.place])
     with (
         limited(),
         pytest.raises(

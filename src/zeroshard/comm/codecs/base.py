@@ -17,7 +17,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from ..sums import CHUNK_NUMEL
+from ..sums import CHUNK_NUMEL, sum_by_chunks
 
 
 class Codec(ABC):
@@ -55,25 +55,16 @@ class Codec(ABC):
         """
         for part in parts:
             self._check(out, part, "out")
-        numel, on_host = out.numel(), out.device.type == "cpu"
-        chunk = min(CHUNK_NUMEL, numel) if on_host and self.chunked else numel
-        direct = out.dtype == torch.float32 and not accumulate
-        scratch = None if direct else torch.empty(chunk, dtype=torch.float32, device=out.device)
+        numel = out.numel()
+        chunk = min(CHUNK_NUMEL, numel) if out.device.type == "cpu" and self.chunked else numel
         term = torch.empty(chunk if len(parts) > 1 else 0, dtype=torch.float32, device=out.device)
-        square_sum = 0.0 if on_host and out.dtype == torch.float32 else None
-        for begin in range(0, numel, max(chunk, 1)):
-            target = out[begin : begin + chunk]
-            total = target if scratch is None else scratch[: target.numel()]
+
+        def fill(begin: int, total: Tensor) -> None:
             self._unpack_stretch(parts[0], numel, begin, total)
             for part in parts[1:]:
                 self._add_stretch(part, numel, begin, total, term[: total.numel()])
-            if scale != 1.0:
-                total.mul_(scale)
-            if scratch is not None:
-                target.add_(total) if accumulate else target.copy_(total)
-            if square_sum is not None:  # in the chunks of comm.sums.square_sum, for the same bits
-                square_sum += sum(torch.dot(piece, piece).item() for piece in target.split(CHUNK_NUMEL))
-        return square_sum
+
+        return sum_by_chunks(fill, out, chunk, torch.float32, scale=scale, accumulate=accumulate)
 
     def error(self, values: Tensor, packed: Tensor) -> float:
         """Return |values - unpacked| / |values|, for reports; 0 where all values are zero."""

@@ -13,13 +13,11 @@ orthogonalize the same P, with equal results on machines of one kind.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from ...errors import ConfigError
 
 
 @dataclass
@@ -35,6 +33,10 @@ class _Matrix:
 class LowRank:
     """Mean over ranks of a flat gradient whose matrices are sent in rank `rank`.
 
+    It replaces this rank's gradient, flat (numel,) of any floating dtype, by the mean over ranks of the sent products:
+    `first`, an all-reduce, `second`, an all-reduce, `finish`. If a gradient is not finite on some rank, the result is not finite
+    on any rank, and the errors of these matrices become zero.
+
     Args:
         slots: (offset, shape) of each parameter in the flat buffer, in elements; elements between slots are sent uncompressed.
         numel: elements of the flat buffer.
@@ -46,8 +48,6 @@ class LowRank:
         self, slots: Sequence[tuple[int, Sequence[int]]], numel: int, *, rank: int = 4, seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-            raise ConfigError(f"low_rank: rank: expected a whole number of at least 1, got {rank!r}")
         self.rank, self.numel, self._seed = rank, numel, seed
         self._matrices: list[_Matrix] = []
         self._ps: list[Tensor] = []  # from `second` to `finish`: P of each matrix, and (`_own`) this rank's own Q
@@ -87,21 +87,12 @@ class LowRank:
         return sum(each.error.numel() + each.q.numel() for each in self._matrices)
 
     @torch.no_grad()
-    def reduce(self, flat: Tensor, all_reduce_mean: Callable[[Tensor], Tensor]) -> None:
-        """Replace this rank's gradient, flat (numel,) of any floating dtype, by the mean over ranks of the sent products
-        (collective).
-
-        all_reduce_mean: (n,) fp32 -> the mean of all ranks' (n,), the same on every rank; called twice by every rank. If a
-        gradient is not finite on some rank, the result is not finite on any rank, and the errors of these matrices become zero.
-        """
-        self.finish(flat, all_reduce_mean(self.second(flat, all_reduce_mean(self.first(flat)))))
-
-    @torch.no_grad()
     def first(self, flat: Tensor) -> Tensor:
         """Return the values of the first all-reduce, (n,) fp32: M Q of each matrix, then the uncompressed stretches."""
         for each in self._matrices:
             each.error.add_(self._of(flat, each))  # `error` is from here on the M of this step
-        return _joined([each.error @ each.q for each in self._matrices] + [flat[part].float() for part in self._plain], flat)
+        parts = [each.error @ each.q for each in self._matrices] + [flat[part].float() for part in self._plain]
+        return torch.cat([part.reshape(-1) for part in parts]) if parts else torch.empty(0, device=flat.device)
 
     @torch.no_grad()
     def second(self, flat: Tensor, mean: Tensor) -> Tensor:
@@ -113,7 +104,7 @@ class LowRank:
         # QR, not Gram-Schmidt: its columns are orthonormal also for a gradient of zeros or of less than full rank
         self._ps = [torch.linalg.qr(values).Q for values in means[: len(thin)]]
         self._own = [each.error.T @ p for each, p in zip(self._matrices, self._ps, strict=True)]
-        return _joined(self._own, flat)
+        return torch.cat([part.reshape(-1) for part in self._own]) if self._own else torch.empty(0, device=flat.device)
 
     @torch.no_grad()
     def finish(self, flat: Tensor, mean: Tensor) -> None:
@@ -127,10 +118,6 @@ class LowRank:
     @staticmethod
     def _of(flat: Tensor, matrix: _Matrix) -> Tensor:
         return flat[matrix.offset : matrix.offset + math.prod(matrix.shape)].view(matrix.shape)
-
-
-def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
-    return torch.cat([part.reshape(-1) for part in parts]) if parts else torch.empty(0, device=like.device)
 
 
 def _split(flat: Tensor, like: list[Tensor]) -> list[Tensor]:

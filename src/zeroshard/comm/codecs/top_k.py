@@ -16,7 +16,6 @@ import math
 import torch
 from torch import Tensor
 
-from ...errors import ConfigError
 from .base import Codec
 
 
@@ -27,8 +26,6 @@ class TopK(Codec):
     chunked = False  # a stretch's values may be anywhere among the k
 
     def __init__(self, ratio: float = 0.01) -> None:
-        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
-            raise ConfigError(f"top_k: ratio: expected a number above 0, at most 1, got {ratio!r}")
         self.ratio = ratio
 
     def __repr__(self) -> str:
@@ -44,7 +41,11 @@ class TopK(Codec):
     def _pack(self, values: Tensor, out: Tensor) -> None:
         numel, k = values.numel(), self.kept(values.numel())
         values = values.float()
-        places = _largest(values, k)
+        magnitudes = values.view(torch.int32) & 0x7FFFFFFF  # these integers order as magnitudes do, with NaN above infinity
+        least = magnitudes.topk(k, sorted=False).values.amin()
+        above, equal = magnitudes > least, magnitudes == least
+        chosen = above | (equal & (equal.cumsum(0) <= k - above.sum()))  # of equal ones the first
+        places = torch.nonzero_static(chosen, size=k).view(-1)  # ascending
         out[: 4 * k].copy_(values[places].view(torch.uint8))
         end = 4 * k + k * _place_dtype(numel).itemsize
         out[4 * k : end].copy_(places.to(_place_dtype(numel)).view(torch.uint8))
@@ -73,12 +74,3 @@ class TopK(Codec):
 
 def _place_dtype(numel: int) -> torch.dtype:
     return torch.int16 if numel <= 1 << 16 else torch.int32
-
-
-def _largest(values: Tensor, k: int) -> Tensor:
-    """Return (k,) int64, ascending: the indices of the largest magnitudes of (numel,) fp32, the first of equal ones."""
-    magnitudes = values.view(torch.int32) & 0x7FFFFFFF  # these integers order as magnitudes do, with NaN above infinity
-    least = magnitudes.topk(k, sorted=False).values.amin()
-    above, equal = magnitudes > least, magnitudes == least
-    room = k - above.sum()
-    return torch.nonzero_static(above | (equal & (equal.cumsum(0) <= room)), size=k).view(-1)

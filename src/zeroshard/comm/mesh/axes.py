@@ -10,6 +10,9 @@ world      all ranks of the mesh                           one optimizer step: n
 from __future__ import annotations
 
 import math
+import os
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +20,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...config import read_layout
 from ...errors import ConfigError
 from ...tensor.distributed import Distribution
-from ...utils.axes import AXES, MODEL_AXES, planned_sizes, role
+from ...utils.axes import AXES, DP, MODEL_AXES, cuts_model, other_model_axes, planned_otherwise, planned_sizes, role
 from ...utils.torch_compat import unset_fake_temporarily
 from .. import backend_select
-from ..base import DirectComm
+from ..base import Comm, DirectComm
 
 Parts = list[list[int]]
 
@@ -58,53 +62,38 @@ class Axes:
         return self.copies <= set(distribution.axes if distribution is not None else ())
 
 
-def model_axes(mesh: Any) -> dict[str, int]:
-    """Return the number of ranks along "pp" and "tp" of a mesh; {} for anything that is not a mesh with named axes."""
-    if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:
-        return {}
-    sizes = planned_sizes(dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)))
-    return {axis: size for axis, size in sizes.items() if axis in MODEL_AXES}
-
-
-def axes_of(mesh: Any, comm: backend_select.Choice | None, distributed: dict[str, Any]) -> Axes:
+def axes_of(mesh: object, comm: backend_select.Choice | None, distributed: dict[str, Any]) -> Axes:
     """Return the Axes that `zs.shard(mesh=)` or `zs.shard(comm=)` asks for. distributed: the model's DTensors by name.
 
     Raises ConfigError for anything but a mesh, for axes that can not be used, and for DTensors over axes that are not the
     mesh's model axes.
     """
     with unset_fake_temporarily():  # a mesh is a tensor of ranks, whose values are read
-        return _axes_of(mesh, comm, distributed)
-
-
-def _axes_of(mesh: Any, comm: backend_select.Choice | None, distributed: dict[str, Any]) -> Axes:
-    if mesh is None and isinstance(comm, DeviceMesh) and distributed:
-        mesh, comm = comm._get_root_mesh(), None
-    if mesh is None:
-        if distributed:
-            name = next(iter(distributed))
+        if mesh is None and isinstance(comm, DeviceMesh) and distributed:
+            mesh, comm = comm._get_root_mesh(), None
+        if mesh is None:
+            if distributed:
+                name = next(iter(distributed))
+                raise ConfigError(
+                    f"{name} is a DTensor, so zs.shard() must be told which ranks hold the same shard of it (data parallelism). Pass the "
+                    "whole mesh (mesh=mesh, with axes named dp and tp), or its axis of data parallelism (comm=mesh['dp'])."
+                )
+            return Axes(comm)
+        if not isinstance(mesh, DeviceMesh):
             raise ConfigError(
-                f"{name} is a DTensor, so zs.shard() must be told which ranks hold the same shard of it (data parallelism). Pass the whole "
-                "mesh (mesh=mesh, with axes named dp and tp), or its axis of data parallelism (comm=mesh['dp'])."
+                f"mesh: expected a DeviceMesh of 1 or 2 data-parallel axes, any others named {' or '.join(MODEL_AXES)}; got "
+                f"{type(mesh).__name__}."
             )
-        return Axes(comm)
-    _check(mesh, comm)
+        if comm is not None:
+            raise ConfigError("mesh and comm both say which ranks take part: give one of them.")
+        if mesh.get_coordinate() is None:
+            raise ConfigError("mesh: this rank is not in the mesh. Call zs.shard() on the ranks of the mesh only.")
+        _check_distributed(mesh, distributed)
+        return _split(mesh)
+
+
+def _check_distributed(mesh: DeviceMesh, distributed: dict[str, Any]) -> None:
     model = [name for name in mesh.mesh_dim_names or () if role(name).cuts_parameters != "no"]
-    _check_distributed(mesh, model, distributed)
-    return _split(mesh)
-
-
-def _check(mesh: Any, comm: Any) -> None:
-    if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(
-            f"mesh: expected a DeviceMesh of 1 or 2 data-parallel axes, any others named {' or '.join(MODEL_AXES)}; got {type(mesh).__name__}."
-        )
-    if comm is not None:
-        raise ConfigError("mesh and comm both say which ranks take part: give one of them.")
-    if mesh.get_coordinate() is None:
-        raise ConfigError("mesh: this rank is not in the mesh. Call zs.shard() on the ranks of the mesh only.")
-
-
-def _check_distributed(mesh: DeviceMesh, model: list[str], distributed: dict[str, Any]) -> None:
     for name, tensor in distributed.items():
         axes = tensor.device_mesh.mesh_dim_names or ()
         if not axes or not set(axes) <= set(model):
@@ -161,3 +150,38 @@ def _split(mesh: DeviceMesh) -> Axes:
     assert coordinate is not None
     copies = frozenset(names[dim] for dim in model if dim not in whole and coordinate[dim] > 0)
     return Axes(choice, by_place.tolist() if model else None, stages, parts, copies, summed)
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """The layout that gives the options. axes: ranks along each model axis of this run; all: zs.shard uses all ranks."""
+
+    path: str | os.PathLike
+    plan: Mapping[str, Any]
+    axes: Mapping[str, int]
+    all: bool
+
+    @classmethod
+    def read(cls, path: str | os.PathLike, mesh: object, comm: object) -> PlannedLayout:
+        """Read a layout's file. Raise ConfigError if it cuts the model differently from this run."""
+        plan = read_layout(path)
+        if mesh is None and comm is None and cuts_model(plan["mesh"]):
+            raise ConfigError(
+                f"config: {path} was planned for the mesh {plan['mesh']}, which cuts the model: pass it to zs.parallelize, or pass that "
+                "mesh to zs.shard as well (mesh=)."
+            )
+        sizes: Mapping[str, int] = plan["mesh"]
+        if comm is None:  # anything but a mesh with named axes has no model axes
+            named = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)) if isinstance(mesh, DeviceMesh) else {}
+            sizes = planned_sizes(named) if named else {}
+        axes = {axis: size for axis, size in sizes.items() if axis in MODEL_AXES}
+        if other_model_axes(plan, axes):
+            raise ConfigError(planned_otherwise(path, plan, {DP: plan["mesh"][DP], **axes}))
+        return cls(path, plan, axes, comm is None)
+
+    def compare(self, group: Comm, world: Comm) -> None:
+        """Print a note on rank 0 if the layout was made for another number or mesh of ranks."""
+        node_size = world.nodes.count(world.nodes[0]) if self.all else None
+        text = planned_otherwise(self.path, self.plan, {DP: group.world_size, **self.axes}, node_size)
+        if text and world.rank == 0:
+            print(f"zeroshard: {text}", file=sys.stderr)

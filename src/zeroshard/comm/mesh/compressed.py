@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from ...memory.ledger import RESIDUALS, STAGING, Ledger, claimed
-from ..base import Collective, Comm, Outcome, Region, Reserved
+from ..base import Collective, Comm, Outcome, Region, Reserved, Wrapper
 from ..codecs.base import Codec, ErrorFeedback
 from ..control import Sent
 from ..pool import StagingPool
 from .hierarchical import buffers
-from .wrapper import Wrapper
 
 _ERROR_EVERY = 64  # steps between two measurements of a unit's packing error
 
@@ -35,22 +34,11 @@ class Errors:
         self.found: dict[str, float] = {}
         self._step: dict[str, int] = {}
 
-    def look(self, codec: Codec, values: Tensor, packed: Tensor, label: str, step: int) -> None:
-        """Measure the error of `packed`, if the last measurement is `_ERROR_EVERY` steps old."""
-        if self._is_time(label, step):
-            self.found[label] = codec.error(values, packed)
-
-    def note(self, label: str, lost: Tensor, values: Tensor, step: int) -> None:
-        """Record the error from `lost`, values minus packed values, if the last measurement is `_ERROR_EVERY` steps old."""
-        if self._is_time(label, step):
-            norm = values.float().norm().item()
-            self.found[label] = lost.norm().item() / norm if norm else 0.0
-
-    def _is_time(self, label: str, step: int) -> bool:
-        due = label not in self._step or step >= self._step[label] + _ERROR_EVERY
-        if due:
+    def note(self, label: str, step: int, measure: Callable[[], float]) -> None:
+        """Record the error that `measure` returns, if the last measurement is `_ERROR_EVERY` steps old."""
+        if label not in self._step or step >= self._step[label] + _ERROR_EVERY:
             self._step[label] = step
-        return due
+            self.found[label] = measure()
 
 
 class _Compressed(Wrapper):
@@ -72,7 +60,7 @@ class _Compressed(Wrapper):
             self.streams.packed(values.nbytes + packed.nbytes)
             return
         self.codec.pack(values, packed)
-        self.errors.look(self.codec, values, packed, label, self.control.progress.step)
+        self.errors.note(label, self.control.progress.step, lambda: self.codec.error(values, packed))
 
     def open(self) -> None:
         super().open()
@@ -82,14 +70,6 @@ class _Compressed(Wrapper):
     def release(self) -> None:
         self._pool.close() if self._pool is not None else None
         super().release()
-
-    def _take(self, numel: int, whole: bool) -> tuple[int, Region]:
-        assert self._pool is not None
-        return self._pool.take(numel, torch.uint8, whole=whole)
-
-    def _give(self, slot: int, work: Collective) -> None:
-        assert self._pool is not None
-        self._pool.give(slot, work)
 
 
 class CompressedGathers(_Compressed):
@@ -131,22 +111,24 @@ class CompressedGathers(_Compressed):
         if self.comm.holds(number):  # secondary shards are packed already
             work = self.comm.gather(packed, Region(packed, [], number=number), label)
         else:
-            slot, region = self._take(nbytes, whole=False)
+            assert self._pool is not None
+            slot, region = self._pool.take(nbytes, torch.uint8, whole=False)
             precise = self.precise.get(number, lambda: None)()
             values = source.shards[self.rank] if precise is None else precise
             assert values is not None
             self._pack(values, region.tensor[: self.codec.packed_nbytes(numel)], label)
             work = self.comm.gather(packed, region, label, tag=number)
-            self._give(slot, work)
-        return _Unpacked(work, lambda: self._unpack(packed, full))
+            self._pool.give(slot, work)
 
-    def _unpack(self, packed: Tensor, full: Tensor) -> None:
-        rows = full.view(self.world_size, -1)
-        if self.imagined:
-            self.streams.packed(packed.nbytes + full.nbytes)
-        for row, part in zip(() if self.imagined else rows, packed.view(self.world_size, -1), strict=not self.imagined):
-            self.codec.unpack(part[: self.codec.packed_nbytes(row.numel())], row)
-        self.ledger.strike(STAGING, packed.nbytes)
+        def unpack() -> None:
+            if self.imagined:
+                self.streams.packed(packed.nbytes + full.nbytes)
+            else:
+                for row, part in zip(full.view(self.world_size, -1), packed.view(self.world_size, -1), strict=True):
+                    self.codec.unpack(part[: self.codec.packed_nbytes(numel)], row)
+            self.ledger.strike(STAGING, packed.nbytes)
+
+        return _Unpacked(work, unpack)
 
 
 class _Unpacked(Collective):
@@ -203,21 +185,50 @@ class CompressedReductions(_Compressed):
             return self.comm.reduce(source, out, scale=scale, accumulate=accumulate, tag=tag, label=label)
         numel = source.tensor.numel() // self.world_size
         size, nbytes = self.codec.packed_nbytes(numel), self._packed_nbytes(numel)
-        slot, region = self._take(self.world_size * nbytes, whole=True)
-        self._pack_slices(source.tensor, region.tensor.view(self.world_size, -1)[:, :size], tag, label)
+        assert self._pool is not None
+        slot, region = self._pool.take(self.world_size * nbytes, torch.uint8, whole=True)
+        slices = zip(source.tensor.view(self.world_size, -1), region.tensor.view(self.world_size, -1)[:, :size], strict=True)
+        for rank, (row, part) in enumerate(slices):
+            if self.feedback is None:
+                self._pack(row, part, label)
+            else:
+                self._pack_with_feedback(self.feedback, (tag, rank), row, part, label)
 
         def combine(parts: list[Tensor]) -> Outcome:
             packed = [part[:size] for part in parts]
             total = self.codec.unpack_sum(packed, out, scale=scale, accumulate=accumulate)
             if total is None or math.isfinite(total):
                 return total, ()
-            return total, tuple(self.ranks[rank] for rank, part in enumerate(packed) if not self._finite(part, numel))
+            culprits, values = [], torch.empty(numel, device=out.device)
+            for rank, part in zip(self.ranks, packed, strict=True):
+                self.codec.unpack(part, values)
+                if not torch.isfinite(values).all():
+                    culprits.append(rank)
+            return total, tuple(culprits)
 
         work = self.comm.collect(region, combine, tag=tag, label=label)
         if self.imagined:  # `combine` never runs, so its kernels are reported here
             self.streams.packed(region.tensor.nbytes + out.nbytes)
-        self._give(slot, work)
+        self._pool.give(slot, work)
         return work
+
+    def _pack_with_feedback(
+        self, feedback: ErrorFeedback, buffer: tuple[int, int], row: Tensor, part: Tensor, label: str
+    ) -> None:
+        """Pack a slice with the residual of its buffer, which is made on first use."""
+        if buffer not in feedback.residuals:
+            feedback.residuals[buffer] = claimed(torch.zeros_like(row, dtype=torch.float32))
+            self.ledger.enter(RESIDUALS, feedback.residuals[buffer].nbytes)
+        if self.imagined:
+            self.streams.packed(row.nbytes + part.nbytes + 2 * feedback.residuals[buffer].nbytes)
+            return
+        feedback.pack(buffer, row, part)
+
+        def lost() -> float:
+            norm = row.float().norm().item()
+            return feedback.residuals[buffer].norm().item() / norm if norm else 0.0
+
+        self.errors.note(label, self.control.progress.step, lost)
 
     def needed(self, values: Sequence[Reserved], slices: Sequence[Reserved]) -> int:
         packed = max((self.world_size * self._packed_nbytes(numel) for numel, _ in slices), default=0)
@@ -232,23 +243,3 @@ class CompressedReductions(_Compressed):
     def release(self) -> None:
         self.forget()
         super().release()
-
-    def _finite(self, part: Tensor, numel: int) -> bool:
-        values = torch.empty(numel, device=part.device)
-        self.codec.unpack(part, values)
-        return bool(torch.isfinite(values).all())
-
-    def _pack_slices(self, whole: Tensor, packed: Tensor, tag: int, label: str) -> None:
-        for rank, (row, part) in enumerate(zip(whole.view(self.world_size, -1), packed, strict=True)):
-            if self.feedback is None:
-                self._pack(row, part, label)
-            else:
-                residuals = self.feedback.residuals
-                if (tag, rank) not in residuals:
-                    residuals[tag, rank] = claimed(torch.zeros_like(row, dtype=torch.float32))
-                    self.ledger.enter(RESIDUALS, residuals[tag, rank].nbytes)
-                if self.imagined:
-                    self.streams.packed(row.nbytes + part.nbytes + 2 * residuals[tag, rank].nbytes)
-                else:
-                    self.feedback.pack((tag, rank), row, part)
-                    self.errors.note(label, residuals[tag, rank], row, self.control.progress.step)

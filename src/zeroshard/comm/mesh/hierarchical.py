@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from ...memory.ledger import SECONDARY, Ledger
-from ..base import Collective, Combine, Comm, Hops, Region, Reserved
+from ..base import Collective, Combine, Comm, Hops, Region, Reserved, Wrapper
 from ..control import Sent
 from ..pool import StagingPool
-from .wrapper import Wrapper
 
 _BUFFERS = 2  # number of buffers of each kind: one is filled while the other is read
 _MOST_BUFFERS = 64  # most buffers of each kind, where ranks begin collectives in different orders
@@ -59,7 +58,8 @@ class HierarchicalComm(Wrapper):
         self.nodes = [rank % outer.world_size for rank in range(self.world_size)]
         self.copies = self.drains_all = False  # peers must take part in both hops, and the second one ends later elsewhere
         self.shares_memory = inner.shares_memory or outer.shares_memory
-        self._near = [rank for rank in range(self.world_size) if self._order[rank] in self._node(parts)]
+        node = next(node for node in parts if world.rank in node)
+        self._near = [rank for rank in range(self.world_size) if self._order[rank] in node]
         self._alike = [rank for rank in range(self.world_size) if rank // outer.world_size == self.rank // outer.world_size]
         self._secondary: dict[int, StagingPool] = {}  # region number -> memory of its secondary shard
         self._held: set[int] = set()  # regions whose secondary shard has the present values
@@ -67,9 +67,6 @@ class HierarchicalComm(Wrapper):
         self._rows: StagingPool | None = None
         self._sums: StagingPool | None = None
         self._sums_nbytes = 0
-
-    def _node(self, parts: Sequence[Sequence[int]]) -> Sequence[int]:
-        return next(node for node in parts if self.comm.rank in node)
 
     # -- memory ----------------------------------------------------------------------------------------------
 
@@ -169,7 +166,11 @@ class HierarchicalComm(Wrapper):
             rows = self._secondary[number].view(0, numel, full.dtype, whole=False)
             rows = Region(rows.tensor, rows.shards, number=number)  # no siblings: all ranks use this buffer, not one of a pool
             return self.inner.gather(full, rows, f"{label} [secondary shard]")
-        pool, slot, rows = self._take_rows(number, numel, full.dtype)
+        pool = self._secondary.get(number, self._rows)
+        assert pool is not None
+        slot, rows = pool.take(numel, full.dtype, whole=False)
+        if number in self._secondary:
+            pool.give(slot, None)  # the only buffer: it is refilled when the next gather finds `number` outdated
         first = self.outer.gather(rows.tensor, self._part(source, self._alike), label, tag)
 
         def inside() -> Collective:
@@ -181,16 +182,6 @@ class HierarchicalComm(Wrapper):
             return work
 
         return Hops(self.control, first, inside, self.volume("gather", numel // self.outer.world_size, full.dtype), label)
-
-    def _take_rows(self, number: int, numel: int, dtype: torch.dtype) -> tuple[StagingPool, int, Region]:
-        """Return pool, number and region (numel,) of a buffer for the result of the first hop."""
-        if number in self._secondary:
-            pool = self._secondary[number]
-            rows = pool.take(numel, dtype, whole=False)[1]
-            pool.give(0, None)  # the only buffer: it is refilled when the next gather finds `number` outdated
-            return pool, 0, rows
-        assert self._rows is not None
-        return self._rows, *self._rows.take(numel, dtype, whole=False)
 
     def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Collective:
         numel, dtype = out.numel() * self.outer.world_size, self._sums_dtype(source.tensor.dtype)

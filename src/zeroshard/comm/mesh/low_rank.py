@@ -14,12 +14,11 @@ from torch import Tensor
 
 from ...memory.ledger import RESIDUALS, Ledger
 from ...tensor.flat_layout import round_up
-from ..base import Collective, Comm, Hops, Region, Reserved
+from ..base import Collective, Comm, Hops, Region, Reserved, Wrapper
 from ..codecs import LowRank
 from ..control import Sent
 from ..pool import StagingPool
 from .hierarchical import buffers
-from .wrapper import Wrapper
 
 _ALIGN = 32  # elements: shards of the factors begin at multiples of it, as in tensor/flat_layout.py
 

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from ...memory.ledger import Ledger
 from ...tensor.flat_layout import round_up
-from ..base import Collective, Comm, Hops, Region, Reserved
+from ..base import Collective, Comm, Hops, Region, Reserved, Wrapper
 from ..control import Sent
 from ..pool import StagingPool
 from .hierarchical import buffers, exact_share
-from .wrapper import Wrapper
 
 
 class ReplicatedComm(Wrapper):

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -78,13 +77,14 @@ class Topology:
         return next(number for number, ranks in enumerate(self.stages) if self.world.rank in ranks)
 
     @property
-    def mesh(self) -> dict[str, Any] | None:
+    def mesh(self) -> dict[str, Parts] | None:
         """The ranks of each place and stage, in plain values; None where no model axis cuts the model."""
         return {"places": self.places, "stages": self.stages} if len(self.places) > 1 else None
 
     def open(self) -> None:
         """Allocate the buffers that were reserved (collective)."""
-        for comm in self._all():
+        # gradients first: `open` of LowRankReductions still reserves buffers in the Comm beneath
+        for comm in dict.fromkeys((self.gradients, self.values, self.shards)):
             comm.open()
 
     def forget(self) -> None:
@@ -93,12 +93,8 @@ class Topology:
 
     def release(self) -> None:
         """Free the buffers that `open` has allocated, because the model is closed."""
-        for comm in self._all():
+        for comm in dict.fromkeys((self.gradients, self.values, self.shards)):
             comm.release()
-
-    def _all(self) -> Iterable[Comm]:
-        # gradients first: `open` of LowRankReductions still reserves buffers in the Comm beneath
-        return dict.fromkeys((self.gradients, self.values, self.shards))
 
     def packs(self, name: str, dim: int) -> tuple[bool, bool]:
         """Return whether values, and whether gradients, of a parameter may be compressed."""
@@ -213,9 +209,12 @@ class _Packing:
     def reductions(self, comm: Comm) -> Comm:
         """Return a Comm whose reductions are quantized or sparse: one hop of a reduction, or all of it."""
         compression = self.config.zero_quantized_gradients
-        if compression is None or compression.codec == "low_rank" or comm.world_size == 1:
-            return comm
-        if self._skips(comm, compression, "gradients"):
+        if (
+            compression is None
+            or compression.codec == "low_rank"
+            or comm.world_size == 1
+            or self._skips(comm, compression, "gradients")
+        ):
             return comm
         active = functools.partial(self.warm, compression.warmup_steps)
         feedback = compression.error_feedback or compression.codec == "top_k"  # top-k stalls without it
@@ -233,10 +232,8 @@ class _Packing:
     def gathers(self, comm: Comm, control: Comm) -> Comm:
         """Return a Comm whose gathers are quantized."""
         compression = self.config.zero_quantized_weights
-        if compression is None or comm.world_size == 1:
-            return comm
         reads = comm if comm.copies else control
-        if self._skips(reads, compression, "parameters"):
+        if compression is None or comm.world_size == 1 or self._skips(reads, compression, "parameters"):
             return comm
         active = functools.partial(self.warm, compression.warmup_steps)
         return CompressedGathers(comm, _codec(compression), self.ledger, active, self.errors)

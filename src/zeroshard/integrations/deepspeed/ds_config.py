@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...config import SECTION
-from ...utils.axes import DP, cuts_model
-from ...utils.planned_mesh import planned_otherwise
+from ...utils.axes import DP, cuts_model, planned_otherwise
 from . import sections
 from .config_keys import KEYS, Treatment, keys_of
 from .sections import DeepSpeedConfigError, Section, examine, without_auto
