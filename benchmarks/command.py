@@ -35,7 +35,7 @@ from zeroshard.errors import SwapError
 from zeroshard.memory.io.swap_folder import SwapFolder
 from zeroshard.planner.simulator.micro_benchmark import Unmeasured, apart
 
-from . import checkpoints, codecs, cpu_adam, disk, gpu, host_overhead, network, parallel, plot, report, statistics
+from . import checkpoints, codecs, cpu_adam, disk, gpu, host_overhead, network, parallel, report, statistics
 from .plan import CONTENDERS, MESH_CONTENDERS, PRECISIONS, TIER_CONTENDERS, Contender, ModelShape, Rounds, Workload, select
 from .race import race
 from .report import NOT_ASKED, Results
@@ -279,7 +279,7 @@ def _finish(results: Results, out: Path, console: Any) -> int:
         (results.gpu_outcomes, "One GPU, bf16", out / "plot_gpu.png"),
     )
     for outcomes, title, path in pictures:
-        drawn(path, plot.draw, outcomes, title, path)
+        drawn(path, pictures.draw, outcomes, title, path)
     written = [out / "results.json", out / "results.md", *(path for *_, path in pictures if path.exists())]
     console.print("written: " + ", ".join(map(str, written)), markup=False)
     return _exit_code(results)

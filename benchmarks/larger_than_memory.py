@@ -2,7 +2,7 @@
 
     python -m benchmarks.larger_than_memory --parameters 2e9 --limit-gib 6 --path /folder/on/a/local/disk
 
-Starts ranks below one enforced memory limit (cgroup_limit.py), trains a GPT with all model states on disk, and prints the peak
+Starts ranks below one enforced memory limit (`MemoryCage`), trains a GPT with all model states on disk, and prints the peak
 of memory, the bytes moved, and the time of a step beside its bound: bytes moved / measured bandwidth of the disk.
 See ZeRO-Infinity, arXiv 2104.07857.
 """
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import secrets
 import sys
 import time
 from contextlib import nullcontext
@@ -28,7 +30,54 @@ from zeroshard.memory.io.swap_folder import measure
 from zeroshard.planner.models.gpt import GPT, GPTConfig
 from zeroshard.zero.runtime import runtime_of
 
-from .cgroup_limit import CageUnavailable, MemoryCage
+_ROOT = Path("/sys/fs/cgroup")
+
+
+class CageUnavailable(RuntimeError):
+    """Raised if this system does not let the process set a memory limit."""
+
+
+class MemoryCage:
+    """A cgroup (v1 or v2) with a memory limit. Processes that exceed it together are killed by the kernel.
+
+    Each process calls `enter`; afterwards `peak_nbytes` says what they used. It needs the right to make a group below this
+    process's own (root, or delegation).
+    """
+
+    def __init__(self, limit_nbytes: int) -> None:
+        self.limit_nbytes = limit_nbytes
+        self.old = (_ROOT / "memory").is_dir()
+        root, lines = _ROOT, [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+        if self.old:
+            root = _ROOT / "memory"
+            own = next((path for _, kinds, path in lines if "memory" in kinds.split(",")), "/")
+        else:
+            own = next((path for number, _, path in lines if number == "0"), "/")
+        parent = root / own.lstrip("/")  # this process's own group
+        parent = parent if parent.is_dir() or not self.old else root
+        self.folder = parent / f"zeroshard-{os.getpid()}-{secrets.token_hex(3)}"
+
+    def __enter__(self) -> MemoryCage:
+        name = "memory.limit_in_bytes" if self.old else "memory.max"
+        try:
+            self.folder.mkdir()
+            (self.folder / name).write_text(str(self.limit_nbytes))
+        except OSError as error:
+            self.__exit__()
+            raise CageUnavailable(f"no memory limit can be set here: {error}") from None
+        return self
+
+    def enter(self) -> None:
+        """Move the calling process into the group: memory that it allocates from now on counts against the limit."""
+        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    def peak_nbytes(self) -> int:
+        """Return the most bytes that all processes inside have used together so far, page cache included."""
+        return int((self.folder / ("memory.max_usage_in_bytes" if self.old else "memory.peak")).read_text())
+
+    def __exit__(self, *_: object) -> None:
+        if self.folder.is_dir():
+            self.folder.rmdir()  # works when the processes have ended
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ LOSS_TOLERANCE = {"fp32": 2e-5, "bf16": 5e-4}
 # Goal of a step with the optimizer on disk: the larger of these times its bound, and times the step in memory.
 DISK_BOUND_FACTOR, DISK_MEMORY_FACTOR = 1.15, 1.10
 BUSY_CORE_SHARE = 0.85  # with a smaller `core_share` other programs ran, and timings cannot be trusted
-LOSS_REFERENCES = ("ddp", "fsdp2")
 
 
 @dataclass(frozen=True)
@@ -58,24 +57,17 @@ def time_ratio(outcomes: list[Outcome], ours: str, theirs: str) -> float | None:
     return _ratio(found[ours], map(median, found[theirs].rounds_step_s)) if {ours, theirs} <= found.keys() else None
 
 
-def memory_ratio(outcomes: list[Outcome], ours: str, theirs: str) -> float | None:
-    """Return the ratio of the contenders' peaks of resident memory while stepping, each of its largest rank."""
+def memory_ratio(outcomes: list[Outcome], ours: str, theirs: str, peak: str = "peak_rss") -> float | None:
+    """Return the ratio of the contenders' peaks of memory while stepping. peak: the attribute of Outcome that has them."""
     found = by_name(outcomes)
-    peaks = [peak for name in (ours, theirs) if name in found and (peak := found[name].peak_rss)]
-    return peaks[0] / peaks[1] if len(peaks) == 2 else None
-
-
-def host_memory_ratio(outcomes: list[Outcome], ours: str, theirs: str) -> float | None:
-    """Return the ratio of peaks while stepping of resident memory of all ranks together; a shared page counts once."""
-    found = by_name(outcomes)
-    peaks = [peak for name in (ours, theirs) if name in found and (peak := found[name].peak_pss_sum)]
+    peaks = [value for name in (ours, theirs) if name in found and (value := getattr(found[name], peak))]
     return peaks[0] / peaks[1] if len(peaks) == 2 else None
 
 
 def loss_reference(outcome: Outcome, outcomes: list[Outcome]) -> Outcome | None:
     """Return the outcome with whose losses those of `outcome` are compared: DDP, FSDP2, else the first of its precision."""
     same = [o for o in outcomes if _comparable(o) and o.contender.precision == outcome.contender.precision]
-    preferred = [o for kind in LOSS_REFERENCES for o in same if o.contender.kind == kind]
+    preferred = [o for kind in ("ddp", "fsdp2") for o in same if o.contender.kind == kind]
     return next(iter(preferred + same), None)
 
 

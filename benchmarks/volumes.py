@@ -8,7 +8,6 @@ needs no padding. Volumes are in units of M, the bytes of its parameters in 16 b
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,8 @@ import zeroshard as zs
 from zeroshard.comm.fake import FakeComm
 from zeroshard.utils.torch_compat import FakeTensorMode
 from zeroshard.zero.runtime import runtime_of
+
+from .tables import markdown
 
 _DIM, _BLOCK, _RANK = 8192, 256, 4
 _INT8, _INT4 = 1 / 2 + 2 / _BLOCK, 1 / 4 + 2 / _BLOCK  # bytes over those in 16 bits: codes, and a step of 4 bytes a block
@@ -100,21 +101,15 @@ def measure(row: Row, nodes: int, place: int) -> Measured:
 
 def table(nodes: int, place: int) -> str:
     """Return a markdown table of formulas beside measurements."""
-    columns = ("", "between: formula", "measured", "inside: formula", "measured", "states", "secondary shards", "lost, kept")
-    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    headings = ("", "between: formula", "measured", "inside: formula", "measured", "states", "secondary shards", "lost, kept")
+    lines = []
     for row in rows(place):
         found, theory = measure(row, nodes, place), [share(nodes, place) for share in row.volumes]
-        cells = (theory[0], found.between, theory[1], found.inside, found.at_rest, found.secondary, found.lost)
-        lines.append(f"| {row.name} | " + " | ".join(f"{cell:.3f}" if cell else "" for cell in cells) + " |")
-    return "\n".join(lines)
-
-
-def main() -> int:
-    """Print both tables."""
-    for nodes, place in ((8, 8), (128, 8)):
-        print(f"{nodes} nodes of {place} ranks\n\n{table(nodes, place)}\n")
-    return 0
+        values = (theory[0], found.between, theory[1], found.inside, found.at_rest, found.secondary, found.lost)
+        lines.append([row.name, *(f"{value:.3f}" if value else "" for value in values)])
+    return markdown(headings, lines)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    for nodes, place in ((8, 8), (128, 8)):
+        print(f"{nodes} nodes of {place} ranks\n\n{table(nodes, place)}\n")

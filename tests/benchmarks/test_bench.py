@@ -10,7 +10,7 @@ import time
 import pytest
 from bench_kit import TINY, outcome
 
-from benchmarks import host_overhead, plan, plot, race, report, statistics
+from benchmarks import host_overhead, pictures, plan, race, report, statistics
 from benchmarks.command import main
 from benchmarks.plan import Contender, Rounds, Workload
 from benchmarks.race import Outcome
@@ -20,7 +20,7 @@ from zeroshard.planner.simulator.micro_benchmark import Unmeasured, apart, take_
 
 
 def test_every_kind_has_a_colour():
-    assert plot.COLOURS.keys() == plan.LABELS.keys()
+    assert pictures.COLOURS.keys() == plan.LABELS.keys()
 
 
 def test_selection_knows_names_kinds_and_precisions():
@@ -94,7 +94,7 @@ def test_results_are_written_and_missing_numbers_stay_missing(tmp_path):
     assert document["contenders"]["ddp"]["step_s"]["median"] == pytest.approx(1.1)
     assert document["contenders"]["ds3"]["status"].startswith("skipped") and document["host_work"] is None
     assert all(goal["verdict"] == "not measured" for goal in document["goals"])
-    assert plot.draw(outcomes, "title", tmp_path / "plot.png") and (tmp_path / "plot.png").stat().st_size > 0
+    assert pictures.draw(outcomes, "title", tmp_path / "plot.png") and (tmp_path / "plot.png").stat().st_size > 0
 
 
 def test_deepspeed_is_skipped_where_it_is_not_installed(monkeypatch, tmp_path):
