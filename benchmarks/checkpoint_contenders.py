@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,17 +94,3 @@ def deepspeed_keeper(engine: Any) -> Keeper:
         assert found is not None, f"DeepSpeed found no checkpoint in {path}"
 
     return Keeper(save, load)
-
-
-def copy_seconds(states: list[Tensor]) -> float:
-    """Return the seconds of copying this rank's states once to touched memory: once, as in a save; repeated copies are faster."""
-    copies = [torch.empty_like(state).zero_() for state in states]
-    begin = time.monotonic()
-    for copy, state in zip(copies, states, strict=True):
-        copy.copy_(state)
-    return time.monotonic() - begin
-
-
-def written_nbytes(path: str) -> int:
-    """Return the bytes of all files below a folder."""
-    return sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())

@@ -45,24 +45,23 @@ from .workload import batch, blocks, build_model, build_optimizer
 
 RANKS, RANKS_HERE = 4, 2
 SHAPE = ModelShape(vocab_size=256, seq_len=32, dim=512, layers=3)  # few operations for the bytes that it sends
-UNITS = {"M": 1e6, "G": 1e9}
 GOAL_BANDWIDTH, SPEED_GOAL, BYTES_GOAL = 200e6, 2.5, 0.05
 LOSS_TOLERANCE = 2e-5  # between ways that compress nothing; see statistics.py
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train at stage 3. options: for zs.shard; None: FSDP2 on a mesh of shape `mesh`. plain: nothing is compressed."""
+    """One way to train at stage 3. options: for zs.shard; None: FSDP2 on a mesh of shape `mesh`."""
 
     name: str
     label: str
     options: dict[str, Any] | None = None
     mesh: tuple[int, ...] = ()
-    plain: bool = True
 
-
-def _packed(name: str, label: str, **options: Any) -> Way:
-    return Way(name, label, options, plain=False)
+    @property
+    def plain(self) -> bool:
+        """True if nothing is compressed."""
+        return not any(name.startswith("zero_quantized") for name in self.options or ())
 
 
 _HPZ, _QWZ, _QGZ = {"zero_hpz_partition_size": RANKS_HERE}, {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
@@ -71,12 +70,12 @@ WAYS = (
     Way("two-hops", "two hops", {}),
     Way("hsdp", "HSDP", {"shard_size": RANKS_HERE}),
     Way("hpz", "hpZ", _HPZ),
-    _packed("qwz", "qwZ", **_QWZ),
-    _packed("qgz", "qgZ", **_QGZ),
-    _packed("all", "hpZ + qwZ + qgZ", **_HPZ, **_QWZ, **_QGZ),
-    _packed("all-int4", "the same, gradients int4", **_HPZ, **_QWZ, zero_quantized_gradients="int4"),
-    _packed("low-rank", "gradients of low rank", zero_quantized_gradients="low_rank"),
-    _packed("top-k", "gradients' top 1%", zero_quantized_gradients="top_k"),
+    Way("qwz", "qwZ", _QWZ),
+    Way("qgz", "qgZ", _QGZ),
+    Way("all", "hpZ + qwZ + qgZ", _HPZ | _QWZ | _QGZ),
+    Way("all-int4", "the same, gradients int4", _HPZ | _QWZ | {"zero_quantized_gradients": "int4"}),
+    Way("low-rank", "gradients of low rank", {"zero_quantized_gradients": "low_rank"}),
+    Way("top-k", "gradients' top 1%", {"zero_quantized_gradients": "top_k"}),
     Way("fsdp2", "FSDP2", mesh=(RANKS,)),
     Way("fsdp2-hsdp", "FSDP2, 2-D mesh", mesh=(RANKS // RANKS_HERE, RANKS_HERE)),
 )
@@ -163,7 +162,8 @@ def run(plan: Plan) -> list[Crossing]:
         if plan.proxied or why_not() is None:
             return measure(plan)
         if user_namespace_refused() is None:
-            return _in_user_namespace(plan)
+            with tempfile.TemporaryDirectory(prefix="zeroshard-bench-") as folder:
+                return _in_user_namespace(plan, Path(folder))
         return measure(dataclasses.replace(plan, proxied=True))
     except ProcessesFailed as error:
         raise Unmeasured(str(error).strip().splitlines()[-1]) from error
@@ -183,21 +183,18 @@ def measure(plan: Plan) -> list[Crossing]:
     return [Crossing(bandwidth, numel, ways, plan.proxied) for bandwidth, ways in here[0].items()]
 
 
-def _in_user_namespace(plan: Plan) -> list[Crossing]:
-    with tempfile.TemporaryDirectory(prefix="zeroshard-bench-") as folder:
-        (Path(folder) / "plan").write_bytes(pickle.dumps(plan))
-        program = "import sys; from benchmarks import network; network.serve(sys.argv[1])"
-        command = in_user_namespace([sys.executable, "-c", program, folder])
-        ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
-        if not (Path(folder) / "results").exists():
-            raise Unmeasured(f"in a user namespace: {' '.join(ended.stderr.split()[-40:])}")
-        return pickle.loads((Path(folder) / "results").read_bytes())
-
-
-def serve(folder: str) -> None:
-    """Measure as the pickled Plan in the file `plan` of a folder says, and write the results to the file `results` there."""
-    found = measure(pickle.loads((Path(folder) / "plan").read_bytes()))
-    (Path(folder) / "results").write_bytes(pickle.dumps(found))
+def _in_user_namespace(plan: Plan, folder: Path) -> list[Crossing]:
+    """Measure in a process that is root of a user namespace, which reads the plan from a folder, and writes the results there."""
+    (folder / "plan").write_bytes(pickle.dumps(plan))
+    program = (
+        "import pickle, sys; from pathlib import Path; from benchmarks.network import measure; folder = Path(sys.argv[1]); "
+        "(folder / 'results').write_bytes(pickle.dumps(measure(pickle.loads((folder / 'plan').read_bytes()))))"
+    )
+    command = in_user_namespace([sys.executable, "-c", program, str(folder)])
+    ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    if not (folder / "results").exists():
+        raise Unmeasured(f"in a user namespace: {' '.join(ended.stderr.split()[-40:])}")
+    return pickle.loads((folder / "results").read_bytes())
 
 
 def _rank(rank: int, world_size: int, plan: Plan, nodes: Nodes | ProxiedNodes) -> tuple[int, dict[float, list[Crossed]]]:
@@ -222,12 +219,11 @@ def _rank(rank: int, world_size: int, plan: Plan, nodes: Nodes | ProxiedNodes) -
                     seen[way.name].step_s.append(step_s)
                     seen[way.name].sent.append(sent)
                     seen[way.name].losses += losses
-                if way.options is not None:
-                    report = zs.report(model)  # has no formula for low-rank factors, whose sizes vary by matrix: use counts
-                    counted = way.options.get("zero_quantized_gradients") == "low_rank"
-                    seen[way.name].theory = (
-                        report.measured_between_nbytes_per_step if counted else report.theory_between_nbytes_per_step
-                    )
+        for way in (way for way in plan.ways if way.options is not None):
+            report = zs.report(trained[way.name][0])
+            counted = way.name == "low-rank"  # there is no formula for its factors, whose sizes vary by matrix
+            theory = report.measured_between_nbytes_per_step if counted else report.theory_between_nbytes_per_step
+            seen[way.name].theory = theory
         found[bandwidth] = list(seen.values())
     numel = sum(p.numel() for p in build_model(dataclasses.replace(plan.workload, meta=True)).parameters())
     return numel, found
@@ -295,16 +291,15 @@ def sheet(result: Crossing) -> Sheet:
     return Sheet.of(f"{title}, stage 3, fp32", columns, result.ways, notes)
 
 
-def bandwidth_of(text: str) -> float:
-    """Return the bits a second that a text such as "200M" or "1G" stands for."""
-    number, unit = text[:-1], text[-1:].upper()
-    if unit not in UNITS or not number.replace(".", "", 1).isdigit() or not float(number):
-        raise argparse.ArgumentTypeError(f"expected a bandwidth such as 200M or 1G, in bits a second, got {text!r}")
-    return float(number) * UNITS[unit]
-
-
 def bandwidths_of(text: str) -> tuple[float, ...]:
-    return tuple(bandwidth_of(each.strip()) for each in text.split(","))
+    """Return the bits a second that a text such as "200M,1G" stands for."""
+    found, units = [], {"M": 1e6, "G": 1e9}
+    for each in map(str.strip, text.split(",")):
+        number, unit = each[:-1], each[-1:].upper()
+        if unit not in units or not number.replace(".", "", 1).isdigit() or not float(number):
+            raise argparse.ArgumentTypeError(f"expected a bandwidth such as 200M or 1G, in bits a second, got {each!r}")
+        found.append(float(number) * units[unit])
+    return tuple(found)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -43,7 +43,10 @@ class Nodes:
         self.names = [f"{name}-{node}" for node in range(2)]
 
     def __enter__(self) -> Nodes:
-        _sweep()
+        for name in os.listdir(_FOLDER) if os.path.isdir(_FOLDER) else ():  # remove those that killed processes have left
+            owner, _, _ = name.removeprefix(_PREFIX).partition("-")
+            if name.startswith(_PREFIX) and owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
+                _delete(name)
         try:
             for name in self.names:
                 _run("ip", "netns", "add", name)
@@ -95,14 +98,6 @@ class Nodes:
 def burst_nbytes(rate_bits_per_s: float) -> int:
     """Return the bytes that a node may send at once after a pause."""
     return max(_LEAST_BURST_NBYTES, int(rate_bits_per_s / 8 * _BURST_S))
-
-
-def _sweep() -> None:
-    """Remove the namespaces that killed processes have left."""
-    for name in os.listdir(_FOLDER) if os.path.isdir(_FOLDER) else ():
-        owner, _, _ = name.removeprefix(_PREFIX).partition("-")
-        if name.startswith(_PREFIX) and owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
-            _delete(name)
 
 
 def _delete(name: str) -> None:
