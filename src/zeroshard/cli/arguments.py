@@ -8,7 +8,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, NoReturn
 
 EXTRAS = {  # library -> the extra of pyproject.toml that installs it
@@ -128,17 +128,22 @@ _LONG = 20  # choices of more characters are listed in the help text, not in pla
 
 
 def add_options(parser: Parser, kind: type) -> None:
-    """Add an option for each field of a dataclass with metadata: help, group (heading in --help), and argparse's settings."""
-    groups: dict[str, argparse._ArgumentGroup] = {}
+    """Add an option for each field of a dataclass with metadata: help, group (heading in --help), and argparse's settings.
+
+    A field without metadata changes the default of the field of that name in a base class. kind.HEADINGS: the first groups.
+    """
+    described = {option.name: option.metadata for base in reversed(kind.__mro__) if is_dataclass(base) for option in fields(base)
+                 if option.metadata}  # fmt: skip
+    groups = {name: parser.add_argument_group(name) for name in getattr(kind, "HEADINGS", ())}
     for option in fields(kind):
-        if not option.metadata:
+        if option.name not in described:
             continue
-        settings = dict(option.metadata)
+        settings = dict(described[option.name])
         choices = settings.get("choices", ())
         if len(",".join(map(str, choices))) > _LONG and "metavar" not in settings:
             settings |= {"metavar": "NAME", "help": f"{settings['help']}: {', '.join(map(str, choices))}"}
-        group, names = settings.pop("group", None), (f"--{option.name.replace('_', '-')}", *settings.pop("also", ()))
-        if group is not None and group not in groups:
+        group, names = settings.pop("group"), (f"--{option.name.replace('_', '-')}", *settings.pop("also", ()))
+        if group not in groups:
             groups[group] = parser.add_argument_group(group)
         default = None if option.default is MISSING else option.default
-        (parser if group is None else groups[group]).add_argument(*names, default=default, **settings)
+        groups[group].add_argument(*names, default=default, **settings)

@@ -30,41 +30,42 @@ from ..planner.simulator.spread import rate_with_spread, said_of, seconds_with_s
 from . import auto, report_error
 from .arguments import UsageError, quiet
 from .exit_codes import ExitCode
-from .plan_options import _OUTPUT, PlanOptions, _option, parse
+from .options import option
+from .plan_options import OUTPUT, PlanOptions, parse
 from .sheets import Sheet, drawn, print_json, show
 from .working import working
 
 _SEARCH = "search for the fastest layout"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options(PlanOptions):
     """The options of `zeroshard plan`."""
 
-    auto: bool = _option(
+    auto: bool = option(
         False, "search stage, tiers, mesh, batches and checkpointing for the fastest layout that fits", action="store_true",
         group=_SEARCH,
     )  # fmt: skip
-    global_batch: int | None = _option(
+    global_batch: int | None = option(
         None, "sequences of one optimizer step over all ranks, with --auto (default: those of the other options)", type=int,
         group=_SEARCH,
     )  # fmt: skip
-    lossy: bool = _option(
+    lossy: bool = option(
         False, "with --auto: also consider compression of parameters and gradients, which changes results", action="store_true",
         group=_SEARCH,
     )  # fmt: skip
-    write_config: str | None = _option(
+    write_config: str | None = option(
         None, "with --auto: the file to write, for train --config, zs.shard(config=) and zeroshard.deepspeed", metavar="FILE",
         group=_SEARCH,
     )  # fmt: skip
-    offload_path: str | None = _option(
+    offload_path: str | None = option(
         None, "with --auto: folder on a local disk of the machines that will train, for nvme", group=_SEARCH
     )
-    try_seconds: float = _option(30.0, "seconds to search for changes that make it fit; 0: none", type=float, group=_OUTPUT)
-    brief: bool = _option(False, "print one line", action="store_true", group=_OUTPUT)
-    full: bool = _option(False, "print the tables with all numbers after the page", action="store_true", group=_OUTPUT)
-    json_full: bool = _option(
-        False, "print JSON with every task of the step and every moment of memory", action="store_true", group=_OUTPUT
+    try_seconds: float = option(30.0, "seconds to search for changes that make it fit; 0: none", type=float, group=OUTPUT)
+    brief: bool = option(False, "print one line", action="store_true", group=OUTPUT)
+    full: bool = option(False, "print the tables with all numbers after the page", action="store_true", group=OUTPUT)
+    json_full: bool = option(
+        False, "print JSON with every task of the step and every moment of memory", action="store_true", group=OUTPUT
     )
 
     def __post_init__(self) -> None:

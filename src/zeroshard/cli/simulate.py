@@ -21,8 +21,9 @@ from ..planner.simulator.spread import rate_with_spread, said_of, seconds_with_s
 from ..planner.simulator.sweep import Sweep, sweep
 from . import report_error
 from .arguments import UsageError, closest
+from .options import option
 from .plan import make_folder
-from .plan_options import PlanOptions, _option, parse
+from .plan_options import PlanOptions, parse
 from .sheets import Sheet, drawn, print_json, show
 from .working import working
 
@@ -30,17 +31,17 @@ SWEPT = ("ranks", "micro-batch")
 _SIMULATED = "simulation"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options(PlanOptions):
     """The options of `zeroshard simulate`."""
 
-    utilisation: str = _option(
+    utilisation: str = option(
         "1", "share of each link's bandwidth that is achieved; several with a comma, for a sweep", group=_SIMULATED
     )
-    latency: str | None = _option(
+    latency: str | None = option(
         None, "microseconds of a hop between ranks, in place of the hardware's; several with a comma", group=_SIMULATED
     )
-    sweep: str | None = _option(
+    sweep: str | None = option(
         None, "simulate each: ranks=8,64,512 or micro-batch=1,2,4, or both: ranks=8,64;micro-batch=1,2", group=_SIMULATED
     )
 

@@ -28,7 +28,6 @@ from . import report_error, summary
 from .arguments import UsageError
 from .artefacts import BITS_PER_NAT, CHECKPOINTS, CONFIG, MODEL, REPORT, RunFolder
 from .exit_codes import ExitCode
-from .mesh_trainer import MeshTrainer
 from .options import TrainOptions, parse_train
 from .progress import TrainingProgress
 from .ranks import Ranks, join, launched
@@ -85,7 +84,7 @@ def run(options: TrainOptions, ranks: Ranks) -> None:
     if ranks.first and (otherwise := options.planned_otherwise(ranks.world_size)):
         print(f"zeroshard: {otherwise}", file=sys.stderr, flush=True)
     folder, path = _open_folder(options, ranks)
-    trainer = (MeshTrainer if options.axes.cuts_model else Trainer)(options, ranks, corpus)
+    trainer = Trainer(options, ranks, corpus)
     if options.resume is not None:
         folder = _resume(trainer, path)
     if ranks.first:
@@ -105,7 +104,7 @@ def run(options: TrainOptions, ranks: Ranks) -> None:
         return
     steps = steps or _steps_of(folder.records)
     baselines = compressed_bits_per_byte(trainer.held_out)
-    folder.write_json(CONFIG, {"model": options.model_config().to_dict(), "training": options.to_dict()})
+    folder.write_json(CONFIG, {"model": options.model_config().to_dict(), "training": asdict(options)})
     scores = {"before_training": before, "compressors": baselines, "after_training": after}
     outcome = summary.Outcome(
         scores, steps[-1], trainer.step_traffic, trainer.step_moved, forecast, median_seconds(steps), activations, options, text
