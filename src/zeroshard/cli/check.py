@@ -30,7 +30,14 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 def main(argv: Sequence[str]) -> int:
     """Judge a configuration file and print the result; return the exit code."""
-    options = parser().parse(argv)
+    parser = Parser(
+        prog="zeroshard check", usage="%(prog)s [options] FILE",
+        description="Tell what becomes of each key of a DeepSpeed configuration; exit code 1 if one is refused.",
+    )  # fmt: skip
+    parser.add_argument("config", metavar="FILE", help="a DeepSpeed configuration (JSON), as deepspeed.initialize takes it")
+    parser.add_argument("--ranks", type=int, help="ranks of the run (default: as the three batch sizes say, else 1)")
+    parser.add_argument("--json", action="store_true", help="print JSON: an object with file, refused, counts and keys")
+    options = parser.parse(argv)
     try:
         given = read_config(options.config)
     except (OSError, ValueError) as error:
@@ -123,15 +130,3 @@ def _without(config: dict[str, Any], written: str) -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     return f"{{{len(value)} keys}}" if isinstance(value, dict) else repr(value)
-
-
-def parser() -> Parser:
-    """Return the parser of `zeroshard check`."""
-    made = Parser(
-        prog="zeroshard check", usage="%(prog)s [options] FILE",
-        description="Tell what becomes of each key of a DeepSpeed configuration; exit code 1 if one is refused.",
-    )  # fmt: skip
-    made.add_argument("config", metavar="FILE", help="a DeepSpeed configuration (JSON), as deepspeed.initialize takes it")
-    made.add_argument("--ranks", type=int, help="ranks of the run (default: as the three batch sizes say, else 1)")
-    made.add_argument("--json", action="store_true", help="print JSON: an object with file, refused, counts and keys")
-    return made

@@ -38,7 +38,12 @@ class Finding:
 
 def main(argv: Sequence[str]) -> int:
     """Print the facts and findings; return the exit code, 1 if something prevents training."""
-    options = parser().parse(argv)
+    parser = Parser(
+        prog="zeroshard doctor",
+        description="Show what this machine and environment offer, and what would go wrong; exit code 1 if nothing can train here.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON: an object with environment, findings and can_train")
+    options = parser.parse(argv)
     here = look()
     found = sorted(findings(here), key=lambda finding: (PROBLEM, WARNING, NOTE).index(finding.level))
     can_train = all(finding.level != PROBLEM for finding in found)
@@ -54,16 +59,6 @@ def main(argv: Sequence[str]) -> int:
                 print(f"{each.level}: {each.what}; {each.remedy}")
         print("This environment can train." if can_train else "Something prevents training: see the problems above.")
     return ExitCode.DONE if can_train else ExitCode.NO
-
-
-def parser() -> Parser:
-    """Return the parser of `zeroshard doctor`."""
-    made = Parser(
-        prog="zeroshard doctor",
-        description="Show what this machine and environment offer, and what would go wrong; exit code 1 if nothing can train here.",
-    )
-    made.add_argument("--json", action="store_true", help="print JSON: an object with environment, findings and can_train")
-    return made
 
 
 def facts_of(here: Environment) -> Iterator[tuple[str, str]]:

@@ -24,7 +24,17 @@ MOST = 90  # newest checkpoints that --json lists at most
 
 def main(argv: Sequence[str]) -> int:
     """Inspect and print; return the exit code, `ExitCode.NO` if a checksum differs."""
-    options = parser().parse(argv)
+    parser = Parser(
+        prog="zeroshard inspect", usage="%(prog)s [options] DIR",
+        description="Show what is in a run or a checkpoint, and verify its checksums; exit code 1 if one does not hold.",
+    )  # fmt: skip
+    parser.add_argument("folder", help="a run of `zeroshard train`, a checkpoint, or a folder of checkpoints", metavar="DIR")
+    parser.add_argument("--name", help="one checkpoint in a folder of checkpoints (default: all)")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON: a list of checkpoints; for a run an object with run and checkpoints"
+    )
+    parser.add_argument("--no-verify", action="store_true", help="do not compare checksums")
+    options = parser.parse(argv)
     where, run, found = Path(options.folder), None, []
     if options.name is None and (where / METRICS).is_file():
         run = run_facts(where)
@@ -134,18 +144,3 @@ def _details(one: zs.Inspection) -> Sheet:
 
 def _files(one: zs.Inspection) -> Sheet:
     return Sheet([(name, megabytes(nbytes)) for name, nbytes in one.files.items()], ("file", "size"))
-
-
-def parser() -> Parser:
-    """Return the parser of `zeroshard inspect`."""
-    made = Parser(
-        prog="zeroshard inspect", usage="%(prog)s [options] DIR",
-        description="Show what is in a run or a checkpoint, and verify its checksums; exit code 1 if one does not hold.",
-    )  # fmt: skip
-    made.add_argument("folder", help="a run of `zeroshard train`, a checkpoint, or a folder of checkpoints", metavar="DIR")
-    made.add_argument("--name", help="one checkpoint in a folder of checkpoints (default: all)")
-    made.add_argument(
-        "--json", action="store_true", help="print JSON: a list of checkpoints; for a run an object with run and checkpoints"
-    )
-    made.add_argument("--no-verify", action="store_true", help="do not compare checksums")
-    return made

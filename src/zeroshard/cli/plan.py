@@ -6,6 +6,7 @@
     zeroshard plan mine:vision --example mine:images --micro-batch 32
     zeroshard plan gpt-13b --ranks 64 --auto --global-batch 512 --write-config layout.json
 
+`zeroshard train --config`, zs.shard(config=...) and zeroshard.deepspeed read the file that --auto writes.
 Exit code 0: the run fits; 1: it does not; 2: a mistake in the call.
 """
 
@@ -24,10 +25,13 @@ from ..planner import tables
 from ..planner.plan import Plan
 from ..planner.remedies.remedy import Remedy, remedies
 from ..planner.request import Request, Verdict, gib, judge
+from ..planner.search.layout import Layout
 from ..planner.search.layout_file import write_config
-from ..planner.search.search import Found
-from ..planner.simulator.spread import rate_with_spread, said_of, seconds_with_spread
-from . import auto, report_error
+from ..planner.search.requested import of_layout, profile_of
+from ..planner.search.search import Found, search
+from ..planner.simulator.simulate import Simulation
+from ..planner.simulator.spread import rate_with_spread, said_of, seconds_with_spread, two_digits
+from . import report_error
 from .arguments import UsageError, quiet
 from .exit_codes import ExitCode
 from .options import option
@@ -70,8 +74,7 @@ class Options(PlanOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.global_batch is not None and self.global_batch < 1:
-            raise UsageError(f"--global-batch: expected a positive integer, got {self.global_batch}")
+        self.expect_positive("global_batch")
         if not self.try_seconds >= 0:  # also true for NaN
             raise UsageError(f"--try-seconds: expected seconds of at least 0, got {self.try_seconds:g}")
         for name in ("global_batch", "lossy", "write_config", "offload_path"):
@@ -111,7 +114,7 @@ def _planned(options: Options) -> int:
         request = options.request()
         if options.auto:
             batch = options.global_batch or request.axes["dp"] * request.rows * request.micro_batches
-            request, plans, layouts = auto.choose(request, batch, options.fixed(request), options.lossy)
+            request, plans, layouts = _fastest(request, batch, options.fixed(request), options.lossy)
             if options.write_config is not None:
                 write_config(layouts, options.write_config, offload_path=options.offload_path)
         else:
@@ -120,7 +123,7 @@ def _planned(options: Options) -> int:
         notes = [*request.source.notes, *([layouts.reason] if layouts is not None else [])]
         sheets = [tables.memory(verdict.plan), tables.communication(verdict.plan), tables.activations(verdict.plan)]
         if options.out is not None:
-            _write(Path(options.out), request, plans, verdict, [*([auto.table(layouts)] if layouts else []), *sheets], notes)
+            _write(Path(options.out), request, plans, verdict, [*([_layouts(layouts)] if layouts else []), *sheets], notes)
     text, brief = not (options.json or options.json_full), options.brief or quiet()
     if text:  # print the verdict before the search for remedies, which takes seconds
         print(tables.headline(request, verdict) if brief else tables.page(verdict.plan, verdict), flush=True)
@@ -146,42 +149,82 @@ def _print(
 ) -> None:  # fmt: skip
     """Print the lines below the page: remedies, tables and notes."""
     if layouts is not None:
-        sheets = [auto.table(layouts), *sheets]
+        sheets = [_layouts(layouts), *sheets]
     if found:
         rows = tuple((each.flags, f"{gib(each.frees)} GiB", each.then, each.cost) for each in found)
         sheets = [tables.Table("What would make it fit, the cheapest first", ("add", "frees", "then it", "cost"), rows), *sheets]
     for table in sheets:
         show(Sheet(table.rows, table.header, table.title))
     if look and not found:
-        print(
-            f"no change was found in {options.try_seconds:g} s that makes it fit: look for longer (--try-seconds), or take more ranks"
-        )
+        told = f"no change was found in {options.try_seconds:g} s that makes it fit"
+        print(f"{told}: look for longer (--try-seconds), or take more ranks")
     print("\n".join(notes), end="\n" * bool(notes))
     if layouts is not None:
         print(f"Seconds: {said_of(layouts.hardware.spread)}")
+
+
+def _fastest(request: Request, global_batch: int, fixed: dict[str, Any], lossy: bool) -> tuple[Request, list[Plan], Found]:
+    """Search for the fastest layout of a request; return its request, its plans, and the search's result. Raises ConfigError."""
+    made: dict[Layout, tuple[Request, list[Plan]]] = {}
+
+    def verify(layout: Layout) -> Plan:
+        chosen = of_layout(request, layout)
+        made[layout] = chosen, chosen.plans()
+        return judge(made[layout][1], request.hardware).plan
+
+    def simulated(layout: Layout) -> Simulation:
+        chosen, plans = made[layout]
+        return chosen.simulated(plans)
+
+    fixed = {"node_size": request.ranks_of_node, **fixed}
+    found = search(
+        profile_of(request), request.hardware, request.ranks, global_batch, precision=request.config.precision, fixed=fixed, lossy=lossy,
+        verify=verify, simulated=simulated,
+    )  # fmt: skip
+    return *made[found.best.layout], found
+
+
+def _layouts(found: Found) -> tables.Table:
+    """Return a table of the best layout and the runner-up."""
+    rows, spread = [], found.hardware.spread
+    for name, each in (("the fastest", found.best), ("runner-up", found.runner_up)):
+        if each is not None:
+            seconds, tflops = seconds_with_spread(each.step_s, spread), rate_with_spread(each.tflops, spread)
+            rows.append((name, str(each.layout), seconds, tflops, two_digits(each.tokens_per_s), gib(each.nbytes())))
+    counts = ", ".join(f"{number:,} {name}" for name, number in found.considered.items())
+    header = ("", "layout", "s a step", "TFLOPS a device", "tokens/s", "GiB of a device")
+    return tables.Table(f"Layouts: {counts}", header, tuple(rows))
 
 
 def _write(
     folder: Path, request: Request, plans: Sequence[Plan], verdict: Verdict, sheets: Sequence[tables.Table], notes: list[str]
 ) -> None:
     """Write the pictures, the page and report.json into a folder. Raises UsageError."""
-    from ..planner.pictures import draw_memory, write_page
-    from ..planner.simulator.timeline import draw_timeline
+    from ..planner.pictures import write_page
 
     # simulating a pipeline needs plans of all stages, which `zeroshard simulate` makes
     done = request.simulated(plans) if request.axes["pp"] == 1 else None
-    make_folder(folder)
-    memory, timeline, pictures = folder / "memory.png", folder / "timeline.png", {}
-    if drawn(memory, draw_memory, verdict.plan, request, memory):
-        pictures["Memory over one step"] = memory
+    pictures = draw(folder, request, verdict, done)
     if done is not None:
-        if drawn(timeline, draw_timeline, done, timeline, verdict.plan.model):
-            pictures["A step, simulated"] = timeline
         spread = request.hardware.spread
         seconds, tflops = seconds_with_spread(done.step_s, spread), rate_with_spread(done.tflops, spread)
         notes = [*notes, f"Simulated: {seconds} s a step, {tflops} TFLOPS a device ({said_of(spread)}); {done.bound}."]
     write_page(folder / "plan.html", tables.headline(request, verdict), verdict, sheets, pictures, notes)
     (folder / "report.json").write_text(json.dumps(facts(request, verdict, ()), indent=2) + "\n")
+
+
+def draw(folder: Path, request: Request, verdict: Verdict, done: Simulation | None) -> dict[str, Path]:
+    """Draw memory over a step and, if it was simulated, its timeline, in a folder; return the pictures by title. Raises UsageError."""
+    from ..planner.pictures import draw_memory
+    from ..planner.simulator.timeline import draw_timeline
+
+    make_folder(folder)
+    memory, timeline, pictures = folder / "memory.png", folder / "timeline.png", {}
+    if drawn(memory, draw_memory, verdict.plan, request, memory):
+        pictures["Memory over one step"] = memory
+    if done is not None and drawn(timeline, draw_timeline, done, timeline, verdict.plan.model):
+        pictures["A step, simulated"] = timeline
+    return pictures
 
 
 def make_folder(folder: Path) -> None:
@@ -197,12 +240,8 @@ def make_folder(folder: Path) -> None:
 def facts(request: Request, verdict: Verdict, found: Sequence[Remedy]) -> dict[str, Any]:
     """Return the whole plan of the fullest rank, the verdict and the remedies, in types that JSON has."""
     plan = {name: plain(getattr(verdict.plan, name)) for name in verdict.plan.__dataclass_fields__ if name != "hardware"}
-    return {
-        "plan": plan,
-        "hardware": request.hardware.name,
-        "verdict": _verdict(verdict),
-        "remedies": [_remedy(r) for r in found],
-    }
+    told = [_remedy(each) for each in found]
+    return {"plan": plan, "hardware": request.hardware.name, "verdict": _verdict(verdict), "remedies": told}
 
 
 def summary(request: Request, verdict: Verdict, found: Sequence[Remedy], layouts: Found | None) -> dict[str, Any]:
@@ -212,14 +251,8 @@ def summary(request: Request, verdict: Verdict, found: Sequence[Remedy], layouts
            "stage": config.stage, "precision": config.precision, "micro_batch": request.rows, "seq": request.seq,
            "accumulate": plan.micro_batches}  # fmt: skip
     peaks = {tier.value: plan.peak(tier) for tier in Tier if plan.peak(tier)}
-    told = {
-        "verdict": _verdict(verdict),
-        "run": run,
-        "rank": plan.rank,
-        "held_at_the_fullest": dict(verdict.held),
-        "peak_nbytes": peaks,
-    }
-    told |= {"sent_nbytes": dict(plan.sent), "remedies": [_remedy(each) for each in found]}
+    told = {"verdict": _verdict(verdict), "run": run, "rank": plan.rank, "held_at_the_fullest": dict(verdict.held), "peak_nbytes": peaks,
+            "sent_nbytes": dict(plan.sent), "remedies": [_remedy(each) for each in found]}  # fmt: skip
     if layouts is not None:
         best = layouts.best
         told["auto"] = {"reason": layouts.reason, "layout": str(best.layout), "step_s": best.step_s, "tflops": best.tflops,
