@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,7 +37,7 @@ from zeroshard.planner.simulator.micro_benchmark import Unmeasured, apart
 
 from . import checkpoints, codecs, cpu_adam, disk, gpu, host_overhead, network, parallel, pictures, report, statistics
 from .plan import CONTENDERS, MESH_CONTENDERS, PRECISIONS, TIER_CONTENDERS, Contender, ModelShape, Rounds, Workload, select
-from .race import Outcome, Say, race
+from .race import Say, race
 from .report import NOT_ASKED, SECTIONS, Results
 from .tables import make_console
 
@@ -168,85 +168,58 @@ def swap_folder(given: str | None, out: Path) -> Iterator[str | None]:
 def _measure(plan: Plan, say: Say) -> Results:
     """Run the sections of a plan, each in turn."""
     results = Results(plan.workload, plan.rounds, plan.tiers_rounds, skipped={"gpu": NOT_ASKED})
-    runs = (_cpu, _tiers, _host, _hostadam, _codecs, _disk, _checkpoints, _network, _parallel, _gpu)
-    for section, run in zip(SECTIONS, runs, strict=True):
-        if section in plan.sections:
-            try:
-                results.found[section] = run(plan, say)
-            except Unmeasured as error:
-                results.skipped[section] = str(error)
+    for section in (name for name in SECTIONS if name in plan.sections):
+        try:
+            results.found[section] = _run(section, plan, say)
+        except Unmeasured as error:
+            results.skipped[section] = str(error)
     return results
 
 
-# The function of each section returns what it measured, and raises Unmeasured where the machine cannot run the section.
-
-
-def _cpu(plan: Plan, say: Say) -> list[Outcome]:
-    outcomes = []
-    for precision in PRECISIONS:  # one race each: the sleeping teams of both would need twice the memory
-        heat = [c for c in plan.contenders if c.precision == precision]
-        if heat:
-            say(f"{precision}: {len(heat)} contenders, {plan.rounds.rounds} rounds of {plan.rounds.steps} steps")
-            outcomes += race(heat, plan.workload, plan.rounds, plan.out / "logs", say)
-    return outcomes
-
-
-def _tiers(plan: Plan, say: Say) -> list[Outcome]:
-    if not plan.tier_contenders:
-        say("tiers: none of the chosen contenders offloads anything")
-        return []
-    say(f"tiers: {len(plan.tier_contenders)} contenders, {plan.tiers_rounds.rounds} rounds of {plan.rounds.steps} steps")
-    return race(plan.tier_contenders, plan.workload, plan.tiers_rounds, plan.out / "logs-tiers", say)
-
-
-def _host(plan: Plan, say: Say) -> host_overhead.HostWork:
-    say("micro-benchmarks without communication")
-    return host_overhead.measure(20 if plan.quick else 60, plan.out / "logs" / "host.log")
-
-
-def _hostadam(plan: Plan, say: Say) -> dict[int, list[dict[str, Any]]]:
-    say("host Adam beside memory copies, DeepSpeed's CPUAdam and torch's AdamW")
-    return apart(cpu_adam.measure_section, log_file=plan.out / "logs" / "hostadam.log")
-
-
-def _codecs(plan: Plan, say: Say) -> list[dict[str, Any]]:
-    say("quantization beside memory copies and whole-tensor arithmetic")
-    return apart(codecs.measure, log_file=plan.out / "logs" / "codecs.log")
-
-
-def _disk(plan: Plan, say: Say) -> dict[str, Any]:
-    path = _on_disk(plan)
-    say("file engine beside dd and fio")
-    return apart(disk.run, path, 1 << 29, 4, log_file=plan.out / "logs" / "disk.log")
-
-
-def _on_disk(plan: Plan) -> str:
-    if plan.workload.swap_path is None:
+def _run(section: str, plan: Plan, say: Say) -> object:
+    """Return what one section measured. Raises Unmeasured where the machine cannot run it."""
+    path, logs, tiers_rounds = plan.workload.swap_path, plan.out / "logs", plan.tiers_rounds
+    if section in ("disk", "checkpoints") and path is None:
         raise Unmeasured("no folder on a local disk; name one with --path")
-    return plan.workload.swap_path
-
-
-def _checkpoints(plan: Plan, say: Say) -> list[checkpoints.Kepts]:
-    return checkpoints.run(_on_disk(plan), plan.out / "logs-checkpoints", say)
-
-
-def _network(plan: Plan, say: Say) -> list[network.Crossing]:
-    say(f"two nodes and a link of {', '.join(f'{bandwidth / 1e6:.0f}' for bandwidth in plan.bandwidths)} Mbit/s")
-    return network.run(network.Plan(plan.bandwidths))
-
-
-def _parallel(plan: Plan, say: Say) -> list[Outcome]:
-    rounds = dataclasses.replace(plan.rounds, rounds=plan.tiers_rounds.rounds)
-    what = f"{len(plan.mesh_contenders)} contenders, {rounds.rounds} rounds of {rounds.steps} steps"
-    say(f"a mesh of {parallel.WORKLOAD.ranks} ranks: {what}")
-    return race(plan.mesh_contenders, parallel.WORKLOAD, rounds, plan.out / "logs-parallel", say)
-
-
-def _gpu(plan: Plan, say: Say) -> gpu.Measured:
+    if section == "cpu":
+        outcomes = []
+        for precision in PRECISIONS:  # one race each: the sleeping teams of both would need twice the memory
+            heat = [c for c in plan.contenders if c.precision == precision]
+            if heat:
+                say(f"{precision}: {len(heat)} contenders, {plan.rounds.rounds} rounds of {plan.rounds.steps} steps")
+                outcomes += race(heat, plan.workload, plan.rounds, logs, say)
+        return outcomes
+    if section == "tiers":
+        if not plan.tier_contenders:
+            say("tiers: none of the chosen contenders offloads anything")
+            return []
+        say(f"tiers: {len(plan.tier_contenders)} contenders, {tiers_rounds.rounds} rounds of {plan.rounds.steps} steps")
+        return race(plan.tier_contenders, plan.workload, tiers_rounds, plan.out / "logs-tiers", say)
+    if section == "host":
+        say("micro-benchmarks without communication")
+        return host_overhead.measure(20 if plan.quick else 60, logs / "host.log")
+    if section == "hostadam":
+        say("host Adam beside memory copies, DeepSpeed's CPUAdam and torch's AdamW")
+        return apart(cpu_adam.measure_section, log_file=logs / "hostadam.log")
+    if section == "codecs":
+        say("quantization beside memory copies and whole-tensor arithmetic")
+        return apart(codecs.measure, log_file=logs / "codecs.log")
+    if section == "disk":
+        say("file engine beside dd and fio")
+        return apart(disk.run, path, 1 << 29, 4, log_file=logs / "disk.log")
+    if section == "checkpoints":
+        return checkpoints.run(str(path), plan.out / "logs-checkpoints", say)
+    if section == "network":
+        say(f"two nodes and a link of {', '.join(f'{bandwidth / 1e6:.0f}' for bandwidth in plan.bandwidths)} Mbit/s")
+        return network.run(network.Plan(plan.bandwidths))
+    if section == "parallel":
+        rounds = dataclasses.replace(plan.rounds, rounds=tiers_rounds.rounds)
+        what = f"{len(plan.mesh_contenders)} contenders, {rounds.rounds} rounds of {rounds.steps} steps"
+        say(f"a mesh of {parallel.WORKLOAD.ranks} ranks: {what}")
+        return race(plan.mesh_contenders, parallel.WORKLOAD, rounds, plan.out / "logs-parallel", say)
     if not torch.cuda.is_available():
         raise Unmeasured("no CUDA device")
-    workload, search_s = plan.workload, 0.0 if plan.quick else plan.largest_s
-    return gpu.measure(plan.rounds, workload.seed, workload.swap_path, plan.out, say, search_s)
+    return gpu.measure(plan.rounds, plan.workload.seed, path, plan.out, say, 0.0 if plan.quick else plan.largest_s)
 
 
 def _finish(results: Results, out: Path, console: Console) -> int:

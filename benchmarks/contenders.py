@@ -76,14 +76,17 @@ class Trainer:
     place: int | None = None
 
 
-def _plain_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, autocast: str | None = None
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a step of the ordinary PyTorch training loop. autocast: device type of bf16 autocast; None: no autocast."""
+def at_rest(model: nn.Module) -> dict[str, Bytes]:
+    """Return the model-state bytes of a model of zeroshard between steps."""
+    report = zs.report(model)
+    return {"measured": dict(report.at_rest), "formula": dict(report.formula)}
+
+
+def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: bool = False) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a step of the ordinary PyTorch training loop. autocast: compute in bf16 by torch.autocast."""
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        context = torch.autocast(autocast, torch.bfloat16) if autocast else contextlib.nullcontext()
-        with context:
+        with torch.autocast(tokens.device.type, torch.bfloat16) if autocast else contextlib.nullcontext():
             loss = model(tokens, targets)
         loss.backward()
         optimizer.step()
@@ -93,16 +96,13 @@ def _plain_step(
     return step
 
 
-def _autocast(contender: Contender, workload: Workload) -> str | None:
-    return workload.device if contender.precision == "bf16" else None
-
-
 def _build_local(contender: Contender, workload: Workload) -> Trainer:
     """Build the contender without communication: each rank computes alone, and steps all parameters with its own AdamW."""
     model = build_model(workload)
     if workload.meta:
         _fill(model.to_empty(device=workload.device))
-    return Trainer(_plain_step(model, build_optimizer(model.parameters(), workload), _autocast(contender, workload)))
+    optimizer = build_optimizer(model.parameters(), workload)
+    return Trainer(_plain_step(model, optimizer, autocast=contender.precision == "bf16"))
 
 
 def _build_ddp(contender: Contender, workload: Workload) -> Trainer:
@@ -116,7 +116,7 @@ def _build_ddp(contender: Contender, workload: Workload) -> Trainer:
         settings["parameters_as_bucket_view"] = True
         options: dict[str, Any] = {"parameters_as_bucket_view": True, **optimizer_options(workload)}
         optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, **options)
-    return Trainer(_plain_step(model, optimizer, _autocast(contender, workload)), settings=settings)
+    return Trainer(_plain_step(model, optimizer, autocast=contender.precision == "bf16"), settings=settings)
 
 
 def _build_fsdp2(contender: Contender, workload: Workload) -> Trainer:
@@ -202,10 +202,6 @@ def _build_zeroshard(contender: Contender, workload: Workload) -> Trainer:
     options: dict[str, Any] = {"stage": contender.stage, "precision": contender.precision, "offload_path": path, **offload}
     model, optimizer = zs.shard(model, optimizer, **options)
 
-    def at_rest() -> dict[str, Bytes]:
-        report = zs.report(model)
-        return {"measured": dict(report.at_rest), "formula": dict(report.formula)}
-
     def quiet() -> None:
         """Wait until prefetching of the next step's states has ended; `poll` drives it, as forward and backward would."""
         before, deadline = _file_nbytes(), time.monotonic() + _QUIET_LIMIT_S
@@ -218,7 +214,7 @@ def _build_zeroshard(contender: Contender, workload: Workload) -> Trainer:
 
     return Trainer(
         _plain_step(model, optimizer),
-        at_rest=at_rest,
+        at_rest=functools.partial(at_rest, model),
         settings=dict(offload),
         moved=lambda: dict(zs.report(model).moved),
         quiet=quiet if contender.on_disk else lambda: None,

@@ -147,17 +147,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--path", default=".", help="a folder on the disk to measure (default: here)")
     parser.add_argument("--nbytes", type=int, default=NBYTES, help=f"size of the file (default: {NBYTES})")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"(default: {ROUNDS})")
-    parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
     arguments = parser.parse_args(argv)
     try:
         result = run(arguments.path, arguments.nbytes, arguments.rounds)
     except ValueError as error:  # SwapError is one
         print(error, file=sys.stderr)
         return 2
-    if arguments.json:
-        print(json.dumps(result))
-    else:
-        show(sheet(result), goals_sheet(goals(result)))
+    show(sheet(result), goals_sheet(goals(result)))
     return 0
 
 

@@ -1,7 +1,7 @@
 """A benchmark of training over a slow link between two nodes of two ranks: bytes sent over the link, and time of a step.
 
     python -m benchmarks.network                                    200 Mbit/s, some 3 minutes on 2 cores
-    python -m benchmarks.network --bandwidths 100M,200M,1G --json numbers.json
+    python -m benchmarks.network --bandwidths 100M,200M,1G
     python -m benchmarks.network --proxied                          with a proxy instead of namespaces
 
 Nodes are network namespaces (nodes.py); where the machine refuses them, a proxy of that bandwidth stands between the nodes
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import pickle
 import subprocess
 import sys
@@ -40,11 +39,13 @@ from .nodes import Nodes, in_user_namespace, user_namespace_refused, why_not
 from .plan import ModelShape, Workload
 from .proxied_nodes import ProxiedNodes
 from .tables import GB, PLAIN, WARNING, Column, Goal, Sheet, goals_sheet, show
+from .worker import parameter_count
 from .worker_group import turned
 from .workload import batch, blocks, build_model, build_optimizer
 
 RANKS, RANKS_HERE = 4, 2
 SHAPE = ModelShape(vocab_size=256, seq_len=32, dim=512, layers=3)  # few operations for the bytes that it sends
+WORKLOAD = Workload(shape=SHAPE, sequences=1, ranks=RANKS)
 GOAL_BANDWIDTH, SPEED_GOAL, BYTES_GOAL = 200e6, 2.5, 0.05
 LOSS_TOLERANCE = 2e-5  # between ways that compress nothing; see statistics.py
 
@@ -83,18 +84,11 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings of a run. bandwidths: of the link, bits a second. only: names of ways; (): all. proxied: use no namespaces."""
+    """The settings of a run. bandwidths: of the link, bits a second. proxied: use no namespaces."""
 
     bandwidths: tuple[float, ...] = (GOAL_BANDWIDTH,)
     rounds: int = 3
-    steps: int = 1
-    only: tuple[str, ...] = ()
     proxied: bool = False
-    workload: Workload = Workload(shape=SHAPE, sequences=1, ranks=RANKS)  # noqa: RUF009  # it is frozen
-
-    @property
-    def ways(self) -> list[Way]:
-        return [way for way in WAYS if not self.only or way.name in self.only]
 
 
 @dataclass
@@ -105,7 +99,7 @@ class Crossed:
     label: str
     plain: bool
     step_s: list[float] = field(default_factory=list)
-    sent: list[float] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
     theory: float | None = None  # None for FSDP2, of which there is no formula
     losses: list[float] = field(default_factory=list)
 
@@ -202,56 +196,47 @@ def _rank(rank: int, world_size: int, plan: Plan, nodes: Nodes | ProxiedNodes) -
     nodes.enter(rank // RANKS_HERE, RANKS_HERE)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=nodes.init_method)
-    trained = {way.name: _build(way, plan.workload) for way in plan.ways}
-    done = dict.fromkeys(trained, 0)
-    found = {}
+    trained, step, found = {way.name: _build(way) for way in WAYS}, 0, {}
     for bandwidth in plan.bandwidths:
         if rank == 0:
             nodes.shape(bandwidth)
-        seen = {way.name: Crossed(way.name, way.label, way.plain) for way in plan.ways}
+        seen = {way.name: Crossed(way.name, way.label, way.plain) for way in WAYS}
         for index in range(-1, plan.rounds):  # round -1 is not measured: it warms up memory and the sockets' windows
-            for way in turned(plan.ways, max(index, 0)):
-                model, optimizer = trained[way.name]
-                steps = range(done[way.name], done[way.name] + plan.steps)
-                done[way.name] = steps.stop
-                step_s, sent, losses = _turn(model, optimizer, plan.workload, steps, rank, nodes)
+            for way in turned(list(WAYS), max(index, 0)):
+                step_s, sent, loss = _turn(*trained[way.name], batch(WORKLOAD, step, rank), nodes)
                 if index >= 0:
                     seen[way.name].step_s.append(step_s)
                     seen[way.name].sent.append(sent)
-                    seen[way.name].losses += losses
-        for way in (way for way in plan.ways if way.options is not None):
+                    seen[way.name].losses.append(loss)
+            step += 1
+        for way in (way for way in WAYS if way.options is not None):
             report = zs.report(trained[way.name][0])
             counted = way.name == "low-rank"  # there is no formula for its factors, whose sizes vary by matrix
             theory = report.measured_between_nbytes_per_step if counted else report.theory_between_nbytes_per_step
             seen[way.name].theory = theory
         found[bandwidth] = list(seen.values())
-    numel = sum(p.numel() for p in build_model(dataclasses.replace(plan.workload, meta=True)).parameters())
-    return numel, found
+    return parameter_count(WORKLOAD), found
 
 
 def _turn(
-    model: nn.Module, optimizer: torch.optim.Optimizer, workload: Workload, steps: range, rank: int, nodes: Nodes | ProxiedNodes
-) -> tuple[float, float, list[float]]:
-    """Train some steps; return the seconds of a step, the bytes that this node sent in a step, and the losses."""
-    losses: list[Tensor] = []
-    batches = [batch(workload, step, rank) for step in steps]
+    model: nn.Module, optimizer: torch.optim.Optimizer, part: tuple[Tensor, Tensor], nodes: Nodes | ProxiedNodes
+) -> tuple[float, float, float]:
+    """Train one step; return its seconds, the bytes that this node sent in it, and its loss."""
     dist.barrier()
     sent, begin = nodes.sent_nbytes(), time.perf_counter()
-    for tokens, targets in batches:
-        loss = model(tokens, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+    loss = model(*part)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
     seconds = time.perf_counter() - begin
-    dist.barrier()  # until then other ranks of this node may still send for these steps
-    return seconds / len(steps), (nodes.sent_nbytes() - sent) / len(steps), [loss.item() for loss in losses]
+    dist.barrier()  # until then other ranks of this node may still send for this step
+    return seconds, nodes.sent_nbytes() - sent, loss.item()
 
 
-def _build(way: Way, workload: Workload) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = build_model(workload)
+def _build(way: Way) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = build_model(WORKLOAD)
     if way.options is not None:
-        return zs.shard(model, build_optimizer(model.parameters(), workload), stage=3, **way.options)
+        return zs.shard(model, build_optimizer(model.parameters(), WORKLOAD), stage=3, **way.options)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -259,7 +244,7 @@ def _build(way: Way, workload: Workload) -> tuple[nn.Module, torch.optim.Optimiz
     mesh = init_device_mesh("cpu", way.mesh, mesh_dim_names=names)
     for module in (*blocks(model), model):
         fully_shard(module, mesh=mesh)
-    return model, build_optimizer(model.parameters(), workload)
+    return model, build_optimizer(model.parameters(), WORKLOAD)
 
 
 # ---------------------------------------------------------------------------------------------------------- tables
@@ -309,24 +294,16 @@ def main(argv: list[str] | None = None) -> int:
     usual = Plan.bandwidths
     add("--bandwidths", type=bandwidths_of, default=usual, metavar="LIST", help="bits a second, such as 100M,1G (default: 200M)")
     add("--rounds", type=int, default=Plan.rounds, help=f"default: {Plan.rounds}")
-    add("--steps", type=int, default=Plan.steps, help=f"steps of a turn (default: {Plan.steps})")
-    add("--only", default="", metavar="NAMES", help=f"some of {', '.join(way.name for way in WAYS)}")
     add("--proxied", action="store_true", help="use a proxy between the nodes instead of namespaces")
-    add("--json", type=Path, help="also write the numbers here")
     given = parser.parse_args(argv)
-    only = tuple(name for name in given.only.split(",") if name)
-    if unknown := sorted(set(only) - {way.name for way in WAYS}):
-        parser.error(f"--only: expected some of {', '.join(way.name for way in WAYS)}, got {', '.join(unknown)}")
-    if min(given.rounds, given.steps) < 1:
-        parser.error("expected --rounds and --steps of at least 1")
+    if given.rounds < 1:
+        parser.error("expected --rounds of at least 1")
     try:
-        results = run(Plan(given.bandwidths, given.rounds, given.steps, only, given.proxied))
+        results = run(Plan(given.bandwidths, given.rounds, given.proxied))
     except Unmeasured as error:
         print(f"zeroshard: nothing was measured: {error}", file=sys.stderr)
         return 2
     show(*map(sheet, results), goals_sheet(goal for result in results for goal in result.goals))
-    if given.json:
-        given.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
     return 0
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 
-from .contenders import Bytes, Trainer
+from .contenders import Trainer, at_rest
 from .plan import Contender, ModelShape, Workload
 from .workload import blocks, build_model, build_optimizer
 
@@ -51,12 +51,7 @@ def build(contender: Contender, workload: Workload) -> Trainer:
         _, step, settings = peer(contender.kind, workload, mesh)
         return Trainer(step, settings=settings, place=place)
     run = zeroshard(contender.stage, workload, mesh)
-
-    def at_rest() -> dict[str, Bytes]:
-        report = zs.report(run.model)
-        return {"measured": dict(report.at_rest), "formula": dict(report.formula)}
-
-    return Trainer(run.step, at_rest=at_rest, place=place)
+    return Trainer(run.step, at_rest=partial(at_rest, run.model), place=place)
 
 
 def zeroshard(stage: int | None, workload: Workload, mesh: DeviceMesh) -> Parallel:

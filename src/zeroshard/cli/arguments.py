@@ -5,6 +5,7 @@ its result only, with `--verbose` more than usual. `quiet()` and `verbose()` ret
 """
 
 import argparse
+import contextlib
 import difflib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,26 +45,22 @@ def how_to_install(library: str) -> str:
     return f"pip install -e '.[{EXTRAS[library]}]'"
 
 
-def _formatter() -> type[argparse.HelpFormatter]:
-    """Return the class of help formatters: that of rich-argparse if it is installed and stdout a terminal, else argparse's."""
-    if not sys.stdout.isatty():
-        return argparse.ArgumentDefaultsHelpFormatter
-    try:
-        from rich_argparse import ArgumentDefaultsRichHelpFormatter
-    except ModuleNotFoundError:
-        return argparse.ArgumentDefaultsHelpFormatter
-    return type("_Coloured", (ArgumentDefaultsRichHelpFormatter,), {"group_name_formatter": str})
-
-
 def _help_formatter(prog: str) -> argparse.HelpFormatter:
-    """Return a formatter that shows short names for values, and defaults unless the help text already has them."""
+    """Return a formatter that shows short names for values, and defaults unless the help text already has them.
 
-    class _Help(_formatter()):  # type: ignore[misc]
+    It is that of rich-argparse if this is installed and stdout a terminal, else argparse's.
+    """
+    base: type[argparse.HelpFormatter] = argparse.ArgumentDefaultsHelpFormatter
+    if sys.stdout.isatty():
+        with contextlib.suppress(ModuleNotFoundError):
+            from rich_argparse import ArgumentDefaultsRichHelpFormatter as base
+
+    class _Help(base):  # type: ignore[misc, valid-type]
+        group_name_formatter = str
+
         def _get_help_string(self, action: argparse.Action) -> str | None:
-            told = any(action.default is each for each in (None, False, (), argparse.SUPPRESS)) or "default:" in (
-                action.help or ""
-            )
-            return action.help if told else super()._get_help_string(action)
+            told = any(action.default is each for each in (None, False, (), argparse.SUPPRESS))
+            return action.help if told or "default:" in (action.help or "") else super()._get_help_string(action)
 
         def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
             return "N" if action.type is int else "X" if action.type is float else "TEXT"

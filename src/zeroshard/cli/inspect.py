@@ -64,23 +64,20 @@ def run_facts(folder: Path) -> dict[str, Any]:
     records = RunFolder.recorded(folder, sys.maxsize)
     steps, looks = [row for row in records if "loss" in row], [row for row in records if "held_out_bits_per_byte" in row]
     config, report = _read(folder / CONFIG), _read(folder / REPORT)
-    training = config.get("training", {})
+    training, model = config.get("training", {}), config.get("model")
     facts = {
         "folder": str(folder), "finished": bool(report), "steps": steps[-1]["step"] if steps else 0,
         "steps asked for": training.get("steps"), "seconds of training": round(steps[-1]["seconds"], 1) if steps else 0,
         "ranks": report.get("world_size") or (len(steps[-1]["memory_nbytes"]) if steps else None),
         "stage": report.get("stage"), "mesh": training.get("mesh"), "precision": training.get("precision"),
-        "model": _shape(config.get("model")), "model states of a rank, bytes": sum(report.get("at_rest", {}).values()) or None,
+        "model": f"GPT: {model['layers']} layers, dim {model['dim']}, {model['heads']} heads" if model else None,
+        "model states of a rank, bytes": sum(report.get("at_rest", {}).values()) or None,
         "held-out bits per byte before and after": [round(looks[0]["held_out_bits_per_byte"], 3),
             round(looks[-1]["held_out_bits_per_byte"], 3)] if looks else None,
     }  # fmt: skip
     if (folder / MODEL).is_file():
         facts[MODEL] = megabytes((folder / MODEL).stat().st_size)
     return {name: value for name, value in facts.items() if value is not None}
-
-
-def _shape(model: dict[str, Any] | None) -> str | None:
-    return f"GPT: {model['layers']} layers, dim {model['dim']}, {model['heads']} heads" if model else None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -101,11 +98,10 @@ def _show(run: dict[str, Any] | None, found: list[zs.Inspection]) -> None:
     if (len(found) == 1 and run is None) or verbose():
         for one in found:
             show(_details(one))
-            show(_files(one))
+            show(Sheet([(name, megabytes(nbytes)) for name, nbytes in one.files.items()], ("file", "size")))
     if found:
-        print(
-            f"{len(found)} checkpoint{'s' * (len(found) > 1)}, the newest of step {found[-1].step}: checksums {found[-1].checksums}"
-        )
+        number, newest = f"{len(found)} checkpoint{'s' * (len(found) > 1)}", found[-1]
+        print(f"{number}, the newest of step {newest.step}: checksums {newest.checksums}")
 
 
 def _summary(one: zs.Inspection) -> dict[str, Any]:
@@ -140,7 +136,3 @@ def _details(one: zs.Inspection) -> Sheet:
     if one.trained_only:
         rows["trained parameters alone"] = f"yes: {one.left_out} were left out"
     return Sheet([(key, str(value)) for key, value in rows.items()], title=one.path)
-
-
-def _files(one: zs.Inspection) -> Sheet:
-    return Sheet([(name, megabytes(nbytes)) for name, nbytes in one.files.items()], ("file", "size"))

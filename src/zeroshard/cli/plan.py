@@ -36,8 +36,8 @@ from .arguments import UsageError, quiet
 from .exit_codes import ExitCode
 from .options import option
 from .plan_options import OUTPUT, PlanOptions, parse
+from .progress import working
 from .sheets import Sheet, drawn, print_json, show
-from .working import working
 
 _SEARCH = "search for the fastest layout"
 

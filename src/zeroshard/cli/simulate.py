@@ -25,8 +25,8 @@ from .arguments import UsageError, closest
 from .options import option
 from .plan import draw, make_folder
 from .plan_options import PlanOptions, parse
+from .progress import working
 from .sheets import Sheet, drawn, print_json, show
-from .working import working
 
 SWEPT = ("ranks", "micro-batch")
 _SIMULATED = "simulation"
@@ -170,8 +170,8 @@ def _told_sweep(done: Sweep, request: Request, options: Options) -> int:
                 for row in done.rows]  # fmt: skip
         print_json({"rows": told, "limits": limits})
         return 0
-    header, cells = done.grid()
-    show(Sheet(cells, header, f"a step on {done.hardware.name}", numbers=True))
+    names, cells = done.grid()
+    show(Sheet(cells, names, f"a step on {done.hardware.name}", numbers=True))
     print("\n".join(limits))
     _written(options)
     return 0

@@ -101,7 +101,7 @@ def parallelize(options: TrainOptions, ranks: Ranks) -> zs.Parallel:
     )  # fmt: skip
     if options.checkpoints:
         for part in run.models:
-            shared = {"partition": run.mesh["tp"]} if options.partition_activations else {}
+            shared: dict[str, Any] = {"partition": run.mesh["tp"]} if options.partition_activations else {}
             zs.checkpoint_activations(part, blocks=("Block",), offload=options.activations(), **shared)
     return run
 
