@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from zeroshard.cli import report_error
-from zeroshard.cli.arguments import Parser
-from zeroshard.cli.exit_codes import ExitCode
+from zeroshard.cli.arguments import ExitCode, Parser
 from zeroshard.cli.sheets import Sheet, drawn, say, show
 from zeroshard.errors import did_you_mean
 

@@ -10,8 +10,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 
 from ..utils.version import __version__
-from .arguments import EXTRAS, UsageError, closest, how_to_install, verbose
-from .exit_codes import ExitCode
+from .arguments import EXTRAS, ExitCode, UsageError, closest, how_to_install, verbose
 
 COMMANDS = {  # name -> (module with main(argv) -> int, its description in `zeroshard --help`)
     "train": ("zeroshard.cli.train", "train a byte-level GPT on a folder of text"),

@@ -1,4 +1,4 @@
-"""The parser of all commands. Its errors are one line, name the option and suggest the remedy.
+"""The parser of all commands, and their exit codes. Its errors are one line, name the option and suggest the remedy.
 
 Every command parses with `Parser`, which adds the two options that all of them have: with `--quiet` a command prints
 its result only, with `--verbose` more than usual. `quiet()` and `verbose()` return whether they were given.
@@ -10,6 +10,7 @@ import difflib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from enum import IntEnum
 from typing import Any, NoReturn
 
 EXTRAS = {  # library -> the extra of pyproject.toml that installs it
@@ -18,6 +19,28 @@ EXTRAS = {  # library -> the extra of pyproject.toml that installs it
 }  # fmt: skip
 _chosen = {"quiet": False, "verbose": False}
 _asked: list[bool] = []  # not empty while `parser_of` calls a command to get its parser
+
+
+class ExitCode(IntEnum):
+    """The exit code of a command; docs/commands.md shows MEANINGS. If signal n ended the command, it is 128 + n, as in shells."""
+
+    DONE = 0
+    NO = 1
+    USAGE = 2
+    FAILED = 3
+    INTERRUPTED = 130  # 128 + SIGINT
+    UNREAD = 141  # 128 + SIGPIPE
+
+
+MEANINGS = {
+    ExitCode.DONE: "the command did what it was asked, and its answer is yes where it gives one",
+    ExitCode.NO: "the command worked, and its answer is no: a plan does not fit, a checkpoint is damaged, a key is refused, "
+    "a value differs from the published one, this machine cannot train",
+    ExitCode.USAGE: "the call is wrong: an unknown option or value, a file that is missing or cannot be read",
+    ExitCode.FAILED: "the command broke off with an error, whose traceback is on stderr",
+    ExitCode.INTERRUPTED: "the user interrupted it (Ctrl-C)",
+    ExitCode.UNREAD: "the program that read its output ended first (`zeroshard plan ... | head`)",
+}
 
 
 def quiet() -> bool:

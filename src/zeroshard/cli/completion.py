@@ -8,8 +8,7 @@ import argparse
 from collections.abc import Sequence
 
 from . import COMMANDS, command_of
-from .arguments import Parser, UsageError, parser_of
-from .exit_codes import ExitCode
+from .arguments import ExitCode, Parser, UsageError, parser_of
 
 SHELLS = ("bash", "zsh")
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from ..memory.io.filesystems import MEMORY_FILESYSTEMS
 from ..memory.io.swap_folder import NETWORK_FILESYSTEMS
 from ..utils.version import TESTED_TORCH
-from .arguments import Parser, how_to_install, quiet
+from .arguments import ExitCode, Parser, how_to_install, quiet
 from .environment import EXTRAS, PEERS, Disk, Environment, look
-from .exit_codes import ExitCode
 from .ranks import VARIABLES
 from .sheets import Sheet, gigabytes, print_json, show
 

@@ -113,11 +113,14 @@ class Environment:
 def look() -> Environment:
     """Find all facts. This takes seconds, most of which torch needs for its first optimizer."""
     backends = {name: dist.is_available() and bool(getattr(dist, f"is_{name}_available")()) for name in BACKENDS}
-    trials: dict[str, Callable[[], Any]] = {"a step of two ranks": lambda: run_threads(2, _step, timeout_s=30.0)}
+    trials: dict[str, Callable[[], object]] = {"a step of two ranks": lambda: run_threads(2, _step, timeout_s=30.0)}
     if backends["gloo"]:  # a group of one rank with a store of its own opens the network device, as groups of several ranks do
         group: Any = dist.ProcessGroupGloo
         trials["gloo"] = lambda: group(dist.HashStore(), 0, 1, timedelta(seconds=10)).allreduce([torch.ones(1)]).wait()
-    driver = Path("/sys/module/nvidia/version")
+    driver, packages = Path("/sys/module/nvidia/version"), dict[str, str | None].fromkeys((*PEERS, *EXTRAS))
+    for name in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            packages[name] = metadata.version(name)
     return Environment(
         python=platform.python_version(),
         executable=sys.executable,
@@ -130,7 +133,7 @@ def look() -> Environment:
         driver=driver.read_text().strip() if driver.is_file() else None,
         host=_host(),
         disks=[_disk("temporary files", tempfile.gettempdir()), _disk("current folder", os.getcwd())],
-        packages={name: _version(name) for name in (*PEERS, *EXTRAS)},
+        packages=packages,
         deepspeed=_deepspeed(),
         compiler=next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")))), None),
         variables={name: os.environ[name] for name in (*VARIABLES, "LOCAL_RANK", "CUDA_VISIBLE_DEVICES") if name in os.environ},
@@ -138,7 +141,7 @@ def look() -> Environment:
     )
 
 
-def _problem(trial: Callable[[], Any]) -> str | None:
+def _problem(trial: Callable[[], object]) -> str | None:
     """Call `trial`; return its error on one line, None if it does not raise."""
     try:
         trial()
@@ -199,13 +202,6 @@ def _disk(role: str, path: str) -> Disk:
     problem = _problem(probe)
     name.unlink(missing_ok=True)
     return Disk(role, path, filesystem_of(path), free, direct, problem)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _deepspeed() -> DeepSpeed:

@@ -11,8 +11,7 @@ import torch
 import zeroshard as zs
 
 from . import report_error
-from .arguments import Parser, UsageError
-from .exit_codes import ExitCode
+from .arguments import ExitCode, Parser, UsageError
 from .sheets import megabytes, say
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -14,9 +14,8 @@ from typing import Any
 import zeroshard as zs
 
 from . import report_error
-from .arguments import Parser, verbose
+from .arguments import ExitCode, Parser, verbose
 from .artefacts import CHECKPOINTS, CONFIG, METRICS, MODEL, REPORT, RunFolder
-from .exit_codes import ExitCode
 from .sheets import Sheet, megabytes, print_json, show
 
 MOST = 90  # newest checkpoints that --json lists at most
@@ -59,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     return ExitCode.NO if damaged else ExitCode.DONE
 
 
-def run_facts(folder: Path) -> dict[str, Any]:
+def run_facts(folder: Path) -> dict[str, object]:
     """Return facts of a run from its files: fewer for a run that was not finished."""
     records = RunFolder.recorded(folder, sys.maxsize)
     steps, looks = [row for row in records if "loss" in row], [row for row in records if "held_out_bits_per_byte" in row]
@@ -87,7 +86,7 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _show(run: dict[str, Any] | None, found: list[zs.Inspection]) -> None:
+def _show(run: dict[str, object] | None, found: list[zs.Inspection]) -> None:
     if run is not None:
         rows = [(name, " -> ".join(map(str, value)) if isinstance(value, list) else str(value)) for name, value in run.items()]
         show(Sheet(rows, title=f"the run {run['folder']}"))
@@ -104,7 +103,7 @@ def _show(run: dict[str, Any] | None, found: list[zs.Inspection]) -> None:
         print(f"{number}, the newest of step {newest.step}: checksums {newest.checksums}")
 
 
-def _summary(one: zs.Inspection) -> dict[str, Any]:
+def _summary(one: zs.Inspection) -> dict[str, object]:
     """Return facts of one of several checkpoints, for a line of JSON."""
     facts = {key: one.facts.get(key) for key in ("world_size", "stage", "precision", "time")}
     return {"path": one.path, "step": one.step, **facts, "numel": one.numel, "nbytes": one.nbytes, "checksums": one.checksums,

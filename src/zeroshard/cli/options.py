@@ -247,9 +247,9 @@ class TrainOptions(RunOptions):
             stage=self.stage,
             precision=self.precision,
             max_grad_norm=self.max_grad_norm,
-            offload_optimizer=self._offload(self.offload_optimizer, ratio=self.offload_ratio),
-            offload_gradient=None if self.offload_gradient is None else self._offload(self.offload_gradient),
-            offload_param=self._offload(self.offload_param),
+            offload_optimizer=self.offload(self.offload_optimizer, ratio=self.offload_ratio),
+            offload_gradient=None if self.offload_gradient is None else self.offload(self.offload_gradient),
+            offload_param=self.offload(self.offload_param),
             delayed_update=self.delayed_update,
             max_live_parameters=self.max_live_parameters,
             prefetch_bucket_size=self.prefetch_bucket_size,
@@ -262,16 +262,13 @@ class TrainOptions(RunOptions):
     def _packed(self, codec: str | None, error_feedback: bool = False) -> zs.Compression | None:
         return None if codec is None else zs.Compression(codec, error_feedback=error_feedback, force=self.quantize_on_host)
 
-    def _offload(self, device: str, ratio: float = 1.0) -> zs.Offload:
+    def offload(self, device: str, ratio: float = 1.0) -> zs.Offload:
+        """Return a device's tier with the buffers of this run."""
         path = (self.offload_path or OFFLOAD_PATH) if device == "nvme" else None
         return zs.Offload(
             device, path=path, pin_memory=self.pin_memory, ratio=ratio, buffer_count=self.buffer_count,
             buffer_nbytes=self.buffer_mib << 20,
         )  # fmt: skip
-
-    def activations(self) -> zs.Offload:
-        """Return the tier of inputs of checkpointed blocks."""
-        return self._offload(self.offload_activations)
 
     @property
     def offloads(self) -> bool:

@@ -32,8 +32,7 @@ from ..planner.search.search import Found, search
 from ..planner.simulator.simulate import Simulation
 from ..planner.simulator.spread import rate_with_spread, said_of, seconds_with_spread, two_digits
 from . import report_error
-from .arguments import UsageError, quiet
-from .exit_codes import ExitCode
+from .arguments import ExitCode, UsageError, quiet
 from .options import option
 from .plan_options import OUTPUT, PlanOptions, parse
 from .progress import working
@@ -237,14 +236,14 @@ def make_folder(folder: Path) -> None:
         raise UsageError(f"--out: cannot create {folder}: {error.strerror}; name another folder") from None
 
 
-def facts(request: Request, verdict: Verdict, found: Sequence[Remedy]) -> dict[str, Any]:
+def facts(request: Request, verdict: Verdict, found: Sequence[Remedy]) -> dict[str, object]:
     """Return the whole plan of the fullest rank, the verdict and the remedies, in types that JSON has."""
     plan = {name: plain(getattr(verdict.plan, name)) for name in verdict.plan.__dataclass_fields__ if name != "hardware"}
     told = [_remedy(each) for each in found]
     return {"plan": plan, "hardware": request.hardware.name, "verdict": _verdict(verdict), "remedies": told}
 
 
-def summary(request: Request, verdict: Verdict, found: Sequence[Remedy], layouts: Found | None) -> dict[str, Any]:
+def summary(request: Request, verdict: Verdict, found: Sequence[Remedy], layouts: Found | None) -> dict[str, object]:
     """Return the content of the page in types that JSON has: at most 100 lines."""
     plan, config = verdict.plan, verdict.plan.config
     run = {"model": plan.model, "num_parameters": plan.num_parameters, "hardware": request.hardware.name, "mesh": dict(plan.axes),
@@ -260,20 +259,20 @@ def summary(request: Request, verdict: Verdict, found: Sequence[Remedy], layouts
     return told
 
 
-def _verdict(verdict: Verdict) -> dict[str, Any]:
+def _verdict(verdict: Verdict) -> dict[str, object]:
     return {
         "fits": verdict.fits, "text": str(verdict), "tier": verdict.tier.value, "phase": verdict.phase,
         "used_nbytes": verdict.used, "capacity_nbytes": verdict.capacity, "overhead_nbytes": verdict.overhead,
     }  # fmt: skip
 
 
-def _remedy(each: Remedy) -> dict[str, Any]:
+def _remedy(each: Remedy) -> dict[str, object]:
     return {
         "flags": each.flags, "frees_nbytes": each.frees, "cost": each.cost, "verdict": each.then, "tried": each.verdict is not None
     }  # fmt: skip
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """Return a value in types that JSON has: enums as their values, dtypes and other objects as text."""
     if is_dataclass(value) and not isinstance(value, type):
         return {name: plain(getattr(value, name)) for name in value.__dataclass_fields__}

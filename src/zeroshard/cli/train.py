@@ -25,9 +25,8 @@ from ..comm import backend_select
 from ..comm.launch import spawn
 from ..data.text import Corpus, compressed_bits_per_byte, read_corpus
 from . import report_error, summary
-from .arguments import UsageError
+from .arguments import ExitCode, UsageError
 from .artefacts import BITS_PER_NAT, CHECKPOINTS, CONFIG, MODEL, REPORT, RunFolder
-from .exit_codes import ExitCode
 from .options import TrainOptions, parse_train
 from .progress import TrainingProgress
 from .ranks import Ranks, join, launched
@@ -190,7 +189,12 @@ def _resume(trainer: Trainer, path: Path) -> RunFolder | None:
 def _train(trainer: Trainer, folder: RunFolder | None, checkpoints: Path) -> tuple[float, list[StepResult]]:
     """Train; return the bits per byte of the held-out text before training, and the results of all steps."""
     options, results, saving = trainer.options, [], None
-    before = _held_out_before(trainer, folder)
+    recorded = folder.records[0].get("held_out_bits_per_byte") if folder is not None and folder.records else None
+    before = float(trainer.ranks.gather(-1.0 if recorded is None else recorded)[0, 0])
+    if before < 0:  # else that of the run that is resumed
+        before = trainer.held_out_loss()
+        if folder is not None:
+            folder.record(step=trainer.step, seconds=trainer.seconds, held_out_bits_per_byte=before)
     tokens_per_step = options.global_batch * options.seq
     with TrainingProgress(trainer.ranks.first) as progress:
         progress.note(f"held-out text before training: {before:.3f} bits per byte")
@@ -210,18 +214,6 @@ def _train(trainer: Trainer, folder: RunFolder | None, checkpoints: Path) -> tup
     if saving is not None:
         saving.wait()
     return before, results
-
-
-def _held_out_before(trainer: Trainer, folder: RunFolder | None) -> float:
-    """Return held-out bits per byte before the first step; for a run that is resumed, as recorded (collective)."""
-    recorded = folder.records[0].get("held_out_bits_per_byte") if folder is not None and folder.records else None
-    known = trainer.ranks.gather(-1.0 if recorded is None else recorded)[0, 0]
-    if known >= 0:
-        return float(known)
-    before = trainer.held_out_loss()
-    if folder is not None:
-        folder.record(step=trainer.step, seconds=trainer.seconds, held_out_bits_per_byte=before)
-    return before
 
 
 def _steps_of(records: list[dict[str, Any]]) -> list[StepResult]:

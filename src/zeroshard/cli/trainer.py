@@ -82,7 +82,7 @@ def build(options: TrainOptions, ranks: Ranks) -> tuple[GPT, torch.optim.Optimiz
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
     model, optimizer = zs.shard(model, optimizer, config=config)
     if options.checkpoints:
-        zs.checkpoint_activations(model, offload=options.activations())
+        zs.checkpoint_activations(model, offload=options.offload(options.offload_activations))
     return model, optimizer
 
 
@@ -102,7 +102,7 @@ def parallelize(options: TrainOptions, ranks: Ranks) -> zs.Parallel:
     if options.checkpoints:
         for part in run.models:
             shared: dict[str, Any] = {"partition": run.mesh["tp"]} if options.partition_activations else {}
-            zs.checkpoint_activations(part, blocks=("Block",), offload=options.activations(), **shared)
+            zs.checkpoint_activations(part, blocks=("Block",), offload=options.offload(options.offload_activations), **shared)
     return run
 
 
