@@ -185,17 +185,16 @@ def _to_peer(outcomes: list[Outcome], peer: str, outcome: Outcome) -> float | No
 
 
 def _loss_notes(outcomes: list[Outcome]) -> list[Note]:
-    found = ((o, statistics.loss_difference(o, outcomes)) for o in outcomes)
-    differences = [(o, d) for o, d in found if d is not None]
-    if not differences:
+    compared = statistics.compared_losses(outcomes)
+    if not compared:
         return [("losses: fewer than two contenders, nothing to compare", PLAIN)]
     if statistics.losses_agree(outcomes):
-        steps, worst = min(len(o.losses) for o in outcomes if o.ran), max(d for _, d in differences)
+        steps, worst = min(len(o.losses) for o in outcomes if o.ran), max(d for *_, d in compared)
         return [(f"losses: all contenders agree over {steps} steps (to {worst:.0e})", GOOD)]
     return [
         (f"losses of {o.contender.label} differ from {reference.contender.label}'s by {d:.1e}", BAD)
-        for o, d in differences
-        if d > statistics.LOSS_TOLERANCE[o.contender.precision] and (reference := statistics.loss_reference(o, outcomes))
+        for o, reference, d in compared
+        if d > statistics.LOSS_TOLERANCE[o.contender.precision]
     ]
 
 
@@ -311,7 +310,7 @@ def write_json(results: Results, path: Path) -> None:
 
 def _entries(outcomes: list[Outcome]) -> dict[str, dict[str, object]]:
     """Return the entries of a race's contenders, by name."""
-    entries = {}
+    entries, differences = {}, {o.contender.name: d for o, _, d in statistics.compared_losses(outcomes)}
     for outcome in outcomes:
         entry = asdict(outcome)
         entry |= {"contender": outcome.contender.name, "label": outcome.contender.label, "status": outcome.status}
@@ -319,7 +318,7 @@ def _entries(outcomes: list[Outcome]) -> dict[str, dict[str, object]]:
         if outcome.ran and outcome.rounds_step_s:
             entry["step_s"] = asdict(statistics.step_spread(outcome))
             entry["step_time_ratio"] = {peer: _to_peer(outcomes, peer, outcome) for peer in PEERS.values()}
-            entry["loss_difference"] = statistics.loss_difference(outcome, outcomes)
+            entry["loss_difference"] = differences.get(outcome.contender.name)
             if outcome.disk:
                 entry |= {"bound_s": statistics.bounds_s(outcome), "bound_ratio": statistics.bound_ratio(outcome)}
         entries[outcome.contender.name] = entry
