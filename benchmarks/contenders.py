@@ -96,26 +96,22 @@ def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: bo
     return step
 
 
-def _build_local(contender: Contender, workload: Workload) -> Trainer:
-    """Build the contender without communication: each rank computes alone, and steps all parameters with its own AdamW."""
+def _build_ddp(contender: Contender, workload: Workload) -> Trainer:
+    """Build DDP, also with ZeroRedundancyOptimizer, or (kind "local") the same without communication: each rank alone."""
+    settings: dict[str, Any] = {} if contender.kind == "local" else {"gradient_as_bucket_view": True}
     model = build_model(workload)
     if workload.meta:
         _fill(model.to_empty(device=workload.device))
-    optimizer = build_optimizer(model.parameters(), workload)
-    return Trainer(_plain_step(model, optimizer, autocast=contender.precision == "bf16"))
-
-
-def _build_ddp(contender: Contender, workload: Workload) -> Trainer:
-    settings: dict[str, Any] = {"gradient_as_bucket_view": True}
-    model = nn.parallel.DistributedDataParallel(build_model(workload), **settings)
-    if contender.kind == "ddp":
-        optimizer = build_optimizer(model.parameters(), workload)
-    else:
+    if contender.kind != "local":
+        model = nn.parallel.DistributedDataParallel(model, **settings)
+    if contender.kind == "ddp+zero":
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         settings["parameters_as_bucket_view"] = True
         options: dict[str, Any] = {"parameters_as_bucket_view": True, **optimizer_options(workload)}
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, **options)
+        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, **options)
+    else:
+        optimizer = build_optimizer(model.parameters(), workload)
     return Trainer(_plain_step(model, optimizer, autocast=contender.precision == "bf16"), settings=settings)
 
 
@@ -152,10 +148,22 @@ def _fill(model: nn.Module) -> None:
 def _build_deepspeed(contender: Contender, workload: Workload) -> Trainer:
     """Build the contender with DeepSpeed, or (kind "engine") with the same calls of zeroshard's module `zeroshard.deepspeed`."""
     deepspeed: Any = importlib.import_module("zeroshard.deepspeed" if contender.kind == "engine" else "deepspeed")
-
-    settings = _deepspeed_settings(contender, workload)
-    sharded_at_birth = deepspeed.zero.Init(config_dict_or_path=settings) if workload.meta else contextlib.nullcontext()
-    with sharded_at_birth:
+    zero: dict[str, object] = {"stage": contender.stage, "reduce_bucket_size": int(5e6)}
+    settings: dict[str, object] = {
+        "train_micro_batch_size_per_gpu": workload.sequences, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9, "zero_optimization": zero,
+    }  # fmt: skip
+    if contender.stage == 3:
+        zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+    if contender.precision == "bf16":
+        settings["bf16"] = {"enabled": True}
+    if contender.offload:
+        host = {"device": "cpu", "pin_memory": workload.device == "cuda"}
+        zero |= {"offload_optimizer": host, "offload_param": host}
+        options = optimizer_options(workload)
+        del options["fused"]  # DeepSpeed makes its own optimizer: CPUAdam
+        settings["optimizer"] = {"type": "AdamW", "params": options}
+    with deepspeed.zero.Init(config_dict_or_path=settings) if workload.meta else contextlib.nullcontext():  # sharded at birth
         model = build_model(dataclasses.replace(workload, meta=False))
     optimizer = None if contender.offload else build_optimizer(model.parameters(), workload)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=model.parameters(), config=settings)
@@ -170,28 +178,6 @@ def _build_deepspeed(contender: Contender, workload: Workload) -> Trainer:
         settings["optimizer, as made"] = type(engine.optimizer.optimizer).__name__
     keeper = None if contender.kind == "engine" else functools.partial(checkpoint_contenders.deepspeed_keeper, engine)
     return Trainer(step, settings=settings, keeper=keeper)
-
-
-def _deepspeed_settings(contender: Contender, workload: Workload) -> dict[str, object]:
-    zero: dict[str, object] = {"stage": contender.stage, "reduce_bucket_size": int(5e6)}
-    settings: dict[str, object] = {
-        "train_micro_batch_size_per_gpu": workload.sequences,
-        "gradient_clipping": 0.0,
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**9,
-        "zero_optimization": zero,
-    }
-    if contender.stage == 3:
-        zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
-    if contender.precision == "bf16":
-        settings["bf16"] = {"enabled": True}
-    if contender.offload:
-        host = {"device": "cpu", "pin_memory": workload.device == "cuda"}
-        zero |= {"offload_optimizer": host, "offload_param": host}
-        options = optimizer_options(workload)
-        del options["fused"]  # DeepSpeed makes its own optimizer: CPUAdam
-        settings["optimizer"] = {"type": "AdamW", "params": options}
-    return settings
 
 
 def _build_zeroshard(contender: Contender, workload: Workload) -> Trainer:
@@ -234,7 +220,7 @@ def _file_nbytes() -> list[str] | None:
 
 
 BUILDERS: dict[str, Callable[[Contender, Workload], Trainer]] = {  # by kind; each needs the process group to exist already
-    "local": _build_local,
+    "local": _build_ddp,
     "ddp": _build_ddp,
     "ddp+zero": _build_ddp,
     "fsdp2": _build_fsdp2,

@@ -35,7 +35,7 @@ import zeroshard as zs
 from zeroshard.comm.launch import ProcessesFailed, run_processes
 from zeroshard.planner.simulator.micro_benchmark import LIMIT_S, Unmeasured, median_ratio
 
-from .nodes import Nodes, in_user_namespace, user_namespace_refused, why_not
+from .nodes import AS_ROOT, Nodes, user_namespace_refused, why_not
 from .plan import ModelShape, Workload
 from .proxied_nodes import ProxiedNodes
 from .tables import GB, PLAIN, WARNING, Column, Goal, Sheet, goals_sheet, show
@@ -117,13 +117,10 @@ class Crossing:
     ways: list[Crossed]
     proxied: bool = False
 
-    def of(self, name: str) -> Crossed | None:
-        return next((way for way in self.ways if way.name == name), None)
-
-    def times_faster(self, ours: Crossed | None, theirs: str) -> float | None:
+    def times_faster(self, ours: Crossed, theirs: str) -> float:
         """Return how many times faster a step of `ours` is than one of `theirs`: median of the ratios within a round."""
-        other = self.of(theirs)
-        return None if ours is None or other is None else median_ratio(other.step_s, ours.step_s)
+        other = next(way for way in self.ways if way.name == theirs)
+        return median_ratio(other.step_s, ours.step_s)
 
     def bound_s(self, way: Crossed) -> float:
         """Return the least seconds of a step: the bytes that node 0 sends in it, over the bandwidth."""
@@ -131,19 +128,20 @@ class Crossing:
 
     @property
     def goals(self) -> list[Goal]:
-        at, ours, found = f"{self.bandwidth / 1e6:.0f} Mbit/s", self.of("all"), []
+        at, found = f"{self.bandwidth / 1e6:.0f} Mbit/s", []
+        ours = next(way for way in self.ways if way.name == "all")
         for name, what in (("flat", "stage 3 in one hop"), ("two-hops", "stage 3 in two hops")):
             if self.bandwidth == GOAL_BANDWIDTH:
                 text = f"{at}: hpZ + qwZ + qgZ, times faster than {what}"
                 found.append(Goal(text, self.times_faster(ours, name), SPEED_GOAL, "network", at_least=True))
         differences = [abs(way.of_theory - 1) for way in self.ways if way.of_theory is not None]
         text = f"{at}: counters, largest distance from the formulas"
-        return [*found, Goal(text, max(differences, default=None), BYTES_GOAL, "network")]
+        return [*found, Goal(text, max(differences), BYTES_GOAL, "network")]
 
     @property
     def losses_agree(self) -> bool:
         """True if the losses of all ways that compress nothing are the same."""
-        first, *others = [way.losses for way in self.ways if way.plain] or [[]]
+        first, *others = [way.losses for way in self.ways if way.plain]
         return all(abs(a - b) <= LOSS_TOLERANCE * abs(a) for other in others for a, b in zip(first, other, strict=True))
 
 
@@ -184,7 +182,7 @@ def _in_user_namespace(plan: Plan, folder: Path) -> list[Crossing]:
         "import pickle, sys; from pathlib import Path; from benchmarks.network import measure; folder = Path(sys.argv[1]); "
         "(folder / 'results').write_bytes(pickle.dumps(measure(pickle.loads((folder / 'plan').read_bytes()))))"
     )
-    command = in_user_namespace([sys.executable, "-c", program, str(folder)])
+    command = [*AS_ROOT, sys.executable, "-c", program, str(folder)]
     ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     if not (folder / "results").exists():
         raise Unmeasured(f"in a user namespace: {' '.join(ended.stderr.split()[-40:])}")
