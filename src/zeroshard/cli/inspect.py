@@ -88,12 +88,18 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _show(run: dict[str, object] | None, found: list[zs.Inspection]) -> None:
     if run is not None:
-        rows = [(name, " -> ".join(map(str, value)) if isinstance(value, list) else str(value)) for name, value in run.items()]
-        show(Sheet(rows, title=f"the run {run['folder']}"))
+        told = [(name, " -> ".join(map(str, value)) if isinstance(value, list) else str(value)) for name, value in run.items()]
+        show(Sheet(told, title=f"the run {run['folder']}"))
         if not found:
             print("no checkpoint: train with --save-every to have some")
     if len(found) > 1 or (run is not None and found):
-        show(_overview(found))
+        header = ("checkpoint", "step", "ranks", "stage", "precision", "parameters", "size", "saved", "checksums")
+        rows = []
+        for one in found:
+            facts = [str(one.facts.get(key, "?")) for key in ("world_size", "stage", "precision")]
+            size, saved = megabytes(one.nbytes), str(one.facts.get("time", "?"))
+            rows.append((Path(one.path).name, f"{one.step}", *facts, f"{one.numel:,}", size, saved, one.checksums))
+        show(Sheet(rows, header))
     if (len(found) == 1 and run is None) or verbose():
         for one in found:
             show(_details(one))
@@ -108,17 +114,6 @@ def _summary(one: zs.Inspection) -> dict[str, object]:
     facts = {key: one.facts.get(key) for key in ("world_size", "stage", "precision", "time")}
     return {"path": one.path, "step": one.step, **facts, "numel": one.numel, "nbytes": one.nbytes, "checksums": one.checksums,
             "damage": one.damage}  # fmt: skip
-
-
-def _overview(found: list[zs.Inspection]) -> Sheet:
-    """Return the table of a folder of checkpoints, one per row."""
-    header = ("checkpoint", "step", "ranks", "stage", "precision", "parameters", "size", "saved", "checksums")
-    rows = []
-    for one in found:
-        facts = [str(one.facts.get(key, "?")) for key in ("world_size", "stage", "precision")]
-        size, saved = megabytes(one.nbytes), str(one.facts.get("time", "?"))
-        rows.append((Path(one.path).name, f"{one.step}", *facts, f"{one.numel:,}", size, saved, one.checksums))
-    return Sheet(rows, header)
 
 
 def _details(one: zs.Inspection) -> Sheet:

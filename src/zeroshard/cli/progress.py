@@ -21,11 +21,6 @@ PLAIN_EVERY_S = 10.0
 _FIRST_S, _EVERY_S = 1.0, 3.0
 
 
-def clock(seconds: float) -> str:
-    """Return seconds as m:ss."""
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-
 class TrainingProgress:
     """A display of loss, tokens per second and the remaining time; `note` prints a line above it."""
 
@@ -66,7 +61,8 @@ class TrainingProgress:
         if self.shown and (verbose() or now - self.printed >= PLAIN_EVERY_S):
             self.printed = now
             elapsed = now - self.started
-            left = clock(elapsed * (1 - fraction) / max(fraction, 1e-9))
+            seconds = int(elapsed * (1 - fraction) / max(fraction, 1e-9))
+            left = f"{seconds // 60}:{seconds % 60:02d}"
             print(f"step {step:5d}  {fraction:4.0%}  loss {loss:.3f} bits/byte  {rate:,.0f} tokens/s  left {left}", flush=True)
 
     def note(self, text: str) -> None:

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -48,7 +48,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _join_and_run(options: TrainOptions) -> int:
-    """Run as a rank; an error on one rank ends all ranks. Return the exit code."""
+    """Run as a rank; an error on one rank ends all ranks. Return the exit code.
+
+    One of several ranks that fails prints the error, announces it to its peers, and ends at once: they may be inside a collective.
+    """
     ranks = join(options.device, options.threads)
     try:
         run(options, ranks)
@@ -58,23 +61,17 @@ def _join_and_run(options: TrainOptions) -> int:
     except BaseException as error:
         if ranks.world_size == 1:
             raise
-        _fail(ranks, error)
+        text = "".join(traceback.format_exception(error)).rstrip()
+        if isinstance(error, zs.PeerFailed):  # the rank that failed prints the traceback
+            text = f"stopped: {str(error).splitlines()[0]}"
+        elif isinstance(error, KeyboardInterrupt):
+            text = "interrupted"
+        backend_select.announce(error)
+        sys.stdout.flush()
+        print("\n".join(f"[rank {ranks.rank}] {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
+        os._exit(ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else ExitCode.FAILED)
     ranks.leave()
     return 0
-
-
-def _fail(ranks: Ranks, error: BaseException) -> NoReturn:
-    """Print the error, announce it to peers, and end the process at once: peers may be inside a collective."""
-    if isinstance(error, zs.PeerFailed):  # the rank that failed prints the traceback
-        text = f"stopped: {str(error).splitlines()[0]}"
-    elif isinstance(error, KeyboardInterrupt):
-        text = "interrupted"
-    else:
-        text = "".join(traceback.format_exception(error)).rstrip()
-    backend_select.announce(error)
-    sys.stdout.flush()
-    print("\n".join(f"[rank {ranks.rank}] {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
-    os._exit(ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else ExitCode.FAILED)
 
 
 def run(options: TrainOptions, ranks: Ranks) -> None:
@@ -105,8 +102,10 @@ def run(options: TrainOptions, ranks: Ranks) -> None:
     baselines = compressed_bits_per_byte(trainer.held_out)
     folder.write_json(CONFIG, {"model": options.model_config().to_dict(), "training": asdict(options)})
     scores = {"before_training": before, "compressors": baselines, "after_training": after}
+    # the first two steps allocate states
+    median_s = statistics.median(step.step_seconds for step in steps[2:] or steps)
     outcome = summary.Outcome(
-        scores, steps[-1], trainer.step_traffic, trainer.step_moved, forecast, median_seconds(steps), activations, options, text
+        scores, steps[-1], trainer.step_traffic, trainer.step_moved, forecast, median_s, activations, options, text
     )
     folder.write_text("sample.txt", text + "\n")
     folder.write_plot(baselines)
@@ -220,8 +219,3 @@ def _steps_of(records: list[dict[str, Any]]) -> list[StepResult]:
     """Return the results of steps from rows of metrics.jsonl."""
     rows = [row for row in records if "loss" in row]
     return [StepResult(**{**row, "memory_nbytes": tuple(row["memory_nbytes"])}) for row in rows]
-
-
-def median_seconds(steps: list[StepResult]) -> float:
-    """Return the median seconds of a step, without the first two, which allocate states, unless there are no others."""
-    return statistics.median(step.step_seconds for step in steps[2:] or steps)
