@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import statistics
 from .race import Outcome
@@ -39,8 +39,9 @@ def draw(outcomes: list[Outcome], title: str, path: Path) -> bool:
     colours = [COLOURS[o.contender.kind] for o in shown]
     spreads = [statistics.step_spread(o) for o in shown]
 
-    def bars(axis: Axes, values: list[float], label: str, **look: object) -> None:
-        axis.bar_label(axis.barh(range(len(shown)), values, color=colours, **look), fmt="%.0f", padding=4, fontsize=8)  # type: ignore[arg-type]
+    def bars(axis: Axes, values: list[float], label: str, **look: Any) -> None:
+        drawn = axis.barh(range(len(shown)), values, color=colours, **look)
+        axis.bar_label(drawn, fmt="%.0f", padding=4, fontsize=8)
         axis.set_xlabel(label)
         axis.margins(x=0.12)
 

@@ -230,7 +230,7 @@ class _Rank:
         return held(), lost_s
 
     def copy_states(self) -> float:
-        """Return the seconds of copying this rank's states once to touched memory: once, as in a save; repeated copies are faster."""
+        """Return the seconds of copying this rank's states to touched memory: once, as in a save; repeated copies are faster."""
         states = self.keeper().states()  # type: ignore[misc]
         copies = [torch.empty_like(state).zero_() for state in states]
         begin = time.monotonic()

@@ -72,14 +72,15 @@ class Configuration:
 
     @property
     def layout(self) -> Layout:
-        """The layout. Checkpoints: Pa ("partitioned") in ZeRO-100B but C1 and C3; "host" in C5, and for 170B, which ran as C5 (table 5)."""
+        """The layout. Checkpoints: Pa ("partitioned") in ZeRO-100B but C1 and C3; "host" in C5, and for 170B, a C5 run (table 5)."""
         zero = self.system == "ZeRO"
         checkpointing = "partitioned" if zero and self.mp > 1 and self.config not in ("C1", "C3") else "blocks"
         if zero and (self.config == "C5" or self.model == "170B"):
             checkpointing = "host"
         return Layout(
             dp=self.gpus // self.mp, tp=self.mp, stage=_STAGES[self.config] if zero else 0, micro_batch=self.batch,
-            checkpointing=checkpointing, precision="fp16", node_size=Hardware.named(HARDWARE).devices_per_node, gradient_itemsize=2,
+            checkpointing=checkpointing, precision="fp16", gradient_itemsize=2,
+            node_size=Hardware.named(HARDWARE).devices_per_node,
         )  # fmt: skip
 
 

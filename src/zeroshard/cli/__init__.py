@@ -99,8 +99,8 @@ def command_of(name: str) -> Callable[[list[str]], int]:
         root = Path(__file__).parents[3]
         if not (root / "benchmarks" / "__init__.py").is_file():
             raise UsageError(
-                f"{name}: races against peers and the papers' tables are in the repository, not in the installed package. Clone it, "
-                "install it from there with pip install -e '.[bench]', and call the command again"
+                f"{name}: races against peers and the papers' tables are in the repository, not in the installed package. "
+                "Clone it, install it from there with pip install -e '.[bench]', and call the command again"
             )
         if str(root) not in sys.path:
             sys.path.insert(0, str(root))

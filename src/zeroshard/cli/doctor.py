@@ -39,7 +39,8 @@ def main(argv: Sequence[str]) -> int:
     """Print the facts and findings; return the exit code, 1 if something prevents training."""
     parser = Parser(
         prog="zeroshard doctor",
-        description="Show what this machine and environment offer, and what would go wrong; exit code 1 if nothing can train here.",
+        description="Show what this machine and environment offer, and what would go wrong; "
+        "exit code 1 if nothing can train here.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON: an object with environment, findings and can_train")
     options = parser.parse(argv)

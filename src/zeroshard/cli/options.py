@@ -74,8 +74,8 @@ class RunOptions:
     mesh: str | None = option(None, "ranks along each axis: dp=2,pp=2,tp=2", metavar="AXES", group=MESH)
     accumulate: int | None = option(None, "micro-batches of a step (default: 1; pp: 2 a stage)", type=int, group=COMMON)
     schedule: str | None = option(
-        None, f"order of micro-batches in stages of pp: {', '.join(SCHEDULES)} (default: 1f1b)", choices=SCHEDULES, type=str.lower,
-        metavar="NAME", group=MESH,
+        None, f"order of micro-batches in stages of pp: {', '.join(SCHEDULES)} (default: 1f1b)", choices=SCHEDULES,
+        type=str.lower, metavar="NAME", group=MESH,
     )  # fmt: skip
     sequence_parallel: bool = option(False, "split norms along the sequence over tp", action="store_true", group=MESH)
     partition_activations: bool = option(False, "split kept block inputs over the ranks of tp", action="store_true", group=MESH)
@@ -300,8 +300,9 @@ class TrainOptions(RunOptions):
             except UsageError as error:
                 if self.config is None or read_layout(self.config)["mesh"] != asdict(self.axes):
                     raise
-                again = f"zeroshard plan MODEL --ranks {world_size} --auto --global-batch {self.global_batch} --write-config {self.config}"
-                raise UsageError(f"{error}; the mesh is that of --config {self.config}: plan again with `{again}`") from None
+                again = f"--ranks {world_size} --auto --global-batch {self.global_batch} --write-config {self.config}"
+                told = f"the mesh is that of --config {self.config}: plan again with `zeroshard plan MODEL {again}`"
+                raise UsageError(f"{error}; {told}") from None
         readers, word = (self.axes.dp, "dp") if self.axes.cuts_model else (world_size, "ranks")
         parts = readers * self.accumulate
         if self.global_batch % parts:

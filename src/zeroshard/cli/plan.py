@@ -213,7 +213,7 @@ def _write(
 
 
 def draw(folder: Path, request: Request, verdict: Verdict, done: Simulation | None) -> dict[str, Path]:
-    """Draw memory over a step and, if it was simulated, its timeline, in a folder; return the pictures by title. Raises UsageError."""
+    """Draw memory over a step and, if it was simulated, its timeline; return the pictures by title. Raises UsageError."""
     from ..planner.pictures import draw_memory
     from ..planner.simulator.timeline import draw_timeline
 
@@ -250,8 +250,8 @@ def summary(request: Request, verdict: Verdict, found: Sequence[Remedy], layouts
            "stage": config.stage, "precision": config.precision, "micro_batch": request.rows, "seq": request.seq,
            "accumulate": plan.micro_batches}  # fmt: skip
     peaks = {tier.value: plan.peak(tier) for tier in Tier if plan.peak(tier)}
-    told = {"verdict": _verdict(verdict), "run": run, "rank": plan.rank, "held_at_the_fullest": dict(verdict.held), "peak_nbytes": peaks,
-            "sent_nbytes": dict(plan.sent), "remedies": [_remedy(each) for each in found]}  # fmt: skip
+    told = {"verdict": _verdict(verdict), "run": run, "rank": plan.rank, "held_at_the_fullest": dict(verdict.held),
+            "peak_nbytes": peaks, "sent_nbytes": dict(plan.sent), "remedies": [_remedy(each) for each in found]}  # fmt: skip
     if layouts is not None:
         best = layouts.best
         told["auto"] = {"reason": layouts.reason, "layout": str(best.layout), "step_s": best.step_s, "tflops": best.tflops,

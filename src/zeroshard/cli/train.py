@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 def _join_and_run(options: TrainOptions) -> int:
     """Run as a rank; an error on one rank ends all ranks. Return the exit code.
 
-    One of several ranks that fails prints the error, announces it to its peers, and ends at once: they may be inside a collective.
+    One of several ranks that fails prints the error, announces it to its peers, and ends at once: they may be in a collective.
     """
     ranks = join(options.device, options.threads)
     try:

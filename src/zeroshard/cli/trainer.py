@@ -87,7 +87,7 @@ def build(options: TrainOptions, ranks: Ranks) -> tuple[GPT, torch.optim.Optimiz
 
 
 def parallelize(options: TrainOptions, ranks: Ranks) -> zs.Parallel:
-    """Return the run of a model of which each rank has a part. The same seed gives every rank the same weights, before the cut."""
+    """Return the run of a model of which each rank has a part. The same seed gives every rank the same weights before the cut."""
     torch.manual_seed(options.seed)
     axes = options.axes
     mesh = init_device_mesh(ranks.device.type, tuple(getattr(axes, name) for name in AXES), mesh_dim_names=AXES)
@@ -271,7 +271,7 @@ class Trainer:
         return (total_nats / math.log(2) + 8) / self.held_out.numel()
 
     def _scored_nats(self, windows: Tensor, scored: Tensor) -> float:  # (count, seq + 1), (count, seq)
-        """Return the summed loss. A `run` gets batches of the shape of a training step's, which the stages of a pipeline expect."""
+        """Return the summed loss. A `run` gets batches of the shape of a training step's, which stages of a pipeline expect."""
         total, count = 0.0, EVAL_ROWS
         if self.run is not None:
             count = self.options.global_batch // self.data_place[1]
