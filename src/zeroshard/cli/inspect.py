@@ -47,7 +47,11 @@ def main(argv: Sequence[str]) -> int:
     except zs.ZeroshardError as error:
         return report_error(str(error))
     if options.json:
-        several = [_summary(one) for one in found[-MOST:]]
+        several = []
+        for one in found[-MOST:]:
+            facts = {key: one.facts.get(key) for key in ("world_size", "stage", "precision", "time")}
+            several.append({"path": one.path, "step": one.step, **facts, "numel": one.numel, "nbytes": one.nbytes,
+                            "checksums": one.checksums, "damage": one.damage})  # fmt: skip
         listed = several if len(found) > 1 else [one.to_dict() for one in found]
         print_json(listed if run is None else {"run": run, "checkpoints": several})
     else:
@@ -107,13 +111,6 @@ def _show(run: dict[str, object] | None, found: list[zs.Inspection]) -> None:
     if found:
         number, newest = f"{len(found)} checkpoint{'s' * (len(found) > 1)}", found[-1]
         print(f"{number}, the newest of step {newest.step}: checksums {newest.checksums}")
-
-
-def _summary(one: zs.Inspection) -> dict[str, object]:
-    """Return facts of one of several checkpoints, for a line of JSON."""
-    facts = {key: one.facts.get(key) for key in ("world_size", "stage", "precision", "time")}
-    return {"path": one.path, "step": one.step, **facts, "numel": one.numel, "nbytes": one.nbytes, "checksums": one.checksums,
-            "damage": one.damage}  # fmt: skip
 
 
 def _details(one: zs.Inspection) -> Sheet:

@@ -160,7 +160,11 @@ class Trainer:
         started, step, fraction = time.monotonic() - self.seconds, self.step, self._fraction(self.step, self.seconds)
         while fraction < 1.0:
             before, begin = zs.report(self.model), time.monotonic()
-            lr = self._set_lr(fraction)
+            # the learning rate rises, stays, then falls (a trapezoid)
+            warmup, decay = min(1.0, (fraction + 1e-3) / WARMUP_FRACTION), min(1.0, (1.0 - fraction) / DECAY_FRACTION)
+            lr = self.options.lr * max(FINAL_LR_FRACTION, warmup * decay)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
             loss = self._take_step(step)
             step, step_seconds = step + 1, time.monotonic() - begin
             after = zs.report(self.model)
@@ -243,15 +247,6 @@ class Trainer:
             total += loss.item()
         self.optimizer.step()
         return total
-
-    def _set_lr(self, fraction: float) -> float:
-        """Set the learning rate after `fraction` of the run, and return it: it rises, stays, then falls (a trapezoid)."""
-        warmup = min(1.0, (fraction + 1e-3) / WARMUP_FRACTION)
-        decay = min(1.0, (1.0 - fraction) / DECAY_FRACTION)
-        lr = self.options.lr * max(FINAL_LR_FRACTION, warmup * decay)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        return lr
 
     @torch.no_grad()
     def held_out_loss(self, *, overlap: bool = False) -> float:
