@@ -14,9 +14,9 @@ The package reads from top to bottom:
     host_overhead.py, cpu_adam.py, codecs.py, disk.py    micro-benchmarks in one process
     checkpoints.py, gpu.py    saving and loading; one GPU: speed on each tier, and the largest models
     network.py, parallel.py   a slow link between two nodes (nodes.py, proxied_nodes.py); a mesh of 8 ranks
-    report.py, plot.py        the columns of each table, the goals; results.json, results.md; the plots
+    report.py, pictures.py    the columns of each table, the goals; results.json, results.md; the pictures
     command.py                the command line
-    larger_than_memory.py     a proof, not a comparison: training beyond memory, below an enforced limit (cgroup_limit.py)
+    larger_than_memory.py     a proof, not a comparison: training beyond memory, below an enforced limit
 
 Words used here: a *contender* is a library with a stage and a precision; its *team* is one process per
 rank; a *turn* is a few consecutive steps of one contender; a *round* is one turn of each contender.

@@ -36,6 +36,8 @@ from zeroshard.planner.models.presets import CaseStudy
 from zeroshard.testing import imagined_mesh
 from zeroshard.zero.runtime import runtime_of
 
+from .tables import markdown
+
 MEMORY, AXES = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER), ("tp", "pp", "dp")
 _ALIGNMENT = 32  # elements: parameters in a flat buffer, and shards, begin at multiples of it
 
@@ -124,15 +126,10 @@ def table(name: str, stages: list[int], micro_batches: int = 2) -> tuple[str, bo
     """Return a markdown table of counts beside formulas, in bytes, and whether all of them are equal."""
     study = CASE_STUDIES[name]
     pairs = [(count(study, stage, micro_batches), formula(study, stage, micro_batches)) for stage in stages]
-    lines = [f"| {name}, bytes | " + " | ".join(f"stage {stage} | formula" for stage in stages) + " |"]
-    lines.append("|---" * (1 + 2 * len(stages)) + "|")
-    for key in MEMORY:
-        cells = [f"{each.memory[key]:,}" for pair in pairs for each in pair]
-        lines.append(f"| {key} | " + " | ".join(cells) + " |")
-    for axis in AXES:
-        cells = [f"{each.sent[axis]:,}" for pair in pairs for each in pair]
-        lines.append(f"| sent along {axis} | " + " | ".join(cells) + " |")
-    return "\n".join(lines), all(found == theory for found, theory in pairs)
+    headings = [f"{name}, bytes", *(text for stage in stages for text in (f"stage {stage}", "formula"))]
+    rows = [[key, *(f"{each.memory[key]:,}" for pair in pairs for each in pair)] for key in MEMORY]
+    rows += [[f"sent along {axis}", *(f"{each.sent[axis]:,}" for pair in pairs for each in pair)] for axis in AXES]
+    return markdown(headings, rows), all(found == theory for found, theory in pairs)
 
 
 def main(argv: list[str] | None = None) -> int:

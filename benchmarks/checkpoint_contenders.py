@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,47 +64,29 @@ def fsdp2_keeper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Keeper:
 
     beside = torch.distributed.new_group(backend="gloo")  # async_save's thread must not mix with training's collectives
 
-    def save(path: str) -> None:
+    def state() -> dict[str, Any]:
         values, states = get_state_dict(model, optimizer)
-        dcp.save({"model": values, "optim": states}, checkpoint_id=path)
+        return {"model": values, "optim": states}
 
     def load(path: str) -> None:
-        values, states = get_state_dict(model, optimizer)
-        dcp.load({"model": values, "optim": states}, checkpoint_id=path)
-        set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=states)
+        found = state()
+        dcp.load(found, checkpoint_id=path)
+        set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"])
 
     def in_background(path: str) -> Background:
         begin = time.monotonic()
-        values, states = get_state_dict(model, optimizer)
-        future: Any = dcp.async_save({"model": values, "optim": states}, checkpoint_id=path, process_group=beside)
+        future: Any = dcp.async_save(state(), checkpoint_id=path, process_group=beside)
         stall_s = time.monotonic() - begin
         return lambda: stall_s, getattr(future, "upload_completion", future).result
 
-    return Keeper(save, load, in_background)
+    return Keeper(lambda path: dcp.save(state(), checkpoint_id=path), load, in_background)
 
 
 def deepspeed_keeper(engine: Any) -> Keeper:
     """Return the Keeper of a DeepSpeed engine."""
 
-    def save(path: str) -> None:
-        engine.save_checkpoint(path, tag="bench")
-
     def load(path: str) -> None:
         found, _ = engine.load_checkpoint(path, tag="bench")
         assert found is not None, f"DeepSpeed found no checkpoint in {path}"
 
-    return Keeper(save, load)
-
-
-def copy_seconds(states: list[Tensor]) -> float:
-    """Return the seconds of copying this rank's states once to touched memory: once, as in a save; repeated copies are faster."""
-    copies = [torch.empty_like(state).zero_() for state in states]
-    begin = time.monotonic()
-    for copy, state in zip(copies, states, strict=True):
-        copy.copy_(state)
-    return time.monotonic() - begin
-
-
-def written_nbytes(path: str) -> int:
-    """Return the bytes of all files below a folder."""
-    return sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
+    return Keeper(lambda path: engine.save_checkpoint(path, tag="bench"), load)

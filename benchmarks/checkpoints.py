@@ -1,6 +1,6 @@
 """A benchmark of checkpoints: zeroshard beside torch.distributed.checkpoint with FSDP2, and DeepSpeed, on one disk in one run.
 
-    python -m benchmarks.checkpoints --path /folder/on/a/local/disk [--sizes 34M,500M] [--rounds N]
+    zeroshard bench --sections checkpoints --path /folder/on/a/local/disk
 
 The time of a *save* is that of the library's call, from the first rank's begin to the last rank's end, plus a sync of the file
 system. Before a load the page cache is dropped, as after a restart (`cold` is false where the kernel does not allow that). With
@@ -12,15 +12,10 @@ each round zeroshard and FSDP2 also save in the background, and zeroshard's rank
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
 import os
 import shutil
-import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -30,10 +25,9 @@ from statistics import median
 from zeroshard.planner.simulator.disk_bandwidth import bandwidth
 from zeroshard.planner.simulator.micro_benchmark import median_ratio
 
-from .checkpoint_contenders import written_nbytes
 from .plan import Contender, ModelShape, Workload
-from .race import missing_reason
-from .tables import GB, MIB, PLAIN, WARNING, Column, Goal, Sheet, goals_sheet, show
+from .race import Say, missing_reason
+from .tables import GB, MIB, PLAIN, WARNING, Column, Goal, Sheet
 from .worker import parameter_count
 from .worker_group import Team, Teams, turned
 
@@ -42,7 +36,6 @@ SIZES = {  # name -> shape, whether contenders take turns, rounds: short saves v
     "34M": (ModelShape(), True, 9),
     "500M": (ModelShape(dim=1536, layers=17, heads=12), False, 3),
 }
-_SETTLE_S = 0.5
 
 
 @dataclass
@@ -72,11 +65,6 @@ class Kept:
     def total_s(self) -> float:
         """The seconds of a save and a load together, median of rounds."""
         return median(a + b for a, b in zip(self.save_s, self.load_s, strict=True))
-
-    @property
-    def nbytes_per_s(self) -> float:
-        """The throughput of saves: bytes of the checkpoint over the median time of a save."""
-        return self.nbytes / median(self.save_s)
 
 
 @dataclass(frozen=True)
@@ -112,27 +100,22 @@ class Kepts:
         return None if peer is None else kept.total_s / peer.total_s
 
 
-def run(
-    path: str, sizes: tuple[str, ...] = tuple(SIZES), rounds: int | None = None, log_dir: Path | None = None,
-    say: Callable[[str], None] = print, only: tuple[str, ...] = (),
-) -> list[Kepts]:  # fmt: skip
-    """Measure in a new folder below `path`, and remove it afterwards. rounds: None: the number in SIZES."""
+def run(path: str, log_dir: Path, say: Say, contenders: tuple[Contender, ...] = CONTENDERS) -> list[Kepts]:
+    """Measure all SIZES in a new folder below `path`, and remove it afterwards."""
     results = []
-    log_dir = log_dir or Path(tempfile.mkdtemp(prefix="zeroshard-bench-"))
-    for size in sizes:
-        shape, turns, usual = SIZES[size]
+    for size, (shape, turns, rounds) in SIZES.items():
         workload = Workload(shape=shape, sequences=1, swap_path=path)
-        kept = [Kept(c, missing_reason(c, workload)) for c in CONTENDERS if not only or c.name in only]
-        say(f"checkpoints of {size}: {', '.join(k.contender.name for k in kept)}, {rounds or usual} rounds")
+        kepts = [Kept(c, missing_reason(c, workload)) for c in contenders]
+        say(f"checkpoints of {size}: {', '.join(k.contender.name for k in kepts)}, {rounds} rounds")
         with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=path, ignore_cleanup_errors=True) as folder:
-            groups = [kept] if turns else [[k] for k in kept]
-            for group in groups:
-                _measure([k for k in group if k.skipped is None], workload, rounds or usual, Path(folder), log_dir / size, say)
-        results.append(Kepts(size, shape, kept, drop_page_cache()))
+            for group in [kepts] if turns else [[k] for k in kepts]:
+                _measure([k for k in group if k.skipped is None], workload, rounds, Path(folder), log_dir / size, say)
+        results.append(Kepts(size, shape, kepts, drop_page_cache()))
     return results
 
 
-def _measure(group: list[Kept], workload: Workload, rounds: int, folder: Path, log_dir: Path, say: Callable[[str], None]) -> None:
+def _measure(group: list[Kept], workload: Workload, rounds: int, folder: Path, log_dir: Path, say: Say) -> None:
+    """Let contenders that are alive together take turns."""
     nbytes = 12 * parameter_count(workload)  # parameters and two states of Adam, in fp32
     with Teams() as teams:
         for kept in group:
@@ -155,7 +138,8 @@ def _take_turn(kept: Kept, team: Team, folder: Path, nbytes: int) -> None:
     begin = time.monotonic()
     os.sync()
     kept.save_s.append(max(s.end for s in saved) - min(s.begin for s in saved) + time.monotonic() - begin)
-    kept.nbytes, kept.extra_nbytes = written_nbytes(path), max(kept.extra_nbytes, *(s.extra_nbytes for s in saved))
+    kept.nbytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    kept.extra_nbytes = max(kept.extra_nbytes, *(s.extra_nbytes for s in saved))
     if kept.contender.kind == "zs":
         _settle()
         after = bandwidth(team.ask("write_bulk", nbytes // len(team.pids)))
@@ -183,7 +167,7 @@ def _take_turn(kept: Kept, team: Team, folder: Path, nbytes: int) -> None:
 def _settle() -> None:
     """Sync all files to the disk, and give the disk time to finish what it does for removed ones."""
     os.sync()
-    time.sleep(_SETTLE_S)
+    time.sleep(0.5)
 
 
 def drop_page_cache() -> bool:
@@ -199,22 +183,23 @@ def drop_page_cache() -> bool:
 def sheet(result: Kepts) -> Sheet:
     """Return the results of one size as a table."""
 
-    def middle(name: str, scale: float = 1.0, form: str = ".2f") -> tuple[Callable[[Kept], float | None], str, float]:
-        return lambda kept: median(getattr(kept, name)) if getattr(kept, name) else None, form, scale
+    def middle(heading: str, name: str, scale: float = 1.0, form: str = ".2f") -> Column:
+        """Return the column of the median of an attribute's values."""
+        return Column(heading, lambda kept: median(getattr(kept, name)) if getattr(kept, name) else None, form, scale)
 
     columns = (
         Column("", lambda kept: kept.contender.label),
-        Column("save s", *middle("save_s")),
-        Column("load s", *middle("load_s")),
+        middle("save s", "save_s"),
+        middle("load s", "load_s"),
         Column("first s", lambda kept: kept.load_s[0], ".2f"),
         Column("/DCP", lambda kept: result.to_peer(kept, "fsdp2"), ".2f"),
         Column("/DS3", lambda kept: result.to_peer(kept, "ds"), ".2f"),
         Column("GB", attrgetter("nbytes"), ".2f", 1 / GB),
-        Column("GB/s", attrgetter("nbytes_per_s"), ".2f", 1 / GB),
-        Column("engine GB/s", *middle("engine_nbytes_per_s", 1 / GB)),
-        Column("stall ms", *middle("stall_s", 1e3, ".0f")),
-        Column("lost ms", *middle("lost_s", 1e3, ".0f")),
-        Column("copy ms", *middle("copy_s", 1e3, ".0f")),
+        Column("GB/s", lambda kept: kept.nbytes / median(kept.save_s), ".2f", 1 / GB),
+        middle("engine GB/s", "engine_nbytes_per_s", 1 / GB),
+        middle("stall ms", "stall_s", 1e3, ".0f"),
+        middle("lost ms", "lost_s", 1e3, ".0f"),
+        middle("copy ms", "copy_s", 1e3, ".0f"),
         Column("extra MiB", attrgetter("extra_nbytes"), ".0f", 1 / MIB),
     )
     notes = [
@@ -224,33 +209,5 @@ def sheet(result: Kepts) -> Sheet:
         ("stall: training held up by a save in the background; lost: by which it and the next step exceed a step.", PLAIN),
     ]
     notes += [(f"{k.contender.label}: {k.skipped}", WARNING) for k in result.kept if k.skipped]
-    ran = [kept for kept in result.kept if kept.ran]
-    return Sheet.of(f"Checkpoints, {result.size} parameters with Adam states", columns, ran, notes)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoints", description=__doc__.splitlines()[0])
-    parser.add_argument("--path", required=True, help="folder on a local disk")
-    parser.add_argument("--sizes", default=",".join(SIZES), help=f"some of {', '.join(SIZES)}")
-    usual = ", ".join(f"{size}: {rounds}" for size, (*_, rounds) in SIZES.items())
-    parser.add_argument("--rounds", type=int, help=f"default: {usual}")
-    parser.add_argument("--only", default="", help="names of contenders, separated by commas (default: all)")
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
-    given = parser.parse_args(argv)
-    only = tuple(name for name in given.only.split(",") if name)
-    sizes = tuple(given.sizes.split(","))
-    for option, wanted, known in (("--sizes", sizes, list(SIZES)), ("--only", only, [c.name for c in CONTENDERS])):
-        if unknown := [name for name in wanted if name not in known]:
-            parser.error(f"{option}: expected some of {', '.join(known)}, got {', '.join(unknown)}")
-    Path(given.path).mkdir(parents=True, exist_ok=True)
-    results = run(given.path, sizes, given.rounds, only=only)
-    for result in results:
-        show(sheet(result), goals_sheet(result.goals))
-    if given.json:
-        given.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    title = f"Checkpoints, {result.size} parameters with Adam states"
+    return Sheet.of(title, columns, [kept for kept in result.kept if kept.ran], notes)

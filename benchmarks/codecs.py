@@ -1,7 +1,6 @@
 """A benchmark of quantization on one CPU thread, beside a memory copy and the same arithmetic over whole tensors.
 
-    python -m benchmarks.codecs                         64 MB of fp32 values, blocks of 256
-    python -m benchmarks.codecs --block 1024 --huge-pages
+    zeroshard bench --sections codecs                   64 MiB of fp32 values, blocks of 256
 
 Speed is bytes read and written per second. Packing reads 4 bytes a value and writes 1 (int8, fp8) or 0.5 (int4), and a step
 (scale) for each block; the copy reads 4 and writes 4. Contenders take turns in each round; times are medians over rounds, ratios
@@ -14,8 +13,6 @@ DeepSpeed's quantizer is no contender: it has kernels for GPUs only.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
@@ -26,13 +23,11 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.codecs import CODECS, DEFAULT_BLOCK, codec_of
-from zeroshard.memory.io.aligned import empty_aligned
 from zeroshard.planner.simulator.micro_benchmark import median_ratio, seconds, take_turns
 
-from .tables import PLAIN, Column, Goal, Sheet, goals_sheet, show
+from .tables import PLAIN, Column, Goal, Sheet
 
 COPY = "memory copy"
-SECTION_NUMEL, SECTION_ROUNDS = 1 << 24, 9  # in `zeroshard bench`: 64 MiB, larger than processor caches
 COPY_GOAL, WHOLE_GOAL = 0.5, 2.0
 COLUMNS = (
     Column("", itemgetter("name")),
@@ -63,26 +58,24 @@ def whole_unpack(name: str, steps: Tensor, codes: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def measure(
-    numel: int = 1 << 24, rounds: int = 9, *, block: int = DEFAULT_BLOCK, huge_pages: bool = False
-) -> list[dict[str, Any]]:
-    """Measure all contenders on one thread; return one row for each. numel: number of values, a multiple of the block.
+def measure(numel: int = 1 << 24, rounds: int = 9) -> list[dict[str, Any]]:
+    """Measure all contenders on one thread; return one row for each. numel: values, a multiple of the block; by default 64 MiB,
+    larger than processor caches.
 
     Keys: name, ms, bytes_per_value, gb_s (1e9 bytes read and written a second); of_copy: gb_s over that of the memory copy;
     over_whole: speed over that of the same arithmetic over whole tensors, None in the rows of the latter and of the copy.
     """
-    new = partial(_new, huge_pages=huge_pages)
-    values, out = new(4 * numel).view(torch.float32).normal_(), new(4 * numel).view(torch.float32).zero_()
+    values, out = torch.randn(numel), torch.zeros(numel)
     actions: dict[str, Callable[[], object]] = {COPY: lambda: out.copy_(values)}
     nbytes = {COPY: 8.0}
     for name in CODECS:
-        codec = codec_of(name, block)
-        packed, whole = new(codec.packed_nbytes(numel)).zero_(), whole_pack(name, values, block)
+        codec = codec_of(name, DEFAULT_BLOCK)
+        packed, whole = torch.zeros(codec.packed_nbytes(numel), dtype=torch.uint8), whole_pack(name, values, DEFAULT_BLOCK)
         codec.pack(values, packed)
         found: dict[str, Callable[[], object]] = {
             f"{name} pack": partial(codec.pack, values, packed),
             f"{name} unpack": partial(codec.unpack, packed, out),
-            f"{name} pack, whole": partial(whole_pack, name, values, block),
+            f"{name} pack, whole": partial(whole_pack, name, values, DEFAULT_BLOCK),
             f"{name} unpack, whole": partial(whole_unpack, name, *whole),
         }
         actions |= found
@@ -93,27 +86,15 @@ def measure(
         samples = take_turns({name: partial(seconds, action) for name, action in actions.items()}, rounds, warmup=1)
     finally:
         torch.set_num_threads(threads)
-    return [_row(name, samples, nbytes[name], numel) for name in actions]
-
-
-def _new(nbytes: int, *, huge_pages: bool) -> Tensor:
-    return empty_aligned(nbytes) if huge_pages else torch.empty(nbytes, dtype=torch.uint8)
-
-
-def _row(name: str, samples: dict[str, list[float]], bytes_per_value: float, numel: int) -> dict[str, Any]:
-    median_s, whole = median(samples[name]), samples.get(f"{name}, whole")
-    return {
-        "name": name,
-        "ms": 1e3 * median_s,
-        "bytes_per_value": bytes_per_value,
-        "gb_s": bytes_per_value * numel / median_s / 1e9,
-        "of_copy": bytes_per_value / 8 * median_ratio(samples[COPY], samples[name]),
-        "over_whole": median_ratio(whole, samples[name]) if whole else None,
-    }
-
-
-def measure_section() -> list[dict[str, Any]]:
-    return measure(SECTION_NUMEL, SECTION_ROUNDS)
+    rows = []
+    for name, times in samples.items():
+        whole_times = samples.get(f"{name}, whole")
+        rows.append({
+            "name": name, "ms": 1e3 * median(times), "bytes_per_value": nbytes[name],
+            "gb_s": nbytes[name] * numel / median(times) / 1e9, "of_copy": nbytes[name] / 8 * median_ratio(samples[COPY], times),
+            "over_whole": median_ratio(whole_times, times) if whole_times else None,
+        })  # fmt: skip
+    return rows
 
 
 def goals(rows: list[dict[str, Any]]) -> list[Goal]:
@@ -129,23 +110,3 @@ def goals(rows: list[dict[str, Any]]) -> list[Goal]:
 def sheet(rows: list[dict[str, Any]]) -> Sheet:
     """Return the rows of one `measure` as a table."""
     return Sheet.of("Block quantization of fp32 values, 1 thread", COLUMNS, rows, [(NOTE, PLAIN)])
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line (see the head of this file); return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.codecs", description="Measure quantization on the CPU.")
-    add = parser.add_argument
-    add("--millions", type=int, default=16, help="values, in units of 2^20 (default: 16)")
-    add("--rounds", type=int, default=9, help="timed runs of each contender (default: 9)")
-    add("--block", type=int, default=DEFAULT_BLOCK, help=f"values with one step (default: {DEFAULT_BLOCK})")
-    add("--huge-pages", action="store_true", help="tensors in 2 MiB pages, where a copy is faster")
-    given = parser.parse_args(argv)
-    if min(given.millions, given.rounds) < 1:
-        parser.error("expected --millions and --rounds of at least 1")
-    rows = measure(given.millions << 20, given.rounds, block=given.block, huge_pages=given.huge_pages)
-    show(sheet(rows), goals_sheet(goals(rows)))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

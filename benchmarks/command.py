@@ -21,11 +21,11 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -35,30 +35,17 @@ from zeroshard.errors import SwapError
 from zeroshard.memory.io.swap_folder import SwapFolder
 from zeroshard.planner.simulator.micro_benchmark import Unmeasured, apart
 
-from . import checkpoints, codecs, cpu_adam, disk, gpu, host_overhead, network, parallel, plot, report, statistics
+from . import checkpoints, codecs, cpu_adam, disk, gpu, host_overhead, network, parallel, pictures, report, statistics
 from .plan import CONTENDERS, MESH_CONTENDERS, PRECISIONS, TIER_CONTENDERS, Contender, ModelShape, Rounds, Workload, select
-from .race import race
-from .report import NOT_ASKED, Results
+from .race import Say, race
+from .report import NOT_ASKED, SECTIONS, Results
 from .tables import make_console
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 ROUNDS, QUICK_ROUNDS, TIERS_ROUNDS = 6, 3, 4
-NO_DISK = "no folder on a local disk; name one with --path"
-SECTIONS = {  # in the order in which they are run
-    "cpu": "step time and memory on CPU ranks",
-    "tiers": "the same with states on the host and on disk",
-    "host": "micro-benchmarks of the host's work",
-    "hostadam": "the host's Adam beside memory copies and peers",
-    "codecs": "quantization on the host beside memory copies",
-    "disk": "the file engine beside dd and fio",
-    "checkpoints": "saving and loading beside DCP with FSDP2 and DeepSpeed",
-    "network": "two nodes of two ranks with a slow link between them",
-    "parallel": "8 ranks over a mesh (pp 2, dp 2, tp 2) beside FSDP2 with the same stages and styles",
-    "gpu": "one GPU: each tier, and the largest models",
-}
 QUICK_SECTIONS = ("cpu", "host", "gpu")
-
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -109,10 +96,9 @@ def _parser() -> Parser:
     add("--quick", action="store_true", help="a short list of contenders and few rounds, below 90 s")
     add("--only", type=_names, default=(), metavar="NAMES", help="contenders, separated by commas; none: all")
     add("--precisions", type=_names, default=",".join(PRECISIONS), metavar="LIST", help="precisions of the contenders")
-    sections = "; ".join(f"{name}: {what}" for name, what in SECTIONS.items())
+    sections = "; ".join(f"{name}: {section.what}" for name, section in SECTIONS.items())
     add("--sections", type=_names, metavar="LIST", help=f"what to measure (default: all). {sections}")
-    rounds = f"rounds (default: {ROUNDS}, {QUICK_ROUNDS} with --quick; {TIERS_ROUNDS} of the tiers)"
-    add("--rounds", type=int, help=rounds)
+    add("--rounds", type=int, help=f"rounds (default: {ROUNDS}, {QUICK_ROUNDS} with --quick; {TIERS_ROUNDS} of the tiers)")
     add("--steps", type=int, default=2, help="steps of a turn")
     add("--warmup", type=int, default=3, help="steps before measuring")
     add("--ranks", type=int, default=2, help="processes of each contender")
@@ -180,111 +166,80 @@ def swap_folder(given: str | None, out: Path) -> Iterator[str | None]:
 
 
 def _measure(plan: Plan, say: Say) -> Results:
-    fields: dict[str, Any] = {"gpu_skipped": NOT_ASKED, "skipped": {}}
-    runs = (_cpu, _tiers, _host, _hostadam, _codecs, _disk, _checkpoints, _network, _parallel, _gpu)
-    for section, run in zip(SECTIONS, runs, strict=True):
-        if section in plan.sections:
-            try:
-                fields |= run(plan, say)
-            except Unmeasured as error:
-                fields["skipped"][section] = str(error)
-    return Results(plan.workload, plan.rounds, tiers_rounds=plan.tiers_rounds, **fields)
+    """Run the sections of a plan, each in turn."""
+    results = Results(plan.workload, plan.rounds, plan.tiers_rounds, skipped={"gpu": NOT_ASKED})
+    for section in (name for name in SECTIONS if name in plan.sections):
+        try:
+            results.found[section] = _run(section, plan, say)
+        except Unmeasured as error:
+            results.skipped[section] = str(error)
+    return results
 
 
-# The function of each section returns fields of Results, and raises Unmeasured where the machine cannot run the section.
-
-
-def _cpu(plan: Plan, say: Say) -> dict[str, Any]:
-    outcomes = []
-    for precision in PRECISIONS:  # one race each: the sleeping teams of both would need twice the memory
-        heat = [c for c in plan.contenders if c.precision == precision]
-        if heat:
-            say(f"{precision}: {len(heat)} contenders, {plan.rounds.rounds} rounds of {plan.rounds.steps} steps")
-            outcomes += race(heat, plan.workload, plan.rounds, plan.out / "logs", say)
-    return {"outcomes": outcomes}
-
-
-def _tiers(plan: Plan, say: Say) -> dict[str, Any]:
-    if not plan.tier_contenders:
-        say("tiers: none of the chosen contenders offloads anything")
-        return {}
-    say(f"tiers: {len(plan.tier_contenders)} contenders, {plan.tiers_rounds.rounds} rounds of {plan.rounds.steps} steps")
-    return {"tiers": race(plan.tier_contenders, plan.workload, plan.tiers_rounds, plan.out / "logs-tiers", say)}
-
-
-def _host(plan: Plan, say: Say) -> dict[str, Any]:
-    say("micro-benchmarks without communication")
-    return {"host": host_overhead.measure(20 if plan.quick else 60, plan.out / "logs" / "host.log")}
-
-
-def _hostadam(plan: Plan, say: Say) -> dict[str, Any]:
-    say("host Adam beside memory copies, DeepSpeed's CPUAdam and torch's AdamW")
-    return {"hostadam": apart(cpu_adam.measure_section, log_file=plan.out / "logs" / "hostadam.log")}
-
-
-def _codecs(plan: Plan, say: Say) -> dict[str, Any]:
-    say("quantization beside memory copies and whole-tensor arithmetic")
-    return {"codecs": apart(codecs.measure_section, log_file=plan.out / "logs" / "codecs.log")}
-
-
-def _disk(plan: Plan, say: Say) -> dict[str, Any]:
-    if plan.workload.swap_path is None:
-        raise Unmeasured(NO_DISK)
-    say("file engine beside dd and fio")
-    what = plan.workload.swap_path, disk.SECTION_NBYTES, disk.SECTION_ROUNDS
-    return {"disk": apart(disk.run, *what, log_file=plan.out / "logs" / "disk.log")}
-
-
-def _checkpoints(plan: Plan, say: Say) -> dict[str, Any]:
-    if plan.workload.swap_path is None:
-        raise Unmeasured(NO_DISK)
-    return {"checkpoints": checkpoints.run(plan.workload.swap_path, log_dir=plan.out / "logs-checkpoints", say=say)}
-
-
-def _network(plan: Plan, say: Say) -> dict[str, Any]:
-    say(f"two nodes and a link of {', '.join(f'{bandwidth / 1e6:.0f}' for bandwidth in plan.bandwidths)} Mbit/s")
-    return {"network": network.run(network.Plan(plan.bandwidths))}
-
-
-def _parallel(plan: Plan, say: Say) -> dict[str, Any]:
-    rounds = dataclasses.replace(plan.rounds, rounds=plan.tiers_rounds.rounds)
-    what = f"{len(plan.mesh_contenders)} contenders, {rounds.rounds} rounds of {rounds.steps} steps"
-    say(f"a mesh of {parallel.WORKLOAD.ranks} ranks: {what}")
-    return {"parallel": race(plan.mesh_contenders, parallel.WORKLOAD, rounds, plan.out / "logs-parallel", say)}
-
-
-def _gpu(plan: Plan, say: Say) -> dict[str, Any]:
+def _run(section: str, plan: Plan, say: Say) -> object:
+    """Return what one section measured. Raises Unmeasured where the machine cannot run it."""
+    path, logs, tiers_rounds = plan.workload.swap_path, plan.out / "logs", plan.tiers_rounds
+    if section in ("disk", "checkpoints") and path is None:
+        raise Unmeasured("no folder on a local disk; name one with --path")
+    if section == "cpu":
+        outcomes = []
+        for precision in PRECISIONS:  # one race each: the sleeping teams of both would need twice the memory
+            heat = [c for c in plan.contenders if c.precision == precision]
+            if heat:
+                say(f"{precision}: {len(heat)} contenders, {plan.rounds.rounds} rounds of {plan.rounds.steps} steps")
+                outcomes += race(heat, plan.workload, plan.rounds, logs, say)
+        return outcomes
+    if section == "tiers":
+        if not plan.tier_contenders:
+            say("tiers: none of the chosen contenders offloads anything")
+            return []
+        say(f"tiers: {len(plan.tier_contenders)} contenders, {tiers_rounds.rounds} rounds of {plan.rounds.steps} steps")
+        return race(plan.tier_contenders, plan.workload, tiers_rounds, plan.out / "logs-tiers", say)
+    if section == "host":
+        say("micro-benchmarks without communication")
+        return host_overhead.measure(20 if plan.quick else 60, logs / "host.log")
+    if section == "hostadam":
+        say("host Adam beside memory copies, DeepSpeed's CPUAdam and torch's AdamW")
+        return apart(cpu_adam.measure_section, log_file=logs / "hostadam.log")
+    if section == "codecs":
+        say("quantization beside memory copies and whole-tensor arithmetic")
+        return apart(codecs.measure, log_file=logs / "codecs.log")
+    if section == "disk":
+        say("file engine beside dd and fio")
+        return apart(disk.run, path, 1 << 29, 4, log_file=logs / "disk.log")
+    if section == "checkpoints":
+        return checkpoints.run(str(path), plan.out / "logs-checkpoints", say)
+    if section == "network":
+        say(f"two nodes and a link of {', '.join(f'{bandwidth / 1e6:.0f}' for bandwidth in plan.bandwidths)} Mbit/s")
+        return network.run(network.Plan(plan.bandwidths))
+    if section == "parallel":
+        rounds = dataclasses.replace(plan.rounds, rounds=tiers_rounds.rounds)
+        what = f"{len(plan.mesh_contenders)} contenders, {rounds.rounds} rounds of {rounds.steps} steps"
+        say(f"a mesh of {parallel.WORKLOAD.ranks} ranks: {what}")
+        return race(plan.mesh_contenders, parallel.WORKLOAD, rounds, plan.out / "logs-parallel", say)
     if not torch.cuda.is_available():
-        return {"gpu_skipped": "no CUDA device"}
-    seed, path = plan.workload.seed, plan.workload.swap_path
-    workload, outcomes = gpu.measure_speed(plan.rounds, seed, path, plan.out / "logs-gpu", say)
-    found = {"gpu_workload": workload, "gpu_outcomes": outcomes, "gpu_skipped": None}
-    if plan.largest_s and not plan.quick:
-        say("GPU: the largest model of each")
-        found["gpu_largest"] = gpu.measure_largest(seed, path, plan.out / "logs-largest", say, plan.largest_s)
-    return found
+        raise Unmeasured("no CUDA device")
+    return gpu.measure(plan.rounds, plan.workload.seed, path, plan.out, say, 0.0 if plan.quick else plan.largest_s)
 
 
-def _finish(results: Results, out: Path, console: Any) -> int:
+def _finish(results: Results, out: Path, console: Console) -> int:
     """Print the tables, write the files of results, draw the plots; return the exit code."""
     if not quiet():
-        report.print_results(results, console)
+        for sheet in results.sheets():
+            sheet.show(console)
     report.write_json(results, out / "results.json")
     report.write_markdown(results, out / "results.md")
     ranks = f"{results.workload.ranks} ranks on CPU, same model, seeds and batches"
-    pictures = (
-        (results.outcomes, ranks, out / "plot.png"),
-        (results.tiers, f"{ranks}: states on the host and on disk", out / "plot_tiers.png"),
-        (results.parallel, "8 ranks on CPU over a mesh: pipeline 2, data 2, tensor 2", out / "plot_parallel.png"),
-        (results.gpu_outcomes, "One GPU, bf16", out / "plot_gpu.png"),
-    )
-    for outcomes, title, path in pictures:
-        drawn(path, plot.draw, outcomes, title, path)
-    written = [out / "results.json", out / "results.md", *(path for *_, path in pictures if path.exists())]
+    titles = {
+        "plot.png": ranks,
+        "plot_tiers.png": f"{ranks}: states on the host and on disk",
+        "plot_parallel.png": "8 ranks on CPU over a mesh: pipeline 2, data 2, tensor 2",
+        "plot_gpu.png": "One GPU, bf16",
+    }
+    written = [out / "results.json", out / "results.md"]
+    for (name, title), outcomes in zip(titles.items(), results.races, strict=False):  # the last may be missing
+        drawn(out / name, pictures.draw, outcomes, title, out / name)
+        written += [out / name] if (out / name).exists() else []
     console.print("written: " + ", ".join(map(str, written)), markup=False)
-    return _exit_code(results)
-
-
-def _exit_code(results: Results) -> int:
-    """Return 1 where a contender failed, or its losses differ from those of the others; else 0."""
-    return int(any(statistics.losses_agree(race) is False or any(o.failed for o in race) for race in results.races))
+    failed = (statistics.losses_agree(race) is False or any(o.failed for o in race) for race in results.races)
+    return int(any(failed))

@@ -76,14 +76,17 @@ class Trainer:
     place: int | None = None
 
 
-def _plain_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, autocast: str | None = None
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a step of the ordinary PyTorch training loop. autocast: device type of bf16 autocast; None: no autocast."""
+def at_rest(model: nn.Module) -> dict[str, Bytes]:
+    """Return the model-state bytes of a model of zeroshard between steps."""
+    report = zs.report(model)
+    return {"measured": dict(report.at_rest), "formula": dict(report.formula)}
+
+
+def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: bool = False) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a step of the ordinary PyTorch training loop. autocast: compute in bf16 by torch.autocast."""
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        context = torch.autocast(autocast, torch.bfloat16) if autocast else contextlib.nullcontext()
-        with context:
+        with torch.autocast(tokens.device.type, torch.bfloat16) if autocast else contextlib.nullcontext():
             loss = model(tokens, targets)
         loss.backward()
         optimizer.step()
@@ -93,30 +96,23 @@ def _plain_step(
     return step
 
 
-def _autocast(contender: Contender, workload: Workload) -> str | None:
-    return workload.device if contender.precision == "bf16" else None
-
-
-def _build_local(contender: Contender, workload: Workload) -> Trainer:
-    """Build the contender without communication: each rank computes alone, and steps all parameters with its own AdamW."""
+def _build_ddp(contender: Contender, workload: Workload) -> Trainer:
+    """Build DDP, also with ZeroRedundancyOptimizer, or (kind "local") the same without communication: each rank alone."""
+    settings: dict[str, Any] = {} if contender.kind == "local" else {"gradient_as_bucket_view": True}
     model = build_model(workload)
     if workload.meta:
         _fill(model.to_empty(device=workload.device))
-    return Trainer(_plain_step(model, build_optimizer(model.parameters(), workload), _autocast(contender, workload)))
-
-
-def _build_ddp(contender: Contender, workload: Workload) -> Trainer:
-    settings: dict[str, Any] = {"gradient_as_bucket_view": True}
-    model = nn.parallel.DistributedDataParallel(build_model(workload), **settings)
-    if contender.kind == "ddp":
-        optimizer = build_optimizer(model.parameters(), workload)
-    else:
+    if contender.kind != "local":
+        model = nn.parallel.DistributedDataParallel(model, **settings)
+    if contender.kind == "ddp+zero":
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         settings["parameters_as_bucket_view"] = True
         options: dict[str, Any] = {"parameters_as_bucket_view": True, **optimizer_options(workload)}
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, **options)
-    return Trainer(_plain_step(model, optimizer, _autocast(contender, workload)), settings=settings)
+        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, **options)
+    else:
+        optimizer = build_optimizer(model.parameters(), workload)
+    return Trainer(_plain_step(model, optimizer, autocast=contender.precision == "bf16"), settings=settings)
 
 
 def _build_fsdp2(contender: Contender, workload: Workload) -> Trainer:
@@ -152,10 +148,22 @@ def _fill(model: nn.Module) -> None:
 def _build_deepspeed(contender: Contender, workload: Workload) -> Trainer:
     """Build the contender with DeepSpeed, or (kind "engine") with the same calls of zeroshard's module `zeroshard.deepspeed`."""
     deepspeed: Any = importlib.import_module("zeroshard.deepspeed" if contender.kind == "engine" else "deepspeed")
-
-    settings = _deepspeed_settings(contender, workload)
-    sharded_at_birth = deepspeed.zero.Init(config_dict_or_path=settings) if workload.meta else contextlib.nullcontext()
-    with sharded_at_birth:
+    zero: dict[str, object] = {"stage": contender.stage, "reduce_bucket_size": int(5e6)}
+    settings: dict[str, object] = {
+        "train_micro_batch_size_per_gpu": workload.sequences, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9, "zero_optimization": zero,
+    }  # fmt: skip
+    if contender.stage == 3:
+        zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+    if contender.precision == "bf16":
+        settings["bf16"] = {"enabled": True}
+    if contender.offload:
+        host = {"device": "cpu", "pin_memory": workload.device == "cuda"}
+        zero |= {"offload_optimizer": host, "offload_param": host}
+        options = optimizer_options(workload)
+        del options["fused"]  # DeepSpeed makes its own optimizer: CPUAdam
+        settings["optimizer"] = {"type": "AdamW", "params": options}
+    with deepspeed.zero.Init(config_dict_or_path=settings) if workload.meta else contextlib.nullcontext():  # sharded at birth
         model = build_model(dataclasses.replace(workload, meta=False))
     optimizer = None if contender.offload else build_optimizer(model.parameters(), workload)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=model.parameters(), config=settings)
@@ -172,28 +180,6 @@ def _build_deepspeed(contender: Contender, workload: Workload) -> Trainer:
     return Trainer(step, settings=settings, keeper=keeper)
 
 
-def _deepspeed_settings(contender: Contender, workload: Workload) -> dict[str, object]:
-    zero: dict[str, object] = {"stage": contender.stage, "reduce_bucket_size": int(5e6)}
-    settings: dict[str, object] = {
-        "train_micro_batch_size_per_gpu": workload.sequences,
-        "gradient_clipping": 0.0,
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**9,
-        "zero_optimization": zero,
-    }
-    if contender.stage == 3:
-        zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
-    if contender.precision == "bf16":
-        settings["bf16"] = {"enabled": True}
-    if contender.offload:
-        host = {"device": "cpu", "pin_memory": workload.device == "cuda"}
-        zero |= {"offload_optimizer": host, "offload_param": host}
-        options = optimizer_options(workload)
-        del options["fused"]  # DeepSpeed makes its own optimizer: CPUAdam
-        settings["optimizer"] = {"type": "AdamW", "params": options}
-    return settings
-
-
 def _build_zeroshard(contender: Contender, workload: Workload) -> Trainer:
     model = build_model(workload)
     optimizer = build_optimizer(model.parameters(), workload)
@@ -201,10 +187,6 @@ def _build_zeroshard(contender: Contender, workload: Workload) -> Trainer:
     path = workload.swap_path if contender.on_disk else None
     options: dict[str, Any] = {"stage": contender.stage, "precision": contender.precision, "offload_path": path, **offload}
     model, optimizer = zs.shard(model, optimizer, **options)
-
-    def at_rest() -> dict[str, Bytes]:
-        report = zs.report(model)
-        return {"measured": dict(report.at_rest), "formula": dict(report.formula)}
 
     def quiet() -> None:
         """Wait until prefetching of the next step's states has ended; `poll` drives it, as forward and backward would."""
@@ -218,7 +200,7 @@ def _build_zeroshard(contender: Contender, workload: Workload) -> Trainer:
 
     return Trainer(
         _plain_step(model, optimizer),
-        at_rest=at_rest,
+        at_rest=functools.partial(at_rest, model),
         settings=dict(offload),
         moved=lambda: dict(zs.report(model).moved),
         quiet=quiet if contender.on_disk else lambda: None,
@@ -238,7 +220,7 @@ def _file_nbytes() -> list[str] | None:
 
 
 BUILDERS: dict[str, Callable[[Contender, Workload], Trainer]] = {  # by kind; each needs the process group to exist already
-    "local": _build_local,
+    "local": _build_ddp,
     "ddp": _build_ddp,
     "ddp+zero": _build_ddp,
     "fsdp2": _build_fsdp2,

@@ -46,7 +46,6 @@ from .tables import WARNING, Column, Goal, Sheet, goals_sheet, show
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 OURS, COPY, DEEPSPEED, FOREACH, FUSED = "zeroshard", "memory copy", "deepspeed", "torch foreach", "torch fused"
 CHUNK_EXPONENTS = range(14, 21)
-SECTION_NUMEL, SECTION_ROUNDS = 1 << 25, 5  # in `zeroshard bench`; a memory copy moves 512 MB: far more than caches hold
 COLUMNS = (
     Column("", itemgetter("name")),
     Column("ms", itemgetter("ms"), ".1f"),
@@ -76,9 +75,7 @@ class Memory:
         self.source, self.target = self._new(2 * numel).zero_(), self._new(2 * numel).zero_()
 
     def _new(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        if not self._huge_pages:
-            return torch.empty(numel, dtype=dtype)
-        return empty_aligned(numel * dtype.itemsize).view(dtype)
+        return empty_aligned(numel * dtype.itemsize).view(dtype) if self._huge_pages else torch.empty(numel, dtype=dtype)
 
     def state(self, step: Any) -> dict[str, Any]:
         return {"step": step, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
@@ -118,7 +115,7 @@ def _zeroshard(memory: Memory, threads: int, team: cpu_kernels.Team, chunks: boo
     return found + [Contender(f"{OURS} 2^{e}", 28, "chunks of so many parameters", partial(job, 1 << e)) for e in lengths]
 
 
-def _whole(memory: Memory, name: str, bytes_per_parameter: int | None, optimizer: Any) -> list[Contender]:
+def _whole(memory: Memory, name: str, bytes_per_parameter: int | None, optimizer: torch.optim.Optimizer) -> Contender:
     """Return the contender whose optimizer steps the whole fp32 master, with casts of gradients before and parameters after."""
 
     def job() -> None:
@@ -126,15 +123,15 @@ def _whole(memory: Memory, name: str, bytes_per_parameter: int | None, optimizer
         optimizer.step()
         memory.out.copy_(memory.master)
 
-    return [Contender(name, bytes_per_parameter, "the job: cast, step, cast over whole tensors", job)]
+    return Contender(name, bytes_per_parameter, "the job: cast, step, cast over whole tensors", job)
 
 
-def _torch(memory: Memory, name: str, **variant: Any) -> list[Contender]:
+def _torch(memory: Memory, variant: dict[str, bool]) -> torch.optim.AdamW:
     param = nn.Parameter(memory.master)
     param.grad = memory.grad32
     optimizer = torch.optim.AdamW([param], **OPTIONS, **variant)
     optimizer.state[param] = memory.state(torch.zeros(()))
-    return _whole(memory, name, 40 if "fused" in variant else None, optimizer)
+    return optimizer
 
 
 def _deepspeed(memory: Memory) -> list[Contender]:
@@ -147,22 +144,10 @@ def _deepspeed(memory: Memory) -> list[Contender]:
     param.grad, small.grad = memory.grad32, memory.grad
     optimizer.state[param], light.state[small] = memory.state(0), memory.state(0)
     return [
-        *_whole(memory, DEEPSPEED, 40, optimizer),
+        _whole(memory, DEEPSPEED, 40, optimizer),
         Contender(f"{DEEPSPEED} kernel", 28, "fp32 gradients given, no bf16 parameters", optimizer.step),
         Contender(f"{DEEPSPEED} bf16", 22, "bf16 parameters without masters: not the job", light.step),
     ]
-
-
-def _peers(memory: Memory, deepspeed: bool) -> tuple[list[Contender], list[dict]]:
-    """Return the peers that can run on this machine, and a row with the reason for each that cannot."""
-    found, skipped = [], []
-    if deepspeed:
-        try:
-            found += _deepspeed(memory)
-        except Exception as error:  # without the package, a compiler or ninja it raises errors of several types
-            skipped = [{"name": DEEPSPEED, "skipped": one_line(error)}]
-    found += _torch(memory, FUSED, fused=True) + _torch(memory, FOREACH, foreach=True)
-    return found, skipped
 
 
 @torch.no_grad()
@@ -178,50 +163,46 @@ def measure(
     """
     with closing(cpu_kernels.Team(threads)) as team, cpu_kernels.stepping_threads(threads):
         memory = Memory(numel, huge_pages=True)
-        peers, skipped = _peers(Memory(numel, huge_pages=False) if not huge_pages else memory, deepspeed)
+        theirs = memory if huge_pages else Memory(numel, huge_pages=False)
         copy = Contender(COPY, 16, "copy_ within a working set as large", lambda: memory.target.copy_(memory.source))
-        contenders = [*_zeroshard(memory, threads, team, chunks), copy, *peers]
-        samples = take_turns({c.name: partial(_sample, c.step) for c in contenders}, rounds, warmup=1)
-    return [_row(c, samples[c.name], samples[OURS], numel, threads) for c in contenders] + skipped
+        contenders, skipped = [*_zeroshard(memory, threads, team, chunks), copy], []
+        if deepspeed:
+            try:
+                contenders += _deepspeed(theirs)
+            except Exception as error:  # without the package, a compiler or ninja it raises errors of several types
+                skipped = [{"name": DEEPSPEED, "skipped": one_line(error)}]
+        contenders += [_whole(theirs, FUSED, 40, _torch(theirs, {"fused": True}))]
+        contenders += [_whole(theirs, FOREACH, None, _torch(theirs, {"foreach": True}))]
+        samples = take_turns({c.name: partial(_times, c.step) for c in contenders}, rounds, warmup=1)
+    walls, rows = {name: [wall_s for wall_s, _ in of] for name, of in samples.items()}, []
+    for contender in contenders:
+        median_s, nbytes, updates = median(walls[contender.name]), contender.bytes_per_parameter, contender.name != COPY
+        rows.append({
+            "name": contender.name, "what": contender.what, "threads": threads,
+            "core_share": median(cpu_s / (threads * wall_s) for wall_s, cpu_s in samples[contender.name]),
+            "ms": 1e3 * median_s, "bytes_per_parameter": nbytes,
+            "gb_s": None if nbytes is None else nbytes * numel / median_s / 1e9,
+            "g_parameters_s": numel / median_s / 1e9 if updates else None,
+            "ratio": median_ratio(walls[contender.name], walls[OURS]) if updates else None,
+        })  # fmt: skip
+    return rows + skipped
+
+
+def _times(step: Callable[[], object]) -> tuple[float, float]:
+    """Return the wall time of a step, and the processor time of all threads in it."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    step()
+    return time.perf_counter() - wall, time.process_time() - cpu
 
 
 def measure_section() -> dict[int, list[dict[str, Any]]]:
-    """Return the rows of `measure` by number of threads: one thread, and one for each core."""
-    return {threads: measure(SECTION_NUMEL, SECTION_ROUNDS, threads=threads) for threads in thread_counts()}
+    """Return the rows of `measure` by number of threads. A memory copy moves 512 MB: far more than caches hold."""
+    return {threads: measure(1 << 25, 5, threads=threads) for threads in thread_counts()}
 
 
 def thread_counts() -> list[int]:
+    """Return the usual numbers of threads: one, and one for each core."""
     return sorted({1, cpu_kernels.visible_cores()})
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The wall time of one step, and the processor time of all threads in it."""
-
-    wall_s: float
-    cpu_s: float
-
-
-def _sample(step: Callable[[], object]) -> Sample:
-    wall, cpu = time.perf_counter(), time.process_time()
-    step()
-    return Sample(time.perf_counter() - wall, time.process_time() - cpu)
-
-
-def _row(contender: Contender, samples: list[Sample], ours: list[Sample], numel: int, threads: int) -> dict[str, Any]:
-    median_s, nbytes = median(s.wall_s for s in samples), contender.bytes_per_parameter
-    updates = contender.name != COPY
-    return {
-        "name": contender.name,
-        "what": contender.what,
-        "threads": threads,
-        "core_share": median(s.cpu_s / (threads * s.wall_s) for s in samples),
-        "ms": 1e3 * median_s,
-        "bytes_per_parameter": nbytes,
-        "gb_s": None if nbytes is None else nbytes * numel / median_s / 1e9,
-        "g_parameters_s": numel / median_s / 1e9 if updates else None,
-        "ratio": median_ratio([s.wall_s for s in samples], [s.wall_s for s in ours]) if updates else None,
-    }
 
 
 def goals(rows: list[dict[str, Any]]) -> list[Goal]:

@@ -20,13 +20,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 
-from torch import Tensor
-
 from zeroshard.memory.io.aligned import empty_aligned
-from zeroshard.memory.io.async_file import Engine, File
+from zeroshard.memory.io.async_file import Engine
 from zeroshard.memory.io.swap_folder import SwapFolder
 from zeroshard.planner.simulator.micro_benchmark import seconds, take_turns
 
@@ -36,12 +33,11 @@ GOAL = 0.95  # least speed of the engine over that of the best other program
 ENGINE = "engine"
 MIB = 1 << 20
 ROUNDS, NBYTES = 5, 2 << 30
-SECTION_ROUNDS, SECTION_NBYTES = 4, 1 << 29  # in `zeroshard bench`
 MODES = ("write", "read")
 DD_BLOCKS_MIB = (1, 4, 16)
 FIO_RUNS = (("libaio", 1, 8), ("libaio", 4, 4), ("psync", 4, 1))  # I/O engine, block in MiB, queue depth
 
-Program = Callable[[bool], float]  # True: write, False: read; returns seconds
+Program = Callable[[str], float]  # "write" or "read" -> seconds
 
 
 def run(path: str | os.PathLike = ".", nbytes: int = NBYTES, rounds: int = ROUNDS) -> dict:
@@ -65,65 +61,51 @@ def run(path: str | os.PathLike = ".", nbytes: int = NBYTES, rounds: int = ROUND
     with SwapFolder(path, rank=0, needed_nbytes=nbytes) as folder, Engine() as engine:
         file = folder.file("bench", nbytes)
         memory = empty_aligned(nbytes).random_(0, 256)  # random, since some disks do not store zeros
-        programs: dict[str, Program] = {ENGINE: functools.partial(_engine_s, engine, file, memory)}
-        programs |= _others(Path(file.path), nbytes)
+        ours = {"write": engine.write, "read": engine.read}
+        programs: dict[str, Program] = {ENGINE: lambda mode: seconds(lambda: ours[mode](file, 0, memory).wait())}
+        if shutil.which("dd"):
+            for block_mib in DD_BLOCKS_MIB:
+                programs[f"dd bs={block_mib}M"] = functools.partial(_dd_s, file.path, nbytes, block_mib)
+        if shutil.which("fio"):
+            for ioengine, block_mib, depth in FIO_RUNS:
+                name = f"fio {ioengine} bs={block_mib}M depth={depth}"
+                programs[name] = functools.partial(_fio_s, file.path, nbytes, ioengine, block_mib, depth)
         engine.write(file, 0, memory).wait()  # so that all measured writes overwrite, as those of training steps do
-        turns: dict[str, Callable[[], tuple[float, ...]]] = {
+        turns: dict[str, Callable[[], list[float]]] = {
             name: functools.partial(_turn, program, nbytes) for name, program in programs.items()
         }
-        speeds = take_turns(turns, rounds)
+        turned = take_turns(turns, rounds)
         result = {"path": str(path), "nbytes": nbytes, "rounds": rounds, "direct": file.direct}
     for index, mode in enumerate(MODES):
-        result[mode] = _result({name: [turn[index] for turn in of] for name, of in speeds.items()})
+        speeds = {name: [turn[index] for turn in of] for name, of in turned.items()}
+        medians = {name: median(values) for name, values in speeds.items()}
+        best = max(medians.keys() - {ENGINE}, key=medians.__getitem__, default=None)
+        ratio = medians[ENGINE] / medians[best] if best else None
+        result[mode] = {"gb_per_s": speeds, "median": medians, "best_other": best, "ratio": ratio}
     return result
 
 
-def _turn(program: Program, nbytes: int) -> tuple[float, ...]:
+def _turn(program: Program, nbytes: int) -> list[float]:
     """Run a program once; return its GB/s of writing, then of reading."""
-    return tuple(nbytes / program(writes) / 1e9 for writes in (True, False))
+    return [nbytes / program(mode) / 1e9 for mode in MODES]
 
 
-def _result(speeds: dict[str, list[float]]) -> dict:
-    medians = {name: median(values) for name, values in speeds.items()}
-    best = max(medians.keys() - {ENGINE}, key=medians.__getitem__, default=None)
-    ratio = medians[ENGINE] / medians[best] if best else None
-    return {"gb_per_s": speeds, "median": medians, "best_other": best, "ratio": ratio}
-
-
-def _engine_s(engine: Engine, file: File, memory: Tensor, writes: bool) -> float:
-    return seconds(lambda: (engine.write if writes else engine.read)(file, 0, memory).wait())
-
-
-def _others(path: Path, nbytes: int) -> dict[str, Program]:
-    """Return the programs dd and fio by name, where they are installed, with each block size and queue depth."""
-    programs: dict[str, Program] = {}
-    if shutil.which("dd"):
-        for block_mib in DD_BLOCKS_MIB:
-            programs[f"dd bs={block_mib}M"] = functools.partial(_dd_s, path, nbytes, block_mib)
-    if shutil.which("fio"):
-        for ioengine, block_mib, depth in FIO_RUNS:
-            name = f"fio {ioengine} bs={block_mib}M depth={depth}"
-            programs[name] = functools.partial(_fio_s, path, nbytes, ioengine, block_mib, depth)
-    return programs
-
-
-def _dd_s(path: Path, nbytes: int, block_mib: int, writes: bool) -> float:
+def _dd_s(path: str, nbytes: int, block_mib: int, mode: str) -> float:
     """Run dd; return the seconds that it reports."""
     command = ["dd", f"bs={block_mib}M", f"count={nbytes // (block_mib * MIB)}"]
-    if writes:
+    if mode == "write":
         command += ["if=/dev/zero", f"of={path}", "oflag=direct", "conv=notrunc"]
     else:
         command += [f"if={path}", "of=/dev/null", "iflag=direct"]
     told = _output(command).stderr
-    seconds = re.search(r"([0-9.e-]+) s,", told)
-    if seconds is None:
+    found = re.search(r"([0-9.e-]+) s,", told)
+    if found is None:
         raise RuntimeError(f"expected seconds in the output of dd, got {told!r}")
-    return float(seconds[1])
+    return float(found[1])
 
 
-def _fio_s(path: Path, nbytes: int, ioengine: str, block_mib: int, depth: int, writes: bool) -> float:
+def _fio_s(path: str, nbytes: int, ioengine: str, block_mib: int, depth: int, mode: str) -> float:
     """Run fio; return the seconds that it reports, which leave out its start."""
-    mode = "write" if writes else "read"
     command = ["fio", "--name=bench", f"--filename={path}", f"--rw={mode}", f"--bs={block_mib}M", f"--size={nbytes}"]
     command += [f"--ioengine={ioengine}", f"--iodepth={depth}", "--direct=1", "--thread", "--overwrite=1"]
     command += ["--scramble_buffers=0", "--output-format=json"]  # fio spends no time on changing its data
@@ -165,17 +147,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--path", default=".", help="a folder on the disk to measure (default: here)")
     parser.add_argument("--nbytes", type=int, default=NBYTES, help=f"size of the file (default: {NBYTES})")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"(default: {ROUNDS})")
-    parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
     arguments = parser.parse_args(argv)
     try:
         result = run(arguments.path, arguments.nbytes, arguments.rounds)
     except ValueError as error:  # SwapError is one
         print(error, file=sys.stderr)
         return 2
-    if arguments.json:
-        print(json.dumps(result))
-    else:
-        show(sheet(result), goals_sheet(goals(result)))
+    show(sheet(result), goals_sheet(goals(result)))
     return 0
 
 

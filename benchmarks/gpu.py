@@ -14,7 +14,8 @@ import dataclasses
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,6 @@ STATE_NBYTES = {
     "offload": (0, 20, 0),
 }
 USABLE = 0.8  # share of each memory that model states may fill in the first trial of a search
-SEARCH_S = 120.0  # for each contender; after it no trial is begun
 
 
 @dataclass(frozen=True)
@@ -78,23 +78,19 @@ def search(
     """
     end, found = clock() + time_s, Largest()
     while clock() < end:
-        layers = _next(found, first)
-        if layers is None:
+        if found.fits is None:
+            layers = first if found.fails is None else found.fails // 2
+        elif found.fails is None:
+            layers = 2 * found.fits
+        else:
+            known = found.fails - found.fits <= max(1, found.fits // 8)
+            layers = 0 if known else (found.fits + found.fails) // 2
+        if not layers:
             return dataclasses.replace(found, complete=True)
         why = attempt(layers)
         news = {"fits": layers} if why is None else {"fails": layers, "why": why}
         found = dataclasses.replace(found, **news, trials=found.trials + 1)
     return found
-
-
-def _next(found: Largest, first: int) -> int | None:
-    """Return the number of layers to try next; None where fits and fails are close enough."""
-    if found.fits is None:
-        return first if found.fails is None else found.fails // 2 or None
-    if found.fails is None:
-        return 2 * found.fits
-    known = found.fails - found.fits <= max(1, found.fits // 8)
-    return None if known else (found.fits + found.fails) // 2
 
 
 def parameters(shape: ModelShape) -> int:
@@ -119,57 +115,58 @@ def first_layers(contender: Contender, room: tuple[int, int, int]) -> int:
     return max(1, int(min(limits)))
 
 
-def measure_speed(rounds: Rounds, seed: int, swap_path: str | None, log_dir: Path, say: Say) -> tuple[Workload, list[Outcome]]:
-    """Run the race on one GPU; return its workload and outcomes."""
-    layers = min(SHAPE.layers, max(1, torch.cuda.mem_get_info()[1] >> 31))  # states of sleeping contenders stay on the device
-    shape = dataclasses.replace(SHAPE, layers=layers)
-    workload = Workload(shape=shape, sequences=4, ranks=1, seed=seed, device="cuda", swap_path=swap_path)
+@dataclass(frozen=True)
+class Measured:
+    """The results of both parts: the race's workload and outcomes, and the largest model of each contender, by its name."""
+
+    workload: Workload
+    outcomes: list[Outcome]
+    largest: dict[str, Largest] = field(default_factory=dict)
+
+
+def measure(rounds: Rounds, seed: int, swap_path: str | None, out: Path, say: Say, search_s: float) -> Measured:
+    """Run the race on one GPU, then search for the largest model of each contender that offloads or is zeroshard's.
+
+    One that cannot run has fits=None, and the reason in why. search_s: seconds for each; 0: no search.
+    """
+    device_nbytes = torch.cuda.mem_get_info()[1]
+    layers = min(SHAPE.layers, max(1, device_nbytes >> 31))  # states of sleeping contenders stay on the device
+    how: dict[str, Any] = {"ranks": 1, "seed": seed, "device": "cuda", "swap_path": swap_path}
+    workload = Workload(dataclasses.replace(SHAPE, layers=layers), sequences=4, **how)
     rounds = dataclasses.replace(rounds, steps=max(rounds.steps, 10), lead_in=1)
     say(f"GPU, bf16: {len(CONTENDERS)} contenders on one rank")
-    return workload, race(list(CONTENDERS), workload, rounds, log_dir, say)
-
-
-def measure_largest(seed: int, swap_path: str | None, log_dir: Path, say: Say, time_s: float = SEARCH_S) -> dict[str, Largest]:
-    """Search for the largest model of each contender, by its name. One that cannot run has fits=None, and the reason in why."""
-    device_nbytes = torch.cuda.mem_get_info()[1]
-    how: dict[str, Any] = {"seed": seed, "device": "cuda", "swap_path": swap_path, "meta": True, "checkpoint": True}
-    workload = Workload(WIDE_SHAPE, sequences=1, ranks=1, **how)
-    found = {}
+    found = Measured(workload, race(list(CONTENDERS), workload, rounds, out / "logs-gpu", say))
+    if not search_s:
+        return found
+    say("GPU: the largest model of each")
+    wide = Workload(WIDE_SHAPE, sequences=1, meta=True, checkpoint=True, **how)
     for contender in (*TIERS, *PEERS):
-        if missing := missing_reason(contender, workload):
-            found[contender.name] = Largest(why=missing)
+        if missing := missing_reason(contender, wide):
+            found.largest[contender.name] = Largest(why=missing)
             continue
         disk_nbytes = shutil.disk_usage(swap_path).free if swap_path else 0
         room = (device_nbytes, available_nbytes() or 0, disk_nbytes)
-        trial = Trial(contender, workload, room[1], log_dir)
-        found[contender.name] = search(trial, first_layers(contender, room), time_s)
-        say(f"  {contender.name:18s} {describe(found[contender.name])}")
+        attempt = partial(trial, contender, wide, room[1], out / "logs-largest")
+        found.largest[contender.name] = search(attempt, first_layers(contender, room), search_s)
+        say(f"  {contender.name:18s} {describe(found.largest[contender.name])}")
     return found
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A trial of one contender: called with a number of layers, it returns None if they train, else the reason why not."""
-
-    contender: Contender
-    workload: Workload
-    host_nbytes: int
-    log_dir: Path
-
-    def __call__(self, layers: int) -> str | None:
-        shape = dataclasses.replace(self.workload.shape, layers=layers)
-        needed = STATE_NBYTES[self.contender.offload][1] * parameters(shape)
-        if needed > 0.9 * self.host_nbytes:  # the kernel would kill a process, perhaps not ours
-            return f"{needed / 2**30:.0f} GiB of host memory needed, {self.host_nbytes / 2**30:.0f} available"
-        team = Team(self.contender, dataclasses.replace(self.workload, shape=shape), self.log_dir)
-        try:
-            team.wait_ready()
-            team.ask("turn", 0, 2)
-        except TeamFailed as error:
-            return str(error)
-        finally:
-            team.close()
-        return None
+def trial(contender: Contender, workload: Workload, host_nbytes: int, log_dir: Path, layers: int) -> str | None:
+    """Try so many layers in a process of its own; return None if they train, else the reason why not."""
+    shape = dataclasses.replace(workload.shape, layers=layers)
+    needed = STATE_NBYTES[contender.offload][1] * parameters(shape)
+    if needed > 0.9 * host_nbytes:  # the kernel would kill a process, perhaps not ours
+        return f"{needed / 2**30:.0f} GiB of host memory needed, {host_nbytes / 2**30:.0f} available"
+    team = Team(contender, dataclasses.replace(workload, shape=shape), log_dir)
+    try:
+        team.wait_ready()
+        team.ask("turn", 0, 2)
+    except TeamFailed as error:
+        return str(error)
+    finally:
+        team.close()
+    return None
 
 
 def describe(largest: Largest) -> str:

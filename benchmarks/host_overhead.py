@@ -11,12 +11,11 @@ The world has two ranks of which only rank 0 exists: PyTorch's "fake" process gr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,10 +25,12 @@ import zeroshard as zs
 from zeroshard.comm.fake import FakeComm
 from zeroshard.planner.simulator.micro_benchmark import Unmeasured, apart, one_line, seconds, take_turns
 
+from .tables import WARNING, Goal, Sheet
+
 UNITS = 32
 OPTIMIZER_UNITS = 30  # of 10 parameters
 DIM = 32
-TIMEOUT_S = 300.0
+LIMIT_S = 300.0
 
 Millis = dict[str, float]
 
@@ -44,29 +45,38 @@ class HostWork:
 
     def unit_ms(self, library: str) -> float | None:
         """Return a library's milliseconds of host work per unit and step, beyond those of the plain model."""
-        if library not in self.step_ms:
-            return None
-        return (self.step_ms[library] - self.step_ms["plain"]) / UNITS
+        return (self.step_ms[library] - self.step_ms["plain"]) / UNITS if library in self.step_ms else None
 
     @property
-    def best_fsdp2_optimizer(self) -> str | None:
-        """The name of FSDP2's fastest AdamW: fused, foreach or one by one."""
-        variants = [name for name in self.optimizer_ms if name.startswith("fsdp2")]
-        return min(variants, key=self.optimizer_ms.__getitem__, default=None)
+    def goals(self) -> list[Goal]:
+        """The goals with their measured values; FSDP2's fastest optimizer counts: fused, foreach or one by one."""
+        fsdp2 = min((ms for name, ms in self.optimizer_ms.items() if name.startswith("fsdp2")), default=None)
+        rows = (
+            ("host work per unit and step / FSDP2", 0.25, self.unit_ms("zeroshard"), self.unit_ms("fsdp2")),
+            ("optimizer step and clipping / FSDP2", 0.20, self.optimizer_ms.get("zeroshard"), fsdp2),
+        )
+        return [
+            Goal(text, None if ours is None or theirs is None else ours / theirs, limit, "host")
+            for text, limit, ours, theirs in rows
+        ]
 
-    def unit_ratio(self) -> float | None:
-        ours, theirs = self.unit_ms("zeroshard"), self.unit_ms("fsdp2")
-        return None if ours is None or theirs is None else ours / theirs
-
-    def optimizer_ratio(self) -> float | None:
-        ours, theirs = self.optimizer_ms.get("zeroshard"), self.best_fsdp2_optimizer
-        return None if ours is None or theirs is None else ours / self.optimizer_ms[theirs]
+    def sheet(self) -> Sheet:
+        """Return the table: milliseconds, and their ratio to plain PyTorch."""
+        rows = []
+        for library in ("fsdp2", "zeroshard"):
+            ms = self.unit_ms(library)
+            rows.append([f"host work per unit and step, {library}", "-" if ms is None else f"{ms:.3f}", ""])
+        for name, ms in self.optimizer_ms.items():
+            label = f"clipping and AdamW step, 300 parameters, {name}"
+            rows.append([label, f"{ms:.2f}", f"{ms / self.optimizer_ms['plain']:.2f}"])
+        notes = [(f"{name}: not measured: {error}", WARNING) for name, error in self.errors.items()]
+        return Sheet("Without communication, world of 2, rank 0 only", ("", "ms", "of plain PyTorch"), rows, notes)
 
 
 def measure(repeats: int, log_file: Path) -> HostWork:
     """Run both micro-benchmarks in a process of their own: the fake group must not meet a real one."""
     try:
-        return apart(_measure_here, repeats, log_file=log_file, timeout_s=TIMEOUT_S)
+        return apart(_measure_here, repeats, log_file=log_file, timeout_s=LIMIT_S)
     except Unmeasured as error:
         return HostWork(errors={"all": str(error)})
 
@@ -76,34 +86,24 @@ def _measure_here(repeats: int) -> HostWork:
 
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    errors: dict[str, str] = {}
-    return HostWork(_medians(_STEPS, repeats, errors), _medians(_OPTIMIZERS, repeats, errors), errors)
+    found = HostWork()
+    for builders, medians in ((_STEPS, found.step_ms), (_OPTIMIZERS, found.optimizer_ms)):
+        built: dict[str, Callable[[], float]] = {}
+        for name, builder in builders.items():
+            try:
+                timed = partial(_milliseconds, *builder())
+                timed()
+                built[name] = timed
+            except Exception as error:
+                found.errors[name] = one_line(error)
+        medians |= {name: median(samples) for name, samples in take_turns(built, repeats, warmup=3).items()}
+    return found
 
 
-@dataclass(frozen=True)
-class _Timed:
-    """A timed action. `before` runs first, untimed: it zeroes the gradients, or makes some."""
-
-    before: Callable[[], object]
-    action: Callable[[], object]
-
-    def __call__(self) -> float:
-        """Run both; return the milliseconds of `action`."""
-        self.before()
-        return 1e3 * seconds(self.action)
-
-
-def _medians(builders: dict[str, Callable[[], _Timed]], repeats: int, errors: dict[str, str]) -> Millis:
-    """Return by name the median milliseconds of what each builder makes; add the error of one that fails to `errors`."""
-    built: dict[str, Callable[[], float]] = {}
-    for name, builder in builders.items():
-        try:
-            timed = builder()
-            timed()
-            built[name] = timed
-        except Exception as error:
-            errors[name] = one_line(error)
-    return {name: median(samples) for name, samples in take_turns(built, repeats, warmup=3).items()}
+def _milliseconds(before: Callable[[], object], action: Callable[[], object]) -> float:
+    """Return the milliseconds of `action`. `before` runs first, untimed: it zeroes the gradients, or makes some."""
+    before()
+    return 1e3 * seconds(action)
 
 
 class SmallUnit(nn.Module):
@@ -120,85 +120,57 @@ class SmallUnit(nn.Module):
         return x + self.maps["three"](self.maps["two"](self.norms[1](x))) * self.scale
 
 
-def _step_model() -> nn.Sequential:
-    return nn.Sequential(*(SmallUnit(with_scale=True) for _ in range(UNITS)))
+def _build(
+    library: str, units: Iterable[nn.Module], **variant: bool
+) -> tuple[Callable[[], object], Callable[[], object], torch.optim.Optimizer, nn.Module]:
+    """Return a library's (forward and backward, clipping, optimizer, model). variant: of AdamW."""
+    model: nn.Module = nn.Sequential(*units)
+    if library == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
 
-
-def _optimizer_model() -> nn.Sequential:
-    return nn.Sequential(*(SmallUnit(with_scale=False) for _ in range(OPTIMIZER_UNITS)))
-
-
-def _forward_backward(model: nn.Module) -> Callable[[], object]:
+        mesh = init_device_mesh("cpu", (2,))
+        for module in (*model.children(), model):
+            fully_shard(module, mesh=mesh)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **variant)
+    clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), 1.0)
+    if library == "zeroshard":
+        model, optimizer = zs.shard(model, optimizer, stage=3, comm=FakeComm(rank=0, world_size=2))
+        clip = partial(zs.clip_grad_norm_, model, 1.0)
     x = torch.randn(4, DIM)
-    return lambda: model(x).sum().backward()
+    return lambda: model(x).sum().backward(), clip, optimizer, model
 
 
-def _fsdp2(model: Any) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2,))
-    for unit in model:
-        fully_shard(unit, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+def _step(library: str) -> tuple[Callable[[], object], Callable[[], object]]:
+    forward_backward, _, optimizer, _ = _build(library, (SmallUnit(with_scale=True) for _ in range(UNITS)), fused=True)
+    return optimizer.zero_grad, forward_backward
 
 
-def _adamw(model: nn.Module, **variant: Any) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, **variant)
-
-
-def _zeroshard(model: nn.Module) -> tuple[nn.Module, torch.optim.AdamW]:
-    return zs.shard(model, _adamw(model, fused=True), stage=3, comm=FakeComm(rank=0, world_size=2))
-
-
-def _step(wrap: Callable[[nn.Module], nn.Module]) -> _Timed:
-    model = wrap(_step_model())
-    return _Timed(model.zero_grad, _forward_backward(model))
-
-
-def _step_zeroshard() -> _Timed:
-    model, optimizer = _zeroshard(_step_model())
-    return _Timed(optimizer.zero_grad, _forward_backward(model))
-
-
-def _optimize(wrap: Callable[[nn.Module], nn.Module], **variant: bool) -> _Timed:
-    """Time clipping and step of a PyTorch optimizer, with constant gradients, since the fake group reduces none."""
-    model = wrap(_optimizer_model())
-    optimizer, parameters = _adamw(model, **variant), list(model.parameters())
-    for parameter in parameters:
-        parameter.grad = torch.full_like(parameter, 1e-3)
-
-    def action() -> None:
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-
-    return _Timed(lambda: None, action)
-
-
-def _optimize_zeroshard() -> _Timed:
-    model, optimizer = _zeroshard(_optimizer_model())
-    forward_backward = _forward_backward(model)
+def _optimize(library: str, **variant: bool) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return what prepares, and what does, clipping and a step. Peers have constant gradients: the fake group reduces none."""
+    units = (SmallUnit(with_scale=False) for _ in range(OPTIMIZER_UNITS))
+    forward_backward, clip, optimizer, model = _build(library, units, **variant)
+    if library != "zeroshard":
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1e-3)
 
     def before() -> None:
-        optimizer.zero_grad()
-        forward_backward()
+        if library == "zeroshard":
+            optimizer.zero_grad()
+            forward_backward()
 
     def action() -> None:
-        zs.clip_grad_norm_(model, 1.0)
+        clip()
         optimizer.step()
 
-    return _Timed(before, action)
+    return before, action
 
 
-_STEPS: dict[str, Callable[[], _Timed]] = {
-    "plain": partial(_step, nn.Module.train),
-    "fsdp2": partial(_step, _fsdp2),
-    "zeroshard": _step_zeroshard,
-}
-_OPTIMIZERS: dict[str, Callable[[], _Timed]] = {
-    "plain": partial(_optimize, nn.Module.train, fused=True),
-    "fsdp2 fused": partial(_optimize, _fsdp2, fused=True),
-    "fsdp2 foreach": partial(_optimize, _fsdp2, foreach=True),
-    "fsdp2 one by one": partial(_optimize, _fsdp2, foreach=False),
-    "zeroshard": _optimize_zeroshard,
+_STEPS = {library: partial(_step, library) for library in ("plain", "fsdp2", "zeroshard")}
+_OPTIMIZERS = {
+    "plain": partial(_optimize, "plain", fused=True),
+    "fsdp2 fused": partial(_optimize, "fsdp2", fused=True),
+    "fsdp2 foreach": partial(_optimize, "fsdp2", foreach=True),
+    "fsdp2 one by one": partial(_optimize, "fsdp2", foreach=False),
+    "zeroshard": partial(_optimize, "zeroshard", fused=True),
 }

@@ -2,7 +2,7 @@
 
     python -m benchmarks.larger_than_memory --parameters 2e9 --limit-gib 6 --path /folder/on/a/local/disk
 
-Starts ranks below one enforced memory limit (cgroup_limit.py), trains a GPT with all model states on disk, and prints the peak
+Starts ranks below one enforced memory limit (`MemoryCage`), trains a GPT with all model states on disk, and prints the peak
 of memory, the bytes moved, and the time of a step beside its bound: bytes moved / measured bandwidth of the disk.
 See ZeRO-Infinity, arXiv 2104.07857.
 """
@@ -10,11 +10,12 @@ See ZeRO-Infinity, arXiv 2104.07857.
 from __future__ import annotations
 
 import argparse
-import json
+import os
+import secrets
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -28,7 +29,54 @@ from zeroshard.memory.io.swap_folder import measure
 from zeroshard.planner.models.gpt import GPT, GPTConfig
 from zeroshard.zero.runtime import runtime_of
 
-from .cgroup_limit import CageUnavailable, MemoryCage
+_ROOT = Path("/sys/fs/cgroup")
+
+
+class CageUnavailable(RuntimeError):
+    """Raised if this system does not let the process set a memory limit."""
+
+
+class MemoryCage:
+    """A cgroup (v1 or v2) with a memory limit. Processes that exceed it together are killed by the kernel.
+
+    Each process calls `enter`; afterwards `peak_nbytes` says what they used. It needs the right to make a group below this
+    process's own (root, or delegation).
+    """
+
+    def __init__(self, limit_nbytes: int) -> None:
+        self.limit_nbytes = limit_nbytes
+        self.old = (_ROOT / "memory").is_dir()
+        root, lines = _ROOT, [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+        if self.old:
+            root = _ROOT / "memory"
+            own = next((path for _, kinds, path in lines if "memory" in kinds.split(",")), "/")
+        else:
+            own = next((path for number, _, path in lines if number == "0"), "/")
+        parent = root / own.lstrip("/")  # this process's own group
+        parent = parent if parent.is_dir() or not self.old else root
+        self.folder = parent / f"zeroshard-{os.getpid()}-{secrets.token_hex(3)}"
+
+    def __enter__(self) -> MemoryCage:
+        name = "memory.limit_in_bytes" if self.old else "memory.max"
+        try:
+            self.folder.mkdir()
+            (self.folder / name).write_text(str(self.limit_nbytes))
+        except OSError as error:
+            self.__exit__()
+            raise CageUnavailable(f"no memory limit can be set here: {error}") from None
+        return self
+
+    def enter(self) -> None:
+        """Move the calling process into the group: memory that it allocates from now on counts against the limit."""
+        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    def peak_nbytes(self) -> int:
+        """Return the most bytes that all processes inside have used together so far, page cache included."""
+        return int((self.folder / ("memory.max_usage_in_bytes" if self.old else "memory.peak")).read_text())
+
+    def __exit__(self, *_: object) -> None:
+        if self.folder.is_dir():
+            self.folder.rmdir()  # works when the processes have ended
 
 
 @dataclass(frozen=True)
@@ -131,26 +179,6 @@ def run(plan: Plan) -> Result:
     )
 
 
-def describe(result: Result) -> str:
-    """Return the result as lines of text."""
-    gib = lambda nbytes: "not limited" if not nbytes else f"{nbytes / 2**30:.2f} GiB"  # noqa: E731
-    moved = ", ".join(f"{link} {nbytes / 1e9:.1f} GB" for link, nbytes in result.moved_nbytes.items())
-    per_parameter = result.states_nbytes / result.parameters
-    reached = result.step_seconds[-1] / result.bound_seconds
-    rows = {
-        "parameters": f"{result.parameters:,}",
-        "model states": f"{gib(result.states_nbytes)} ({per_parameter:.1f} bytes a parameter), on disk",
-        "memory limit": f"{gib(result.limit_nbytes)}, all ranks together",
-        "memory at peak": f"{gib(result.peak_nbytes or 0)} (resident, summed over ranks: {gib(result.rss_peak_nbytes)})",
-        "start": f"{result.start_seconds:.1f} s",
-        "steps": f"{', '.join(f'{s:.1f}' for s in result.step_seconds)} s, losses {', '.join(f'{x:.3f}' for x in result.losses)}",
-        "moved in a step": moved,
-        "disk": f"read {result.read_nbytes_per_s / 1e9:.2f}, write {result.write_nbytes_per_s / 1e9:.2f} GB/s",
-        "bound of a step": f"{result.bound_seconds:.1f} s (bytes / bandwidth): {reached:.2f} x reached",
-    }
-    return "\n".join(f"{name:19s} {text}" for name, text in rows.items())
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.larger_than_memory", description=__doc__.splitlines()[0])
@@ -160,7 +188,6 @@ def main(argv: list[str] | None = None) -> int:
     add("--path", required=True, help="folder on a local disk with some 20 bytes a parameter of room")
     for name in ("ranks", "steps", "seq", "layers"):
         add(f"--{name}", type=int, default=getattr(Plan, name))
-    add("--json", type=Path, help="also write the numbers here")
     given = parser.parse_args(argv)
     plan = Plan(given.parameters, given.path, given.ranks, int(given.limit_gib * 2**30), given.steps, given.seq, given.layers)
     try:
@@ -168,9 +195,23 @@ def main(argv: list[str] | None = None) -> int:
     except CageUnavailable as error:
         print(f"zeroshard: {error}. Use --limit-gib 0 to run without a limit.", file=sys.stderr)
         return 2
-    print(describe(result))
-    if given.json:
-        given.json.write_text(json.dumps(asdict(result), indent=1))
+    gib = lambda nbytes: "not limited" if not nbytes else f"{nbytes / 2**30:.2f} GiB"  # noqa: E731
+    per_parameter, reached = result.states_nbytes / result.parameters, result.step_seconds[-1] / result.bound_seconds
+    steps, losses = (
+        ", ".join(f"{each:{form}}" for each in of) for of, form in ((result.step_seconds, ".1f"), (result.losses, ".3f"))
+    )
+    rows = {
+        "parameters": f"{result.parameters:,}",
+        "model states": f"{gib(result.states_nbytes)} ({per_parameter:.1f} bytes a parameter), on disk",
+        "memory limit": f"{gib(result.limit_nbytes)}, all ranks together",
+        "memory at peak": f"{gib(result.peak_nbytes or 0)} (resident, summed over ranks: {gib(result.rss_peak_nbytes)})",
+        "start": f"{result.start_seconds:.1f} s",
+        "steps": f"{steps} s, losses {losses}",
+        "moved in a step": ", ".join(f"{link} {nbytes / 1e9:.1f} GB" for link, nbytes in result.moved_nbytes.items()),
+        "disk": f"read {result.read_nbytes_per_s / 1e9:.2f}, write {result.write_nbytes_per_s / 1e9:.2f} GB/s",
+        "bound of a step": f"{result.bound_seconds:.1f} s (bytes / bandwidth): {reached:.2f} x reached",
+    }
+    print("\n".join(f"{name:19s} {text}" for name, text in rows.items()))
     return 0
 
 

@@ -13,9 +13,18 @@ import re
 from pathlib import Path
 
 
+def field_nbytes(key: str, path: str = "/proc/self/status") -> int | None:
+    """Return a field of a file of /proc that counts kB, in bytes; None if it cannot be read."""
+    try:
+        match = re.search(rf"^{key}:\s+(\d+) kB", Path(path).read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(match[1]) * 1024 if match else None
+
+
 def peak_rss_nbytes() -> int | None:
     """Return the highest RSS of this process, in bytes, since its start or the last reset."""
-    return _kilobytes(Path("/proc/self/status"), "VmHWM")
+    return field_nbytes("VmHWM")
 
 
 def reset_peak_rss() -> None:
@@ -26,17 +35,9 @@ def reset_peak_rss() -> None:
 
 def rss_nbytes() -> int | None:
     """Return the current RSS of this process, in bytes."""
-    return _kilobytes(Path("/proc/self/status"), "VmRSS")
+    return field_nbytes("VmRSS")
 
 
 def pss_nbytes(pid: int) -> int | None:
     """Return the current PSS (proportional set size) of a process, in bytes; None if it cannot be read."""
-    return _kilobytes(Path(f"/proc/{pid}/smaps_rollup"), "Pss")
-
-
-def _kilobytes(path: Path, key: str) -> int | None:
-    try:
-        match = re.search(rf"^{key}:\s+(\d+) kB", path.read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return int(match.group(1)) * 1024 if match else None
+    return field_nbytes("Pss", f"/proc/{pid}/smaps_rollup")

@@ -1,7 +1,7 @@
 """A benchmark of training over a slow link between two nodes of two ranks: bytes sent over the link, and time of a step.
 
     python -m benchmarks.network                                    200 Mbit/s, some 3 minutes on 2 cores
-    python -m benchmarks.network --bandwidths 100M,200M,1G --json numbers.json
+    python -m benchmarks.network --bandwidths 100M,200M,1G
     python -m benchmarks.network --proxied                          with a proxy instead of namespaces
 
 Nodes are network namespaces (nodes.py); where the machine refuses them, a proxy of that bandwidth stands between the nodes
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import pickle
 import subprocess
 import sys
@@ -36,33 +35,34 @@ import zeroshard as zs
 from zeroshard.comm.launch import ProcessesFailed, run_processes
 from zeroshard.planner.simulator.micro_benchmark import LIMIT_S, Unmeasured, median_ratio
 
-from .nodes import Nodes, in_user_namespace, user_namespace_refused, why_not
+from .nodes import AS_ROOT, Nodes, user_namespace_refused, why_not
 from .plan import ModelShape, Workload
 from .proxied_nodes import ProxiedNodes
 from .tables import GB, PLAIN, WARNING, Column, Goal, Sheet, goals_sheet, show
+from .worker import parameter_count
 from .worker_group import turned
 from .workload import batch, blocks, build_model, build_optimizer
 
 RANKS, RANKS_HERE = 4, 2
 SHAPE = ModelShape(vocab_size=256, seq_len=32, dim=512, layers=3)  # few operations for the bytes that it sends
-UNITS = {"M": 1e6, "G": 1e9}
+WORKLOAD = Workload(shape=SHAPE, sequences=1, ranks=RANKS)
 GOAL_BANDWIDTH, SPEED_GOAL, BYTES_GOAL = 200e6, 2.5, 0.05
 LOSS_TOLERANCE = 2e-5  # between ways that compress nothing; see statistics.py
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train at stage 3. options: for zs.shard; None: FSDP2 on a mesh of shape `mesh`. plain: nothing is compressed."""
+    """One way to train at stage 3. options: for zs.shard; None: FSDP2 on a mesh of shape `mesh`."""
 
     name: str
     label: str
     options: dict[str, Any] | None = None
     mesh: tuple[int, ...] = ()
-    plain: bool = True
 
-
-def _packed(name: str, label: str, **options: Any) -> Way:
-    return Way(name, label, options, plain=False)
+    @property
+    def plain(self) -> bool:
+        """True if nothing is compressed."""
+        return not any(name.startswith("zero_quantized") for name in self.options or ())
 
 
 _HPZ, _QWZ, _QGZ = {"zero_hpz_partition_size": RANKS_HERE}, {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
@@ -71,12 +71,12 @@ WAYS = (
     Way("two-hops", "two hops", {}),
     Way("hsdp", "HSDP", {"shard_size": RANKS_HERE}),
     Way("hpz", "hpZ", _HPZ),
-    _packed("qwz", "qwZ", **_QWZ),
-    _packed("qgz", "qgZ", **_QGZ),
-    _packed("all", "hpZ + qwZ + qgZ", **_HPZ, **_QWZ, **_QGZ),
-    _packed("all-int4", "the same, gradients int4", **_HPZ, **_QWZ, zero_quantized_gradients="int4"),
-    _packed("low-rank", "gradients of low rank", zero_quantized_gradients="low_rank"),
-    _packed("top-k", "gradients' top 1%", zero_quantized_gradients="top_k"),
+    Way("qwz", "qwZ", _QWZ),
+    Way("qgz", "qgZ", _QGZ),
+    Way("all", "hpZ + qwZ + qgZ", _HPZ | _QWZ | _QGZ),
+    Way("all-int4", "the same, gradients int4", _HPZ | _QWZ | {"zero_quantized_gradients": "int4"}),
+    Way("low-rank", "gradients of low rank", {"zero_quantized_gradients": "low_rank"}),
+    Way("top-k", "gradients' top 1%", {"zero_quantized_gradients": "top_k"}),
     Way("fsdp2", "FSDP2", mesh=(RANKS,)),
     Way("fsdp2-hsdp", "FSDP2, 2-D mesh", mesh=(RANKS // RANKS_HERE, RANKS_HERE)),
 )
@@ -84,18 +84,11 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings of a run. bandwidths: of the link, bits a second. only: names of ways; (): all. proxied: use no namespaces."""
+    """The settings of a run. bandwidths: of the link, bits a second. proxied: use no namespaces."""
 
     bandwidths: tuple[float, ...] = (GOAL_BANDWIDTH,)
     rounds: int = 3
-    steps: int = 1
-    only: tuple[str, ...] = ()
     proxied: bool = False
-    workload: Workload = Workload(shape=SHAPE, sequences=1, ranks=RANKS)  # noqa: RUF009  # it is frozen
-
-    @property
-    def ways(self) -> list[Way]:
-        return [way for way in WAYS if not self.only or way.name in self.only]
 
 
 @dataclass
@@ -106,7 +99,7 @@ class Crossed:
     label: str
     plain: bool
     step_s: list[float] = field(default_factory=list)
-    sent: list[float] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
     theory: float | None = None  # None for FSDP2, of which there is no formula
     losses: list[float] = field(default_factory=list)
 
@@ -124,13 +117,10 @@ class Crossing:
     ways: list[Crossed]
     proxied: bool = False
 
-    def of(self, name: str) -> Crossed | None:
-        return next((way for way in self.ways if way.name == name), None)
-
-    def times_faster(self, ours: Crossed | None, theirs: str) -> float | None:
+    def times_faster(self, ours: Crossed, theirs: str) -> float:
         """Return how many times faster a step of `ours` is than one of `theirs`: median of the ratios within a round."""
-        other = self.of(theirs)
-        return None if ours is None or other is None else median_ratio(other.step_s, ours.step_s)
+        other = next(way for way in self.ways if way.name == theirs)
+        return median_ratio(other.step_s, ours.step_s)
 
     def bound_s(self, way: Crossed) -> float:
         """Return the least seconds of a step: the bytes that node 0 sends in it, over the bandwidth."""
@@ -138,19 +128,20 @@ class Crossing:
 
     @property
     def goals(self) -> list[Goal]:
-        at, ours, found = f"{self.bandwidth / 1e6:.0f} Mbit/s", self.of("all"), []
+        at, found = f"{self.bandwidth / 1e6:.0f} Mbit/s", []
+        ours = next(way for way in self.ways if way.name == "all")
         for name, what in (("flat", "stage 3 in one hop"), ("two-hops", "stage 3 in two hops")):
             if self.bandwidth == GOAL_BANDWIDTH:
                 text = f"{at}: hpZ + qwZ + qgZ, times faster than {what}"
                 found.append(Goal(text, self.times_faster(ours, name), SPEED_GOAL, "network", at_least=True))
         differences = [abs(way.of_theory - 1) for way in self.ways if way.of_theory is not None]
         text = f"{at}: counters, largest distance from the formulas"
-        return [*found, Goal(text, max(differences, default=None), BYTES_GOAL, "network")]
+        return [*found, Goal(text, max(differences), BYTES_GOAL, "network")]
 
     @property
     def losses_agree(self) -> bool:
         """True if the losses of all ways that compress nothing are the same."""
-        first, *others = [way.losses for way in self.ways if way.plain] or [[]]
+        first, *others = [way.losses for way in self.ways if way.plain]
         return all(abs(a - b) <= LOSS_TOLERANCE * abs(a) for other in others for a, b in zip(first, other, strict=True))
 
 
@@ -163,7 +154,8 @@ def run(plan: Plan) -> list[Crossing]:
         if plan.proxied or why_not() is None:
             return measure(plan)
         if user_namespace_refused() is None:
-            return _in_user_namespace(plan)
+            with tempfile.TemporaryDirectory(prefix="zeroshard-bench-") as folder:
+                return _in_user_namespace(plan, Path(folder))
         return measure(dataclasses.replace(plan, proxied=True))
     except ProcessesFailed as error:
         raise Unmeasured(str(error).strip().splitlines()[-1]) from error
@@ -183,21 +175,18 @@ def measure(plan: Plan) -> list[Crossing]:
     return [Crossing(bandwidth, numel, ways, plan.proxied) for bandwidth, ways in here[0].items()]
 
 
-def _in_user_namespace(plan: Plan) -> list[Crossing]:
-    with tempfile.TemporaryDirectory(prefix="zeroshard-bench-") as folder:
-        (Path(folder) / "plan").write_bytes(pickle.dumps(plan))
-        program = "import sys; from benchmarks import network; network.serve(sys.argv[1])"
-        command = in_user_namespace([sys.executable, "-c", program, folder])
-        ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
-        if not (Path(folder) / "results").exists():
-            raise Unmeasured(f"in a user namespace: {' '.join(ended.stderr.split()[-40:])}")
-        return pickle.loads((Path(folder) / "results").read_bytes())
-
-
-def serve(folder: str) -> None:
-    """Measure as the pickled Plan in the file `plan` of a folder says, and write the results to the file `results` there."""
-    found = measure(pickle.loads((Path(folder) / "plan").read_bytes()))
-    (Path(folder) / "results").write_bytes(pickle.dumps(found))
+def _in_user_namespace(plan: Plan, folder: Path) -> list[Crossing]:
+    """Measure in a process that is root of a user namespace, which reads the plan from a folder, and writes the results there."""
+    (folder / "plan").write_bytes(pickle.dumps(plan))
+    program = (
+        "import pickle, sys; from pathlib import Path; from benchmarks.network import measure; folder = Path(sys.argv[1]); "
+        "(folder / 'results').write_bytes(pickle.dumps(measure(pickle.loads((folder / 'plan').read_bytes()))))"
+    )
+    command = [*AS_ROOT, sys.executable, "-c", program, str(folder)]
+    ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    if not (folder / "results").exists():
+        raise Unmeasured(f"in a user namespace: {' '.join(ended.stderr.split()[-40:])}")
+    return pickle.loads((folder / "results").read_bytes())
 
 
 def _rank(rank: int, world_size: int, plan: Plan, nodes: Nodes | ProxiedNodes) -> tuple[int, dict[float, list[Crossed]]]:
@@ -205,57 +194,47 @@ def _rank(rank: int, world_size: int, plan: Plan, nodes: Nodes | ProxiedNodes) -
     nodes.enter(rank // RANKS_HERE, RANKS_HERE)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=nodes.init_method)
-    trained = {way.name: _build(way, plan.workload) for way in plan.ways}
-    done = dict.fromkeys(trained, 0)
-    found = {}
+    trained, step, found = {way.name: _build(way) for way in WAYS}, 0, {}
     for bandwidth in plan.bandwidths:
         if rank == 0:
             nodes.shape(bandwidth)
-        seen = {way.name: Crossed(way.name, way.label, way.plain) for way in plan.ways}
+        seen = {way.name: Crossed(way.name, way.label, way.plain) for way in WAYS}
         for index in range(-1, plan.rounds):  # round -1 is not measured: it warms up memory and the sockets' windows
-            for way in turned(plan.ways, max(index, 0)):
-                model, optimizer = trained[way.name]
-                steps = range(done[way.name], done[way.name] + plan.steps)
-                done[way.name] = steps.stop
-                step_s, sent, losses = _turn(model, optimizer, plan.workload, steps, rank, nodes)
+            for way in turned(list(WAYS), max(index, 0)):
+                step_s, sent, loss = _turn(*trained[way.name], batch(WORKLOAD, step, rank), nodes)
                 if index >= 0:
                     seen[way.name].step_s.append(step_s)
                     seen[way.name].sent.append(sent)
-                    seen[way.name].losses += losses
-                if way.options is not None:
-                    report = zs.report(model)  # has no formula for low-rank factors, whose sizes vary by matrix: use counts
-                    counted = way.options.get("zero_quantized_gradients") == "low_rank"
-                    seen[way.name].theory = (
-                        report.measured_between_nbytes_per_step if counted else report.theory_between_nbytes_per_step
-                    )
+                    seen[way.name].losses.append(loss)
+            step += 1
+        for way in (way for way in WAYS if way.options is not None):
+            report = zs.report(trained[way.name][0])
+            counted = way.name == "low-rank"  # there is no formula for its factors, whose sizes vary by matrix
+            theory = report.measured_between_nbytes_per_step if counted else report.theory_between_nbytes_per_step
+            seen[way.name].theory = theory
         found[bandwidth] = list(seen.values())
-    numel = sum(p.numel() for p in build_model(dataclasses.replace(plan.workload, meta=True)).parameters())
-    return numel, found
+    return parameter_count(WORKLOAD), found
 
 
 def _turn(
-    model: nn.Module, optimizer: torch.optim.Optimizer, workload: Workload, steps: range, rank: int, nodes: Nodes | ProxiedNodes
-) -> tuple[float, float, list[float]]:
-    """Train some steps; return the seconds of a step, the bytes that this node sent in a step, and the losses."""
-    losses: list[Tensor] = []
-    batches = [batch(workload, step, rank) for step in steps]
+    model: nn.Module, optimizer: torch.optim.Optimizer, part: tuple[Tensor, Tensor], nodes: Nodes | ProxiedNodes
+) -> tuple[float, float, float]:
+    """Train one step; return its seconds, the bytes that this node sent in it, and its loss."""
     dist.barrier()
     sent, begin = nodes.sent_nbytes(), time.perf_counter()
-    for tokens, targets in batches:
-        loss = model(tokens, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+    loss = model(*part)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
     seconds = time.perf_counter() - begin
-    dist.barrier()  # until then other ranks of this node may still send for these steps
-    return seconds / len(steps), (nodes.sent_nbytes() - sent) / len(steps), [loss.item() for loss in losses]
+    dist.barrier()  # until then other ranks of this node may still send for this step
+    return seconds, nodes.sent_nbytes() - sent, loss.item()
 
 
-def _build(way: Way, workload: Workload) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = build_model(workload)
+def _build(way: Way) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = build_model(WORKLOAD)
     if way.options is not None:
-        return zs.shard(model, build_optimizer(model.parameters(), workload), stage=3, **way.options)
+        return zs.shard(model, build_optimizer(model.parameters(), WORKLOAD), stage=3, **way.options)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -263,7 +242,7 @@ def _build(way: Way, workload: Workload) -> tuple[nn.Module, torch.optim.Optimiz
     mesh = init_device_mesh("cpu", way.mesh, mesh_dim_names=names)
     for module in (*blocks(model), model):
         fully_shard(module, mesh=mesh)
-    return model, build_optimizer(model.parameters(), workload)
+    return model, build_optimizer(model.parameters(), WORKLOAD)
 
 
 # ---------------------------------------------------------------------------------------------------------- tables
@@ -295,16 +274,15 @@ def sheet(result: Crossing) -> Sheet:
     return Sheet.of(f"{title}, stage 3, fp32", columns, result.ways, notes)
 
 
-def bandwidth_of(text: str) -> float:
-    """Return the bits a second that a text such as "200M" or "1G" stands for."""
-    number, unit = text[:-1], text[-1:].upper()
-    if unit not in UNITS or not number.replace(".", "", 1).isdigit() or not float(number):
-        raise argparse.ArgumentTypeError(f"expected a bandwidth such as 200M or 1G, in bits a second, got {text!r}")
-    return float(number) * UNITS[unit]
-
-
 def bandwidths_of(text: str) -> tuple[float, ...]:
-    return tuple(bandwidth_of(each.strip()) for each in text.split(","))
+    """Return the bits a second that a text such as "200M,1G" stands for."""
+    found, units = [], {"M": 1e6, "G": 1e9}
+    for each in map(str.strip, text.split(",")):
+        number, unit = each[:-1], each[-1:].upper()
+        if unit not in units or not number.replace(".", "", 1).isdigit() or not float(number):
+            raise argparse.ArgumentTypeError(f"expected a bandwidth such as 200M or 1G, in bits a second, got {each!r}")
+        found.append(float(number) * units[unit])
+    return tuple(found)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -314,24 +292,16 @@ def main(argv: list[str] | None = None) -> int:
     usual = Plan.bandwidths
     add("--bandwidths", type=bandwidths_of, default=usual, metavar="LIST", help="bits a second, such as 100M,1G (default: 200M)")
     add("--rounds", type=int, default=Plan.rounds, help=f"default: {Plan.rounds}")
-    add("--steps", type=int, default=Plan.steps, help=f"steps of a turn (default: {Plan.steps})")
-    add("--only", default="", metavar="NAMES", help=f"some of {', '.join(way.name for way in WAYS)}")
     add("--proxied", action="store_true", help="use a proxy between the nodes instead of namespaces")
-    add("--json", type=Path, help="also write the numbers here")
     given = parser.parse_args(argv)
-    only = tuple(name for name in given.only.split(",") if name)
-    if unknown := sorted(set(only) - {way.name for way in WAYS}):
-        parser.error(f"--only: expected some of {', '.join(way.name for way in WAYS)}, got {', '.join(unknown)}")
-    if min(given.rounds, given.steps) < 1:
-        parser.error("expected --rounds and --steps of at least 1")
+    if given.rounds < 1:
+        parser.error("expected --rounds of at least 1")
     try:
-        results = run(Plan(given.bandwidths, given.rounds, given.steps, only, given.proxied))
+        results = run(Plan(given.bandwidths, given.rounds, given.proxied))
     except Unmeasured as error:
         print(f"zeroshard: nothing was measured: {error}", file=sys.stderr)
         return 2
     show(*map(sheet, results), goals_sheet(goal for result in results for goal in result.goals))
-    if given.json:
-        given.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
     return 0
 
 

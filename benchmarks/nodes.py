@@ -6,7 +6,7 @@
 
 Ranks of one node share memory, as on one host; between nodes there is only the link, whose counters see every byte. The
 namespaces are removed at the end; those of a process that was killed are removed when the next `Nodes` is entered.
-Needs root, or to be root of a user namespace: `in_user_namespace`. Where both are refused, use proxied_nodes.py.
+Needs root, or to be root of a user namespace: `AS_ROOT`. Where both are refused, use proxied_nodes.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 import secrets
 import shutil
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 DEVICE = "zs0"
@@ -25,7 +24,8 @@ _FOLDER, _PREFIX = "/run/netns", "zeroshard-"
 _CLONE_NEWNET = 0x40000000
 _BURST_S, _LEAST_BURST_NBYTES, _QUEUE = 0.004, 1 << 18, "50ms"
 _UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "--net")
-_AS_ROOT = (*_UNSHARE, "sh", "-c", 'mount -t tmpfs tmpfs /run && exec "$@"', "sh")
+# the start of a command that runs as root of a user namespace, with mounts and devices of its own (util-linux): needs no root
+AS_ROOT = (*_UNSHARE, "sh", "-c", 'mount -t tmpfs tmpfs /run && exec "$@"', "sh")
 
 
 class NodesUnavailable(RuntimeError):
@@ -43,7 +43,10 @@ class Nodes:
         self.names = [f"{name}-{node}" for node in range(2)]
 
     def __enter__(self) -> Nodes:
-        _sweep()
+        for name in os.listdir(_FOLDER) if os.path.isdir(_FOLDER) else ():  # remove those that killed processes have left
+            owner, _, _ = name.removeprefix(_PREFIX).partition("-")
+            if name.startswith(_PREFIX) and owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
+                _delete(name)
         try:
             for name in self.names:
                 _run("ip", "netns", "add", name)
@@ -97,14 +100,6 @@ def burst_nbytes(rate_bits_per_s: float) -> int:
     return max(_LEAST_BURST_NBYTES, int(rate_bits_per_s / 8 * _BURST_S))
 
 
-def _sweep() -> None:
-    """Remove the namespaces that killed processes have left."""
-    for name in os.listdir(_FOLDER) if os.path.isdir(_FOLDER) else ():
-        owner, _, _ = name.removeprefix(_PREFIX).partition("-")
-        if name.startswith(_PREFIX) and owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
-            _delete(name)
-
-
 def _delete(name: str) -> None:
     """Remove a namespace, and its end of the link, if it exists."""
     with contextlib.suppress(NodesUnavailable):
@@ -120,16 +115,11 @@ def why_not() -> str | None:
         return str(error)
 
 
-def in_user_namespace(command: Sequence[str]) -> list[str]:
-    """Return `command` run as root of a user namespace, with mounts and devices of its own (util-linux): needs no root."""
-    return [*_AS_ROOT, *command]
-
-
 def user_namespace_refused() -> str | None:
     """Return why a user namespace cannot make namespaces, else None. Runs the programs of `Nodes` in sh, faster than Python."""
     bucket = f"tc -n x qdisc replace dev {DEVICE} root tbf rate 1gbit burst {_LEAST_BURST_NBYTES} latency {_QUEUE}"
     try:
-        _run(*in_user_namespace(["sh", "-c", f"ip netns add x && ip -n x link add {DEVICE} type veth && {bucket}"]))
+        _run(*AS_ROOT, "sh", "-c", f"ip netns add x && ip -n x link add {DEVICE} type veth && {bucket}")
         return None
     except NodesUnavailable as error:
         return str(error)

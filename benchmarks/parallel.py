@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 
-from .contenders import Bytes, Trainer
+from .contenders import Trainer, at_rest
 from .plan import Contender, ModelShape, Workload
 from .workload import blocks, build_model, build_optimizer
 
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 AXES, MESH, MICRO_BATCHES = ("pp", "dp", "tp"), (2, 2, 2), 4
 SHAPE = ModelShape(seq_len=32, dim=1024, layers=4, heads=16)  # wide: with narrow layers DTensor's host work dominates a step
 WORKLOAD = Workload(shape=SHAPE, sequences=MICRO_BATCHES, ranks=8, mesh=MESH, micro_batches=MICRO_BATCHES)
-TIME_GOAL, MEMORY_GOAL = 0.8, 0.9
 Step = Callable[[Tensor, Tensor], Tensor]  # (tokens, targets) of one index along dp -> mean loss
 
 
@@ -52,12 +51,7 @@ def build(contender: Contender, workload: Workload) -> Trainer:
         _, step, settings = peer(contender.kind, workload, mesh)
         return Trainer(step, settings=settings, place=place)
     run = zeroshard(contender.stage, workload, mesh)
-
-    def at_rest() -> dict[str, Bytes]:
-        report = zs.report(run.model)
-        return {"measured": dict(report.at_rest), "formula": dict(report.formula)}
-
-    return Trainer(run.step, at_rest=at_rest, place=place)
+    return Trainer(run.step, at_rest=partial(at_rest, run.model), place=place)
 
 
 def zeroshard(stage: int | None, workload: Workload, mesh: DeviceMesh) -> Parallel:
@@ -68,17 +62,23 @@ def zeroshard(stage: int | None, workload: Workload, mesh: DeviceMesh) -> Parall
 
 def peer(kind: str, workload: Workload, mesh: DeviceMesh) -> tuple[nn.Module, Step, dict[str, object]]:
     """Build a contender of PyTorch; return this rank's stage, its step, and the settings that differ from the defaults."""
+    from torch.distributed.fsdp import fully_shard
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     from zeroshard.parallel.parallelize import next_token_loss
     from zeroshard.parallel.stages import cut_stages
     from zeroshard.parallel.tensor_parallel import apply
+    from zeroshard.utils.torch_compat import replicate_with_fsdp
 
     pp, count = mesh["pp"], workload.micro_batches
     index, stages = pp.get_local_rank(), pp.size()
     model = build_model(workload)
     module = cut_stages(model, stages, [index])[0] if stages > 1 else model
-    module, settings = WRAPPERS[kind](apply(module, mesh["tp"]), mesh["dp"])
+    module, wrap, settings = apply(module, mesh["tp"]), replicate_with_fsdp, dict[str, Any]()
+    if kind == "fsdp2":
+        wrap, settings = fully_shard, {"reshard_after_forward": False}
+    for part in (*blocks(module), module):
+        wrap(part, mesh=mesh["dp"], **settings)
     optimizer = build_optimizer(module.parameters(), workload)
     stage = PipelineStage(module, index, stages, torch.device(workload.device), group=pp.get_group())
     mean = lambda logits, targets: next_token_loss(logits, targets) / count  # noqa: E731
@@ -95,23 +95,3 @@ def peer(kind: str, workload: Workload, mesh: DeviceMesh) -> tuple[nn.Module, St
         return loss
 
     return module, step, settings
-
-
-def _fsdp2(stage: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, dict[str, object]]:
-    from torch.distributed.fsdp import fully_shard
-
-    settings: dict[str, Any] = {"reshard_after_forward": False}
-    for module in (*blocks(stage), stage):
-        fully_shard(module, mesh=mesh, **settings)
-    return stage, settings
-
-
-def _replicate(stage: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, dict[str, object]]:
-    from zeroshard.utils.torch_compat import replicate_with_fsdp
-
-    for module in (*blocks(stage), stage):
-        replicate_with_fsdp(module, mesh=mesh)
-    return stage, {}
-
-
-WRAPPERS = {"fsdp2": _fsdp2, "replicate": _replicate}

@@ -49,16 +49,14 @@ class Contender:
     @property
     def name(self) -> str:
         """The name in results.json and on the command line, such as `zs3` or `fsdp2-bf16`."""
-        return "-".join(filter(None, (self.kind + self._stage, self.offload, self.suffix)))
+        stage = "" if self.stage is None else str(self.stage)
+        return "-".join(filter(None, (self.kind + stage, self.offload, self.suffix)))
 
     @property
     def label(self) -> str:
         """The name in tables and plots."""
-        return " ".join(filter(None, (LABELS[self.kind], self._stage, OFFLOAD_LABELS[self.offload], self.suffix)))
-
-    @property
-    def _stage(self) -> str:
-        return "" if self.stage is None else str(self.stage)
+        stage = "" if self.stage is None else str(self.stage)
+        return " ".join(filter(None, (LABELS[self.kind], stage, OFFLOAD_LABELS[self.offload], self.suffix)))
 
     @property
     def suffix(self) -> str:

@@ -18,12 +18,10 @@ import contextlib
 import ctypes
 import gc
 import os
-import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -135,14 +133,10 @@ def measure(rank: int, world_size: int, case: Case, folder: str, steps: int) -> 
     return Run(resident.grown, taken[1:], load), observe(case.model, ranks=world_size, rank=rank, **case.settings(folder))
 
 
-def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
-    with torch.device("meta"):
-        return make()
-
-
 def train(case: Case, folder: str, steps: int, resident: Resident | None = None) -> list[tuple[float, float]]:
     """Train some steps, and save if `resident` is given. Return of each step (seconds, processor seconds of this process)."""
-    model = case.model() if case.whole else _on_meta(case.model)
+    with contextlib.nullcontext() if case.whole else torch.device("meta"):
+        model = case.model()
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = zs.shard(model, optimizer, **case.shard_options(folder))
     if case.checkpointing:
@@ -155,7 +149,9 @@ def train(case: Case, folder: str, steps: int, resident: Resident | None = None)
         begin, cores = time.perf_counter(), time.process_time()
         for number in range(case.micro_batches):
             with zs.accumulate(model) if number + 1 < case.micro_batches else contextlib.nullcontext():
-                _backward(model, torch.randint(0, 64, case.batch), case.micro_batches)
+                tokens = torch.randint(0, 64, case.batch)
+                output = model(tokens)
+                (next_token_loss(getattr(output, "logits", output), tokens) / case.micro_batches).backward()
         optimizer.step()
         optimizer.zero_grad()
         taken.append((time.perf_counter() - begin, time.process_time() - cores))
@@ -167,31 +163,25 @@ def train(case: Case, folder: str, steps: int, resident: Resident | None = None)
     return taken
 
 
-def _backward(model: nn.Module, tokens: torch.Tensor, micro_batches: int) -> None:
-    output = model(tokens)
-    (next_token_loss(getattr(output, "logits", output), tokens) / micro_batches).backward()
-
-
 class Resident:
     """The growth of this process's resident memory since the object was made, by phase."""
 
     def __init__(self) -> None:
-        self.before, self.grown = _own_nbytes(_field("VmRSS")), dict[str, int]()
+        self.before, self.grown = _own_nbytes("VmRSS"), dict[str, int]()
         memory.reset_peak_rss()
 
     def note(self, phase: str) -> None:
         """Enter the highest growth since the last call for a phase."""
-        self.grown[phase] = max(self.grown.get(phase, 0), _own_nbytes(_field("VmHWM")) - self.before)
+        self.grown[phase] = max(self.grown.get(phase, 0), _own_nbytes("VmHWM") - self.before)
         memory.reset_peak_rss()
 
 
-def _field(name: str, path: str = "/proc/self/status") -> int:
-    return int(re.search(rf"^{name}:\s+(\d+) kB", Path(path).read_text(), re.MULTILINE)[1]) << 10  # type: ignore[index]
-
-
-def _own_nbytes(resident: int) -> int:
-    """Return resident bytes with shared memory divided by the number of processes that map it."""
-    return resident - _field("RssShmem") + _field("Pss_Shmem", "/proc/self/smaps_rollup")
+def _own_nbytes(resident: str) -> int:
+    """Return a field of resident bytes with shared memory divided by the number of processes that map it."""
+    here, shared = memory.field_nbytes(resident), memory.field_nbytes("RssShmem")
+    part = memory.field_nbytes("Pss_Shmem", "/proc/self/smaps_rollup")
+    assert here is not None and shared is not None and part is not None, "this benchmark needs Linux"
+    return here - shared + part
 
 
 def main() -> int:
@@ -213,7 +203,15 @@ def main() -> int:
         runs, seen = [run for run, _ in found], found[0][1]
         if given.details:
             console.print(_details(case.name, plan, seen, runs))
-        _summarise(sheet, case.name, plan, seen, runs)
+        phases = [[nbytes for phase, nbytes in run.grown_nbytes.items() if phase != "save"] for run in runs]
+        saving = sum(plan.peak(tier, ("save",)) for tier in (Tier.DEVICE, Tier.HOST))
+        for label, planned, real in (
+            ("entered", _nbytes(plan, (ACTIVATIONS, KEPT)), _nbytes(seen, (ACTIVATIONS, KEPT))),
+            ("live", _nbytes(plan, (KEPT,)), _nbytes(seen, (KEPT,))),
+            ("resident", _nbytes(plan), fmean(map(max, phases))),
+            ("resident, saving", saving, fmean(run.grown_nbytes["save"] for run in runs)),
+        ):
+            sheet.add_row(case.name if label == "entered" else "", label, *_compared(planned, real))
         if before is not None:
             after = (_hardware(NOW) if given.time == NOW else None) or before
             simulated = [simulate(plan.trace, each) for each in (before, after)]
@@ -241,15 +239,6 @@ def _nbytes(plan: Plan, without: tuple[str, ...] = ()) -> int:
         sum(nbytes for tier in (Tier.DEVICE, Tier.HOST) for name, nbytes in held.get(tier, {}).items() if name not in without)
         for held in phases
     )
-
-
-def _summarise(sheet: Table, name: str, plan: Plan, seen: Plan, runs: list[Run]) -> None:
-    sheet.add_row(name, "entered", *_compared(_nbytes(plan, (ACTIVATIONS, KEPT)), _nbytes(seen, (ACTIVATIONS, KEPT))))
-    sheet.add_row("", "live", *_compared(_nbytes(plan, (KEPT,)), _nbytes(seen, (KEPT,))))
-    grown = fmean(max(nbytes for phase, nbytes in run.grown_nbytes.items() if phase != "save") for run in runs)
-    sheet.add_row("", "resident", *_compared(_nbytes(plan), grown))
-    saving = sum(plan.peak(tier, ("save",)) for tier in (Tier.DEVICE, Tier.HOST))
-    sheet.add_row("", "resident, saving", *_compared(saving, fmean(run.grown_nbytes["save"] for run in runs)))
 
 
 def _details(name: str, plan: Plan, seen: Plan, runs: list[Run]) -> Table:

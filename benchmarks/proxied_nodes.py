@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import os
 import socket
 import struct
@@ -131,7 +132,7 @@ class _Readdressed(dist.Store):
         self._store.multi_set(keys, [marked(value, self._nodes.node) for value in values])
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self._seen(value) for value in self._store.multi_get(keys)]
+        return list(map(self._seen, self._store.multi_get(keys)))
 
     def clone(self) -> dist.Store:
         return _Readdressed(self._store.clone(), self._nodes)
@@ -231,32 +232,36 @@ class _Proxy:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         what, *given = (await reader.readline()).decode().split()
-        answer: object = ""
+        answer = ""
         if what == "sent":
-            answer = self._ways[int(given[0])].nbytes
+            answer = str(self._ways[int(given[0])].nbytes)
         elif what == "shape":
             for way in self._ways:
                 way.shape(float(given[0]))
-        else:
-            answer = await self._make_door(given[0], int(given[1]))
+        else:  # a door: a new port that forwards connections to this address and port of node 0
+            come_in = functools.partial(self._come_in, given[0], int(given[1]))
+            server = await asyncio.start_server(come_in, "127.0.0.1", 0, limit=_CHUNK_NBYTES)
+            self._servers.append(server)
+            answer = str(server.sockets[0].getsockname()[1])
         writer.write(f"{answer}\n".encode())
         writer.close()
 
-    async def _make_door(self, address: str, port: int) -> int:
-        """Open a new port that forwards connections to this address and port of node 0; return the port."""
-
-        async def come_in(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            try:
-                there, to_there = await asyncio.open_connection(address, port, limit=_CHUNK_NBYTES)
-            except OSError:  # the rank has ended
-                writer.close()
-                return
-            lanes = [self._carry(reader, to_there, self._ways[1]), self._carry(there, writer, self._ways[0])]
-            await self._until_one_ends([asyncio.create_task(lane) for lane in lanes], [writer, to_there])
-
-        server = await asyncio.start_server(come_in, "127.0.0.1", 0, limit=_CHUNK_NBYTES)
-        self._servers.append(server)
-        return server.sockets[0].getsockname()[1]
+    async def _come_in(self, address: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Forward a connection to an address and port of node 0, in both directions, until one ends."""
+        try:
+            there, to_there = await asyncio.open_connection(address, port, limit=_CHUNK_NBYTES)
+        except OSError:  # the rank has ended
+            writer.close()
+            return
+        lanes = (self._carry(reader, to_there, self._ways[1]), self._carry(there, writer, self._ways[0]))
+        tasks = [asyncio.create_task(lane) for lane in lanes]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:  # close both, as gloo does; data written before is still sent
+            for task in tasks:
+                task.cancel()
+            writer.close()
+            to_there.close()
 
     @staticmethod
     async def _carry(source: asyncio.StreamReader, sink: asyncio.StreamWriter, way: _Way) -> None:
@@ -265,14 +270,3 @@ class _Proxy:
                 await way.let_through(len(data))
                 sink.write(data)
                 await sink.drain()
-
-    @staticmethod
-    async def _until_one_ends(tasks: list[asyncio.Task], writers: list[asyncio.StreamWriter]) -> None:
-        """Wait for the end of one direction, then close both, as gloo does. Data written before is still sent."""
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            for writer in writers:
-                writer.close()

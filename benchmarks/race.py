@@ -72,11 +72,6 @@ class Outcome:
     def fail(self, why: str) -> None:
         self.failed = why
 
-    def record(self, **largest: list[int | None]) -> None:
-        """Set each attribute that is named to the largest value of its list; None where all values are None."""
-        for name, values in largest.items():
-            setattr(self, name, max((v for v in values if v is not None), default=None))
-
     def record_losses(self, ranks: list[Any]) -> None:
         self.losses += [sum(losses) / len(ranks) for losses in zip(*(r.losses for r in ranks), strict=False)]
 
@@ -97,9 +92,7 @@ def race(contenders: list[Contender], workload: Workload, rounds: Rounds, log_di
                 teams.attempt(outcome, partial(_take_turn, outcome, rounds=rounds, index=index))
             say(f"  round {index + 1} of {rounds.rounds} done")
         for outcome in outcomes:
-            teams.attempt(outcome, partial(_measure_memory, outcome, rounds=rounds))
-            if workload.device == "cuda" and outcome.contender.offload:  # a Recorder sees its copies
-                teams.attempt(outcome, partial(_measure_overlap, outcome, rounds=rounds))
+            teams.attempt(outcome, partial(_measure_at_the_end, outcome, rounds=rounds, on_cuda=workload.device == "cuda"))
     return outcomes
 
 
@@ -114,7 +107,8 @@ def missing_reason(contender: Contender, workload: Workload) -> str | None:
 
 def _start(outcome: Outcome, workload: Workload, rounds: Rounds, log_dir: Path, teams: Teams) -> None:
     available = available_nbytes()
-    needed = max((_team_nbytes(t) for t in teams.values()), default=0) + SPARE_MEMORY_NBYTES
+    running = (sum(memory.pss_nbytes(pid) or 0 for pid in team.pids) for team in teams.values())  # PSS adds up over ranks
+    needed = max(running, default=0) + SPARE_MEMORY_NBYTES
     if available is not None and available < needed:
         outcome.skipped = f"{available / 2**30:.1f} GiB of memory left, {needed / 2**30:.1f} wanted"
         return
@@ -128,11 +122,6 @@ def _start(outcome: Outcome, workload: Workload, rounds: Rounds, log_dir: Path, 
             outcome.record_losses(team.ask("turn", 0, rounds.warmup))
 
     teams.attempt(outcome, warm_up)
-
-
-def _team_nbytes(team: Team) -> int:
-    """Return the bytes of memory of a running team: sum of PSS over its ranks."""
-    return sum(memory.pss_nbytes(pid) or 0 for pid in team.pids)
 
 
 def _take_turn(outcome: Outcome, team: Team, rounds: Rounds, index: int) -> None:
@@ -158,7 +147,8 @@ def step_times(turns: list[Turn], steps: int) -> list[float]:
     return times if len(times) == steps else [times[0] / steps] * steps
 
 
-def _measure_memory(outcome: Outcome, team: Team, rounds: Rounds) -> None:
+def _measure_at_the_end(outcome: Outcome, team: Team, rounds: Rounds, on_cuda: bool) -> None:
+    """Measure memory and, on CUDA, the overlap of copies with computation, in untimed steps."""
     samples: list[list[int]] = []  # [sample][rank] PSS
 
     def sample() -> None:
@@ -168,12 +158,10 @@ def _measure_memory(outcome: Outcome, team: Team, rounds: Rounds) -> None:
             samples.append(known)
 
     ranks = team.ask("memory", rounds.first_step(rounds.rounds), rounds.memory_steps, meanwhile=sample)
-    names = ("peak_rss", "life_peak_rss", "baseline_rss", "cuda_peak")
-    outcome.record(**{name: [getattr(rank, name) for rank in ranks] for name in names})
-    outcome.record(peak_pss=[max(values) for values in samples], peak_pss_sum=[sum(values) for values in samples])
+    for name in ("peak_rss", "life_peak_rss", "baseline_rss", "cuda_peak"):
+        setattr(outcome, name, max((v for rank in ranks if (v := getattr(rank, name)) is not None), default=None))
+    outcome.peak_pss, outcome.peak_pss_sum = (max(map(of, samples), default=None) for of in (max, sum))
     outcome.at_rest = ranks[0].at_rest
     outcome.record_losses(ranks)
-
-
-def _measure_overlap(outcome: Outcome, team: Team, rounds: Rounds) -> None:
-    outcome.overlap = team.ask("overlap", rounds.first_step(rounds.rounds) + rounds.memory_steps, rounds.memory_steps)[0]
+    if on_cuda and outcome.contender.offload:  # a Recorder sees its copies
+        outcome.overlap = team.ask("overlap", rounds.first_step(rounds.rounds) + rounds.memory_steps, rounds.memory_steps)[0]

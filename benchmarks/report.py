@@ -1,7 +1,8 @@
 """The results of a run as tables on the terminal, as results.md for documents, and as results.json for programs.
 
-The columns of each table and the goals of each section (GOALS) are data here; the sections that are programs of their
-own (cpu_adam.py, codecs.py, disk.py, checkpoints.py, network.py) have theirs in their files.
+SECTIONS says of each section how to show what it measured, and which goals it has; the columns of races, and their goals
+(GOALS), are here. The sections that are programs of their own (cpu_adam.py, codecs.py, disk.py, checkpoints.py, network.py)
+have theirs in their files.
 
 results.json (schema 2): `machine`, `versions`, `workload`, `rounds`; `contenders`, one entry per contender with
 `status` ("ran", "skipped: why", "failed: why"), seconds per step, ratios, processor time, memory in bytes,
@@ -16,8 +17,9 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib import metadata
 from operator import attrgetter
 from pathlib import Path
@@ -25,8 +27,6 @@ from statistics import median
 from typing import Any
 
 from . import checkpoints, codecs, cpu_adam, disk, gpu, network, parallel, statistics
-from .checkpoints import Kepts
-from .host_overhead import HostWork
 from .overlap import Overlap
 from .plan import ModelShape, Rounds, Workload
 from .race import Outcome
@@ -50,7 +50,7 @@ MESH_LEGEND = "PSS, all: peak MiB of all ranks at one moment, shared pages once,
 OVERLAP_LEGEND = "copies: between device and host in 2 steps, by CUDA events; the share of their time inside computation."
 
 _ON_HOST, _BOUND = "stage 3, everything on the host", f"max({DISK_BOUND_FACTOR:g} bound, {DISK_MEMORY_FACTOR:g} in memory)"
-# section -> goals: (text, largest value, function that measures it, its arguments after the section's samples).
+# race -> goals: (text, largest value, function that measures it, its arguments after the race's outcomes).
 GOALS: dict[str, tuple[tuple[Any, ...], ...]] = {
     "race": (
         ("stage 1 / DDP, step time", 0.95, time_ratio, "zs1", "ddp"),
@@ -65,99 +65,60 @@ GOALS: dict[str, tuple[tuple[Any, ...], ...]] = {
         ("stage 3 / DeepSpeed 3, peak resident memory", 1.00, memory_ratio, "zs3", "ds3"),
         ("model states at rest, difference from the formula", 0.01, formula_difference),
     ),
-    "host": (
-        ("host work per unit and step / FSDP2", 0.25, HostWork.unit_ratio),
-        ("optimizer step and clipping / FSDP2", 0.20, HostWork.optimizer_ratio),
-    ),
     "tiers": (
         (f"{_ON_HOST} / DeepSpeed 3 offload, step time", 0.6, time_ratio, "zs3-host", "ds3-offload"),
         (f"{_ON_HOST} / FSDP2 offload, step time", 0.6, time_ratio, "zs3-host", "fsdp2-offload"),
         (f"stage 3, optimizer on disk / {_BOUND}, step time", 1.0, disk_ratio, "zs3-disk", "zs3"),
     ),
-    "parallel": tuple(
-        (f"stage {stage} / FSDP2, with tp and pp, {what}", limit, measure, f"zs{stage}", "fsdp2")
-        for stage in (1, 2)
-        for what, limit, measure in (
-            ("step time", parallel.TIME_GOAL, time_ratio),
-            ("resident memory of all ranks", parallel.MEMORY_GOAL, statistics.host_memory_ratio),
-        )
+    "parallel": (
+        ("stage 1 / FSDP2, with tp and pp, step time", 0.8, time_ratio, "zs1", "fsdp2"),
+        ("stage 1 / FSDP2, with tp and pp, resident memory of all ranks", 0.9, memory_ratio, "zs1", "fsdp2", "peak_pss_sum"),
+        ("stage 2 / FSDP2, with tp and pp, step time", 0.8, time_ratio, "zs2", "fsdp2"),
+        ("stage 2 / FSDP2, with tp and pp, resident memory of all ranks", 0.9, memory_ratio, "zs2", "fsdp2", "peak_pss_sum"),
     ),
 }
 
 
-def goals_of(section: str, samples: list[Outcome] | HostWork | None) -> list[Goal]:
-    """Return the goals of one section of GOALS with their measured values; none if the section did not run."""
-    rows = GOALS[section] if samples else ()
-    return [Goal(text, measure(samples, *names), limit, section) for text, limit, measure, *names in rows]
+def goals_of(race: str, outcomes: list[Outcome]) -> list[Goal]:
+    """Return the goals of one race of GOALS with their measured values; none if it did not run."""
+    rows = GOALS[race] if outcomes else ()
+    return [Goal(text, measure(outcomes, *given), limit, race) for text, limit, measure, *given in rows]
 
 
 @dataclass(frozen=True)
 class Results:
-    """All measurements of one run. skipped: reason by section why there are none; gpu_skipped: that of the GPU section."""
+    """All measurements of one run. found: what each section measured; skipped: reason by section why there is nothing."""
 
     workload: Workload
     rounds: Rounds
-    outcomes: list[Outcome] = field(default_factory=list)
-    host: HostWork | None = None
-    gpu_workload: Workload | None = None
-    gpu_outcomes: list[Outcome] = field(default_factory=list)
-    gpu_skipped: str | None = None
-    gpu_largest: dict[str, gpu.Largest] = field(default_factory=dict)
-    tiers: list[Outcome] = field(default_factory=list)
     tiers_rounds: Rounds | None = None
-    hostadam: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # rows by number of threads
-    disk: dict[str, Any] | None = None  # see disk.run
+    found: dict[str, Any] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
-    checkpoints: list[Kepts] = field(default_factory=list)
-    network: list[network.Crossing] = field(default_factory=list)  # one per bandwidth
-    codecs: list[dict[str, Any]] = field(default_factory=list)  # see codecs.measure
-    parallel: list[Outcome] = field(default_factory=list)
 
     @property
-    def races(self) -> tuple[list[Outcome], ...]:
+    def races(self) -> list[list[Outcome]]:
         """The outcomes of each race. Losses are compared within a race."""
-        return self.outcomes, self.tiers, self.parallel, self.gpu_outcomes
+        races = [self.found.get(section, []) for section in ("cpu", "tiers", "parallel")]
+        return [*races, self.found["gpu"].outcomes] if "gpu" in self.found else races
 
     @property
     def goals(self) -> list[Goal]:
         """The goals of the sections that ran."""
-        found = goals_of("race", self.outcomes) + goals_of("host", self.host) + goals_of("tiers", self.tiers)
-        found += goals_of("parallel", self.parallel)
-        found += [goal for rows in self.hostadam.values() for goal in cpu_adam.goals(rows)]
-        found += codecs.goals(self.codecs)
-        found += disk.goals(self.disk) if self.disk else []
-        found += [goal for kepts in self.checkpoints for goal in kepts.goals]
-        return found + [goal for crossing in self.network for goal in crossing.goals]
+        return [goal for name, section in SECTIONS.items() if self.found.get(name) for goal in section.goals(self.found[name])]
 
     def sheets(self) -> Iterator[Sheet]:
         """Yield all tables, in the order in which the sections ran."""
-        if self.outcomes:
-            yield race_sheet("Step time and memory", self.workload, self.outcomes)
-        if self.tiers:
-            yield race_sheet("Tiers", self.workload, self.tiers, tiers=True)
-        if self.host:
-            yield host_sheet(self.host)
-        yield from map(cpu_adam.sheet, self.hostadam.values())
-        if self.codecs:
-            yield codecs.sheet(self.codecs)
-        if self.disk:
-            yield disk.sheet(self.disk)
-        for section, why in self.skipped.items():
-            yield Sheet(section, notes=[(f"{section}: not measured: {why}", WARNING)])
-        yield from map(checkpoints.sheet, self.checkpoints)
-        yield from map(network.sheet, self.network)
-        if self.parallel:
-            yield race_sheet("A mesh, pipeline x data x tensor", parallel.WORKLOAD, self.parallel)
-        if self.gpu_skipped and self.gpu_skipped != NOT_ASKED:
-            yield Sheet("GPU", notes=[(f"GPU section skipped: {self.gpu_skipped}", PLAIN)])
-        elif self.gpu_workload is not None:
-            yield from gpu_sheets(self.gpu_workload, self.gpu_outcomes, self.gpu_largest)
+        for name, section in SECTIONS.items():
+            if self.found.get(name):
+                yield from section.sheets(self, self.found[name])
+            elif self.skipped.get(name, NOT_ASKED) != NOT_ASKED:
+                yield Sheet(name, notes=[(f"{name}: not measured: {self.skipped[name]}", WARNING)])
         if self.goals:
             yield goals_sheet(self.goals, self._trust())
 
     def _trust(self) -> list[Note]:
         """Return a warning if this run cannot be compared with the goals: another model, or a busy machine."""
-        outcomes = [*self.outcomes, *self.tiers]
+        outcomes = [*self.found.get("cpu", []), *self.found.get("tiers", [])]
         if outcomes and (self.workload.shape, self.workload.ranks) != (ModelShape(), 2):
             return [("The goals are set for the default model on 2 ranks; this run had others.", WARNING)]
         share = statistics.core_share(outcomes, self.workload.ranks)
@@ -166,30 +127,27 @@ class Results:
         return [(f"The machine was busy: a rank got {share:.0%} of a core at most. Do not trust step times; run again.", WARNING)]
 
 
+@dataclass(frozen=True)
+class Section:
+    """A section of a run. what: its measurement, for --help. sheets, goals: of what it has measured."""
+
+    what: str
+    sheets: Callable[[Results, Any], Iterable[Sheet]]
+    goals: Callable[[Any], Iterable[Goal]] = lambda found: ()
+
+
 # --------------------------------------------------------------------------------------------------------- tables
 
 
 def race_sheet(name: str, workload: Workload, outcomes: list[Outcome], *, tiers: bool = False) -> Sheet:
     """Return the table of one race: step time and memory; with `tiers` also bytes moved and the bound that they set."""
-    shape, numel = workload.shape, max((o.numel for o in outcomes), default=0)
+    shape, numel, step = workload.shape, max((o.numel for o in outcomes), default=0), statistics.step_spread
     ranks = " x ".join(map(str, workload.mesh or (workload.ranks,)))
     title = (
         f"{name}: GPT of {numel / 1e6:.1f}M parameters (dim {shape.dim}, {shape.layers} layers), {ranks} "
         f"rank{'s' * (workload.ranks > 1)} on {workload.device}, {workload.sequences} x {shape.seq_len} tokens a "
         f"{'place of data parallelism' if workload.mesh else 'rank'}, fused AdamW"
     )
-    ran = list(statistics.by_name(outcomes).values())
-    notes = [(TIER_LEGEND if tiers else RACE_LEGEND, PLAIN), *(_disk_note(o) for o in ran if tiers and o.disk)]
-    notes += [(f"{o.contender.label} {o.status}", WARNING) for o in outcomes if not o.ran]
-    columns = _race_columns(outcomes, workload.device == "cuda", tiers)
-    if workload.mesh:
-        columns[-1:-1] = [Column("PSS, all", lambda o: o.peak_pss_sum, ".0f", 1 / MIB)]
-        notes.append((MESH_LEGEND, PLAIN))
-    return Sheet.of(title, columns, ran, notes + _loss_notes(outcomes))
-
-
-def _race_columns(outcomes: list[Outcome], on_gpu: bool, tiers: bool) -> list[Column]:
-    step = statistics.step_spread
     columns = [
         Column("", lambda o: o.contender.label),
         Column("ms", lambda o: step(o).median, ".0f", 1e3),
@@ -203,58 +161,47 @@ def _race_columns(outcomes: list[Outcome], on_gpu: bool, tiers: bool) -> list[Co
             Column("/bound", statistics.bound_ratio, ".2f"),
         ]
     else:
-        columns += [Column(peer, _to_peer(outcomes, base), ".2f") for peer, base in PEERS.items()]
+        columns += [Column(heading, partial(_to_peer, outcomes, peer), ".2f") for heading, peer in PEERS.items()]
     columns.append(Column("cpu s", lambda o: median(o.cpu_s), ".2f"))
-    peaks = {"GPU": "cuda_peak"} if on_gpu else {"RSS": "peak_rss", "PSS": "peak_pss"}
+    peaks = {"GPU": "cuda_peak"} if workload.device == "cuda" else {"RSS": "peak_rss", "PSS": "peak_pss"}
     columns += [Column(heading, attrgetter(peak), ".0f", 1 / MIB) for heading, peak in peaks.items()]
     columns.append(Column("states", lambda o: sum(o.at_rest["measured"].values()) if o.at_rest else None, ".1f", 1 / MIB))
-    return [*columns, Column("loss", lambda o: o.losses[-1], ".5f")]
+    columns += [Column("PSS, all", attrgetter("peak_pss_sum"), ".0f", 1 / MIB)] if workload.mesh else []
+    columns.append(Column("loss", lambda o: o.losses[-1], ".5f"))
+
+    ran = list(statistics.by_name(outcomes).values())
+    notes = [(TIER_LEGEND if tiers else RACE_LEGEND, PLAIN)]
+    for outcome in (o for o in ran if tiers and o.disk):
+        speeds = (f"{phase} {median(getattr(d, phase) for d in outcome.disk) / GB:.2f}" for phase in ("write", "read", "both"))
+        notes.append((f"disk in the rounds of {outcome.contender.label}, all ranks at once, GB/s: {', '.join(speeds)}", PLAIN))
+    notes += [(f"{o.contender.label} {o.status}", WARNING) for o in outcomes if not o.ran]
+    notes += [(MESH_LEGEND, PLAIN)] if workload.mesh else []
+    return Sheet.of(title, columns, ran, notes + _loss_notes(outcomes))
 
 
-def _to_peer(outcomes: list[Outcome], base: str) -> Callable[[Outcome], float | None]:
-    """Return a function: outcome -> its step time over that of the peer `base` in the same precision without offload."""
-
-    def ratio(outcome: Outcome) -> float | None:
-        return time_ratio(outcomes, outcome.contender.name, "-".join(filter(None, (base, outcome.contender.suffix))))
-
-    return ratio
-
-
-def _disk_note(outcome: Outcome) -> Note:
-    speeds = (f"{phase} {median(getattr(d, phase) for d in outcome.disk) / GB:.2f}" for phase in ("write", "read", "both"))
-    return f"disk in the rounds of {outcome.contender.label}, all ranks at once, GB/s: {', '.join(speeds)}", PLAIN
+def _to_peer(outcomes: list[Outcome], peer: str, outcome: Outcome) -> float | None:
+    """Return an outcome's step time over that of a peer in the same precision without offload."""
+    return time_ratio(outcomes, outcome.contender.name, "-".join(filter(None, (peer, outcome.contender.suffix))))
 
 
 def _loss_notes(outcomes: list[Outcome]) -> list[Note]:
-    found = ((o, statistics.loss_difference(o, outcomes)) for o in outcomes)
-    differences = [(o, d) for o, d in found if d is not None]
-    if not differences:
+    compared = statistics.compared_losses(outcomes)
+    if not compared:
         return [("losses: fewer than two contenders, nothing to compare", PLAIN)]
     if statistics.losses_agree(outcomes):
-        steps, worst = min(len(o.losses) for o in outcomes if o.ran), max(d for _, d in differences)
+        steps, worst = min(len(o.losses) for o in outcomes if o.ran), max(d for *_, d in compared)
         return [(f"losses: all contenders agree over {steps} steps (to {worst:.0e})", GOOD)]
     return [
         (f"losses of {o.contender.label} differ from {reference.contender.label}'s by {d:.1e}", BAD)
-        for o, d in differences
-        if d > statistics.LOSS_TOLERANCE[o.contender.precision] and (reference := statistics.loss_reference(o, outcomes))
+        for o, reference, d in compared
+        if d > statistics.LOSS_TOLERANCE[o.contender.precision]
     ]
 
 
-def host_sheet(host: HostWork) -> Sheet:
-    """Return the table of the two micro-benchmarks: milliseconds, and their ratio to plain PyTorch."""
-    rows: list[tuple[str, str, float | None, float | None]]
-    rows = [(f"host work per unit and step, {library}", ".3f", host.unit_ms(library), None) for library in ("fsdp2", "zeroshard")]
-    for name, ms in host.optimizer_ms.items():
-        rows.append((f"clipping and AdamW step, 300 parameters, {name}", ".2f", ms, ms / host.optimizer_ms["plain"]))
-    cells = [[what, "-" if ms is None else format(ms, form), "" if of is None else f"{of:.2f}"] for what, form, ms, of in rows]
-    notes = [(f"{name}: not measured: {error}", WARNING) for name, error in host.errors.items()]
-    return Sheet("Without communication, world of 2, rank 0 only", ("", "ms", "of plain PyTorch"), cells, notes)
-
-
-def gpu_sheets(workload: Workload, outcomes: list[Outcome], largest: dict[str, gpu.Largest]) -> Iterator[Sheet]:
+def gpu_sheets(found: gpu.Measured) -> Iterator[Sheet]:
     """Yield the tables of the GPU: the race, arithmetic and overlap of each contender, and the largest models."""
-    yield race_sheet("GPU", workload, outcomes)
-    flops = gpu.step_flops(workload)
+    yield race_sheet("GPU", found.workload, found.outcomes)
+    flops = gpu.step_flops(found.workload)
 
     def seen(value: Callable[[Overlap], float | None]) -> Callable[[Outcome], float | None]:
         return lambda outcome: value(outcome.overlap) if outcome.overlap else None
@@ -267,27 +214,58 @@ def gpu_sheets(workload: Workload, outcomes: list[Outcome], largest: dict[str, g
         Column("up", seen(lambda overlap: overlap.fraction("up")), ".0%"),
         Column("down", seen(lambda overlap: overlap.fraction("down")), ".0%"),
     )
-    ran = statistics.by_name(outcomes).values()
+    ran = statistics.by_name(found.outcomes).values()
     yield Sheet.of("GPU: arithmetic and overlap", columns, ran, [(OVERLAP_LEGEND, PLAIN)])
-    if largest:
+    if found.largest:
         shape, labels = gpu.WIDE_SHAPE, {c.name: c.label for c in gpu.CONTENDERS}
         found_columns = (
-            Column("", lambda found: labels[found[0]]),
-            Column("G parameters", lambda found: found[1].numel, ".2f", 1e-9),
-            Column("layers", lambda found: found[1].fits, "d"),
-            Column("found", lambda found: gpu.describe(found[1])),
+            Column("", lambda item: labels[item[0]]),
+            Column("G parameters", lambda item: item[1].numel, ".2f", 1e-9),
+            Column("layers", lambda item: item[1].fits, "d"),
+            Column("found", lambda item: gpu.describe(item[1])),
         )
         title = f"GPU: largest model trained (dim {shape.dim}, {shape.seq_len} tokens, checkpointed blocks, 2 steps)"
-        yield Sheet.of(title, found_columns, largest.items())
+        yield Sheet.of(title, found_columns, found.largest.items())
 
+
+def _goals_of_each(found: Iterable[Any]) -> list[Goal]:
+    return [goal for each in found for goal in each.goals]
+
+
+SECTIONS = {  # in the order in which they are run
+    "cpu": Section(
+        "step time and memory on CPU ranks",
+        lambda results, found: [race_sheet("Step time and memory", results.workload, found)],
+        partial(goals_of, "race"),
+    ),
+    "tiers": Section(
+        "the same with states on the host and on disk",
+        lambda results, found: [race_sheet("Tiers", results.workload, found, tiers=True)],
+        partial(goals_of, "tiers"),
+    ),
+    "host": Section("micro-benchmarks of the host's work", lambda _, found: [found.sheet()], lambda found: found.goals),
+    "hostadam": Section(
+        "the host's Adam beside memory copies and peers",
+        lambda _, found: map(cpu_adam.sheet, found.values()),
+        lambda found: [goal for rows in found.values() for goal in cpu_adam.goals(rows)],
+    ),
+    "codecs": Section("quantization on the host beside memory copies", lambda _, found: [codecs.sheet(found)], codecs.goals),
+    "disk": Section("the file engine beside dd and fio", lambda _, found: [disk.sheet(found)], disk.goals),
+    "checkpoints": Section(
+        "saving and loading beside DCP with FSDP2 and DeepSpeed", lambda _, found: map(checkpoints.sheet, found), _goals_of_each
+    ),
+    "network": Section(
+        "two nodes of two ranks with a slow link between them", lambda _, found: map(network.sheet, found), _goals_of_each
+    ),
+    "parallel": Section(
+        "8 ranks over a mesh (pp 2, dp 2, tp 2) beside FSDP2 with the same stages and styles",
+        lambda _, found: [race_sheet("A mesh, pipeline x data x tensor", parallel.WORKLOAD, found)],
+        partial(goals_of, "parallel"),
+    ),
+    "gpu": Section("one GPU: each tier, and the largest models", lambda _, found: gpu_sheets(found)),
+}
 
 # ---------------------------------------------------------------------------------------------------------- files
-
-
-def print_results(results: Results, console: Any) -> None:
-    """Print all tables."""
-    for sheet in results.sheets():
-        sheet.show(console)
 
 
 def write_markdown(results: Results, path: Path) -> None:
@@ -300,63 +278,59 @@ def write_markdown(results: Results, path: Path) -> None:
 
 def write_json(results: Results, path: Path) -> None:
     """Write results.json; the schema is in the module's docstring."""
-    outcomes, tiers, host = results.outcomes, results.tiers, results.host
+    found, outcomes, tiers = results.found, results.found.get("cpu", []), results.found.get("tiers", [])
+    host = found.get("host")
+
+    def section(name: str, entry: Callable[[Any], object]) -> object:
+        """Return the entry of what a section measured; without it, the reason why there is none, or None."""
+        return entry(found[name]) if found.get(name) else results.skipped.get(name)
+
+    def race(of: list[Outcome]) -> dict[str, object]:
+        return {"contenders": _entries(of), "losses_agree": statistics.losses_agree(of)}
+
     document = {
         "schema": SCHEMA,
         "machine": _machine(),
         "versions": _versions(),
         "workload": asdict(results.workload),
         "rounds": asdict(results.rounds),
-        "contenders": _entries(outcomes),
+        **race(outcomes),
         "core_share": statistics.core_share([*outcomes, *tiers], results.workload.ranks),
-        "losses_agree": statistics.losses_agree(outcomes),
-        "tiers": {
-            "rounds": asdict(results.tiers_rounds) if results.tiers_rounds else None,
-            "contenders": _entries(tiers),
-            "losses_agree": statistics.losses_agree(tiers),
-        } if tiers else None,
+        "tiers": {"rounds": asdict(results.tiers_rounds) if results.tiers_rounds else None, **race(tiers)} if tiers else None,
         "host_work": asdict(host) | {"unit_ms": {n: host.unit_ms(n) for n in host.step_ms if n != "plain"}} if host else None,
-        "hostadam": results.hostadam or results.skipped.get("hostadam"),
-        "codecs": results.codecs or results.skipped.get("codecs"),
-        "disk": results.disk or results.skipped.get("disk"),
-        "checkpoints": {kepts.size: asdict(kepts) for kepts in results.checkpoints},
-        "network": [asdict(crossing) for crossing in results.network] or results.skipped.get("network"),
-        "parallel": {
-            "workload": asdict(parallel.WORKLOAD),
-            "contenders": _entries(results.parallel),
-            "losses_agree": statistics.losses_agree(results.parallel),
-        } if results.parallel else results.skipped.get("parallel"),
-        "gpu": results.gpu_skipped or _gpu_entry(results),
+        **{name: section(name, lambda rows: rows) for name in ("hostadam", "codecs", "disk")},
+        "checkpoints": {kepts.size: asdict(kepts) for kepts in found.get("checkpoints", [])},
+        "network": section("network", lambda crossings: [asdict(crossing) for crossing in crossings]),
+        "parallel": section("parallel", lambda of: {"workload": asdict(parallel.WORKLOAD), **race(of)}),
+        "gpu": section("gpu", _gpu_entry),
         "goals": [asdict(goal) | {"verdict": goal.verdict} for goal in results.goals],
-    }  # fmt: skip
+    }
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _entries(outcomes: list[Outcome]) -> dict[str, dict[str, object]]:
-    return {o.contender.name: _entry(o, outcomes) for o in outcomes}
+    """Return the entries of a race's contenders, by name."""
+    entries, differences = {}, {o.contender.name: d for o, _, d in statistics.compared_losses(outcomes)}
+    for outcome in outcomes:
+        entry = asdict(outcome)
+        entry |= {"contender": outcome.contender.name, "label": outcome.contender.label, "status": outcome.status}
+        del entry["skipped"], entry["failed"]
+        if outcome.ran and outcome.rounds_step_s:
+            entry["step_s"] = asdict(statistics.step_spread(outcome))
+            entry["step_time_ratio"] = {peer: _to_peer(outcomes, peer, outcome) for peer in PEERS.values()}
+            entry["loss_difference"] = differences.get(outcome.contender.name)
+            if outcome.disk:
+                entry |= {"bound_s": statistics.bounds_s(outcome), "bound_ratio": statistics.bound_ratio(outcome)}
+        entries[outcome.contender.name] = entry
+    return entries
 
 
-def _entry(outcome: Outcome, outcomes: list[Outcome]) -> dict[str, object]:
-    entry = asdict(outcome)
-    entry |= {"contender": outcome.contender.name, "label": outcome.contender.label, "status": outcome.status}
-    del entry["skipped"], entry["failed"]
-    if outcome.ran and outcome.rounds_step_s:
-        entry["step_s"] = asdict(statistics.step_spread(outcome))
-        entry["step_time_ratio"] = {base: _to_peer(outcomes, base)(outcome) for base in PEERS.values()}
-        entry["loss_difference"] = statistics.loss_difference(outcome, outcomes)
-        if outcome.disk:
-            entry |= {"bound_s": statistics.bounds_s(outcome), "bound_ratio": statistics.bound_ratio(outcome)}
-    return entry
-
-
-def _gpu_entry(results: Results) -> dict[str, object] | None:
-    if results.gpu_workload is None:
-        return None
+def _gpu_entry(found: gpu.Measured) -> dict[str, object]:
     return {
-        "workload": asdict(results.gpu_workload),
-        "step_flops": gpu.step_flops(results.gpu_workload),
-        "contenders": _entries(results.gpu_outcomes),
-        "largest": {name: asdict(found) | {"numel": found.numel} for name, found in results.gpu_largest.items()},
+        "workload": asdict(found.workload),
+        "step_flops": gpu.step_flops(found.workload),
+        "contenders": _entries(found.outcomes),
+        "largest": {name: asdict(largest) | {"numel": largest.numel} for name, largest in found.largest.items()},
     }
 
 

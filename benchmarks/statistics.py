@@ -19,7 +19,6 @@ LOSS_TOLERANCE = {"fp32": 2e-5, "bf16": 5e-4}
 # Goal of a step with the optimizer on disk: the larger of these times its bound, and times the step in memory.
 DISK_BOUND_FACTOR, DISK_MEMORY_FACTOR = 1.15, 1.10
 BUSY_CORE_SHARE = 0.85  # with a smaller `core_share` other programs ran, and timings cannot be trusted
-LOSS_REFERENCES = ("ddp", "fsdp2")
 
 
 @dataclass(frozen=True)
@@ -58,45 +57,35 @@ def time_ratio(outcomes: list[Outcome], ours: str, theirs: str) -> float | None:
     return _ratio(found[ours], map(median, found[theirs].rounds_step_s)) if {ours, theirs} <= found.keys() else None
 
 
-def memory_ratio(outcomes: list[Outcome], ours: str, theirs: str) -> float | None:
-    """Return the ratio of the contenders' peaks of resident memory while stepping, each of its largest rank."""
+def memory_ratio(outcomes: list[Outcome], ours: str, theirs: str, peak: str = "peak_rss") -> float | None:
+    """Return the ratio of the contenders' peaks of memory while stepping. peak: the attribute of Outcome that has them."""
     found = by_name(outcomes)
-    peaks = [peak for name in (ours, theirs) if name in found and (peak := found[name].peak_rss)]
+    peaks = [value for name in (ours, theirs) if name in found and (value := getattr(found[name], peak))]
     return peaks[0] / peaks[1] if len(peaks) == 2 else None
 
 
-def host_memory_ratio(outcomes: list[Outcome], ours: str, theirs: str) -> float | None:
-    """Return the ratio of peaks while stepping of resident memory of all ranks together; a shared page counts once."""
-    found = by_name(outcomes)
-    peaks = [peak for name in (ours, theirs) if name in found and (peak := found[name].peak_pss_sum)]
-    return peaks[0] / peaks[1] if len(peaks) == 2 else None
+def compared_losses(outcomes: list[Outcome]) -> list[tuple[Outcome, Outcome, float]]:
+    """Return (outcome, its reference, largest relative difference of their losses) for all that can be compared.
 
-
-def loss_reference(outcome: Outcome, outcomes: list[Outcome]) -> Outcome | None:
-    """Return the outcome with whose losses those of `outcome` are compared: DDP, FSDP2, else the first of its precision."""
-    same = [o for o in outcomes if _comparable(o) and o.contender.precision == outcome.contender.precision]
-    preferred = [o for kind in LOSS_REFERENCES for o in same if o.contender.kind == kind]
-    return next(iter(preferred + same), None)
-
-
-def loss_difference(outcome: Outcome, outcomes: list[Outcome]) -> float | None:
-    """Return the largest relative difference of losses from those of the reference; None where there is none to compare."""
-    reference = loss_reference(outcome, outcomes)
-    if reference is None or reference is outcome or not _comparable(outcome):
-        return None
-    pairs = zip(outcome.losses, reference.losses, strict=False)
-    return max(abs(a - b) / abs(b) if a == a else float("inf") for a, b in pairs)  # a NaN loss differs from all
+    The reference is DDP, FSDP2, else the first outcome of the same precision, and is compared with none.
+    """
+    found, usable = [], [o for o in outcomes if o.ran and o.trains_together and o.losses]
+    for outcome in usable:
+        same = [o for o in usable if o.contender.precision == outcome.contender.precision]
+        preferred = [o for kind in ("ddp", "fsdp2") for o in same if o.contender.kind == kind]
+        reference = (preferred + same)[0]
+        if reference is not outcome:
+            pairs = zip(outcome.losses, reference.losses, strict=False)
+            # a NaN loss differs from all
+            difference = max(abs(a - b) / abs(b) if a == a else float("inf") for a, b in pairs)
+            found.append((outcome, reference, difference))
+    return found
 
 
 def losses_agree(outcomes: list[Outcome]) -> bool | None:
     """Return True if the losses of all contenders agree with their references; None if there are none to compare."""
-    differences = [(o, loss_difference(o, outcomes)) for o in outcomes]
-    compared = [d <= LOSS_TOLERANCE[o.contender.precision] for o, d in differences if d is not None]
-    return all(compared) if compared else None
-
-
-def _comparable(outcome: Outcome) -> bool:
-    return outcome.ran and outcome.trains_together and bool(outcome.losses)
+    compared = compared_losses(outcomes)
+    return all(d <= LOSS_TOLERANCE[o.contender.precision] for o, _, d in compared) if compared else None
 
 
 def formula_difference(outcomes: list[Outcome]) -> float | None:

@@ -6,7 +6,7 @@ to show a value of an item, and a list of items, one for each row. A value that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,10 +38,6 @@ class Goal:
             return "not measured"
         met = self.value >= self.limit if self.at_least else self.value <= self.limit
         return "met" if met else "missed"
-
-    @property
-    def bound(self) -> str:
-        return f"{'>=' if self.at_least else '<='} {self.limit:.2f}"
 
 
 @dataclass(frozen=True)
@@ -88,26 +84,25 @@ class Sheet:
             console.print(text, style=style, markup=False, highlight=False)
 
     def markdown(self) -> str:
-        lines = [f"### {self.title}", ""]
-        if self.rows:
-            rows = [self.headings, ["---"] * len(self.headings), *self.rows]
-            lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows] + [""]
-        for text, _ in self.notes:
-            lines += [text, ""]
-        return "\n".join(lines)
+        table = [markdown(self.headings, self.rows)] if self.rows else []
+        return "\n\n".join([f"### {self.title}", *table, *(text for text, _ in self.notes), ""])
 
 
-GOAL_COLUMNS = (
-    Column("", lambda goal: goal.text),
-    Column("measured", lambda goal: goal.value, ".3f"),
-    Column("goal", lambda goal: goal.bound),
-    Column("", lambda goal: goal.verdict),
-)
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (headings, *rows)]
+    return "\n".join([lines[0], "|---" * len(headings) + "|", *lines[1:]])
 
 
 def goals_sheet(goals: Iterable[Goal], notes: Iterable[Note] = ()) -> Sheet:
     """Return the table of goals with their verdicts."""
-    return Sheet.of("Goals", GOAL_COLUMNS, goals, notes)
+    columns = (
+        Column("", lambda goal: goal.text),
+        Column("measured", lambda goal: goal.value, ".3f"),
+        Column("goal", lambda goal: f"{'>=' if goal.at_least else '<='} {goal.limit:.2f}"),
+        Column("", lambda goal: goal.verdict),
+    )
+    return Sheet.of("Goals", columns, goals, notes)
 
 
 def make_console() -> Console:

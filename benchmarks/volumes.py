@@ -8,20 +8,15 @@ needs no padding. Volumes are in units of M, the bytes of its parameters in 16 b
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-
-import zeroshard as zs
-from zeroshard.comm.fake import FakeComm
-from zeroshard.utils.torch_compat import FakeTensorMode
-from zeroshard.zero.runtime import runtime_of
+from .papers import counted
+from .tables import markdown
 
 _DIM, _BLOCK, _RANK = 8192, 256, 4
+_NUMEL = 4 * _DIM**2  # of four square matrices
 _INT8, _INT4 = 1 / 2 + 2 / _BLOCK, 1 / 4 + 2 / _BLOCK  # bytes over those in 16 bits: codes, and a step of 4 bytes a block
 _TOP_K = 0.01 * 8 / 2  # likewise, of 1% of the values: value and index, 4 bytes each
 _LOW_RANK = 4 * _RANK * 2 / _DIM  # two factors of a square matrix, each reduced and gathered in fp32
@@ -68,53 +63,26 @@ def rows(place: int) -> list[Row]:
     ]
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The bytes that one rank has sent in a step, and those it holds, in units of M."""
-
-    between: float
-    inside: float
-    at_rest: float
-    secondary: float
-    lost: float
-
-
-def measure(row: Row, nodes: int, place: int) -> Measured:
+def measure(row: Row, nodes: int, place: int) -> counted.Counted:
     """Run one step of the runtime on imagined ranks; return the counts of rank 0. place: ranks of a node."""
-    with FakeTensorMode():
-        matrices = [nn.Linear(_DIM, _DIM, bias=False) for _ in range(4)]
-        model: nn.Module = nn.Sequential(nn.Sequential(*matrices[:2]), nn.Sequential(*matrices[2:]))
-        optimizer = torch.optim.AdamW(model.parameters())
-        comm = FakeComm(0, nodes * place, node_size=place)
-        units = lambda name, module: isinstance(module, nn.Sequential) and name != ""  # noqa: E731
-        model, sharded = zs.shard(model, optimizer, stage=3, precision="bf16", units=units, comm=comm, **row.options)
-        model(torch.zeros(1, _DIM, dtype=torch.bfloat16)).sum().backward()
-        assert sharded is not None
-        sharded.step()
-        traffic, report = runtime_of(model).ledger.traffic.values(), zs.report(model)
-    unit = report.num_parameters * 2
-    between = sum(each.between for each in traffic)
-    found = (between, sum(each.nbytes for each in traffic) - between, sum(report.at_rest.values()), report.secondary, report.lost)
-    return Measured(*(nbytes / unit for nbytes in found))
+    options = {"precision": "bf16", "gradient_dtype": None, **row.options}
+    return counted.count(_NUMEL, nodes * place, node_size=place, stage=3, **options)
 
 
 def table(nodes: int, place: int) -> str:
     """Return a markdown table of formulas beside measurements."""
-    columns = ("", "between: formula", "measured", "inside: formula", "measured", "states", "secondary shards", "lost, kept")
-    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    headings = ("", "between: formula", "measured", "inside: formula", "measured", "states", "secondary shards", "lost, kept")
+    lines = []
     for row in rows(place):
         found, theory = measure(row, nodes, place), [share(nodes, place) for share in row.volumes]
-        cells = (theory[0], found.between, theory[1], found.inside, found.at_rest, found.secondary, found.lost)
-        lines.append(f"| {row.name} | " + " | ".join(f"{cell:.3f}" if cell else "" for cell in cells) + " |")
-    return "\n".join(lines)
-
-
-def main() -> int:
-    """Print both tables."""
-    for nodes, place in ((8, 8), (128, 8)):
-        print(f"{nodes} nodes of {place} ranks\n\n{table(nodes, place)}\n")
-    return 0
+        between = sum(found.between.values())
+        nbytes = (between, found.sent_nbytes - between, found.states_nbytes, found.secondary, found.lost)
+        measured = [each / (2 * _NUMEL) for each in nbytes]
+        values = (theory[0], measured[0], theory[1], *measured[1:])
+        lines.append([row.name, *(f"{value:.3f}" if value else "" for value in values)])
+    return markdown(headings, lines)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    for nodes, place in ((8, 8), (128, 8)):
+        print(f"{nodes} nodes of {place} ranks\n\n{table(nodes, place)}\n")

@@ -22,7 +22,6 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass, field
-from functools import cached_property
 from multiprocessing.connection import Connection
 
 import torch
@@ -32,7 +31,7 @@ from zeroshard.planner.simulator.disk_bandwidth import Burst, DiskBursts, write_
 from zeroshard.planner.simulator.micro_benchmark import divert_output, one_line
 
 from . import contenders, memory, parallel
-from .checkpoint_contenders import Keeper, copy_seconds
+from .checkpoint_contenders import Keeper
 from .overlap import Overlap
 from .plan import Contender, Workload
 from .workload import batch, build_model
@@ -111,7 +110,7 @@ def serve(pipe: Connection, post: Post) -> None:
     finally:
         if rank is not None:
             try:
-                rank.close()
+                rank.trainer.close()
             except Exception:
                 traceback.print_exc()
         # Skip destructors: those of a process group may wait for a peer that has ended.
@@ -124,16 +123,27 @@ class _Rank:
     """The state of a worker between messages; a message names the method that answers it."""
 
     def __init__(self, pipe: Connection, post: Post) -> None:
-        begun = time.monotonic()
-        self.post, self.workload = post, post.workload
-        self._on_cuda = post.workload.device == "cuda"
-        _set_environment(post)
+        begun, rank, workload = time.monotonic(), post.rank, post.workload
+        self.post, self.workload, self._on_cuda = post, workload, workload.device == "cuda"
+        if workload.pin_cores:
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[rank % len(cores)]})
+        if post.contender.kind == "ds":
+            os.environ["DS_ACCELERATOR"] = workload.device
+        # as torchrun sets them
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        os.environ |= {"WORLD_SIZE": str(workload.ranks), "LOCAL_WORLD_SIZE": str(workload.ranks)}
         torch.set_num_threads(1)
-        _join_group(post)
+        if self._on_cuda:
+            torch.cuda.set_device(rank)
+        backend, method = "nccl" if self._on_cuda else "gloo", f"file://{post.meeting_file}"
+        dist.init_process_group(backend, init_method=method, rank=rank, world_size=workload.ranks)
         self.baseline_rss = memory.peak_rss_nbytes()
-        build = parallel.build if self.workload.mesh else contenders.BUILDERS[post.contender.kind]
-        self.trainer = build(post.contender, self.workload)
-        pipe.send(Ready(time.monotonic() - begun, self.trainer.settings, parameter_count(self.workload)))
+        build = parallel.build if workload.mesh else contenders.BUILDERS[post.contender.kind]
+        self.trainer = build(post.contender, workload)
+        self._probe: DiskBursts | None = None
+        self._keeper: Keeper | None = None
+        pipe.send(Ready(time.monotonic() - begun, self.trainer.settings, parameter_count(workload)))
 
     def turn(self, first_step: int, steps: int, lead_in: int = 0) -> Turn:
         batches = self._batches(first_step, lead_in + steps)
@@ -181,11 +191,19 @@ class _Rank:
         return recorder.overlap()
 
     def disk(self, phase: str) -> Burst:
+        assert self.workload.swap_path is not None
+        self._probe = self._probe or DiskBursts(self.workload.swap_path)
         return self._probe.burst(phase)
+
+    def keeper(self) -> Keeper:
+        """Return the functions that save and load, which are made once."""
+        assert self.trainer.keeper is not None
+        self._keeper = self._keeper or self.trainer.keeper()
+        return self._keeper
 
     def save(self, path: str) -> Saved:
         """Save a checkpoint; return its times and the growth of memory."""
-        keeper = self._keeper
+        keeper = self.keeper()
         memory.reset_peak_rss()
         before = memory.peak_rss_nbytes() or 0
         begin = time.monotonic()
@@ -194,7 +212,7 @@ class _Rank:
         return Saved(begin, end, (memory.peak_rss_nbytes() or 0) - before)
 
     def load(self, path: str) -> None:
-        self._keeper.load(path)
+        self.keeper().load(path)
 
     def save_in_background(self, path: str) -> tuple[float, float]:
         """Return the seconds that a background save holds training up, and by which it and the next step exceed a step.
@@ -205,60 +223,29 @@ class _Rank:
         begin = time.monotonic()
         self.trainer.step(*first)
         step_s, begin = time.monotonic() - begin, time.monotonic()
-        held, wait = self._keeper.in_background(path)  # type: ignore[misc]
+        held, wait = self.keeper().in_background(path)  # type: ignore[misc]
         self.trainer.step(*second)
         lost_s = time.monotonic() - begin - step_s
         wait()
         return held(), lost_s
 
     def copy_states(self) -> float:
-        """Return the seconds of one memory copy of this rank's states."""
-        return copy_seconds(self._keeper.states())  # type: ignore[misc]
+        """Return the seconds of copying this rank's states to touched memory: once, as in a save; repeated copies are faster."""
+        states = self.keeper().states()  # type: ignore[misc]
+        copies = [torch.empty_like(state).zero_() for state in states]
+        begin = time.monotonic()
+        for copy, state in zip(copies, states, strict=True):
+            copy.copy_(state)
+        return time.monotonic() - begin
 
     def write_bulk(self, nbytes: int) -> Burst:
         """Write a new file of `nbytes` with the file engine."""
         assert self.workload.swap_path is not None
         return write_bulk(self.workload.swap_path, nbytes)
 
-    @cached_property
-    def _keeper(self) -> Keeper:
-        assert self.trainer.keeper is not None
-        return self.trainer.keeper()
-
-    @cached_property
-    def _probe(self) -> DiskBursts:
-        assert self.workload.swap_path is not None
-        return DiskBursts(self.workload.swap_path)
-
-    def close(self) -> None:
-        """Remove the files of what is offloaded to disk."""
-        self.trainer.close()
-
     def _batches(self, first_step: int, steps: int) -> list:
         place = self.post.rank if self.trainer.place is None else self.trainer.place
         return [batch(self.workload, first_step + i, place) for i in range(steps)]
-
-
-def _set_environment(post: Post) -> None:
-    """Set the variables that torchrun sets, and bind the process to a core if the workload says so."""
-    if post.workload.pin_cores:
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[post.rank % len(cores)]})
-    if post.contender.kind == "ds":
-        os.environ["DS_ACCELERATOR"] = post.workload.device
-    os.environ |= {
-        "RANK": str(post.rank),
-        "LOCAL_RANK": str(post.rank),
-        "WORLD_SIZE": str(post.workload.ranks),
-        "LOCAL_WORLD_SIZE": str(post.workload.ranks),
-    }
-
-
-def _join_group(post: Post) -> None:
-    on_cuda, method = post.workload.device == "cuda", f"file://{post.meeting_file}"
-    if on_cuda:
-        torch.cuda.set_device(post.rank)
-    dist.init_process_group("nccl" if on_cuda else "gloo", init_method=method, rank=post.rank, world_size=post.workload.ranks)
 
 
 def parameter_count(workload: Workload) -> int:

@@ -11,10 +11,11 @@ import multiprocessing.connection
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
+from unittest import mock
 
 from zeroshard.utils import torch_compat
 
@@ -23,7 +24,7 @@ from .plan import Contender, Workload
 
 START_TIMEOUT_S = 400.0  # DeepSpeed compiles an extension on its first start
 ANSWER_TIMEOUT_S = 600.0
-PRELOADED = (torch_compat.DYNAMO, "torch.distributed.fsdp", "zeroshard.parallel.parallelize", worker.__name__)  # see _forked
+PRELOADED = (torch_compat.DYNAMO, "torch.distributed.fsdp", "zeroshard.parallel.parallelize", worker.__name__)
 T = TypeVar("T")
 
 
@@ -40,8 +41,12 @@ class Team:
         self._meeting_dir = tempfile.TemporaryDirectory(prefix="zeroshard-bench-")
         self._pipes, self._processes = [], []
         meeting_file = os.path.join(self._meeting_dir.name, "store")
-        with one_thread_per_rank():
-            context: Any = _forked() if workload.mesh else multiprocessing.get_context("spawn")
+        method = "spawn"
+        if workload.mesh and "forkserver" in multiprocessing.get_all_start_methods():
+            method = "forkserver"  # it has done all imports: with many ranks on a core, they would take minutes
+            multiprocessing.set_forkserver_preload(list(PRELOADED))
+        context: Any = multiprocessing.get_context(method)
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # processes read it when they import torch
             for rank in range(workload.ranks):
                 here, there = context.Pipe()
                 log_file = str(log_dir / f"{contender.name}.{rank}.log")
@@ -152,25 +157,3 @@ def turned(items: list[T], index: int) -> list[T]:
     """Return `items` rotated by the index of the round, so that each has each place in the order."""
     at = index % len(items) if items else 0
     return items[at:] + items[:at]
-
-
-def _forked() -> multiprocessing.context.BaseContext:
-    """Return a context that forks processes with all imports done: with many ranks on a core, imports would take minutes."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    multiprocessing.set_forkserver_preload(list(PRELOADED))
-    return multiprocessing.get_context("forkserver")
-
-
-@contextmanager
-def one_thread_per_rank() -> Iterator[None]:
-    """Set OMP_NUM_THREADS=1 for processes that are started in the context; they read it when they import torch."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before

@@ -22,17 +22,15 @@ from zeroshard.utils.torch_compat import FakeTensorMode
 from zeroshard.zero.runtime import runtime_of
 
 STATES = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER)
-PAPERS: dict[str, Any] = {
-    "precision": "fp16",
-    "gradient_dtype": torch.float16,
-}  # 2 + 2 + 12 bytes a parameter, as in the papers; with zs.shard's defaults
-# reduced gradients are kept in fp32, so it would be 2 + 4 + 12
+# 2 + 2 + 12 bytes a parameter, as in the papers; zs.shard's default keeps reduced gradients in fp32: 2 + 4 + 12
+PAPERS: dict[str, Any] = {"precision": "fp16", "gradient_dtype": torch.float16}
 
 
 @dataclass(frozen=True)
 class Counted:
     """The bytes of one rank after a step. states: at rest, by category; elsewhere: those off the device; gathered, buffers: peaks
-    of gathered parameters and of gradient buffers; sent_nbytes: sent in all; between: sent to other nodes, by collective."""
+    of gathered parameters and of gradient buffers; sent_nbytes: sent in all; between: sent to other nodes, by collective;
+    lost: errors of compression, kept for the next step."""
 
     numel: int
     states: dict[str, int]
@@ -42,6 +40,7 @@ class Counted:
     buffers: int
     sent_nbytes: int
     between: dict[str, int]
+    lost: int
 
     @property
     def states_nbytes(self) -> int:
@@ -60,7 +59,7 @@ def count(numel: int, ranks: int, *, matrices: int = 4, node_size: int | None = 
         model, sharded = zs.shard(model, optimizer, comm=comm, units="leaf", **PAPERS | options)
         assert sharded is not None
         ledger = runtime_of(model).ledger
-        output = model(torch.zeros(1, columns, dtype=torch.float16))
+        output = model(torch.zeros(1, columns, dtype=torch.bfloat16 if options.get("precision") == "bf16" else torch.float16))
         forward = sum(each.between for each in ledger.traffic.values())
         output.sum().backward()
         gathers = sum(each.between for kind, each in ledger.traffic.items() if kind.startswith("gather"))
@@ -71,6 +70,7 @@ def count(numel: int, ranks: int, *, matrices: int = 4, node_size: int | None = 
             report.num_parameters, report.at_rest, elsewhere, report.secondary, ledger.peak[GATHERED],
             ledger.peak[STAGING] + ledger.peak[PARTIAL], sum(each.nbytes for each in everything),
             {"forward": forward, "backward": gathers - forward, "reduce": sum(each.between for each in everything) - gathers},
+            report.lost,
         )  # fmt: skip
 
 

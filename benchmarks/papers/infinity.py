@@ -8,8 +8,7 @@ from zeroshard.activations.report import checkpoint_nbytes
 from zeroshard.planner.models.gpt import Block, GPTConfig
 
 from . import counted
-from .reference import printed, stated
-from .table import CODE, FORMULA, RUNTIME, Cell, Table, digits
+from .table import CODE, FORMULA, RUNTIME, Cell, Table, bounded, digits, printed, stated
 
 TIB, GIB = 2**40, 2**30
 SEQ, PER_NODE, PER_DEVICE = 1024, 32, 2  # tokens of a sequence; sequences of a node and of a device, in figure 2a
@@ -46,13 +45,12 @@ def fig2a() -> Table:
             text = digits(value, row[column])
             note = _MISPRINT.format(text) if (row["params_T"], column) == ("0.10", "working_model_state_GB_per_gpu") else ""
             cells.append(Cell(f"{row['layers']} x {row['hidden']}", column.replace("_", " "), row[column], text, by, note=note))
-    remarks = (
+    remark = (
         "TB are TiB and GB are GiB. Model states: 20 bytes a parameter (16 and 18 are other conventions). Working memory of "
-        "model states: parameters and gradients of the largest operator, as the runtime gathers and reduces it.",
+        "model states: parameters and gradients of the largest operator, as the runtime gathers and reduces it."
     )
-    return Table(
-        "infinity-fig2a", "ZeRO-Infinity, figure 2a: memory", file.source, tuple(cells), remarks, corner="layers x hidden"
-    )
+    title = "ZeRO-Infinity, figure 2a: memory"
+    return Table("infinity-fig2a", title, file.source, cells, [remark], corner="layers x hidden")
 
 
 def efficiency(intensity: float, bandwidth: float, peak: float) -> float:
@@ -73,35 +71,31 @@ def fig6b() -> Table:
         widths = [width for width in (8, 16, 32, 64, 128) if 2 * 4 * (width << 10) ** 2 / tiles <= _PIECE_NBYTES]
         note = _WHOLE if str(widths[-1]) != row["value"] else ""
         cells.append(Cell(row["x"], "K", row["value"], str(widths[-1]), note=note))
-    remarks = ("2 x 4 hd^2 / tiles bytes in fp16 are to be in one piece; widths that are powers of two.",)
-    return Table("infinity-fig6b", "ZeRO-Infinity, figure 6b: largest hidden size by tiles", file.source, tuple(cells), remarks)
+    remark = "2 x 4 hd^2 / tiles bytes in fp16 are to be in one piece; widths that are powers of two."
+    return Table("infinity-fig6b", "ZeRO-Infinity, figure 6b: largest hidden size by tiles", file.source, cells, [remark])
 
 
 def requirements() -> Table:
     """Compute the efficiency at the bandwidths that section 4.2 asks for, and the curves of figure 3."""
     peak, cells = float(stated("infinity_peak")["value"]) * 1e12, []
     for name, kind, batch, unit in (("params", "parameters", 1, 1e9), ("states", "states", 2, 1e12)):
-        bandwidth, least = stated(f"infinity_{name}_bandwidth"), stated(f"infinity_{name}_efficiency")
+        bandwidth, least = stated(f"infinity_{name}_bandwidth"), stated(f"infinity_{name}_efficiency")["value"]
         found = efficiency(intensities(batch)[kind], float(bandwidth["value"]) * unit, peak) * 100
-        needed = float(least["value"]) / 100
+        needed = float(least) / 100
         least_bandwidth = needed / (1 - needed) * peak / intensities(batch)[kind] / unit
         row = f"{kind}, batch {batch}, {bandwidth['value']} {bandwidth['unit']}"
-        text = f"> {least['value']} %"
-        cells.append(Cell(row, "efficiency", text, text if found >= float(least["value"]) else f"{found:.1f} %"))
+        cells.append(bounded(row, "efficiency", f"> {least} %", found))
         cells.append(Cell(row, "computed", "", f"{found:.1f} %"))
         cells.append(Cell(row, "just enough", "", f"{least_bandwidth:.2f} {bandwidth['unit']}"))
-    bandwidths = [1e9 * 10 ** (n / 8) for n in range(-8, 29)]
-    curves = {}
-    for kind in ("parameters", "states"):
-        for batch in (1, 2, 4, 8, 16):
-            curves[f"{kind}, batch {batch}"] = [efficiency(intensities(batch)[kind], each, peak) * 100 for each in bandwidths]
-    for hidden in (2048, 8192, 16384, 65536):
-        intensity = intensities(1, hidden)["checkpoints"]
-        curves[f"checkpoints, hidden {hidden}"] = [efficiency(intensity, each, peak) * 100 for each in bandwidths]
-    lines = {name: ([each / 1e9 for each in bandwidths], values) for name, values in curves.items()}
+    drawn = {
+        f"{kind}, batch {batch}": intensities(batch)[kind] for kind in ("parameters", "states") for batch in (1, 2, 4, 8, 16)
+    }
+    drawn |= {f"checkpoints, hidden {hidden}": intensities(1, hidden)["checkpoints"] for hidden in (2048, 8192, 16384, 65536)}
+    bandwidths = [10 ** (n / 8) for n in range(-8, 29)]  # GB/s
+    lines = {name: (bandwidths, [efficiency(each, gb * 1e9, peak) * 100 for gb in bandwidths]) for name, each in drawn.items()}
     return Table(
         "infinity-efficiency", "ZeRO-Infinity, section 4.2 and figure 3: efficiency by bandwidth",
-        f"{printed('zero_infinity_fig2a').paper}, section 4.2 (printed)", tuple(cells),
-        (f"intensity x bandwidth / (intensity x bandwidth + peak), peak {peak / 1e12:g} TFLOPS.",),
+        f"{printed('zero_infinity_fig2a').paper}, section 4.2 (printed)", cells,
+        [f"intensity x bandwidth / (intensity x bandwidth + peak), peak {peak / 1e12:g} TFLOPS."],
         curves=("bandwidth, GB/s", "efficiency, %", lines),
     )  # fmt: skip

@@ -17,9 +17,8 @@ from zeroshard.planner.search.schedule import trace_of
 from zeroshard.planner.simulator.hardware import Hardware
 from zeroshard.planner.simulator.simulate import simulate
 
-from .reference import Row, printed
-from .table import SIMULATED, Cell, Table, rank_correlation
-from .throughput import REDUCED, WITHIN, as_published, of_2019
+from .table import SIMULATED, WITHIN, Cell, Row, Table, near, printed, rank_correlation
+from .throughput import REDUCED, as_published, of_2019
 
 # Speed of FlashAttention-2 over FlashAttention in Triton, which MPT's benchmarks used (submit_benchmarks.py, --attn_impl): 1.3
 # to 1.5 forward, about 2 backward (FlashAttention-2, arXiv 2307.08691, section 4.1); forward takes a quarter of the time.
@@ -53,25 +52,17 @@ def step_seconds(profile: Profile, layout: Layout, hardware: Hardware, beside: b
     return simulate(traces if beside else [as_published(trace, reduced=reduced) for trace in traces], hardware).step_s
 
 
-def _hardware(row: Row) -> Hardware:
-    """Return the row's hardware with the libraries of its time: those of 2019 on a V100, Triton's attention in MPT's runs."""
-    hardware = Hardware.named(row["device"])
-    device = hardware.device
-    if "v100" in row["device"] and row["kernels"] == "eager":
-        return of_2019(hardware)
-    if row["kernels"] == "triton" and device.attention is not None:
-        causal = tuple(part / _TRITON for part in device.attention.causal)
-        return replace(hardware, device=replace(device, attention=replace(device.attention, causal=causal)))
-    return hardware
-
-
 def tflops(row: Row) -> float:
     """Return the simulated TFLOPS a device of a run, with the operations counted as the row's source counts them."""
-    gpus, tp, pp, layers, hidden, heads, vocab, seq, stage, micro, sequences = (
-        int(row[name])
-        for name in ("gpus", "tp", "pp", "layers", "hidden", "heads", "vocab", "seq", "stage", "micro_batch", "sequences")
-    )
-    hardware, dp, states = _hardware(row), gpus // tp // pp, _STATES[row["states"]]
+    names = ("gpus", "tp", "pp", "layers", "hidden", "heads", "vocab", "seq", "stage", "micro_batch", "sequences")
+    gpus, tp, pp, layers, hidden, heads, vocab, seq, stage, micro, sequences = (int(row[name]) for name in names)
+    hardware, dp, states = Hardware.named(row["device"]), gpus // tp // pp, _STATES[row["states"]]
+    device = hardware.device
+    if "v100" in row["device"] and row["kernels"] == "eager":
+        hardware = of_2019(hardware)
+    elif row["kernels"] == "triton" and device.attention is not None:  # MPT's runs
+        causal = tuple(part / _TRITON for part in device.attention.causal)
+        hardware = replace(hardware, device=replace(device, attention=replace(device.attention, causal=causal)))
     kernels = "flash" if row["kernels"] == "triton" else row["kernels"]
     profile = Profile.of_shape(GPTConfig(vocab, seq, hidden, layers, heads, bias=True, tied=True), kernels=kernels)
     layout = Layout(
@@ -81,24 +72,20 @@ def tflops(row: Row) -> float:
         gradient_itemsize=2, prefetch_nbytes=8 << 30, stops_early=False, hops="one", rings=True,
     )  # fmt: skip
     blocks = sum(unit.flops for unit in profile.blocks)
-    counted = {
-        "8P": 8 * profile.numel,
-        "repeated": 4 * blocks + 3 * (profile.flops - blocks),
-        "model": 3 * profile.flops,
-    }[row["count"]]
+    ways = {"8P": 8 * profile.numel, "repeated": 4 * blocks + 3 * (profile.flops - blocks), "model": 3 * profile.flops}
     reduced = REDUCED if row["kernels"] == "eager" and row["beside"] == "no" else 1.0
     seconds = step_seconds(profile, layout, hardware, row["beside"] == "yes", reduced)
-    return counted * layout.sequences * seq / gpus / seconds / 1e12
+    return ways[row["count"]] * layout.sequences * seq / gpus / seconds / 1e12
 
 
 @functools.cache
 def throughput_others() -> Table:
+    """Compute the TFLOPS a device of all runs, and how close they are by device."""
     file, cells, pairs = printed("throughput_others"), [], []
     for row in file.rows:
         value, label = tflops(row), f"{row['paper']}, {row['model']}: {row['gpus']} x {row['device']}"
         note = next((why for name, why in _WHY.items() if name in f"{row['paper']} {row['model']}"), "")
-        differs = abs(value / float(row["value"]) - 1) > WITHIN
-        cells.append(Cell(label, "TFLOPS a device", row["value"], f"{value:.1f}", SIMULATED, WITHIN, note if differs else ""))
+        cells.append(near(label, "TFLOPS a device", row["value"], value, ".1f", SIMULATED, note))
         cells.append(Cell(label, "assumed", "", row["assumed"], SIMULATED))
         pairs.append((row["device"], float(row["value"]), value))
     remarks = [
@@ -107,8 +94,6 @@ def throughput_others() -> Table:
     for device in dict.fromkeys(device for device, *_ in pairs):
         of = [(theirs, ours) for each, theirs, ours in pairs if each == device]
         close, error = sum(abs(ours / theirs - 1) <= WITHIN for theirs, ours in of), sum(ours / theirs - 1 for theirs, ours in of)
-        remarks.append(
-            f"{device}: within {WITHIN:.0%}: {close} of {len(of)}; mean error {error / len(of):+.0%}; rank correlation "
-            f"(Spearman) {rank_correlation(of):.2f}."
-        )
-    return Table("throughput-others", "Training runs of others", file.paper, tuple(cells), tuple(remarks), corner="run")
+        told = f"{device}: within {WITHIN:.0%}: {close} of {len(of)}; mean error {error / len(of):+.0%}; rank correlation "
+        remarks.append(f"{told}(Spearman) {rank_correlation(of):.2f}.")
+    return Table("throughput-others", "Training runs of others", file.paper, cells, remarks, corner="run")

@@ -18,9 +18,8 @@ from zeroshard.planner.simulator.hardware import Hardware
 from zeroshard.planner.simulator.trace import Resource
 
 from .infinity import numel_of
-from .reference import Row, printed
-from .table import CODE, Cell, Table, digits
-from .throughput import HARDWARE, SEQ, WITHIN, Configuration
+from .table import CODE, WITHIN, Cell, Table, digits, near, printed
+from .throughput import HARDWARE, SEQ, Configuration
 from .zero import DEVICE_NBYTES
 
 _TILED = {"micro_batch": 5, "checkpointing": "host", "max_unit_numel": 1 << 29}  # of the 1T model: table 4; tiles of 1 GB
@@ -82,17 +81,11 @@ def zero_fig6() -> Table:
     file, cells = printed("zero_measured"), []
     shapes = {row["config"]: Configuration.of(row) for row in printed("zero_appendix").rows if row["fig_arxiv_v3"] == "6"}
     for row in (row for row in file.rows if row["fig_arxiv"] == "6"):
-        shape = shapes[row["config"]]
+        shape, why = shapes[row["config"]], {"C2": _C2, "C5": _TRIED}.get(row["config"], "")
         value = largest(shape.hidden, shape.heads, shape.layout)
-        note = {"C2": _C2, "C5": _TRIED}.get(row["config"], "") if abs(value / float(row["value"]) - 1) > WITHIN else ""
-        cells.append(Cell(row["config"], "billions", row["value"], f"{value:.0f}", CODE, WITHIN, note))
-    return Table(
-        "zero-fig6",
-        "ZeRO-R: largest model of C1 to C5, 400 devices, model parallelism 16",
-        file.source,
-        tuple(cells),
-        bars="billions",
-    )
+        cells.append(near(row["config"], "billions", row["value"], value, ".0f", why=why))
+    title = "ZeRO-R: largest model of C1 to C5, 400 devices, model parallelism 16"
+    return Table("zero-fig6", title, file.source, cells, bars="billions")
 
 
 def zero_cached() -> Table:
@@ -107,15 +100,14 @@ def zero_cached() -> Table:
                 found = "out of memory" if not fits(shape.profile, shape.layout) else f"{value:.1f}"
                 cells.append(Cell(row["model"], config, "out of memory", found, CODE))
             else:
-                note = _CACHED if abs(value / float(chart) - 1) > WITHIN else ""
-                cells.append(Cell(row["model"], config, chart, f"{value:.1f}", CODE, WITHIN, note))
-    return Table("zero-cached", "ZeRO-R: GB of device memory of C1 to C5", file.source, tuple(cells), bars="GB")
+                cells.append(near(row["model"], config, chart, value, ".1f", why=_CACHED))
+    return Table("zero-cached", "ZeRO-R: GB of device memory of C1 to C5", file.source, cells, bars="GB")
 
 
 def infinity_fig6a() -> Table:
     """Compute ZeRO-Infinity's figure 6a: the largest model of 16 devices, a DGX-2."""
     ranks, tiers = 16, {"optimizer": Tier.HOST, "gradient": Tier.HOST, "parameter": Tier.HOST}
-    systems: dict[str, tuple[int, int, Layout]] = {
+    systems = {
         "Data parallel": (1536, 16, _layout(dp=ranks, stage=0)),
         "ZeRO-2": (4096, 16, _layout(dp=ranks, stage=2)),
         "ZeRO-Offload": (4096, 16, _layout(dp=ranks, stage=2, **_STATES_OFF)),
@@ -128,44 +120,40 @@ def infinity_fig6a() -> Table:
         "3D parallelism": _STEPS,
         "ZeRO-Inf-NVMe": "the largest that was tried: 20 bytes a parameter of 28 TB of disks are 1.4T",
     }
-    return _sizes("infinity-fig6a", "ZeRO-Infinity, figure 6a: largest model of one DGX-2", "6a", systems, notes)
+    file = printed("zero_infinity_measured")
+    values = {row["series"]: row["value"] for row in file.rows if row["fig"] == "6a"}
+    title = "ZeRO-Infinity, figure 6a: largest model of one DGX-2"
+    return _sizes("infinity-fig6a", title, file.source, values, systems, notes)
 
 
 def offload_fig7() -> Table:
     """Compute ZeRO-Offload's figure 7: the largest model of 1, 4 and 16 devices."""
     systems: dict[str, tuple[int, int, Layout]] = {}
     notes = dict.fromkeys(("4 GPU, Megatron", "16 GPU, Megatron"), _MEGATRON)
-    for ranks in (1, 4, 16):
-        mp = {1: 1, 4: 2, 16: 8}[ranks]  # degree of model parallelism of ZeRO-Offload: table 3
-        width = 9216 if mp == 8 else 8192 if mp == 2 else 4096
+    for ranks, mp, wide in ((1, 1, 4096), (4, 2, 8192), (16, 8, 9216)):  # mp: of ZeRO-Offload (table 3), and its width
+        width, name = 2304 if ranks > 1 else 1536, f"{ranks} GPU, ZeRO-Offload" + "(+MP)" * (mp == 8)
         systems |= {
             f"{ranks} GPU, PyTorch": (1536, 16, _layout(dp=ranks, stage=0)),
-            f"{ranks} GPU, Megatron": (2304 if ranks > 1 else 1536, 16, _layout(tp=ranks, stage=0)),
-            f"{ranks} GPU, ZeRO-2": (2304 if ranks > 1 else 1536, 16, _layout(dp=ranks, stage=2)),
-            f"{ranks} GPU, ZeRO-Offload" + "(+MP)" * (mp == 8): (
-                width,
-                32,
-                _layout(dp=ranks // mp, tp=mp, stage=2, **_STATES_OFF),
-            ),
+            f"{ranks} GPU, Megatron": (width, 16, _layout(tp=ranks, stage=0)),
+            f"{ranks} GPU, ZeRO-2": (width, 16, _layout(dp=ranks, stage=2)),
+            name: (wide, 32, _layout(dp=ranks // mp, tp=mp, stage=2, **_STATES_OFF)),
         }
-    return _sizes("offload-fig7", "ZeRO-Offload, figure 7: largest model, billions", "fig7_max_model", systems, notes)
+    file = printed("zero_offload")
+    values = {f"{row['x']}, {row['series']}": row["value"] for row in file.rows if row["what"] == "fig7_max_model"}
+    title = "ZeRO-Offload, figure 7: largest model, billions"
+    return _sizes("offload-fig7", title, file.source, values, systems, notes)
 
 
 def adam_rates() -> Table:
     """Compute ZeRO-Offload's table 4: seconds of a CPU-Adam step, at one rate of parameters/s."""
-    rate, cells = Hardware.named(HARDWARE).host_step_rate, []
-    rows = [row for row in printed("zero_offload").rows if row["what"] == "table4_adam_latency"]
-    for row in rows:
+    rate, file, cells = Hardware.named(HARDWARE).host_step_rate, printed("zero_offload"), []
+    for row in (row for row in file.rows if row["what"] == "table4_adam_latency"):
         if row["series"] != "CPU-Adam":
             cells.append(Cell(row["x"], f"{row['series']} (printed)", "", row["value"]))
-            continue
-        value = float(row["x"][:-1]) * 1e9 / rate
-        note = _SLOWER if abs(value / float(row["value"]) - 1) > WITHIN else ""
-        cells.append(Cell(row["x"], row["series"], row["value"], f"{value:.2f}", CODE, WITHIN, note))
-    remarks = (f"{rate / 1e9:g}e9 parameters/s of a node: `host_step_rate` of {HARDWARE}.",)
-    return Table(
-        "offload-table4", "ZeRO-Offload, table 4: seconds of an Adam step", printed("zero_offload").source, tuple(cells), remarks
-    )
+        else:
+            cells.append(near(row["x"], row["series"], row["value"], float(row["x"][:-1]) * 1e9 / rate, ".2f", why=_SLOWER))
+    remark = f"{rate / 1e9:g}e9 parameters/s of a node: `host_step_rate` of {HARDWARE}."
+    return Table("offload-table4", "ZeRO-Offload, table 4: seconds of an Adam step", file.source, cells, [remark])
 
 
 def fig2b() -> Table:
@@ -175,41 +163,27 @@ def fig2b() -> Table:
     for row in file.rows:
         nodes, ranks = int(row["nodes"]), int(row["gpus"])
         here = min(ranks, place)
-        alone = hardware.link(Resource.READ).rate(here, place) / 1e9
         found = {
             "gpu_mem_TB": ranks * device.memory_nbytes / 2**40,
             "cpu_mem_TB": nodes * hardware.host_memory_nbytes / 1e12,
             "nvme_TB": nodes * hardware.disk_nbytes / 1e12,
             "cpu_GBs_per_gpu": hardware.link(Resource.UP).rate(here, place) / 1e9,
-            "nvme_GBs_per_gpu": alone,
+            "nvme_GBs_per_gpu": hardware.link(Resource.READ).rate(here, place) / 1e9,
         }
         for column, value in found.items():
             text = digits(value, row[column])
             note = "0.032 TB are 32 GB; the other rows divide by 1024" if text != row[column] else ""
             cells.append(Cell(f"{nodes} x {here}", column.replace("_", " "), row[column], text, CODE, note=note))
-        for column, speed in (
-            ("gpu_mem_GBs_per_gpu", device.memory_bandwidth / 1e9),
-            ("gpu_gpu_GBs_per_gpu", _between_gpus(ranks)),
-        ):
+        speeds = {"gpu_mem_GBs_per_gpu": device.memory_bandwidth / 1e9, "gpu_gpu_GBs_per_gpu": None}
+        if ranks > 1:  # of gathers: of one device inside of a node, of all devices of a node between nodes
+            inside, between = (hardware.link(link).bandwidth / 1e9 for link in (Resource.INSIDE, Resource.BETWEEN))
+            speeds["gpu_gpu_GBs_per_gpu"] = inside if ranks <= place else between * place
+        for column, speed in speeds.items():
             low, _, high = row[column].partition("-")
-            inside = speed is None or float(low) <= speed <= float(high)
-            cells.append(
-                Cell(f"{nodes} x {here}", column.replace("_", " "), row[column], row[column] if inside else f"{speed:.0f}", CODE)
-            )
-    remarks = ("Bandwidths are ranges in the paper: = says that what the simulator uses is in them. Between nodes: of a node.",)
-    return Table(
-        "infinity-fig2b", "ZeRO-Infinity, figure 2b: a cluster of DGX-2", file.source, tuple(cells), remarks, corner="nodes"
-    )
-
-
-def _between_gpus(ranks: int) -> float | None:
-    """Return the GB/s of gathers: of one device inside of a node, of all devices of a node between nodes."""
-    hardware = Hardware.named(HARDWARE)
-    if ranks == 1:
-        return None
-    if ranks <= hardware.devices_per_node:
-        return hardware.link(Resource.INSIDE).bandwidth / 1e9
-    return hardware.link(Resource.BETWEEN).bandwidth * hardware.devices_per_node / 1e9
+            text = row[column] if speed is None or float(low) <= speed <= float(high) else f"{speed:.0f}"
+            cells.append(Cell(f"{nodes} x {here}", column.replace("_", " "), row[column], text, CODE))
+    remark = "Bandwidths are ranges in the paper: = says that what the simulator uses is in them. Between nodes: of a node."
+    return Table("infinity-fig2b", "ZeRO-Infinity, figure 2b: a cluster of DGX-2", file.source, cells, [remark], corner="nodes")
 
 
 def shapes() -> Table:
@@ -224,41 +198,26 @@ def shapes() -> Table:
             note = _NAMED.get(label, "") if abs(value / float(label[:-1]) - 1) > _ROUND else ""
             cells.append(Cell(f"{row['layers']} x {row['hidden']}", column, label[:-1], digits(value, form), CODE, _ROUND, note))
     cells = list({(cell.row, cell.column): cell for cell in cells}.values())
-    source = printed("zero_infinity_table1").source
-    return Table(
-        "infinity-shapes",
-        "ZeRO-Infinity, table 1 and appendix: parameters by shape",
-        source,
-        tuple(cells),
-        corner="layers x hidden",
-    )
+    title = "ZeRO-Infinity, table 1 and appendix: parameters by shape"
+    return Table("infinity-shapes", title, printed("zero_infinity_table1").source, cells, corner="layers x hidden")
 
 
 def _layout(**chosen: Any) -> Layout:
-    options: dict[str, Any] = {
-        "precision": "fp16",
-        "node_size": 16,
-        "gradient_itemsize": _GRADIENT_NBYTES,
-        "checkpointing": "blocks",
-    }
-    return Layout(**options | chosen)
+    usual = {"precision": "fp16", "node_size": 16, "gradient_itemsize": _GRADIENT_NBYTES, "checkpointing": "blocks"}
+    return Layout(**usual | chosen)
 
 
-def _sizes(name: str, title: str, figure: str, systems: dict[str, tuple[int, int, Layout]], notes: dict[str, str]) -> Table:
-    infinity = name.startswith("infinity")
-    file, cells = printed("zero_infinity_measured" if infinity else "zero_offload"), []
-
-    def key(row: Row) -> str:
-        return row["series"] if infinity else f"{row['x']}, {row['series']}"
-
-    values = {key(row): row["value"] for row in file.rows if row.get("fig" if infinity else "what") == figure}
-    for system, given in systems.items():
-        value = largest(*given)
-        note = notes.get(system, "") if abs(value / float(values[system]) - 1) > WITHIN else ""
-        cells.append(Cell(system, "billions", values[system], f"{value:.3g}", CODE, WITHIN, note))
-    others = sorted(set(values) - set(systems))
+def _sizes(
+    name: str, title: str, source: str, values: dict[str, str], systems: dict[str, tuple[int, int, Layout]], notes: dict[str, str]
+) -> Table:
+    """Return the table of the largest models. values: printed, by system; systems: width, heads and layout."""
+    cells = [
+        near(system, "billions", values[system], largest(*given), ".3g", why=notes.get(system, ""))
+        for system, given in systems.items()
+    ]
     remarks = [
         f"By layers at the width of the paper's configuration, {_GRADIENT_NBYTES + 14} bytes a parameter. ~: within {WITHIN:.0%}."
     ]
-    remarks += [f"Not computed, since they are other systems: {', '.join(others)}."] * bool(others)
-    return Table(name, title, file.source, tuple(cells), tuple(remarks), bars="billions")
+    if others := sorted(set(values) - set(systems)):
+        remarks.append(f"Not computed, since they are other systems: {', '.join(others)}.")
+    return Table(name, title, source, cells, remarks, bars="billions")

@@ -6,8 +6,7 @@ from typing import Any
 
 from . import counted
 from .infinity import GIB
-from .reference import Row, printed, stated
-from .table import RUNTIME, Cell, Table, digits
+from .table import RUNTIME, Cell, Row, Table, digits, printed, stated
 
 _NODES, _PLACE = 128, 8
 _KINDS = {"forward": "forward all-gather", "backward": "backward all-gather", "reduce": "gradient reduction"}
@@ -18,11 +17,7 @@ _SCALED = 1 << 10  # the runtime counts at 1/_SCALED of the parameters, since wi
 def zeropp_volumes() -> Table:
     """Compute ZeRO++'s table 1: the bytes that a node sends to others in a step, in units of M."""
     numel, cells = 256 << 20, []
-    packed: dict[str, Any] = {
-        "zero_hpz_partition_size": _PLACE,
-        "zero_quantized_weights": "int8",
-        "zero_quantized_gradients": "int4",
-    }
+    packed = {"zero_hpz_partition_size": _PLACE, "zero_quantized_weights": "int8", "zero_quantized_gradients": "int4"}
     for column, suffix, options in (("ZeRO-3", "_zero3", dict[str, Any]()), ("ZeRO++", "", packed)):
         found = counted.count(numel, _NODES * _PLACE, node_size=_PLACE, stage=3, **options)
         for kind, nbytes in found.between.items():
@@ -31,12 +26,12 @@ def zeropp_volumes() -> Table:
             cells.append(Cell(_KINDS[kind], column, f"{row['value']} M", f"{digits(value - scales, row['value'])} M", RUNTIME))
             if not suffix:
                 cells.append(Cell(_KINDS[kind], "with scales", "", f"{value:.4f} M", RUNTIME))
-    source = "ZeRO++, arXiv 2306.10209, table 1 (printed)"
-    remarks = (
+    remark = (
         f"Counted by rank 0 of {_NODES} nodes of {_PLACE}, x R/(R-1). M: bytes of the parameters in fp16; two hops in both. "
-        "The paper counts values alone; with every block of 256 travels a scale of 4 bytes.",
+        "The paper counts values alone; with every block of 256 travels a scale of 4 bytes."
     )
-    return Table("zeropp-volumes", "ZeRO++: volumes between nodes", source, tuple(cells), remarks)
+    source = "ZeRO++, arXiv 2306.10209, table 1 (printed)"
+    return Table("zeropp-volumes", "ZeRO++: volumes between nodes", source, cells, [remark])
 
 
 def zeropp_memory() -> Table:
@@ -47,7 +42,7 @@ def zeropp_memory() -> Table:
     for key, value in (("hpz_memory", nbytes / 1e9), ("hpz_saving", plain / nbytes)):
         row = stated(key)
         cells.append(Cell(row["what"], row["unit"], row["value"], digits(round(value, 4), row["value"]), RUNTIME))
-    return Table("zeropp-memory", "ZeRO++: memory of hpZ", "ZeRO++, arXiv 2306.10209, section 4.2 (printed)", tuple(cells))
+    return Table("zeropp-memory", "ZeRO++: memory of hpZ", "ZeRO++, arXiv 2306.10209, section 4.2 (printed)", cells)
 
 
 def estimators() -> Table:
@@ -55,34 +50,21 @@ def estimators() -> Table:
     file, cells = printed("deepspeed_estimators"), []
     for row in file.rows:
         offload: dict[str, Any] = {name: row[name] for name in ("offload_optimizer", "offload_param") if row[name] == "cpu"}
-        label = (
-            f"stage {row['stage']}"
-            + "".join(f", {name}" for name in offload)
-            + (", zero_init" if row["zero_init"] == "1" else "")
-        )
+        label = ", ".join([f"stage {row['stage']}", *offload, *(["zero_init"] if row["zero_init"] == "1" else [])])
+        place, numel = int(row["gpus_per_node"]), round(float(row["params"]) / _SCALED / 32) * 32
+        states = counted.count(numel, place, stage=int(row["stage"]), **offload)
+        here = {"GPU": states.states_nbytes - states.elsewhere, "host": states.elsewhere * place}
         host, device = estimate(row)
-        cells.append(Cell(label, "host, all ranks", row["cpu_GiB"], digits(host / GIB, row["cpu_GiB"])))
-        cells.append(Cell(label, "GPU", row["gpu_GiB"], digits(device / GIB, row["gpu_GiB"])))
-        found = counted.count(
-            round(float(row["params"]) / _SCALED / 32) * 32, int(row["gpus_per_node"]), stage=int(row["stage"]), **offload
-        )
-        cells.append(
-            Cell(label, "GPU: states here", "", digits((found.states_nbytes - found.elsewhere) * _SCALED / GIB, "0.00"), RUNTIME)
-        )
-        cells.append(
-            Cell(
-                label,
-                "host: states here",
-                "",
-                digits(found.elsewhere * int(row["gpus_per_node"]) * _SCALED / GIB, "0.00"),
-                RUNTIME,
-            )
-        )
-    remarks = (
+        cells += [
+            Cell(label, "host, all ranks", row["cpu_GiB"], digits(host / GIB, row["cpu_GiB"])),
+            Cell(label, "GPU", row["gpu_GiB"], digits(device / GIB, row["gpu_GiB"])),
+            *(Cell(label, f"{tier}: states here", "", digits(n * _SCALED / GIB, "0.00"), RUNTIME) for tier, n in here.items()),
+        ]
+    remark = (
         "GiB, labelled GB there; T5-3B, 8 GPUs a node. Estimates leave out activations, buffers and the context, and "
-        "on the host have a margin of 1.5. The runtime's columns: at rest between steps, with the papers' 2 + 2 + 12 bytes.",
+        "on the host have a margin of 1.5. The runtime's columns: at rest between steps, with the papers' 2 + 2 + 12 bytes."
     )
-    return Table("deepspeed-estimators", "DeepSpeed: estimates of memory", file.source, tuple(cells), remarks)
+    return Table("deepspeed-estimators", "DeepSpeed: estimates of memory", file.source, cells, [remark])
 
 
 def estimate(row: Row) -> tuple[float, float]:
@@ -90,7 +72,7 @@ def estimate(row: Row) -> tuple[float, float]:
 
     The host's bytes include a factor of 1.5 for buffers, as DeepSpeed's do.
     """
-    numel, largest, place, ranks = float(row["params"]), float(row["largest_layer_params"]), int(row["gpus_per_node"]), 0
+    numel, largest, place = float(row["params"]), float(row["largest_layer_params"]), int(row["gpus_per_node"])
     ranks = place * int(row["nodes"])
     states, loading = row["offload_optimizer"] == "cpu", 4 * numel * place  # every rank builds the model in fp32
     if row["stage"] == "2":

@@ -3,17 +3,55 @@
 52.5 = 52.5        equal in every printed digit
 30.3 ~ 28.1 -7%    within the cell's tolerance
 1.95 # 1.56 [1]    different; note 1 gives the reason
+
+The printed values are CSV files in `data/`, each below three lines that name the paper, the table and how it was read.
 """
 
 from __future__ import annotations
 
 import csv
+import functools
 import io
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
+from importlib.resources import files
+
+from ..tables import markdown
 
 RUNTIME, CODE, FORMULA, SIMULATED = "runtime", "library", "formula", "simulated"  # how a cell was computed
+WITHIN = 0.2  # relative difference up to which a value that a model of the hardware gives agrees with one that was measured
+
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Printed:
+    """The content of one file. how: "printed", or digitized from a chart."""
+
+    paper: str
+    table: str
+    how: str
+    rows: tuple[Row, ...]
+
+    @property
+    def source(self) -> str:
+        return f"{self.paper}; {self.table} ({self.how})"
+
+
+@functools.cache
+def printed(name: str) -> Printed:
+    """Read `data/<name>.csv`."""
+    lines = (files(__package__) / "data" / f"{name}.csv").read_text().splitlines()
+    facts = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# "))
+    rows = tuple(csv.DictReader(line for line in lines if not line.startswith("# ")))
+    return Printed(facts["paper"], facts["table"], facts["how"], rows)
+
+
+@functools.cache
+def stated(key: str) -> Row:
+    """Return a number that a paper states in its text: paper, where, what, value, unit."""
+    return next(row for row in printed("stated").rows if row["key"] == key)
 
 
 @dataclass(frozen=True)
@@ -63,12 +101,12 @@ class Table:
     name: str
     title: str
     source: str
-    cells: tuple[Cell, ...]
-    remarks: tuple[str, ...] = ()
+    cells: Sequence[Cell]
+    remarks: Sequence[str] = ()
     bars: str = ""
     apart: tuple[str, ...] = ()
     curves: tuple[str, str, dict[str, tuple[list[float], list[float]]]] | None = None
-    corner: str = field(default="", kw_only=True)
+    corner: str = ""
 
     @property
     def notes(self) -> list[str]:
@@ -108,9 +146,7 @@ class Table:
 
     def markdown(self) -> str:
         header, rows = self.grid()
-        lines = [f"## {self.title}", "", "| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-        lines += ["| " + " | ".join(row) + " |" for row in rows]
-        return "\n".join([*lines, "", *(f"{line}  " for line in self.below()), ""])
+        return "\n".join([f"## {self.title}", "", markdown(header, rows), "", *(f"{line}  " for line in self.below()), ""])
 
     def csv(self) -> str:
         """Return the cells as CSV, one a line."""
@@ -124,12 +160,24 @@ class Table:
         return text.getvalue()
 
 
+def near(row: str, column: str, chart: str, value: float, form: str, by: str = CODE, why: str = "") -> Cell:
+    """Return the cell of a value that agrees with that of a chart if it is WITHIN. why: its note where it does not."""
+    differs = abs(value / float(chart) - 1) > WITHIN
+    return Cell(row, column, chart, format(value, form), by, WITHIN, why if differs else "")
+
+
+def bounded(row: str, column: str, bound: str, value: float, by: str = FORMULA) -> Cell:
+    """Return the cell of a value that a paper gives as a bound such as "> 49" or "> 90 %": equal to it where the bound holds."""
+    sign, limit, *unit = bound.split()
+    holds = value >= float(limit) if sign == ">" else value < float(limit)
+    return Cell(row, column, bound, bound if holds else " ".join([f"{value:.1f}", *unit]), by)
+
+
 def digits(value: float, printed: str, truncate: bool = False) -> str:
     """Return `value` as text with as many decimals as `printed`; halves are rounded up, as in the papers, or all cut off."""
     exact = Decimal(repr(value))
-    exact = (
-        exact.quantize(Decimal(1).scaleb(-9), ROUND_HALF_UP) if abs(exact) < 10**9 else exact
-    )  # a binary fraction such as 1.8749999999 is 1.875
+    if abs(exact) < 10**9:  # a binary fraction such as 1.8749999999 is 1.875
+        exact = exact.quantize(Decimal(1).scaleb(-9), ROUND_HALF_UP)
     decimals = len(printed.partition(".")[2])
     return str(exact.quantize(Decimal(1).scaleb(-decimals), ROUND_DOWN if truncate else ROUND_HALF_UP))
 

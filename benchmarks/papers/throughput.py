@@ -12,8 +12,8 @@ including its last all-reduce.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from zeroshard.config import Tier
 from zeroshard.planner.models.gpt import GPTConfig
@@ -24,10 +24,9 @@ from zeroshard.planner.simulator.hardware import Curve, Hardware
 from zeroshard.planner.simulator.simulate import kind_of, simulate
 from zeroshard.planner.simulator.trace import Resource, Trace
 
-from .reference import Row, printed, stated
-from .table import SIMULATED, Cell, Table, rank_correlation
+from .table import SIMULATED, WITHIN, Cell, Row, Table, bounded, printed, rank_correlation, stated
 
-HARDWARE, SEQ, WITHIN = "v100-32gb", 1024, 0.2
+HARDWARE, SEQ = "v100-32gb", 1024
 _RATE = "TFLOPS a device"
 REDUCED = 1.4  # factor on the time that data parallelism's traffic needs on these links, in DeepSpeed and Megatron-LM of 2019-20
 # Matrix products on a V100 with the libraries of 2019 and 2020: 62 to 78 TFLOPS for hidden 8K to 64K and 2,048 tokens on a DGX-2
@@ -63,17 +62,6 @@ class Configuration:
         return Configuration(row["model"], row["system"], gpus, mp, layers, hidden, heads, batch, config)
 
     @property
-    def zero(self) -> bool:
-        return self.system == "ZeRO"
-
-    @property
-    def checkpointing(self) -> str:
-        """Checkpointing: Pa ("partitioned") in ZeRO-100B but C1 and C3; "host" in C5, and for 170B, which ran as C5 (table 5)."""
-        if self.zero and (self.config == "C5" or self.model == "170B"):
-            return "host"
-        return "partitioned" if self.zero and self.mp > 1 and self.config not in ("C1", "C3") else "blocks"
-
-    @property
     def profile(self) -> Profile:
         """The profile of a GPT with GPT-2's vocabulary, padded as Megatron-LM pads it (arXiv 1909.08053, section 3).
 
@@ -84,16 +72,16 @@ class Configuration:
 
     @property
     def layout(self) -> Layout:
+        """The layout. Checkpoints: Pa ("partitioned") in ZeRO-100B but C1 and C3; "host" in C5, and for 170B, a C5 run (table 5)."""
+        zero = self.system == "ZeRO"
+        checkpointing = "partitioned" if zero and self.mp > 1 and self.config not in ("C1", "C3") else "blocks"
+        if zero and (self.config == "C5" or self.model == "170B"):
+            checkpointing = "host"
         return Layout(
-            dp=self.gpus // self.mp,
-            tp=self.mp,
-            stage=_STAGES[self.config] if self.zero else 0,
-            micro_batch=self.batch,
-            checkpointing=self.checkpointing,
-            precision="fp16",
+            dp=self.gpus // self.mp, tp=self.mp, stage=_STAGES[self.config] if zero else 0, micro_batch=self.batch,
+            checkpointing=checkpointing, precision="fp16", gradient_itemsize=2,
             node_size=Hardware.named(HARDWARE).devices_per_node,
-            gradient_itemsize=2,
-        )
+        )  # fmt: skip
 
 
 def of_2019(hardware: Hardware) -> Hardware:
@@ -124,7 +112,7 @@ def tflops(configuration: Configuration, published: bool = True) -> float:
     return 8 * profile.numel * layout.micro_batch * SEQ / layout.tp / found.step_s / 1e12
 
 
-def _figure(name: str, number: str, title: str, label: Any) -> Table:
+def _figure(name: str, number: str, title: str, label: Callable[[Configuration], str]) -> Table:
     """Return the table of one figure: each configuration of the appendix, with printed values where the chart was read."""
     measured = {
         (row["model"], "ZeRO" if row["system"] == "ZeRO" else "Baseline", row["gpus"], row["config"]): row["value"]
@@ -151,9 +139,7 @@ def _figure(name: str, number: str, title: str, label: Any) -> Table:
         )
     else:
         remarks.append("The chart was not read: nothing is printed beside the computed values.")
-    return Table(
-        name, title, printed("zero_measured").source, tuple(cells), tuple(remarks), bars="TFLOPS a device", corner="model"
-    )
+    return Table(name, title, printed("zero_measured").source, cells, remarks, bars="TFLOPS a device", corner="model")
 
 
 @functools.cache
@@ -175,12 +161,11 @@ def fig2() -> Table:
 def fig3() -> Table:
     """Compute ZeRO's figure 3: 60B on 64 to 400 devices, with superlinear speedup, since freed memory allows larger batches."""
     table = _figure("zero-fig3", "3", "ZeRO, figure 3: 60B on 64 to 400 devices", lambda c: f"{c.gpus}")
-    gpus = [cell for cell in table.cells if cell.column == "ZeRO"]
-    totals = [
-        Cell(cell.row, "all devices, PFLOPS", f"{float(cell.printed) * int(cell.row) / 1e3:.2f}",
-             f"{float(cell.computed) * int(cell.row) / 1e3:.2f}", SIMULATED, WITHIN)
-        for cell in gpus
-    ]  # fmt: skip
+    totals = []
+    for cell in table.cells:
+        if cell.column == "ZeRO":
+            petaflops = (f"{float(text) * int(cell.row) / 1e3:.2f}" for text in (cell.printed, cell.computed))
+            totals.append(Cell(cell.row, "all devices, PFLOPS", *petaflops, SIMULATED, WITHIN))
     order = rank_correlation([(float(cell.printed), float(cell.computed)) for cell in totals])
     first, second = (float(cell.computed) for cell in totals[:2])
     remarks = (
@@ -193,24 +178,21 @@ def fig3() -> Table:
 
 def fig8() -> Table:
     """Compute ZeRO's figure 8: 128 devices without model parallelism."""
-    table = _figure(
-        "zero-fig8", "4", "ZeRO, figure 8 (4 of the arXiv version): 128 devices without model parallelism", lambda c: c.model
-    )
+    title = "ZeRO, figure 8 (4 of the arXiv version): 128 devices without model parallelism"
+    table = _figure("zero-fig8", "4", title, lambda c: c.model)
     bars = [float(cell.computed) for cell in table.cells if cell.column == "ZeRO"]
     largest = float(table.cells[-1].computed)  # the larger of the two of plain data parallelism
     over, below = stated("fig8_zero")["value"], stated("fig8_baseline")["value"]
     text = Cell("text", "ZeRO", over, f"{sum(bars) / len(bars):.1f}", SIMULATED, WITHIN)
-    said = f"< {below}"
-    cells = (*table.cells, text, Cell("text", "Baseline", said, said if largest < float(below) else f"{largest:.1f}", SIMULATED))
+    cells = (*table.cells, text, bounded("text", "Baseline", f"< {below}", largest, SIMULATED))
     remark = f"Text: over {over} on average, and less than {below} for the largest of plain data parallelism."
     return replace(table, cells=cells, remarks=(*table.remarks, remark))
 
 
 def fig7() -> Table:
     """Compute ZeRO's figure 7: throughput of C1 to C5, which differ in the batch that fits."""
-    return _figure(
-        "zero-fig7", "8", "ZeRO, figure 7 (8 of the arXiv version): throughput of C1 to C5", lambda c: f"{c.model} {c.config}"
-    )
+    title = "ZeRO, figure 7 (8 of the arXiv version): throughput of C1 to C5"
+    return _figure("zero-fig7", "8", title, lambda c: f"{c.model} {c.config}")
 
 
 @functools.cache
@@ -233,20 +215,18 @@ def infinity_fig5() -> Table:
         value, beside = (8 * profile.numel * batch * SEQ / mp / each.step_s / 1e12 for each in found)
         least, text = stated("infinity_100B")["value"], f"{value:.1f}"
         if row["gpus"] == "16" and row["params"] in ("10B", "50B", "100B"):
-            cells.append(Cell(label, _RATE, f"> {least}", f"> {least}" if float(text) >= float(least) else text, SIMULATED))
+            cells.append(bounded(label, _RATE, f"> {least}", float(text), SIMULATED))
         else:
             told = {"5T": "infinity_5T", "10T": "infinity_10T", "20T": "infinity_20T"}.get(row["params"])
             cells.append(Cell(label, _RATE, stated(told)["value"] if told else "", text, SIMULATED, WITHIN))
         cells.append(Cell(label, "sent beside computation", "", f"{beside:.1f}", SIMULATED))
         cells.append(Cell(label, "then bound by", "", found[1].bound.partition(":")[0].removeprefix("bound by "), SIMULATED))
         totals[row["params"]] = value * int(row["gpus"]) / 1e3
-    row = stated("infinity_petaflops")
-    best, text = max(totals.values()), f"> {row['value']}"
-    cells.append(Cell("most of 512 devices", "PFLOPS", text, text if best > float(row["value"]) else f"{best:.1f}", SIMULATED))
-    remarks = (
+    most, best = stated("infinity_petaflops")["value"], max(totals.values())
+    cells.append(bounded("most of 512 devices", "PFLOPS", f"> {most}", best, SIMULATED))
+    remark = (
         "The chart was not read: printed is what the text says, where 49 is the most of all, put beside 5T here. Computed "
         "with nothing sent beside computation, though the paper "
-        f"describes that; with it, the column beside. The abstract has over {row['value']} PFLOPS on 512 devices; computed: "
-        f"{best:.1f}.",
+        f"describes that; with it, the column beside. The abstract has over {most} PFLOPS on 512 devices; computed: {best:.1f}."
     )
-    return Table("infinity-fig5", "ZeRO-Infinity, figure 5 and table 1: throughput", file.source, tuple(cells), remarks)
+    return Table("infinity-fig5", "ZeRO-Infinity, figure 5 and table 1: throughput", file.source, cells, [remark])

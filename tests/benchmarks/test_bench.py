@@ -10,7 +10,7 @@ import time
 import pytest
 from bench_kit import TINY, outcome
 
-from benchmarks import host_overhead, plan, plot, race, report, statistics
+from benchmarks import host_overhead, pictures, plan, race, report, statistics
 from benchmarks.command import main
 from benchmarks.plan import Contender, Rounds, Workload
 from benchmarks.race import Outcome
@@ -20,7 +20,7 @@ from zeroshard.planner.simulator.micro_benchmark import Unmeasured, apart, take_
 
 
 def test_every_kind_has_a_colour():
-    assert plot.COLOURS.keys() == plan.LABELS.keys()
+    assert pictures.COLOURS.keys() == plan.LABELS.keys()
 
 
 def test_selection_knows_names_kinds_and_precisions():
@@ -58,7 +58,7 @@ def test_goals_say_met_missed_and_not_measured():
     ]
     steps, optimizers = {"plain": 1.0, "fsdp2": 33.0, "zeroshard": 5.0}, {"fsdp2 fused": 8.0, "fsdp2 foreach": 9.0}
     host = host_overhead.HostWork(steps, optimizers)
-    verdicts = {goal.text: goal.verdict for goal in report.goals_of("race", outcomes) + report.goals_of("host", host)}
+    verdicts = {goal.text: goal.verdict for goal in report.goals_of("race", outcomes) + host.goals}
     assert verdicts["stage 3 / DDP, step time"] == "met"
     assert verdicts["stage 3 / FSDP2, step time"] == "missed"
     assert verdicts["stage 3 / FSDP2, peak resident memory"] == "missed"
@@ -84,9 +84,10 @@ def test_results_are_written_and_missing_numbers_stay_missing(tmp_path):
     from rich.console import Console
 
     outcomes = [outcome("ddp", [[1.0, 1.2]]), Outcome(Contender("ds", 3), skipped="deepspeed is not installed")]
-    results = report.Results(Workload(TINY), Rounds(), outcomes, None, None, [], "no CUDA device")
+    results = report.Results(Workload(TINY), Rounds(), found={"cpu": outcomes}, skipped={"gpu": "no CUDA device"})
     console = Console(file=io.StringIO(), width=110)
-    report.print_results(results, console)
+    for sheet in results.sheets():
+        sheet.show(console)
     text = console.file.getvalue()
     assert "DeepSpeed 3 skipped: deepspeed is not installed" in text and "no CUDA device" in text
     report.write_json(results, tmp_path / "results.json")
@@ -94,7 +95,7 @@ def test_results_are_written_and_missing_numbers_stay_missing(tmp_path):
     assert document["contenders"]["ddp"]["step_s"]["median"] == pytest.approx(1.1)
     assert document["contenders"]["ds3"]["status"].startswith("skipped") and document["host_work"] is None
     assert all(goal["verdict"] == "not measured" for goal in document["goals"])
-    assert plot.draw(outcomes, "title", tmp_path / "plot.png") and (tmp_path / "plot.png").stat().st_size > 0
+    assert pictures.draw(outcomes, "title", tmp_path / "plot.png") and (tmp_path / "plot.png").stat().st_size > 0
 
 
 def test_deepspeed_is_skipped_where_it_is_not_installed(monkeypatch, tmp_path):
@@ -161,7 +162,7 @@ def test_a_tiny_race_over_a_mesh(tmp_path, forked_teams):
     contenders = plan.select(("zs1", "fsdp2"), ("fp32",), among=plan.MESH_CONTENDERS)
     outcomes = race.race(contenders, workload, Rounds(warmup=1, rounds=1, steps=1, memory_steps=1), tmp_path, lambda line: None)
     assert all(o.ran and o.peak_pss_sum > 0 for o in outcomes) and statistics.losses_agree(outcomes), [o.status for o in outcomes]
-    results = report.Results(workload, Rounds(), parallel=outcomes, gpu_skipped=report.NOT_ASKED)
+    results = report.Results(workload, Rounds(), found={"parallel": outcomes}, skipped={"gpu": report.NOT_ASKED})
     race_sheet, goals = results.sheets()
     assert [row[0] for row in race_sheet.rows] == ["zeroshard 1", "FSDP2"] and "PSS, all" in race_sheet.headings
     assert [goal.verdict == "not measured" for goal in results.goals] == [False, False, True, True]  # stage 2 took no part

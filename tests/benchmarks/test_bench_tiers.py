@@ -129,8 +129,8 @@ def test_gpu_arithmetic():
 
 def test_a_trial_that_the_host_could_not_hold_is_not_begun(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "Team", None)
-    trial = gpu.Trial(Contender("zs", 3, "bf16", "host"), Workload(shape=gpu.WIDE_SHAPE), 1 << 30, tmp_path)
-    assert "GiB of host memory needed, 1 available" in trial(100)
+    why = gpu.trial(Contender("zs", 3, "bf16", "host"), Workload(shape=gpu.WIDE_SHAPE), 1 << 30, tmp_path, layers=100)
+    assert "GiB of host memory needed, 1 available" in why
 
 
 def test_every_section_is_shown_and_written(tmp_path):
@@ -155,11 +155,17 @@ def test_every_section_is_shown_and_written(tmp_path):
         "ds3-offload-bf16": gpu.Largest(why="not installed"),
     }
     pack = {"name": "int8 pack", "ms": 1.0, "bytes_per_value": 5.0, "gb_s": 8.0, "of_copy": 0.6, "over_whole": 1.5}
-    results = report.Results(
-        Workload(), Rounds(), [], None, workload, on_gpu, None, largest, tiers, Rounds(lead_in=1), hostadam, files, codecs=[pack]
-    )  # fmt: skip
+    found = {
+        "tiers": tiers,
+        "hostadam": hostadam,
+        "disk": files,
+        "codecs": [pack],
+        "gpu": gpu.Measured(workload, on_gpu, largest),
+    }
+    results = report.Results(Workload(), Rounds(), Rounds(lead_in=1), found)
     console = Console(file=io.StringIO(), width=125)
-    report.print_results(results, console)
+    for sheet in results.sheets():
+        sheet.show(console)
     report.write_markdown(results, tmp_path / "results.md")
     for text in (console.file.getvalue(), (tmp_path / "results.md").read_text()):
         assert "FSDP2 offload failed: rank 0: RuntimeError: cannot" in text and "deepspeed: skipped: no compiler" in text

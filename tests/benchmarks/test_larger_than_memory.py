@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks.cgroup_limit import CageUnavailable, MemoryCage
-from benchmarks.larger_than_memory import Plan, run
+from benchmarks.larger_than_memory import CageUnavailable, MemoryCage, Plan, run
 
 ROOM_NBYTES = 640 << 20  # beside what two interpreters take; a run needs 0.1 GiB of it here, and page cache in passing
 RANKS = 2

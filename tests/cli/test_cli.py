@@ -1,5 +1,6 @@
 """The command: a run of two real ranks leaves all its results; a mistake is one line that names option and remedy."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -213,7 +214,7 @@ def test_the_presets_of_the_library_have_the_same_names(name):
     assert [getattr(config, state).device for state in states] == [getattr(expected, state).device for state in states]
     options = parse_train(["--stage", "3", "--preset", "zero-offload", "--no-pin-memory"])
     assert (options.stage, options.offload_optimizer, options.sharding().offload_optimizer.pin_memory) == (3, "cpu", False)
-    assert TrainOptions(**options.to_dict()) == options
+    assert TrainOptions(**dataclasses.asdict(options)) == options
 
 
 def test_activations_alone_have_a_forecast(text, tmp_path, capsys, monkeypatch):

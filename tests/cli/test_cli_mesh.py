@@ -1,5 +1,6 @@
 """`zeroshard train` on a mesh and with the published architectures: what is parsed, refused, and asked of zs.parallelize."""
 
+import dataclasses
 import json
 import math
 from types import SimpleNamespace
@@ -10,7 +11,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_model
 
 import zeroshard as zs
-from zeroshard.cli import main, mesh_trainer, train
+from zeroshard.cli import main, train
+from zeroshard.cli import trainer as trainer_module
 from zeroshard.cli.arguments import UsageError
 from zeroshard.cli.mesh_axes import MeshAxes
 from zeroshard.cli.options import TrainOptions, parse_train
@@ -89,7 +91,7 @@ def test_a_published_run_gives_shape_and_stage(name):
     study = CASE_STUDIES[name]
     options = parse_train(["--preset", name])
     assert (options.stage, options.model_config()) == (1, study.tiny)
-    assert TrainOptions(**options.to_dict()) == options
+    assert TrainOptions(**dataclasses.asdict(options)) == options
     given = parse_train(["--preset", name, "--stage", "3", "--layers", "2", "--seq", "32", "--offload-param", "cpu"])
     shape = given.model_config()
     assert (given.stage, shape.layers, shape.seq_len, shape.positions) == (3, 2, 32, study.tiny.positions)
@@ -158,21 +160,21 @@ class OneRank:
     def evaluate(self, inputs, targets):
         assert len(inputs) == self.rows and not self.model.training
         logits = self.model(inputs).flatten(0, 1).float()
-        return F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=mesh_trainer.IGNORED)
+        return F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=trainer_module.IGNORED)
 
 
 def test_parts_of_a_model_train_as_the_whole_does(text, tmp_path, monkeypatch):
     """With a stand-in for zs.parallelize whose one rank has all of it: text, learning rates and scores are the same."""
     made = []
     monkeypatch.setattr(zs, "parallelize", lambda *a, **k: made.append(OneRank(*a, **k)) or made[-1], raising=False)
-    monkeypatch.setattr(mesh_trainer, "init_device_mesh", lambda _, shape, mesh_dim_names: (mesh_dim_names, shape))
+    monkeypatch.setattr(trainer_module, "init_device_mesh", lambda _, shape, mesh_dim_names: (mesh_dim_names, shape))
     arguments = _train(text, tmp_path, "--global-batch", "6", "--accumulate", "3", "--eval-bytes", "500")[1:]
     corpus, alone = read_corpus(text, held_out_nbytes=500), Ranks(0, 1, torch.device("cpu"))
     plain = Trainer(parse_train([*arguments, "--preset", "bloom"]), alone, corpus)
     expected = [plain.held_out_loss(overlap=True), *(result.loss for result in plain.steps()), plain.held_out_loss()]
     plain.close()
     options = parse_train([*arguments, "--preset", "bloom", "--mesh", "pp=2,tp=2", "--schedule", "gpipe", "--sequence-parallel"])
-    parts = mesh_trainer.MeshTrainer(options, alone, corpus)
+    parts = Trainer(options, alone, corpus)
     (run,) = made
     assert run.asked == {
         "mesh": (("pp", "dp", "tp"), (2, 1, 2)), "micro_batches": 3, "schedule": "gpipe", "sequence_parallel": True, "loss_parallel": False,
@@ -188,15 +190,16 @@ def test_ranks_of_one_place_read_the_same_and_count_once(text, monkeypatch):
     """Eight ranks of dp 2, pp 2, tp 2: two parts of each batch; of the scores, which four ranks each tell, one is taken."""
     options = parse_train(["--mesh", "dp=2,pp=2,tp=2", "--seq", "16", "--eval-bytes", "300", "--preset", "mt-nlg"])
     corpus = read_corpus(text, held_out_nbytes=300)
-    monkeypatch.setattr(mesh_trainer.MeshTrainer, "_build", lambda self: (torch.nn.Identity(), None))
+    part = SimpleNamespace(model=torch.nn.Identity(), optimizer=None)
+    monkeypatch.setattr(trainer_module, "parallelize", lambda options, ranks: part)
     monkeypatch.setattr(Ranks, "gather", lambda self, nats: torch.full((8, 1), nats))
     read, scored = {}, {}
     for rank in range(8):
-        trainer = mesh_trainer.MeshTrainer(options, Ranks(rank, 8, torch.device("cpu")), corpus)
+        trainer = Trainer(options, Ranks(rank, 8, torch.device("cpu")), corpus)
         scored[rank] = []
         trainer.run = SimpleNamespace(
             step=lambda x, y, rank=rank: read.update({rank: x.tolist()}) or 0.0,
-            evaluate=lambda x, y, rank=rank: scored[rank].extend((y != mesh_trainer.IGNORED).sum(1).tolist()) or 1.0,
+            evaluate=lambda x, y, rank=rank: scored[rank].extend((y != trainer_module.IGNORED).sum(1).tolist()) or 1.0,
         )
         trainer._take_step(0)
         bits = trainer.held_out_loss()

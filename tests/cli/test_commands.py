@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from zeroshard.cli import COMMANDS, main
-from zeroshard.cli.arguments import parser_of
-from zeroshard.cli.exit_codes import MEANINGS, ExitCode
+from zeroshard.cli.arguments import MEANINGS, ExitCode, parser_of
 from zeroshard.utils.version import __version__
 
 PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()

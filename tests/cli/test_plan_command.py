@@ -48,8 +48,8 @@ def test_the_verdict_stands_before_the_search_for_what_would_make_it_fit(capsys,
 
 
 def test_progress_is_told_from_the_second_second_on(capsys, monkeypatch):
-    monkeypatch.setattr("zeroshard.cli.working._FIRST_S", 0.01)
-    monkeypatch.setattr("zeroshard.cli.working._EVERY_S", 0.01)
+    monkeypatch.setattr("zeroshard.cli.progress._FIRST_S", 0.01)
+    monkeypatch.setattr("zeroshard.cli.progress._EVERY_S", 0.01)
     main(["simulate", *SMALL])
     told = capsys.readouterr().err.splitlines()
     assert told and all(line.startswith("... ") for line in told)

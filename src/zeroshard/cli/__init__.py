@@ -10,8 +10,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 
 from ..utils.version import __version__
-from .arguments import EXTRAS, UsageError, closest, how_to_install, verbose
-from .exit_codes import ExitCode
+from .arguments import EXTRAS, ExitCode, UsageError, closest, how_to_install, verbose
 
 COMMANDS = {  # name -> (module with main(argv) -> int, its description in `zeroshard --help`)
     "train": ("zeroshard.cli.train", "train a byte-level GPT on a folder of text"),
@@ -57,9 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
             return _broke_off()
-        return report_error(
-            f"{argv[0]} needs {error.name}, which is not installed; install it with: {how_to_install(error.name)}"
-        )
+        remedy = how_to_install(error.name)
+        return report_error(f"{argv[0]} needs {error.name}, which is not installed; install it with: {remedy}")
     except KeyboardInterrupt:
         print("zeroshard: interrupted", file=sys.stderr, flush=True)
         return ExitCode.INTERRUPTED
@@ -93,26 +91,17 @@ def report_error(message: str) -> int:
 
 
 def command_of(name: str) -> Callable[[list[str]], int]:
-    """Return the function that runs a subcommand."""
+    """Return the function that runs a subcommand. Raises UsageError for an unknown one, and for one that is not installed."""
     if name not in COMMANDS:
         raise UsageError(f"expected a command, got {name!r}{closest(name, COMMANDS)}; commands: {', '.join(COMMANDS)}")
     module = COMMANDS[name][0]
-    if module.startswith("benchmarks"):
-        find_benchmarks(name)
+    if module.startswith("benchmarks"):  # a package of the repository, which is not in an installed wheel
+        root = Path(__file__).parents[3]
+        if not (root / "benchmarks" / "__init__.py").is_file():
+            raise UsageError(
+                f"{name}: races against peers and the papers' tables are in the repository, not in the installed package. "
+                "Clone it, install it from there with pip install -e '.[bench]', and call the command again"
+            )
+        if str(root) not in sys.path:
+            sys.path.insert(0, str(root))
     return import_module(module).main
-
-
-def find_benchmarks(command: str) -> None:
-    """Make the package `benchmarks` importable, which is in the repository but not in an installed wheel.
-
-    Raises:
-        UsageError: zeroshard was installed without its repository.
-    """
-    root = Path(__file__).parents[3]
-    if not (root / "benchmarks" / "__init__.py").is_file():
-        raise UsageError(
-            f"{command}: races against peers and the papers' tables are in the repository, not in the installed package. Clone it, "
-            "install it from there with pip install -e '.[bench]', and call the command again"
-        )
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))

@@ -1,14 +1,16 @@
-"""The parser of all commands. Its errors are one line, name the option and suggest the remedy.
+"""The parser of all commands, and their exit codes. Its errors are one line, name the option and suggest the remedy.
 
 Every command parses with `Parser`, which adds the two options that all of them have: with `--quiet` a command prints
 its result only, with `--verbose` more than usual. `quiet()` and `verbose()` return whether they were given.
 """
 
 import argparse
+import contextlib
 import difflib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
+from enum import IntEnum
 from typing import Any, NoReturn
 
 EXTRAS = {  # library -> the extra of pyproject.toml that installs it
@@ -17,6 +19,28 @@ EXTRAS = {  # library -> the extra of pyproject.toml that installs it
 }  # fmt: skip
 _chosen = {"quiet": False, "verbose": False}
 _asked: list[bool] = []  # not empty while `parser_of` calls a command to get its parser
+
+
+class ExitCode(IntEnum):
+    """The exit code of a command; docs/commands.md shows MEANINGS. If signal n ended the command, it is 128 + n, as in shells."""
+
+    DONE = 0
+    NO = 1
+    USAGE = 2
+    FAILED = 3
+    INTERRUPTED = 130  # 128 + SIGINT
+    UNREAD = 141  # 128 + SIGPIPE
+
+
+MEANINGS = {
+    ExitCode.DONE: "the command did what it was asked, and its answer is yes where it gives one",
+    ExitCode.NO: "the command worked, and its answer is no: a plan does not fit, a checkpoint is damaged, a key is refused, "
+    "a value differs from the published one, this machine cannot train",
+    ExitCode.USAGE: "the call is wrong: an unknown option or value, a file that is missing or cannot be read",
+    ExitCode.FAILED: "the command broke off with an error, whose traceback is on stderr",
+    ExitCode.INTERRUPTED: "the user interrupted it (Ctrl-C)",
+    ExitCode.UNREAD: "the program that read its output ended first (`zeroshard plan ... | head`)",
+}
 
 
 def quiet() -> bool:
@@ -44,26 +68,22 @@ def how_to_install(library: str) -> str:
     return f"pip install -e '.[{EXTRAS[library]}]'"
 
 
-def _formatter() -> type[argparse.HelpFormatter]:
-    """Return the class of help formatters: that of rich-argparse if it is installed and stdout a terminal, else argparse's."""
-    if not sys.stdout.isatty():
-        return argparse.ArgumentDefaultsHelpFormatter
-    try:
-        from rich_argparse import ArgumentDefaultsRichHelpFormatter
-    except ModuleNotFoundError:
-        return argparse.ArgumentDefaultsHelpFormatter
-    return type("_Coloured", (ArgumentDefaultsRichHelpFormatter,), {"group_name_formatter": str})
-
-
 def _help_formatter(prog: str) -> argparse.HelpFormatter:
-    """Return a formatter that shows short names for values, and defaults unless the help text already has them."""
+    """Return a formatter that shows short names for values, and defaults unless the help text already has them.
 
-    class _Help(_formatter()):  # type: ignore[misc]
+    It is that of rich-argparse if this is installed and stdout a terminal, else argparse's.
+    """
+    base: type[argparse.HelpFormatter] = argparse.ArgumentDefaultsHelpFormatter
+    if sys.stdout.isatty():
+        with contextlib.suppress(ModuleNotFoundError):
+            from rich_argparse import ArgumentDefaultsRichHelpFormatter as base
+
+    class _Help(base):  # type: ignore[misc, valid-type]
+        group_name_formatter = str
+
         def _get_help_string(self, action: argparse.Action) -> str | None:
-            told = any(action.default is each for each in (None, False, (), argparse.SUPPRESS)) or "default:" in (
-                action.help or ""
-            )
-            return action.help if told else super()._get_help_string(action)
+            told = any(action.default is each for each in (None, False, (), argparse.SUPPRESS))
+            return action.help if told or "default:" in (action.help or "") else super()._get_help_string(action)
 
         def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
             return "N" if action.type is int else "X" if action.type is float else "TEXT"
@@ -128,17 +148,22 @@ _LONG = 20  # choices of more characters are listed in the help text, not in pla
 
 
 def add_options(parser: Parser, kind: type) -> None:
-    """Add an option for each field of a dataclass with metadata: help, group (heading in --help), and argparse's settings."""
-    groups: dict[str, argparse._ArgumentGroup] = {}
+    """Add an option for each field of a dataclass with metadata: help, group (heading in --help), and argparse's settings.
+
+    A field without metadata changes the default of the field of that name in a base class. kind.HEADINGS: the first groups.
+    """
+    described = {option.name: option.metadata for base in reversed(kind.__mro__) if is_dataclass(base) for option in fields(base)
+                 if option.metadata}  # fmt: skip
+    groups = {name: parser.add_argument_group(name) for name in getattr(kind, "HEADINGS", ())}
     for option in fields(kind):
-        if not option.metadata:
+        if option.name not in described:
             continue
-        settings = dict(option.metadata)
+        settings = dict(described[option.name])
         choices = settings.get("choices", ())
         if len(",".join(map(str, choices))) > _LONG and "metavar" not in settings:
             settings |= {"metavar": "NAME", "help": f"{settings['help']}: {', '.join(map(str, choices))}"}
-        group, names = settings.pop("group", None), (f"--{option.name.replace('_', '-')}", *settings.pop("also", ()))
-        if group is not None and group not in groups:
+        group, names = settings.pop("group"), (f"--{option.name.replace('_', '-')}", *settings.pop("also", ()))
+        if group not in groups:
             groups[group] = parser.add_argument_group(group)
         default = None if option.default is MISSING else option.default
-        (parser if group is None else groups[group]).add_argument(*names, default=default, **settings)
+        groups[group].add_argument(*names, default=default, **settings)

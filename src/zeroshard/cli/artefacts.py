@@ -30,7 +30,7 @@ class RunFolder:
     records: list[dict[str, Any]]  # rows of metrics.jsonl: one per step or evaluation on the held-out text
 
     def __init__(self, path: Path, records: list[dict[str, Any]]) -> None:
-        """Open the folder `path`, and write metrics.jsonl anew. records: its first rows, those of a run that is resumed."""
+        """Open a folder, and write metrics.jsonl anew. records: its first rows, those of a run that is resumed."""
         self.path, self.records = path, records
         self.write_text(METRICS, "".join(json.dumps(row) + "\n" for row in records))
         self._metrics = open(self.path / METRICS, "a", buffering=1)  # noqa: SIM115  # open for the whole run
@@ -38,7 +38,23 @@ class RunFolder:
     @classmethod
     def create(cls, out: str | None) -> "RunFolder":
         """Make the folder of a new run (None: below runs/). Raises UsageError."""
-        return cls(cls._create(out), [])
+        stamp = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+        candidates = [Path(out)] if out else [stamp, *(stamp.with_name(f"{stamp.name}-{n}") for n in range(2, 100))]
+        for path in candidates:
+            try:
+                path.mkdir(parents=True, exist_ok=out is not None)
+            except FileExistsError:
+                if out is None:
+                    continue  # another run began in this second
+                raise UsageError(f"--out: expected a folder, got the file {out}") from None
+            except OSError as error:
+                raise UsageError(f"--out: cannot create {path}: {error.strerror}") from None
+            if (path / METRICS).exists():
+                raise UsageError(f"--out: expected a folder without a run, got {path}, which holds one; name another")
+            if not os.access(path, os.W_OK):
+                raise UsageError(f"--out: expected a folder that can be written, got {path}")
+            return cls(path, [])
+        raise UsageError(f"--out: expected a free name like {stamp}, found none; name a folder")
 
     @staticmethod
     def recorded(path: Path, step: int) -> list[dict[str, Any]]:
@@ -83,26 +99,6 @@ class RunFolder:
             return False
         return reported == step and (path / MODEL).exists()
 
-    @staticmethod
-    def _create(out: str | None) -> Path:
-        stamp = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-        candidates = [Path(out)] if out else [stamp, *(stamp.with_name(f"{stamp.name}-{n}") for n in range(2, 100))]
-        for path in candidates:
-            try:
-                path.mkdir(parents=True, exist_ok=out is not None)
-            except FileExistsError:
-                if out is None:
-                    continue  # another run began in this second
-                raise UsageError(f"--out: expected a folder, got the file {out}") from None
-            except OSError as error:
-                raise UsageError(f"--out: cannot create {path}: {error.strerror}") from None
-            if (path / METRICS).exists():
-                raise UsageError(f"--out: expected a folder without a run, got {path}, which holds one; name another")
-            if not os.access(path, os.W_OK):
-                raise UsageError(f"--out: expected a folder that can be written, got {path}")
-            return path
-        raise UsageError(f"--out: expected a free name like {stamp}, found none; name a folder")
-
     def record(self, **values: Any) -> None:
         """Append a row to metrics.jsonl."""
         self.records.append(values)
@@ -142,13 +138,8 @@ def plot(records: list[dict[str, Any]], baselines: Mapping[str, float]) -> "Figu
     left, right = figure.subplots(1, 2)
     times = [row["seconds"] for row in steps]
     left.plot(times, [row["loss"] * BITS_PER_NAT for row in steps], lw=0.7, alpha=0.5, label="training batch")
-    left.plot(
-        [row["seconds"] for row in looks],
-        [row["held_out_bits_per_byte"] for row in looks],
-        "o-",
-        ms=4,
-        label="held-out",
-    )
+    held_out = [row["held_out_bits_per_byte"] for row in looks]
+    left.plot([row["seconds"] for row in looks], held_out, "o-", ms=4, label="held-out")
     for color, (name, bits) in zip(("tab:red", "tab:purple", "tab:brown"), baselines.items(), strict=False):
         left.axhline(bits, ls="--", lw=1, color=color, label=name)
     left.set(xlabel="seconds of training", ylabel="bits per byte", title="Loss")

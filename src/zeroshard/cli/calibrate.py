@@ -9,19 +9,14 @@ from .sheets import say
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print the results and write the file; return the exit code."""
-    options = parser().parse(argv)
+    parser = Parser(prog="zeroshard calibrate", description="Measure this machine for zeroshard plan and zeroshard simulate.")
+    parser.add_argument("--ranks", type=int, default=2, help="processes that measure at the same time")
+    parser.add_argument("--path", metavar="DIR", help="a folder on the local disk to measure (default: no disk)")
+    parser.add_argument("--out", type=Path, default=Path("hardware.toml"), metavar="OUT", help="the file to write")
+    options = parser.parse(argv)
     from ..planner.simulator.calibrate import command  # importing torch takes a second, and --help does not need it
 
     try:
         return command(options.ranks, options.path, options.out, say)
     except ValueError as error:
         raise UsageError(f"{error}; see zeroshard calibrate --help") from None
-
-
-def parser() -> Parser:
-    """Return the parser of `zeroshard calibrate`."""
-    made = Parser(prog="zeroshard calibrate", description="Measure this machine for zeroshard plan and zeroshard simulate.")
-    made.add_argument("--ranks", type=int, default=2, help="processes that measure at the same time")
-    made.add_argument("--path", metavar="DIR", help="a folder on the local disk to measure (default: no disk)")
-    made.add_argument("--out", type=Path, default=Path("hardware.toml"), metavar="OUT", help="the file to write")
-    return made

@@ -21,8 +21,7 @@ from ..integrations.deepspeed.ds_config import DeepSpeedConfig, read_config
 from ..integrations.deepspeed.lr_schedules import schedule_from_config
 from ..integrations.deepspeed.sections import KEYS_BELOW, Judgement, judge
 from ..integrations.deepspeed.shard_options import build_optimizer, shard_options
-from .arguments import Parser, UsageError
-from .exit_codes import ExitCode
+from .arguments import ExitCode, Parser, UsageError
 from .sheets import Sheet, print_json, show
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -30,7 +29,14 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 def main(argv: Sequence[str]) -> int:
     """Judge a configuration file and print the result; return the exit code."""
-    options = parser().parse(argv)
+    parser = Parser(
+        prog="zeroshard check", usage="%(prog)s [options] FILE",
+        description="Tell what becomes of each key of a DeepSpeed configuration; exit code 1 if one is refused.",
+    )  # fmt: skip
+    parser.add_argument("config", metavar="FILE", help="a DeepSpeed configuration (JSON), as deepspeed.initialize takes it")
+    parser.add_argument("--ranks", type=int, help="ranks of the run (default: as the three batch sizes say, else 1)")
+    parser.add_argument("--json", action="store_true", help="print JSON: an object with file, refused, counts and keys")
+    options = parser.parse(argv)
     try:
         given = read_config(options.config)
     except (OSError, ValueError) as error:
@@ -40,11 +46,14 @@ def main(argv: Sequence[str]) -> int:
     counts = Counter(each.treatment for each in found)
     summary = f"{options.config}: {len(found)} keys: " + ", ".join(f"{n} {what}" for what, n in counts.items())
     if options.json:
-        rows = [{"key": each.written, "value": each.value, "treatment": each.treatment, "text": each.text} for each in found]
-        print_json({"file": options.config, "refused": bool(refused), "counts": dict(counts), "keys": rows})
+        keys = [{"key": each.written, "value": each.value, "treatment": each.treatment, "text": each.text} for each in found]
+        print_json({"file": options.config, "refused": bool(refused), "counts": dict(counts), "keys": keys})
     else:
-        show(Sheet([(each.written, _shown(each.value), each.treatment, each.text) for each in found],
-                   ("key", "value", "treatment", "what that means")))  # fmt: skip
+        rows = []
+        for each in found:
+            shown = f"{{{len(each.value)} keys}}" if isinstance(each.value, dict) else repr(each.value)
+            rows.append((each.written, shown, each.treatment, each.text))
+        show(Sheet(rows, ("key", "value", "treatment", "what that means")))
         for each in refused:
             print(f"refused: {each.written}: {each.text}")
         print(summary)
@@ -119,19 +128,3 @@ def _without(config: dict[str, Any], written: str) -> dict[str, Any]:
     if rest and isinstance(config.get(name), dict):
         return {**config, name: _without(config[name], rest)}
     return {key: value for key, value in config.items() if key != name}
-
-
-def _shown(value: Any) -> str:
-    return f"{{{len(value)} keys}}" if isinstance(value, dict) else repr(value)
-
-
-def parser() -> Parser:
-    """Return the parser of `zeroshard check`."""
-    made = Parser(
-        prog="zeroshard check", usage="%(prog)s [options] FILE",
-        description="Tell what becomes of each key of a DeepSpeed configuration; exit code 1 if one is refused.",
-    )  # fmt: skip
-    made.add_argument("config", metavar="FILE", help="a DeepSpeed configuration (JSON), as deepspeed.initialize takes it")
-    made.add_argument("--ranks", type=int, help="ranks of the run (default: as the three batch sizes say, else 1)")
-    made.add_argument("--json", action="store_true", help="print JSON: an object with file, refused, counts and keys")
-    return made

@@ -8,15 +8,19 @@ import argparse
 from collections.abc import Sequence
 
 from . import COMMANDS, command_of
-from .arguments import Parser, UsageError, parser_of
-from .exit_codes import ExitCode
+from .arguments import ExitCode, Parser, UsageError, parser_of
 
 SHELLS = ("bash", "zsh")
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the script; return the exit code."""
-    options = parser().parse(argv)
+    parser = Parser(
+        prog="zeroshard completion", usage="%(prog)s [options] SHELL",
+        description="Print the script by which a shell completes these commands: source <(zeroshard completion bash)",
+    )  # fmt: skip
+    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help="bash or zsh")
+    options = parser.parse(argv)
     import shtab  # if it is not installed, `main` of this package prints how to install it
 
     whole = argparse.ArgumentParser(prog="zeroshard")
@@ -33,13 +37,3 @@ def main(argv: Sequence[str]) -> int:
         commands.add_parser(name, parents=[made], add_help=False, help=what)
     print(shtab.complete(whole, shell=options.shell))
     return ExitCode.DONE
-
-
-def parser() -> Parser:
-    """Return the parser of `zeroshard completion`."""
-    made = Parser(
-        prog="zeroshard completion", usage="%(prog)s [options] SHELL",
-        description="Print the script by which a shell completes these commands: source <(zeroshard completion bash)",
-    )  # fmt: skip
-    made.add_argument("shell", choices=SHELLS, metavar="SHELL", help="bash or zsh")
-    return made

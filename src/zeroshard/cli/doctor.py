@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from ..memory.io.filesystems import MEMORY_FILESYSTEMS
 from ..memory.io.swap_folder import NETWORK_FILESYSTEMS
 from ..utils.version import TESTED_TORCH
-from .arguments import Parser, how_to_install, quiet
+from .arguments import ExitCode, Parser, how_to_install, quiet
 from .environment import EXTRAS, PEERS, Disk, Environment, look
-from .exit_codes import ExitCode
 from .ranks import VARIABLES
 from .sheets import Sheet, gigabytes, print_json, show
 
@@ -38,7 +37,13 @@ class Finding:
 
 def main(argv: Sequence[str]) -> int:
     """Print the facts and findings; return the exit code, 1 if something prevents training."""
-    options = parser().parse(argv)
+    parser = Parser(
+        prog="zeroshard doctor",
+        description="Show what this machine and environment offer, and what would go wrong; "
+        "exit code 1 if nothing can train here.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON: an object with environment, findings and can_train")
+    options = parser.parse(argv)
     here = look()
     found = sorted(findings(here), key=lambda finding: (PROBLEM, WARNING, NOTE).index(finding.level))
     can_train = all(finding.level != PROBLEM for finding in found)
@@ -56,30 +61,14 @@ def main(argv: Sequence[str]) -> int:
     return ExitCode.DONE if can_train else ExitCode.NO
 
 
-def parser() -> Parser:
-    """Return the parser of `zeroshard doctor`."""
-    made = Parser(
-        prog="zeroshard doctor",
-        description="Show what this machine and environment offer, and what would go wrong; exit code 1 if nothing can train here.",
-    )
-    made.add_argument("--json", action="store_true", help="print JSON: an object with environment, findings and can_train")
-    return made
-
-
 def facts_of(here: Environment) -> Iterator[tuple[str, str]]:
     """Yield (name, value) of each fact, as text for the terminal."""
-    host = here.host
+    host, tested = here.host, TESTED_TORCH.get(_release(here))
     yield "Python", f"{here.python}, {here.executable}"
-    yield (
-        "machine",
-        f"{here.platform}, {host.cores} cores" + (f" of {host.machine_cores}" if host.cores < host.machine_cores else ""),
-    )
-    tested = TESTED_TORCH.get(_release(here))
-    yield (
-        "torch",
-        f"{here.torch}, built for {here.build}; "
-        + (f"zeroshard's tests passed with it on {tested}" if tested else "zeroshard was not tested with it"),
-    )
+    others = f" of {host.machine_cores}" if host.cores < host.machine_cores else ""
+    yield "machine", f"{here.platform}, {host.cores} cores{others}"
+    told = f"zeroshard's tests passed with it on {tested}" if tested else "zeroshard was not tested with it"
+    yield "torch", f"{here.torch}, built for {here.build}; {told}"
     yield "backends", ", ".join(name for name, there in here.backends.items() if there) or "none"
     for number, gpu in enumerate(here.gpus):
         yield f"GPU {number}", f"{gpu.name}, {gigabytes(gpu.nbytes)}, compute capability {gpu.capability}"
@@ -97,14 +86,9 @@ def facts_of(here: Environment) -> Iterator[tuple[str, str]]:
         yield disk.role, f"{disk.path}: {disk.filesystem or 'unknown'}, {free} free, {direct}"
     peers = ", ".join(f"{name} {here.packages[name]}" for name in PEERS if here.packages.get(name))
     yield "peers of bench", peers or "none installed"
-    yield (
-        "import deepspeed",
-        {
-            "nothing": "finds nothing",
-            "deepspeed": f"the real one, {here.packages.get('deepspeed') or 'of unknown version'} ({here.deepspeed.path})",
-            "zeroshard": f"zeroshard's ({here.deepspeed.path})",
-        }[here.deepspeed.resolves_to],
-    )
+    finds = {"nothing": "finds nothing", "zeroshard": f"zeroshard's ({here.deepspeed.path})"}
+    real = f"the real one, {here.packages.get('deepspeed') or 'of unknown version'} ({here.deepspeed.path})"
+    yield "import deepspeed", finds.get(here.deepspeed.resolves_to, real)
     yield "C++ compiler", here.compiler or "none (zeroshard needs none)"
     for name, problem in here.trials.items():
         yield f"tried: {name}", problem or "works"
@@ -113,8 +97,7 @@ def facts_of(here: Environment) -> Iterator[tuple[str, str]]:
 def findings(here: Environment) -> Iterator[Finding]:
     """Yield the findings on an environment."""
     yield from _of_torch(here)
-    yield from _of_gpus(here)
-    yield from _of_host(here)
+    yield from _of_hardware(here)
     for disk in here.disks:
         yield from _of_disk(disk)
     yield from _of_packages(here)
@@ -129,39 +112,30 @@ def _of_torch(here: Environment) -> Iterator[Finding]:
     release = _release(here).split(".")
     if tuple(int(part) if part.isdigit() else 0 for part in release[:2]) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
-        yield Finding(
-            PROBLEM, f"torch {here.torch} is older than {oldest}, which this library needs", f"pip install 'torch>={oldest}'"
-        )
+        what = f"torch {here.torch} is older than {oldest}, which this library needs"
+        yield Finding(PROBLEM, what, f"pip install 'torch>={oldest}'")
     elif _release(here) not in TESTED_TORCH:
         releases = ", ".join(f"{each} ({day})" for each, day in TESTED_TORCH.items())
-        remedy = (
-            "pip install torch==" + list(TESTED_TORCH)[-1] + ", or run the tests: pytest tests/utils/test_torch_compat.py first"
-        )
+        remedy = f"pip install torch=={list(TESTED_TORCH)[-1]}, or run the tests: pytest tests/utils/test_torch_compat.py first"
         yield Finding(NOTE, f"torch {here.torch} is none of the releases that were tested: {releases}", remedy)
     if not any(here.backends.values()):
-        yield Finding(
-            WARNING,
-            "torch has no backend (gloo, nccl): one process can train, several can not",
-            "install a build of torch with gloo",
-        )
+        what = "torch has no backend (gloo, nccl): one process can train, several can not"
+        yield Finding(WARNING, what, "install a build of torch with gloo")
     if (problem := here.trials.get("gloo")) is not None:
         remedy = "let the host's name resolve (/etc/hosts), or name the interface: export GLOO_SOCKET_IFNAME=lo"
         yield Finding(PROBLEM if not here.gpus else WARNING, f"a gloo group can not be made: {problem}", remedy)
     if (problem := here.trials.get("a step of two ranks")) is not None:
-        yield Finding(
-            PROBLEM,
-            f"a training step of two ranks in this process fails: {problem}",
-            "pip install --force-reinstall torch, then pip install -e . in a clone of zeroshard",
-        )
+        remedy = "pip install --force-reinstall torch, then pip install -e . in a clone of zeroshard"
+        yield Finding(PROBLEM, f"a training step of two ranks in this process fails: {problem}", remedy)
     missing = [name for name in VARIABLES if name not in here.variables]
     if {"RANK", "WORLD_SIZE"} & here.variables.keys() and missing:
-        what = (
-            f"{', '.join(here.variables.keys() & set(VARIABLES))} set, but not {', '.join(missing)}: no process group can start"
-        )
+        present = ", ".join(here.variables.keys() & set(VARIABLES))
+        what = f"{present} set, but not {', '.join(missing)}: no process group can start"
         yield Finding(PROBLEM, what, "unset them, or start with torchrun, which sets all")
 
 
-def _of_gpus(here: Environment) -> Iterator[Finding]:
+def _of_hardware(here: Environment) -> Iterator[Finding]:
+    host = here.host
     for number, gpu in enumerate(here.gpus):
         if gpu.problem is not None:
             remedy = f"install a build of torch for compute capability {gpu.capability}, or hide it: export CUDA_VISIBLE_DEVICES="
@@ -169,65 +143,50 @@ def _of_gpus(here: Environment) -> Iterator[Finding]:
     if here.gpus and any(here.backends.values()) and not here.backends.get("nccl"):
         yield Finding(WARNING, "torch has no nccl: several GPUs can not train together", "install a build of torch with nccl")
     if here.driver and not here.gpus and here.variables.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
-        why = "is built without CUDA" if here.build == "CPU" else f"({here.build}) finds no GPU"
-        remedy = (
-            "install a CUDA build of torch"
-            if here.build == "CPU"
-            else "compare nvidia-smi with the CUDA of torch; update the driver"
-        )
+        why, remedy = f"({here.build}) finds no GPU", "compare nvidia-smi with the CUDA of torch; update the driver"
+        if here.build == "CPU":
+            why, remedy = "is built without CUDA", "install a CUDA build of torch"
         yield Finding(WARNING, f"NVIDIA's driver {here.driver} is loaded, but torch {why}: training is on the CPU", remedy)
-    if here.gpus and here.host.locked_nbytes is not None:
-        what = f"at most {here.host.locked_nbytes >> 10} KiB may be locked: unpinned copies of offloaded states are slower"
+    if here.gpus and host.locked_nbytes is not None:
+        what = f"at most {host.locked_nbytes >> 10} KiB may be locked: unpinned copies of offloaded states are slower"
         yield Finding(NOTE, what, "raise it (ulimit -l unlimited; --ulimit memlock=-1 of a container)")
-
-
-def _of_host(here: Environment) -> Iterator[Finding]:
-    host = here.host
     for name, nbytes in host.memory_left.items():
         if nbytes < _LITTLE_MEMORY_NBYTES:
-            yield Finding(
-                WARNING,
-                f"{name} leaves {gigabytes(nbytes)} of memory: ranks may be killed",
-                "end what else runs, or raise the limit",
-            )
+            what = f"{name} leaves {gigabytes(nbytes)} of memory: ranks may be killed"
+            yield Finding(WARNING, what, "end what else runs, or raise the limit")
     if host.shared_memory_nbytes is not None and host.shared_memory_nbytes < _LITTLE_SHARED_MEMORY_NBYTES:
         what = f"/dev/shm has {gigabytes(host.shared_memory_nbytes)}: data loaders' workers and NCCL end with bus errors"
-        yield Finding(
-            WARNING, what, "mount it larger (--shm-size=8g of a container, --ipc=host), or load data with num_workers=0"
-        )
+        remedy = "mount it larger (--shm-size=8g of a container, --ipc=host), or load data with num_workers=0"
+        yield Finding(WARNING, what, remedy)
     if not host.memfd:
-        yield Finding(
-            NOTE,
-            "ranks of this host can not share memory (no memfd_create): they send copies over gloo",
-            "train on Linux for speed",
-        )
+        what = "ranks of this host can not share memory (no memfd_create): they send copies over gloo"
+        yield Finding(NOTE, what, "train on Linux for speed")
 
 
 def _of_disk(disk: Disk) -> Iterator[Finding]:
+    place = f"{disk.role} {disk.path}"
     if disk.problem is not None:
-        what = f"{disk.role} {disk.path}: no file can be made ({disk.problem}): neither checkpoints nor offloaded states"
+        what = f"{place}: no file can be made ({disk.problem}): neither checkpoints nor offloaded states"
         yield Finding(WARNING, what, "name a folder that you can write")
         return
-    if disk.filesystem in MEMORY_FILESYSTEMS:
-        what = f"{disk.role} {disk.path} is on {disk.filesystem}, which is memory: offload to 'nvme' there is refused"
-        yield Finding(WARNING if disk.role == "current folder" else NOTE, what, "offload_path='...' of a folder on a local disk")
-    elif disk.filesystem.startswith(NETWORK_FILESYSTEMS):
-        what = f"{disk.role} {disk.path} is on {disk.filesystem}, a network: offload to 'nvme' there is refused"
-        yield Finding(NOTE, what, "offload_path='...' of a folder on a local disk")
+    if disk.filesystem in MEMORY_FILESYSTEMS or disk.filesystem.startswith(NETWORK_FILESYSTEMS):
+        memory = disk.filesystem in MEMORY_FILESYSTEMS
+        what = (
+            f"{place} is on {disk.filesystem}, {'which is memory' if memory else 'a network'}: offload to 'nvme' there is refused"
+        )
+        level = WARNING if memory and disk.role == "current folder" else NOTE
+        yield Finding(level, what, "offload_path='...' of a folder on a local disk")
     elif not disk.direct:
-        what = f"{disk.role} {disk.path}: {disk.filesystem} has no direct I/O: what is offloaded there also takes the page cache"
+        what = f"{place}: {disk.filesystem} has no direct I/O: what is offloaded there also takes the page cache"
         yield Finding(WARNING, what, "name a folder on ext4 or xfs on a local disk")
     if disk.free_nbytes is not None and disk.free_nbytes < _LITTLE_DISK_NBYTES:
-        yield Finding(
-            WARNING, f"{disk.role} {disk.path} has {gigabytes(disk.free_nbytes)} free: checkpoints fill it soon", "free some"
-        )
+        yield Finding(WARNING, f"{place} has {gigabytes(disk.free_nbytes)} free: checkpoints fill it soon", "free some")
 
 
 def _of_packages(here: Environment) -> Iterator[Finding]:
     if missing := [name for name in EXTRAS if not here.packages.get(name)]:
-        yield Finding(
-            NOTE, f"not installed: {', '.join(f'{name} ({EXTRAS[name]})' for name in missing)}", how_to_install(missing[0])
-        )
+        what = f"not installed: {', '.join(f'{name} ({EXTRAS[name]})' for name in missing)}"
+        yield Finding(NOTE, what, how_to_install(missing[0]))
     routed = [name for name in ("accelerate", "transformers", "lightning", "pytorch-lightning") if here.packages.get(name)]
     if here.deepspeed.resolves_to == "nothing" and routed:
         what = f"{', '.join(routed)}: a DeepSpeed configuration fails, since `import deepspeed` finds nothing"
@@ -237,8 +196,5 @@ def _of_packages(here: Environment) -> Iterator[Finding]:
         remedy = "python -m zeroshard.deepspeed script.py takes zeroshard's without uninstalling it"
         yield Finding(NOTE if here.compiler else WARNING, f"`import deepspeed` is the real one{slow}", remedy)
     if not here.compiler:
-        yield Finding(
-            NOTE,
-            "no C++ compiler: torch.compile fails on the CPU; nothing else needs one",
-            "install g++ where you compile models",
-        )
+        what = "no C++ compiler: torch.compile fails on the CPU; nothing else needs one"
+        yield Finding(NOTE, what, "install g++ where you compile models")

@@ -113,9 +113,14 @@ class Environment:
 def look() -> Environment:
     """Find all facts. This takes seconds, most of which torch needs for its first optimizer."""
     backends = {name: dist.is_available() and bool(getattr(dist, f"is_{name}_available")()) for name in BACKENDS}
-    trials: dict[str, Callable[[], Any]] = {"a step of two ranks": lambda: run_threads(2, _step, timeout_s=30.0)}
-    if backends["gloo"]:
-        trials["gloo"] = _gloo
+    trials: dict[str, Callable[[], object]] = {"a step of two ranks": lambda: run_threads(2, _step, timeout_s=30.0)}
+    if backends["gloo"]:  # a group of one rank with a store of its own opens the network device, as groups of several ranks do
+        group: Any = dist.ProcessGroupGloo
+        trials["gloo"] = lambda: group(dist.HashStore(), 0, 1, timedelta(seconds=10)).allreduce([torch.ones(1)]).wait()
+    driver, packages = Path("/sys/module/nvidia/version"), dict[str, str | None].fromkeys((*PEERS, *EXTRAS))
+    for name in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            packages[name] = metadata.version(name)
     return Environment(
         python=platform.python_version(),
         executable=sys.executable,
@@ -125,10 +130,10 @@ def look() -> Environment:
         build=f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else "CPU",
         backends=backends,
         gpus=[_gpu(index) for index in range(torch.cuda.device_count())],
-        driver=_driver(),
+        driver=driver.read_text().strip() if driver.is_file() else None,
         host=_host(),
         disks=[_disk("temporary files", tempfile.gettempdir()), _disk("current folder", os.getcwd())],
-        packages={name: _version(name) for name in (*PEERS, *EXTRAS)},
+        packages=packages,
         deepspeed=_deepspeed(),
         compiler=next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")))), None),
         variables={name: os.environ[name] for name in (*VARIABLES, "LOCAL_RANK", "CUDA_VISIBLE_DEVICES") if name in os.environ},
@@ -136,7 +141,7 @@ def look() -> Environment:
     )
 
 
-def _problem(trial: Callable[[], Any]) -> str | None:
+def _problem(trial: Callable[[], object]) -> str | None:
     """Call `trial`; return its error on one line, None if it does not raise."""
     try:
         trial()
@@ -155,23 +160,10 @@ def _step(rank: int) -> None:
     zs.close(model)
 
 
-def _gloo() -> None:
-    """Make a gloo group of one rank with a store of its own: it opens the network device, as groups of several ranks do."""
-    group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
-    group.allreduce([torch.ones(1)]).wait()
-
-
 def _gpu(index: int) -> Gpu:
     known = torch.cuda.get_device_properties(index)
     problem = _problem(lambda: (torch.ones(1, device=f"cuda:{index}") + 1).item())  # noqa: PLW0108  # each call may fail
     return Gpu(known.name, known.total_memory, f"{known.major}.{known.minor}", problem)
-
-
-def _driver() -> str | None:
-    try:
-        return Path("/sys/module/nvidia/version").read_text().strip()
-    except OSError:
-        return None
 
 
 def _host() -> Host:
@@ -181,16 +173,14 @@ def _host() -> Host:
         locked = None if limit == resource.RLIM_INFINITY else limit
     with contextlib.suppress(OSError):
         shared = os.statvfs(_SHARED_MEMORY)
-    pages = (
-        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()) else None
-    )
+    known = "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ())
+    nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None
     return Host(
         cores=available_cores(),
         machine_cores=os.cpu_count() or 1,
-        memory_nbytes=pages,
-        memory_left={
-            limit.name: limit.nbytes for limit in limits() if pages is None or limit.nbytes <= pages
-        },  # a limit above the machine's memory has no effect
+        memory_nbytes=nbytes,
+        # a limit above the machine's memory has no effect
+        memory_left={limit.name: limit.nbytes for limit in limits() if nbytes is None or limit.nbytes <= nbytes},
         locked_nbytes=locked,
         memfd=hasattr(os, "memfd_create"),
         shared_memory_nbytes=shared.f_blocks * shared.f_frsize if shared else None,
@@ -212,13 +202,6 @@ def _disk(role: str, path: str) -> Disk:
     problem = _problem(probe)
     name.unlink(missing_ok=True)
     return Disk(role, path, filesystem_of(path), free, direct, problem)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _deepspeed() -> DeepSpeed:

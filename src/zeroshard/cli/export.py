@@ -11,8 +11,7 @@ import torch
 import zeroshard as zs
 
 from . import report_error
-from .arguments import Parser, UsageError
-from .exit_codes import ExitCode
+from .arguments import ExitCode, Parser, UsageError
 from .sheets import megabytes, say
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -20,7 +19,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def main(argv: Sequence[str]) -> int:
     """Export a checkpoint; return the exit code."""
-    options = parser().parse(argv)
+    parser = Parser(
+        prog="zeroshard export", usage="%(prog)s [options] DIR OUT", renamed={"--config": "--hf-config"},
+        description="Write a checkpoint's model as files that other libraries read.",
+    )  # fmt: skip
+    parser.add_argument("checkpoint", help="a checkpoint, or a folder of checkpoints", metavar="DIR")
+    parser.add_argument("out", help="folder (safetensors) or file (torch) to make", metavar="OUT")
+    parser.add_argument("--name", help="checkpoint in a folder of checkpoints (default: the newest complete one)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="dtype of the files (default: as stored; fp32 from masters)")
+    parser.add_argument("--format", choices=("safetensors", "torch"), default="safetensors", help="what to write")
+    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of a safetensors file, in GB (1e9 bytes)")
+    parser.add_argument("--hf-config", help="a Hugging Face config.json to put beside the files", metavar="FILE")
+    parser.add_argument("--prefix", default="", help="export only names that begin so, and remove it (default: all names)")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare checksums first")
+    options = parser.parse(argv)
     if not 0 < options.max_shard_gb < math.inf:
         raise UsageError(f"--max-shard-gb: expected a positive number, got {options.max_shard_gb}")
     try:
@@ -41,21 +53,3 @@ def main(argv: Sequence[str]) -> int:
     for file in done.files:
         say(f"  {file}")
     return ExitCode.DONE
-
-
-def parser() -> Parser:
-    """Return the parser of `zeroshard export`."""
-    made = Parser(
-        prog="zeroshard export", usage="%(prog)s [options] DIR OUT", renamed={"--config": "--hf-config"},
-        description="Write a checkpoint's model as files that other libraries read.",
-    )  # fmt: skip
-    made.add_argument("checkpoint", help="a checkpoint, or a folder of checkpoints", metavar="DIR")
-    made.add_argument("out", help="folder (safetensors) or file (torch) to make", metavar="OUT")
-    made.add_argument("--name", help="checkpoint in a folder of checkpoints (default: the newest complete one)")
-    made.add_argument("--dtype", choices=tuple(DTYPES), help="dtype of the files (default: as stored; fp32 from masters)")
-    made.add_argument("--format", choices=("safetensors", "torch"), default="safetensors", help="what to write")
-    made.add_argument("--max-shard-gb", type=float, default=5.0, help="size of a safetensors file, in GB (1e9 bytes)")
-    made.add_argument("--hf-config", help="a Hugging Face config.json to put beside the files", metavar="FILE")
-    made.add_argument("--prefix", default="", help="export only names that begin so, and remove it (default: all names)")
-    made.add_argument("--no-verify", action="store_true", help="do not compare checksums first")
-    return made

@@ -14,9 +14,8 @@ from typing import Any
 import zeroshard as zs
 
 from . import report_error
-from .arguments import Parser, verbose
+from .arguments import ExitCode, Parser, verbose
 from .artefacts import CHECKPOINTS, CONFIG, METRICS, MODEL, REPORT, RunFolder
-from .exit_codes import ExitCode
 from .sheets import Sheet, megabytes, print_json, show
 
 MOST = 90  # newest checkpoints that --json lists at most
@@ -24,7 +23,17 @@ MOST = 90  # newest checkpoints that --json lists at most
 
 def main(argv: Sequence[str]) -> int:
     """Inspect and print; return the exit code, `ExitCode.NO` if a checksum differs."""
-    options = parser().parse(argv)
+    parser = Parser(
+        prog="zeroshard inspect", usage="%(prog)s [options] DIR",
+        description="Show what is in a run or a checkpoint, and verify its checksums; exit code 1 if one does not hold.",
+    )  # fmt: skip
+    parser.add_argument("folder", help="a run of `zeroshard train`, a checkpoint, or a folder of checkpoints", metavar="DIR")
+    parser.add_argument("--name", help="one checkpoint in a folder of checkpoints (default: all)")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON: a list of checkpoints; for a run an object with run and checkpoints"
+    )
+    parser.add_argument("--no-verify", action="store_true", help="do not compare checksums")
+    options = parser.parse(argv)
     where, run, found = Path(options.folder), None, []
     if options.name is None and (where / METRICS).is_file():
         run = run_facts(where)
@@ -38,7 +47,11 @@ def main(argv: Sequence[str]) -> int:
     except zs.ZeroshardError as error:
         return report_error(str(error))
     if options.json:
-        several = [_summary(one) for one in found[-MOST:]]
+        several = []
+        for one in found[-MOST:]:
+            facts = {key: one.facts.get(key) for key in ("world_size", "stage", "precision", "time")}
+            several.append({"path": one.path, "step": one.step, **facts, "numel": one.numel, "nbytes": one.nbytes,
+                            "checksums": one.checksums, "damage": one.damage})  # fmt: skip
         listed = several if len(found) > 1 else [one.to_dict() for one in found]
         print_json(listed if run is None else {"run": run, "checkpoints": several})
     else:
@@ -49,28 +62,25 @@ def main(argv: Sequence[str]) -> int:
     return ExitCode.NO if damaged else ExitCode.DONE
 
 
-def run_facts(folder: Path) -> dict[str, Any]:
+def run_facts(folder: Path) -> dict[str, object]:
     """Return facts of a run from its files: fewer for a run that was not finished."""
     records = RunFolder.recorded(folder, sys.maxsize)
     steps, looks = [row for row in records if "loss" in row], [row for row in records if "held_out_bits_per_byte" in row]
     config, report = _read(folder / CONFIG), _read(folder / REPORT)
-    training = config.get("training", {})
+    training, model = config.get("training", {}), config.get("model")
     facts = {
         "folder": str(folder), "finished": bool(report), "steps": steps[-1]["step"] if steps else 0,
         "steps asked for": training.get("steps"), "seconds of training": round(steps[-1]["seconds"], 1) if steps else 0,
         "ranks": report.get("world_size") or (len(steps[-1]["memory_nbytes"]) if steps else None),
         "stage": report.get("stage"), "mesh": training.get("mesh"), "precision": training.get("precision"),
-        "model": _shape(config.get("model")), "model states of a rank, bytes": sum(report.get("at_rest", {}).values()) or None,
+        "model": f"GPT: {model['layers']} layers, dim {model['dim']}, {model['heads']} heads" if model else None,
+        "model states of a rank, bytes": sum(report.get("at_rest", {}).values()) or None,
         "held-out bits per byte before and after": [round(looks[0]["held_out_bits_per_byte"], 3),
             round(looks[-1]["held_out_bits_per_byte"], 3)] if looks else None,
     }  # fmt: skip
     if (folder / MODEL).is_file():
         facts[MODEL] = megabytes((folder / MODEL).stat().st_size)
     return {name: value for name, value in facts.items() if value is not None}
-
-
-def _shape(model: dict[str, Any] | None) -> str | None:
-    return f"GPT: {model['layers']} layers, dim {model['dim']}, {model['heads']} heads" if model else None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -80,40 +90,27 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _show(run: dict[str, Any] | None, found: list[zs.Inspection]) -> None:
+def _show(run: dict[str, object] | None, found: list[zs.Inspection]) -> None:
     if run is not None:
-        rows = [(name, " -> ".join(map(str, value)) if isinstance(value, list) else str(value)) for name, value in run.items()]
-        show(Sheet(rows, title=f"the run {run['folder']}"))
+        told = [(name, " -> ".join(map(str, value)) if isinstance(value, list) else str(value)) for name, value in run.items()]
+        show(Sheet(told, title=f"the run {run['folder']}"))
         if not found:
             print("no checkpoint: train with --save-every to have some")
     if len(found) > 1 or (run is not None and found):
-        show(_overview(found))
+        header = ("checkpoint", "step", "ranks", "stage", "precision", "parameters", "size", "saved", "checksums")
+        rows = []
+        for one in found:
+            facts = [str(one.facts.get(key, "?")) for key in ("world_size", "stage", "precision")]
+            size, saved = megabytes(one.nbytes), str(one.facts.get("time", "?"))
+            rows.append((Path(one.path).name, f"{one.step}", *facts, f"{one.numel:,}", size, saved, one.checksums))
+        show(Sheet(rows, header))
     if (len(found) == 1 and run is None) or verbose():
         for one in found:
             show(_details(one))
-            show(_files(one))
+            show(Sheet([(name, megabytes(nbytes)) for name, nbytes in one.files.items()], ("file", "size")))
     if found:
-        print(
-            f"{len(found)} checkpoint{'s' * (len(found) > 1)}, the newest of step {found[-1].step}: checksums {found[-1].checksums}"
-        )
-
-
-def _summary(one: zs.Inspection) -> dict[str, Any]:
-    """Return facts of one of several checkpoints, for a line of JSON."""
-    facts = {key: one.facts.get(key) for key in ("world_size", "stage", "precision", "time")}
-    return {"path": one.path, "step": one.step, **facts, "numel": one.numel, "nbytes": one.nbytes, "checksums": one.checksums,
-            "damage": one.damage}  # fmt: skip
-
-
-def _overview(found: list[zs.Inspection]) -> Sheet:
-    """Return the table of a folder of checkpoints, one per row."""
-    header = ("checkpoint", "step", "ranks", "stage", "precision", "parameters", "size", "saved", "checksums")
-    rows = []
-    for one in found:
-        facts = [str(one.facts.get(key, "?")) for key in ("world_size", "stage", "precision")]
-        size, saved = megabytes(one.nbytes), str(one.facts.get("time", "?"))
-        rows.append((Path(one.path).name, f"{one.step}", *facts, f"{one.numel:,}", size, saved, one.checksums))
-    return Sheet(rows, header)
+        number, newest = f"{len(found)} checkpoint{'s' * (len(found) > 1)}", found[-1]
+        print(f"{number}, the newest of step {newest.step}: checksums {newest.checksums}")
 
 
 def _details(one: zs.Inspection) -> Sheet:
@@ -130,22 +127,3 @@ def _details(one: zs.Inspection) -> Sheet:
     if one.trained_only:
         rows["trained parameters alone"] = f"yes: {one.left_out} were left out"
     return Sheet([(key, str(value)) for key, value in rows.items()], title=one.path)
-
-
-def _files(one: zs.Inspection) -> Sheet:
-    return Sheet([(name, megabytes(nbytes)) for name, nbytes in one.files.items()], ("file", "size"))
-
-
-def parser() -> Parser:
-    """Return the parser of `zeroshard inspect`."""
-    made = Parser(
-        prog="zeroshard inspect", usage="%(prog)s [options] DIR",
-        description="Show what is in a run or a checkpoint, and verify its checksums; exit code 1 if one does not hold.",
-    )  # fmt: skip
-    made.add_argument("folder", help="a run of `zeroshard train`, a checkpoint, or a folder of checkpoints", metavar="DIR")
-    made.add_argument("--name", help="one checkpoint in a folder of checkpoints (default: all)")
-    made.add_argument(
-        "--json", action="store_true", help="print JSON: a list of checkpoints; for a run an object with run and checkpoints"
-    )
-    made.add_argument("--no-verify", action="store_true", help="do not compare checksums")
-    return made

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -38,169 +38,185 @@ _PLANNED = {  # option -> its name in zs.shard
     **{name: name for name in ("stage", "precision", "offload_optimizer", "offload_gradient", "offload_param", "offload_path", "shard_size")},
     "hpz": "zero_hpz_partition_size", "quantized_weights": "zero_quantized_weights", "quantized_gradients": "zero_quantized_gradients",
 }  # fmt: skip
-_WITHOUT_OPTION = ("max_unit_numel", "prefetch_nbytes", "hierarchical")
 OFFLOAD_PATH = "runs"  # default folder of offload to nvme, in the working directory
 
 
-def _option(default: Any, text: str, **settings: Any) -> Any:
+def option(default: Any, text: str, **settings: Any) -> Any:
     """Return a dataclass field for an option with help `text`. settings: of argparse, and `group`, its heading in --help."""
     return field(default=default, metadata={"help": text, **settings})
 
 
-def usual_precision(gpu: bool) -> str:
-    """Return the default precision of a run on GPUs or CPUs."""
-    return "bf16" if gpu else "fp32"
-
-
 _TIER: dict[str, Any] = {"choices": OFFLOADS, "metavar": "TIER"}
 # headings of --help
-_COMMON, _MODEL, _TRAINING, _OUTPUT = "common options", "model and text", "training", "checkpoints and the sample"
-_MESH, _MEMORY, _OFFLOAD, _NETWORK = "tensor and pipeline parallelism", "memory of a device", "offload", "communication"
+COMMON, MESH, MEMORY, OFFLOAD, NETWORK = (
+    "common options",
+    "tensor and pipeline parallelism",
+    "memory of a device",
+    "offload",
+    "communication",
+)
+_MODEL, _TRAINING, _OUTPUT = "model and text", "training", "checkpoints and the sample"
 
 
-@dataclass(frozen=True)
-class TrainOptions:
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The options that `zeroshard train`, `plan` and `simulate` share. Each field is the option of that name.
+
+    A subclass that names one again changes its default alone.
+    """
+
+    stage: int | None = option(None, "ZeRO stage (default: 3)", choices=(0, 1, 2, 3), type=int, group=COMMON)
+    precision: str | None = option(
+        None, "fp32, bf16 or fp16; master weights are fp32 (default: bf16 on GPUs, fp32 on CPUs)", choices=PRECISIONS,
+        metavar="DTYPE", group=COMMON,
+    )  # fmt: skip
+    mesh: str | None = option(None, "ranks along each axis: dp=2,pp=2,tp=2", metavar="AXES", group=MESH)
+    accumulate: int | None = option(None, "micro-batches of a step (default: 1; pp: 2 a stage)", type=int, group=COMMON)
+    schedule: str | None = option(
+        None, f"order of micro-batches in stages of pp: {', '.join(SCHEDULES)} (default: 1f1b)", choices=SCHEDULES,
+        type=str.lower, metavar="NAME", group=MESH,
+    )  # fmt: skip
+    sequence_parallel: bool = option(False, "split norms along the sequence over tp", action="store_true", group=MESH)
+    partition_activations: bool = option(False, "split kept block inputs over the ranks of tp", action="store_true", group=MESH)
+    checkpoint_activations: bool = option(False, "keep inputs of blocks, recompute the rest", action="store_true", group=MEMORY)
+    max_live_parameters: int = option(0, "elements kept gathered for backward", type=int, group=MEMORY)
+    prefetch_bucket_size: int | None = option(None, "elements gathered ahead (default: 64 MiB)", type=int, group=MEMORY)
+    offload_optimizer: str | None = option(
+        None, "TIER of optimizer states: none, cpu (host memory) or nvme (files)", **_TIER, group=OFFLOAD
+    )
+    offload_gradient: str | None = option(None, "TIER of gradients (cpu if states are offloaded)", **_TIER, group=OFFLOAD)
+    offload_param: str | None = option(None, "TIER of parameters", **_TIER, group=OFFLOAD)
+    offload_activations: str = option("none", "TIER of kept inputs of blocks", **_TIER, group=OFFLOAD)
+    delayed_update: int | None = option(None, "step on the host beside computation, after N steps", type=int, group=OFFLOAD)
+    shard_size: int | None = option(None, "shard over groups of N ranks (HSDP, MiCS)", type=int, group=NETWORK)
+    hpz: int = option(1, "ranks of a secondary shard (hpZ)", type=int, group=NETWORK)
+    quantized_weights: str | None = option(
+        None, f"compress parameters (qwZ): {', '.join(CODECS)}", choices=CODECS, metavar="NAME", group=NETWORK
+    )
+    quantized_gradients: str | None = option(
+        None, f"compress gradients (qgZ): {', '.join(GRADIENT_CODECS)}", choices=GRADIENT_CODECS, metavar="NAME", group=NETWORK
+    )
+
+    def expect(self, name: str, condition: bool, expected: str) -> None:
+        """Raise UsageError, which says what was expected of the option `name`, unless a condition holds."""
+        if not condition:
+            raise UsageError(f"--{name.replace('_', '-')}: expected {expected}, got {getattr(self, name)}")
+
+    def expect_positive(self, *names: str) -> None:
+        """Raise UsageError for the first of these options that is neither positive nor None."""
+        for name in names:
+            self.expect(name, getattr(self, name) is None or getattr(self, name) > 0, "a positive integer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(RunOptions):
     """The validated options of a run. Each field is the option of that name; the values of a `preset` are in its fields."""
 
-    stage: int = _option(3, "ZeRO stage", choices=(0, 1, 2, 3), type=int, group=_COMMON)
-    ranks: int | None = _option(None, "local ranks (default: one per GPU; 2 without GPUs)", type=int, group=_COMMON)
-    device: str = _option("auto", "auto: a GPU per rank if there are enough", choices=DEVICES, group=_COMMON)
-    precision: str = _option(
-        "fp32", "fp32, bf16 or fp16; master weights are fp32 (default: bf16 on GPUs, fp32 on CPUs)", choices=PRECISIONS,
-        metavar="DTYPE", group=_COMMON,
-    )  # fmt: skip
-    size: str | None = _option(None, "layers, dim and heads (default: tiny)", choices=tuple(SIZES), group=_COMMON)
-    data: str | None = _option(None, "folder of text (default: Python's library)", metavar="DIR", group=_COMMON)
-    steps: int = _option(1000, "optimizer steps", type=int, group=_COMMON)
-    time_limit: float | None = _option(None, "seconds after which training ends, if sooner", type=float, group=_COMMON)
-    global_batch: int = _option(8, "sequences of a step over all ranks", type=int, group=_COMMON)
-    out: str | None = _option(None, "results (default: runs/<date>-<time>)", metavar="DIR", group=_COMMON)
-    preset: str | None = _option(
+    HEADINGS: ClassVar = (COMMON, _MODEL, _TRAINING, _OUTPUT, MESH, MEMORY, OFFLOAD, NETWORK)
+    stage: int = 3
+    precision: str = "fp32"
+    accumulate: int = 1
+    offload_optimizer: str = "none"
+    offload_param: str = "none"
+    ranks: int | None = option(None, "local ranks (default: one per GPU; 2 without GPUs)", type=int, group=COMMON)
+    device: str = option("auto", "auto: a GPU per rank if there are enough", choices=DEVICES, group=COMMON)
+    size: str | None = option(None, "layers, dim and heads (default: tiny)", choices=tuple(SIZES), group=COMMON)
+    data: str | None = option(None, "folder of text (default: Python's library)", metavar="DIR", group=COMMON)
+    steps: int = option(1000, "optimizer steps", type=int, group=COMMON)
+    time_limit: float | None = option(None, "seconds after which training ends, if sooner", type=float, group=COMMON)
+    global_batch: int = option(8, "sequences of a step over all ranks", type=int, group=COMMON)
+    out: str | None = option(None, "results (default: runs/<date>-<time>)", metavar="DIR", group=COMMON)
+    preset: str | None = option(
         None, f"stage and offload by name: {', '.join(PRESETS)}; or model and stage of a published run: "
         f"{', '.join(CASE_STUDIES)}; other options override it",
-        choices=(*PRESETS, *CASE_STUDIES), metavar="NAME", group=_COMMON,
+        choices=(*PRESETS, *CASE_STUDIES), metavar="NAME", group=COMMON,
     )  # fmt: skip
-    config: str | None = _option(
-        None, "a plan that `zeroshard plan --auto` wrote; other options override it", metavar="FILE", group=_COMMON
+    config: str | None = option(
+        None, "a plan that `zeroshard plan --auto` wrote; other options override it", metavar="FILE", group=COMMON
     )
-    scale: str | None = _option(None, "size of a published run (default: tiny)", choices=SCALES, group=_MODEL)
-    layers: int | None = _option(None, "blocks, instead of those of --size", type=int, group=_MODEL)
-    dim: int | None = _option(None, "width, instead of that of --size", type=int, group=_MODEL)
-    heads: int | None = _option(None, "attention heads, instead of those of --size", type=int, group=_MODEL)
-    ngram_rows: int = _option(8192, "rows of an n-gram table; 0: none", type=int, group=_MODEL)
-    seq: int = _option(256, "bytes of a sequence", type=int, group=_MODEL)
-    accumulate: int = _option(1, "micro-batches of a step (default: 1; pp: 2 a stage)", type=int, group=_TRAINING)
-    lr: float = _option(3e-3, "highest learning rate", type=float, group=_TRAINING)
-    weight_decay: float = _option(0.1, "decay of AdamW", type=float, group=_TRAINING)
-    max_grad_norm: float = _option(1.0, "clip to this norm; 0: never", type=float, group=_TRAINING)
-    seed: int = _option(0, "seed of weights, batches and the sample", type=int, group=_TRAINING)
-    eval_every: int = _option(200, "steps between evaluations", type=int, group=_TRAINING)
-    eval_bytes: int = _option(65536, "bytes of held-out text", type=int, group=_TRAINING)
-    threads: int | None = _option(None, "CPU threads of a rank (default: cores / ranks)", type=int, group=_TRAINING)
-    save_every: int = _option(0, "steps between checkpoints; 0: none", type=int, group=_OUTPUT)
-    keep_last: int = _option(2, "checkpoints to keep", type=int, group=_OUTPUT)
-    save_in_background: bool = _option(False, "write checkpoints while training goes on", action="store_true", group=_OUTPUT)
-    resume: str | None = _option(
+    scale: str | None = option(None, "size of a published run (default: tiny)", choices=SCALES, group=_MODEL)
+    layers: int | None = option(None, "blocks, instead of those of --size", type=int, group=_MODEL)
+    dim: int | None = option(None, "width, instead of that of --size", type=int, group=_MODEL)
+    heads: int | None = option(None, "attention heads, instead of those of --size", type=int, group=_MODEL)
+    ngram_rows: int = option(8192, "rows of an n-gram table; 0: none", type=int, group=_MODEL)
+    seq: int = option(256, "bytes of a sequence", type=int, group=_MODEL)
+    lr: float = option(3e-3, "highest learning rate", type=float, group=_TRAINING)
+    weight_decay: float = option(0.1, "decay of AdamW", type=float, group=_TRAINING)
+    max_grad_norm: float = option(1.0, "clip to this norm; 0: never", type=float, group=_TRAINING)
+    seed: int = option(0, "seed of weights, batches and the sample", type=int, group=_TRAINING)
+    eval_every: int = option(200, "steps between evaluations", type=int, group=_TRAINING)
+    eval_bytes: int = option(65536, "bytes of held-out text", type=int, group=_TRAINING)
+    threads: int | None = option(None, "CPU threads of a rank (default: cores / ranks)", type=int, group=_TRAINING)
+    save_every: int = option(0, "steps between checkpoints; 0: none", type=int, group=_OUTPUT)
+    keep_last: int = option(2, "checkpoints to keep", type=int, group=_OUTPUT)
+    save_in_background: bool = option(False, "write checkpoints while training goes on", action="store_true", group=_OUTPUT)
+    resume: str | None = option(
         None, "go on with the newest checkpoint of this run (default: of --out, else of the newest run)", nargs="?", const="",
         metavar="DIR", group=_OUTPUT,
     )  # fmt: skip
-    sample_bytes: int = _option(300, "bytes that the model writes at the end", type=int, group=_OUTPUT)
-    prompt: str | None = _option(None, "start of the sample (default: 'def ')", group=_OUTPUT)
-    mesh: str | None = _option(None, "ranks along each axis: dp=2,pp=2,tp=2", metavar="AXES", group=_MESH)
-    schedule: str | None = _option(
-        None, f"order of micro-batches in stages of pp: {', '.join(SCHEDULES)} (default: 1f1b)", choices=SCHEDULES, type=str.lower,
-        metavar="NAME", group=_MESH,
-    )  # fmt: skip
-    sequence_parallel: bool = _option(False, "split norms along the sequence over tp", action="store_true", group=_MESH)
-    partition_activations: bool = _option(False, "split kept block inputs over the ranks of tp", action="store_true", group=_MESH)
-    checkpoint_activations: bool = _option(False, "keep inputs of blocks, recompute the rest", action="store_true", group=_MEMORY)
-    tile_max_bytes: int | None = _option(None, "cut larger weights into tiles of this size", type=int, group=_MEMORY)
-    max_live_parameters: int = _option(0, "elements kept gathered for backward", type=int, group=_MEMORY)
-    prefetch_bucket_size: int | None = _option(None, "elements gathered ahead (default: 64 MiB)", type=int, group=_MEMORY)
-    offload_optimizer: str = _option(
-        "none", "TIER of optimizer states: none, cpu (host memory) or nvme (files)", **_TIER, group=_OFFLOAD
+    sample_bytes: int = option(300, "bytes that the model writes at the end", type=int, group=_OUTPUT)
+    prompt: str | None = option(None, "start of the sample (default: 'def ')", group=_OUTPUT)
+    tile_max_bytes: int | None = option(None, "cut larger weights into tiles of this size", type=int, group=MEMORY)
+    offload_path: str | None = option(
+        None, f"folder on a local disk, for nvme (default: {OFFLOAD_PATH}/)", metavar="DIR", group=OFFLOAD
     )
-    offload_gradient: str | None = _option(None, "TIER of gradients (cpu if states are offloaded)", **_TIER, group=_OFFLOAD)
-    offload_param: str = _option("none", "TIER of parameters", **_TIER, group=_OFFLOAD)
-    offload_activations: str = _option("none", "TIER of kept inputs of blocks", **_TIER, group=_OFFLOAD)
-    offload_path: str | None = _option(
-        None, f"folder on a local disk, for nvme (default: {OFFLOAD_PATH}/)", metavar="DIR", group=_OFFLOAD
+    offload_ratio: float = option(1.0, "share of states to offload", type=float, group=OFFLOAD)
+    buffer_count: int = option(8, "host buffers of a rank", type=int, group=OFFLOAD)
+    buffer_mib: int = option(16, "MiB of each of these buffers", type=int, group=OFFLOAD)
+    pin_memory: bool = option(
+        True, "page-lock host memory, with GPUs (default: yes)", action=argparse.BooleanOptionalAction, group=OFFLOAD
     )
-    offload_ratio: float = _option(1.0, "share of states to offload", type=float, group=_OFFLOAD)
-    delayed_update: int | None = _option(None, "step on the host beside computation, after N steps", type=int, group=_OFFLOAD)
-    buffer_count: int = _option(8, "host buffers of a rank", type=int, group=_OFFLOAD)
-    buffer_mib: int = _option(16, "MiB of each of these buffers", type=int, group=_OFFLOAD)
-    pin_memory: bool = _option(
-        True, "page-lock host memory, with GPUs (default: yes)", action=argparse.BooleanOptionalAction, group=_OFFLOAD
-    )
-    shard_size: int | None = _option(None, "shard over groups of N ranks (HSDP, MiCS)", type=int, group=_NETWORK)
-    hpz: int = _option(1, "ranks of a secondary shard (hpZ)", type=int, group=_NETWORK)
-    quantized_weights: str | None = _option(
-        None, f"compress parameters (qwZ): {', '.join(CODECS)}", choices=CODECS, metavar="NAME", group=_NETWORK
-    )
-    quantized_gradients: str | None = _option(
-        None, f"compress gradients (qgZ): {', '.join(GRADIENT_CODECS)}", choices=GRADIENT_CODECS, metavar="NAME", group=_NETWORK
-    )
-    quantize_on_host: bool = _option(False, "compress between ranks that share memory, too", action="store_true", group=_NETWORK)
-    error_feedback: bool = _option(False, "add errors of compression to the next gradient", action="store_true", group=_NETWORK)
+    quantize_on_host: bool = option(False, "compress between ranks that share memory, too", action="store_true", group=NETWORK)
+    error_feedback: bool = option(False, "add errors of compression to the next gradient", action="store_true", group=NETWORK)
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "layers", "dim", "heads", "steps", "seq", "global_batch", "accumulate", "eval_every", "threads",
-                     "keep_last"):  # fmt: skip
-            self._expect(name, (getattr(self, name) or 0) > 0 or getattr(self, name) is None, "a positive integer")
-        self._expect("lr", 0 < self.lr < math.inf, "a positive number")
-        self._expect("time_limit", self.time_limit is None or self.time_limit > 0, "a positive number")
-        self._expect("weight_decay", 0 <= self.weight_decay < math.inf, "zero or a positive number")
+        self.expect_positive(
+            "ranks", "layers", "dim", "heads", "steps", "seq", "global_batch", "accumulate", "eval_every", "threads"
+        )
+        self.expect_positive("keep_last")
+        self.expect("lr", 0 < self.lr < math.inf, "a positive number")
+        self.expect("time_limit", self.time_limit is None or self.time_limit > 0, "a positive number")
+        self.expect("weight_decay", 0 <= self.weight_decay < math.inf, "zero or a positive number")
         for name in ("max_grad_norm", "sample_bytes", "ngram_rows", "save_every"):
-            self._expect(name, getattr(self, name) >= 0, "zero or a positive number")
-        self._expect("eval_bytes", self.eval_bytes >= 2, "at least 2")
-        self._expect("seed", 0 <= self.seed < 2**63, "0 <= seed < 2^63")
-        self._expect("save_in_background", self.save_every > 0 or not self.save_in_background, "only with --save-every")
+            self.expect(name, getattr(self, name) >= 0, "zero or a positive number")
+        self.expect("eval_bytes", self.eval_bytes >= 2, "at least 2")
+        self.expect("seed", 0 <= self.seed < 2**63, "0 <= seed < 2^63")
+        self.expect("save_in_background", self.save_every > 0 or not self.save_in_background, "only with --save-every")
         self._check_offload()
-        self._expect("scale", self.case_study is not None or self.scale is None, f"only with --preset {', '.join(CASE_STUDIES)}")
-        self._expect("size", self.size is None or not self.case_study, f"not with --preset {self.preset}; give --scale")
-        self._check_mesh()
-        try:
-            self.axes.check_model(self.model_config())
-        except ValueError as error:
-            raise UsageError(f"--{error}") from None
-
-    def _check_mesh(self) -> None:
+        self.expect("scale", self.case_study is not None or self.scale is None, f"only with --preset {', '.join(CASE_STUDIES)}")
+        self.expect("size", self.size is None or not self.case_study, f"not with --preset {self.preset}; give --scale")
         axes = self.axes
         if self.mesh is not None and self.ranks is not None:
             axes.check_ranks(self.ranks)
-        self._expect("schedule", self.schedule is None or axes.pp > 1, "only with stages (--mesh pp=2)")
+        self.expect("schedule", self.schedule is None or axes.pp > 1, "only with stages (--mesh pp=2)")
         for name in ("sequence_parallel", "partition_activations"):
-            self._expect(name, not getattr(self, name) or axes.tp > 1, "only with --mesh tp=2")
+            self.expect(name, not getattr(self, name) or axes.tp > 1, "only with --mesh tp=2")
         if axes.cuts_model:
-            self._expect("sample_bytes", not self.sample_bytes, f"0 with --mesh {axes}: a model in parts writes no text")
-            self._expect("tile_max_bytes", self.tile_max_bytes is None, f"not with --mesh {axes}, which cuts weights itself")
+            self.expect("sample_bytes", not self.sample_bytes, f"0 with --mesh {axes}: a model in parts writes no text")
+            self.expect("tile_max_bytes", self.tile_max_bytes is None, f"not with --mesh {axes}, which cuts weights itself")
+        try:
+            axes.check_model(self.model_config())
+        except ValueError as error:
+            raise UsageError(f"--{error}") from None
 
     def _check_offload(self) -> None:
-        for name in ("tile_max_bytes", "buffer_mib"):
-            self._expect(name, getattr(self, name) is None or getattr(self, name) > 0, "a positive integer")
+        self.expect_positive("tile_max_bytes", "buffer_mib")
         try:
             config = self.sharding()
         except zs.ConfigError as error:  # its message names fields of Config, which have the names of the options
             raise UsageError(str(error)) from None
         packs = bool(self.quantized_weights or self.quantized_gradients)
-        self._expect(
-            "quantize_on_host", packs or not self.quantize_on_host, "only with --quantized-weights or --quantized-gradients"
-        )
-        self._expect(
-            "error_feedback", bool(self.quantized_gradients) or not self.error_feedback, "only with --quantized-gradients"
-        )
-        self._expect("offload_path", self.offload_path is None or self.uses_disk, "only with nvme")
+        both = "only with --quantized-weights or --quantized-gradients"
+        self.expect("quantize_on_host", packs or not self.quantize_on_host, both)
+        feeds = bool(self.quantized_gradients) or not self.error_feedback
+        self.expect("error_feedback", feeds, "only with --quantized-gradients")
+        self.expect("offload_path", self.offload_path is None or self.uses_disk, "only with nvme")
         needs_states = config.offload_optimizer.tier is not Tier.DEVICE
-        self._expect("offload_ratio", self.offload_ratio == 1.0 or needs_states, "only with --offload-optimizer")
+        self.expect("offload_ratio", self.offload_ratio == 1.0 or needs_states, "only with --offload-optimizer")
         for name, usual in (("buffer_count", 8), ("buffer_mib", 16)):
-            self._expect(name, getattr(self, name) == usual or self.offloads, "only with an --offload option")
+            self.expect(name, getattr(self, name) == usual or self.offloads, "only with an --offload option")
         if not (self.pin_memory or self.uses_tiers):
             raise UsageError("--no-pin-memory: expected only with an --offload option")
-
-    def _expect(self, name: str, condition: bool, expected: str) -> None:
-        if not condition:
-            raise UsageError(f"--{name.replace('_', '-')}: expected {expected}, got {getattr(self, name)}")
 
     def model_config(self) -> GPTConfig:
         """Return the model's shape: that of --size or of a published run, changed by --layers, --dim and --heads."""
@@ -223,15 +239,16 @@ class TrainOptions:
         return MeshAxes() if self.mesh is None else MeshAxes.parse(self.mesh)
 
     def sharding(self) -> zs.Config:
-        """Return the configuration for zs.shard."""
+        """Return the configuration for zs.shard. Options that have none of this command come from the file of `config`."""
+        planned = {} if self.config is None else read_layout(self.config)["shard"]
         return zs.Config(
-            **self._planned(),
+            **{name: planned[name] for name in ("max_unit_numel", "prefetch_nbytes", "hierarchical") if name in planned},
             stage=self.stage,
             precision=self.precision,
             max_grad_norm=self.max_grad_norm,
-            offload_optimizer=self._offload(self.offload_optimizer, ratio=self.offload_ratio),
-            offload_gradient=None if self.offload_gradient is None else self._offload(self.offload_gradient),
-            offload_param=self._offload(self.offload_param),
+            offload_optimizer=self.offload(self.offload_optimizer, ratio=self.offload_ratio),
+            offload_gradient=None if self.offload_gradient is None else self.offload(self.offload_gradient),
+            offload_param=self.offload(self.offload_param),
             delayed_update=self.delayed_update,
             max_live_parameters=self.max_live_parameters,
             prefetch_bucket_size=self.prefetch_bucket_size,
@@ -241,24 +258,16 @@ class TrainOptions:
             zero_quantized_gradients=self._packed(self.quantized_gradients, self.error_feedback),
         )
 
-    def _planned(self) -> dict[str, Any]:
-        """Return the options of zs.shard in the file of `config` that have no option of this command."""
-        planned = {} if self.config is None else read_layout(self.config)["shard"]
-        return {name: planned[name] for name in _WITHOUT_OPTION if name in planned}
-
     def _packed(self, codec: str | None, error_feedback: bool = False) -> zs.Compression | None:
         return None if codec is None else zs.Compression(codec, error_feedback=error_feedback, force=self.quantize_on_host)
 
-    def _offload(self, device: str, ratio: float = 1.0) -> zs.Offload:
+    def offload(self, device: str, ratio: float = 1.0) -> zs.Offload:
+        """Return a device's tier with the buffers of this run."""
         path = (self.offload_path or OFFLOAD_PATH) if device == "nvme" else None
         return zs.Offload(
             device, path=path, pin_memory=self.pin_memory, ratio=ratio, buffer_count=self.buffer_count,
             buffer_nbytes=self.buffer_mib << 20,
         )  # fmt: skip
-
-    def activations(self) -> zs.Offload:
-        """Return the tier of inputs of checkpointed blocks."""
-        return self._offload(self.offload_activations)
 
     @property
     def offloads(self) -> bool:
@@ -288,7 +297,11 @@ class TrainOptions:
             try:
                 self.axes.check_ranks(world_size)
             except UsageError as error:
-                raise UsageError(f"{error}{self._of_config(world_size)}") from None
+                if self.config is None or read_layout(self.config)["mesh"] != asdict(self.axes):
+                    raise
+                again = f"--ranks {world_size} --auto --global-batch {self.global_batch} --write-config {self.config}"
+                told = f"the mesh is that of --config {self.config}: plan again with `zeroshard plan MODEL {again}`"
+                raise UsageError(f"{error}; {told}") from None
         readers, word = (self.axes.dp, "dp") if self.axes.cuts_model else (world_size, "ranks")
         parts = readers * self.accumulate
         if self.global_batch % parts:
@@ -298,38 +311,19 @@ class TrainOptions:
                 f"got {self.global_batch}; try --global-batch {above}"
             )
 
-    def _of_config(self, world_size: int) -> str:
-        """Return the end of an error message, with the remedy, if the mesh is that of a plan's file; else ""."""
-        if self.config is None or read_layout(self.config)["mesh"] != asdict(self.axes):
-            return ""
-        again = (
-            f"zeroshard plan MODEL --ranks {world_size} --auto --global-batch {self.global_batch} --write-config {self.config}"
-        )
-        return f"; the mesh is that of --config {self.config}: plan again with `{again}`"
-
     def planned_otherwise(self, world_size: int) -> str:
         """Return a sentence that says so if the file of `config` was made for other numbers of ranks; else ""."""
         axes = asdict(self.axes) if self.mesh is not None else {"dp": world_size}
         return "" if self.config is None else planned_otherwise(self.config, read_layout(self.config), axes)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return all options as plain types, for JSON."""
-        return asdict(self)
-
-
-def parser() -> Parser:
-    """Return the parser of `zeroshard train`."""
-    made = Parser(
-        prog="zeroshard train", description="Train a byte-level GPT on a folder of text, sharded by ZeRO.",
-        renamed={"--batch": "--global-batch", "--micro-batches": "--accumulate"},
-    )  # fmt: skip
-    add_options(made, TrainOptions)
-    return made
-
 
 def parse_train(argv: Sequence[str]) -> TrainOptions:
     """Parse the command line into options. Raises UsageError, which names the option that is wrong."""
-    command = parser()
+    command = Parser(
+        prog="zeroshard train", description="Train a byte-level GPT on a folder of text, sharded by ZeRO.",
+        renamed={"--batch": "--global-batch", "--micro-batches": "--accumulate"},
+    )  # fmt: skip
+    add_options(command, TrainOptions)
     chosen = command.parse(argv)
     command.set_defaults(**_other_defaults(chosen))  # then parse again: options that were given override these defaults
     return TrainOptions(**vars(command.parse(argv)))
@@ -337,10 +331,12 @@ def parse_train(argv: Sequence[str]) -> TrainOptions:
 
 def _other_defaults(chosen: argparse.Namespace) -> dict[str, Any]:
     """Return the defaults that follow from a preset, a plan's file and a mesh."""
-    if chosen.preset in PRESETS:
-        row: dict[str, Any] = dict(PRESETS[chosen.preset])
-    else:
-        row = _published(CASE_STUDIES[chosen.preset], chosen.scale) if chosen.preset else {}
+    row: dict[str, Any] = dict(PRESETS.get(chosen.preset, {}))
+    if chosen.preset in CASE_STUDIES:
+        study, scale = CASE_STUDIES[chosen.preset], chosen.scale or SCALES[0]
+        row |= {"stage": study.layout.stage, "seq": study.config(scale).seq_len, "ngram_rows": 0}
+        if scale == "full":
+            row |= {"global_batch": study.layout.global_batch, "precision": study.layout.precision}
     row |= _of_plan(chosen) if chosen.config is not None else {}
     mesh = chosen.mesh or row.get("mesh")
     axes = MeshAxes() if mesh is None else MeshAxes.parse(mesh)
@@ -350,7 +346,8 @@ def _other_defaults(chosen: argparse.Namespace) -> dict[str, Any]:
         row.setdefault("global_batch", math.lcm(8, axes.dp * row["accumulate"]))
     ranks = chosen.ranks or row.get("ranks") or (axes.ranks if mesh is not None else 1)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    row.setdefault("precision", usual_precision(chosen.device != "cpu" and torch.cuda.device_count() >= ranks))
+    on_gpus = chosen.device != "cpu" and torch.cuda.device_count() >= ranks
+    row.setdefault("precision", "bf16" if on_gpus else "fp32")
     return row
 
 
@@ -369,12 +366,4 @@ def _of_plan(chosen: argparse.Namespace) -> dict[str, Any]:
         row["mesh"] = ",".join(f"{axis}={size}" for axis, size in plan["mesh"].items())
     elif chosen.mesh is None:
         row["ranks"] = plan["mesh"]["dp"]
-    return row
-
-
-def _published(study: CaseStudy, scale: str | None) -> dict[str, Any]:
-    """Return the stage and the sequence length of a published run; at full scale also its batch and precision."""
-    row: dict[str, Any] = {"stage": study.layout.stage, "seq": study.config(scale or SCALES[0]).seq_len, "ngram_rows": 0}
-    if scale == "full":
-        row |= {"global_batch": study.layout.global_batch, "precision": study.layout.precision}
     return row

@@ -6,6 +6,7 @@
     zeroshard plan mine:vision --example mine:images --micro-batch 32
     zeroshard plan gpt-13b --ranks 64 --auto --global-batch 512 --write-config layout.json
 
+`zeroshard train --config`, zs.shard(config=...) and zeroshard.deepspeed read the file that --auto writes.
 Exit code 0: the run fits; 1: it does not; 2: a mistake in the call.
 """
 
@@ -24,53 +25,55 @@ from ..planner import tables
 from ..planner.plan import Plan
 from ..planner.remedies.remedy import Remedy, remedies
 from ..planner.request import Request, Verdict, gib, judge
+from ..planner.search.layout import Layout
 from ..planner.search.layout_file import write_config
-from ..planner.search.search import Found
-from ..planner.simulator.spread import rate_with_spread, said_of, seconds_with_spread
-from . import auto, report_error
-from .arguments import UsageError, quiet
-from .exit_codes import ExitCode
-from .plan_options import _OUTPUT, PlanOptions, _option, parse
+from ..planner.search.requested import of_layout, profile_of
+from ..planner.search.search import Found, search
+from ..planner.simulator.simulate import Simulation
+from ..planner.simulator.spread import rate_with_spread, said_of, seconds_with_spread, two_digits
+from . import report_error
+from .arguments import ExitCode, UsageError, quiet
+from .options import option
+from .plan_options import OUTPUT, PlanOptions, parse
+from .progress import working
 from .sheets import Sheet, drawn, print_json, show
-from .working import working
 
 _SEARCH = "search for the fastest layout"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options(PlanOptions):
     """The options of `zeroshard plan`."""
 
-    auto: bool = _option(
+    auto: bool = option(
         False, "search stage, tiers, mesh, batches and checkpointing for the fastest layout that fits", action="store_true",
         group=_SEARCH,
     )  # fmt: skip
-    global_batch: int | None = _option(
+    global_batch: int | None = option(
         None, "sequences of one optimizer step over all ranks, with --auto (default: those of the other options)", type=int,
         group=_SEARCH,
     )  # fmt: skip
-    lossy: bool = _option(
+    lossy: bool = option(
         False, "with --auto: also consider compression of parameters and gradients, which changes results", action="store_true",
         group=_SEARCH,
     )  # fmt: skip
-    write_config: str | None = _option(
+    write_config: str | None = option(
         None, "with --auto: the file to write, for train --config, zs.shard(config=) and zeroshard.deepspeed", metavar="FILE",
         group=_SEARCH,
     )  # fmt: skip
-    offload_path: str | None = _option(
+    offload_path: str | None = option(
         None, "with --auto: folder on a local disk of the machines that will train, for nvme", group=_SEARCH
     )
-    try_seconds: float = _option(30.0, "seconds to search for changes that make it fit; 0: none", type=float, group=_OUTPUT)
-    brief: bool = _option(False, "print one line", action="store_true", group=_OUTPUT)
-    full: bool = _option(False, "print the tables with all numbers after the page", action="store_true", group=_OUTPUT)
-    json_full: bool = _option(
-        False, "print JSON with every task of the step and every moment of memory", action="store_true", group=_OUTPUT
+    try_seconds: float = option(30.0, "seconds to search for changes that make it fit; 0: none", type=float, group=OUTPUT)
+    brief: bool = option(False, "print one line", action="store_true", group=OUTPUT)
+    full: bool = option(False, "print the tables with all numbers after the page", action="store_true", group=OUTPUT)
+    json_full: bool = option(
+        False, "print JSON with every task of the step and every moment of memory", action="store_true", group=OUTPUT
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.global_batch is not None and self.global_batch < 1:
-            raise UsageError(f"--global-batch: expected a positive integer, got {self.global_batch}")
+        self.expect_positive("global_batch")
         if not self.try_seconds >= 0:  # also true for NaN
             raise UsageError(f"--try-seconds: expected seconds of at least 0, got {self.try_seconds:g}")
         for name in ("global_batch", "lossy", "write_config", "offload_path"):
@@ -110,7 +113,7 @@ def _planned(options: Options) -> int:
         request = options.request()
         if options.auto:
             batch = options.global_batch or request.axes["dp"] * request.rows * request.micro_batches
-            request, plans, layouts = auto.choose(request, batch, options.fixed(request), options.lossy)
+            request, plans, layouts = _fastest(request, batch, options.fixed(request), options.lossy)
             if options.write_config is not None:
                 write_config(layouts, options.write_config, offload_path=options.offload_path)
         else:
@@ -119,7 +122,7 @@ def _planned(options: Options) -> int:
         notes = [*request.source.notes, *([layouts.reason] if layouts is not None else [])]
         sheets = [tables.memory(verdict.plan), tables.communication(verdict.plan), tables.activations(verdict.plan)]
         if options.out is not None:
-            _write(Path(options.out), request, plans, verdict, [*([auto.table(layouts)] if layouts else []), *sheets], notes)
+            _write(Path(options.out), request, plans, verdict, [*([_layouts(layouts)] if layouts else []), *sheets], notes)
     text, brief = not (options.json or options.json_full), options.brief or quiet()
     if text:  # print the verdict before the search for remedies, which takes seconds
         print(tables.headline(request, verdict) if brief else tables.page(verdict.plan, verdict), flush=True)
@@ -145,42 +148,82 @@ def _print(
 ) -> None:  # fmt: skip
     """Print the lines below the page: remedies, tables and notes."""
     if layouts is not None:
-        sheets = [auto.table(layouts), *sheets]
+        sheets = [_layouts(layouts), *sheets]
     if found:
         rows = tuple((each.flags, f"{gib(each.frees)} GiB", each.then, each.cost) for each in found)
         sheets = [tables.Table("What would make it fit, the cheapest first", ("add", "frees", "then it", "cost"), rows), *sheets]
     for table in sheets:
         show(Sheet(table.rows, table.header, table.title))
     if look and not found:
-        print(
-            f"no change was found in {options.try_seconds:g} s that makes it fit: look for longer (--try-seconds), or take more ranks"
-        )
+        told = f"no change was found in {options.try_seconds:g} s that makes it fit"
+        print(f"{told}: look for longer (--try-seconds), or take more ranks")
     print("\n".join(notes), end="\n" * bool(notes))
     if layouts is not None:
         print(f"Seconds: {said_of(layouts.hardware.spread)}")
+
+
+def _fastest(request: Request, global_batch: int, fixed: dict[str, Any], lossy: bool) -> tuple[Request, list[Plan], Found]:
+    """Search for the fastest layout of a request; return its request, its plans, and the search's result. Raises ConfigError."""
+    made: dict[Layout, tuple[Request, list[Plan]]] = {}
+
+    def verify(layout: Layout) -> Plan:
+        chosen = of_layout(request, layout)
+        made[layout] = chosen, chosen.plans()
+        return judge(made[layout][1], request.hardware).plan
+
+    def simulated(layout: Layout) -> Simulation:
+        chosen, plans = made[layout]
+        return chosen.simulated(plans)
+
+    fixed = {"node_size": request.ranks_of_node, **fixed}
+    found = search(
+        profile_of(request), request.hardware, request.ranks, global_batch, precision=request.config.precision, fixed=fixed, lossy=lossy,
+        verify=verify, simulated=simulated,
+    )  # fmt: skip
+    return *made[found.best.layout], found
+
+
+def _layouts(found: Found) -> tables.Table:
+    """Return a table of the best layout and the runner-up."""
+    rows, spread = [], found.hardware.spread
+    for name, each in (("the fastest", found.best), ("runner-up", found.runner_up)):
+        if each is not None:
+            seconds, tflops = seconds_with_spread(each.step_s, spread), rate_with_spread(each.tflops, spread)
+            rows.append((name, str(each.layout), seconds, tflops, two_digits(each.tokens_per_s), gib(each.nbytes())))
+    counts = ", ".join(f"{number:,} {name}" for name, number in found.considered.items())
+    header = ("", "layout", "s a step", "TFLOPS a device", "tokens/s", "GiB of a device")
+    return tables.Table(f"Layouts: {counts}", header, tuple(rows))
 
 
 def _write(
     folder: Path, request: Request, plans: Sequence[Plan], verdict: Verdict, sheets: Sequence[tables.Table], notes: list[str]
 ) -> None:
     """Write the pictures, the page and report.json into a folder. Raises UsageError."""
-    from ..planner.pictures import draw_memory, write_page
-    from ..planner.simulator.timeline import draw_timeline
+    from ..planner.pictures import write_page
 
     # simulating a pipeline needs plans of all stages, which `zeroshard simulate` makes
     done = request.simulated(plans) if request.axes["pp"] == 1 else None
-    make_folder(folder)
-    memory, timeline, pictures = folder / "memory.png", folder / "timeline.png", {}
-    if drawn(memory, draw_memory, verdict.plan, request, memory):
-        pictures["Memory over one step"] = memory
+    pictures = draw(folder, request, verdict, done)
     if done is not None:
-        if drawn(timeline, draw_timeline, done, timeline, verdict.plan.model):
-            pictures["A step, simulated"] = timeline
         spread = request.hardware.spread
         seconds, tflops = seconds_with_spread(done.step_s, spread), rate_with_spread(done.tflops, spread)
         notes = [*notes, f"Simulated: {seconds} s a step, {tflops} TFLOPS a device ({said_of(spread)}); {done.bound}."]
     write_page(folder / "plan.html", tables.headline(request, verdict), verdict, sheets, pictures, notes)
     (folder / "report.json").write_text(json.dumps(facts(request, verdict, ()), indent=2) + "\n")
+
+
+def draw(folder: Path, request: Request, verdict: Verdict, done: Simulation | None) -> dict[str, Path]:
+    """Draw memory over a step and, if it was simulated, its timeline; return the pictures by title. Raises UsageError."""
+    from ..planner.pictures import draw_memory
+    from ..planner.simulator.timeline import draw_timeline
+
+    make_folder(folder)
+    memory, timeline, pictures = folder / "memory.png", folder / "timeline.png", {}
+    if drawn(memory, draw_memory, verdict.plan, request, memory):
+        pictures["Memory over one step"] = memory
+    if done is not None and drawn(timeline, draw_timeline, done, timeline, verdict.plan.model):
+        pictures["A step, simulated"] = timeline
+    return pictures
 
 
 def make_folder(folder: Path) -> None:
@@ -193,32 +236,22 @@ def make_folder(folder: Path) -> None:
         raise UsageError(f"--out: cannot create {folder}: {error.strerror}; name another folder") from None
 
 
-def facts(request: Request, verdict: Verdict, found: Sequence[Remedy]) -> dict[str, Any]:
+def facts(request: Request, verdict: Verdict, found: Sequence[Remedy]) -> dict[str, object]:
     """Return the whole plan of the fullest rank, the verdict and the remedies, in types that JSON has."""
     plan = {name: plain(getattr(verdict.plan, name)) for name in verdict.plan.__dataclass_fields__ if name != "hardware"}
-    return {
-        "plan": plan,
-        "hardware": request.hardware.name,
-        "verdict": _verdict(verdict),
-        "remedies": [_remedy(r) for r in found],
-    }
+    told = [_remedy(each) for each in found]
+    return {"plan": plan, "hardware": request.hardware.name, "verdict": _verdict(verdict), "remedies": told}
 
 
-def summary(request: Request, verdict: Verdict, found: Sequence[Remedy], layouts: Found | None) -> dict[str, Any]:
+def summary(request: Request, verdict: Verdict, found: Sequence[Remedy], layouts: Found | None) -> dict[str, object]:
     """Return the content of the page in types that JSON has: at most 100 lines."""
     plan, config = verdict.plan, verdict.plan.config
     run = {"model": plan.model, "num_parameters": plan.num_parameters, "hardware": request.hardware.name, "mesh": dict(plan.axes),
            "stage": config.stage, "precision": config.precision, "micro_batch": request.rows, "seq": request.seq,
            "accumulate": plan.micro_batches}  # fmt: skip
     peaks = {tier.value: plan.peak(tier) for tier in Tier if plan.peak(tier)}
-    told = {
-        "verdict": _verdict(verdict),
-        "run": run,
-        "rank": plan.rank,
-        "held_at_the_fullest": dict(verdict.held),
-        "peak_nbytes": peaks,
-    }
-    told |= {"sent_nbytes": dict(plan.sent), "remedies": [_remedy(each) for each in found]}
+    told = {"verdict": _verdict(verdict), "run": run, "rank": plan.rank, "held_at_the_fullest": dict(verdict.held),
+            "peak_nbytes": peaks, "sent_nbytes": dict(plan.sent), "remedies": [_remedy(each) for each in found]}  # fmt: skip
     if layouts is not None:
         best = layouts.best
         told["auto"] = {"reason": layouts.reason, "layout": str(best.layout), "step_s": best.step_s, "tflops": best.tflops,
@@ -226,20 +259,20 @@ def summary(request: Request, verdict: Verdict, found: Sequence[Remedy], layouts
     return told
 
 
-def _verdict(verdict: Verdict) -> dict[str, Any]:
+def _verdict(verdict: Verdict) -> dict[str, object]:
     return {
         "fits": verdict.fits, "text": str(verdict), "tier": verdict.tier.value, "phase": verdict.phase,
         "used_nbytes": verdict.used, "capacity_nbytes": verdict.capacity, "overhead_nbytes": verdict.overhead,
     }  # fmt: skip
 
 
-def _remedy(each: Remedy) -> dict[str, Any]:
+def _remedy(each: Remedy) -> dict[str, object]:
     return {
         "flags": each.flags, "frees_nbytes": each.frees, "cost": each.cost, "verdict": each.then, "tried": each.verdict is not None
     }  # fmt: skip
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """Return a value in types that JSON has: enums as their values, dtypes and other objects as text."""
     if is_dataclass(value) and not isinstance(value, type):
         return {name: plain(getattr(value, name)) for name in value.__dataclass_fields__}

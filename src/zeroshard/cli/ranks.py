@@ -95,7 +95,12 @@ def join(device: str, threads: int | None) -> Ranks:
     rank, world_size = (int(os.environ[name]) for name in VARIABLES[:2]) if together else (0, 1)
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_ranks = ranks_here(world_size)
-    chosen = choose_device(device, local_rank, local_ranks)
+    gpus = torch.cuda.device_count()
+    if device == "cuda" and gpus < local_ranks:
+        told = f"--device cuda: expected a GPU per rank, got {gpus} for {local_ranks} ranks"
+        raise UsageError(f"{told}; use fewer --ranks or --device cpu")
+    # "auto" chooses GPUs only if each rank gets its own
+    chosen = torch.device("cpu") if device == "cpu" or gpus < local_ranks else torch.device("cuda", local_rank)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     else:
@@ -103,15 +108,3 @@ def join(device: str, threads: int | None) -> Ranks:
     if together:  # also for one rank: zs.shard requires a process group when RANK is set
         dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
     return Ranks(rank, world_size, chosen)
-
-
-def choose_device(device: str, local_rank: int, local_ranks: int) -> torch.device:
-    """Return the device of a local rank; "auto" chooses GPUs only if each rank gets its own."""
-    gpus = torch.cuda.device_count()
-    if device == "cuda" and gpus < local_ranks:
-        raise UsageError(
-            f"--device cuda: expected a GPU per rank, got {gpus} for {local_ranks} ranks; use fewer --ranks or --device cpu"
-        )
-    if device == "cpu" or gpus < local_ranks:
-        return torch.device("cpu")
-    return torch.device("cuda", local_rank)

@@ -64,7 +64,9 @@ def show(sheet: Sheet) -> None:
 
 def _plain(sheet: Sheet) -> list[str]:
     rows = [tuple(sheet.header), *map(tuple, sheet.rows)] if sheet.header else [tuple(row) for row in sheet.rows]
-    widths = _fitted([max(map(len, column)) for column in zip(*rows, strict=True)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    while sum(widths) + 2 * (len(widths) - 1) > width() and max(widths) > _NARROWEST:  # narrow the widest until all fit on a line
+        widths[widths.index(max(widths))] -= 1
     lines = [sheet.title] if sheet.title else []
     for row in rows:
         cells = [textwrap.wrap(cell, room) or [""] for cell, room in zip(row, widths, strict=True)]
@@ -74,14 +76,6 @@ def _plain(sheet: Sheet) -> list[str]:
                     for index, (part, room) in enumerate(zip(parts, widths, strict=True))]  # fmt: skip
             lines.append("  ".join(left).rstrip())
     return lines + (textwrap.wrap(sheet.caption, width()) if sheet.caption else [])
-
-
-def _fitted(widths: list[int]) -> list[int]:
-    """Return the widths of columns, after narrowing the widest ones until all fit on a line."""
-    widths = list(widths)
-    while sum(widths) + 2 * (len(widths) - 1) > width() and max(widths) > _NARROWEST:
-        widths[widths.index(max(widths))] -= 1
-    return widths
 
 
 def panel(title: str, text: str) -> None:
@@ -104,7 +98,7 @@ def say(text: str = "") -> None:
         print(text, flush=True)
 
 
-def drawn(path: Path, draw: Callable[..., Any], *arguments: Any) -> bool:
+def drawn(path: Path, draw: Callable[..., object], *arguments: object) -> bool:
     """Call `draw` for a picture; if matplotlib is not installed, say so on stderr and return False."""
     try:
         draw(*arguments)
@@ -118,7 +112,7 @@ def drawn(path: Path, draw: Callable[..., Any], *arguments: Any) -> bool:
     return True
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     """Print JSON on stdout, each value on one line if it fits, and each nested object of plain values, as rows of a table."""
     print(_json(value, ""))
 

@@ -89,19 +89,15 @@ def closing(folder: RunFolder, report: zs.Report, outcome: Outcome) -> None:
     )
     if outcome.forecast is not None:
         say(f"one step: predicted {outcome.forecast.step_seconds:.3g} s, measured {outcome.median_seconds:.3g} s (median)\n")
-    sheets = (
-        quality(outcome.scores), memory(report), tiers(report, outcome.activations), communication(report, outcome),
-        moves(report, outcome),
-    )  # fmt: skip
+    sheets = (quality(outcome.scores), memory(report), tiers(report, outcome.activations), *communication(report, outcome))
     for sheet in sheets:
         if sheet is not None:
             show(sheet)
             say()
     if outcome.sample:
         panel("a sample of the model", outcome.sample)
-    print(
-        f"{outcome.scores['after_training']:.3f} bits per byte of the whole held-out text after {last.step:,} steps; results in {folder.path}/"
-    )
+    bits = f"{outcome.scores['after_training']:.3f} bits per byte of the whole held-out text"
+    print(f"{bits} after {last.step:,} steps; results in {folder.path}/")
     for path in sorted(folder.path.iterdir()):
         say(f"  {path.name:20}{path.stat().st_size:>12,} bytes")
 
@@ -148,13 +144,13 @@ def tiers(report: zs.Report, activations: zs.ActivationReport | None) -> Sheet |
     return Sheet(rows, ("bytes", "device", "host", "disk"), "Where they rest, per rank", numbers=True)
 
 
-def _of_one_pass(outcome: Outcome) -> str:
+def communication(report: zs.Report, outcome: Outcome) -> list[Sheet]:
+    """Return the table of what a rank sends in one training step, beside theory, and in the whole run with its evaluations.
+
+    Where something moves between tiers, a table of that follows.
+    """
     passes = outcome.options.accumulate
-    return f"Theory is for one backward pass; a step of this run had {passes}." if passes > 1 else ""
-
-
-def communication(report: zs.Report, outcome: Outcome) -> Sheet:
-    """Return a table of what a rank sends in one training step, beside theory, and in the whole run with its evaluations."""
+    caption = f"Theory is for one backward pass; a step of this run had {passes}." if passes > 1 else ""
     rows = [(f"one step: {kind}", f"{count:,}", megabytes(nbytes)) for kind, (count, nbytes) in outcome.step_traffic.items()]
     measured = sum(nbytes for _, nbytes in outcome.step_traffic.values())
     totals = report.communication.values()
@@ -164,15 +160,10 @@ def communication(report: zs.Report, outcome: Outcome) -> Sheet:
         ("all steps and evaluations", f"{sum(t.count for t in totals):,}", megabytes(sum(t.nbytes for t in totals))),
     ]
     header = ("sent", "collectives", "bytes")
-    return Sheet(rows, header, "Communication of a rank", numbers=True, total=2, caption=_of_one_pass(outcome))
-
-
-def moves(report: zs.Report, outcome: Outcome) -> Sheet | None:
-    """Return a table of bytes that a rank moves between tiers in one training step, beside theory; None if none move."""
-    links = sorted({*outcome.step_moved, *report.theory_moved_per_step})
-    if not links:
-        return None
-    measured, theory = outcome.step_moved, report.theory_moved_per_step
-    rows = [(link, megabytes(measured.get(link, 0)), megabytes(theory.get(link, 0))) for link in links]
-    header, title = ("link", "measured", "theory"), "Moved between tiers, one step"
-    return Sheet(rows, header, title, numbers=True, caption=_of_one_pass(outcome))
+    sheets = [Sheet(rows, header, "Communication of a rank", numbers=True, total=2, caption=caption)]
+    moved, theory = outcome.step_moved, report.theory_moved_per_step
+    if links := sorted({*moved, *theory}):
+        rows = [(link, megabytes(moved.get(link, 0)), megabytes(theory.get(link, 0))) for link in links]
+        header, title = ("link", "measured", "theory"), "Moved between tiers, one step"
+        sheets.append(Sheet(rows, header, title, numbers=True, caption=caption))
+    return sheets

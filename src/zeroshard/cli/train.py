@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -25,10 +25,8 @@ from ..comm import backend_select
 from ..comm.launch import spawn
 from ..data.text import Corpus, compressed_bits_per_byte, read_corpus
 from . import report_error, summary
-from .arguments import UsageError
+from .arguments import ExitCode, UsageError
 from .artefacts import BITS_PER_NAT, CHECKPOINTS, CONFIG, MODEL, REPORT, RunFolder
-from .exit_codes import ExitCode
-from .mesh_trainer import MeshTrainer
 from .options import TrainOptions, parse_train
 from .progress import TrainingProgress
 from .ranks import Ranks, join, launched
@@ -50,7 +48,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _join_and_run(options: TrainOptions) -> int:
-    """Run as a rank; an error on one rank ends all ranks. Return the exit code."""
+    """Run as a rank; an error on one rank ends all ranks. Return the exit code.
+
+    One of several ranks that fails prints the error, announces it to its peers, and ends at once: they may be in a collective.
+    """
     ranks = join(options.device, options.threads)
     try:
         run(options, ranks)
@@ -60,23 +61,17 @@ def _join_and_run(options: TrainOptions) -> int:
     except BaseException as error:
         if ranks.world_size == 1:
             raise
-        _fail(ranks, error)
+        text = "".join(traceback.format_exception(error)).rstrip()
+        if isinstance(error, zs.PeerFailed):  # the rank that failed prints the traceback
+            text = f"stopped: {str(error).splitlines()[0]}"
+        elif isinstance(error, KeyboardInterrupt):
+            text = "interrupted"
+        backend_select.announce(error)
+        sys.stdout.flush()
+        print("\n".join(f"[rank {ranks.rank}] {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
+        os._exit(ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else ExitCode.FAILED)
     ranks.leave()
     return 0
-
-
-def _fail(ranks: Ranks, error: BaseException) -> NoReturn:
-    """Print the error, announce it to peers, and end the process at once: peers may be inside a collective."""
-    if isinstance(error, zs.PeerFailed):  # the rank that failed prints the traceback
-        text = f"stopped: {str(error).splitlines()[0]}"
-    elif isinstance(error, KeyboardInterrupt):
-        text = "interrupted"
-    else:
-        text = "".join(traceback.format_exception(error)).rstrip()
-    backend_select.announce(error)
-    sys.stdout.flush()
-    print("\n".join(f"[rank {ranks.rank}] {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
-    os._exit(ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else ExitCode.FAILED)
 
 
 def run(options: TrainOptions, ranks: Ranks) -> None:
@@ -85,7 +80,7 @@ def run(options: TrainOptions, ranks: Ranks) -> None:
     if ranks.first and (otherwise := options.planned_otherwise(ranks.world_size)):
         print(f"zeroshard: {otherwise}", file=sys.stderr, flush=True)
     folder, path = _open_folder(options, ranks)
-    trainer = (MeshTrainer if options.axes.cuts_model else Trainer)(options, ranks, corpus)
+    trainer = Trainer(options, ranks, corpus)
     if options.resume is not None:
         folder = _resume(trainer, path)
     if ranks.first:
@@ -105,10 +100,12 @@ def run(options: TrainOptions, ranks: Ranks) -> None:
         return
     steps = steps or _steps_of(folder.records)
     baselines = compressed_bits_per_byte(trainer.held_out)
-    folder.write_json(CONFIG, {"model": options.model_config().to_dict(), "training": options.to_dict()})
+    folder.write_json(CONFIG, {"model": options.model_config().to_dict(), "training": asdict(options)})
     scores = {"before_training": before, "compressors": baselines, "after_training": after}
+    # the first two steps allocate states
+    median_s = statistics.median(step.step_seconds for step in steps[2:] or steps)
     outcome = summary.Outcome(
-        scores, steps[-1], trainer.step_traffic, trainer.step_moved, forecast, median_seconds(steps), activations, options, text
+        scores, steps[-1], trainer.step_traffic, trainer.step_moved, forecast, median_s, activations, options, text
     )
     folder.write_text("sample.txt", text + "\n")
     folder.write_plot(baselines)
@@ -191,7 +188,12 @@ def _resume(trainer: Trainer, path: Path) -> RunFolder | None:
 def _train(trainer: Trainer, folder: RunFolder | None, checkpoints: Path) -> tuple[float, list[StepResult]]:
     """Train; return the bits per byte of the held-out text before training, and the results of all steps."""
     options, results, saving = trainer.options, [], None
-    before = _held_out_before(trainer, folder)
+    recorded = folder.records[0].get("held_out_bits_per_byte") if folder is not None and folder.records else None
+    before = float(trainer.ranks.gather(-1.0 if recorded is None else recorded)[0, 0])
+    if before < 0:  # else that of the run that is resumed
+        before = trainer.held_out_loss()
+        if folder is not None:
+            folder.record(step=trainer.step, seconds=trainer.seconds, held_out_bits_per_byte=before)
     tokens_per_step = options.global_batch * options.seq
     with TrainingProgress(trainer.ranks.first) as progress:
         progress.note(f"held-out text before training: {before:.3f} bits per byte")
@@ -213,24 +215,7 @@ def _train(trainer: Trainer, folder: RunFolder | None, checkpoints: Path) -> tup
     return before, results
 
 
-def _held_out_before(trainer: Trainer, folder: RunFolder | None) -> float:
-    """Return held-out bits per byte before the first step; for a run that is resumed, as recorded (collective)."""
-    recorded = folder.records[0].get("held_out_bits_per_byte") if folder is not None and folder.records else None
-    known = trainer.ranks.gather(-1.0 if recorded is None else recorded)[0, 0]
-    if known >= 0:
-        return float(known)
-    before = trainer.held_out_loss()
-    if folder is not None:
-        folder.record(step=trainer.step, seconds=trainer.seconds, held_out_bits_per_byte=before)
-    return before
-
-
 def _steps_of(records: list[dict[str, Any]]) -> list[StepResult]:
     """Return the results of steps from rows of metrics.jsonl."""
     rows = [row for row in records if "loss" in row]
     return [StepResult(**{**row, "memory_nbytes": tuple(row["memory_nbytes"])}) for row in rows]
-
-
-def median_seconds(steps: list[StepResult]) -> float:
-    """Return the median seconds of a step, without the first two, which allocate states, unless there are no others."""
-    return statistics.median(step.step_seconds for step in steps[2:] or steps)

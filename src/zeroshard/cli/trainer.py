@@ -4,10 +4,20 @@
 
 The sharding is in `build` alone; the loop is that of plain PyTorch. The heartbeat gives every rank the mean loss and
 rank 0's clock, so that all agree on the next learning rate and on the end of the run by the time limit.
-mesh_trainer.py takes the steps where ranks have only parts of the model.
+
+Where ranks have only parts of the model (`--mesh` with pp or tp), `zs.parallelize` makes a `run` that takes whole steps:
+
+    run.step(inputs, targets) -> loss      forward and backward of all micro-batches, the optimizer's step; mean loss
+    run.evaluate(inputs, targets) -> nats  without gradients; summed loss over the targets that are not IGNORED
+
+Inputs and targets, each (rows, seq), are the part of the batch for this rank's index along dp. Ranks that differ only in
+pp or tp pass the same inputs and targets, and get the same result.
 """
 
+from __future__ import annotations
+
 import contextlib
+import functools
 import json
 import math
 import time
@@ -19,6 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
 
@@ -28,6 +39,7 @@ from ..memory.host_memory import resident_nbytes
 from ..planner.measure.forecast import Forecast, forecast
 from ..planner.models import GPT
 from .arguments import UsageError
+from .mesh_axes import AXES, MeshAxes
 from .options import OFFLOAD_PATH, TrainOptions
 from .ranks import Ranks
 
@@ -36,6 +48,7 @@ DECAY_FRACTION = 0.6  # share of the run, at its end, in which it falls linearly
 FINAL_LR_FRACTION = 0.02
 SAME_WHEN_RESUMED = ("seed", "global_batch", "seq")  # options that determine the text that a step reads
 EVAL_ROWS = 16  # sequences of one forward pass in evaluations
+IGNORED = -100  # a target without loss, as in torch's cross_entropy
 
 
 @dataclass(frozen=True)
@@ -69,8 +82,28 @@ def build(options: TrainOptions, ranks: Ranks) -> tuple[GPT, torch.optim.Optimiz
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
     model, optimizer = zs.shard(model, optimizer, config=config)
     if options.checkpoints:
-        zs.checkpoint_activations(model, offload=options.activations())
+        zs.checkpoint_activations(model, offload=options.offload(options.offload_activations))
     return model, optimizer
+
+
+def parallelize(options: TrainOptions, ranks: Ranks) -> zs.Parallel:
+    """Return the run of a model of which each rank has a part. The same seed gives every rank the same weights before the cut."""
+    torch.manual_seed(options.seed)
+    axes = options.axes
+    mesh = init_device_mesh(ranks.device.type, tuple(getattr(axes, name) for name in AXES), mesh_dim_names=AXES)
+    with torch.device("meta" if options.scale == "full" else ranks.device):  # a published model in full may not fit on a rank
+        model = GPT(options.model_config())
+    make = functools.partial(torch.optim.AdamW, lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
+    run = zs.parallelize(
+        model, mesh, optimizer=make, config=options.sharding(), micro_batches=options.accumulate,
+        sequence_parallel=options.sequence_parallel, loss_parallel=options.config is not None,  # plans count on loss_parallel
+        schedule=options.schedule,
+    )  # fmt: skip
+    if options.checkpoints:
+        for part in run.models:
+            shared: dict[str, Any] = {"partition": run.mesh["tp"]} if options.partition_activations else {}
+            zs.checkpoint_activations(part, blocks=("Block",), offload=options.offload(options.offload_activations), **shared)
+    return run
 
 
 def _difference(after: dict, before: dict) -> dict[str, tuple[int, int]]:
@@ -104,6 +137,7 @@ class Trainer:
     batches: Batches
     step_traffic: dict[str, tuple[int, int]]  # kind of collective -> calls and bytes this rank sent in the last step
     step_moved: dict[str, int]  # link between tiers -> bytes this rank moved over it in the last step
+    run: zs.Parallel | None = None  # None where each rank has the whole model
 
     def __init__(self, options: TrainOptions, ranks: Ranks, corpus: Corpus) -> None:
         self.options, self.ranks = options, ranks
@@ -112,33 +146,34 @@ class Trainer:
         self.identity = {"corpus": corpus.digest, **{name: getattr(options, name) for name in SAME_WHEN_RESUMED}}
         self.held_out = corpus.held_out[: options.eval_bytes]
         self.step_traffic, self.step_moved = {}, {}
-        self.model, self.optimizer = self._build()
+        self.run = parallelize(options, ranks) if options.axes.cuts_model else None
+        self.model, self.optimizer = build(options, ranks) if self.run is None else (self.run.model, self.run.optimizer)
 
     @property
-    def data_place(self) -> int:
-        """The index, below `data_places`, of the part of each batch that this rank reads."""
-        return self.ranks.rank
-
-    @property
-    def data_places(self) -> int:
-        return self.ranks.world_size
-
-    def _build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        return build(self.options, self.ranks)
+    def data_place(self) -> tuple[int, int]:
+        """The index of the part of each batch that this rank reads, and the number of parts."""
+        axes = self.options.axes if self.options.axes.cuts_model else MeshAxes(dp=self.ranks.world_size)
+        return axes.data_place(self.ranks.rank), axes.dp
 
     def steps(self) -> Iterator[StepResult]:
         """Train until all steps are taken or the time is used up; yield each step's result. Keeps the last step's gradients."""
         started, step, fraction = time.monotonic() - self.seconds, self.step, self._fraction(self.step, self.seconds)
         while fraction < 1.0:
             before, begin = zs.report(self.model), time.monotonic()
-            lr = self._set_lr(fraction)
+            # the learning rate rises, stays, then falls (a trapezoid)
+            warmup, decay = min(1.0, (fraction + 1e-3) / WARMUP_FRACTION), min(1.0, (1.0 - fraction) / DECAY_FRACTION)
+            lr = self.options.lr * max(FINAL_LR_FRACTION, warmup * decay)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
             loss = self._take_step(step)
             step, step_seconds = step + 1, time.monotonic() - begin
             after = zs.report(self.model)
             self.step_traffic = _difference(after.communication, before.communication)
             moved = {link: nbytes - before.moved.get(link, 0) for link, nbytes in after.moved.items()}
             self.step_moved = {link: nbytes for link, nbytes in moved.items() if nbytes}
-            beat = self.ranks.gather(loss, self._memory_nbytes(), time.monotonic() - started)  # (world, 3)
+            device, on_gpu = self.ranks.device, self.ranks.device.type == "cuda"
+            nbytes = torch.cuda.memory_allocated(device) if on_gpu else resident_nbytes()
+            beat = self.ranks.gather(loss, nbytes, time.monotonic() - started)  # (world, 3)
             seconds = float(beat[0, 2])
             self.step, self.seconds, fraction = step, seconds, self._fraction(step, seconds)
             record = self.optimizer.last_step  # type: ignore[attr-defined]  # sharded optimizers have it
@@ -189,45 +224,29 @@ class Trainer:
         return found.path
 
     def forecast(self) -> Forecast | None:
-        """Predict the time of a step from a few measurements (collective)."""
+        """Predict the time of a step from a few measurements (collective); None where ranks have parts of the model."""
+        if self.run is not None:
+            return None
         return forecast(self.model, lambda: self._micro_batch(0, 0), accumulate=self.options.accumulate)
 
     def _micro_batch(self, step: int, micro: int) -> Tensor:
         """Return the loss of this rank's part of a micro-batch, divided by the number of micro-batches."""
-        tokens, targets = self.batches.part(
-            step, self.data_place, self.data_places, micro, self.options.accumulate
-        )  # each (rows, seq)
+        tokens, targets = self.batches.part(step, *self.data_place, micro, self.options.accumulate)  # each (rows, seq)
         return self.model(tokens.to(self.ranks.device), targets.to(self.ranks.device)) / self.options.accumulate
 
     def _take_step(self, step: int) -> float:
         """Take one step of the optimizer; return the mean loss of this rank's part of the batch."""
+        if self.run is not None:
+            inputs, targets = self.batches.part(step, *self.data_place)  # each (rows, seq), all micro-batches
+            return float(self.run.step(inputs.to(self.ranks.device), targets.to(self.ranks.device)))
         self.optimizer.zero_grad()
-        loss = self._accumulate(step)
-        self.optimizer.step()
-        return loss
-
-    def _accumulate(self, step: int) -> float:
-        """Run forward and backward of all micro-batches of this rank; return their mean loss."""
         total = 0.0
         for micro in range(self.options.accumulate):
             loss = self._micro_batch(step, micro)
             loss.backward()
             total += loss.item()
+        self.optimizer.step()
         return total
-
-    def _set_lr(self, fraction: float) -> float:
-        """Set the learning rate after `fraction` of the run, and return it: it rises, stays, then falls (a trapezoid)."""
-        warmup = min(1.0, (fraction + 1e-3) / WARMUP_FRACTION)
-        decay = min(1.0, (1.0 - fraction) / DECAY_FRACTION)
-        lr = self.options.lr * max(FINAL_LR_FRACTION, warmup * decay)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        return lr
-
-    def _memory_nbytes(self) -> int:
-        if self.ranks.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.ranks.device)
-        return resident_nbytes()
 
     @torch.no_grad()
     def held_out_loss(self, *, overlap: bool = False) -> float:
@@ -236,21 +255,29 @@ class Trainer:
         The first byte, which has no context, counts as 8 bits. All ranks get the same number of windows, padded with
         unscored ones, because at stage 3 each forward pass is collective.
         """
-        seq = self.options.seq
+        seq, (place, places) = self.options.seq, self.data_place
         windows, scored = held_out_windows(self.held_out, seq, max(1, seq // 2) if overlap else seq)
-        share = math.ceil(len(windows) / self.data_places)
-        missing = share * self.data_places - len(windows)
+        share = math.ceil(len(windows) / places)
+        missing = share * places - len(windows)
         windows, scored = F.pad(windows, (0, 0, 0, missing)), F.pad(scored, (0, 0, 0, missing))
-        part = slice(self.data_place * share, (self.data_place + 1) * share)
+        part = slice(place * share, (place + 1) * share)
         nats = self._scored_nats(windows[part].to(self.ranks.device), scored[part].to(self.ranks.device))
-        total_nats = float(self.ranks.gather(nats).sum()) * (self.data_places / self.ranks.world_size)
+        total_nats = float(self.ranks.gather(nats).sum()) * (places / self.ranks.world_size)
         return (total_nats / math.log(2) + 8) / self.held_out.numel()
 
     def _scored_nats(self, windows: Tensor, scored: Tensor) -> float:  # (count, seq + 1), (count, seq)
+        """Return the summed loss. A `run` gets batches of the shape of a training step's, which stages of a pipeline expect."""
+        total, count = 0.0, EVAL_ROWS
+        if self.run is not None:
+            count = self.options.global_batch // self.data_place[1]
+            missing = -len(windows) % count
+            windows, scored = F.pad(windows, (0, 0, 0, missing)), F.pad(scored, (0, 0, 0, missing))
         self.model.eval()
-        total = 0.0
-        for first in range(0, len(windows), EVAL_ROWS):
-            rows, mask = windows[first : first + EVAL_ROWS], scored[first : first + EVAL_ROWS]
+        for first in range(0, len(windows), count):
+            rows, mask = windows[first : first + count], scored[first : first + count]
+            if self.run is not None:
+                total += float(self.run.evaluate(rows[:, :-1], rows[:, 1:].masked_fill(~mask, IGNORED)))
+                continue
             logits = self.model(rows[:, :-1]).float()  # (rows, seq, vocab)
             nats = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none")  # (rows * seq,)
             total += float(nats[mask.flatten()].double().sum())

@@ -7,8 +7,7 @@ import pytest
 import benchmarks.papers
 from benchmarks import volumes as bench_volumes
 from benchmarks.papers import counted, infinity, successors, zero
-from benchmarks.papers.reference import printed
-from benchmarks.papers.table import Cell, Table, digits, rank_correlation
+from benchmarks.papers.table import Cell, Table, digits, printed, rank_correlation
 from zeroshard.cli import main
 from zeroshard.config import Config, Offload, Tier
 from zeroshard.memory.estimate import BUFFERS, Group, needs

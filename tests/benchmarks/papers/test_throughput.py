@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.papers import others, sizes, throughput
-from benchmarks.papers.reference import printed
-from benchmarks.papers.table import Table, rank_correlation
+from benchmarks.papers.table import Table, printed, rank_correlation
 from benchmarks.papers.throughput import Configuration, tflops
 from zeroshard.planner.models.gpt import GPTConfig
 from zeroshard.planner.search.layout import Layout
