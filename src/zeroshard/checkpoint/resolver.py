@@ -233,7 +233,7 @@ class Alone:
 def open_any(
     comm: DirectComm | Alone, path: str | os.PathLike, name: str | None = None, *,
     verify: bool = True, trusted: bool = False, values: bool = True,
-    in_bulk: Callable[[Path, Manifest], Bulk] | None = None, mesh: dict[str, object] | None = None,
+    in_bulk: Callable[[Path, Manifest], Bulk] | None = None, mesh: Mapping[str, object] | None = None,
 ) -> Opened:  # fmt: skip
     """Open the checkpoint that rank 0 finds, of zs.save or of another library (collective).
 
@@ -270,7 +270,7 @@ def open_any(
 
 def _open_found(
     comm: DirectComm | Alone, folder: Path, verify: bool, trusted: bool, values: bool,
-    in_bulk: Callable[[Path, Manifest], Bulk] | None, mesh: dict[str, object] | None,
+    in_bulk: Callable[[Path, Manifest], Bulk] | None, mesh: Mapping[str, object] | None,
 ) -> Opened:  # fmt: skip
     """Open a checkpoint of zs.save after checking its sizes and (verify) checksums (collective)."""
 
@@ -338,7 +338,7 @@ def open_weights(
 
 def open_own(
     folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1, trusted: bool = False, values: bool = True,
-    mesh: dict[str, object] | None = None,
+    mesh: Mapping[str, object] | None = None,
 ) -> Opened:  # fmt: skip
     """Open a checkpoint of zs.save for one of `world_size` ranks. values: also read plain values (groups, extras, ...)."""
     opened = Opened(folder, "zeroshard", {}, step=int(manifest.facts["step"]), facts=manifest.facts, ties=manifest.ties)
