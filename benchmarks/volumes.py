@@ -91,7 +91,7 @@ def measure(row: Row, nodes: int, place: int) -> Measured:
         model(torch.zeros(1, _DIM, dtype=torch.bfloat16)).sum().backward()
         assert sharded is not None
         sharded.step()
-        traffic, report = runtime_of(model).ledger.traffic.values(), zs.report(model)
+        traffic, report = runtime_of(model).tiers.ledger.traffic.values(), zs.report(model)
     unit = report.num_parameters * 2
     between = sum(each.between for each in traffic)
     found = (between, sum(each.nbytes for each in traffic) - between, sum(report.at_rest.values()), report.secondary, report.lost)

@@ -119,7 +119,7 @@ def load(
     stages = _agree(runtime, path, optimizer, name, verify, strict, wanted)
     await_save(runtime)
     loading, extras = _put(runtime, stages, path, name, verify, trusted, strict, wanted)
-    how = agreed(runtime.world, "zs.load: done", lambda: loading.finish(wanted, extras, rng))
+    how = agreed(runtime.topology.world, "zs.load: done", lambda: loading.finish(wanted, extras, rng))
     return Loaded(loading.opened.path, loading.opened.step, loading.opened.facts, extras, how)
 
 
@@ -128,7 +128,7 @@ def _put(
     wanted: dict[str, Any],
 ) -> tuple[_Loading, dict[str, Any]]:  # fmt: skip
     """Find the checkpoint, compare it with the model, load it (collective). Return the `_Loading` and the saved extras."""
-    world, mesh = runtime.world, runtime.topology.mesh
+    world, mesh = runtime.topology.world, runtime.topology.mesh
     for looks in range(LOOKS, 0, -1):
         with ExitStack() as held:
             in_bulk = partial(_bulk_of, held, runtime, stages.core) if verify is True else None
@@ -159,9 +159,9 @@ def _agree(runtime: Runtime, path: Any, optimizer: Any, name: str | None, verify
         mine = {"path": places.absolute(path), "optimizer": given, "name": named, "verify": verify, "strict": bool(strict)}
         telling_stages = Stages.tell(runtime, core)
     except Exception as error:
-        problem = telling(error, "zs.load", runtime.world.rank)
-    everyone = exchange_values(runtime.world, (problem, mine, telling_stages), "zs.load: begin")
-    raise_first([theirs for theirs, *_ in everyone], runtime.world.rank, problem)
+        problem = telling(error, "zs.load", runtime.topology.world.rank)
+    everyone = exchange_values(runtime.topology.world, (problem, mine, telling_stages), "zs.load: begin")
+    raise_first([theirs for theirs, *_ in everyone], runtime.topology.world.rank, problem)
     first = everyone[0][1]
     for rank, (_, other, _) in enumerate(everyone):
         if other != first:
@@ -172,7 +172,7 @@ def _agree(runtime: Runtime, path: Any, optimizer: Any, name: str | None, verify
 
 def await_save(runtime: Runtime) -> None:
     """Wait until the model's background save is complete or has failed; a failure is not raised here (collective)."""
-    last = runtime.saver.last if runtime.saver is not None else None
+    last = runtime.gate.saver.last if runtime.gate.saver is not None else None
     if last is not None and not last.told:
         try:
             last.wait()
@@ -184,8 +184,8 @@ def _bulk_of(held: ExitStack, runtime: Runtime, core: OptimizerCore | None, fold
     """Return the reader of a checkpoint of zs.save; it starts to read the file that probably has this rank's tensors, if any."""
     held.close()  # the reader of a checkpoint that has been removed meanwhile gives its buffers back
     bulk = held.enter_context(Bulk(folder, manifest, Room(saver_of(runtime).pool)))
-    if _all_wanted(runtime, core, manifest) and manifest.facts["world_size"] == runtime.world.world_size:
-        bulk.ahead(folder / manifest.files[runtime.world.rank].name)
+    if _all_wanted(runtime, core, manifest) and manifest.facts["world_size"] == runtime.topology.world.world_size:
+        bulk.ahead(folder / manifest.files[runtime.topology.world.rank].name)
     return bulk
 
 
@@ -201,7 +201,7 @@ class _Loading:
 
     def __init__(self, runtime: Runtime, stages: Stages, opened: Opened, strict: bool) -> None:
         self.runtime, self.stages, self.core, self.opened, self.strict = runtime, stages, stages.core, opened, strict
-        self.comm = runtime.world
+        self.comm = runtime.topology.world
         self.prefixes = safetensors.prefixes_of(runtime.model)
         self.aliases: dict[str, str] = {}  # another name of a parameter -> its name
         self.found: dict[str, Stored] = {}  # parameter -> where it is stored
@@ -510,8 +510,8 @@ class _Loading:
         runtime, reading = self.runtime, self.reading
         if self.core is not None:
             self.core.drain()  # a pending delayed update would overwrite the loaded masters
-        runtime.settle()
-        runtime.drop_gradients()
+        runtime.gate.outdate()
+        runtime.zero_grad()
         runtime.topology.forget()
         found, stored = reading.guard(self.found), reading.guard(self.opened.model)
         safetensors.stream(runtime, found, stored, False)

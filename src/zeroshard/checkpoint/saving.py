@@ -36,9 +36,9 @@ from .writing import Plan, Save, Saver, Writing, write_error
 
 def saver_of(runtime: Runtime) -> Saver:
     """Return the model's Saver; the first call makes it."""
-    if runtime.saver is None:
-        runtime.saver = Saver(runtime)
-    return runtime.saver
+    if runtime.gate.saver is None:
+        runtime.gate.saver = Saver(runtime)
+    return runtime.gate.saver
 
 
 def save(
@@ -105,8 +105,10 @@ def save(
         extras, slices = serialised(extra), slices_of(extra, model)
         _check_files(files or {})
     except Exception as error:
-        problem = telling(error, "zs.save", runtime.world.rank)
-    shared, told = _agree(runtime.world, plan, extras, None if problem is not None else Stages.tell(runtime, core), problem)
+        problem = telling(error, "zs.save", runtime.topology.world.rank)
+    shared, told = _agree(
+        runtime.topology.world, plan, extras, None if problem is not None else Stages.tell(runtime, core), problem
+    )
     assert plan is not None
     stages = Stages(runtime, core, told)
     plan = replace(plan, trained_only=plan.trained_only is not False and stages.partly_frozen)
@@ -120,7 +122,7 @@ def _write(
     """Wait for the last save, then write a draft and publish it, or discard it if anything fails (collective)."""
     _agree_on_values(saver.runtime)
     _await_last(saver, plan)
-    draft = _make_draft(saver.runtime.world, plan)
+    draft = _make_draft(saver.runtime.topology.world, plan)
     try:
         return Writing(saver, plan, draft, stages, extras, slices, shared, files, begin).run()
     except BaseException:
@@ -131,7 +133,7 @@ def _write(
 
 def _agree_on_values(runtime: Runtime) -> None:
     """Raise ModelMismatch, on all ranks of the mesh, if data-parallel ranks wrote different values somewhere (collective)."""
-    world, problem = runtime.world, None
+    world, problem = runtime.topology.world, None
     try:
         runtime.values.agree()
     except ModelMismatch as error:
@@ -186,7 +188,7 @@ def _await_last(saver: Saver, plan: Plan) -> None:
     if last is None:
         return
     if plan.if_busy == "refuse":
-        busy = saver.runtime.world.exchange(b"" if last.done() else b"1", "zs.save: is one under way")
+        busy = saver.runtime.topology.world.exchange(b"" if last.done() else b"1", "zs.save: is one under way")
         if any(busy):
             raise CheckpointError(
                 f"zs.save: the save of {last.path.name} is still under way; nothing was saved. Wait for it, or use if_busy='wait'."

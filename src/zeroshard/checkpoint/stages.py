@@ -40,7 +40,7 @@ class Stages:
     def tell(runtime: Runtime, core: OptimizerCore | None) -> Any:
         """Return what a stage's first rank sends to all ranks about the stage, in plain values; None on its other ranks."""
         ranks, groups = runtime.topology.stages, runtime.groups
-        if len(ranks) == 1 or runtime.world.rank != ranks[runtime.topology.stage][0]:
+        if len(ranks) == 1 or runtime.topology.world.rank != ranks[runtime.topology.stage][0]:
             return None
         return {
             "names": sorted(_names(runtime)),

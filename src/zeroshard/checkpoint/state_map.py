@@ -131,7 +131,7 @@ def collect(
     slices: slices that extras keep of parameters, by the extra's name.
     """
     contents, prefixes = Contents(), prefixes_of(runtime.model)
-    rank, topology = runtime.world.rank, runtime.topology
+    rank, topology = runtime.topology.world.rank, runtime.topology
     for group in runtime.groups:
         _add_values(contents, prefixes, group, frozen or group.trainable, names)
     if rank == topology.stages[topology.stage][0]:  # one rank of a stage writes these

@@ -78,7 +78,7 @@ class _Peer:
     def serve(self) -> None:
         """Follow the other ranks until all have ended (collective)."""
         self.runtime.recover()
-        self.runtime.settle()
+        self.runtime.gate.outdate()
         self.attendance.serving = True
         if not self.attendance.ended and not self.attendance.gathers_meet:
             self._await_backward()  # the others learn of this in the exchange at the end of a backward, or of their own loops
@@ -103,10 +103,8 @@ class _Peer:
     def _zero(self) -> None:
         """Drop or zero gradients if the other ranks have called zero_grad since the last event."""
         drops, zeros = self.attendance.behind
-        if drops > 0:
-            self.runtime.drop_gradients()
-        elif zeros > 0:
-            self.runtime.zero_gradients()
+        if drops > 0 or zeros > 0:
+            self.runtime.zero_grad(set_to_none=drops > 0)
         self.attendance.zeroed = [0, 0]  # these calls followed the other ranks', so peers need not hear of them
 
     def _gather(self, number: int) -> None:
@@ -115,7 +113,6 @@ class _Peer:
         unit.release()
 
     def _reduce(self, agreed: Any) -> None:
-        self.runtime.before_gradients()
         self.runtime.reduce_all(agreed)
 
     def _clip(self, max_norm: float | None) -> None:

@@ -73,7 +73,7 @@ def offload_states(
         runtime.gate.wait()
     if "gradients" not in runtime.moved:
         runtime.flush()
-    runtime.settle()
+    runtime.gate.outdate()
     memories, rests = _memories(runtime), _rests(runtime)
     wanted = [part for part in parts if part != BUFFERS]
     _check_space(runtime, [memory for memory in memories if memory.part in wanted], offload)
@@ -225,11 +225,11 @@ def _device_states(runtime: Runtime) -> list[Tensor]:
 
 def _give_back_buffers(runtime: Runtime) -> None:
     tiers = runtime.tiers
-    for pool in (runtime.pool, tiers.staging, tiers.slots, tiers.landings, tiers.arrivals):
+    for pool in (runtime.reductions.pool, tiers.staging, tiers.slots, tiers.landings, tiers.arrivals):
         if pool is not None:
             pool.give_back()
     if runtime.optimizer is not None and runtime.optimizer.core.host is not None:
         runtime.optimizer.core.host.give_back()
-    if runtime.saver is not None and (runtime.saver.last is None or runtime.saver.last.done()):
-        runtime.saver.pool.give_back()
+    if runtime.gate.saver is not None and (runtime.gate.saver.last is None or runtime.gate.saver.last.done()):
+        runtime.gate.saver.pool.give_back()
     give_back_memory(runtime.model)

@@ -393,7 +393,7 @@ class _Run:
                 recorder.enter(phase)
                 if number == 1:
                     operators.begin(Trace(rank=self.rank, axes=self.axes, node_size=self.node_size))
-                    before = [{kind: t.nbytes for kind, t in runtime.ledger.traffic.items()} for runtime in runtimes]
+                    before = [{kind: t.nbytes for kind, t in runtime.tiers.ledger.traffic.items()} for runtime in runtimes]
                 with self._told("batch: the function that makes it"):
                     batches = [_make(batch) for _ in range(self.micro_batches)]
                 self._tokens = sum(each.numel() for each in batches if isinstance(each, Tensor))
@@ -405,7 +405,7 @@ class _Run:
             self._save(runtimes)
         recorder.flush()
         if not self.sent:
-            now = sum(t.nbytes for runtime in runtimes for t in runtime.ledger.traffic.values())
+            now = sum(t.nbytes for runtime in runtimes for t in runtime.tiers.ledger.traffic.values())
             self.sent = {DP: now - sum(sum(each.values()) for each in before)}
         for handle in handles:
             handle.remove()
@@ -419,7 +419,7 @@ class _Run:
                 runtimes[0].comm.exchange(b"", "saved")
         else:
             for runtime in runtimes:
-                staging(runtime.tiers, runtime.ledger).grow(ROTATING)
+                staging(runtime.tiers, runtime.tiers.ledger).grow(ROTATING)
 
     def _groups(self, mesh: Any) -> Groups:
         def link(axis: str) -> Resource:

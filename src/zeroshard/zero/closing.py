@@ -78,7 +78,7 @@ def end(runtime: Runtime) -> None:
         if group.grads is not None:
             group.grads.close()
         group.values.close()
-    runtime.pool.close()
+    runtime.reductions.pool.close()
     runtime.tiers.close()
     runtime.closed = True
     runtime.comm.exchange(b"", "zs.close")  # no rank may still use the buffers that `release` frees

@@ -58,14 +58,17 @@ class ShardedModel:
 
 
 @contextlib.contextmanager
-def accumulate(runtime: Runtime) -> Iterator[None]:
-    """Hold back the gradients of the backwards inside, without communication: see zs.accumulate."""
-    previous = runtime.sync
-    set_sync(runtime, False)
+def accumulate(runtime: Runtime, reduce: bool = False) -> Iterator[None]:
+    """Hold back the gradients of the backwards inside, without communication: see zs.accumulate.
+
+    reduce: start the reduction of each complete unit, without waiting for it (the last backward of a pipeline's stage).
+    """
+    previous = runtime.sync, runtime.reductions.waits
+    runtime.sync, runtime.reductions.waits, runtime.account.held = reduce, not reduce, True
     try:
         yield
     finally:
-        runtime.sync = previous
+        runtime.sync, runtime.reductions.waits = previous
 
 
 def set_sync(runtime: Runtime, sync: bool) -> None:

@@ -59,10 +59,6 @@ class GradientAccount:
             self._weighing = False
         self.weight += weight
 
-    def began(self) -> None:
-        """Record that a backward begins; the result of an earlier clip no longer holds."""
-        self.clipped = None
-
     def came(self) -> None:
         """Record that a local gradient has come."""
         self.unweighted |= not self._weighing

@@ -101,7 +101,7 @@ def _attach_root(runtime: Runtime) -> None:
 
     def zero_grad(set_to_none: bool = True) -> None:
         """Drop or zero gradients as torch does, and also local sums, weights and norms, which `p.grad` does not show."""
-        runtime.drop_gradients() if set_to_none else runtime.zero_gradients()
+        runtime.zero_grad(set_to_none)
         if type(model).zero_grad is not nn.Module.zero_grad:  # the user's class has one of its own
             type(model).zero_grad(model, set_to_none)
 

@@ -65,7 +65,7 @@ def tell(error: BaseException, runtime: Runtime, where: str) -> None:
     if _is_shortage(error):
         units = {unit.name: [spec for group in unit.groups for spec in group.specs] for unit in runtime.units}
         where = f"{where} of step {runtime.progress.steps + 1}"
-        _raise(error, _told(error, runtime.model, runtime.config, runtime.ledger, runtime.comm, where, units))
+        _raise(error, _told(error, runtime.model, runtime.config, runtime.tiers.ledger, runtime.comm, where, units))
 
 
 def tell_of_building(

@@ -12,7 +12,6 @@ same for all ZeRO stages: each unit's buffers know whether they are sharded, par
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,7 +22,6 @@ from ..comm.mesh.topology import Topology
 from ..comm.pool import StagingPool
 from ..config import Config
 from ..errors import CheckpointError, ModelClosed, ShardedAccessError, ShardedWriteError, ZeroshardError
-from ..memory.ledger import Ledger
 from ..offload.moved_states import MovedStates
 from ..offload.storage import Tiers
 from ..tensor.sharded_tensor import ShardedTensor, clear_local_grad, local_grad
@@ -51,34 +49,29 @@ class Runtime:
     """All state that zeroshard keeps for one sharded model; `runtime_of(model)` returns it."""
 
     def __init__(
-        self, model: nn.Module, config: Config, topology: Topology, units: list[Unit], ledger: Ledger, pool: StagingPool,
-        tiers: Tiers, progress: Progress,
+        self, model: nn.Module, config: Config, topology: Topology, units: list[Unit], pool: StagingPool, tiers: Tiers,
+        progress: Progress,
     ) -> None:  # fmt: skip
-        """Set `world` (all ranks of the mesh), `comm` (its data-parallel ranks) and `shards` (the ranks that share one copy)."""
-        self.model, self.config, self.topology, self.units, self.ledger, self.pool, self.tiers = (
-            model, config, topology, units, ledger, pool, tiers,
-        )  # fmt: skip
+        """pool: the buffers from which gradients are sent. `comm` are the data-parallel ranks (`topology.control`)."""
+        self.model, self.config, self.topology, self.units, self.tiers = model, config, topology, units, tiers
         comm = self.comm = topology.control
-        self.shards, self.world = topology.shards, topology.world
-        self.schedule = Schedule([unit.name for unit in units])
+        self.schedule = Schedule([unit.name for unit in units], topology.notes)
         self.groups: list[ParamGroup] = [group for unit in units for group in unit.groups]
         for group in self.groups:
             group.runtime = self
         self.moved = MovedStates(tiers)
         self.optimizer: Any = None
-        self.saver: Any = None  # the background saver of checkpoints
         self.unusable = ""  # reason why the model can not be used: a load that failed half-way
         self.gate = WriteGate(self)
         self.account = GradientAccount()  # of gradients since the last zero_grad
         self.attendance, self.frozen = Attendance(comm, units, self.account), Freezing(self.groups)
-        self.reductions = Reductions(units, config, comm, self._poll, self.attendance, self.frozen)
+        self.reductions = Reductions(units, config, comm, pool, self._poll, self.attendance, self.frozen)
         self.prefetcher = Prefetcher(units, self.schedule, config, comm, self.attendance.gather)
         self.saved = SavedParameters(units)  # hooks by which autograd saves handles of gathered parameters
         self.sync = True  # False inside zs.accumulate
         self.closed = False
-        self.end_answering = self.world.answer_for(self)  # call it to stop answering peers that ask for this rank's state
+        self.end_answering = topology.world.answer_for(self)  # call it to stop answering peers that ask for this rank's state
         self.progress = progress
-        self.messages: deque[str] = deque(topology.notes, maxlen=100)  # bounded: a program may deviate in every step
         self._model_watch = ModelWatch(model, self.groups)
         self.values = ValueWatch(comm, self.groups)
         self.forwards = ModelForwards()  # calls of the model that run now
@@ -92,11 +85,6 @@ class Runtime:
             f"a sharded {type(self.model).__name__} can not be copied or pickled. Copy it before zs.shard(), or take "
             "zs.full_state_dict(model); for a moving average zs.ema(model, decay)."
         )
-
-    def tell(self, message: str) -> None:
-        """Add a message to the report, unless it is there already."""
-        if message not in self.messages:
-            self.messages.append(message)
 
     def check_model(self) -> None:
         """Raise ModelChanged if the model's parameters are no longer the ones that zs.shard() installed."""
@@ -140,8 +128,11 @@ class Runtime:
     def root_exit(self, output: Any) -> Any:
         """End a forward of the model (output None: it raised). In fp16, return fp32 outputs with hooks that scale gradients."""
         self.forwards.end()
-        if not self.forwards:
-            self._release_viewed()  # the outermost forward is over
+        if not self.forwards:  # the outermost forward is over
+            viewed, self.forwards.viewed = self.forwards.viewed, []
+            for unit in viewed:
+                if not unit.in_use and not self.prefetcher.lives_on(unit, self._in_training()):
+                    unit.release()
         if not torch.is_grad_enabled():
             self.schedule.end(training=False)
         else:
@@ -169,14 +160,13 @@ class Runtime:
         """Return the output with a hook that multiplies its gradient by the loss scale if `begins()` is true in backward."""
         if output.requires_grad and torch.is_grad_enabled():
             output = output.view_as(output) if output.is_leaf else output  # a leaf (a parameter) is in other graphs as well
-            output.register_hook(lambda grad: self._scale(grad) if begins() else grad)
+            output.register_hook(lambda grad: self.scale_entering(grad) if begins() else grad)
         return output
 
     def scale_entering(self, grad: Tensor) -> Tensor:
-        """Return a gradient times the loss scale. Called for p.full_tensor(), whose gradient reaches no output of the model."""
-        return grad if self.progress.scaler is None else self._scale(grad)
-
-    def _scale(self, grad: Tensor) -> Tensor:
+        """Return a gradient times the loss scale; also for p.full_tensor(), whose gradient reaches no output of the model."""
+        if self.progress.scaler is None:
+            return grad
         self._await_end().scaled = True
         return grad * self.progress.loss_scale
 
@@ -191,22 +181,19 @@ class Runtime:
         if unit.depth == 0:
             gathers = unit.sharded and not unit.pinned
             if gathers:
-                self._begin(unit)
+                if unit.memories and transforming():  # hooks do not see torch.func's backward, which would read released memory
+                    raise ShardedAccessError(
+                        f"{unit.name}: torch.func differentiates a model of which each rank holds slices. Gather it around that: "
+                        "`with zs.gathered(model):`."
+                    )
+                if not (self.forwards or self.in_backward):  # the program called a submodule, so `root_enter` has not done this
+                    self.frozen.follow()
+                self._open(unit, backward=unit.in_backward)
             unit.entries.expose()
             unit.forward = UnitForward(next_node())
             if gathers and unit.memories:
                 self.saved.push(unit)
         unit.depth += 1
-
-    def _begin(self, unit: Unit) -> None:
-        if unit.memories and transforming():  # hooks do not see torch.func's backward, which would read released memory
-            raise ShardedAccessError(
-                f"{unit.name}: torch.func differentiates a model of which each rank holds slices. Gather it around that: "
-                "`with zs.gathered(model):`."
-            )
-        if not (self.forwards or self.in_backward):  # the program called a submodule, so `root_enter` has not done this
-            self.frozen.follow()
-        self._open(unit, backward=unit.in_backward)
 
     def exit(self, unit: Unit, output: Any) -> Any:
         """End a forward inside the unit (output None: it raised): release the unit, return the output with `_watch`'s hooks."""
@@ -282,9 +269,7 @@ class Runtime:
         training = backward or self._in_training()
         if training:
             take_part(self, Visit(unit.number, backward))
-        message = self.schedule.visit(Visit(unit.number, backward), training)
-        if message is not None:
-            self.messages.append(message)
+        self.schedule.visit(Visit(unit.number, backward), training)
         self.attendance.gather(unit)
         unit.ready()
         unit.entries.swap_in()
@@ -334,12 +319,6 @@ class Runtime:
         if unit not in self.forwards.viewed:
             self.forwards.viewed.append(unit)
 
-    def _release_viewed(self) -> None:
-        viewed, self.forwards.viewed = self.forwards.viewed, []
-        for unit in viewed:
-            if not unit.in_use and not self.prefetcher.lives_on(unit, self._in_training()):
-                unit.release()
-
     def _check_unwritten(self, unit: Unit, seen: int) -> None:
         if unit.writes != seen:
             raise ShardedWriteError(
@@ -359,16 +338,17 @@ class Runtime:
         backward = self._await_end()
         self.frozen.follow()  # requires_grad may have been switched since the forward
         backward.begun = True
-        self.before_gradients()
+        self._before_gradients()
 
-    def before_gradients(self) -> None:
+    def _before_gradients(self) -> None:
         """Bring gradients at rest to the scale of a backward's: times the loss scale, and as a mean over all ranks."""
         if self.account.unscaled:
-            self._unscale(False)
+            self.account.unscaled = False
+            self._scale_gradients(self.progress.loss_scale)
         if self.account.share != 1.0:
             self._scale_gradients(self.account.share)
             self.account.share = 1.0
-        self.account.began()
+        self.account.clipped = None  # the result of an earlier clip no longer holds
 
     def _await_end(self) -> Backward:
         """Return the running backward; a new one has autograd call `end_backward` at its end. Clear an earlier, failed one."""
@@ -458,11 +438,8 @@ class Runtime:
     def unscale(self) -> None:
         """Divide gradients by the loss scale before anyone reads them (local; exact, since the scale is a power of two)."""
         if self.progress.scaler is not None and not self.account.unscaled and not self.in_backward:
-            self._unscale(True)
-
-    def _unscale(self, yes: bool) -> None:
-        self.account.unscaled = yes
-        self._scale_gradients(1.0 / self.progress.loss_scale if yes else self.progress.loss_scale)
+            self.account.unscaled = True
+            self._scale_gradients(1.0 / self.progress.loss_scale)
 
     @torch.no_grad()
     def _scale_gradients(self, factor: float) -> None:
@@ -473,7 +450,7 @@ class Runtime:
     @torch.no_grad()
     def hold(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Add (whole parameter, its local gradient) pairs that autograd did not make; held back as in zs.accumulate."""
-        self.before_gradients()
+        self._before_gradients()
         self.account.held = True
         given = {id(param): grad for param, grad in gradients}
         for group in self.groups:
@@ -494,6 +471,8 @@ class Runtime:
     def reduce_all(self, agreed: Agreed | None = None) -> None:
         """Reduce all gradients not yet reduced (collective), to the mean over the ranks that had a batch."""
         self.attendance.tell("reduce")
+        if self.attendance.serving:  # this rank's data has ended: it has no backward, which would have done this
+            self._before_gradients()
         self.reductions.finish(agreed)
         self.account.held = not self.sync
         if self.attendance.share != 1.0:
@@ -505,11 +484,6 @@ class Runtime:
             self.optimizer.core.poll()
 
     # -- the rest --------------------------------------------------------------------------------------------
-
-    def settle(self) -> None:
-        """Invalidate gathered and fetched copies of all units' shards, since the shards are about to be written."""
-        for unit in self.units:
-            unit.outdate()
 
     def recover(self) -> None:
         """Clear the state of a backward that raised and of forwards that were interrupted, on whichever rank it began.
@@ -554,28 +528,22 @@ class Runtime:
         if self.account.held:  # the same on every rank, while only some ranks may hold gradients
             self.reduce_all()
 
-    def drop_gradients(self) -> None:
-        """Drop all gradients, reduced ones and local sums: `zero_grad(set_to_none=True)`."""
-        self.moved.check("gradients")
-        self.recover()
-        self.forget_backwards()
-        for group in self.groups:
-            if group.grads is not None:
-                group.grads.drop()
-                group.active = [False] * len(group.specs)
-
     @torch.no_grad()
-    def zero_gradients(self) -> None:
-        """Set reduced gradients to zero and drop local sums held back: `zero_grad(set_to_none=False)`."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, reduced ones and local sums held back; set_to_none=False: set reduced ones to zero instead."""
         self.moved.check("gradients")
         self.recover()
         for group in self.groups:
             if group.grads is None:
                 continue
-            if group.grads.reduced and any(group.active):
-                group.grads.zero()
-            group.grads.drop_held()
-        self.forget_backwards(to_zeros=True)
+            if set_to_none:
+                group.grads.drop()
+                group.active = [False] * len(group.specs)
+            else:
+                if group.grads.reduced and any(group.active):
+                    group.grads.zero()
+                group.grads.drop_held()
+        self.forget_backwards(to_zeros=not set_to_none)
 
     def forget_backwards(self, to_zeros: bool = False) -> None:
         """Reset the account of backwards since the last zero_grad. The caller drops or zeroes the gradients themselves."""

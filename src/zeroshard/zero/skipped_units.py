@@ -36,4 +36,4 @@ def take_part(runtime: Any, visit: Visit | None) -> None:
         elif visit.backward or not runtime.prefetcher.lives_on(unit, True):
             unit.release()
     names = ", ".join(dict.fromkeys(runtime.units[visit.unit].name for visit in visits))
-    runtime.tell(f"not used by this rank in a step, and gathered because other ranks may use them: {names}")
+    runtime.schedule.note(f"not used by this rank in a step, and gathered because other ranks may use them: {names}")

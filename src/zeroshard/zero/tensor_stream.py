@@ -157,12 +157,12 @@ class _Stream:
     def __init__(self, runtime: Runtime, source: Source, masters: bool, max_nbytes: int) -> None:
         self.runtime, self.source, self.masters, self.max_nbytes = runtime, source, masters, max_nbytes
         # two staging buffers of this size, and one chunk of every rank
-        nbytes = min(_CHUNK_NBYTES, max_nbytes // (_STAGING * (runtime.shards.world_size + 2)))
-        self.gather = ChunkedGather(runtime.shards, runtime.ledger, nbytes)
+        nbytes = min(_CHUNK_NBYTES, max_nbytes // (_STAGING * (runtime.topology.shards.world_size + 2)))
+        self.gather = ChunkedGather(runtime.topology.shards, runtime.tiers.ledger, nbytes)
 
     def run(self, items: list[_Item]) -> Iterator[dict[str, Tensor]]:
         """Yield a dictionary of whole tensors for each batch (collective)."""
-        ledger = self.runtime.ledger
+        ledger = self.runtime.tiers.ledger
         try:
             for batch in self._batches(items):
                 _check(self.runtime, self.masters)
@@ -217,7 +217,7 @@ class _Stream:
 
     def _range(self, group: ParamGroup, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Gather elements [start, stop) of a group's flat buffer into new memory (collective)."""
-        comm, layout, rest = self.runtime.shards, group.layout, self.source(group)
+        comm, layout, rest = self.runtime.topology.shards, group.layout, self.source(group)
         if rest is group.values.rest and (group.values.mapped or not group.values.sharded):
             return group.values.full[start:stop].to(dtype, copy=True)
         if rest.numel == layout.numel and self.runtime.config.row.optimizer is Placement.REPLICATED:  # unsharded masters
