@@ -77,7 +77,8 @@ def end(runtime: Runtime) -> None:
     for group in runtime.groups:
         if group.grads is not None:
             group.grads.close()
-        group.values.close()
+        group.values.forget()
+        group.values.release()
     runtime.reductions.pool.close()
     runtime.tiers.close()
     runtime.closed = True

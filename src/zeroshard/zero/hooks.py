@@ -44,10 +44,8 @@ def attach(runtime: Runtime) -> None:
     for unit in runtime.units:
         for module in unit.modules if unit.sharded or unit.entries.distributed else ():
             _attach_unit(runtime, unit, module)
-            if unit.sharded:
-                module.__dict__["__reduce_ex__"] = (
-                    runtime.__reduce_ex__
-                )  # torch.save(module) raises this, not an error about hooks
+            if unit.sharded:  # torch.save(module) raises this, not an error about hooks
+                module.__dict__["__reduce_ex__"] = runtime.__reduce_ex__
         for group in unit.trainable:  # by torch's method: a parameter's own one wraps hooks of the program (zero/user_hooks.py)
             for index, param in enumerate(group.compute):
                 runtime.handles.append(Tensor.register_post_accumulate_grad_hook(param, _gradient_hook(group, index)))
@@ -181,7 +179,7 @@ def _attach_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> None:
     compiled = torch_compat.compiled_call(module)
     if compiled is not None:
         runtime.compiled.append((module, compiled))
-        torch_compat.set_compiled_call(module, functools.partial(_around, runtime, unit, compiled))
+        torch_compat.set_compiled_call(module, functools.partial(runtime.run_inside, unit, compiled))
         return
 
     @torch.compiler.disable
@@ -196,11 +194,6 @@ def _attach_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> None:
 
     runtime.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
     runtime.handles.append(module.register_forward_hook(after, always_call=True))
-
-
-def _around(runtime: Runtime, unit: Unit, compiled: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a compiled call as a forward of the unit."""
-    return runtime.run_inside(unit, compiled, args, kwargs)
 
 
 def _attach_policy(runtime: Runtime, module: nn.Module, inside: torch.dtype, around: torch.dtype) -> None:

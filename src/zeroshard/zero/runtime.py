@@ -228,10 +228,10 @@ class Runtime:
         if unit.pinned or not self.in_forward:  # whole already; or at rest, where the caller raises or gathers
             return NotImplemented
         return self.run_inside(
-            unit, lambda *a, **k: func(*unit.entries.as_computed(a), **unit.entries.as_computed(k)), args, kwargs
+            unit, lambda *a, **k: func(*unit.entries.as_computed(a), **unit.entries.as_computed(k)), *args, **kwargs
         )
 
-    def run_inside(self, unit: Unit, function: Callable, args: tuple, kwargs: dict) -> Any:
+    def run_inside(self, unit: Unit, function: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Call `function` with the unit gathered, as its forward is: a compiled call, or an operation with its parameters."""
         outermost = unit.depth == 0
         self.enter(unit)
@@ -405,7 +405,7 @@ class Runtime:
             self.prefetcher.staged(self._in_training())
             if self.sync:
                 self.reductions.start(unit)
-        if leaves and not unit.has_frozen:  # with frozen parameters the marks on its inputs tell the end (`mark_inputs`)
+        if leaves and unit.expected == unit.num_params:  # with frozen ones the marks on its inputs tell the end (`mark_inputs`)
             self._leave_backward(unit)
 
     def _leave_backward(self, unit: Unit) -> None:
@@ -433,7 +433,7 @@ class Runtime:
             self._leave_backward(unit)
         self.schedule.end(training=True)
         self.backward = None
-        self.account.ended()
+        self.account.backwards += 1
 
     def unscale(self) -> None:
         """Divide gradients by the loss scale before anyone reads them (local; exact, since the scale is a power of two)."""
@@ -459,7 +459,7 @@ class Runtime:
                     self.reductions.take(group.unit, group, index, given[id(param)], False)
                     self.account.came()
         self.account.ending()
-        self.account.ended()
+        self.account.backwards += 1
 
     def begin_reductions(self) -> None:
         """Start to reduce the local sums held back; `flush`, called on all ranks, waits for the reductions."""
