@@ -18,17 +18,6 @@ from ..utils import torch_compat
 from .unit import Unit
 
 
-class _End:
-    """Callback that autograd calls at the end of the backward."""
-
-    def __init__(self, backward: Backward, at_end: Callable[[], None]) -> None:
-        self.backward, self.at_end = backward, at_end
-
-    def __call__(self) -> None:
-        if self.backward.begun:
-            self.at_end()
-
-
 @dataclass
 class _Tally:
     """Count of one unit's gradients in this backward."""
@@ -50,7 +39,11 @@ class Backward:
         self.thread: int | None = threading.get_ident()
         self._arrived: set[int] = set()  # numbers of parameters
         self._tallies: dict[int, _Tally] = defaultdict(_Tally)  # by number of the unit
-        end = _End(self, at_end)
+
+        def end() -> None:
+            if self.begun:
+                at_end()
+
         self._end = weakref.ref(end)
         torch_compat.at_end_of_backward(end)
 

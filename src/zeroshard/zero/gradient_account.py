@@ -41,13 +41,15 @@ class GradientAccount:
     """
 
     def __init__(self) -> None:
-        self.held = self._weighing = False
-        self._reset()
+        self._weighing = False
+        self.zeroed(holding=False)
 
-    def _reset(self) -> None:
+    def zeroed(self, holding: bool) -> None:
+        """Reset the account at zero_grad. holding: the call is inside zs.accumulate."""
         self.backwards, self.plain, self.lost, self.unscaled = 0, 0, False, False
         self.weight, self.unweighted, self.share = 0.0, False, 1.0
         self.clipped: Clipped | None = None
+        self.held = holding
 
     @contextlib.contextmanager
     def weighted(self, weight: float) -> Iterator[None]:
@@ -75,8 +77,3 @@ class GradientAccount:
     def undone(self, unscaled: bool) -> None:
         """Record that gradients were divided by the sum of weights and, if `unscaled` (fp16), by the loss scale."""
         self.unscaled, self.weight, self.unweighted = unscaled, 0.0, False
-
-    def zeroed(self, holding: bool) -> None:
-        """Reset the account at zero_grad. holding: the call is inside zs.accumulate."""
-        self._reset()
-        self.held = holding

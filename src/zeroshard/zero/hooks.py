@@ -74,7 +74,7 @@ def detach(runtime: Runtime) -> None:
     runtime.handles, runtime.compiled = [], []
 
 
-def _gradient_hook(group: ParamGroup, index: int) -> Any:
+def _gradient_hook(group: ParamGroup, index: int) -> Callable[[Tensor], None]:
     # a weak reference: the collector does not see references of autograd's hooks, so a strong one would keep the model for ever
     where = weakref.ref(group)
 
@@ -94,7 +94,7 @@ def _attach_root(runtime: Runtime) -> None:
         return runtime.root_enter(args, kwargs)
 
     @torch.compiler.disable
-    def after(module: nn.Module, args: tuple, output: Any) -> Any:
+    def after(module: nn.Module, args: tuple, output: object) -> object:
         return runtime.root_exit(output)
 
     def zero_grad(set_to_none: bool = True) -> None:
@@ -141,8 +141,8 @@ def _replaced(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _resize(
-    module: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **kwargs: Any
-) -> Any:
+    module: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: object, **kwargs: object
+) -> object:
     """Replace `resize_token_embeddings` while sharded: raise ModelChanged unless the asked size is the present one."""
     rows = module.get_input_embeddings().weight.shape[0]
     wanted = rows if new_num_tokens is None else new_num_tokens
@@ -157,8 +157,8 @@ def _resize(
 
 
 def _save(
-    module: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, *args: Any, **kwargs: Any
-) -> Any:
+    module: Any, save_directory: object, is_main_process: bool = True, state_dict: object = None, *args: object, **kwargs: object
+) -> object:
     """Replace `save_pretrained` while sharded: only the main process, which writes the files, needs weights; others pass none.
 
     Raise ShardedAccessError if tensor parallelism has cut parameters: one process alone can not gather them.
@@ -172,7 +172,7 @@ def _save(
     return type(module).save_pretrained(module, save_directory, is_main_process, state_dict, *args, **kwargs)
 
 
-_OF_TRANSFORMERS: dict[str, Callable[..., Any]] = {"resize_token_embeddings": _resize, "save_pretrained": _save}
+_OF_TRANSFORMERS: dict[str, Callable] = {"resize_token_embeddings": _resize, "save_pretrained": _save}
 
 
 def _attach_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> None:
@@ -189,7 +189,7 @@ def _attach_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> None:
         return runtime.mark_inputs(unit, args, kwargs) if outermost and unit.marked else None
 
     @torch.compiler.disable
-    def after(module: nn.Module, args: tuple, output: Any) -> Any:
+    def after(module: nn.Module, args: tuple, output: object) -> object:
         return runtime.exit(unit, output)
 
     runtime.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
@@ -206,7 +206,7 @@ def _attach_policy(runtime: Runtime, module: nn.Module, inside: torch.dtype, aro
         running.append(Exchanged(caster(inside), (args, kwargs)))
         return running[-1].value
 
-    def after(module: nn.Module, args: tuple, output: Any) -> Any:
+    def after(module: nn.Module, args: tuple, output: object) -> object:
         if not torch.compiler.is_compiling() and running:
             running.pop().hand_back()
         return cast_floating(output, around)

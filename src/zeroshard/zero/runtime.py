@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -78,9 +78,9 @@ class Runtime:
         self.backward: Backward | None = None  # the backward that runs, or a failed one that `recover` has not cleared yet
         self.handles: list[Any] = []  # handles of registered hooks, removed by zs.close
         self.lend = torch.compiler.disable(self._lend)  # so that torch.compile does not trace it inside compiled blocks
-        self.compiled: list[tuple[nn.Module, Any]] = []  # compiled calls that `attach` has wrapped; `detach` restores them
+        self.compiled: list[tuple[nn.Module, Callable]] = []  # compiled calls that `attach` has wrapped; `detach` restores them
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ShardedAccessError(
             f"a sharded {type(self.model).__name__} can not be copied or pickled. Copy it before zs.shard(), or take "
             "zs.full_state_dict(model); for a moving average zs.ema(model, decay)."
@@ -125,7 +125,7 @@ class Runtime:
         self.forwards.begin(running_forward(), given)
         return (args, kwargs) if given is None else given.value
 
-    def root_exit(self, output: Any) -> Any:
+    def root_exit(self, output: object) -> object:
         """End a forward of the model (output None: it raised). In fp16, return fp32 outputs with hooks that scale gradients."""
         self.forwards.end()
         if not self.forwards:  # the outermost forward is over
@@ -195,7 +195,7 @@ class Runtime:
                 self.saved.push(unit)
         unit.depth += 1
 
-    def exit(self, unit: Unit, output: Any) -> Any:
+    def exit(self, unit: Unit, output: object) -> object:
         """End a forward inside the unit (output None: it raised): release the unit, return the output with `_watch`'s hooks."""
         if unit.depth == 0:
             return output  # `enter` raised before it counted this forward
@@ -223,7 +223,7 @@ class Runtime:
             unit.release()
         return output
 
-    def _lend(self, unit: Unit, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def _lend(self, unit: Unit, func: Callable, args: tuple, kwargs: dict) -> object:
         """Compute an operation on the unit's sharded parameters with gathered ones; NotImplemented outside of any forward."""
         if unit.pinned or not self.in_forward:  # whole already; or at rest, where the caller raises or gathers
             return NotImplemented
@@ -231,7 +231,7 @@ class Runtime:
             unit, lambda *a, **k: func(*unit.entries.as_computed(a), **unit.entries.as_computed(k)), *args, **kwargs
         )
 
-    def run_inside(self, unit: Unit, function: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    def run_inside(self, unit: Unit, function: Callable, /, *args: object, **kwargs: object) -> object:
         """Call `function` with the unit gathered, as its forward is: a compiled call, or an operation with its parameters."""
         outermost = unit.depth == 0
         self.enter(unit)
@@ -276,7 +276,7 @@ class Runtime:
         self._poll()  # the optimizer's transfers for its next step on the host go on meanwhile
         self.prefetcher.ahead(training)  # gathers and fetches run while this unit computes
 
-    def _watch(self, unit: Unit, output: Any, first_node: int) -> Any:
+    def _watch(self, unit: Unit, output: object, first_node: int) -> object:
         """Put hooks on the outputs that gather the unit in backward; set `lent` if its memory may be read after the release.
 
         first_node: number of the first autograd node that this forward made. Returns the output; a parameter in it is replaced
@@ -288,7 +288,7 @@ class Runtime:
 
         seen = unit.writes
 
-        def arrived(_: Any) -> None:
+        def arrived(_: object) -> None:
             self._check_unwritten(unit, seen)
             self.begin_unit_backward(unit)
 

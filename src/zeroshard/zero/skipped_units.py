@@ -12,12 +12,15 @@ reduction in its turn, nor with `max_live_parameters`, since a unit's release th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .schedule import Visit
 
+if TYPE_CHECKING:
+    from .runtime import Runtime
 
-def take_part(runtime: Any, visit: Visit | None) -> None:
+
+def take_part(runtime: Runtime, visit: Visit | None) -> None:
     """Gather and release, as other ranks may do, the recorded units before `visit` (None: before the end of the step)."""
     if not runtime.attendance.gathers_meet or runtime.comm.ordered or runtime.config.max_live_parameters:
         return

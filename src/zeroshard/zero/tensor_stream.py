@@ -88,7 +88,10 @@ def stream_full_tensors(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"zs.stream_full_tensors: dtype: expected a floating-point torch.dtype or None, got {dtype!r}.")
     _check(runtime, masters)
-    source = _master_or_value if masters else _value
+
+    def source(group: ParamGroup) -> Rest:
+        return group.master if masters and group.master is not None else group.values.rest
+
     items = _chosen(_items(runtime, source, dtype), names)
     return _Stream(runtime, source, masters, max_nbytes).run(items)
 
@@ -141,14 +144,6 @@ def _chosen(items: list[_Item], names: Iterable[str] | None) -> list[_Item]:
     for item in items:
         item.names = [name for name in item.names if name in wanted]
     return [item for item in items if item.names]
-
-
-def _value(group: ParamGroup) -> Rest:
-    return group.values.rest
-
-
-def _master_or_value(group: ParamGroup) -> Rest:
-    return group.master if group.master is not None else group.values.rest
 
 
 class _Stream:
@@ -241,17 +236,13 @@ class _Stream:
 def _stretches(batch: list[_Item]) -> Iterator[list[_Item]]:
     """Yield the batch as stretches: items of one dtype whose slots are adjacent in one flat buffer."""
     stretch: list[_Item] = []
+    following = None  # (dtype, group, index) of an item that continues the stretch; None: no item does
     for item in batch:
-        if stretch and not _adjoin(stretch[-1], item):
+        ends = [(item.dtype, group, index) for group, index, _ in item.sources]
+        if stretch and (len(ends) != 1 or ends[0] != following):
             yield stretch
             stretch = []
         stretch.append(item)
+        following = (item.dtype, ends[0][1], ends[0][2] + 1) if len(ends) == 1 else None
     if stretch:
         yield stretch
-
-
-def _adjoin(left: _Item, right: _Item) -> bool:
-    if len(left.sources) != 1 or len(right.sources) != 1 or left.dtype != right.dtype:
-        return False
-    (group, index, _), (other, following, _) = left.sources[0], right.sources[0]
-    return group is other and following == index + 1

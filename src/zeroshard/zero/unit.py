@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..comm.base import Collective, Comm
 from ..config import Offload
@@ -34,6 +35,7 @@ from ..tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data
 from ..tensor.tiled_parameter import Tile
 from ..utils import torch_compat
 from ..utils.autograd import memory_of
+from ..utils.tensor_tree import Exchanged
 from ..utils.torch_compat import references
 from .flat_buffer import GradientBuffer, ParameterBuffer
 from .masters import Masters
@@ -245,8 +247,8 @@ class UnitForward:
     """
 
     first_node: int
-    hooks: Any = None
-    given: Any = None
+    hooks: saved_tensors_hooks | None = None
+    given: Exchanged | None = None
 
 
 class Unit:
@@ -271,6 +273,8 @@ class Unit:
         for group in self.gathered:  # nobody else has any reference yet
             group.own_references = references(group.values.full)
         self.staged = any(g.values.staged for g in self.gathered)
+        # a gather needs other ranks to take part, unless this rank copies from shared memory by itself
+        self.meets = any(not g.values.comm.copies for g in self.gathered)
         self.trainable = [g for g in groups if g.trainable]
         self.num_params, self._tile = sum(len(group.specs) for group in groups), isinstance(modules[0], Tile)
         self.expect()
@@ -326,11 +330,6 @@ class Unit:
             return False  # groups whose copies have started keep them for the next call
         self._move(Phase.FETCHING)
         return True
-
-    @property
-    def meets(self) -> bool:
-        """True if a gather needs other ranks to take part; False if this rank copies from shared memory by itself."""
-        return any(not group.values.comm.copies for group in self.gathered)
 
     @property
     def fetched(self) -> bool:

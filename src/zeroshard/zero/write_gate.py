@@ -10,9 +10,12 @@ stepper    the host's step drops the states that it has read ahead
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .unit import Unit
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
 
 
 class WriteGate:
@@ -22,7 +25,7 @@ class WriteGate:
     saver: the background saver of checkpoints, from the first save on.
     """
 
-    def __init__(self, runtime: Any) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.delayed: Any = None
         self.stepper: Any = None
