@@ -150,7 +150,7 @@ class _Value(ParameterPart):
     def _slice(self) -> Tensor:
         home, master = self.home, self.group.master
         if master is None:
-            return self.group.local(self.index)
+            return home.fetch(gradient=False)
         if master.numel == self.group.layout.shard_numel:
             return master.load(home.begin, home.end)
         offset = self.group.layout.slots[self.index].offset

@@ -233,7 +233,7 @@ class GradientBuffer:
 
     def __init__(
         self, layout: FlatLayout, dtype: torch.dtype, send_dtype: torch.dtype, config: Config, comm: Comm,
-        ledger: Ledger, pool: StagingPool, tiers: Tiers, tag: int, label: str, summed: int = 1,
+        ledger: Ledger, pool: StagingPool, tiers: Tiers, tag: int, label: str, summed: int,
     ) -> None:  # fmt: skip
         self.layout, self.comm, self.ledger, self.pool, self.summed = layout, comm, ledger, pool, summed
         self.tag, self.label, self.dtype, self.send_dtype = tag, label, dtype, send_dtype

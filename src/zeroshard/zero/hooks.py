@@ -88,14 +88,8 @@ def _gradient_hook(group: ParamGroup, index: int) -> Callable[[Tensor], None]:
 
 def _attach_root(runtime: Runtime) -> None:
     model = runtime.model
-
-    @torch.compiler.disable
-    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return runtime.root_enter(args, kwargs)
-
-    @torch.compiler.disable
-    def after(module: nn.Module, args: tuple, output: object) -> object:
-        return runtime.root_exit(output)
+    before = torch.compiler.disable(lambda _module, args, kwargs: runtime.root_enter(args, kwargs))
+    after = torch.compiler.disable(lambda _module, _args, output: runtime.root_exit(output))
 
     def zero_grad(set_to_none: bool = True) -> None:
         """Drop or zero gradients as torch does, and also local sums, weights and norms, which `p.grad` does not show."""
@@ -188,10 +182,7 @@ def _attach_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> None:
         runtime.enter(unit)
         return runtime.mark_inputs(unit, args, kwargs) if outermost and unit.marked else None
 
-    @torch.compiler.disable
-    def after(module: nn.Module, args: tuple, output: object) -> object:
-        return runtime.exit(unit, output)
-
+    after = torch.compiler.disable(lambda _module, _args, output: runtime.exit(unit, output))
     runtime.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
     runtime.handles.append(module.register_forward_hook(after, always_call=True))
 

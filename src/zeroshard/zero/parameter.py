@@ -104,7 +104,7 @@ class ParamHome:
         return self.group.runtime is not None and self.group.runtime.account.weight != 0
 
     def fetch(self, gradient: bool) -> Tensor:
-        """Return this rank's slice of the value, or of the gradient: a view, or a copy if it is offloaded."""
+        """Return this rank's slice of the value, or of the gradient, 1-D: a view, or a copy if it is offloaded."""
         return self.group.gradients.load(self.begin, self.end) if gradient else self.group.values.rest.load(self.begin, self.end)
 
     def before_write(self) -> None:

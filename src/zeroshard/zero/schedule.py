@@ -31,13 +31,12 @@ class Track:
 
     order: list[Visit] = field(default_factory=list)
     current: list[Visit] = field(default_factory=list)
-    complete: bool = False
     deviated: bool = False
 
     @property
     def following(self) -> bool:
-        """True while the visits of this step agree with a complete record."""
-        return self.complete and not self.deviated
+        """True while the visits of this step agree with the record, if there is one."""
+        return bool(self.order) and not self.deviated
 
 
 class Schedule:
@@ -101,5 +100,5 @@ class Schedule:
         if not track.current:
             return
         if not track.following or len(track.current) != len(track.order):  # a shorter step is a new record, too
-            track.order, track.complete = track.current, True
+            track.order = track.current
         track.current, track.deviated = [], False

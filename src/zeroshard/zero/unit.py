@@ -130,10 +130,6 @@ class ParamGroup:
             set_data(compute, view)
         self.own_references = references(self.values.full)
 
-    def local(self, index: int) -> Tensor:
-        """Return this rank's slice of parameter `index`, 1-D: a view where the shard rests on the device, else a copy."""
-        return self.homes[index].fetch(gradient=False)
-
     def set_local(self, index: int, value: Tensor) -> None:
         """Write `value` to this rank's slice of parameter `index`."""
         self._begin_set()
@@ -406,7 +402,7 @@ class Unit:
             values = group.values
             for index, param in enumerate(group.params):
                 if values.sharded:
-                    param._held = None if values.staged else group.local(index)  # type: ignore[attr-defined]
+                    param._held = None if values.staged else group.homes[index].fetch(gradient=False)  # type: ignore[attr-defined]
                 else:
                     param.__class__ = ReplicatedParameter
             if not values.sharded and values.views and values.views[0].data_ptr() != values.full.data_ptr():
