@@ -94,6 +94,7 @@ def save(
     """
     begin = time.monotonic()
     runtime = runtime_of(model)
+    world = runtime.topology.world
     check_idle(runtime, "zs.save")
     if runtime.unusable:  # a load failed half-way: the model is a mixture of two states
         raise CheckpointError(runtime.unusable)
@@ -105,10 +106,8 @@ def save(
         extras, slices = serialised(extra), slices_of(extra, model)
         _check_files(files or {})
     except Exception as error:
-        problem = telling(error, "zs.save", runtime.topology.world.rank)
-    shared, told = _agree(
-        runtime.topology.world, plan, extras, None if problem is not None else Stages.tell(runtime, core), problem
-    )
+        problem = telling(error, "zs.save", world.rank)
+    shared, told = _agree(world, plan, extras, None if problem is not None else Stages.tell(runtime, core), problem)
     assert plan is not None
     stages = Stages(runtime, core, told)
     plan = replace(plan, trained_only=plan.trained_only is not False and stages.partly_frozen)
