@@ -151,7 +151,7 @@ def _shard(
     ledger, progress = Ledger(), Progress(config)
     tiers = open_tiers(config, group, ledger, specs, optimizer)
     comms = Topology.flat(group, peers, world, axes)
-    comms = topology.open_topology(config, comms, ledger, progress.passed, axes.parts)
+    comms = topology.open_topology(config, comms, ledger, lambda steps: progress.steps >= steps, axes.parts)
     units, pool = build_units(model, optimizer, config, comms, ledger, tiers, specs)
 
     # attach hooks, initialise or load parameters of the meta device, make the optimizer a sharded one

@@ -34,13 +34,14 @@ _attached: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictiona
 
 def attach(runtime: Runtime) -> None:
     """Register all hooks of a runtime; `detach` is the inverse."""
-    runtime.comm.progress.models.add(runtime.model)
+    model = runtime.model
+    runtime.comm.progress.models.add(model)
     _attached[id(runtime)] = runtime
     torch_compat.watch_backwards((Exception,), _backward_failed)  # once for the process; later calls do nothing
-    for module, inside, around in casts(runtime.model, runtime.config):
+    for module, inside, around in casts(model, runtime.config):
         _attach_policy(runtime, module, inside, around)
     if runtime.config.cast_buffers:
-        runtime.handles.append(_CastBuffers(runtime.model, runtime.config))
+        runtime.handles.append(_CastBuffers(model, runtime.config))
     for unit in runtime.units:
         for module in unit.modules if unit.sharded or unit.entries.distributed else ():
             _attach_unit(runtime, unit, module)
@@ -49,12 +50,23 @@ def attach(runtime: Runtime) -> None:
         for group in unit.trainable:  # by torch's method: a parameter's own one wraps hooks of the program (zero/user_hooks.py)
             for index, param in enumerate(group.compute):
                 runtime.handles.append(Tensor.register_post_accumulate_grad_hook(param, _gradient_hook(group, index)))
-    _attach_root(runtime)
-    runtime.model.__dict__["__reduce_ex__"] = runtime.__reduce_ex__
-    for module, name in _replaced(runtime.model):
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        """Drop or zero gradients as torch does, and also local sums, weights and norms, which `p.grad` does not show."""
+        runtime.zero_grad(set_to_none)
+        if type(model).zero_grad is not nn.Module.zero_grad:  # the user's class has one of its own
+            type(model).zero_grad(model, set_to_none)
+
+    before = torch.compiler.disable(lambda _module, args, kwargs: runtime.root_enter(args, kwargs))
+    after = torch.compiler.disable(lambda _module, _args, output: runtime.root_exit(output))
+    runtime.handles.append(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+    runtime.handles.append(model.register_forward_hook(after, always_call=True))
+    model.__dict__["zero_grad"] = zero_grad
+    model.__dict__["__reduce_ex__"] = runtime.__reduce_ex__
+    for module, name in _replaced(model):
         module.__dict__[name] = functools.partial(_OF_TRANSFORMERS[name], module)
     give_interface(runtime)
-    runtime.handles += in_state_dicts(runtime.model)
+    runtime.handles += in_state_dicts(model)
 
 
 def detach(runtime: Runtime) -> None:
@@ -84,22 +96,6 @@ def _gradient_hook(group: ParamGroup, index: int) -> Callable[[Tensor], None]:
             group.runtime.gradient(group.unit, group, index, param)
 
     return hook
-
-
-def _attach_root(runtime: Runtime) -> None:
-    model = runtime.model
-    before = torch.compiler.disable(lambda _module, args, kwargs: runtime.root_enter(args, kwargs))
-    after = torch.compiler.disable(lambda _module, _args, output: runtime.root_exit(output))
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        """Drop or zero gradients as torch does, and also local sums, weights and norms, which `p.grad` does not show."""
-        runtime.zero_grad(set_to_none)
-        if type(model).zero_grad is not nn.Module.zero_grad:  # the user's class has one of its own
-            type(model).zero_grad(model, set_to_none)
-
-    runtime.handles.append(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-    runtime.handles.append(model.register_forward_hook(after, always_call=True))
-    model.__dict__["zero_grad"] = zero_grad
 
 
 def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
