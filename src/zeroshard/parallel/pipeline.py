@@ -35,7 +35,6 @@ from ..tensor.distributed import is_distributed
 from ..utils import torch_compat
 from ..utils.tensor_tree import find_tensors
 from ..utils.torch_compat import stage_backward_weight
-from ..zero.ddp_interface import accumulate
 from ..zero.runtime import Runtime, runtime_of
 from .tied import TiedParameters, exchange_objects
 
@@ -98,7 +97,7 @@ class _Stage(PipelineStage):
             stage_backward_weight(iter(weights), bwd_kwargs["param_groups"])
             runtime.hold((weight.param, weight.grad) for weight in weights if weight.grad is not None)
             return (), None
-        with accumulate(runtime, reduce=last_backward):
+        with runtime.holding(reduce=last_backward):
             if backward_type == "input" and whole:
                 if bwd_kwargs["output_grads"] is None:  # the last stage: torch has put its loss into a tuple
                     bwd_kwargs = bwd_kwargs | {"stage_output": bwd_kwargs["stage_output"][0]}

@@ -58,17 +58,14 @@ class ShardedModel:
 
 
 @contextlib.contextmanager
-def accumulate(runtime: Runtime, reduce: bool = False) -> Iterator[None]:
-    """Hold back the gradients of the backwards inside, without communication: see zs.accumulate.
-
-    reduce: start the reduction of each complete unit, without waiting for it (the last backward of a pipeline's stage).
-    """
-    previous = runtime.sync, runtime.reductions.waits
-    runtime.sync, runtime.reductions.waits, runtime.account.held = reduce, not reduce, True
+def accumulate(runtime: Runtime) -> Iterator[None]:
+    """Hold back the gradients of the backwards inside, without communication: see zs.accumulate."""
+    previous = runtime.sync
+    set_sync(runtime, False)
     try:
         yield
     finally:
-        runtime.sync, runtime.reductions.waits = previous
+        runtime.sync = previous
 
 
 def set_sync(runtime: Runtime, sync: bool) -> None:

@@ -11,8 +11,9 @@ same for all ZeRO stages: each unit's buffers know whether they are sharded, par
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -460,6 +461,19 @@ class Runtime:
                     self.account.came()
         self.account.ending()
         self.account.backwards += 1
+
+    @contextlib.contextmanager
+    def holding(self, reduce: bool) -> Iterator[None]:
+        """Hold back the gradients of the backwards inside, of a pipeline's micro-batch, as zs.accumulate does.
+
+        reduce: start the reduction of each complete unit, without waiting for it.
+        """
+        previous = self.sync, self.reductions.waits
+        self.sync, self.reductions.waits, self.account.held = reduce, False, True
+        try:
+            yield
+        finally:
+            self.sync, self.reductions.waits = previous
 
     def begin_reductions(self) -> None:
         """Start to reduce the local sums held back; `flush`, called on all ranks, waits for the reductions."""
