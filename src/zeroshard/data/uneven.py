@@ -77,7 +77,6 @@ class _Peer:
 
     def serve(self) -> None:
         """Follow the other ranks until all have ended (collective)."""
-        self.runtime.recover()
         self.runtime.gate.outdate()
         self.attendance.serving = True
         if not self.attendance.ended and not self.attendance.gathers_meet:

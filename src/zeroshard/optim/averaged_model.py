@@ -115,7 +115,6 @@ class AveragedModel:
     def _exchange(self, write: Any) -> None:
         """Write this rank's shards of all groups by `write(group, average)`; gather replicated parameters again (collective)."""
         runtime, groups = self.runtime, [group for group, _ in self._shards]
-        runtime.recover()
         runtime.gate.outdate()  # units drop gathered copies of the values that are about to be replaced
         runtime.comm.exchange(b"", "AveragedModel.swapped")  # a barrier: no peer reads this rank's shards any more
         runtime.comm.fence_write(synchronised=True)

@@ -43,7 +43,8 @@ class WriteGate:
             self.saver.await_copy()
 
     def outdate(self) -> None:
-        """Have all units drop gathered and fetched copies of their shards, which are about to be written."""
+        """Clear a failed backward; have all units drop gathered and fetched copies of their shards, which are about to be written."""
+        self.runtime.recover()
         for unit in self.runtime.units:
             unit.outdate()
 
