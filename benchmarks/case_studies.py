@@ -80,7 +80,7 @@ def count(study: CaseStudy, stage: int, micro_batches: int = 2, recompute: bool 
         tokens = torch.zeros(micro_batches * micro_batch_of(study), shape.seq_len, dtype=torch.long)
         for _ in range(2):
             run.step(tokens, tokens)
-        now = runtime_of(run.model).ledger.now
+        now = runtime_of(run.model).tiers.ledger.now
         return Bytes({name: now[name] for name in MEMORY}, {axis: round(run.traffic.counted.get(axis, 0)) for axis in AXES})
 
 

@@ -45,7 +45,7 @@ def zeroshard_keeper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Keep
 
     def states() -> list[Tensor]:
         runtime, core = runtime_of(model), optimizer.core  # type: ignore[attr-defined]
-        contents = collect(runtime, core, frozen=True, names=Stages(runtime, core, [None] * runtime.world.world_size))
+        contents = collect(runtime, core, frozen=True, names=Stages(runtime, core, [None] * runtime.topology.world.world_size))
         ends = [begin + place.stop - place.start for begin, place in zip(contents.begins, contents.places, strict=True)]
         return [s.host(b, e) for s, b, e in zip(contents.sources, contents.begins, ends, strict=True)]
 

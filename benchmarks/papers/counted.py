@@ -58,7 +58,7 @@ def count(numel: int, ranks: int, *, matrices: int = 4, node_size: int | None = 
         comm = FakeComm(0, ranks, node_size=node_size)
         model, sharded = zs.shard(model, optimizer, comm=comm, units="leaf", **PAPERS | options)
         assert sharded is not None
-        ledger = runtime_of(model).ledger
+        ledger = runtime_of(model).tiers.ledger
         output = model(torch.zeros(1, columns, dtype=torch.bfloat16 if options.get("precision") == "bf16" else torch.float16))
         forward = sum(each.between for each in ledger.traffic.values())
         output.sum().backward()

@@ -156,11 +156,11 @@ def _shard(
     ledger, progress = Ledger(), Progress(config)
     tiers = open_tiers(config, group, ledger, specs, optimizer)
     comms = Topology.flat(group, peers, world, axes)
-    comms = topology.open_topology(config, comms, ledger, progress.passed, axes.parts)
+    comms = topology.open_topology(config, comms, ledger, lambda steps: progress.steps >= steps, axes.parts)
     units, pool = build_units(model, optimizer, config, comms, ledger, tiers, specs)
 
     # attach hooks, initialise or load parameters of the meta device, make the optimizer a sharded one
-    runtime = Runtime(model, config, comms, units, ledger, pool, tiers, progress)
+    runtime = Runtime(model, config, comms, units, pool, tiers, progress)
     object.__setattr__(model, "_zeroshard", runtime)
     hooks.attach(runtime)
     init_context.give_values(model, device, made_on_meta, stored if weights is not None else None)
@@ -323,7 +323,7 @@ def full_optimizer_state_dict(model: nn.Module, *, every_rank: bool = False) -> 
         every_rank: return the state dict on every rank; each rank then holds all states.
     """
     runtime, states = runtime_of(model), {}
-    wanted = every_rank or runtime.world.rank == runtime.topology.stages[runtime.topology.stage][0]
+    wanted = every_rank or runtime.topology.world.rank == runtime.topology.stages[runtime.topology.stage][0]
     for _, param, found in _whole_optimizer_states(model, "zs.full_optimizer_state_dict"):
         if wanted and found:  # copies: torch advances `step` in place, and parameters may share that tensor
             states[id(param)] = {k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in found.items()}

@@ -178,7 +178,7 @@ def test_compiled_blocks(mode, how, when):
     state = zs.full_state_dict(model)
     for (name, value), got in zip(wanted.items(), state.values(), strict=True):
         same(got, value, name, 1e-6)
-    held = model._zeroshard.ledger.now["gathered units"]
+    held = model._zeroshard.tiers.ledger.now["gathered units"]
     assert held == 0
     zs.close(model)
     square(model, batches[0][0]).backward()

@@ -403,7 +403,7 @@ def test_c11_a_merge_gathers_one_block_at_a_time(tmp_path):
         block = sum(
             4 * unit.groups[0].layout.numel for unit in runtime_of(mine).units if unit.name in ("base.0", "down.0", "up.0")
         )
-        ledger = runtime_of(mine).ledger
+        ledger = runtime_of(mine).tiers.ledger
         ledger.peak.clear()
         for base, down, up in zip(mine.base, mine.down, mine.up, strict=True):
             with zs.gathered(down), zs.gathered(up):

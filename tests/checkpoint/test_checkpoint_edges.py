@@ -407,7 +407,7 @@ def test_whatever_ends_the_writer_ends_the_save(where, asynchronous, tmp_path, m
             patch.setattr(rank_file.xxhash, "xxh3_64_hexdigest", raises(MemoryError("digest"))(None))
         with pytest.raises(zs.CheckpointError, match="rank 0 failed: (RuntimeError: can't start|MemoryError: digest)"):
             zs.save(tmp_path, model, optimizer, name="x", asynchronous=asynchronous).wait()
-    pool = runtime_of(model).saver.pool
+    pool = runtime_of(model).gate.saver.pool
     assert names(tmp_path) == [] and pool.free == pool.count
     path = zs.save(tmp_path, model, optimizer, name="x", asynchronous=asynchronous).wait()
     assert len(Manifest.read(path).files[0].digests) == rank_file.digest_count((path / "rank-00000.distcp").stat().st_size)

@@ -70,7 +70,7 @@ def test_a_load_after_a_save_reads_into_its_buffers(options, worlds, asynchronou
         model, optimizer = build("tied", seed=5, **options)
         train(model, optimizer, rank, BATCHES[2:3])
         zs.save(tmp_path / "b", model, optimizer, asynchronous=asynchronous)
-        pool = runtime_of(model).saver.pool
+        pool = runtime_of(model).gate.saver.pool
         count = pool.count
         for _ in range(2):
             zs.load(tmp_path / "a", model, optimizer)
@@ -117,7 +117,7 @@ def test_what_does_not_fit_the_buffers_is_read_once_more(options, worlds, free, 
         model, optimizer = build(seeded(Wide, 5), **options)
         train(model, optimizer, rank, WIDE)
         zs.save(tmp_path, model, optimizer, name="y", asynchronous=True).wait()
-        pool = runtime_of(model).saver.pool
+        pool = runtime_of(model).gate.saver.pool
         while rank == worlds[1] - 1 and pool.free > free:
             pool.lose(pool.borrow())
         count = pool.free
@@ -143,7 +143,7 @@ def test_a_first_load_reads_states_into_fresh_tensors(memory, world, tmp_path, c
         model, optimizer = build(seeded(Wide, 5))
         zs.load(tmp_path, model, optimizer)
         assert_equal(snapshot(model, optimizer), expected)
-        assert runtime_of(model).saver.pool.count == 0
+        assert runtime_of(model).gate.saver.pool.count == 0
         zs.close(model)
 
     run_threads(world, rank_run)
@@ -207,7 +207,7 @@ def test_a_damaged_block_is_found_before_anything_has_changed(where, tmp_path, c
         model, optimizer = build(seeded(Wide, 5))
         train(model, optimizer, rank, WIDE)
         zs.save(tmp_path / "b", model, optimizer, asynchronous=True).wait()
-        pool, comm = runtime_of(model).saver.pool, runtime_of(model).comm
+        pool, comm = runtime_of(model).gate.saver.pool, runtime_of(model).comm
         before, count = snapshot(model, optimizer), pool.count
         if rank == 0:
             at = int(where * (len(content) - 1))
@@ -350,7 +350,7 @@ def test_damage_in_states_of_a_shape_of_their_own_is_found(kept, tmp_path):
     optimizer.step()
     path = zs.save(tmp_path, model, optimizer, name="x", asynchronous=kept).wait() / "rank-00000.distcp"
     if not kept:
-        runtime_of(model).saver.pool.give_back()
+        runtime_of(model).gate.saver.pool.give_back()
     content = path.read_bytes()
     for at in range(1000, len(content), len(content) // 9):
         path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
@@ -376,7 +376,7 @@ def test_buffers_of_a_save_that_failed_while_it_copied_are_there_for_a_load(tmp_
         model, optimizer = build("tied", stage=1)
         train(model, optimizer, rank, BATCHES[:1])
         zs.save(tmp_path, model, optimizer, name="x", asynchronous=True).wait()
-        expected, pool, comm = snapshot(model, optimizer), runtime_of(model).saver.pool, runtime_of(model).comm
+        expected, pool, comm = snapshot(model, optimizer), runtime_of(model).gate.saver.pool, runtime_of(model).comm
         comm.exchange(b"", "saved")
         failing.set()
         for _ in range(pool.count + 1):
@@ -435,7 +435,7 @@ def test_what_was_begun_ends_with_a_load_that_is_refused(tmp_path):
         model(WIDE[0][0][0]).square().mean().backward()
         optimizer.step()
         zs.save(tmp_path / "y", model, optimizer, asynchronous=True).wait()
-        pool = runtime_of(model).saver.pool
+        pool = runtime_of(model).gate.saver.pool
         count = pool.count
         with pytest.raises(zs.CheckpointMismatch, match="layers.0.weight"):
             zs.load(tmp_path, model, optimizer, name="x")

@@ -356,14 +356,14 @@ def test_buffers_lent_to_the_reading_of_one_that_is_removed_serve_the_next(tmp_p
 
     def pruned(*args):
         shutil.rmtree(tmp_path / "y", ignore_errors=True)
-        free.append(runtime_of(model).saver.pool.free)
+        free.append(runtime_of(model).gate.saver.pool.free)
         return plain(*args)
 
     monkeypatch.setattr(resolver, "check_digests", pruned)
-    before = runtime_of(model).saver.pool.free
+    before = runtime_of(model).gate.saver.pool.free
     assert zs.load(tmp_path, model, optimizer).path == tmp_path / "x"
     assert_equal(snapshot(model, optimizer), expected)
-    assert len(free) == 2 and free[0] == free[1] < before == runtime_of(model).saver.pool.free
+    assert len(free) == 2 and free[0] == free[1] < before == runtime_of(model).gate.saver.pool.free
     zs.close(model)
 
 

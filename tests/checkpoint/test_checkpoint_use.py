@@ -498,7 +498,7 @@ def test_a_save_that_is_waited_for_copies_little_ahead(tmp_path, monkeypatch):
     model(torch.ones(1, 1024)).sum().backward()
     optimizer.step()
     zs.save(tmp_path, model, optimizer, name="a", asynchronous=True).wait()
-    assert runtime_of(model).saver.pool.count > 2 * rank_file.ROTATING and max(used) > rank_file.ROTATING
+    assert runtime_of(model).gate.saver.pool.count > 2 * rank_file.ROTATING and max(used) > rank_file.ROTATING
     used.clear()
     zs.save(tmp_path, model, optimizer, name="b")
     assert len(used) > 2 * rank_file.ROTATING and max(used) <= rank_file.ROTATING

@@ -43,7 +43,7 @@ def _equal(rank, budget, masters, dtype, options):
         assert torch.equal(got[name], value) and got[name].dtype == value.dtype, name
     assert got["head.weight"] is got["embedding.weight"]  # tied
     _step(rank, model, optimizer)  # the loop goes on
-    assert not runtime_of(model).ledger.now["gathered units"]
+    assert not runtime_of(model).tiers.ledger.now["gathered units"]
 
 
 @pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 2}, {"stage": 3}, {"stage": 3, "map_shared": False}])
@@ -80,7 +80,7 @@ def _peak(rank):
     """One unit of 1.2 MB, on three ranks that share no buffer: the budget and its staging are all that is held."""
     model = torch.nn.Sequential(torch.nn.Sequential(*(torch.nn.Linear(100, 100) for _ in range(30))))
     model, _ = zs.shard(model, None, stage=3, map_shared=False, units=("Sequential",))
-    ledger = runtime_of(model).ledger
+    ledger = runtime_of(model).tiers.ledger
     unit = max(u.gathered_nbytes for u in runtime_of(model).units)
     ledger.peak["gathered units"] = ledger.peak["staging"] = 0
     budget = 100_000

@@ -46,8 +46,8 @@ def build(shape: GPTConfig, world_size: int, blocks: type | None = None, **optio
 
 def counted(runtime: Runtime) -> dict[str, tuple[int, int]]:
     """Kind of collective -> (calls, bytes) since the last call, so that steps can be told apart."""
-    now = {kind: (t.count, t.nbytes) for kind, t in runtime.ledger.traffic.items()}
-    runtime.ledger.traffic.clear()
+    now = {kind: (t.count, t.nbytes) for kind, t in runtime.tiers.ledger.traffic.items()}
+    runtime.tiers.ledger.traffic.clear()
     return now
 
 
@@ -75,7 +75,7 @@ def test_every_step_has_exactly_the_collectives_and_bytes_of_its_stage(stage, wo
             assert step(model, optimizer, tokens) == {"reduce": (groups, once), "gather": (gathers * groups, gathers * once)}
         theory = zs.report(model).theory_nbytes_per_step
         assert (1 + gathers) * once == pytest.approx(theory, rel=1e-3)  # what padding costs
-        assert not runtime.messages
+        assert not runtime.schedule.notes
 
 
 @ALL_WORLDS
@@ -100,7 +100,7 @@ def test_recomputed_activations_need_no_further_gather(stage, blocks):
         for _ in range(3):
             counts = {kind: count for kind, (count, _) in step(model, optimizer, tokens).items()}
             assert counts == {"reduce": groups, "gather": 2 * groups if stage == 3 else groups}
-        assert not runtime.messages and runtime.ledger.now[GATHERED] == 0
+        assert not runtime.schedule.notes and runtime.tiers.ledger.now[GATHERED] == 0
         assert not runtime.schedule.tracks[False].current  # a training step leaves nothing in the other record
 
 
@@ -116,7 +116,7 @@ def test_accumulation_without_communication_reduces_once(stage):
             for number in range(micro - 1):
                 with zs.accumulate(model):
                     model(tokens, tokens).backward()
-                assert "reduce" not in runtime.ledger.traffic, number
+                assert "reduce" not in runtime.tiers.ledger.traffic, number
             model(tokens, tokens).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -124,7 +124,7 @@ def test_accumulation_without_communication_reduces_once(stage):
             assert counts == {"reduce": groups, "gather": 2 * micro * groups if stage == 3 else groups}
         # local sums: one whole gradient in the gradient dtype, where the stage does not keep one already
         held = padded_numel(runtime) * 4 if stage >= 2 else 0
-        assert runtime.ledger.peak[PARTIAL] == held and runtime.ledger.now[PARTIAL] == 0
+        assert runtime.tiers.ledger.peak[PARTIAL] == held and runtime.tiers.ledger.now[PARTIAL] == 0
 
 
 @ALL_STAGES
@@ -136,7 +136,7 @@ def test_evaluation_gathers_each_unit_once_and_reduces_nothing(stage):
         with torch.no_grad():
             model(tokens)
         assert counted(runtime) == ({} if stage < 3 else {"gather": (len(runtime.groups), padded_numel(runtime) * 4 // 8 * 7)})
-        assert runtime.ledger.now[GATHERED] == 0
+        assert runtime.tiers.ledger.now[GATHERED] == 0
 
 
 # its gathers: above
@@ -161,10 +161,10 @@ def test_gathered_memory_is_the_units_in_use_and_the_prefetch_budget(blocks, bud
         ahead = max(budget, largest) if overlap else 0
         for _ in range(3):
             step(model, optimizer, tokens)
-        assert runtime.ledger.peak[GATHERED] <= root + largest + ahead
-        assert runtime.ledger.peak[GATHERED] < padded_numel(runtime) * 4  # far from the whole model
-        assert runtime.ledger.peak[STAGING] <= 2 * largest
-        assert runtime.ledger.now[GATHERED] == 0
+        assert runtime.tiers.ledger.peak[GATHERED] <= root + largest + ahead
+        assert runtime.tiers.ledger.peak[GATHERED] < padded_numel(runtime) * 4  # far from the whole model
+        assert runtime.tiers.ledger.peak[STAGING] <= 2 * largest
+        assert runtime.tiers.ledger.now[GATHERED] == 0
 
 
 @ALL_STAGES
@@ -196,7 +196,7 @@ def test_the_ledger_counts_every_byte_that_lives(stage):
             if issubclass(type(item), FakeTensor) and item.fake_mode is mode:
                 storage = item.untyped_storage()
                 storages[storage._cdata] = storage.nbytes()
-        ledger = runtime_of(model).ledger
+        ledger = runtime_of(model).tiers.ledger
         counted_nbytes = sum(ledger.now.values())
         slack = 64 * len(runtime_of(model).groups) + tokens.nbytes + 4096  # step counters, the batch
         assert counted_nbytes <= sum(storages.values()) <= counted_nbytes + slack
@@ -220,5 +220,5 @@ def test_a_trillion_parameters_on_1024_ranks(stage):
         if stage == 3:
             root = next(unit.gathered_nbytes for unit in runtime.units if unit.name == "(root)")
             largest = max(unit.gathered_nbytes for unit in runtime.units)
-            assert runtime.ledger.peak[GATHERED] <= root + 2 * largest
-            assert runtime.ledger.peak[STAGING] <= 2 * largest
+            assert runtime.tiers.ledger.peak[GATHERED] <= root + 2 * largest
+            assert runtime.tiers.ledger.peak[STAGING] <= 2 * largest

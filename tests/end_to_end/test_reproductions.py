@@ -333,9 +333,9 @@ def test_c09_frozen_and_checkpointed(mode, reentrant):
         for step in range(2):
             with zs.accumulate(model):
                 square(model, batch(2 * step, rank)).backward()
-            held.append(model._zeroshard.ledger.now["gathered units"])
+            held.append(model._zeroshard.tiers.ledger.now["gathered units"])
             square(model, batch(2 * step + 1, rank)).backward()
-            held.append(model._zeroshard.ledger.now["gathered units"])
+            held.append(model._zeroshard.tiers.ledger.now["gathered units"])
             optimizer.step()
             optimizer.zero_grad()
         return held, zs.full_state_dict(model), zs.report(model)

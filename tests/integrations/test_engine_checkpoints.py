@@ -247,7 +247,7 @@ def test_in_the_background(tmp_path):
         steps(engine, rank, 2, data[:1])
         expected = zs.full_state_dict(engine.module)
         engine.save_checkpoint(tmp_path, client_state={"epoch": 1})
-        assert runtime_of(engine.module).saver.last is not None  # not waited for
+        assert runtime_of(engine.module).gate.saver.last is not None  # not waited for
         steps(engine, rank, 2, data[1:2])
         engine.save_checkpoint(tmp_path, tag="aside", save_latest=False)
         path, client_state = engine.load_checkpoint(tmp_path)

@@ -167,7 +167,7 @@ def test_b23_what_is_foreseen_is_what_is_taken(name, separate, tmp_path, monkeyp
     def rank_run(rank: int) -> dict:
         strict_device(rank, separate)
         model = trained(rank, options)
-        ledger = runtime_of(model).ledger
+        ledger = runtime_of(model).tiers.ledger
         taken = {key: ledger.now[key] + ledger.elsewhere[Tier.HOST][key] for key in {*ledger.now, *ledger.elsewhere[Tier.HOST]}}
         zs.close(model, restore=False)
         return taken

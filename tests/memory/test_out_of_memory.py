@@ -69,7 +69,7 @@ def trained(model: nn.Module, batches: list, rank: int, shortage: Shortage | Non
         square(model, batch[rank]).backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert runtime_of(model).ledger.now[GATHERED] == 0
+        assert runtime_of(model).tiers.ledger.now[GATHERED] == 0
     assert not failing, "more gathers than batches"
     return zs.full_state_dict(model), failed
 

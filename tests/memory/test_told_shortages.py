@@ -91,7 +91,7 @@ def failing(rank: int, where: str, stage: int) -> tuple[Exception, dict[str, int
     model[1].meal, HungrySGD.hungry.now = where, where == "step"
     with pytest.raises(torch.OutOfMemoryError) as caught:
         step(model, optimizer, rank)
-    held = dict(runtime_of(model).ledger.now)
+    held = dict(runtime_of(model).tiers.ledger.now)
     model[1].meal, HungrySGD.hungry.now = None, False
     optimizer.zero_grad()
     step(model, optimizer, rank)  # training goes on

@@ -268,7 +268,7 @@ class Wide(torch.nn.Module):
 
 def _resident(model):
     """Bytes by the ledger: in memory, on disk."""
-    ledger = zs.zero.runtime.runtime_of(model).ledger
+    ledger = zs.zero.runtime.runtime_of(model).tiers.ledger
     return sum(ledger.now.values()) + sum(ledger.elsewhere[Tier.HOST].values()), sum(ledger.elsewhere[Tier.DISK].values())
 
 
@@ -332,7 +332,7 @@ def test_buffers_come_again_by_themselves():
         model, optimizer = zs.shard(model, torch.optim.AdamW(model.parameters()), stage=3)
         expected = copy.deepcopy(MODEL)
         expected, other = zs.shard(expected, torch.optim.AdamW(expected.parameters()), stage=3)
-        ledger = zs.zero.runtime.runtime_of(model).ledger
+        ledger = zs.zero.runtime.runtime_of(model).tiers.ledger
         for step in range(3):
             assert _steps(rank, model, optimizer, (step,)) == _steps(rank, expected, other, (step,))
             staging = ledger.now["staging"]

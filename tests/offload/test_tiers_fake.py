@@ -71,7 +71,7 @@ def build(shape: GPTConfig, world_size: int, places: tuple, blocks: type | None 
 
 def step(model, optimizer, tokens) -> Counter:
     """One step; bytes over each link in it."""
-    moved = runtime_of(model).ledger.moved
+    moved = runtime_of(model).tiers.ledger.moved
     before = Counter(moved)
     model(tokens, tokens).backward()
     optimizer.step()
@@ -158,7 +158,7 @@ def test_bytes_at_rest_and_bytes_moved_are_the_closed_formulas(world_size, row):
         if places[2] != "nvme":
             assert first == expected
         held = expected_at_rest(row, psi, s, r)
-        ledger = runtime.ledger
+        ledger = runtime.tiers.ledger
         for tier, now in ((DEVICE, ledger.now), *ledger.elsewhere.items()):
             assert {name: now.get(name, 0) for name in (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER)} == {
                 name: held[tier][name] for name in (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER)
@@ -182,7 +182,7 @@ def test_the_paper_s_numbers():
         psi = sizes(runtime)[0]
         moved = step(model, optimizer, tokens)
         assert moved == {(DEVICE, HOST): 2 * psi, (HOST, DEVICE): 2 * psi}
-        assert sum(runtime.ledger.now.values()) - runtime.ledger.now[STAGING] == 2 * psi
+        assert sum(runtime.tiers.ledger.now.values()) - runtime.tiers.ledger.now[STAGING] == 2 * psi
 
 
 def test_a_trillion_parameters_on_disk_take_a_few_units_of_device_memory(monkeypatch):
@@ -205,10 +205,10 @@ def test_a_trillion_parameters_on_disk_take_a_few_units_of_device_memory(monkeyp
         root = next(unit.gathered_nbytes for unit in runtime.units if unit.name == "(root)")
         block = max(unit.gathered_nbytes for unit in runtime.units)
         passing = (4 * 1 + 3 * 2) * block // world_size + 4 * world_size
-        assert runtime.ledger.total_peak <= root + 2 * block + 2 * block + passing
-        disk = runtime.ledger.elsewhere[DISK]
+        assert runtime.tiers.ledger.total_peak <= root + 2 * block + 2 * block + passing
+        disk = runtime.tiers.ledger.elsewhere[DISK]
         assert sum(disk.values()) == 18 * s
-        host = runtime.ledger.elsewhere[HOST]
+        host = runtime.tiers.ledger.elsewhere[HOST]
         assert {name for name, nbytes in host.items() if nbytes} == {STAGING}
 
 
@@ -219,5 +219,5 @@ def test_prefetch_bucket_size_counts_elements():
             model, optimizer, tokens = build(SMALL, 8, ("none", "none", "none"), stage=3, **options)
             for _ in range(2):
                 step(model, optimizer, tokens)
-            peaks.append(runtime_of(model).ledger.peak[GATHERED])
+            peaks.append(runtime_of(model).tiers.ledger.peak[GATHERED])
     assert peaks[0] == peaks[1] > peaks[2]

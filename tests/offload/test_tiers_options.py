@@ -72,7 +72,7 @@ def test_ratio_is_the_part_of_the_states_that_is_offloaded(ratio, disk):
         model(*task.data[0][0][rank]).backward()
         optimizer.step()
         runtime = runtime_of(model)
-        here, there = runtime.ledger.now, runtime.ledger.elsewhere[Tier.HOST]
+        here, there = runtime.tiers.ledger.now, runtime.tiers.ledger.elsewhere[Tier.HOST]
         states = [12 * group.layout.shard_numel for group in runtime.groups]  # master and two moments in fp32
         held = here[OPTIMIZER] + here[MASTERS], there[OPTIMIZER] + there[MASTERS]
         zs.close(model)
@@ -103,18 +103,18 @@ def test_max_live_parameters_saves_exactly_the_gathers_that_fit(parameter, disk)
             assert sorted(unit.gathered_numel for unit in runtime.units) == sorted([root, *4 * [block]])
             gathers, losses = [], []
             for step in task.data:
-                before = runtime.ledger.traffic["gather"].count
+                before = runtime.tiers.ledger.traffic["gather"].count
                 loss = model(*step[0][rank])
                 loss.backward()
                 losses.append(loss.item())
                 optimizer.step()
                 optimizer.zero_grad()
-                gathers.append(runtime.ledger.traffic["gather"].count - before)
+                gathers.append(runtime.tiers.ledger.traffic["gather"].count - before)
             kept = 0 if limit < root else 1 + min((limit - root) // block, 4)
             assert gathers == [10, *3 * [10 - kept]], (limit, gathers)  # the first step is recorded
-            peak = runtime.ledger.peak[GATHERED]
+            peak = runtime.tiers.ledger.peak[GATHERED]
             assert peak <= 4 * (max(root, min(limit, root + 4 * block)) + block), (limit, peak)
-            assert runtime.ledger.now[GATHERED] == 0
+            assert runtime.tiers.ledger.now[GATHERED] == 0
             zs.close(model)
             assert losses == expected.losses and not differences(model.state_dict(), expected.weights)
 

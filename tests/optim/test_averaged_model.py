@@ -113,10 +113,10 @@ def test_it_is_a_slice_on_each_rank():
         model, _ = _shard(stage=stage)
         zs.ema(model)
         runtime = runtime_of(model)
-        held = runtime.ledger.now["averaged parameters"]
+        held = runtime.tiers.ledger.now["averaged parameters"]
         assert held == sum(4 * group.layout.shard_numel for group in runtime.groups)
         zs.close(model)
-        assert not runtime.ledger.now["averaged parameters"]
+        assert not runtime.tiers.ledger.now["averaged parameters"]
 
     for stage in range(4):
         run_threads(2, rank_main, stage)

@@ -87,10 +87,10 @@ def moved_by_steps(rank: int, options: dict) -> tuple[list[dict], list[int], dic
         optimizer.step()
         report = zs.report(model)
         moved.append({link: nbytes - before.get(link, 0) for link, nbytes in report.moved.items()})
-        ahead.append(sum(runtime_of(model).ledger.ahead.values()))
+        ahead.append(sum(runtime_of(model).tiers.ledger.ahead.values()))
         before = report.moved
         optimizer.zero_grad()
-    ledger = runtime_of(model).ledger
+    ledger = runtime_of(model).tiers.ledger
     zs.close(model)
     assert not any(ledger.ahead.values())
     return moved, ahead, report.theory_moved_per_step

@@ -137,7 +137,7 @@ def _equal(rank, name, expected, options):
     states = zs.full_optimizer_state(model)
     for parameter, state in expected[1].items():
         _check(states[parameter], state)
-    return runtime_of(model).ledger.traffic["gather"].units
+    return runtime_of(model).tiers.ledger.traffic["gather"].units
 
 
 @pytest.mark.parametrize("stage, world", [(0, 2), (1, 3), (2, 2), (3, 3)])

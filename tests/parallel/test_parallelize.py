@@ -196,7 +196,7 @@ def run_cell(cell: Cell, mesh) -> None:
     text = run.report()
     assert all((f"{axis}: " in text) == (size > 1) for axis, size in (("tp", cell.tp),)), text
     if cell.disk:
-        assert PARTIAL not in runtime_of(run.model).ledger.peak
+        assert PARTIAL not in runtime_of(run.model).tiers.ledger.peak
     run.close()
 
 

@@ -125,7 +125,7 @@ def test_where_ranks_meet_for_every_gather(stage, ordered, loss):
             loss(model, rows[rank], whole).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return zs.full_state_dict(model), runtime_of(model).messages
+        return zs.full_state_dict(model), runtime_of(model).schedule.notes
 
     got = run_threads(2, run)
     plain = copy.deepcopy(base)

@@ -187,10 +187,10 @@ def test_only_the_units_of_what_is_named_are_gathered_and_one_at_a_time():
         model, _ = zs.shard(copy.deepcopy(base), None, stage=3, map_shared=False, units=("Block",))
         runtime = runtime_of(model)
         unit = max(4 * unit.groups[0].layout.numel for unit in runtime.units)
-        runtime.ledger.peak.clear()
+        runtime.tiers.ledger.peak.clear()
         with zs.gathered([model[0].up.bias, model[1].up.bias]):
             pass
-        return runtime.ledger.peak[GATHERED], unit + 2 * model[0].up.bias.nbytes
+        return runtime.tiers.ledger.peak[GATHERED], unit + 2 * model[0].up.bias.nbytes
 
     for peak, bound in run_threads(2, run):
         assert 0 < peak <= bound

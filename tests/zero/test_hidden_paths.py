@@ -99,9 +99,9 @@ def test_nothing_stays_gathered_for_a_loss_that_a_module_keeps(loss):
         runtime = runtime_of(model)
         for _ in range(2):
             value = loss(model, (torch.ones(2, DIM),))
-            assert runtime.ledger.now[GATHERED] == 0
+            assert runtime.tiers.ledger.now[GATHERED] == 0
             value.backward()
-            assert runtime.ledger.now[GATHERED] == 0
+            assert runtime.tiers.ledger.now[GATHERED] == 0
 
     run_threads(2, run)
 
@@ -133,7 +133,7 @@ def test_what_is_done_in_place_or_dropped_keeps_nothing(mode):
         sharded, _ = zs.shard(copy.deepcopy(model), None, units=(InPlace,), overlap=False, **RELEASED)
         for _ in range(2):
             loss = sharded(torch.ones(2, DIM)).sum()
-            assert runtime_of(sharded).ledger.now[GATHERED] == 0
+            assert runtime_of(sharded).tiers.ledger.now[GATHERED] == 0
             loss.backward()
 
     run_threads(1, run)
@@ -174,7 +174,7 @@ def test_memory_goes_back_after_the_outer_backward():
             loss = penalised(model, (torch.ones(2, DIM),))
             loss.backward()
             del loss  # what the inner backward has computed with goes with its graph
-            assert runtime_of(model).ledger.now[GATHERED] == 0
+            assert runtime_of(model).tiers.ledger.now[GATHERED] == 0
 
     run_threads(2, run)
 
@@ -376,7 +376,7 @@ def test_torch_func_on_released_parameters_is_refused():
         with fwAD.dual_level():
             same(fwAD.unpack_dual(model(fwAD.make_dual(x, x))).tangent, tangent, "tangent", 0.0)
         model(x).sum().backward()
-        assert runtime_of(model).ledger.now[GATHERED] == 0
+        assert runtime_of(model).tiers.ledger.now[GATHERED] == 0
 
     run_threads(1, run)
 
@@ -412,7 +412,7 @@ def test_a_parametrization_registered_in_a_forward_is_no_write(mode, precision):
         sharded, _ = zs.shard(copy.deepcopy(model), None, units=(Adapted,), precision=precision, **mode)
         square(sharded, (torch.ones(2, DIM),)).backward()
         assert not any(group.masters.unseen() for group in runtime_of(sharded).groups)
-        assert runtime_of(sharded).ledger.now[GATHERED] == 0
+        assert runtime_of(sharded).tiers.ledger.now[GATHERED] == 0
 
     run_threads(2, run)
 

@@ -57,7 +57,7 @@ def test_one_step_is_one_reduction_and_one_more_for_what_was_late(mode):
     def run(rank):
         model, _ = zs.shard(seeded(Again), None, units=(Block,), **mode)
         square(model, (torch.ones(2, DIM),)).backward()
-        return runtime_of(model).ledger.traffic["reduce"].units
+        return runtime_of(model).tiers.ledger.traffic["reduce"].units
 
     for units in run_threads(2, run):
         assert {label.split()[1]: count for label, count in units.items()} == {"block": 2, "(root)": 1}, units

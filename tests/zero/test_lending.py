@@ -116,7 +116,7 @@ def _sharded(build: Callable[[], nn.Module], **options: object) -> nn.Module:
 
 
 def _gathered_nbytes(model: nn.Module) -> int:
-    return runtime_of(model).ledger.now[GATHERED]
+    return runtime_of(model).tiers.ledger.now[GATHERED]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -152,7 +152,7 @@ def test_an_evaluation_between_forward_and_backward():
         for _each in (0, 1):
             mean = [torch.autograd.grad(2 * loss(expected, batches[0][r]), expected.emb.weight)[0] for r in range(2)]
         torch.testing.assert_close(zs.full_gradients(model)["emb.weight"], (mean[0] + mean[1]) / 2)
-        runtime_of(model).drop_gradients()
+        runtime_of(model).zero_grad()
         loss(model, batch)  # its backward never comes
         with torch.no_grad():
             model.emb.weight.mul_(2.0)
@@ -218,7 +218,7 @@ def test_looking_and_writing_gather_nothing():
     def run(rank):
         model = _sharded(plain, overlap=False)  # no gathers ahead
         model(torch.ones(2, DIM)).sum().backward()
-        units = runtime_of(model).ledger.traffic["gather"].units
+        units = runtime_of(model).tiers.ledger.traffic["gather"].units
         assert units and not any("average" in unit for unit in units), units
         same(zs.full_state_dict(model)["average.weight"], plain.average.weight.detach() * 0.5 + 1.0, "written", 0.0)
 

@@ -234,7 +234,7 @@ def sharded(model: nn.Module, **options) -> nn.Module:
 
 
 def gathered_nbytes(model: nn.Module) -> int:
-    return runtime_of(model).ledger.now[GATHERED]
+    return runtime_of(model).tiers.ledger.now[GATHERED]
 
 
 def test_users_hooks_around_a_model_see_activations_alone():

@@ -88,7 +88,7 @@ def train(rank: int, case: str, frozen: bool, **options: Any) -> tuple[dict, lis
             model(*CASES[case][1](step, micro, rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return zs.full_state_dict(model), list(runtime_of(model).messages)
+    return zs.full_state_dict(model), list(runtime_of(model).schedule.notes)
 
 
 def reference(case: str, frozen: bool) -> dict:

@@ -118,7 +118,7 @@ def load(
     stages = _agree(runtime, path, optimizer, name, verify, strict, wanted)
     await_save(runtime)
     loading, extras = _put(runtime, stages, path, name, verify, trusted, strict, wanted)
-    how = agreed(runtime.world, "zs.load: done", lambda: loading.finish(wanted, extras, rng))
+    how = agreed(runtime.topology.world, "zs.load: done", lambda: loading.finish(wanted, extras, rng))
     return Loaded(loading.opened.path, loading.opened.step, loading.opened.facts, extras, how)
 
 
@@ -127,7 +127,7 @@ def _put(
     wanted: dict[str, object],
 ) -> tuple[_Loading, dict[str, object]]:  # fmt: skip
     """Find the checkpoint, compare it with the model, load it (collective). Return the `_Loading` and the saved extras."""
-    world, mesh = runtime.world, runtime.topology.mesh
+    world, mesh = runtime.topology.world, runtime.topology.mesh
     for looks in range(LOOKS, 0, -1):
         with ExitStack() as held:
             in_bulk = partial(_bulk_of, held, runtime, stages.core) if verify is True else None
@@ -160,13 +160,13 @@ def _agree(
         given, named = None if optimizer is None else "given", None if name is None else os.fspath(name)
         mine = {"path": places.absolute(path), "optimizer": given, "name": named, "verify": verify, "strict": bool(strict)}
     except Exception as error:
-        problem = telling(error, "zs.load", runtime.world.rank)
+        problem = telling(error, "zs.load", runtime.topology.world.rank)
     return agree(runtime, core, "zs.load", mine, problem)[0]
 
 
 def await_save(runtime: Runtime) -> None:
     """Wait until the model's background save is complete or has failed; a failure is not raised here (collective)."""
-    last = runtime.saver.last if runtime.saver is not None else None
+    last = runtime.gate.saver.last if runtime.gate.saver is not None else None
     if last is not None and not last.told:
         try:
             last.wait()
@@ -179,8 +179,8 @@ def _bulk_of(held: ExitStack, runtime: Runtime, core: OptimizerCore | None, fold
     held.close()  # the reader of a checkpoint that has been removed meanwhile gives its buffers back
     bulk = Bulk(folder, manifest, Room(saver_of(runtime).pool))
     held.callback(bulk.close)
-    if _all_wanted(runtime, core, manifest) and manifest.facts["world_size"] == runtime.world.world_size:
-        bulk.ahead(folder / manifest.files[runtime.world.rank].name)
+    if _all_wanted(runtime, core, manifest) and manifest.facts["world_size"] == runtime.topology.world.world_size:
+        bulk.ahead(folder / manifest.files[runtime.topology.world.rank].name)
     return bulk
 
 
@@ -196,7 +196,7 @@ class _Loading:
 
     def __init__(self, runtime: Runtime, stages: Stages, opened: Opened, strict: bool) -> None:
         self.runtime, self.stages, self.core, self.opened, self.strict = runtime, stages, stages.core, opened, strict
-        self.comm = runtime.world
+        self.comm = runtime.topology.world
         self.prefixes = safetensors.prefixes_of(runtime.model)
         self.aliases: dict[str, str] = {}  # another name of a parameter -> its name
         self.found: dict[str, Stored] = {}  # parameter -> where it is stored
@@ -487,8 +487,8 @@ class _Loading:
         runtime, reading = self.runtime, self.reading
         if self.core is not None:
             self.core.drain()  # a pending delayed update would overwrite the loaded masters
-        runtime.settle()
-        runtime.drop_gradients()
+        runtime.gate.outdate()
+        runtime.zero_grad()
         runtime.topology.forget()
         found, stored = reading.guard(self.found), reading.guard(self.opened.model)
         safetensors.stream(runtime, found, stored, False)

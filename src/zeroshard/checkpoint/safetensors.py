@@ -256,7 +256,7 @@ def save_safetensors(model: nn.Module, path: str | os.PathLike, dtype: torch.dty
     runtime.attendance.refuse("zs.save_safetensors")
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"zs.save_safetensors: dtype: expected one of floating-point numbers, or None, got {dtype}.")
-    comm, target = runtime.world, Path(path)
+    comm, target = runtime.topology.world, Path(path)
     tokens = comm.exchange(secrets.token_hex(4).encode(), "zs.save_safetensors: begin")
     scratch = target.with_name(f".{target.name}.{tokens[0].decode()}.tmp")
     mine, whole = _agree_on_listing(runtime, dtype)
@@ -329,14 +329,14 @@ def _agree_on_listing(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Lis
     try:
         mine = _Listing.of(runtime, dtype)
     except ConfigError as error:
-        if runtime.world is runtime.comm:
+        if runtime.topology.world is runtime.comm:
             raise
         problem = error
-    if runtime.world is runtime.comm:
+    if runtime.topology.world is runtime.comm:
         return mine, mine
-    tells = runtime.world.rank == stages[runtime.topology.stage][0] and len(stages) > 1
+    tells = runtime.topology.world.rank == stages[runtime.topology.stage][0] and len(stages) > 1
     told = exchange_values(
-        runtime.world, (problem, (mine.tensors, mine.metadata) if tells else None), "zs.save_safetensors: names"
+        runtime.topology.world, (problem, (mine.tensors, mine.metadata) if tells else None), "zs.save_safetensors: names"
     )
     for failed, _ in told:
         if failed is not None:
@@ -417,7 +417,7 @@ def _agreed(comm: DirectComm, file: SafetensorsFile, action: Callable[[], None])
 
 def _write(runtime: Runtime, file: SafetensorsFile, listing: _Listing) -> None:
     """Write all tensors; ranks that do not see the file send their slices, and rank 0 writes them (collective)."""
-    comm, sees = runtime.world, file.path.exists()
+    comm, sees = runtime.topology.world, file.path.exists()
     all_see = all(comm.exchange(b"1" if sees else b"", "zs.save_safetensors: who sees the file"))
     slices = _slices(runtime, file, listing, CHUNK_NBYTES if all_see else CHUNK_NBYTES // comm.world_size)
 
@@ -464,7 +464,7 @@ def _slices(
             core.refresh_masters(group)
     for name, part, source in listing.sources:
         if isinstance(source, Tensor):
-            if runtime.world.rank == topology.stages[topology.stage][0]:
+            if runtime.topology.world.rank == topology.stages[topology.stage][0]:
                 yield name, part, 0, source.detach().to("cpu").reshape(-1)
             continue
         group, index = source

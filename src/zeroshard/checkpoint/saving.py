@@ -37,9 +37,9 @@ from .writing import Plan, Save, Saver, Writing, write_error
 
 def saver_of(runtime: Runtime) -> Saver:
     """Return the model's Saver; the first call makes it."""
-    if runtime.saver is None:
-        runtime.saver = Saver(runtime)
-    return runtime.saver
+    if runtime.gate.saver is None:
+        runtime.gate.saver = Saver(runtime)
+    return runtime.gate.saver
 
 
 def save(
@@ -93,8 +93,8 @@ def save(
         ModelMismatch: ranks wrote different values into one parameter.
         ConfigError: ranks passed different arguments, a value can not be saved, or `path` is not one folder for all ranks.
     """
-    begin = time.monotonic()
-    runtime = runtime_of(model)
+    begin, runtime = time.monotonic(), runtime_of(model)
+    world = runtime.topology.world
     check_idle(runtime, "zs.save")
     if runtime.unusable:  # a load failed half-way: the model is a mixture of two states
         raise CheckpointError(runtime.unusable)
@@ -106,12 +106,12 @@ def save(
         plan = _plan(runtime, path, step, name, *options, files or {})
         extras, slices = serialised(extra), slices_of(extra, model)
     except Exception as error:
-        problem = telling(error, "zs.save", runtime.world.rank)
+        problem = telling(error, "zs.save", runtime.topology.world.rank)
     digests = {name: hashlib.sha256(each.content).hexdigest() for name, each in extras.items()}
     stages, told = agree(runtime, core, "zs.save", {} if plan is None else vars(plan), problem, digests)
     assert plan is not None
     plan = replace(plan, trained_only=plan.trained_only is not False and stages.partly_frozen)
-    return _write(saver, plan, stages, extras, alike(runtime.world, extras, told), slices, files or {}, begin)
+    return _write(saver, plan, stages, extras, alike(runtime.topology.world, extras, told), slices, files or {}, begin)
 
 
 def _write(
@@ -123,7 +123,7 @@ def _write(
     Raise ModelMismatch, on all ranks of the mesh, if data-parallel ranks wrote different values somewhere; CheckpointError while
     the last save runs (`if_busy`), and its error if that was not raised yet.
     """
-    runtime, world, last = saver.runtime, saver.runtime.world, saver.last
+    runtime, world, last = saver.runtime, saver.runtime.topology.world, saver.last
     problem: ModelMismatch | None = None
     try:
         runtime.values.agree()

@@ -79,7 +79,7 @@ def agree(
 
     Return the pipeline's stages, and all ranks' values of `more`.
     """
-    world, groups, stages, told = runtime.world, runtime.groups, runtime.topology.stages, None
+    world, groups, stages, told = runtime.topology.world, runtime.groups, runtime.topology.stages, None
     if problem is None and len(stages) > 1 and world.rank == stages[runtime.topology.stage][0]:
         try:
             told = {  # what a stage's first rank tells all ranks about it

@@ -119,7 +119,7 @@ def collect(
     names: says which stage of a pipeline writes a name. slices: slices that extras keep of parameters, by the extra's name.
     """
     contents, prefixes, model = Contents(), prefixes_of(runtime.model), runtime.model
-    rank, topology = runtime.world.rank, runtime.topology
+    rank, topology = runtime.topology.world.rank, runtime.topology
     for group in runtime.groups:
         for index in _written(group, names):
             name = group.specs[index].whole_name

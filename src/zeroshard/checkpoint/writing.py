@@ -113,7 +113,7 @@ class Save:
 
 
 class Saver:
-    """State shared by all saves of one model (`runtime.saver`): buffers, the I/O engine, the last save, its layout.
+    """State shared by all saves of one model (`runtime.gate.saver`): buffers, the I/O engine, the last save, its layout.
 
     Threads: the rank's main thread. A background save reads shards in memory until `await_copy` returns (those on disk it has
     read before), and afterwards only writes files: it never uses the Comm or the pools.
@@ -121,7 +121,7 @@ class Saver:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.pool = staging(runtime.tiers, runtime.ledger)
+        self.pool = staging(runtime.tiers, runtime.tiers.ledger)
         self.engine = Engine()
         self.last: Save | None = None
         self.listed = listing.Listed()
@@ -148,7 +148,7 @@ class Saver:
             if last is not None and not last.told:
                 last.wait()
         except ZeroshardError as error:
-            if last is not None and self.runtime.world.rank == 0:
+            if last is not None and self.runtime.topology.world.rank == 0:
                 print(f"zeroshard: {last.path} was not saved: {error}", file=sys.stderr)
         finally:
             self.engine.close()
@@ -183,7 +183,7 @@ class Writing:
         slices: dict[str, holding.Slices], shared: set[str], files: dict[str, bytes], begin: float,
     ) -> None:  # fmt: skip
         self.saver, self.plan, self.stages, self.core, self.begin = saver, plan, stages, stages.core, begin
-        self.runtime, self.comm = saver.runtime, saver.runtime.world
+        self.runtime, self.comm = saver.runtime, saver.runtime.topology.world
         self.draft = draft if isinstance(draft, places.Draft) else None
         self.folder = draft.path if isinstance(draft, places.Draft) else draft
         rank, self.per_rank = self.comm.rank, sorted(extras.keys() - shared)

@@ -76,20 +76,18 @@ def _take_part(runtime: Runtime) -> None:
         """Drop or zero gradients if the other ranks have called zero_grad since the last event."""
         drops, zeros = attendance.behind
         if drops > 0:
-            runtime.drop_gradients()
+            runtime.zero_grad()
         elif zeros > 0:
-            runtime.zero_gradients()
+            runtime.zero_grad(set_to_none=False)
         attendance.zeroed = [0, 0]  # these calls followed the other ranks', so peers need not hear of them
 
-    runtime.recover()
-    runtime.settle()
+    runtime.gate.outdate()
     attendance.serving = True
     if not attendance.ended and not attendance.gathers_meet:
         # the others learn of this in the exchange at the end of a backward, or of their own loops
         agreed = runtime.reductions.agree()
         if not attendance.everyone_ended:
             follow_zero_grad()
-            runtime.before_gradients()
             runtime.reduce_all(agreed)
     while not attendance.everyone_ended:
         event: tuple[str, Any] = attendance.ask(None) or ("", None)  # None: all have ended
@@ -99,7 +97,6 @@ def _take_part(runtime: Runtime) -> None:
             runtime.units[values].ready()
             runtime.units[values].release()
         elif what == "reduce":
-            runtime.before_gradients()
             runtime.reduce_all()
         elif what == "clip":
             core.clip(values)

@@ -71,7 +71,7 @@ def offload_states(
         runtime.gate.wait()
     if "gradients" not in runtime.moved:
         runtime.flush()
-    runtime.settle()
+    runtime.gate.outdate()
     memories, groups = _memories(runtime), runtime.groups
     rests: dict[str, list[Rest]] = {  # `moved` makes them raise StatesAway while they are away
         "optimizer": [rest for group in groups for rest in (*group.columns.values(), *group.averages)],
@@ -211,11 +211,11 @@ def _resting(part: str, category: str, rest: Rest | None, kept: bool = True) -> 
 
 def _give_back_buffers(runtime: Runtime) -> None:
     tiers = runtime.tiers
-    for pool in (runtime.pool, tiers.staging, tiers.slots, tiers.landings, tiers.arrivals):
+    for pool in (runtime.reductions.pool, tiers.staging, tiers.slots, tiers.landings, tiers.arrivals):
         if pool is not None:
             pool.give_back()
     if runtime.optimizer is not None and runtime.optimizer.core.host is not None:
         runtime.optimizer.core.host.give_back()
-    if runtime.saver is not None and (runtime.saver.last is None or runtime.saver.last.done()):
-        runtime.saver.pool.give_back()
+    if runtime.gate.saver is not None and (runtime.gate.saver.last is None or runtime.gate.saver.last.done()):
+        runtime.gate.saver.pool.give_back()
     give_back_memory(runtime.model)

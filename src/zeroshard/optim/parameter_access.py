@@ -136,7 +136,7 @@ class _Value(ParameterPart):
         if runtime.optimizer is not None:
             runtime.optimizer.core.refresh_masters(group)
         if group.master is None:
-            return group.local(self.index).clone()
+            return home.fetch(gradient=False).clone()
         begin, end = home.begin, home.end
         if group.master.numel != group.layout.shard_numel:  # this rank has all masters
             offset = group.layout.slots[self.index].offset

@@ -46,12 +46,12 @@ class OptimizerCore:
     """The implementation of a sharded optimizer, found as `optimizer.core`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
-        self.outer, self.runtime, self.comm, self.world = optimizer, runtime, runtime.comm, runtime.world
+        self.outer, self.runtime, self.comm, self.world = optimizer, runtime, runtime.comm, runtime.topology.world
         self.replicated = runtime.config.row.optimizer is Placement.REPLICATED
         self.inner = inner_copy(optimizer)
         alone, columns = whole_parameters(optimizer), declared_columns(optimizer)
         self.maker = RunMaker(self.replicated, self.inner.state, runtime.tiers, alone, columns)
-        self.whole = WholeStepper(inner_copy(optimizer), runtime.shards, runtime.tiers, self.replicated)
+        self.whole = WholeStepper(inner_copy(optimizer), runtime.topology.shards, runtime.tiers, self.replicated)
         self.host: HostStepper | None = None
         if runtime.config.offload_optimizer.tier is not Tier.DEVICE:
             given = runtime.config.offload_optimizer.fused  # whether the host steps with fused kernels; None: where it is best
@@ -269,7 +269,7 @@ class OptimizerCore:
     def _update(self) -> list[ParamGroup]:
         """Step this rank's shards; return the groups whose parameters were written, the same on every rank."""
         self.comm.fence_write(synchronised=True)  # the norm's exchange was the barrier
-        self.runtime.settle()
+        self.runtime.gate.outdate()
         groups = self.stepped_groups
         stepped = set(map(id, groups))
         self.runtime.gate.wait()
@@ -354,7 +354,7 @@ class OptimizerCore:
         self.runtime.gate.wait()
         if self.delayed is not None and self.delayed.unpublished:
             self.comm.fence_write()
-            self.runtime.settle()
+            self.runtime.gate.outdate()
             self.publish(self._publish_delayed())
         for group in self.runtime.groups:
             self.refresh_masters(group)
@@ -417,7 +417,7 @@ class OptimizerCore:
         if nbytes != self._state_nbytes:
             for tensor in held:
                 claimed(tensor)
-            self.runtime.ledger.enter(OPTIMIZER, nbytes - self._state_nbytes)
+            self.runtime.tiers.ledger.enter(OPTIMIZER, nbytes - self._state_nbytes)
             self._state_nbytes = nbytes
 
     def poll(self) -> None:
@@ -436,7 +436,7 @@ class OptimizerCore:
         if self.host is not None:
             self.host.close()
         self.whole.close()
-        self.runtime.ledger.strike(OPTIMIZER, self._state_nbytes)
+        self.runtime.tiers.ledger.strike(OPTIMIZER, self._state_nbytes)
         self._state_nbytes = 0
         self.inner.state.clear()
         self.runs = []
@@ -449,7 +449,7 @@ class DropsGradients(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; with set_to_none=False, set existing ones to zero, and a step then uses the zeros."""
-        self.core.runtime.drop_gradients() if set_to_none else self.core.runtime.zero_gradients()
+        self.core.runtime.zero_grad(set_to_none)
 
 
 class ShardedOptimizer:

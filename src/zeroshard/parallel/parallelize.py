@@ -329,7 +329,7 @@ class Parallel:
 
     @property
     def world_size(self) -> int:
-        return runtime_of(self.model).world.world_size
+        return runtime_of(self.model).topology.world.world_size
 
 
 def _logits(output: Any) -> Tensor:

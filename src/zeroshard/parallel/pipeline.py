@@ -13,11 +13,10 @@ parameters do not see: `_Stage` passes these gradients to `Runtime.hold`.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from ..tensor.distributed import is_distributed
 from ..utils import torch_compat
 from ..utils.tensor_tree import find_tensors
 from ..utils.torch_compat import stage_backward_weight
-from ..zero.runtime import Runtime, runtime_of
+from ..zero.runtime import runtime_of
 from .tied import TiedParameters, exchange_objects
 
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -97,7 +96,7 @@ class _Stage(PipelineStage):
             stage_backward_weight(iter(weights), bwd_kwargs["param_groups"])
             runtime.hold((weight.param, weight.grad) for weight in weights if weight.grad is not None)
             return (), None
-        with _held(runtime, reduce=last_backward):
+        with runtime.holding(reduce=last_backward):
             if backward_type == "input" and whole:
                 if bwd_kwargs["output_grads"] is None:  # the last stage: torch has put its loss into a tuple
                     bwd_kwargs = bwd_kwargs | {"stage_output": bwd_kwargs["stage_output"][0]}
@@ -142,21 +141,6 @@ class _Stage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Start the reductions after the step's last backward. No scaling: `_build` divides each loss by the micro-batches."""
         runtime_of(self.submod).begin_reductions()
-
-
-@contextlib.contextmanager
-def _held(runtime: Runtime, reduce: bool) -> Iterator[None]:
-    """Context for a backward that accumulates gradients on this rank, as zs.accumulate does.
-
-    reduce: start the reduction of each complete unit, without waiting for it.
-    """
-    reductions = runtime.reductions
-    previous = runtime.sync, reductions.waits
-    runtime.sync, reductions.waits, runtime.account.held = reduce, False, True
-    try:
-        yield
-    finally:
-        runtime.sync, reductions.waits = previous
 
 
 class Pipeline:
@@ -213,7 +197,7 @@ class Pipeline:
         for runtime in self.runtimes:
             if any(unit.sharded for unit in runtime.units):
                 times = 2 * self.micro_batches
-                runtime.tell(
+                runtime.schedule.note(
                     f"a pipeline at stage 3 gathers each unit {times} times a step; raise max_live_parameters to keep some gathered"
                 )
 
@@ -271,7 +255,7 @@ class Pipeline:
         for runtime in self.runtimes if self.ranks > 1 else ():  # stages share the norm and the decision to skip a step
             if runtime.config.precision == "fp16":
                 return "precision='fp16' with a pipeline: each stage would have a loss scale of its own. Use 'bf16', which needs no loss scale."
-            if runtime.optimizer is not None and runtime.world is runtime.comm:
+            if runtime.optimizer is not None and runtime.topology.world is runtime.comm:
                 return (
                     "a stage of a pipeline was sharded over its data-parallel ranks alone (comm=): it would know neither the norm of the other "
                     "stages nor that they skip a step. Give zs.shard(stage, optimizer, mesh=mesh) the whole mesh, with its axis pp."
@@ -339,7 +323,7 @@ class Pipeline:
 
     def _explain(self, error: RuntimeError) -> None:
         """Raise PeerFailed, with the failed rank's error, if `error` is a broken connection to a stage whose rank has failed."""
-        world, deadline = self.runtimes[0].world, time.monotonic() + _PATIENCE_S
+        world, deadline = self.runtimes[0].topology.world, time.monotonic() + _PATIENCE_S
         if not any(word in str(error).lower() for word in ("connection", "gloo", "nccl", "timed out")):
             return
         late = "timed out" in str(error).lower()  # the rank may be slow, not failed: no message is to be expected

@@ -92,7 +92,7 @@ class Traffic:
         return self._found | {axis: after[axis] - before for axis, before in self._before.items()}
 
     def _totals(self) -> dict[str, float]:
-        zero = sum(entry.nbytes for runtime in self.runtimes for entry in runtime.ledger.traffic.values())
+        zero = sum(entry.nbytes for runtime in self.runtimes for entry in runtime.tiers.ledger.traffic.values())
         return ({} if self.pipeline is None else {"pp": float(self.pipeline.sent_nbytes)}) | {"dp": float(zero)}
 
     def text(self) -> str:

@@ -396,7 +396,7 @@ class _Run:
                 recorder.enter(phase)
                 if phase == "forward":
                     operators.begin(Trace(rank=self.rank, axes=self.axes, node_size=self.node_size))
-                    before = sum(t.nbytes for runtime in runtimes for t in runtime.ledger.traffic.values())
+                    before = sum(t.nbytes for runtime in runtimes for t in runtime.tiers.ledger.traffic.values())
                 with self._told("batch: the function that makes it"):
                     make = batch if callable(batch) else lambda: torch.zeros(*batch, dtype=torch.long)
                     batches = [make() for _ in range(self.micro_batches)]
@@ -413,10 +413,10 @@ class _Run:
                     comm.exchange(b"", "saved")
             else:
                 for runtime in runtimes:
-                    staging(runtime.tiers, runtime.ledger).grow(ROTATING)
+                    staging(runtime.tiers, runtime.tiers.ledger).grow(ROTATING)
         recorder.flush()
         if not self.sent:
-            self.sent = {DP: sum(t.nbytes for runtime in runtimes for t in runtime.ledger.traffic.values()) - before}
+            self.sent = {DP: sum(t.nbytes for runtime in runtimes for t in runtime.tiers.ledger.traffic.values()) - before}
         for handle in handles:
             handle.remove()
 

@@ -18,23 +18,12 @@ from ..utils import torch_compat
 from .unit import Unit
 
 
-class _End:
-    """Callback that autograd calls at the end of the backward."""
-
-    def __init__(self, backward: Backward, at_end: Callable[[], None]) -> None:
-        self.backward, self.at_end = backward, at_end
-
-    def __call__(self) -> None:
-        if self.backward.begun:
-            self.at_end()
-
-
 @dataclass
 class _Tally:
     """Count of one unit's gradients in this backward."""
 
-    complete: int = 0  # number of parameters that have a gradient
-    since_left: set[int] = field(default_factory=set)  # numbers of parameters that have a gradient in this round (see `arrive`)
+    arrived: set[int] = field(default_factory=set)  # numbers of parameters that have a gradient
+    since_left: set[int] = field(default_factory=set)  # the same, of this round (see `arrive`)
     task: int = -1  # autograd's number of the (reentrant) backward that computed the newest gradients
 
 
@@ -48,9 +37,12 @@ class Backward:
         """Construct it inside the backward; `at_end` is called when the backward ends, if it has begun."""
         self.begun = self.scaled = False
         self.thread: int | None = threading.get_ident()
-        self._arrived: set[int] = set()  # numbers of parameters
         self._tallies: dict[int, _Tally] = defaultdict(_Tally)  # by number of the unit
-        end = _End(self, at_end)
+
+        def end() -> None:
+            if self.begun:
+                at_end()
+
         self._end = weakref.ref(end)
         torch_compat.at_end_of_backward(end)
 
@@ -70,15 +62,12 @@ class Backward:
             tally.task = task
             tally.since_left.clear()
         tally.since_left.add(number)
-        completes = False
-        if number not in self._arrived:
-            self._arrived.add(number)
-            tally.complete += 1
-            completes = tally.complete == unit.expected
+        first = number not in tally.arrived
+        tally.arrived.add(number)
         leaves = len(tally.since_left) == unit.expected
         if leaves:
             tally.since_left.clear()
-        return completes, leaves
+        return first and len(tally.arrived) == unit.expected, leaves
 
     def awaits(self, unit: Unit) -> bool:
         """True in the middle of a round (see `arrive`): some of the unit's gradients have come, and others are missing."""

@@ -41,8 +41,8 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
         runtime.moved.forget()
         runtime.tiers.close()
         raise
-    if runtime.saver is not None:
-        runtime.saver.close()
+    if runtime.gate.saver is not None:
+        runtime.gate.saver.close()
     for unit in runtime.units:
         unit.entries.swap_out()
         unit.land()
@@ -59,8 +59,9 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
     for group in runtime.groups:
         if group.grads is not None:
             group.grads.close()
-        group.values.close()
-    runtime.pool.close()
+        group.values.forget()
+        group.values.release()
+    runtime.reductions.pool.close()
     runtime.tiers.close()
     runtime.closed = True
     runtime.comm.exchange(b"", "zs.close")  # no rank may still use the buffers that `release` frees

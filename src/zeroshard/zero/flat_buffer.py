@@ -40,18 +40,6 @@ def slot_views(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
     return [data[slot.offset : slot.stop].view(slot.shape) for slot in layout.slots]
 
 
-def _own_storages(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
-    """Return `slot_views`, each with a storage of its own over the same memory.
-
-    Tools that go by storages (safetensors' `save_model`, torch.save) then see parameters as they are without sharding.
-    """
-    storage, first, size = flat.untyped_storage(), flat.storage_offset(), flat.itemsize
-    memories = (storage[(first + slot.offset) * size : (first + slot.stop) * size] for slot in layout.slots)
-    fresh = (torch.empty(0, dtype=flat.dtype, device=flat.device) for _ in layout.slots)
-    views = zip(fresh, memories, layout.slots, strict=True)
-    return [view.set_(memory, 0, slot.shape) for view, memory, slot in views]  # type: ignore[call-overload]  # torch takes a slice
-
-
 class ParameterBuffer:
     """Flat buffer of the values of one group.
 
@@ -93,34 +81,31 @@ class ParameterBuffer:
             assert shard is not None
             self.rest = tiers.over(shard)
             tiers.enter(PARAMETERS, self.nbytes, self.tier)
-        self.views = self._views()
+        self.staged = self.region is None  # the shard must be fetched to a staging buffer before it can be gathered
+        self.views = self.new_views()
         if not self.mapped:
             comm.reserve(number, layout.shard_numel, dtype)
         self._present = False
         self._staged: tuple[int, Region, Work] | None = None  # staging buffer (number, region) and the copy of the shard to it
         self._upload: Work | None = None  # the newest copy from the shard at rest on the host to the device
 
-    def _views(self) -> list[Tensor]:
-        if not self.sharded and self.full.untyped_storage().device.type != "meta":  # not for imagined ranks and fake tensors
-            return _own_storages(self.full, self.layout)
+    def new_views(self) -> list[Tensor]:
+        """Return one view of `full` for each slot, in its parameter's shape."""
+        full, storage, slots = self.full, self.full.untyped_storage(), self.layout.slots
+        if not self.sharded and storage.device.type != "meta":  # not for imagined ranks and fake tensors
+            # Each view has a storage of its own over the same memory: tools that go by storages (safetensors' `save_model`,
+            # torch.save) then see parameters as they are without sharding.
+            first, size = full.storage_offset(), full.itemsize
+            memories = (storage[(first + slot.offset) * size : (first + slot.stop) * size] for slot in slots)
+            fresh = (torch.empty(0, dtype=full.dtype, device=full.device) for _ in slots)
+            views = zip(fresh, memories, slots, strict=True)
+            return [view.set_(memory, 0, slot.shape) for view, memory, slot in views]  # type: ignore[call-overload]  # torch takes a slice
         if not self.sharded or self.mapped:
-            return slot_views(self.full, self.layout)  # in memory that is never released
-        self.full.untyped_storage().resize_(self._full_nbytes)  # torch makes no views beyond a storage's end
-        views = slot_views(self.full, self.layout)
-        self.full.untyped_storage().resize_(0)
-        return views
-
-    def renew_views(self) -> bool:
-        """Make new views if `full` has other memory than before, and return whether it has."""
-        moved = bool(self.views) and self.views[0].data_ptr() != self.full.data_ptr()
-        if moved:
-            self.views = self._views()
-        return moved
-
-    @property
-    def staged(self) -> bool:
-        """True if the shard must be fetched to a staging buffer before it can be gathered."""
-        return self.region is None
+            return slot_views(full, self.layout)  # in memory that is never released
+        storage.resize_(self._full_nbytes)  # torch makes no views beyond a storage's end
+        released = slot_views(full, self.layout)
+        storage.resize_(0)
+        return released
 
     @property
     def _pool(self) -> StagingPool:
@@ -173,22 +158,19 @@ class ParameterBuffer:
             take_again(self.full, self._full_nbytes)
             self.ledger.enter(GATHERED, self._full_nbytes)
             self._present = True
-        work = self._start_gather()
-        self.ledger.sent("gather", work.sent, self.label)
-        return work
-
-    def _start_gather(self) -> Collective:
         if self.region is not None:
-            return self.comm.gather(self.full, self.region, self.label)
-        self.fetch(wait=True)
-        assert self._staged is not None
-        number, region, pending = self._staged
-        self._staged = None
-        pending.join()  # the stream of the gather waits, the host does not
-        if self.tier is Tier.HOST:
-            self._upload = pending  # it still reads the shard at rest: `settle` waits for it before a write
-        work = self.comm.gather(self.full, region, self.label, tag=self.number)
-        self._pool.give(number, work)  # free again when all ranks have read it
+            work = self.comm.gather(self.full, self.region, self.label)
+        else:
+            self.fetch(wait=True)
+            assert self._staged is not None
+            number, region, pending = self._staged
+            self._staged = None
+            pending.join()  # the stream of the gather waits, the host does not
+            if self.tier is Tier.HOST:
+                self._upload = pending  # it still reads the shard at rest: `settle` waits for it before a write
+            work = self.comm.gather(self.full, region, self.label, tag=self.number)
+            self._pool.give(number, work)  # free again when all ranks have read it
+        self.ledger.sent("gather", work.sent, self.label)
         return work
 
     def release(self) -> None:
@@ -205,50 +187,40 @@ class ParameterBuffer:
         self._present = False
         self.full = claimed(torch.empty_like(self.full))
         self.full.untyped_storage().resize_(0)
-        self.views = self._views()
-
-    def close(self) -> None:
-        """Release the gathered memory and the staging buffer; the shard at rest stays."""
-        self.forget()
-        self.release()
+        self.views = self.new_views()
 
 
 class LocalSums:
-    """Sums of this rank's gradients, by slot, that zs.accumulate holds back: in the resting buffer or in memory of their own."""
+    """Sums of this rank's gradients, by slot, that zs.accumulate holds back: in the resting buffer or in memory of their own.
+
+    views: the sums, between `begin` and `release`. held: by slot, whether a gradient was added.
+    """
 
     def __init__(self, layout: FlatLayout, ledger: Ledger) -> None:
         self._layout, self._ledger = layout, ledger
         self.held = [False] * len(layout.slots)
-        self._views: list[Tensor] = []
+        self.views: list[Tensor] = []
         self._own_nbytes = 0
-
-    @property
-    def begun(self) -> bool:
-        """True between `begin` and `release`."""
-        return bool(self._views)
 
     def begin(self, flat: Tensor, own: bool) -> None:
         """Keep the sums in `flat` (numel,) from now on. own: `flat` was allocated for them, and counts in the ledger."""
-        self._views = slot_views(flat, self._layout)
+        self.views = slot_views(flat, self._layout)
         self._own_nbytes = flat.nbytes if own else 0
         if own:
             self._ledger.enter(PARTIAL, flat.nbytes)
 
     def add(self, index: int, grad: Tensor) -> Tensor:
         """Add a gradient to the sum of slot `index`, and return the sum."""
-        view = self._views[index]
+        view = self.views[index]
         view.add_(grad) if self.held[index] else view.copy_(grad)
         self.held[index] = True
         return view
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self._views[index]
 
     def release(self) -> None:
         """Drop the sums and their memory; the inverse of `begin`."""
         if self._own_nbytes:
             self._ledger.strike(PARTIAL, self._own_nbytes)
-        self._views, self._own_nbytes = [], 0
+        self.views, self._own_nbytes = [], 0
         self.held = [False] * len(self.held)
 
 
@@ -261,7 +233,7 @@ class GradientBuffer:
 
     def __init__(
         self, layout: FlatLayout, dtype: torch.dtype, send_dtype: torch.dtype, config: Config, comm: Comm,
-        ledger: Ledger, pool: StagingPool, tiers: Tiers, tag: int, label: str, summed: int = 1,
+        ledger: Ledger, pool: StagingPool, tiers: Tiers, tag: int, label: str, summed: int,
     ) -> None:  # fmt: skip
         self.layout, self.comm, self.ledger, self.pool, self.summed = layout, comm, ledger, pool, summed
         self.tag, self.label, self.dtype, self.send_dtype = tag, label, dtype, send_dtype
@@ -298,7 +270,8 @@ class GradientBuffer:
         self._count = len(layout.slots)
         self._filled = [False] * self._count  # by slot: its gradient is in the send buffer
         self._sums = LocalSums(layout, ledger)
-        self._carry: Tensor | None = None  # copy of the earlier reduced shard, while its place is used for local sums
+        # copy of the earlier reduced shard, while its place is used for local sums; `finish` copies it into the resting buffer
+        self.carry: Tensor | None = None
         self._send: Region | None = None  # the send buffer, from the first gradient until `reduce`
         self._slot = -1  # number of the send buffer in the pool; -1: there is none, or it is the buffer at rest
         self._views: dict[int, list[Tensor]] = {}  # by `_slot`
@@ -315,7 +288,12 @@ class GradientBuffer:
     def add(self, index: int, grad: Tensor, sync: bool) -> None:
         """Add a local gradient of slot `index` to the send buffer (sync) or to the sums held back (not sync)."""
         if not sync:
-            self._begin_sums()
+            if not self._sums.views and self.region is not None:
+                self._begin_resting()
+                self._sums.begin(self.region.tensor, own=False)
+            elif not self._sums.views:
+                flat = claimed(torch.zeros(self.layout.numel, dtype=self.dtype, device=self.comm.device))
+                self._sums.begin(flat, own=True)
             self._sums.add(index, grad)
             return
         views = self._begin_send()
@@ -337,28 +315,14 @@ class GradientBuffer:
         """True if zs.accumulate holds local sums back."""
         return any(self._sums.held)
 
-    @property
-    def carries(self) -> bool:
-        """True while the reduced shard is in memory of its own, from which `finish` copies it into the resting buffer."""
-        return self._carry is not None
-
     def _begin_resting(self) -> None:
         """Copy the reduced shard out of the resting buffer, which is about to take local sums."""
         if self._work is not None:
             self._work.drain()
             self._work = None
-        if self.reduced and self._carry is None:
-            self._carry = claimed(self.load().clone())
-            self.ledger.enter(PARTIAL, self._carry.nbytes)
-
-    def _begin_sums(self) -> None:
-        if self._sums.begun:
-            return
-        if self.region is not None:
-            self._begin_resting()
-            self._sums.begin(self.region.tensor, own=False)
-        else:
-            self._sums.begin(claimed(torch.zeros(self.layout.numel, dtype=self.dtype, device=self.comm.device)), own=True)
+        if self.reduced and self.carry is None:
+            self.carry = claimed(self.load().clone())
+            self.ledger.enter(PARTIAL, self.carry.nbytes)
 
     def _begin_send(self) -> list[Tensor]:
         if self._send is None:
@@ -381,7 +345,7 @@ class GradientBuffer:
             if self._filled[index] or (self.direct and self._sums.held[index]):
                 continue
             if self._sums.held[index]:
-                views[index].copy_(self._sums[index])
+                views[index].copy_(self._sums.views[index])
             else:
                 views[index].zero_()
         assert self._send is not None
@@ -391,8 +355,8 @@ class GradientBuffer:
         self._sums.release()
         if self.departure is not None:
             out, accumulate = self.departure.landing(), False  # the host adds it to the shard at rest (`Departure.leave`)
-        elif self._carry is not None:
-            out, accumulate = self._carry, True
+        elif self.carry is not None:
+            out, accumulate = self.carry, True
         else:
             out, accumulate = self.load(), self.reduced
         scale = self.summed / (self.comm.world_size * self.comm.replicas)  # the mean, unless ranks hold parts of one sum
@@ -440,9 +404,10 @@ class GradientBuffer:
                 self.square_sum = None
             self.square_sum = total if self.square_sum is None else self.square_sum
             self._work = None
-        if self._carry is not None:
-            self.rest.store(0, self._carry)
-            self._release_carry()
+        if self.carry is not None:
+            self.rest.store(0, self.carry)
+            self.ledger.strike(PARTIAL, self.carry.nbytes)
+            self.carry = None
         self.reduced = True
         if self.replicated and self._work is not None:  # peers still read `full`, which `gather` overwrites
             self._work.drain()
@@ -460,7 +425,7 @@ class GradientBuffer:
         return part.mul_(self.factor) if self.factor != 1.0 else part
 
     def _at_rest(self, start: int, stop: int) -> Tensor:
-        return self.rest.load(start, stop) if self._carry is None else self._carry[start:stop]
+        return self.rest.load(start, stop) if self.carry is None else self.carry[start:stop]
 
     def in_step(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Return elements [start, stop) of the reduced shard (REPLICATED: of the whole gradient) in the optimizer's dtype.
@@ -479,8 +444,8 @@ class GradientBuffer:
         if self.departure is not None:
             self.departure.settle()
             self.apply_factor()
-        if self._carry is not None:
-            self._carry[start : start + source.numel()].copy_(source)
+        if self.carry is not None:
+            self.carry[start : start + source.numel()].copy_(source)
         else:
             self.rest.store(start, source)
 
@@ -566,7 +531,9 @@ class GradientBuffer:
     def drop_held(self) -> None:
         """Drop the local sums that were held back."""
         self._sums.release()
-        self._release_carry()
+        if self.carry is not None:
+            self.ledger.strike(PARTIAL, self.carry.nbytes)
+            self.carry = None
 
     def discard(self) -> None:
         """Drop all gradients, also gradients in the send buffer, after a backward that raised."""
@@ -577,11 +544,6 @@ class GradientBuffer:
         if self.departure is not None:
             self.departure.abandon()
         self.drop()
-
-    def _release_carry(self) -> None:
-        if self._carry is not None:
-            self.ledger.strike(PARTIAL, self._carry.nbytes)
-            self._carry = None
 
     def close(self) -> None:
         """Wait for transfers under way, and drop all gradients."""

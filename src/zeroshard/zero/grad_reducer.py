@@ -18,19 +18,21 @@ import torch
 from torch import Tensor
 
 from ..comm.base import DirectComm
+from ..comm.pool import StagingPool
 from ..config import Config
 from ..errors import ModelChanged
 from .attendance import HEADER_NBYTES, Attendance
 from .model_changes import Freezing
 from .unit import ParamGroup, Unit
 
-Agreed = tuple[set[int], ...]  # numbers of units with gradients, of parameters with gradients, of units with late gradients
+# numbers of units with gradients, of parameters with gradients, of units with late gradients
+Agreed = tuple[set[int], set[int], set[int]]
 
 
 class Reductions:
     """Reduces the gradients of all units of a model.
 
-    touched: numbers of the parameters that got a gradient since the last `finish`.
+    touched: numbers of the parameters that got a gradient since the last `finish`. pool: the buffers from which they are sent.
     """
 
     def __init__(
@@ -38,12 +40,13 @@ class Reductions:
         units: list[Unit],
         config: Config,
         comm: DirectComm,
+        pool: StagingPool,
         poll: Callable[[], None],
         attendance: Attendance,
         frozen: Freezing,
     ) -> None:
         """poll: called after each start of a reduction, to let other work on the host progress."""
-        self.units, self.config, self.comm, self.poll = units, config, comm, poll
+        self.units, self.config, self.comm, self.pool, self.poll = units, config, comm, pool, poll
         self.attendance, self.frozen = attendance, frozen
         self.groups = [group for unit in units for group in unit.groups]
         self.num_params = sum(len(group.specs) for group in self.groups)
@@ -75,11 +78,16 @@ class Reductions:
     def start(self, unit: Unit) -> None:
         """Start to reduce a complete unit, now or (ordered communicators) when its turn comes."""
         self._completed.append(unit.number)
-        if self.comm.ordered:
-            if not self.attendance.ended:  # else `_join` starts all: ranks without data take part only there
-                self._reduce_in_order()
-        else:
+        if not self.comm.ordered:
             self._reduce(unit)
+        elif not self.attendance.ended:  # else `finish` starts all: ranks without data take part only there
+            done = set(self._completed)
+            for number in self._order:
+                if number in self._started or number in self._idle:
+                    continue
+                if number not in done:  # later units must wait: all ranks start reductions in this order
+                    return
+                self._reduce(self.units[number])
 
     def _reduce(self, unit: Unit) -> None:
         self._started.add(unit.number)
@@ -89,69 +97,25 @@ class Reductions:
                 if not self.config.overlap:
                     group.gradients.settle()
         self.comm.poll()
-        self._depart(unit)
-
-    def _depart(self, latest: Unit) -> None:
-        """Start to copy reduced gradients to their tier, except the latest unit's: the stream would wait for its reduction."""
+        # reduced gradients go to their tier, except this unit's: the stream would wait for its reduction
         for number in self._departing:
-            if number != latest.number:
+            if number != unit.number:
                 for group in self.units[number].trainable:
                     group.gradients.depart()
         self._departing = [
             number
-            for number in [*self._departing, latest.number]
+            for number in [*self._departing, unit.number]
             if any(group.gradients.departing for group in self.units[number].trainable)
         ]
         self.poll()
 
-    def _reduce_in_order(self) -> None:
-        """Start the reductions of complete units, up to the first incomplete unit in the agreed order."""
-        done = set(self._completed)
-        for number in self._order:
-            if number in self._started or number in self._idle:
-                continue
-            if number not in done:  # later units must wait: all ranks start reductions in this order
-                return
-            self._reduce(self.units[number])
-
     def finish(self, agreed: Agreed | None = None) -> None:
         """Run all reductions, then again those of units with late gradients (collective). agreed: result of `agree`, if called.
 
-        Raise ModelChanged, on all ranks and when no reduction runs any more, if ranks have frozen different parameters.
+        A unit that only other ranks completed is reduced with zeros. Raise ModelChanged, on all ranks and when no reduction runs
+        any more, if ranks have frozen different parameters.
         """
-        again = self._join(*(agreed or self.agree()))
-        self._wait()
-        if again:
-            self._reduce_again(again)
-        self._check_frozen()
-        self._idle = {unit.number for unit in self.units if not unit.expected}
-
-    def _check_frozen(self) -> None:
-        try:
-            self.frozen.check_same(self._frozen)
-        except ModelChanged:
-            for group in (group for unit in self.units for group in unit.trainable):
-                group.gradients.discard()
-                group.active = [False] * len(group.specs)
-            raise
-
-    def _reduce_again(self, again: set[int]) -> None:
-        for (group, index), grad in self._late.items():
-            group.gradients.add(index, grad, True)
-        self._late = {}
-        for number in sorted(again, reverse=True):  # one order on all ranks, as collectives are matched by it
-            self._reduce(self.units[number])
-        self._wait()
-
-    def agree(self) -> Agreed:
-        """Return the units and parameters with gradients on any rank, and the units with late gradients (collective)."""
-        begun = {u.number for u in self.units if any(g.gradients.pending or g.gradients.holds for g in u.trainable)}
-        late = {group.unit.number for group, _ in self._late}
-        self.frozen.follow()
-        return self._exchange_masks(self._started | begun, self.touched, late)
-
-    def _join(self, units: set[int], params: set[int], again: set[int]) -> set[int]:
-        """Reduce, with zeros, units that only other ranks completed; mark active parameters. Return the units to reduce again."""
+        units, params, again = agreed or self.agree()
         missing = sorted(units - self._started, reverse=True)  # in the order of backward, the same on every rank
         if self.comm.ordered:
             missing = [number for number in self._order if number in missing]
@@ -161,10 +125,31 @@ class Reductions:
             for index, spec in enumerate(group.specs):
                 if spec.number in params:
                     group.active[index] = True
-        return again
+        self._wait()
+        if again:
+            for (group, index), grad in self._late.items():
+                group.gradients.add(index, grad, True)
+            self._late = {}
+            for number in sorted(again, reverse=True):  # one order on all ranks, as collectives are matched by it
+                self._reduce(self.units[number])
+            self._wait()
+        try:
+            self.frozen.check_same(self._frozen)
+        except ModelChanged:
+            for group in (group for unit in self.units for group in unit.trainable):
+                group.gradients.discard()
+                group.active = [False] * len(group.specs)
+            raise
+        self._idle = {unit.number for unit in self.units if not unit.expected}
 
-    def _exchange_masks(self, *mine: set[int]) -> Agreed:
-        """Return the unions over ranks of three sets of numbers (collective). Usually all ranks send the same few bytes."""
+    def agree(self) -> Agreed:
+        """Return the units and parameters with gradients on any rank, and the units with late gradients (collective).
+
+        Ranks exchange a bit mask of each; usually all send the same few bytes.
+        """
+        begun = {u.number for u in self.units if any(g.gradients.pending or g.gradients.holds for g in u.trainable)}
+        mine = self._started | begun, self.touched, {group.unit.number for group, _ in self._late}
+        self.frozen.follow()
         order = list(self._completed) if not self._agreed and self.comm.ordered else []
         if self.comm.world_size == 1:
             if order:
@@ -173,8 +158,8 @@ class Reductions:
             return mine
         # bytes of each mask: units, parameters, units with late gradients, frozen parameters
         sizes = [length // 8 + 1 for length in (len(self.units), self.num_params, len(self.units), self.num_params)]
-        told = zip((*mine, self.frozen.numbers), sizes, strict=True)
-        payload = b"".join(_mask(numbers).to_bytes(size, "little") for numbers, size in told)
+        masks = [sum(1 << number for number in numbers) for numbers in (*mine, self.frozen.numbers)]
+        payload = b"".join(mask.to_bytes(size, "little") for mask, size in zip(masks, sizes, strict=True))
         payload = self.attendance.header() + payload + struct.pack(f"<{len(order)}I", *order)
         label = f"end of backward (model of {self.num_params} parameters)" + self.attendance.remark()
         everyone = self.comm.exchange(payload, label)
@@ -192,7 +177,8 @@ class Reductions:
         *joined, frozen = columns
         ended = self.attendance.ended  # ranks without data may still have the requires_grad of their last batch
         self._frozen = {rank: _bits(mask) for rank, mask in enumerate(frozen) if rank not in ended}
-        return tuple(_bits(functools.reduce(operator.or_, masks)) for masks in joined)
+        units, params, late = (_bits(functools.reduce(operator.or_, masks)) for masks in joined)
+        return units, params, late
 
     def _agree_on_order(self, first: list[int]) -> None:
         """Set `_order`, in which all ranks start reductions, to the order in which rank 0 completed its units."""
@@ -202,7 +188,7 @@ class Reductions:
     def _wait(self) -> None:
         reduced = [group.gradients for number in sorted(self._started) for group in self.units[number].trainable]
         replicated = [grads for grads in reduced if grads.replicated]
-        carried = any(grads.carries or not grads.comm.drains_all for grads in replicated)
+        carried = any(grads.carry is not None or not grads.comm.drains_all for grads in replicated)
         for grads in reduced:
             grads.finish()
         if replicated:
@@ -212,10 +198,6 @@ class Reductions:
                 work.wait()
             self.comm.exchange(b"", "gradients gathered")  # before any rank overwrites a buffer that peers still copy
         self._started, self.touched, self._completed, self._departing = set(), set(), [], []
-
-
-def _mask(numbers: set[int]) -> int:
-    return sum(1 << number for number in numbers)
 
 
 def _bits(mask: int) -> set[int]:

@@ -1,8 +1,8 @@
 """The account of gradients: a record of events of gradients on this rank since the last zero_grad.
 
-    began   a backward begins to add gradients        ending   it is over on this rank     ended   on all ranks
-    failed  its gradients and earlier ones are gone   clipped, undone   by zs.clip_grad_norm_ or a step
-    zeroed  all gradients are dropped
+    came     a backward has added one                      ending    a backward is over on this rank
+    failed   its gradients and earlier ones are gone       undone    by zs.clip_grad_norm_ or a step
+    zeroed   all gradients are dropped
 
 The account only records: the runtime scales and reduces gradients, the optimizer clips them.
 """
@@ -31,9 +31,9 @@ class Clipped:
 
 
 class GradientAccount:
-    """Account of one model's gradients. Any code may read the fields; only the methods, one for each event, write them.
+    """Account of one model's gradients. Any code may read the fields; the runtime and the optimizer's core write them.
 
-    backwards: number of backwards that are over. plain: number of this rank's backwards without a weight (zs.backward), the one
+    backwards: number of backwards that are over on all ranks. plain: number of this rank's backwards without a weight (zs.backward), the one
     that is ending included. weight: sum of this rank's weights. unweighted: some gradients came without a weight.
     held: sums may be held back (zs.accumulate); the same on every rank. lost: a failed backward has dropped earlier gradients.
     unscaled: reduced gradients were divided by the loss scale. share: number by which they were divided to be a mean over the
@@ -41,13 +41,15 @@ class GradientAccount:
     """
 
     def __init__(self) -> None:
-        self.held = self._weighing = False
-        self._reset()
+        self._weighing = False
+        self.zeroed(holding=False)
 
-    def _reset(self) -> None:
+    def zeroed(self, holding: bool) -> None:
+        """Reset the account at zero_grad. holding: the call is inside zs.accumulate."""
         self.backwards, self.plain, self.lost, self.unscaled = 0, 0, False, False
         self.weight, self.unweighted, self.share = 0.0, False, 1.0
         self.clipped: Clipped | None = None
+        self.held = holding
 
     @contextlib.contextmanager
     def weighted(self, weight: float) -> Iterator[None]:
@@ -59,10 +61,6 @@ class GradientAccount:
             self._weighing = False
         self.weight += weight
 
-    def began(self) -> None:
-        """Record that a backward begins; the result of an earlier clip no longer holds."""
-        self.clipped = None
-
     def came(self) -> None:
         """Record that a local gradient has come."""
         self.unweighted |= not self._weighing
@@ -70,10 +68,6 @@ class GradientAccount:
     def ending(self) -> None:
         """Record that a backward is over on this rank; ranks exchange the account afterwards."""
         self.plain += not self._weighing
-
-    def ended(self) -> None:
-        """Record that the backward is over on all ranks."""
-        self.backwards += 1
 
     def failed(self) -> None:
         """Record that a backward has failed, and that gradients of earlier ones are gone with it."""
@@ -83,8 +77,3 @@ class GradientAccount:
     def undone(self, unscaled: bool) -> None:
         """Record that gradients were divided by the sum of weights and, if `unscaled` (fp16), by the loss scale."""
         self.unscaled, self.weight, self.unweighted = unscaled, 0.0, False
-
-    def zeroed(self, holding: bool) -> None:
-        """Reset the account at zero_grad. holding: the call is inside zs.accumulate."""
-        self._reset()
-        self.held = holding

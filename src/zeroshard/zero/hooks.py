@@ -34,29 +34,39 @@ _attached: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictiona
 
 def attach(runtime: Runtime) -> None:
     """Register all hooks of a runtime; `detach` is the inverse."""
-    runtime.comm.progress.models.add(runtime.model)
+    model = runtime.model
+    runtime.comm.progress.models.add(model)
     _attached[id(runtime)] = runtime
     torch_compat.watch_backwards((Exception,), _backward_failed)  # once for the process; later calls do nothing
-    for module, inside, around in casts(runtime.model, runtime.config):
+    for module, inside, around in casts(model, runtime.config):
         _attach_policy(runtime, module, inside, around)
     if runtime.config.cast_buffers:
-        runtime.handles.append(_CastBuffers(runtime.model, runtime.config))
+        runtime.handles.append(_CastBuffers(model, runtime.config))
     for unit in runtime.units:
         for module in unit.modules if unit.sharded or unit.entries.distributed else ():
             _attach_unit(runtime, unit, module)
-            if unit.sharded:
-                module.__dict__["__reduce_ex__"] = (
-                    runtime.__reduce_ex__
-                )  # torch.save(module) raises this, not an error about hooks
+            if unit.sharded:  # torch.save(module) raises this, not an error about hooks
+                module.__dict__["__reduce_ex__"] = runtime.__reduce_ex__
         for group in unit.trainable:  # by torch's method: a parameter's own one wraps hooks of the program (zero/user_hooks.py)
             for index, param in enumerate(group.compute):
                 runtime.handles.append(Tensor.register_post_accumulate_grad_hook(param, _gradient_hook(group, index)))
-    _attach_root(runtime)
-    runtime.model.__dict__["__reduce_ex__"] = runtime.__reduce_ex__
-    for module, name in _replaced(runtime.model):
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        """Drop or zero gradients as torch does, and also local sums, weights and norms, which `p.grad` does not show."""
+        runtime.zero_grad(set_to_none)
+        if type(model).zero_grad is not nn.Module.zero_grad:  # the user's class has one of its own
+            type(model).zero_grad(model, set_to_none)
+
+    before = torch.compiler.disable(lambda _module, args, kwargs: runtime.root_enter(args, kwargs))
+    after = torch.compiler.disable(lambda _module, _args, output: runtime.root_exit(output))
+    runtime.handles.append(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+    runtime.handles.append(model.register_forward_hook(after, always_call=True))
+    model.__dict__["zero_grad"] = zero_grad
+    model.__dict__["__reduce_ex__"] = runtime.__reduce_ex__
+    for module, name in _replaced(model):
         module.__dict__[name] = functools.partial(_OF_TRANSFORMERS[name], module)
     give_interface(runtime)
-    runtime.handles += in_state_dicts(runtime.model)
+    runtime.handles += in_state_dicts(model)
 
 
 def detach(runtime: Runtime) -> None:
@@ -76,7 +86,7 @@ def detach(runtime: Runtime) -> None:
     runtime.handles, runtime.compiled = [], []
 
 
-def _gradient_hook(group: ParamGroup, index: int) -> Any:
+def _gradient_hook(group: ParamGroup, index: int) -> Callable[[Tensor], None]:
     # a weak reference: the collector does not see references of autograd's hooks, so a strong one would keep the model for ever
     where = weakref.ref(group)
 
@@ -86,28 +96,6 @@ def _gradient_hook(group: ParamGroup, index: int) -> Any:
             group.runtime.gradient(group.unit, group, index, param)
 
     return hook
-
-
-def _attach_root(runtime: Runtime) -> None:
-    model = runtime.model
-
-    @torch.compiler.disable
-    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return runtime.root_enter(args, kwargs)
-
-    @torch.compiler.disable
-    def after(module: nn.Module, args: tuple, output: Any) -> Any:
-        return runtime.root_exit(output)
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        """Drop or zero gradients as torch does, and also local sums, weights and norms, which `p.grad` does not show."""
-        runtime.drop_gradients() if set_to_none else runtime.zero_gradients()
-        if type(model).zero_grad is not nn.Module.zero_grad:  # the user's class has one of its own
-            type(model).zero_grad(model, set_to_none)
-
-    runtime.handles.append(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-    runtime.handles.append(model.register_forward_hook(after, always_call=True))
-    model.__dict__["zero_grad"] = zero_grad
 
 
 def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -143,8 +131,8 @@ def _replaced(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _resize(
-    module: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **kwargs: Any
-) -> Any:
+    module: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: object, **kwargs: object
+) -> object:
     """Replace `resize_token_embeddings` while sharded: raise ModelChanged unless the asked size is the present one."""
     rows = module.get_input_embeddings().weight.shape[0]
     wanted = rows if new_num_tokens is None else new_num_tokens
@@ -159,8 +147,8 @@ def _resize(
 
 
 def _save(
-    module: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, *args: Any, **kwargs: Any
-) -> Any:
+    module: Any, save_directory: object, is_main_process: bool = True, state_dict: object = None, *args: object, **kwargs: object
+) -> object:
     """Replace `save_pretrained` while sharded: only the main process, which writes the files, needs weights; others pass none.
 
     Raise ShardedAccessError if tensor parallelism has cut parameters: one process alone can not gather them.
@@ -174,14 +162,14 @@ def _save(
     return type(module).save_pretrained(module, save_directory, is_main_process, state_dict, *args, **kwargs)
 
 
-_OF_TRANSFORMERS: dict[str, Callable[..., Any]] = {"resize_token_embeddings": _resize, "save_pretrained": _save}
+_OF_TRANSFORMERS: dict[str, Callable] = {"resize_token_embeddings": _resize, "save_pretrained": _save}
 
 
 def _attach_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> None:
     compiled = torch_compat.compiled_call(module)
     if compiled is not None:
         runtime.compiled.append((module, compiled))
-        torch_compat.set_compiled_call(module, functools.partial(_around, runtime, unit, compiled))
+        torch_compat.set_compiled_call(module, functools.partial(runtime.run_inside, unit, compiled))
         return
 
     @torch.compiler.disable
@@ -190,17 +178,9 @@ def _attach_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> None:
         runtime.enter(unit)
         return runtime.mark_inputs(unit, args, kwargs) if outermost and unit.marked else None
 
-    @torch.compiler.disable
-    def after(module: nn.Module, args: tuple, output: Any) -> Any:
-        return runtime.exit(unit, output)
-
+    after = torch.compiler.disable(lambda _module, _args, output: runtime.exit(unit, output))
     runtime.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
     runtime.handles.append(module.register_forward_hook(after, always_call=True))
-
-
-def _around(runtime: Runtime, unit: Unit, compiled: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a compiled call as a forward of the unit."""
-    return runtime.run_inside(unit, compiled, args, kwargs)
 
 
 def _attach_policy(runtime: Runtime, module: nn.Module, inside: torch.dtype, around: torch.dtype) -> None:
@@ -213,7 +193,7 @@ def _attach_policy(runtime: Runtime, module: nn.Module, inside: torch.dtype, aro
         running.append(Exchanged(caster(inside), (args, kwargs)))
         return running[-1].value
 
-    def after(module: nn.Module, args: tuple, output: Any) -> Any:
+    def after(module: nn.Module, args: tuple, output: object) -> object:
         if not torch.compiler.is_compiling() and running:
             running.pop().hand_back()
         return cast_floating(output, around)

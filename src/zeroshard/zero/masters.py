@@ -6,13 +6,16 @@ follow                  masters w0 [w1] w2      copied before each step and befo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ..offload.storage import Rest
 from ..tensor.flat_layout import round_up
 from ..utils import torch_compat
+
+if TYPE_CHECKING:
+    from .unit import ParamGroup
 
 
 class Masters:
@@ -22,7 +25,7 @@ class Masters:
     dirty: parameters written since the last `follow`. versions: last known version counters of replicated parameters.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: ParamGroup) -> None:
         self.group = group
         self.rest: Rest | None = None
         self.whole = False  # the optimizer is replicated, and steps the whole buffer

@@ -69,10 +69,6 @@ class Progress:
         """Factor by which gradients are multiplied as they enter the model; 1 without a scaler."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
-    def passed(self, steps: int) -> bool:
-        """Return whether at least `steps` steps were taken."""
-        return self.steps >= steps
-
     def note_step(self, skipped: bool) -> None:
         """Count a step; every rank must pass the same value. skipped: the gradients were not finite."""
         self.steps += not skipped

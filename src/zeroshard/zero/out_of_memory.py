@@ -64,7 +64,7 @@ def tell(error: BaseException, runtime: Runtime, where: str) -> None:
     """Raise a DeviceMemoryError or HostMemoryError in place of an out-of-memory error. Return if `error` is any other one."""
     units = {unit.name: [spec for group in unit.groups for spec in group.specs] for unit in runtime.units}
     where = f"{where} of step {runtime.progress.steps + 1}"
-    tell_shortage(error, runtime.model, runtime.config, runtime.ledger, runtime.comm, where, units)
+    tell_shortage(error, runtime.model, runtime.config, runtime.tiers.ledger, runtime.comm, where, units)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,9 @@ from ..tensor.distributed import Distribution, local_of
 from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.tiled_parameter import Part, part_of, whole_name
 from .user_hooks import adopted
+
+if TYPE_CHECKING:
+    from .unit import ParamGroup
 
 
 @dataclass(eq=False)
@@ -59,14 +62,13 @@ class ParamSpec:
 class ParamHome:
     """Home (see tensor/sharded_tensor.py) of parameter `index` of a group, of its gradient and of its optimizer states."""
 
-    def __init__(self, group: Any, index: int) -> None:
+    def __init__(self, group: ParamGroup, index: int) -> None:
         self.group, self.index, self.comm = group, index, group.comm
-        piece = group.layout.piece(index, group.comm.rank)
+        piece = self.piece = group.layout.piece(index, group.comm.rank)
         self.name, self.start, self.stop = group.specs[index].name, piece.start, piece.stop
-        self.piece = piece
         self.begin, self.end = piece.shard_offset, piece.shard_offset + piece.numel  # the slice within this rank's shard
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type, tuple]:
         """Pickle as None: an unpickled frozen parameter belongs to no sharded model."""
         return type(None), ()
 
@@ -102,8 +104,8 @@ class ParamHome:
         return self.group.runtime is not None and self.group.runtime.account.weight != 0
 
     def fetch(self, gradient: bool) -> Tensor:
-        """Return this rank's slice of the value, or of the gradient: a view, or a copy if it is offloaded."""
-        return self.group.grads.load(self.begin, self.end) if gradient else self.group.values.rest.load(self.begin, self.end)
+        """Return this rank's slice of the value, or of the gradient, 1-D: a view, or a copy if it is offloaded."""
+        return self.group.gradients.load(self.begin, self.end) if gradient else self.group.values.rest.load(self.begin, self.end)
 
     def before_write(self) -> None:
         self.group.begin_write()
@@ -116,7 +118,7 @@ class ParamHome:
 
     def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
         self.group.refuse_gradient_write()
-        self.group.grads.store(self.begin + offset, local)
+        self.group.gradients.store(self.begin + offset, local)
 
     def before_meeting(self, what: str) -> None:
         if self.group.runtime is not None:
@@ -128,8 +130,9 @@ class ParamHome:
 
     def gradient(self) -> Tensor | None:
         gradient, distribution = self.group.gradient(self.index), self.group.specs[self.index].distribution
-        whole = distribution is not None and gradient is not None and not isinstance(gradient, ShardedTensor)
-        return distribution.wrap(gradient) if whole else gradient  # stage 0: torch's own norms then cover all shards
+        if distribution is None or gradient is None or isinstance(gradient, ShardedTensor):
+            return gradient
+        return distribution.wrap(gradient)  # stage 0: torch's own norms then cover all shards
 
     def set_gradient(self, value: Tensor | None) -> None:
         self.group.set_gradient(self.index, local_of(value))
@@ -139,8 +142,10 @@ class ParamHome:
         aliases = isinstance(value, ShardedTensor) and value._home is self and (value is param or value._of_parameter)
         if aliases and (value.shape, value.dtype) == (param.shape, param.dtype):
             return  # `value` is this parameter; a result computed from it has the same home, but is no alias of it
-        if not isinstance(param, ShardedTensor) and not isinstance(value, ShardedTensor) and _is_same_memory(param, value):
-            return  # model.to() without a change assigns this: no write, so that masters keep their precision
+        if not isinstance(param, ShardedTensor) and not isinstance(value, ShardedTensor):
+            one, other = ((x.shape, x.dtype, x.device, x.layout) for x in (param, value))
+            if one == other and param.stride() == value.stride() and param.data_ptr() == value.data_ptr():
+                return  # model.to() without a change assigns this: no write, so that masters keep their precision
         if value.shape != param.shape:
             raise ModelChanged(
                 f"parameter {self.name} was resized from {tuple(param.shape)} to {tuple(value.shape)} after zs.shard(). Resize before "
@@ -156,15 +161,10 @@ class ParamHome:
             param.copy_(value)
 
     def arrival(self, sliced: bool) -> Callable[[Tensor], Tensor]:
-        runtime, unit, seen, shape = (
-            self.group.runtime,
-            self.group.unit,
-            self.group.unit.writes,
-            self.group.specs[self.index].shape,
-        )
-        enters = (
-            not runtime.in_forward
-        )  # inside a forward, gradients come through the model's outputs, which apply the loss scale
+        runtime, unit, shape = self.group.runtime, self.group.unit, self.group.specs[self.index].shape
+        seen = unit.writes
+        # inside a forward, gradients come through the model's outputs, which apply the loss scale
+        enters = not runtime.in_forward
 
         def arrive(grad: Tensor) -> Tensor:
             grad = runtime.scale_entering(grad) if enters else grad
@@ -198,8 +198,3 @@ def gather_flat(comm: Comm, local: Tensor, label: str) -> Tensor:
         content[begin : begin + len(part)] = part
         begin += len(part)
     return whole.to(local.device)
-
-
-def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    alike = (one.shape, one.dtype, one.device, one.layout) == (other.shape, other.dtype, other.device, other.layout)
-    return alike and one.stride() == other.stride() and one.data_ptr() == other.data_ptr()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..comm.base import Comm
 from ..config import Config
-from .schedule import Schedule
+from .schedule import Schedule, Visit
 from .unit import Phase, Unit
 
 LOOKAHEAD = 8  # number of visits considered at a time: bounds the work on the host when units are tiny
@@ -59,19 +59,11 @@ class Prefetcher:
             if not unit.fetch():  # no buffer is free, so none for later units either
                 break
         for unit in upcoming[: count_ahead([each.gathered_nbytes for each in upcoming], self.config.prefetch_limit_nbytes)]:
-            if self._gains_by_gathering(unit):
+            # Where ranks share memory a gather is this rank's own copy, which runs no faster ahead of use. A unit whose shards come
+            # from another tier is gathered ahead only in a world of one rank: each rank's disk has its own speed, and a gather
+            # that only some ranks have started could not be dropped. Ordered communicators gather such units in `staged`.
+            if (unit.fetched and self._alone) if unit.staged else unit.meets:
                 self.gather(unit)
-
-    def _gains_by_gathering(self, unit: Unit) -> bool:
-        """True if an early gather of the unit is possible and saves time.
-
-        Where ranks share memory a gather is this rank's own copy, which runs no faster ahead of use. A unit whose shards come
-        from another tier is gathered ahead only in a world of one rank: each rank's disk has its own speed, and a gather that
-        only some ranks have started could not be dropped. Ordered communicators gather such units in `staged`.
-        """
-        if unit.staged:
-            return unit.fetched and self._alone
-        return unit.meets
 
     def staged(self, training: bool) -> None:
         """Gather the next unit if it rests on another tier, once the device has its work queued (ordered communicators only)."""
@@ -84,5 +76,16 @@ class Prefetcher:
 
     def lives_on(self, unit: Unit, training: bool) -> bool:
         """True if, after its forward, the unit is used again at once or before `max_live_parameters` elements are gathered."""
+        upcoming, seen = self.schedule.upcoming(training), {unit.number}
+        if upcoming[:1] == [Visit(unit.number, False)]:
+            return True
         left = self.config.max_live_parameters - unit.gathered_numel
-        return self.schedule.returns(unit.number, left, lambda other: self.units[other].gathered_numel, training)
+        for number, _ in upcoming:
+            if left < 0:  # other units need the memory before this one returns
+                return False
+            if number == unit.number:
+                return True
+            if number not in seen:
+                seen.add(number)
+                left -= self.units[number].gathered_numel
+        return False

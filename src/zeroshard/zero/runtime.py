@@ -11,10 +11,10 @@ same for all ZeRO stages: each unit's buffers know whether they are sharded, par
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from ..comm.mesh.topology import Topology
 from ..comm.pool import StagingPool
 from ..config import Config
 from ..errors import CheckpointError, ModelClosed, ShardedAccessError, ShardedWriteError, ZeroshardError
-from ..memory.ledger import Ledger
 from ..offload.moved_states import MovedStates
 from ..offload.storage import Tiers
 from ..tensor.sharded_tensor import ShardedTensor, clear_local_grad, local_grad
@@ -50,52 +49,42 @@ class Runtime:
     """All state that zeroshard keeps for one sharded model; `runtime_of(model)` returns it."""
 
     def __init__(
-        self, model: nn.Module, config: Config, topology: Topology, units: list[Unit], ledger: Ledger, pool: StagingPool,
-        tiers: Tiers, progress: Progress,
+        self, model: nn.Module, config: Config, topology: Topology, units: list[Unit], pool: StagingPool, tiers: Tiers,
+        progress: Progress,
     ) -> None:  # fmt: skip
-        """Set `world` (all ranks of the mesh), `comm` (its data-parallel ranks) and `shards` (the ranks that share one copy)."""
-        self.model, self.config, self.topology, self.units, self.ledger, self.pool, self.tiers = (
-            model, config, topology, units, ledger, pool, tiers,
-        )  # fmt: skip
+        """pool: the buffers from which gradients are sent. `comm` are the data-parallel ranks (`topology.control`)."""
+        self.model, self.config, self.topology, self.units, self.tiers = model, config, topology, units, tiers
         comm = self.comm = topology.control
-        self.shards, self.world = topology.shards, topology.world
-        self.schedule = Schedule([unit.name for unit in units])
+        self.schedule = Schedule([unit.name for unit in units], topology.notes)
         self.groups: list[ParamGroup] = [group for unit in units for group in unit.groups]
         for group in self.groups:
             group.runtime = self
         self.moved = MovedStates(tiers)
         self.optimizer: Any = None
-        self.saver: Any = None  # the background saver of checkpoints
         self.unusable = ""  # reason why the model can not be used: a load that failed half-way
         self.gate = WriteGate(self)
         self.account = GradientAccount()  # of gradients since the last zero_grad
         self.attendance, self.frozen = Attendance(comm, units, self.account), Freezing(self.groups)
-        self.reductions = Reductions(units, config, comm, self._poll, self.attendance, self.frozen)
+        self.reductions = Reductions(units, config, comm, pool, self._poll, self.attendance, self.frozen)
         self.prefetcher = Prefetcher(units, self.schedule, config, comm, self.attendance.gather)
         self.saved = SavedParameters(units)  # hooks by which autograd saves handles of gathered parameters
         self.sync = True  # False inside zs.accumulate
         self.closed = False
-        self.end_answering = self.world.answer_for(self)  # call it to stop answering peers that ask for this rank's state
+        self.end_answering = topology.world.answer_for(self)  # call it to stop answering peers that ask for this rank's state
         self.progress = progress
-        self.messages: deque[str] = deque(topology.notes, maxlen=100)  # bounded: a program may deviate in every step
         self._model_watch = ModelWatch(model, self.groups)
         self.values = ValueWatch(comm, self.groups)
         self.forwards = ModelForwards()  # calls of the model that run now
         self.backward: Backward | None = None  # the backward that runs, or a failed one that `recover` has not cleared yet
         self.handles: list[Any] = []  # handles of registered hooks, removed by zs.close
         self.lend = torch.compiler.disable(self._lend)  # so that torch.compile does not trace it inside compiled blocks
-        self.compiled: list[tuple[nn.Module, Any]] = []  # compiled calls that `attach` has wrapped; `detach` restores them
+        self.compiled: list[tuple[nn.Module, Callable]] = []  # compiled calls that `attach` has wrapped; `detach` restores them
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ShardedAccessError(
             f"a sharded {type(self.model).__name__} can not be copied or pickled. Copy it before zs.shard(), or take "
             "zs.full_state_dict(model); for a moving average zs.ema(model, decay)."
         )
-
-    def tell(self, message: str) -> None:
-        """Add a message to the report, unless it is there already."""
-        if message not in self.messages:
-            self.messages.append(message)
 
     def check_model(self) -> None:
         """Raise ModelChanged if the model's parameters are no longer the ones that zs.shard() installed."""
@@ -136,11 +125,14 @@ class Runtime:
         self.forwards.append(ModelForward(running_forward(), given))
         return (args, kwargs) if given is None else given.value
 
-    def root_exit(self, output: Any) -> Any:
+    def root_exit(self, output: object) -> object:
         """End a forward of the model (output None: it raised). In fp16, return fp32 outputs with hooks that scale gradients."""
         self.forwards.end()
-        if not self.forwards:
-            self._release_viewed()  # the outermost forward is over
+        if not self.forwards:  # the outermost forward is over
+            viewed, self.forwards.viewed = self.forwards.viewed, []
+            for unit in viewed:
+                if not unit.in_use and not self.prefetcher.lives_on(unit, self._in_training()):
+                    unit.release()
         if not torch.is_grad_enabled():
             self.schedule.end(training=False)
         else:
@@ -168,14 +160,13 @@ class Runtime:
         """Return the output with a hook that multiplies its gradient by the loss scale if `begins()` is true in backward."""
         if output.requires_grad and torch.is_grad_enabled():
             output = output.view_as(output) if output.is_leaf else output  # a leaf (a parameter) is in other graphs as well
-            output.register_hook(lambda grad: self._scale(grad) if begins() else grad)
+            output.register_hook(lambda grad: self.scale_entering(grad) if begins() else grad)
         return output
 
     def scale_entering(self, grad: Tensor) -> Tensor:
-        """Return a gradient times the loss scale. Called for p.full_tensor(), whose gradient reaches no output of the model."""
-        return grad if self.progress.scaler is None else self._scale(grad)
-
-    def _scale(self, grad: Tensor) -> Tensor:
+        """Return a gradient times the loss scale; also for p.full_tensor(), whose gradient reaches no output of the model."""
+        if self.progress.scaler is None:
+            return grad
         self._await_end().scaled = True
         return grad * self.progress.loss_scale
 
@@ -190,24 +181,21 @@ class Runtime:
         if unit.depth == 0:
             gathers = unit.sharded and not unit.pinned
             if gathers:
-                self._begin(unit)
+                if unit.memories and transforming():  # hooks do not see torch.func's backward, which would read released memory
+                    raise ShardedAccessError(
+                        f"{unit.name}: torch.func differentiates a model of which each rank holds slices. Gather it around that: "
+                        "`with zs.gathered(model):`."
+                    )
+                if not (self.forwards or self.in_backward):  # the program called a submodule, so `root_enter` has not done this
+                    self.frozen.follow()
+                self._open(unit, backward=unit.in_backward)
             unit.entries.expose()
             unit.forward = UnitForward(next_node())
             if gathers and unit.memories:
                 self.saved.push(unit)
         unit.depth += 1
 
-    def _begin(self, unit: Unit) -> None:
-        if unit.memories and transforming():  # hooks do not see torch.func's backward, which would read released memory
-            raise ShardedAccessError(
-                f"{unit.name}: torch.func differentiates a model of which each rank holds slices. Gather it around that: "
-                "`with zs.gathered(model):`."
-            )
-        if not (self.forwards or self.in_backward):  # the program called a submodule, so `root_enter` has not done this
-            self.frozen.follow()
-        self._open(unit, backward=unit.in_backward)
-
-    def exit(self, unit: Unit, output: Any) -> Any:
+    def exit(self, unit: Unit, output: object) -> object:
         """End a forward inside the unit (output None: it raised): release the unit, return the output with `_watch`'s hooks."""
         if unit.depth == 0:
             return output  # `enter` raised before it counted this forward
@@ -235,15 +223,15 @@ class Runtime:
             unit.release()
         return output
 
-    def _lend(self, unit: Unit, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def _lend(self, unit: Unit, func: Callable, args: tuple, kwargs: dict) -> object:
         """Compute an operation on the unit's sharded parameters with gathered ones; NotImplemented outside of any forward."""
         if unit.pinned or not self.in_forward:  # whole already; or at rest, where the caller raises or gathers
             return NotImplemented
         return self.run_inside(
-            unit, lambda *a, **k: func(*unit.entries.as_computed(a), **unit.entries.as_computed(k)), args, kwargs
+            unit, lambda *a, **k: func(*unit.entries.as_computed(a), **unit.entries.as_computed(k)), *args, **kwargs
         )
 
-    def run_inside(self, unit: Unit, function: Callable, args: tuple, kwargs: dict) -> Any:
+    def run_inside(self, unit: Unit, function: Callable, /, *args: object, **kwargs: object) -> object:
         """Call `function` with the unit gathered, as its forward is: a compiled call, or an operation with its parameters."""
         outermost = unit.depth == 0
         self.enter(unit)
@@ -281,16 +269,14 @@ class Runtime:
         training = backward or self._in_training()
         if training:
             take_part(self, Visit(unit.number, backward))
-        message = self.schedule.visit(Visit(unit.number, backward), training)
-        if message is not None:
-            self.messages.append(message)
+        self.schedule.visit(Visit(unit.number, backward), training)
         self.attendance.gather(unit)
         unit.ready()
         unit.entries.swap_in()
         self._poll()  # the optimizer's transfers for its next step on the host go on meanwhile
         self.prefetcher.ahead(training)  # gathers and fetches run while this unit computes
 
-    def _watch(self, unit: Unit, output: Any, first_node: int) -> Any:
+    def _watch(self, unit: Unit, output: object, first_node: int) -> object:
         """Put hooks on the outputs that gather the unit in backward; set `lent` if its memory may be read after the release.
 
         first_node: number of the first autograd node that this forward made. Returns the output; a parameter in it is replaced
@@ -302,7 +288,7 @@ class Runtime:
 
         seen = unit.writes
 
-        def arrived(_: Any) -> None:
+        def arrived(_: object) -> None:
             self._check_unwritten(unit, seen)
             self.begin_unit_backward(unit)
 
@@ -333,12 +319,6 @@ class Runtime:
         if unit not in self.forwards.viewed:
             self.forwards.viewed.append(unit)
 
-    def _release_viewed(self) -> None:
-        viewed, self.forwards.viewed = self.forwards.viewed, []
-        for unit in viewed:
-            if not unit.in_use and not self.prefetcher.lives_on(unit, self._in_training()):
-                unit.release()
-
     def _check_unwritten(self, unit: Unit, seen: int) -> None:
         if unit.writes != seen:
             raise ShardedWriteError(
@@ -358,16 +338,17 @@ class Runtime:
         backward = self._await_end()
         self.frozen.follow()  # requires_grad may have been switched since the forward
         backward.begun = True
-        self.before_gradients()
+        self._before_gradients()
 
-    def before_gradients(self) -> None:
+    def _before_gradients(self) -> None:
         """Bring gradients at rest to the scale of a backward's: times the loss scale, and as a mean over all ranks."""
         if self.account.unscaled:
-            self._unscale(False)
+            self.account.unscaled = False
+            self._scale_gradients(self.progress.loss_scale)
         if self.account.share != 1.0:
             self._scale_gradients(self.account.share)
             self.account.share = 1.0
-        self.account.began()
+        self.account.clipped = None  # the result of an earlier clip no longer holds
 
     def _await_end(self) -> Backward:
         """Return the running backward; a new one has autograd call `end_backward` at its end. Clear an earlier, failed one."""
@@ -424,7 +405,7 @@ class Runtime:
             self.prefetcher.staged(self._in_training())
             if self.sync:
                 self.reductions.start(unit)
-        if leaves and not unit.has_frozen:  # with frozen parameters the marks on its inputs tell the end (`mark_inputs`)
+        if leaves and unit.expected == unit.num_params:  # with frozen ones the marks on its inputs tell the end (`mark_inputs`)
             self._leave_backward(unit)
 
     def _leave_backward(self, unit: Unit) -> None:
@@ -452,16 +433,13 @@ class Runtime:
             self._leave_backward(unit)
         self.schedule.end(training=True)
         self.backward = None
-        self.account.ended()
+        self.account.backwards += 1
 
     def unscale(self) -> None:
         """Divide gradients by the loss scale before anyone reads them (local; exact, since the scale is a power of two)."""
         if self.progress.scaler is not None and not self.account.unscaled and not self.in_backward:
-            self._unscale(True)
-
-    def _unscale(self, yes: bool) -> None:
-        self.account.unscaled = yes
-        self._scale_gradients(1.0 / self.progress.loss_scale if yes else self.progress.loss_scale)
+            self.account.unscaled = True
+            self._scale_gradients(1.0 / self.progress.loss_scale)
 
     @torch.no_grad()
     def _scale_gradients(self, factor: float) -> None:
@@ -472,7 +450,7 @@ class Runtime:
     @torch.no_grad()
     def hold(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Add (whole parameter, its local gradient) pairs that autograd did not make; held back as in zs.accumulate."""
-        self.before_gradients()
+        self._before_gradients()
         self.account.held = True
         given = {id(param): grad for param, grad in gradients}
         for group in self.groups:
@@ -481,7 +459,20 @@ class Runtime:
                     self.reductions.take(group.unit, group, index, given[id(param)], False)
                     self.account.came()
         self.account.ending()
-        self.account.ended()
+        self.account.backwards += 1
+
+    @contextlib.contextmanager
+    def holding(self, reduce: bool) -> Iterator[None]:
+        """Hold back the gradients of the backwards inside, of a pipeline's micro-batch, as zs.accumulate does.
+
+        reduce: start the reduction of each complete unit, without waiting for it.
+        """
+        previous = self.sync, self.reductions.waits
+        self.sync, self.reductions.waits, self.account.held = reduce, False, True
+        try:
+            yield
+        finally:
+            self.sync, self.reductions.waits = previous
 
     def begin_reductions(self) -> None:
         """Start to reduce the local sums held back; `flush`, called on all ranks, waits for the reductions."""
@@ -493,6 +484,8 @@ class Runtime:
     def reduce_all(self, agreed: Agreed | None = None) -> None:
         """Reduce all gradients not yet reduced (collective), to the mean over the ranks that had a batch."""
         self.attendance.tell("reduce")
+        if self.attendance.serving:  # this rank's data has ended: it has no backward, which would have done this
+            self._before_gradients()
         self.reductions.finish(agreed)
         self.account.held = not self.sync
         if self.attendance.share != 1.0:
@@ -504,11 +497,6 @@ class Runtime:
             self.optimizer.core.poll()
 
     # -- the rest --------------------------------------------------------------------------------------------
-
-    def settle(self) -> None:
-        """Invalidate gathered and fetched copies of all units' shards, since the shards are about to be written."""
-        for unit in self.units:
-            unit.outdate()
 
     def recover(self) -> None:
         """Clear the state of a backward that raised and of forwards that were interrupted, on whichever rank it began.
@@ -553,28 +541,22 @@ class Runtime:
         if self.account.held:  # the same on every rank, while only some ranks may hold gradients
             self.reduce_all()
 
-    def drop_gradients(self) -> None:
-        """Drop all gradients, reduced ones and local sums: `zero_grad(set_to_none=True)`."""
-        self.moved.check("gradients")
-        self.recover()
-        self.forget_backwards()
-        for group in self.groups:
-            if group.grads is not None:
-                group.grads.drop()
-                group.active = [False] * len(group.specs)
-
     @torch.no_grad()
-    def zero_gradients(self) -> None:
-        """Set reduced gradients to zero and drop local sums held back: `zero_grad(set_to_none=False)`."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, reduced ones and local sums held back; set_to_none=False: set reduced ones to zero instead."""
         self.moved.check("gradients")
         self.recover()
         for group in self.groups:
             if group.grads is None:
                 continue
-            if group.grads.reduced and any(group.active):
-                group.grads.zero()
-            group.grads.drop_held()
-        self.forget_backwards(to_zeros=True)
+            if set_to_none:
+                group.grads.drop()
+                group.active = [False] * len(group.specs)
+            else:
+                if group.grads.reduced and any(group.active):
+                    group.grads.zero()
+                group.grads.drop_held()
+        self.forget_backwards(to_zeros=not set_to_none)
 
     def forget_backwards(self, to_zeros: bool = False) -> None:
         """Reset the account of backwards since the last zero_grad. The caller drops or zeroes the gradients themselves."""

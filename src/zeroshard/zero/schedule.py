@@ -10,12 +10,12 @@ the caller does in any case. Evaluation (no gradients) has a record of its own.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 _MOST_VISITS = 1 << 16  # in one step: a longer one consists of forwards whose backward never comes
-_MOST_DEVIATIONS = 100  # messages kept for reports
+_MOST_NOTES = 100  # kept for reports: a program may deviate in every step
 
 
 class Visit(NamedTuple):
@@ -31,25 +31,36 @@ class Track:
 
     order: list[Visit] = field(default_factory=list)
     current: list[Visit] = field(default_factory=list)
-    complete: bool = False
     deviated: bool = False
 
     @property
     def following(self) -> bool:
-        """True while the visits of this step agree with a complete record."""
-        return self.complete and not self.deviated
+        """True while the visits of this step agree with the record, if there is one."""
+        return bool(self.order) and not self.deviated
 
 
 class Schedule:
-    """Records visits, predicts the next ones, and reports deviations."""
+    """Records visits, predicts the next ones, and notes deviations.
 
-    def __init__(self, names: list[str]) -> None:
+    notes: sentences for zs.report: deviations, and what else the program should know of its steps.
+    """
+
+    def __init__(self, names: list[str], notes: Iterable[str] = ()) -> None:
         self.names = names
-        self.tracks: dict[bool, Track] = {True: Track(), False: Track()}
-        self.deviations: deque[str] = deque(maxlen=_MOST_DEVIATIONS)
+        self.restart()
+        self.notes: deque[str] = deque(notes, maxlen=_MOST_NOTES)
 
-    def visit(self, visit: Visit, training: bool) -> str | None:
-        """Add a visit that happens now. Return a message if it is the first deviation of this step, else None."""
+    def restart(self) -> None:
+        """Drop both records and record anew, since ranks have done different things."""
+        self.tracks = {True: Track(), False: Track()}
+
+    def note(self, message: str) -> None:
+        """Add a message to the notes, unless it is there already."""
+        if message not in self.notes:
+            self.notes.append(message)
+
+    def visit(self, visit: Visit, training: bool) -> None:
+        """Add a visit that happens now, and a note if it is the first deviation of this step."""
         track = self.tracks[training]
         cursor = len(track.current)
         expected = track.order[cursor] if track.following and cursor < len(track.order) else None
@@ -57,12 +68,13 @@ class Schedule:
             track.current, track.deviated = [], True
         track.current.append(visit)
         if not track.following or expected == visit:
-            return None
+            return
         track.deviated = True
-        wanted = self._name(expected) if expected is not None else "the end of the step"
-        message = f"unit order changed: expected {wanted}, got {self._name(visit)} (visit {cursor})"
-        self.deviations.append(message)
-        return message
+        wanted, got = (
+            "the end of the step" if each is None else self.names[each.unit] + ("'" if each.backward else "")
+            for each in (expected, visit)
+        )
+        self.notes.append(f"unit order changed: expected {wanted}, got {got} (visit {cursor})")
 
     def upcoming(self, training: bool) -> list[Visit]:
         """Return the visits that the record expects after the present one, in order; empty while recording."""
@@ -82,46 +94,11 @@ class Schedule:
             return upcoming
         return upcoming[: upcoming.index(visit)] if visit in upcoming else []
 
-    def restart(self) -> None:
-        """Drop both records and record anew, since ranks have done different things."""
-        self.tracks = {True: Track(), False: Track()}
-
-    def repeats(self, visit: Visit, training: bool) -> bool:
-        """True if the record expects `visit` next: the unit need not be released."""
-        track = self.tracks[training]
-        cursor = len(track.current)
-        return track.following and cursor < len(track.order) and track.order[cursor] == visit
-
-    def returns(self, unit: int, budget: int, numel_of: Callable[[int], int], training: bool) -> bool:
-        """True if, after its forward, a unit is used again before other units of more than `budget` elements are gathered."""
-        if self.repeats(Visit(unit, False), training):
-            return True
-        seen = {unit}
-        for visit in self.upcoming(training) if budget >= 0 else ():
-            if visit.unit == unit:
-                return True
-            if visit.unit not in seen:
-                seen.add(visit.unit)
-                budget -= numel_of(visit.unit)
-            if budget < 0:  # other units need the memory before this one returns
-                return False
-        return False
-
     def end(self, training: bool) -> None:
         """End a step (or evaluation); its order becomes the record if there was none or if it deviated."""
         track = self.tracks[training]
         if not track.current:
             return
         if not track.following or len(track.current) != len(track.order):  # a shorter step is a new record, too
-            track.order, track.complete = track.current, True
+            track.order = track.current
         track.current, track.deviated = [], False
-
-    def _name(self, visit: Visit) -> str:
-        return self.names[visit.unit] + ("'" if visit.backward else "")
-
-    def __str__(self) -> str:
-        lines = []
-        for training, track in self.tracks.items():
-            order = " ".join(map(self._name, track.order))
-            lines.append(f"{'training' if training else 'evaluation'}: {order or '(not recorded yet)'}")
-        return "\n".join(lines)

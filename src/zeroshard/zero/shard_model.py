@@ -345,7 +345,7 @@ class Builder:
             group.masters.versions.append(torch_compat.version(fresh))
             return
         facade = ShardedParameter(
-            None if group.values.staged else group.local(index), spec.shape, group.homes[index], original.requires_grad,
+            None if group.values.staged else group.homes[index].fetch(gradient=False), spec.shape, group.homes[index], original.requires_grad,
             dtype=spec.dtype, device=self.comm.device,
         )  # fmt: skip
         old = self._replace(spec, facade)

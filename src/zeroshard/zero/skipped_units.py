@@ -12,12 +12,15 @@ reduction in its turn, nor with `max_live_parameters`, since a unit's release th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .schedule import Visit
 
+if TYPE_CHECKING:
+    from .runtime import Runtime
 
-def take_part(runtime: Any, visit: Visit | None) -> None:
+
+def take_part(runtime: Runtime, visit: Visit | None) -> None:
     """Gather and release, as other ranks may do, the recorded units before `visit` (None: before the end of the step)."""
     if not runtime.attendance.gathers_meet or runtime.comm.ordered or runtime.config.max_live_parameters:
         return
@@ -36,4 +39,4 @@ def take_part(runtime: Any, visit: Visit | None) -> None:
         elif visit.backward or not runtime.prefetcher.lives_on(unit, True):
             unit.release()
     names = ", ".join(dict.fromkeys(runtime.units[visit.unit].name for visit in visits))
-    runtime.tell(f"not used by this rank in a step, and gathered because other ranks may use them: {names}")
+    runtime.schedule.note(f"not used by this rank in a step, and gathered because other ranks may use them: {names}")

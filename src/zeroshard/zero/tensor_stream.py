@@ -88,7 +88,10 @@ def stream_full_tensors(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"zs.stream_full_tensors: dtype: expected a floating-point torch.dtype or None, got {dtype!r}.")
     _check(runtime, masters)
-    source = _master_or_value if masters else _value
+
+    def source(group: ParamGroup) -> Rest:
+        return group.master if masters and group.master is not None else group.values.rest
+
     items = _chosen(_items(runtime, source, dtype), names)
     return _Stream(runtime, source, masters, max_nbytes).run(items)
 
@@ -143,26 +146,18 @@ def _chosen(items: list[_Item], names: Iterable[str] | None) -> list[_Item]:
     return [item for item in items if item.names]
 
 
-def _value(group: ParamGroup) -> Rest:
-    return group.values.rest
-
-
-def _master_or_value(group: ParamGroup) -> Rest:
-    return group.master if group.master is not None else group.values.rest
-
-
 class _Stream:
     """One iteration over batches of items."""
 
     def __init__(self, runtime: Runtime, source: Source, masters: bool, max_nbytes: int) -> None:
         self.runtime, self.source, self.masters, self.max_nbytes = runtime, source, masters, max_nbytes
         # two staging buffers of this size, and one chunk of every rank
-        nbytes = min(_CHUNK_NBYTES, max_nbytes // (_STAGING * (runtime.shards.world_size + 2)))
-        self.gather = ChunkedGather(runtime.shards, runtime.ledger, nbytes)
+        nbytes = min(_CHUNK_NBYTES, max_nbytes // (_STAGING * (runtime.topology.shards.world_size + 2)))
+        self.gather = ChunkedGather(runtime.topology.shards, runtime.tiers.ledger, nbytes)
 
     def run(self, items: list[_Item]) -> Iterator[dict[str, Tensor]]:
         """Yield a dictionary of whole tensors for each batch (collective)."""
-        ledger = self.runtime.ledger
+        ledger = self.runtime.tiers.ledger
         try:
             for batch in self._batches(items):
                 _check(self.runtime, self.masters)
@@ -217,7 +212,7 @@ class _Stream:
 
     def _range(self, group: ParamGroup, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Gather elements [start, stop) of a group's flat buffer into new memory (collective)."""
-        comm, layout, rest = self.runtime.shards, group.layout, self.source(group)
+        comm, layout, rest = self.runtime.topology.shards, group.layout, self.source(group)
         if rest is group.values.rest and (group.values.mapped or not group.values.sharded):
             return group.values.full[start:stop].to(dtype, copy=True)
         if rest.numel == layout.numel and self.runtime.config.row.optimizer is Placement.REPLICATED:  # unsharded masters
@@ -241,17 +236,13 @@ class _Stream:
 def _stretches(batch: list[_Item]) -> Iterator[list[_Item]]:
     """Yield the batch as stretches: items of one dtype whose slots are adjacent in one flat buffer."""
     stretch: list[_Item] = []
+    following = None  # (dtype, group, index) of an item that continues the stretch; None: no item does
     for item in batch:
-        if stretch and not _adjoin(stretch[-1], item):
+        ends = [(item.dtype, group, index) for group, index, _ in item.sources]
+        if stretch and (len(ends) != 1 or ends[0] != following):
             yield stretch
             stretch = []
         stretch.append(item)
+        following = (item.dtype, ends[0][1], ends[0][2] + 1) if len(ends) == 1 else None
     if stretch:
         yield stretch
-
-
-def _adjoin(left: _Item, right: _Item) -> bool:
-    if len(left.sources) != 1 or len(right.sources) != 1 or left.dtype != right.dtype:
-        return False
-    (group, index, _), (other, following, _) = left.sources[0], right.sources[0]
-    return group is other and following == index + 1

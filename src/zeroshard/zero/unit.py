@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..comm.base import Collective, Comm
 from ..config import Offload
@@ -34,6 +35,7 @@ from ..tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data
 from ..tensor.tiled_parameter import Tile
 from ..utils import torch_compat
 from ..utils.autograd import memory_of
+from ..utils.tensor_tree import Exchanged
 from ..utils.torch_compat import references
 from .flat_buffer import GradientBuffer, ParameterBuffer
 from .masters import Masters
@@ -83,7 +85,7 @@ class ParamGroup:
     masters: Masters = field(init=False)
     runtime: Any = None  # the Runtime that owns the group
     unit: Any = None  # the Unit that the group is a part of
-    _own_references: int = 0  # number of references to the gathered memory that this library holds
+    own_references: int = 0  # number of references to the gathered memory that this library holds
 
     def __post_init__(self) -> None:
         self.homes = [ParamHome(self, index) for index in range(len(self.specs))]
@@ -116,44 +118,17 @@ class ParamGroup:
             self.runtime.attendance.refuse("a write to a parameter or an optimizer state")
             self.runtime.gate.before(self.unit)
 
-    def leave(self) -> None:
-        """Make the parameters raise when used, while zs.offload_states has moved their memory away."""
-        for param in self.params:
-            if self.values.sharded:
-                param._held = None  # type: ignore[attr-defined]  # reads then go to the resting place, which raises
-            else:
-                param.__class__ = AwayParameter
-
-    def come_back(self) -> None:
-        """Make the parameters usable again, with views of their memory (it may have another address); the inverse of `leave`."""
-        for index, param in enumerate(self.params):
-            if self.values.sharded:
-                param._held = None if self.values.staged else self.local(index)  # type: ignore[attr-defined]
-            else:
-                param.__class__ = ReplicatedParameter
-        if not self.values.sharded and self.values.renew_views():
-            for param, view in zip(self.params, self.values.views, strict=True):
-                set_data(param, view)
-
-    def count_references(self) -> None:
-        """Record how many references this library has to the gathered memory; called while nobody else has any."""
-        self._own_references = references(self.values.full)
-
     @property
     def referred(self) -> bool:
         """True if a tensor of the program, or one that autograd has saved, refers to the gathered memory."""
-        return references(self.values.full) > self._own_references
+        return references(self.values.full) > self.own_references
 
     def part(self) -> None:
         """Let the tensors that refer to the gathered memory keep it; later gathers of this group allocate other memory."""
         self.values.part()
         for compute, view in zip(self.compute, self.values.views, strict=True):
             set_data(compute, view)
-        self.count_references()
-
-    def local(self, index: int) -> Tensor:
-        """Return this rank's slice of parameter `index`, 1-D: a view where the shard rests on the device, else a copy."""
-        return self.homes[index].fetch(gradient=False)
+        self.own_references = references(self.values.full)
 
     def set_local(self, index: int, value: Tensor) -> None:
         """Write `value` to this rank's slice of parameter `index`."""
@@ -268,8 +243,8 @@ class UnitForward:
     """
 
     first_node: int
-    hooks: Any = None
-    given: Any = None
+    hooks: saved_tensors_hooks | None = None
+    given: Exchanged | None = None
 
 
 class Unit:
@@ -291,11 +266,13 @@ class Unit:
         self.gathered_nbytes = sum(g.layout.numel * g.values.full.itemsize for g in self.gathered)
         self.gathered_numel = sum(g.layout.numel for g in self.gathered)
         self._released = self.sharded and not any(g.values.mapped for g in self.gathered)  # mapped memory is never released
-        for group in self.gathered:
-            group.count_references()
+        for group in self.gathered:  # nobody else has any reference yet
+            group.own_references = references(group.values.full)
         self.staged = any(g.values.staged for g in self.gathered)
+        # a gather needs other ranks to take part, unless this rank copies from shared memory by itself
+        self.meets = any(not g.values.comm.copies for g in self.gathered)
         self.trainable = [g for g in groups if g.trainable]
-        self._num_params, self._tile = sum(len(group.specs) for group in groups), isinstance(modules[0], Tile)
+        self.num_params, self._tile = sum(len(group.specs) for group in groups), isinstance(modules[0], Tile)
         self.expect()
         self._works: list[Collective] = []
         for group in groups:
@@ -327,14 +304,9 @@ class Unit:
         self.expected = sum(param.requires_grad for group in self.groups for param in group.params)
 
     @property
-    def has_frozen(self) -> bool:
-        """True if some of the unit's parameters require no gradient."""
-        return self.expected < self._num_params
-
-    @property
     def marked(self) -> bool:
         """True if its backward can end with gradients missing: then marks on the forward's inputs tell the end."""
-        return self.expected < self._num_params or self._tile
+        return self.expected < self.num_params or self._tile
 
     @property
     def in_use(self) -> bool:
@@ -354,11 +326,6 @@ class Unit:
             return False  # groups whose copies have started keep them for the next call
         self._move(Phase.FETCHING)
         return True
-
-    @property
-    def meets(self) -> bool:
-        """True if a gather needs other ranks to take part; False if this rank copies from shared memory by itself."""
-        return any(not group.values.comm.copies for group in self.gathered)
 
     @property
     def fetched(self) -> bool:
@@ -382,19 +349,15 @@ class Unit:
         try:
             for group in self.gathered:
                 self._works.append(group.values.gather())
-        except BaseException:  # KeyboardInterrupt, too
-            self._abandon_gather()
+        except BaseException:  # KeyboardInterrupt, too; the program may catch it and go on, with a smaller batch
+            for work in self._works:
+                work.wait()
+            self._works = []
+            for group in self.gathered:
+                group.values.forget()
+                group.values.release()
+            self._move(Phase.SHARDED)
             raise
-
-    def _abandon_gather(self) -> None:
-        """Release the memory of a failed gather: the program may catch the error and go on with a smaller batch."""
-        for work in self._works:
-            work.wait()
-        self._works = []
-        for group in self.gathered:
-            group.values.forget()
-            group.values.release()
-        self._move(Phase.SHARDED)
 
     def ready(self) -> None:
         """Wait for the unit's all-gather, starting it if need be (-> READY)."""
@@ -426,13 +389,26 @@ class Unit:
         """Mark the parameters as moved to another tier (SHARDED, or READY if replicated, -> AWAY); used, they raise."""
         self._move(Phase.AWAY)
         for group in self.groups:
-            group.leave()
+            for param in group.params:
+                if group.values.sharded:
+                    param._held = None  # type: ignore[attr-defined]  # reads then go to the resting place, which raises
+                else:
+                    param.__class__ = AwayParameter
 
     def come_back(self) -> None:
-        """Mark the parameters as moved back to their own tier; the inverse of `leave`."""
+        """Mark the parameters as moved back to their own tier, perhaps to another address; the inverse of `leave`."""
         self._move(Phase.SHARDED if self.sharded else Phase.READY)
         for group in self.groups:
-            group.come_back()
+            values = group.values
+            for index, param in enumerate(group.params):
+                if values.sharded:
+                    param._held = None if values.staged else group.homes[index].fetch(gradient=False)  # type: ignore[attr-defined]
+                else:
+                    param.__class__ = ReplicatedParameter
+            if not values.sharded and values.views and values.views[0].data_ptr() != values.full.data_ptr():
+                values.views = values.new_views()
+                for param, view in zip(group.params, values.views, strict=True):
+                    set_data(param, view)
 
     def land(self) -> None:
         """Complete a running all-gather and release it (GATHERING -> SHARDED): the caller gathers the buffers itself."""

@@ -10,21 +10,26 @@ stepper    the host's step drops the states that it has read ahead
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .unit import Unit
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
 
 
 class WriteGate:
     """Every writer calls `wait` or `before` first.
 
     delayed: the delayed update; stepper: the stepper of a step on the host. The optimizer's core (optim/) sets both, if used.
+    saver: the background saver of checkpoints, from the first save on.
     """
 
-    def __init__(self, runtime: Any) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.delayed: Any = None
         self.stepper: Any = None
+        self.saver: Any = None
 
     def wait(self, *units: Unit) -> None:
         """Wait until masters and states (and the shards of `units`) are at rest and nobody reads or writes them."""
@@ -34,8 +39,14 @@ class WriteGate:
             unit.outdate()
         if self.delayed is not None:
             self.delayed.wait()
-        if self.runtime.saver is not None:
-            self.runtime.saver.await_copy()
+        if self.saver is not None:
+            self.saver.await_copy()
+
+    def outdate(self) -> None:
+        """Clear a failed backward; have all units drop gathered and fetched copies of their shards, which are about to be written."""
+        self.runtime.recover()
+        for unit in self.runtime.units:
+            unit.outdate()
 
     def before(self, *units: Unit) -> None:
         """Prepare for a write, other than by a step, to values of `units`, to masters or to states."""

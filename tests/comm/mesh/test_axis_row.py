@@ -54,7 +54,7 @@ def task(loss=lambda model, *batch: model(*batch), order=range(WORLD)) -> Task:
 def shards(mesh) -> int:
     """Ranks over which states are sharded."""
     model, _ = zs.shard(copy.deepcopy(MODEL), None, mesh=mesh, stage=3)
-    found = runtime_of(model).shards.world_size
+    found = runtime_of(model).topology.shards.world_size
     zs.close(model)
     return found
 

@@ -175,18 +175,18 @@ def test_secondary_shards_serve_backward_and_end_with_a_step(network):
         runtime = runtime_of(model)
         held = []
         for micros in data:
-            before = {kind: traffic.between for kind, traffic in runtime.ledger.traffic.items()}
+            before = {kind: traffic.between for kind, traffic in runtime.tiers.ledger.traffic.items()}
             for ranks in micros:
                 model(*ranks[rank]).backward()
-            held.append(runtime.ledger.traffic["gather"].between - before.get("gather", 0))
+            held.append(runtime.tiers.ledger.traffic["gather"].between - before.get("gather", 0))
             optimizer.step()
             optimizer.zero_grad()
         numbers = [group.values.number for group in runtime.groups]
-        left = [number for number in numbers if runtime.shards.holds(number)]
-        secondary = runtime.ledger.now[SECONDARY]
+        left = [number for number in numbers if runtime.topology.shards.holds(number)]
+        secondary = runtime.tiers.ledger.now[SECONDARY]
         values = sum(group.values.nbytes for group in runtime.groups)
         zs.close(model)
-        return held, left, secondary, values, {name: nbytes for name, nbytes in runtime.ledger.now.items() if nbytes}
+        return held, left, secondary, values, {name: nbytes for name, nbytes in runtime.tiers.ledger.now.items() if nbytes}
 
     for held, left, secondary, values, rest in on_ranks(WORLD, network, on_rank, node_size=SIZE):
         assert not left and secondary == 2 * values, (secondary, values)
@@ -298,7 +298,7 @@ def test_hosts_are_nodes_unless_told_otherwise(network, options, hops):
 
     def on_rank(rank, comm):
         model, _ = zs.shard(torch.nn.Linear(64, 64), stage=3, **options, **comm)
-        return isinstance(runtime_of(model).shards, HierarchicalComm)
+        return isinstance(runtime_of(model).topology.shards, HierarchicalComm)
 
     assert on_ranks(4, network, on_rank, node_size=2) == [hops == 2] * 4
 

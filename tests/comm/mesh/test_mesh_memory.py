@@ -46,7 +46,7 @@ def test_what_was_reserved_is_what_the_ledger_holds(name, monkeypatch):
             model(*micros[0][rank]).backward()
             optimizer.step()
             optimizer.zero_grad()
-        ledger = runtime_of(model).ledger
+        ledger = runtime_of(model).tiers.ledger
         values = sum(group.values.nbytes for group in runtime_of(model).groups)
         held = {category: ledger.now[category] for category in (SECONDARY, RESIDUALS, STAGING)}
         report = zs.report(model)

@@ -72,13 +72,13 @@ class Run:
 
     def step(self, micro: int = 1) -> dict[str, tuple[int, int, int]]:
         """Kind -> calls, bytes inside, bytes between; the same bytes went into collectives of one hop."""
-        self.runtime.ledger.traffic.clear()
+        self.runtime.tiers.ledger.traffic.clear()
         self.comm.total[:] = [0, 0]
         for _ in range(micro):
             self.model(self.x).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        traffic = self.runtime.ledger.traffic
+        traffic = self.runtime.tiers.ledger.traffic
         sent = {kind: (t.count, t.nbytes - t.between, t.between) for kind, t in traffic.items()}
         assert tuple(self.comm.total) == tuple(sum(part) for part in zip(*(each[1:] for each in sent.values()), strict=True))
         return sent
@@ -290,12 +290,12 @@ def test_further_micro_batches_are_served_by_secondary_shards(weights):
         for micro in (1, 3):
             count, _, between = run.step(micro)["gather"]
             assert count == 2 * micro * len(run.runtime.groups) and between == (nodes - 1) * (int8 if weights else plain)(numel)
-        run.runtime.ledger.traffic.clear()
+        run.runtime.tiers.ledger.traffic.clear()
         with torch.no_grad():
             for expected in (1, 0, 0):  # the first after a step
-                before = run.runtime.ledger.traffic["gather"].between
+                before = run.runtime.tiers.ledger.traffic["gather"].between
                 run.model(run.x)
-                again = run.runtime.ledger.traffic["gather"].between - before
+                again = run.runtime.tiers.ledger.traffic["gather"].between - before
                 assert again == expected * (nodes - 1) * (int8 if weights else plain)(numel)
 
 

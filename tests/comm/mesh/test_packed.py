@@ -68,9 +68,9 @@ def run(rank, cell_options, steps=DATA, **more):
     with torch.no_grad():  # what ranks compute with
         seen = model(*DATA[0][0][0]).item()
     local = {name: value.clone() for name, value in model.state_dict().items()} if cell_options.get("stage") in (0, 1, 2) else {}
-    residuals = runtime.ledger.now[RESIDUALS]
+    residuals = runtime.tiers.ledger.now[RESIDUALS]
     zs.close(model)
-    left = {name: nbytes for name, nbytes in runtime.ledger.now.items() if nbytes}
+    left = {name: nbytes for name, nbytes in runtime.tiers.ledger.now.items() if nbytes}
     return losses, kept, seen, local, report, residuals, left
 
 
@@ -151,7 +151,7 @@ def test_error_feedback_brings_sums_nearer_and_is_counted():
                     total[name] = total.get(name, 0) + grad.clone()
                 optimizer.step()
                 optimizer.zero_grad()
-            found.append((flat(total), runtime_of(model).ledger.now[RESIDUALS]))
+            found.append((flat(total), runtime_of(model).tiers.ledger.now[RESIDUALS]))
             zs.close(model)
         return found
 

@@ -49,7 +49,7 @@ def ledger_after_a_step(shape, layout, **options):
                 else:
                     model(tokens, tokens).backward()
             optimizer.step()
-    return runtime_of(model).ledger
+    return runtime_of(model).tiers.ledger
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -215,8 +215,8 @@ def _compute_seconds(runtime: Runtime, micro_batch: Callable[[], Tensor], keep_g
                 torch.cuda.synchronize(device)
             seconds = time.perf_counter() - begin
             if not keep_gradients:
-                runtime.drop_gradients()
-        runtime.drop_gradients()
+                runtime.zero_grad()
+        runtime.zero_grad()
         comm.exchange(b"", "forecast: end")
     with torch.no_grad():
         for buffer, value in buffers:

@@ -114,7 +114,7 @@ class Report:
 def report(model: nn.Module) -> Report:
     """Return the report of a sharded model on this rank (not collective)."""
     runtime = runtime_of(model)
-    ledger, world = runtime.ledger, runtime.comm.world_size
+    ledger, world = runtime.tiers.ledger, runtime.comm.world_size
     elsewhere = {tier.value: {name: nbytes for name, nbytes in held.items() if nbytes} for tier, held in ledger.elsewhere.items()}
     states = {name: ledger.now[name] + sum(held.get(name, 0) for held in elsewhere.values())
               for name in (PARAMETERS, GRADIENTS, OPTIMIZER, MASTERS)}  # fmt: skip
@@ -145,7 +145,7 @@ def report(model: nn.Module) -> Report:
         compression_errors=dict(runtime.topology.errors.found),
         units=len(runtime.units),
         numbers=_numbers(runtime),
-        deviations=tuple(runtime.messages),
+        deviations=tuple(runtime.schedule.notes),
     )
 
 
@@ -164,7 +164,7 @@ def _numbers(runtime: Runtime) -> str:
 
 def _formula(runtime: Runtime, sharded: bool) -> dict[str, int]:
     """Return bytes by model state, by the stage's formula (sharded=False: with everything replicated)."""
-    row, world = runtime.config.row, runtime.shards.world_size
+    row, world = runtime.config.row, runtime.topology.shards.world_size
 
     def held(placement: Placement, nbytes: int) -> int:
         return -(-nbytes // world) if sharded and placement is Placement.SHARDED else nbytes
@@ -219,7 +219,7 @@ def theory_moved_per_step(runtime: Runtime) -> dict[str, int]:
     """Return the bytes that one rank moves between tiers in a step of one backward, by link, by formula."""
     totals: dict[str, int] = {}
     for group in runtime.groups:
-        numel = -(-group.layout.true_numel // runtime.shards.world_size)
+        numel = -(-group.layout.true_numel // runtime.topology.shards.world_size)
         for moved in (pass_itemsizes(runtime, group), step_itemsizes(runtime, group)):
             for (source, target), itemsize in moved.items():
                 link = f"{source.value} -> {target.value}"
