@@ -94,7 +94,6 @@ def save(
         ConfigError: ranks passed different arguments, a value can not be saved, or `path` is not one folder for all ranks.
     """
     begin, runtime = time.monotonic(), runtime_of(model)
-    world = runtime.topology.world
     check_idle(runtime, "zs.save")
     if runtime.unusable:  # a load failed half-way: the model is a mixture of two states
         raise CheckpointError(runtime.unusable)
