@@ -53,7 +53,7 @@ def load(rank, world, folder, dim, blocks, again):
         if path != folder and verify is True:
             zs.save(path, model)
         for param in model.parameters():
-            param._home.group.local(param._home.index).fill_(-1)
+            param._home.fetch(gradient=False).fill_(-1)
         dist.barrier()
         with Peak() as peak:
             zs.load(path, model, verify=verify)
