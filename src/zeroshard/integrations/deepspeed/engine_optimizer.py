@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError, NonFiniteError
+from ...optim.sharded_optimizer import OptimizerCore
 from ...tensor.sharded_tensor import ShardedTensor
 from ...zero.gathered_parameters import home_of
 from . import partition, stand_ins
@@ -25,6 +26,7 @@ from .cpu_optimizers import FusedAdam
 from .ds_config import DeepSpeedConfig
 from .optimizer_views import LossScalerView, OptimizerViews
 
+M = TypeVar("M", bound=nn.Module)
 COUNT = "partition_count"  # key in a state dict with the number of ranks
 
 _INSTEAD = {
@@ -50,7 +52,7 @@ class EngineOptimizer(OptimizerViews):
         self.optimizer = optimizer
         self._config = config
         self.custom_loss_scaler = False
-        self._sharded: Any = None  # the sharded optimizer while `.optimizer` is the copy of `flat_picture`
+        self._sharded: object = None  # the sharded optimizer while `.optimizer` is the copy of `flat_picture`
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not set yet (copying, unpickling): looking it up would recurse
@@ -62,7 +64,7 @@ class EngineOptimizer(OptimizerViews):
 
     param_groups, state = _passed_on("param_groups"), _passed_on("state")
 
-    def step(self, closure: object = None) -> Any:
+    def step(self, closure: object = None) -> object:
         scaler, at_end = self.loss_scaler, False
         if scaler is not None and scaler.dynamic and self._config.zero_enabled:  # DeepSpeed's stage 0 continues
             at_end = scaler.patience == 1 and scaler.scale == scaler.config.min_loss_scale
@@ -90,7 +92,7 @@ class EngineOptimizer(OptimizerViews):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the sharded optimizer's state dict and DeepSpeed's entries: this rank's master slices by group, stage, scale."""
         stage, slices = int(self._config.zero_optimization_stage), self.fp32_partitioned_groups_flat
         told = {
@@ -99,7 +101,7 @@ class EngineOptimizer(OptimizerViews):
         }  # fmt: skip
         return {**self.optimizer.state_dict(), **told}
 
-    def load_state_dict(self, state_dict: dict[str, Any], *unused: object, **options: object) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object], *unused: object, **options: object) -> None:
         self.optimizer.load_state_dict(state_dict)
 
     @property
@@ -188,15 +190,15 @@ def wrap(optimizer: Any, config: DeepSpeedConfig) -> Any:
 class SlicedStates:
     """Mixin of an engine's sharded optimizer, unless its states are replicated."""
 
-    core: Any
+    core: OptimizerCore
     param_groups: list[dict[str, Any]]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return a state dict as torch's, with flat slices of states, padded with zeros to the longest slice of any rank."""
         found = super().state_dict()  # type: ignore[misc]
         return {**found, "state": self._changed(found, _slice), COUNT: self.core.runtime.comm.world_size}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Load this rank's `state_dict` from a run with as many ranks, or a state dict of a plain torch optimizer."""
         count, ranks = state_dict.get(COUNT), self.core.runtime.comm.world_size
         if count not in (None, ranks):
@@ -207,7 +209,7 @@ class SlicedStates:
         state = state_dict["state"] if count is None else self._changed(state_dict, _unsliced)
         super().load_state_dict({**state_dict, "state": state})  # type: ignore[misc]
 
-    def _changed(self, state_dict: dict[str, Any], change: Callable[[Tensor, object], object]) -> dict[int, dict[str, object]]:
+    def _changed(self, state_dict: Mapping[str, Any], change: Callable[[Tensor, object], object]) -> dict[int, dict[str, object]]:
         """Return a state dict's states with each value replaced by change(its parameter, value)."""
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = dict(zip(numbers, (param for group in self.param_groups for param in group["params"]), strict=False))
@@ -267,7 +269,7 @@ class ParameterOffload:
 
 
 @contextlib.contextmanager
-def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+def unwrap_model_for_generation(model: M) -> Iterator[M]:
     """Context with all parameters gathered, for many forwards without a gather (collective). Writes are dropped."""
     offload = getattr(model.optimizer, "parameter_offload", None)
     with partition.GatheredParameters(model.parameters()):

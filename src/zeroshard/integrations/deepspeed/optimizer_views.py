@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ...comm.codec import exchange_values
 from ...optim.parameter_access import OptimizerStatePart, ParameterPart, gradient_of, state_of, value_of
+from ...optim.sharded_optimizer import OptimizerCore
 from .accelerator import always
 from .ds_config import DeepSpeedConfig
 from .leaf_modules import get_z3_leaf_modules
@@ -112,7 +113,7 @@ class LossScalerView:
 
     scale_factor = 2.0
 
-    def __init__(self, core: Any) -> None:
+    def __init__(self, core: OptimizerCore) -> None:
         self._core = core
 
     def __getattr__(self, name: str) -> Any:
@@ -125,7 +126,7 @@ class LossScalerView:
     min_scale = property(attrgetter("config.min_loss_scale"))
 
 
-def _flat(parts: list[ParameterPart]) -> Any:
+def _flat(parts: list[ParameterPart]) -> object:
     """Return this rank's slices of whole tensors in fp32, padded to equal sizes and concatenated (collective).
 
     If a part is a plain value or one number, such as a step count, return that part's value.
