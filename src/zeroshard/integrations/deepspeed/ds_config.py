@@ -195,8 +195,7 @@ class DeepSpeedConfig:
         self._check()
         self.notes += self.zero_config.notes
         for name, lowest in OFFLOAD_STAGES.items():
-            section = getattr(self.zero_config, name)
-            if section is not None and section.device != "none" and self.zero_optimization_stage < lowest:
+            if self.offloads(name) and self.zero_optimization_stage < lowest:
                 self.notes.append(
                     f"zero_optimization.{name} has no effect: it needs stage {lowest}, got {self.zero_optimization_stage}."
                 )
@@ -352,6 +351,11 @@ class DeepSpeedConfig:
     def gradient_dtype(self) -> torch.dtype:
         """Dtype in which gradients accumulate."""
         return dtype_of("data_types.grad_accum_dtype", self.grad_accum_dtype) or self.model_dtype
+
+    def offloads(self, name: str) -> bool:
+        """Return whether the section of this name, offload_optimizer or offload_param, has a device other than "none"."""
+        section = getattr(self.zero_config, name)
+        return section is not None and section.device != "none"
 
     # -- printing ---------------------------------------------------------------------------------------------
 

@@ -33,8 +33,8 @@ _QUESTIONS: dict[str, str | Callable[[DeepSpeedConfig], object]] = {  # method o
     "dynamic_loss_scale": lambda config: config.float16_config.loss_scale == 0,
     "zero_optimization_partition_gradients": lambda config: config.zero_optimization_stage >= 2,
     "zero_optimization_partition_weights": lambda config: config.zero_optimization_stage >= 3,
-    **dict.fromkeys(("zero_use_cpu_optimizer", "zero_cpu_offload"), lambda config: _offload_tier(config) in ("cpu", "nvme")),
-    "zero_nvme_offload_optimizer": lambda config: _offload_tier(config) == "nvme",
+    **dict.fromkeys(("zero_use_cpu_optimizer", "zero_cpu_offload"), lambda config: config.offloads("offload_optimizer")),
+    "zero_nvme_offload_optimizer": lambda config: getattr(config.zero_config.offload_optimizer, "device", None) == "nvme",
     "postscale_gradients": lambda config: not config.prescale_gradients,
     "get_sequence_parallel_group": lambda config: None,
     # dtypes of parameters, and in which gradients accumulate
@@ -101,10 +101,6 @@ class Settings:
     def optimizer_name(self) -> str | None:
         """Return the class name of the optimizer that `initialize` was given, else the name in the configuration."""
         return self._config.optimizer_name if self.client_optimizer is None else self._client_name
-
-
-def _offload_tier(config: DeepSpeedConfig) -> str | None:
-    return getattr(config.zero_config.offload_optimizer, "device", None)
 
 
 def _question(source: str | Callable[[DeepSpeedConfig], object]) -> Callable[[Settings], object]:

@@ -231,9 +231,8 @@ def _basic_optimizer(
             return build_optimizer(config, parameters)
         except TypeError as error:
             raise DeepSpeedConfigError(f"optimizer.params of {config.optimizer_name}: {error}.") from error
-    offload = config.zero_config.offload_optimizer
-    offloaded, torchs = offload is not None and offload.device != "none", not type(basic).__module__.startswith("zeroshard")
-    if offloaded and torchs and config.zero_force_ds_cpu_optimizer:
+    torchs = not type(basic).__module__.startswith("zeroshard")
+    if torchs and config.zero_force_ds_cpu_optimizer and config.offloads("offload_optimizer"):
         raise ZeRORuntimeException(
             f"You are using ZeRO-Offload with a client provided optimizer ({type(basic)}). Take deepspeed.ops.adam.DeepSpeedCPUAdam, or an "
             'optimizer of the configuration, or say {"zero_force_ds_cpu_optimizer": false}: it is stepped on the host as it is.'

@@ -29,7 +29,7 @@ def shard_options(config: DeepSpeedConfig) -> dict[str, Any]:
     Raises ValueError if compute_grad_norm is off but the norm is needed, DeepSpeedConfigError for nvme without a folder.
     """
     zero = config.zero_config
-    if not zero.compute_grad_norm and (config.gradient_clipping or _is_offloaded(zero.offload_optimizer)):
+    if not zero.compute_grad_norm and (config.gradient_clipping or config.offloads("offload_optimizer")):
         raise ValueError(
             "zero_optimization.compute_grad_norm false: clipping and offload_optimizer need the norm. Set gradient_clipping to 0 "
             "and leave offload_optimizer out, or leave compute_grad_norm out."
@@ -45,9 +45,8 @@ def shard_options(config: DeepSpeedConfig) -> dict[str, Any]:
     if zero.stage == 3:
         options |= _stage3(zero)
     for name, lowest in OFFLOAD_STAGES.items():
-        section = getattr(zero, name)
-        if _is_offloaded(section) and zero.stage >= lowest:
-            options[name] = _offload(section)
+        if config.offloads(name) and zero.stage >= lowest:
+            options[name] = _offload(getattr(zero, name))
     return options | config.planned_options
 
 
@@ -65,13 +64,9 @@ def _skips_nonfinite(config: DeepSpeedConfig) -> bool:
         scaled = config.torch_autocast_enabled and config.torch_autocast_dtype is torch.float16  # torch's GradScaler skips steps
         return bf16.enabled or scaled
     if bf16.enabled:
-        own = zero.stage == 1 and config.gradient_dtype is torch.float32 and not _is_offloaded(zero.offload_optimizer)
+        own = zero.stage == 1 and config.gradient_dtype is torch.float32 and not config.offloads("offload_optimizer")
         return own or bf16.check_grad_overflow
     return zero.compute_grad_norm
-
-
-def _is_offloaded(section: Section | None) -> bool:
-    return section is not None and section.device != "none"
 
 
 def _precision(config: DeepSpeedConfig) -> dict[str, object]:
@@ -179,7 +174,7 @@ def build_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) -> torch
             return (torch.optim.AdamW if decoupled else torch.optim.Adam)(
                 parameters, **({} if given.get("torch_adam") else _ADAM) | params
             )
-        if _is_offloaded(config.zero_config.offload_optimizer):
+        if config.offloads("offload_optimizer"):
             return DeepSpeedCPUAdam(parameters, adamw_mode=decoupled, **{**_ADAM, **params})
         return FusedAdam(parameters, adam_w_mode=decoupled, **{**_ADAM, **params})
     if low == "lion":
