@@ -12,7 +12,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ...utils import torch_compat
 if TYPE_CHECKING:
     from .op_builders import OpBuilder
 
+T = TypeVar("T")
 SUPPORTED_ACCELERATOR_LIST = ["cuda", "cpu"]
 _TENSORS = {
     "BFloat16Tensor": torch.bfloat16,
@@ -36,7 +37,7 @@ _TENSORS = {
 }
 
 
-def always(value: object) -> Callable[..., Any]:
+def always(value: T) -> Callable[..., T]:
     """Return a function or method that answers the same, whatever its arguments are."""
     return lambda *args, **kwargs: copy.copy(value)
 
@@ -102,7 +103,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     device_name = current_device_name = always("cpu")
     device = set_device = synchronize = empty_cache = current_stream = default_stream = always(None)
     range_push = range_pop = set_visible_devices_envs = always(None)
-    export_envs = visible_devices_envs = always([])
+    export_envs = visible_devices_envs = always(list[str]())
     is_fp16_supported = staticmethod(torch_compat.fp16_on_cpu)  # training in fp16 also works without the instructions, slowly
     manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
     initial_seed = staticmethod(torch.initial_seed)

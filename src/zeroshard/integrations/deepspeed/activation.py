@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -17,9 +17,11 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ...activations.checkpoint import checkpoint_activations
 from .accelerator import always
+from .config_keys import Values
 from .ds_config import read_config
 from .logs import logger
 
+R = TypeVar("R")
 _in_cpu: bool | None = None  # whether `checkpoint` keeps inputs on the host; None before `configure`
 
 
@@ -44,11 +46,10 @@ def configure(
     _in_cpu = chosen(checkpoint_in_cpu, "cpu_checkpointing")
 
 
-def section_of(config: object) -> dict[str, Any]:
+def section_of(config: object) -> Values:
     """Return the activation_checkpointing section of a configuration in any form."""
-    if not hasattr(config, "_param_dict"):
-        return read_config(config).get("activation_checkpointing", {})
-    return config._param_dict.get("activation_checkpointing", {})
+    whole: Values = config._param_dict if hasattr(config, "_param_dict") else read_config(config)
+    return whole.get("activation_checkpointing", {})
 
 
 def is_configured() -> bool:
@@ -58,7 +59,7 @@ def is_configured() -> bool:
 reset = always(None)  # DeepSpeed frees its buffers for activations here, and zeroshard has none
 
 
-def checkpoint(function: Callable, *args: object, **kwargs: object) -> Any:
+def checkpoint(function: Callable[..., R], *args: object, **kwargs: object) -> R:
     """Return function(*args, **kwargs), whose activations are recomputed in backward."""
     with torch.autograd.graph.save_on_cpu(pin_memory=True) if _in_cpu and torch.cuda.is_available() else contextlib.nullcontext():
         return torch_checkpoint(functools.partial(function, **kwargs), *args, use_reentrant=False)

@@ -18,7 +18,7 @@ import os
 import pickle
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ class Checkpoints(WholeWeights):
     # -- save ----------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
-        self, save_dir: str, tag: object = None, client_state: dict[str, Any] | None = None, save_latest: bool = True,
+        self, save_dir: str, tag: object = None, client_state: dict[str, object] | None = None, save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
         """Save model, optimizer, scheduler, counters and client_state to save_dir/tag (collective). An existing tag is replaced.
@@ -103,14 +103,14 @@ class Checkpoints(WholeWeights):
             logger.warning(f"{told} Rank 0's tag is used.")
         return tags[0]
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, object]:
         """Return the entries that DeepSpeed adds to client_state."""
         return {"ds_config": json.loads(json.dumps(self.config, default=str)), "ds_version": VERSION}
 
     def _counters(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in sorted(_COUNTERS)}
 
-    def _described(self, client_state: dict[str, Any], exclude_frozen: bool) -> dict[str, Any]:
+    def _described(self, client_state: dict[str, object], exclude_frozen: bool) -> dict[str, bytes]:
         """Return name -> content of the files with DeepSpeed's names, on rank 0 ({} on others).
 
         The model's file has whole weights below stage 3; the optimizer's files have no states.
@@ -150,7 +150,7 @@ class Checkpoints(WholeWeights):
         groups = state_map.param_groups(runtime, runtime.optimizer.core)
         return [{name: shapes[name] for name in group["params"] if name in shapes} for group in groups]
 
-    def _change_recovery_script_permissions(self, dst: Any) -> None:
+    def _change_recovery_script_permissions(self, dst: str | os.PathLike) -> None:
         try:
             os.chmod(dst, os.stat(dst).st_mode | stat.S_IEXEC)
         except (FileNotFoundError, PermissionError) as error:
@@ -159,7 +159,7 @@ class Checkpoints(WholeWeights):
     # -- names -----------------------------------------------------------------------------------------------------
 
     def _get_ckpt_name(
-        self, checkpoints_path: Any, tag: Any, mp_placeholder: str | None = None, pp_placeholder: Any = None
+        self, checkpoints_path: str | os.PathLike, tag: object, mp_placeholder: str | None = None, pp_placeholder: object = None
     ) -> str:
         """Return the path of the model's file."""
         name = MODEL_FILE if mp_placeholder is None else MODEL_FILE.replace("00", mp_placeholder)
@@ -167,16 +167,18 @@ class Checkpoints(WholeWeights):
             name = f"zero_pp_rank_{0 if pp_placeholder is None else pp_placeholder}_{name}"
         return os.path.join(checkpoints_path, str(tag), name)
 
-    def _get_rank_zero_ckpt_name(self, checkpoints_path: Any, tag: Any, mp_rank: int, dp_rank: int, bf16_mode: bool) -> str:
+    def _get_rank_zero_ckpt_name(
+        self, checkpoints_path: str | os.PathLike, tag: object, mp_rank: int, dp_rank: int, bf16_mode: bool
+    ) -> str:
         name = f"{'bf16_' if bf16_mode else ''}zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
         return os.path.join(checkpoints_path, str(tag), name)
 
-    def _get_zero_ckpt_name(self, checkpoints_path: object, tag: object) -> str:
+    def _get_zero_ckpt_name(self, checkpoints_path: str | os.PathLike, tag: object) -> str:
         """Return the path of this rank's optimizer file."""
         rank, bf16 = runtime_of(self.module).comm.rank, self._config.bfloat16_config.enabled
         return self._get_rank_zero_ckpt_name(checkpoints_path, tag, 0, rank, bf16)
 
-    def _get_optimizer_ckpt_name(self, checkpoints_path: Any, tag: Any, expp_rank: int) -> str:
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str | os.PathLike, tag: object, expp_rank: int) -> str:
         """Return the path that DeepSpeed gives an optimizer file of experts; no such file is written here."""
         return os.path.join(checkpoints_path, str(tag), f"expp_rank_{expp_rank}_mp_rank_00_optim_states.pt")
 
@@ -184,7 +186,7 @@ class Checkpoints(WholeWeights):
 
     def load_checkpoint(
         self, load_dir: str, tag: object = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True, load_module_only: bool = False, custom_load_fn: Callable[..., Any] | None = None,
+        load_lr_scheduler_states: bool = True, load_module_only: bool = False, custom_load_fn: Callable[..., object] | None = None,
         trusted: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
         """Load a checkpoint of any stage and number of ranks (collective).
@@ -245,7 +247,7 @@ class Checkpoints(WholeWeights):
         self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
         return str(model_file(folder) or folder), client_state
 
-    def _tag_folder(self, root: Path, tag: Any) -> Path | None:
+    def _tag_folder(self, root: Path, tag: object) -> Path | None:
         """Return the folder of rank 0's tag (None: of the tag in `latest`; None if there is no such file) (collective).
 
         Raises CheckpointNotFound, ValueError.
@@ -253,18 +255,18 @@ class Checkpoints(WholeWeights):
         pointer = "latest_universal" if self._config.load_universal_checkpoint else LATEST
         comm = runtime_of(self.module).comm
         tags = exchange_values(comm, latest_tag(root, pointer) if tag is None else str(tag), "load_checkpoint: tag")
-        tag = tags[0]
-        if tag is None and pointer != LATEST:
+        chosen = tags[0]
+        if chosen is None and pointer != LATEST:
             raise ValueError(f"Invalid for universal checkpoint: {root / pointer} does not exist; leave load_universal out")
-        if tag is None:
+        if chosen is None:
             logger.warning(f"Unable to find latest file at {root / LATEST}: pass a tag, or a folder of save_checkpoint")
             return None
-        if not all(exchange_values(comm, (root / tag).is_dir(), "load_checkpoint: is it there")):
+        if not all(exchange_values(comm, (root / chosen).is_dir(), "load_checkpoint: is it there")):
             has = sorted(path.name for path in root.glob("*/") if path.name[0] != ".")[:20]
-            raise CheckpointNotFound(f"load_checkpoint: no checkpoint {tag!r} in {root}. It has: {', '.join(has) or 'none'}.")
-        return root / tag
+            raise CheckpointNotFound(f"load_checkpoint: no checkpoint {chosen!r} in {root}. It has: {', '.join(has) or 'none'}.")
+        return root / chosen
 
-    def _load_by(self, function: Callable[..., Any], opened: Opened) -> None:
+    def _load_by(self, function: Callable[..., object], opened: Opened) -> None:
         """Call the user's function to load whole tensors into the module (collective)."""
         comm = runtime_of(self.module).comm
         source = agreed(comm, "load_checkpoint: reading", lambda: read_whole(opened, None), opened.path)
@@ -272,7 +274,7 @@ class Checkpoints(WholeWeights):
             function(src=source, dst=self.module)
 
 
-def _extras_of(opened: Opened, trusted: bool) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+def _extras_of(opened: Opened, trusted: bool) -> tuple[dict[str, Any], object, dict[str, object]]:
     """Return (the engine's counters and facts, the scheduler's state or None, client_state). Raises Untrusted."""
     extras = dict(opened.extras)
     if not opened.ours:
@@ -292,7 +294,7 @@ def _extras_of(opened: Opened, trusted: bool) -> tuple[dict[str, Any], Any, dict
     return engine, extras.get("lr_scheduler"), {**facts, **(extras.get("client_state") or {})}
 
 
-def _told(state: dict[str, Any], whole: bool) -> dict[str, Tensor]:
+def _told(state: Mapping[str, object], whole: bool) -> dict[str, Tensor]:
     """Return copies of a state dict's tensors on the host, one for tied tensors. whole=False: meta tensors of their shapes."""
     copies: dict[int, Tensor] = {}
     for value in state.values():

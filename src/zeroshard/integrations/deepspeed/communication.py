@@ -13,9 +13,9 @@ import functools
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
@@ -26,6 +26,11 @@ from ...errors import ConfigError, ZeroshardError
 from ...utils.tensor_tree import find_tensors
 from .accelerator import always, get_accelerator
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
+    from torch.distributed.device_mesh import DeviceMesh
+
+R = TypeVar("R")
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 default_pg_timeout = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "10")))
 _timeouts = [default_pg_timeout]  # timeout of the process group
@@ -35,17 +40,10 @@ _FROM_MPI = {"RANK": "OMPI_COMM_WORLD_RANK", "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE
 
 
 def init_distributed(
-    dist_backend: str | None = None,
-    auto_mpi_discovery: bool = True,
-    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
-    verbose: bool = True,
-    timeout: timedelta = default_pg_timeout,
-    init_method: str | None = None,
-    dist_init_required: bool | None = None,
-    config: object = None,
-    rank: int = -1,
-    world_size: int = -1,
-) -> None:
+    dist_backend: str | None = None, auto_mpi_discovery: bool = True, distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    verbose: bool = True, timeout: timedelta = default_pg_timeout, init_method: str | None = None,
+    dist_init_required: bool | None = None, config: object = None, rank: int = -1, world_size: int = -1,
+) -> None:  # fmt: skip
     """Initialise torch.distributed, unless it is initialised already: with gloo on the CPU, nccl on CUDA.
 
     The rank comes from the arguments, from torchrun's variables, or (auto_mpi_discovery) from Open MPI's. Without any of them
@@ -66,8 +64,9 @@ def init_distributed(
     if rank < 0 and init_method in (None, "env://"):
         _complete_environment(auto_mpi_discovery, distributed_port)
     backend = dist_backend or get_accelerator().communication_backend_name()
-    given: dict[str, Any] = {"rank": rank, "world_size": world_size} if rank >= 0 else {}
-    torch_dist.init_process_group(backend, timeout=timeout, init_method=init_method, **given)
+    if rank < 0:  # both come from the environment or from init_method
+        rank = world_size = -1
+    torch_dist.init_process_group(backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size)
     _timeouts[:] = [timeout]
 
 
@@ -116,12 +115,12 @@ def _rank_and_size() -> tuple[int, int]:
     return backend_select.rank_and_size()
 
 
-def get_rank(group: Any = None) -> int:
+def get_rank(group: ProcessGroup | None = None) -> int:
     """Return this process's rank in the group (None: among all); -1 outside of it."""
     return _rank_and_size()[0] if group is None else torch_dist.get_rank(group)
 
 
-def get_world_size(group: Any = None) -> int:
+def get_world_size(group: ProcessGroup | None = None) -> int:
     """Return the group's number of ranks (None: of all); -1 outside of it."""
     return _rank_and_size()[1] if group is None else torch_dist.get_world_size(group)
 
@@ -141,25 +140,25 @@ get_world_rank_from_launcher = functools.partial(_from_launcher, "RANK", 0)
 get_world_size_from_launcher = functools.partial(_from_launcher, "WORLD_SIZE", 1)
 
 
-def get_world_group() -> Any:
+def get_world_group() -> ProcessGroup | None:
     _rank_and_size()
     return torch_dist.group.WORLD
 
 
-def new_group(ranks: Any) -> Any:
+def new_group(ranks: Iterable[int]) -> ProcessGroup:
     """Make a process group of these ranks (collective over all ranks, also those outside)."""
     return torch_dist.new_group(list(ranks))
 
 
-def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+def get_global_rank(group: ProcessGroup | None = None, group_rank: int = 0) -> int:
     return group_rank if group is None else torch_dist.get_global_rank(group, group_rank)
 
 
-def get_all_ranks_from_group(group: Any = None) -> list[int]:
+def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
     return list(range(get_world_size())) if group is None else torch_dist.get_process_group_ranks(group)
 
 
-def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
+def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> DeviceMesh:
     return torch_dist.init_device_mesh(get_accelerator().device_name(), mesh_shape, mesh_dim_names=mesh_dim_names)
 
 
@@ -179,19 +178,15 @@ comms_logger = CommsLogger()
 
 
 def configure(
-    deepspeed_config: object = None,
-    enabled: bool | None = None,
-    prof_all: bool | None = None,
-    prof_ops: list[str] | None = None,
-    verbose: bool | None = None,
-    debug: bool | None = None,
-) -> None:
+    deepspeed_config: object = None, enabled: bool | None = None, prof_all: bool | None = None, prof_ops: list[str] | None = None,
+    verbose: bool | None = None, debug: bool | None = None,
+) -> None:  # fmt: skip
     """Configure the log of this module's operations. None: a setting is not changed.
 
     deepspeed_config: a configuration whose `comms_config` (comms_logger_enabled, comms_logger) is read first.
     """
-    section: Any = getattr(deepspeed_config, "comms_config", None)
-    if getattr(section, "comms_logger_enabled", False):
+    section = getattr(deepspeed_config, "comms_config", None)
+    if section is not None and getattr(section, "comms_logger_enabled", False):
         comms_logger.enabled = True
         for name in ("prof_all", "prof_ops", "verbose", "debug"):
             setattr(comms_logger, name, getattr(section.comms_logger, name, getattr(comms_logger, name)))
@@ -201,11 +196,11 @@ def configure(
             setattr(comms_logger, name, value)
 
 
-def _op(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _op(fn: Callable[..., R]) -> Callable[..., R]:
     """Decorator: add DeepSpeed's three arguments for its logger, and log calls as `configure` has set."""
 
     @functools.wraps(fn)
-    def call(*args: object, prof: bool = False, log_name: str | None = None, debug: object = None, **kwargs: object) -> Any:
+    def call(*args: object, prof: bool = False, log_name: str | None = None, debug: object = None, **kwargs: object) -> R:
         name = log_name or fn.__name__
         if not (comms_logger.enabled and (prof or comms_logger.prof_all or name in comms_logger.prof_ops)):
             return fn(*args, **kwargs)
@@ -224,7 +219,7 @@ def _op(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, object] | None:
     """Print, on rank 0, calls and times by operation and size (collective). return_dict: also return them, on all ranks.
 
     show_straggler: the returned dict also has this rank's waiting time by operation: its seconds less the fastest rank's.
@@ -240,7 +235,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     waited = None
     if show_straggler:
         mine = {name: sum(map(sum, sizes.values())) for name, sizes in comms_logger.records.items()}
-        everyone: list[Any] = [None] * get_world_size()
+        everyone: list[dict[str, float]] = [{}] * get_world_size()
         torch_dist.all_gather_object(everyone, mine)
         waited = {name: {"waited_ms": (s - min(other.get(name, s) for other in everyone)) * 1e3} for name, s in mine.items()}
     barrier()
@@ -281,8 +276,8 @@ _OPERATIONS: dict[str, tuple[str, dict[str, str]]] = {  # name -> (torch's name,
 }  # fmt: skip
 
 
-def _operation(name: str, theirs: str, renamed: dict[str, str]) -> Callable[..., Any]:
-    def call(*args: object, **kwargs: object) -> Any:
+def _operation(name: str, theirs: str, renamed: dict[str, str]) -> Callable[..., object]:
+    def call(*args: object, **kwargs: object) -> object:
         return getattr(torch_dist, theirs)(*args, **{renamed.get(key, key): value for key, value in kwargs.items()})
 
     call.__name__ = call.__qualname__ = name
@@ -295,13 +290,12 @@ globals().update({name: _operation(name, *torchs) for name, torchs in _OPERATION
 
 
 @_op
-def barrier(group: Any = None, async_op: bool = False, device_ids: list[int] | None = None) -> Any:
+def barrier(group: ProcessGroup | None = None, async_op: bool = False, device_ids: list[int] | None = None) -> Work | None:
     """Wait for all ranks of the group."""
     if _in_threads():
         backend_select.current(None, torch.device("cpu"), 60.0).exchange(b"", "deepspeed.comm.barrier")
         return None
-    options: dict[str, Any] = {} if device_ids is None else {"device_ids": device_ids}
-    return torch_dist.barrier(group, async_op, **options)
+    return torch_dist.barrier(group, async_op, device_ids)
 
 
 has_all_gather_into_tensor = has_reduce_scatter_tensor = has_all_reduce_coalesced = always(True)
@@ -314,7 +308,9 @@ def __getattr__(name: str) -> Any:
     return getattr(torch_dist, name)
 
 
-def _contradicting_single_rank_pg_error(dp_world_size: int, explicit_process_group: object, env: Any = None) -> str | None:
+def _contradicting_single_rank_pg_error(
+    dp_world_size: int, explicit_process_group: object, env: Mapping[str, str] | None = None
+) -> str | None:
     """Return an error if a launcher started several ranks but the default process group has only one; else None."""
     said = str((os.environ if env is None else env).get("WORLD_SIZE"))
     if dp_world_size != 1 or explicit_process_group is not None or not said.isdigit() or int(said) <= 1:

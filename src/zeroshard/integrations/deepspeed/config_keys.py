@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+Values = Mapping[str, Any]  # a configuration, or a section of it: name of a key -> its value, of any JSON type
+
 
 class Treatment(Enum):
     """Treatment of a key; the docstring of this module defines the three."""
@@ -69,7 +71,7 @@ class Key:
     kind: str = "any"
     option: str | None = None
     aliases: tuple[str, ...] = ()
-    is_on: Callable[[Any], bool] = is_on
+    is_on: Callable[[object], bool] = is_on
     fits: tuple[object, ...] = ()
 
     @property
@@ -86,7 +88,7 @@ def _stage3(key: Key) -> Key:
     return replace(key, aliases=("stage3_" + key.name,))
 
 
-def _whole_section(name: str, text: str, keys: str, on: Callable[[Any], bool] = is_on) -> Iterator[Key]:
+def _whole_section(name: str, text: str, keys: str, on: Callable[[object], bool] = is_on) -> Iterator[Key]:
     """Yield a section that is refused as a whole if it is on, and its keys. A word in `keys` that ends in a colon: a section in it."""
     yield _R(name, None, text, is_on=on)
     place = name

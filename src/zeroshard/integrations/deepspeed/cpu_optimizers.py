@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from ...errors import ConfigError
 from ...optim.lion import Lion
@@ -25,7 +26,7 @@ def _refuse(name: str, argument: str, value: object, remedy: str) -> None:
 class _Adam(torch.optim.Adam):
     """torch's fused Adam, with decoupled weight decay or L2 decay."""
 
-    def __init__(self, params: Any, decoupled: bool, bias_correction: bool, **options: Any) -> None:
+    def __init__(self, params: ParamsT, decoupled: bool, bias_correction: bool, **options: Any) -> None:
         self._bias_correction = bias_correction
         super().__init__(params, **options, fused=True, decoupled_weight_decay=bool(decoupled))
         self.defaults["bias_correction"] = bias_correction
@@ -43,17 +44,10 @@ class DeepSpeedCPUAdam(_Adam):
     """AdamW (adamw_mode=True, the default) or Adam with L2 decay."""
 
     def __init__(
-        self,
-        model_params: object,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        adamw_mode: bool = True,
+        self, model_params: ParamsT, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 0, amsgrad: bool = False, adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
         super().__init__(model_params, adamw_mode, bias_correction, **options)
         self.adam_w_mode, self.fp32_optimizer_states = adamw_mode, fp32_optimizer_states
@@ -63,17 +57,9 @@ class FusedAdam(_Adam):
     """AdamW (adam_w_mode=True, the default) or Adam with L2 decay."""
 
     def __init__(
-        self,
-        params: object,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        set_grad_none: bool = True,
-    ) -> None:
+        self, params: ParamsT, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True,
+    ) -> None:  # fmt: skip
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
         super().__init__(params, adam_w_mode, bias_correction, **options)
         self.adam_w_mode, self.set_grad_none = int(adam_w_mode), set_grad_none
@@ -86,14 +72,9 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
     """torch's Adagrad with DeepSpeed's arguments."""
 
     def __init__(
-        self,
-        model_params: Any,
-        lr: float = 1e-2,
-        eps: float = 1e-10,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
+        self, model_params: ParamsT, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0, amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if amsgrad:
             _refuse("DeepSpeedCPUAdagrad", "amsgrad", True, "Adagrad has no such variant: leave it at False.")
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay, fused=True)
@@ -104,13 +85,9 @@ class DeepSpeedCPULion(Lion):
     """zs.Lion, with DeepSpeed's defaults."""
 
     def __init__(
-        self,
-        model_params: object,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0,
+        self, model_params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0,
         fp32_optimizer_states: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
         self.fp32_optimizer_states = fp32_optimizer_states
 
@@ -119,13 +96,9 @@ class FusedLion(Lion):
     """zs.Lion, with DeepSpeed's defaults."""
 
     def __init__(
-        self,
-        params: object,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
+        self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0,
         set_grad_none: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
         self.set_grad_none = set_grad_none
 

@@ -23,8 +23,11 @@ import torch
 from ...config import SECTION
 from ...utils.axes import DP, cuts_model, planned_otherwise
 from . import sections
-from .config_keys import KEYS, Treatment, keys_of
+from .config_keys import KEYS, Treatment, Values, keys_of
 from .sections import DeepSpeedConfigError, Section, examine, without_auto
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER, LION_OPTIMIZER = "adam", "adamw", "adagrad", "lion"
 LAMB_OPTIMIZER, MUON_OPTIMIZER = "lamb", "muon"
@@ -45,27 +48,27 @@ OFFLOAD_STAGES = {"offload_optimizer": 1, "offload_param": 3}  # lowest stage th
 _TAG_VALIDATIONS = ("IGNORE", "WARN", "FAIL")
 
 
-def get_gradient_clipping(config: Mapping[str, Any]) -> float:
+def get_gradient_clipping(config: Values) -> float:
     """Return the gradient norm at which a configuration clips; 0: no clipping."""
     return config.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT)
 
 
-def get_log_level(config: Mapping[str, Any]) -> str | None:
+def get_log_level(config: Values) -> str | None:
     """Return the log level in a configuration. None: the logger's level is not changed."""
     return config.get("log_level", LOG_LEVEL_DEFAULT)
 
 
-def get_bfloat16_config(config: Mapping[str, Any]) -> Section:
+def get_bfloat16_config(config: Values) -> Section:
     """Return the section bf16 (bfloat16 in older configurations)."""
     return sections.DeepSpeedBF16Config.of(_section(config, "bf16", "bfloat16"))
 
 
-def get_float16_config(config: Mapping[str, Any]) -> Section:
+def get_float16_config(config: Values) -> Section:
     """Return the section fp16."""
     return sections.DeepSpeedFP16Config.of(_section(config, "fp16"))
 
 
-def _section(config: Mapping[str, Any], *names: str, within: str = "") -> Any:
+def _section(config: Values, *names: str, within: str = "") -> Values:
     """Return the first of these sections that a configuration has, or {}."""
     name = next((name for name in names if config.get(name) is not None), None)
     if name is not None and not isinstance(config[name], Mapping):
@@ -74,7 +77,7 @@ def _section(config: Mapping[str, Any], *names: str, within: str = "") -> Any:
     return {} if name is None else config[name]
 
 
-def _number(name: str, value: object) -> Any:
+def _number(name: str, value: object) -> float:
     """Return the value. Raise DeepSpeedConfigError if it is not a number; inf is accepted, nan is not."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
         raise DeepSpeedConfigError(f"{name}: expected a number, got {value!r}.")
@@ -94,7 +97,7 @@ def dtype_of(key: str, name: object) -> torch.dtype | None:
 # -- reading -------------------------------------------------------------------------------------------------------
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return a JSON object as a dict. Raise ValueError if it has a key twice."""
     names = [name for name, _ in pairs]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -103,7 +106,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _parse(text: str, source: str) -> dict[str, Any]:
+def _parse(text: str, source: str) -> dict[str, object]:
     """Parse JSON, or Hjson if its package is installed."""
     try:
         found = json.loads(text, object_pairs_hook=_no_duplicates)
@@ -122,7 +125,7 @@ def _parse(text: str, source: str) -> dict[str, Any]:
     return found
 
 
-def read_config(config: object) -> dict[str, Any]:
+def read_config(config: object) -> dict[str, object]:
     """Return a new dict from a dict, the path of a JSON file, or urlsafe base64 of JSON."""
     if isinstance(config, Mapping):
         return copy.copy(dict(config))
@@ -153,17 +156,19 @@ class DeepSpeedConfig:
     section, AssertionError if train_batch_size is not micro-batch x accumulation x ranks, or for modes that exclude each other.
     """
 
-    optimizer_name: Any
-    train_batch_size: Any
-    train_micro_batch_size_per_gpu: Any
-    gradient_accumulation_steps: Any
+    optimizer_name: str | None
+    train_batch_size: int
+    train_micro_batch_size_per_gpu: int
+    gradient_accumulation_steps: int
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
             """Return the value of a key; `config_keys` lists them."""
 
-    def __init__(self, config: object, mpu: object = None, mesh_device: Any = None, *, world_size: int | None = None) -> None:
+    def __init__(
+        self, config: object, mpu: object = None, mesh_device: DeviceMesh | None = None, *, world_size: int | None = None
+    ) -> None:
         self._param_dict = read_config(config)
         if world_size is not None:
             self.world_size = world_size
@@ -190,15 +195,14 @@ class DeepSpeedConfig:
         self._check()
         self.notes += self.zero_config.notes
         for name, lowest in OFFLOAD_STAGES.items():
-            section = getattr(self.zero_config, name)
-            if section is not None and section.device != "none" and self.zero_optimization_stage < lowest:
+            if self.offloads(name) and self.zero_optimization_stage < lowest:
                 self.notes.append(
                     f"zero_optimization.{name} has no effect: it needs stage {lowest}, got {self.zero_optimization_stage}."
                 )
 
-    def _planned_options(self, given: dict[str, Any], path: object) -> dict[str, Any]:
+    def _planned_options(self, given: dict[str, object], path: object) -> dict[str, object]:
         """Remove the section of `zeroshard plan --auto` from `given`, and return the options of zs.shard in it."""
-        plan = {"mesh": {}, **_section(given, SECTION)}
+        plan: Values = {"mesh": {}, **_section(given, SECTION)}
         given.pop(SECTION, None)
         if cuts_model(plan["mesh"]):
             raise DeepSpeedConfigError(
@@ -212,7 +216,7 @@ class DeepSpeedConfig:
         self.notes += [otherwise] if otherwise else []
         return dict(_section(plan, "shard", within=SECTION))
 
-    def _read_plain(self, given: Mapping[str, Any]) -> None:
+    def _read_plain(self, given: Values) -> None:
         """Read the keys at the top level that are single values."""
         for key in keys_of(""):
             if not keys_of(key.name) and key.treatment is not Treatment.REFUSED:
@@ -236,12 +240,12 @@ class DeepSpeedConfig:
             self.optimizer_name = self.optimizer_name.lower()
         self.optimizer_legacy_fusion = _section(given, "optimizer").get("legacy_fusion", False)
 
-    def _read_sections(self, given: Mapping[str, Any]) -> None:
-        self.zero_config: Any = sections.DeepSpeedZeroConfig.of(_section(given, "zero_optimization"))
+    def _read_sections(self, given: Values) -> None:
+        self.zero_config = sections.DeepSpeedZeroConfig.of(_section(given, "zero_optimization"))
         self.zero_optimization_stage: int = self.zero_config.stage
         self.zero_enabled = self.zero_optimization_stage > 0
         written = {"tensorboard": sections.TensorBoardConfig, "csv_monitor": sections.CSVConfig, "wandb": sections.WandbConfig}
-        monitors: dict[str, Any] = {name: kind.of(_section(given, name)) for name, kind in written.items()}
+        monitors = {name: kind.of(_section(given, name)) for name, kind in written.items()}
         self.monitor_config = SimpleNamespace(**monitors, enabled=any(monitor.enabled for monitor in monitors.values()))
         self.timers_config = sections.DeepSpeedThroughputTimerConfig.of(_section(given, "timers").get("throughput"))
         comms = sections.CommsLoggerConfig.of(_section(given, "comms_logger"))
@@ -251,7 +255,7 @@ class DeepSpeedConfig:
         self.aio_config = _with_defaults(given, "aio")
         self.pipeline = _with_defaults(given, "pipeline")
 
-    def _read_precision(self, given: Mapping[str, Any]) -> None:
+    def _read_precision(self, given: Values) -> None:
         self.float16_config = get_float16_config(given)
         self.bfloat16_config = get_bfloat16_config(given)
         autocast = _with_defaults(given, "torch_autocast")
@@ -272,7 +276,7 @@ class DeepSpeedConfig:
         if keep != "auto" and not (isinstance(keep, list) and all(isinstance(name, str) for name in keep)):
             raise DeepSpeedConfigError(f'data_types.keep_in_fp32_modules: expected "auto" or a list of patterns, got {keep!r}.')
 
-    def _read_checkpoint(self, given: Mapping[str, Any]) -> None:
+    def _read_checkpoint(self, given: Values) -> None:
         section = _with_defaults(given, "checkpoint")
         mode = str(section["tag_validation"]).upper()
         if mode not in _TAG_VALIDATIONS:
@@ -348,6 +352,11 @@ class DeepSpeedConfig:
         """Dtype in which gradients accumulate."""
         return dtype_of("data_types.grad_accum_dtype", self.grad_accum_dtype) or self.model_dtype
 
+    def offloads(self, name: str) -> bool:
+        """Return whether the section of this name, offload_optimizer or offload_param, has a device other than "none"."""
+        section = getattr(self.zero_config, name)
+        return section is not None and section.device != "none"
+
     # -- printing ---------------------------------------------------------------------------------------------
 
     def say_notes(self, rank: int | None = None) -> None:
@@ -378,6 +387,6 @@ def _distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _with_defaults(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _with_defaults(given: Values, name: str) -> Values:
     """Return an untyped section, with the defaults of the keys that it lacks."""
     return {key.field: key.default for key in keys_of(name)} | without_auto(_section(given, name))

@@ -15,9 +15,9 @@ import functools
 import gc
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,17 +37,19 @@ from .checkpoints import Checkpoints
 from .ds_config import DeepSpeedConfig
 from .engine_optimizer import wrap
 from .logs import logger
+from .monitor import Event
 from .timers import SynchronizedWallClockTimer, ThroughputTimer
 from .utilities import autocast_if_enabled, maybe_loss_for_backward
 
+R = TypeVar("R")
 _scaled: set[int] = set()  # graph tasks (autograd's ids) of running backwards whose loss `engine.backward` has scaled already
 
 
-def _one_thread(method: Callable[..., Any]) -> Callable[..., Any]:
+def _one_thread(method: Callable[..., R]) -> Callable[..., R]:
     """Decorator: raise ZeroshardError if another thread is inside the engine; collectives and gradients of both would mix."""
 
     @functools.wraps(method)
-    def call(self: DeepSpeedEngine, *args: object, **kwargs: object) -> Any:
+    def call(self: DeepSpeedEngine, *args: object, **kwargs: object) -> R:
         if not self._turn.acquire(blocking=False):
             raise ZeroshardError(
                 f"engine.{method.__name__}: another thread is inside of this engine. Train from one thread, or hold a lock around "
@@ -99,7 +101,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self._running_engine_step = self._step_applied = False
         self._global_grad_norm: float | None = None
         self._backwards = 0  # backwards since the last step
-        self._loss: Any = 0.0  # sum of the losses of these backwards, for the monitor
+        self._loss: Tensor | float = 0.0  # sum of the losses of these backwards, for the monitor
         self._turn = threading.RLock()
         self.client_optimizer, self.client_lr_scheduler, self._client_name = known["client"]
         self.param_names = {param: name for name, param in module.named_parameters()}
@@ -270,7 +272,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     # -- step ----------------------------------------------------------------------------------------------------
 
     @_one_thread
-    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+    def step(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
         """Count a micro-step. At the boundary, step the optimizer and the scheduler, and drop the gradients (collective)."""
         assert not self.inside_no_sync_ctxt, "It is illegal to call Engine.step() inside no_sync context manager"
         assert self.optimizer is not None, "must provide optimizer during init in order to use step"
@@ -285,7 +287,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.tput_timer.stop(global_step=boundary, report_speed=not self.global_rank)
         self.micro_steps += 1
 
-    def _take_model_step(self, lr_kwargs: dict[str, Any]) -> None:
+    def _take_model_step(self, lr_kwargs: Mapping[str, object]) -> None:
         self._hold(False)
         if self.zero_optimization_stage() == 2 and not self.zero_ignore_unused_parameters():
             self._check_used()
@@ -326,7 +328,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         if every and math.isfinite(every) and self.global_steps % int(every) == 0:
             logger.info(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}")
         if self.monitor is not None and self.monitor.enabled:
-            events: list[tuple[str, Any, int]] = [("Train/Samples/lr", self.get_lr()[0], self.global_samples)]
+            events: list[Event] = [("Train/Samples/lr", self.get_lr()[0], self.global_samples)]
             if isinstance(self._loss, Tensor):  # only if engine.backward() was used: this rank's mean over micro-batches
                 events.append(("Train/Samples/train_loss", self._loss, self.global_samples))
             if self.fp16_enabled():
@@ -353,8 +355,9 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return self
 
     def compile(
-        self, backend: object = None, compile_kwargs: dict[str, Any] | None = None, schedule: object = None, **unknown: object
-    ) -> None:
+        self, backend: object = None, compile_kwargs: Mapping[str, object] | None = None, schedule: object = None,
+        **unknown: object,
+    ) -> None:  # fmt: skip
         """Compile the module in place with torch.compile. Raises ZeroshardError for `schedule`, which needs DeepCompile."""
         if schedule is not None:
             raise ZeroshardError("engine.compile(schedule=...): there is no DeepCompile here; leave it out.")
@@ -365,7 +368,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.is_compiled = True
 
     def offload_states(
-        self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+        self, include: Iterable[str] | None = None, device: str = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
         """Move states off the device until `reload_states` (collective). include: members of OffloadStateTypeEnum; None: all."""
         names = None if include is None else [getattr(state, "value", state) for state in include]

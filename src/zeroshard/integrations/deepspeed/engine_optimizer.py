@@ -1,5 +1,9 @@
 """`engine.optimizer`: a wrapper of the sharded optimizer with the interface of DeepSpeed's optimizers.
 
+It has internal attributes too that scripts read: slices of masters and gradients, groups, the loss scale. Each read of such an
+attribute makes a copy; to write, use `deepspeed.utils.safe_set_*`. A slice is this rank's part of a parameter, flat, as
+`safe_get_local_*` returns it.
+
 Its state dicts have DeepSpeed's form: each tensor is an ordinary one with this rank's slice of a state. Programs save one per
 rank (`torch.save(engine.optimizer.state_dict(), f"rank{rank}.pt")`) and load them with the same number of ranks.
 `engine.save_checkpoint` works for any number.
@@ -10,21 +14,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ...comm.codec import exchange_values
 from ...errors import ConfigError, NonFiniteError
+from ...optim.parameter_access import OptimizerStatePart, ParameterPart, gradient_of, state_of, value_of
+from ...optim.sharded_optimizer import OptimizerCore
 from ...tensor.sharded_tensor import ShardedTensor
 from ...zero.gathered_parameters import home_of
 from . import partition, stand_ins
 from .accelerator import always
 from .cpu_optimizers import FusedAdam
 from .ds_config import DeepSpeedConfig
-from .optimizer_views import LossScalerView, OptimizerViews
+from .leaf_modules import get_z3_leaf_modules
 
+M = TypeVar("M", bound=nn.Module)
 COUNT = "partition_count"  # key in a state dict with the number of ranks
 
 _INSTEAD = {
@@ -43,14 +53,14 @@ def _passed_on(name: str) -> property:
     return property(lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value))
 
 
-class EngineOptimizer(OptimizerViews):
+class EngineOptimizer:
     """Wrapper of a sharded optimizer, `.optimizer`, in which attributes are looked up that the wrapper lacks."""
 
     def __init__(self, optimizer: object, config: DeepSpeedConfig) -> None:
-        self.optimizer = optimizer
+        self.optimizer: Any = optimizer
         self._config = config
         self.custom_loss_scaler = False
-        self._sharded: Any = None  # the sharded optimizer while `.optimizer` is the copy of `flat_picture`
+        self._sharded: object = None  # the sharded optimizer while `.optimizer` is a flat copy (Stage3)
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not set yet (copying, unpickling): looking it up would recurse
@@ -62,7 +72,7 @@ class EngineOptimizer(OptimizerViews):
 
     param_groups, state = _passed_on("param_groups"), _passed_on("state")
 
-    def step(self, closure: object = None) -> Any:
+    def step(self, closure: object = None) -> object:
         scaler, at_end = self.loss_scaler, False
         if scaler is not None and scaler.dynamic and self._config.zero_enabled:  # DeepSpeed's stage 0 continues
             at_end = scaler.patience == 1 and scaler.scale == scaler.config.min_loss_scale
@@ -90,7 +100,7 @@ class EngineOptimizer(OptimizerViews):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the sharded optimizer's state dict and DeepSpeed's entries: this rank's master slices by group, stage, scale."""
         stage, slices = int(self._config.zero_optimization_stage), self.fp32_partitioned_groups_flat
         told = {
@@ -99,7 +109,7 @@ class EngineOptimizer(OptimizerViews):
         }  # fmt: skip
         return {**self.optimizer.state_dict(), **told}
 
-    def load_state_dict(self, state_dict: dict[str, Any], *unused: object, **options: object) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object], *unused: object, **options: object) -> None:
         self.optimizer.load_state_dict(state_dict)
 
     @property
@@ -136,15 +146,131 @@ class EngineOptimizer(OptimizerViews):
     refresh_fp32_params = always(None)  # a step copies writes to parameters into the masters by itself
     empty_partition_cache = always(None)  # parameters are not kept gathered between steps
     destroy = always(None)  # `engine.destroy()` frees everything
+    micro_step_id = property(attrgetter("optimizer.core.runtime.account.backwards"))  # number of backwards since the last step
+    low_precision_dtype = property(attrgetter("_config.model_dtype"))  # dtype of parameters in forward and backward
+
+    @property
+    def loss_scale_config(self) -> SimpleNamespace:
+        """Settings of the loss scale: whether it is dynamic, its value, number of steps, and how it grows and shrinks."""
+        scaler, fp16 = self.loss_scaler, self._config.float16_config
+        rules: dict[str, object] = {"cur_hysteresis": 1}
+        if scaler is not None and scaler.dynamic:
+            rules = {
+                "cur_hysteresis": scaler.patience, "scale_window": fp16.loss_scale_window, "min_loss_scale": fp16.min_loss_scale,
+                "scale_factor": scaler.scale_factor,
+            }  # fmt: skip
+        return SimpleNamespace(
+            dynamic_loss_scale=self.dynamic_loss_scale, cur_scale=self.loss_scale, cur_iter=self.optimizer.core.tally.asked,
+            low_precision_dtype=self.low_precision_dtype, **rules,
+        )  # fmt: skip
+
+    # -- slices of masters and gradients ------------------------------------------------------------------------------
+
+    @property
+    def bit16_groups(self) -> list[list[nn.Parameter]]:
+        """Parameters of each optimizer group."""
+        return [list(group["params"]) for group in self.optimizer.param_groups]
+
+    fp16_groups = fp32_groups = bit16_groups
+
+    def _gradients(self) -> dict[int, dict[int, Tensor]]:
+        """Return slices of the mean gradients that there are, by optimizer group and index in it."""
+        slices = {i: [gradient_of(param).local() for param in group] for i, group in enumerate(self.bit16_groups)}
+        return {i: {j: each for j, each in enumerate(group) if each is not None} for i, group in slices.items()}
+
+    @property
+    def averaged_gradients(self) -> dict[int, list[Tensor]]:
+        """Slices of the mean gradients, by optimizer group, without parameters that have no gradient."""
+        return {i: list(group.values()) for i, group in self._gradients().items() if group}
+
+    def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
+        """Return slices of the mean gradients in fp32, by optimizer group and index in it."""
+        return {i: {j: each.float() for j, each in group.items()} for i, group in self._gradients().items()}
+
+    @property
+    def fp32_groups_gradients_flat(self) -> list[Tensor]:
+        """Whole mean gradients of each optimizer group, concatenated, in fp32 (collective)."""
+        whole = [[gradient_of(param).full() for param in group] for group in self.bit16_groups]
+        return [torch.cat([each.float().reshape(-1) for each in group if each is not None]) for group in whole]
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[Tensor]:
+        """Slices of the masters of each optimizer group, concatenated, in fp32."""
+        return [torch.cat([value_of(param).local().float() for param in group]) for group in self.bit16_groups]
+
+    single_partition_of_fp32_groups = fp32_groups_flat = fp32_partitioned_groups_flat
+
+    # zeroshard accumulates offloaded gradients in their shards, without buffers of their own
+    accumulated_grads_in_cpu = property(always({}))
+
+    @property
+    def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
+        """Parameters of each leaf module (`set_z3_leaf_modules`)."""
+        return {module: list(module.parameters()) for module in get_z3_leaf_modules(self.optimizer.core.runtime.model)}
+
+    def _get_norm_groups(self) -> list[Tensor]:
+        """Return the norm of the mean gradient of each optimizer group, over all ranks (collective)."""
+        groups = self.get_fp32_grad_partitions()
+        squares = [float(sum(each.square().sum() for each in groups.get(i, {}).values())) for i in range(len(self.bit16_groups))]
+        comm = self.optimizer.core.runtime.comm
+        everyone = [squares] if comm.world_size == 1 else exchange_values(comm, squares, "norms of gradients")
+        return [torch.tensor(sum(theirs)).sqrt() for theirs in zip(*everyone, strict=True)]
+
+
+class LossScalerView:
+    """Live view of the loss scaler with DeepSpeed's names. Other attributes are those of zeroshard's scaler."""
+
+    scale_factor = 2.0
+
+    def __init__(self, core: OptimizerCore) -> None:
+        self._core = core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core.runtime.progress.scaler, name)
+
+    cur_scale = loss_scale = property(attrgetter("scale"))
+    cur_iter = property(attrgetter("_core.tally.asked"))  # number of steps, skipped ones included
+    cur_hysteresis = property(attrgetter("patience"))
+    scale_window = property(attrgetter("config.loss_scale_window"))  # steps without an overflow after which the scale doubles
+    min_scale = property(attrgetter("config.min_loss_scale"))
+
+
+def _flat(parts: list[ParameterPart]) -> object:
+    """Return this rank's slices of whole tensors in fp32, padded to equal sizes and concatenated (collective).
+
+    If a part is a plain value or one number, such as a step count, return that part's value.
+    """
+    found = []
+    for part in parts:
+        whole, comm = part.full(), part.group.comm
+        if whole is None:  # the parameter has no state, since it never had a gradient
+            whole = torch.zeros(part.shape)
+        if not isinstance(whole, Tensor) or (not whole.dim() and part.shape):  # as a step count
+            return whole
+        size = -(-whole.numel() // comm.world_size)
+        slice_ = whole.reshape(-1)[comm.rank * size : (comm.rank + 1) * size].float()
+        found.append(nn.functional.pad(slice_, (0, size - slice_.numel())))
+    return torch.cat(found)
 
 
 class Stage3(EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer_Stage3):
     """Optimizer of stage 3."""
 
     def _set_fp32_optimizer_param_groups(self) -> None:
-        """Make `.optimizer` a copy in DeepSpeed's flat layout until `_clear_fp32_optimizer_param_groups` (collective)."""
+        """Make `.optimizer` a copy in DeepSpeed's flat layout until `_clear_fp32_optimizer_param_groups` (collective).
+
+        The copy is a torch optimizer with one flat parameter for each group. The parameter, and its states, are this rank's slices
+        of masters and states, concatenated; each parameter is divided into equal slices, padded with zeros. Writes to the copy have
+        no effect.
+        """
         self._clear_fp32_optimizer_param_groups()
-        self._sharded, self.optimizer = self.optimizer, self.flat_picture()
+        picture = torch.optim.Optimizer([{**group, "params": [torch.empty(0)]} for group in self.optimizer.param_groups], {})
+        for group, params in zip(picture.param_groups, self.bit16_groups, strict=True):
+            group["params"] = [_flat([value_of(param) for param in params])]
+            parts = [OptimizerStatePart(param, "") for param in params]
+            for key in dict.fromkeys(name for part in parts for name in part.names()):
+                picture.state[group["params"][0]][key] = _flat([state_of(param, key) for param in params])
+        self._sharded, self.optimizer = self.optimizer, picture
 
     def _clear_fp32_optimizer_param_groups(self) -> None:
         self.optimizer, self._sharded = self._sharded or self.optimizer, None
@@ -175,9 +301,11 @@ def wrap(optimizer: Any, config: DeepSpeedConfig) -> Any:
         if dtype is torch.float32:
             return optimizer
         return (Fused if isinstance(optimizer, FusedAdam) else Unfused)(optimizer, config)
-    offload = config.zero_config.offload_optimizer
-    on_device = offload is None or offload.device == "none"
-    if stage == 1 and on_device and (dtype, config.gradient_dtype) == (torch.bfloat16, torch.float32):
+    if (
+        stage == 1
+        and not config.offloads("offload_optimizer")
+        and (dtype, config.gradient_dtype) == (torch.bfloat16, torch.float32)
+    ):
         return InBF16(optimizer, config)
     return (Stage3 if stage == 3 else Stages1And2)(optimizer, config)
 
@@ -188,15 +316,15 @@ def wrap(optimizer: Any, config: DeepSpeedConfig) -> Any:
 class SlicedStates:
     """Mixin of an engine's sharded optimizer, unless its states are replicated."""
 
-    core: Any
+    core: OptimizerCore
     param_groups: list[dict[str, Any]]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return a state dict as torch's, with flat slices of states, padded with zeros to the longest slice of any rank."""
         found = super().state_dict()  # type: ignore[misc]
         return {**found, "state": self._changed(found, _slice), COUNT: self.core.runtime.comm.world_size}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Load this rank's `state_dict` from a run with as many ranks, or a state dict of a plain torch optimizer."""
         count, ranks = state_dict.get(COUNT), self.core.runtime.comm.world_size
         if count not in (None, ranks):
@@ -207,7 +335,7 @@ class SlicedStates:
         state = state_dict["state"] if count is None else self._changed(state_dict, _unsliced)
         super().load_state_dict({**state_dict, "state": state})  # type: ignore[misc]
 
-    def _changed(self, state_dict: dict[str, Any], change: Callable[[Tensor, object], object]) -> dict[int, dict[str, object]]:
+    def _changed(self, state_dict: Mapping[str, Any], change: Callable[[Tensor, object], object]) -> dict[int, dict[str, object]]:
         """Return a state dict's states with each value replaced by change(its parameter, value)."""
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = dict(zip(numbers, (param for group in self.param_groups for param in group["params"]), strict=False))
@@ -267,7 +395,7 @@ class ParameterOffload:
 
 
 @contextlib.contextmanager
-def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+def unwrap_model_for_generation(model: M) -> Iterator[M]:
     """Context with all parameters gathered, for many forwards without a gather (collective). Writes are dropped."""
     offload = getattr(model.optimizer, "parameter_offload", None)
     with partition.GatheredParameters(model.parameters()):

@@ -10,7 +10,7 @@ import torch
 
 from .ds_config import DeepSpeedConfig
 
-_QUESTIONS: dict[str, str | Callable[[DeepSpeedConfig], Any]] = {  # method of the engine -> attribute path in the configuration, or function
+_QUESTIONS: dict[str, str | Callable[[DeepSpeedConfig], object]] = {  # method of the engine -> attribute path in the configuration, or function
     **{name: name for name in (
         "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "managed_gradient_accumulation",
         "optimizer_params", "scheduler_name", "scheduler_params", "gradient_clipping", "steps_per_print",
@@ -33,8 +33,8 @@ _QUESTIONS: dict[str, str | Callable[[DeepSpeedConfig], Any]] = {  # method of t
     "dynamic_loss_scale": lambda config: config.float16_config.loss_scale == 0,
     "zero_optimization_partition_gradients": lambda config: config.zero_optimization_stage >= 2,
     "zero_optimization_partition_weights": lambda config: config.zero_optimization_stage >= 3,
-    **dict.fromkeys(("zero_use_cpu_optimizer", "zero_cpu_offload"), lambda config: _offload_tier(config) in ("cpu", "nvme")),
-    "zero_nvme_offload_optimizer": lambda config: _offload_tier(config) == "nvme",
+    **dict.fromkeys(("zero_use_cpu_optimizer", "zero_cpu_offload"), lambda config: config.offloads("offload_optimizer")),
+    "zero_nvme_offload_optimizer": lambda config: getattr(config.zero_config.offload_optimizer, "device", None) == "nvme",
     "postscale_gradients": lambda config: not config.prescale_gradients,
     "get_sequence_parallel_group": lambda config: None,
     # dtypes of parameters, and in which gradients accumulate
@@ -88,11 +88,11 @@ class Settings:
     def get_lr(self) -> list[float]:
         return [group.get("lr", 0.0) for group in self._groups()]
 
-    def get_mom(self) -> list[Any]:
+    def get_mom(self) -> list[float | tuple[float, float]]:
         """Return the momentum, or the betas, of each parameter group."""
         return [group.get("momentum", group.get("betas", 0.0)) for group in self._groups()]
 
-    def get_type(self) -> list[Any]:
+    def get_type(self) -> list[object]:
         return [group.get("type", 0.0) for group in self._groups()]
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -103,11 +103,7 @@ class Settings:
         return self._config.optimizer_name if self.client_optimizer is None else self._client_name
 
 
-def _offload_tier(config: DeepSpeedConfig) -> str | None:
-    return getattr(config.zero_config.offload_optimizer, "device", None)
-
-
-def _question(source: str | Callable[[DeepSpeedConfig], Any]) -> Callable[[Settings], Any]:
+def _question(source: str | Callable[[DeepSpeedConfig], object]) -> Callable[[Settings], object]:
     read = attrgetter(source) if isinstance(source, str) else source
     return lambda self: read(self._config)
 

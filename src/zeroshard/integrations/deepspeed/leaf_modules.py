@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import nn
 
 from .config_keys import KEYS
 from .logs import logger
+from .sections import Section
 
 DEFAULT_LEAF_MODULE_CLASSES: list[str] = list(KEYS["zero_optimization.leaf_module.classes"].default)
 DEFAULT_LEAF_MODULE_NAMES: list[str] = []
@@ -101,7 +101,7 @@ def _marked(
     return found, missing
 
 
-def apply_zero_leaf_module_config(model: nn.Module, leaf_cfg: Any) -> list[nn.Module]:
+def apply_zero_leaf_module_config(model: nn.Module, leaf_cfg: Section | None) -> list[nn.Module]:
     """Mark the modules of `zero_optimization.leaf_module` (classes, names, name_suffixes). Return those marked, each once.
 
     Log a warning for entries that match nothing, unless they are the defaults. leaf_cfg None: do nothing.

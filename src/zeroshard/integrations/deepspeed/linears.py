@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class LinearFunctionForZeroStage3(torch.autograd.Function):
         return nn.functional.linear(input, weight, bias)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         input, weight, *_ = inputs
         ctx.save_for_backward(input, weight)
         ctx._fwd_used_autocast = torch.is_autocast_enabled(input.device.type)
@@ -77,8 +78,8 @@ class TiledLinear(nn.Module):
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, in_splits: int = 1, out_splits: int = 1,
-        input_is_already_split: bool = False, combine_out_splits: bool = True, linear_cls: Any = nn.Linear,
-        init_linear: nn.Module | None = None, **kwargs: Any,
+        input_is_already_split: bool = False, combine_out_splits: bool = True, linear_cls: Callable[..., nn.Module] = nn.Linear,
+        init_linear: nn.Module | None = None, **kwargs: object,
     ) -> None:  # fmt: skip
         super().__init__()
         for what, parts, size in (("in_splits", in_splits, in_features), ("out_splits", out_splits, out_features)):

@@ -15,6 +15,7 @@ the constructor writes the first rate, which get_last_lr then returns (not for O
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def update_lr(param_groups: list[dict], rates: list) -> list:
     return [group["lr"] for group in param_groups]
 
 
-def schedule_from_config(name: str, params: dict[str, Any] | None, optimizer: object) -> Any:
+def schedule_from_config(name: str, params: Mapping[str, object] | None, optimizer: object) -> Any:
     """Make the schedule of `"scheduler": {"type": name, "params": params}`: one of the five, or of torch.optim.lr_scheduler.
 
     Raises ConfigError for an unknown name, and for parameters that the schedule does not have.
@@ -133,14 +134,9 @@ class LRRangeTest(_Schedule):
     """Range test: the rate grows until training diverges, to find the largest usable rate. Smith, arXiv:1803.09820, section 3."""
 
     def __init__(
-        self,
-        optimizer: object,
-        lr_range_test_min_lr: float | list[float] = 1e-3,
-        lr_range_test_step_size: int = 2000,
-        lr_range_test_step_rate: float = 1.0,
-        lr_range_test_staircase: bool = False,
-        last_batch_iteration: int = -1,
-    ) -> None:
+        self, optimizer: object, lr_range_test_min_lr: float | list[float] = 1e-3, lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0, lr_range_test_staircase: bool = False, last_batch_iteration: int = -1,
+    ) -> None:  # fmt: skip
         super().__init__(optimizer, last_batch_iteration)
         self.min_lr = self._per_group("lr_range_test_min_lr", lr_range_test_min_lr)
         self.step_size = _positive_int("lr_range_test_step_size", lr_range_test_step_size)
@@ -163,22 +159,12 @@ class OneCycle(_Schedule):
     """
 
     def __init__(
-        self,
-        optimizer: object,
-        cycle_min_lr: float | list[float],
-        cycle_max_lr: float | list[float],
-        decay_lr_rate: float = 0.0,
-        cycle_first_step_size: int = 2000,
-        cycle_second_step_size: int | None = None,
-        cycle_first_stair_count: int = 0,
-        cycle_second_stair_count: int | None = None,
-        decay_step_size: int = 0,
-        cycle_momentum: bool = True,
-        cycle_min_mom: float | list[float] = 0.8,
-        cycle_max_mom: float | list[float] = 0.9,
-        decay_mom_rate: float = 0.0,
+        self, optimizer: object, cycle_min_lr: float | list[float], cycle_max_lr: float | list[float], decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000, cycle_second_step_size: int | None = None, cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None, decay_step_size: int = 0, cycle_momentum: bool = True,
+        cycle_min_mom: float | list[float] = 0.8, cycle_max_mom: float | list[float] = 0.9, decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(optimizer, last_batch_iteration)
         first = float(cycle_first_step_size)
         second = first if cycle_second_step_size is None else float(cycle_second_step_size)
@@ -272,14 +258,9 @@ class WarmupLR(_Warmup):
     """Warm-up from warmup_min_lr to warmup_max_lr (None: the optimizer's own rates), then constant."""
 
     def __init__(
-        self,
-        optimizer: object,
-        warmup_min_lr: float | list[float] = 0.0,
-        warmup_max_lr: float | list[float] | None = None,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = WARMUP_LOG_RATE,
-        last_batch_iteration: int = -1,
-    ) -> None:
+        self, optimizer: object, warmup_min_lr: float | list[float] = 0.0, warmup_max_lr: float | list[float] | None = None,
+        warmup_num_steps: int = 1000, warmup_type: str = WARMUP_LOG_RATE, last_batch_iteration: int = -1,
+    ) -> None:  # fmt: skip
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
         given = _own_rates(self.optimizer) if warmup_max_lr is None else warmup_max_lr
         self.min_lrs = self._per_group("min_lr", warmup_min_lr)
@@ -301,15 +282,10 @@ class WarmupDecayLR(WarmupLR):
     """WarmupLR, then linear decay to 0 at total_num_steps."""
 
     def __init__(
-        self,
-        optimizer: object,
-        total_num_steps: int,
-        warmup_min_lr: float | list[float] = 0.0,
-        warmup_max_lr: float | list[float] | None = 0.001,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = WARMUP_LOG_RATE,
+        self, optimizer: object, total_num_steps: int, warmup_min_lr: float | list[float] = 0.0,
+        warmup_max_lr: float | list[float] | None = 0.001, warmup_num_steps: int = 1000, warmup_type: str = WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.total_num_steps = total_num_steps
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
         _note_short(self)
@@ -325,15 +301,9 @@ class WarmupCosineLR(_Warmup):
     """Ratio of the optimizer's own rates: warm-up from warmup_min_ratio to 1, a half cosine to cos_min_ratio, then constant."""
 
     def __init__(
-        self,
-        optimizer: object,
-        total_num_steps: int,
-        warmup_min_ratio: float = 0.0,
-        warmup_num_steps: int = 1000,
-        cos_min_ratio: float = 0.0001,
-        warmup_type: str = WARMUP_LOG_RATE,
-        last_batch_iteration: int = -1,
-    ) -> None:
+        self, optimizer: object, total_num_steps: int, warmup_min_ratio: float = 0.0, warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001, warmup_type: str = WARMUP_LOG_RATE, last_batch_iteration: int = -1,
+    ) -> None:  # fmt: skip
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
         self.total_num_steps = total_num_steps
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
@@ -362,7 +332,7 @@ def _own_rates(optimizer: torch.optim.Optimizer) -> list:
     return [g["lr"].clone() if isinstance(g["lr"], Tensor) else g["lr"] for g in optimizer.param_groups]
 
 
-def _note_short(schedule: Any) -> None:
+def _note_short(schedule: WarmupDecayLR | WarmupCosineLR) -> None:
     if schedule.total_num_steps < schedule.warmup_num_steps:
         total, warmup = schedule.total_num_steps, schedule.warmup_num_steps
         logger.warning(f"total_num_steps {total} is below warmup_num_steps {warmup}: training ends within the warm-up")

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...errors import ConfigError
 from . import communication as dist
 
-Event = tuple[str, Any, int]  # name, a number or a tensor of one element, step
+Event = tuple[str, float | Tensor, int]  # name, a number or a tensor of one element, step
 
 
 def _of(section: object, name: str, otherwise: object = None) -> Any:

@@ -18,9 +18,9 @@ import os
 import threading
 import types
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +32,18 @@ from ...config import Tier
 from ...tensor.attributes import whole_now
 from ...tensor.sharded_tensor import ReplicatedParameter, ShardedParameter
 from ...zero.gathered_parameters import Gathering, home_of, is_gathered, refuse
-from ...zero.init_context import cut_module, init, whole_births
+from ...zero.init_context import BirthHome, cut_module, init, whole_births
 from ...zero.parameter import ParamHome
 from ...zero.runtime import runtime_of
 from ...zero.unit import Phase
 from . import communication
 from .accelerator import get_accelerator
+from .config_keys import Values
 from .ds_config import read_config
 from .logs import warning_once
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 ZeroParamType = Enum("ZeroParamType", ["NORMAL", "PARTITIONED", "REMOTE"])  # form in which a parameter is stored
 ZeroParamStatus = Enum("ZeroParamStatus", ["AVAILABLE", "NOT_AVAILABLE", "INFLIGHT"])  # gathered, not, being gathered
@@ -65,7 +69,7 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Callable, target_fp_dtype: torch.
     return construct
 
 
-def is_zero_param(parameter: object) -> bool:
+def is_zero_param(parameter: object) -> TypeGuard[Tensor]:
     """Return whether a parameter is partitioned."""
     return isinstance(parameter, Tensor) and hasattr(parameter, "ds_id")
 
@@ -86,11 +90,12 @@ class Init:
     """
 
     def __init__(
-        self, module: nn.Module | None = None, data_parallel_group: Any = None, mem_efficient_linear: bool = True,
-        remote_device: Any = None, pin_memory: bool = False, config_dict_or_path: Any = None, config: Any = None,
-        enabled: bool = True, dtype: torch.dtype | None = None, mpu: Any = None, zero_param_parallel_group: Any = None,
+        self, module: nn.Module | None = None, data_parallel_group: ProcessGroup | None = None, mem_efficient_linear: bool = True,
+        remote_device: object = None, pin_memory: bool = False, config_dict_or_path: object = None, config: object = None,
+        enabled: bool = True, dtype: torch.dtype | None = None, mpu: object = None, zero_param_parallel_group: object = None,
         zero_quantized_weights: bool = False, zero_quantized_nontrainable_weights: bool = False,
-        sequence_data_parallel_group: Any = None, param_swapper: Any = None, tensor_overrides: Any = DEFAULT_TENSOR_OVERRIDES,
+        sequence_data_parallel_group: ProcessGroup | None = None, param_swapper: object = None,
+        tensor_overrides: Collection[DeepSpeedTensorOverride] | None = DEFAULT_TENSOR_OVERRIDES,
     ) -> None:  # fmt: skip
         self.enabled, self.module = enabled, module
         self._open: contextlib.ExitStack | None = None
@@ -203,7 +208,7 @@ def _gather_in_apply(opened: int) -> None:
         nn.Module.apply = _apply if _applying else _plain_apply  # type: ignore[method-assign,assignment]
 
 
-def _apply(self: nn.Module, fn: Callable[[nn.Module], Any]) -> nn.Module:
+def _apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
     """Call `fn` with each module's own parameters gathered, and keep rank 0's writes."""
 
     def on_whole(module: nn.Module) -> None:
@@ -227,8 +232,8 @@ def restore_init_context() -> None:
         each._resume()
 
 
-def _on(config: dict[str, Any], *names: str) -> bool:
-    section: dict[str, Any] = next((config[name] for name in names if isinstance(config.get(name), dict)), {})
+def _on(config: Values, *names: str) -> bool:
+    section: Values = next((config[name] for name in names if isinstance(config.get(name), dict)), {})
     return _true(section.get("enabled", False))
 
 
@@ -236,7 +241,7 @@ def _true(value: object) -> bool:
     return str(value).lower() in ("true", "1")
 
 
-def _place(remote_device: object, config: dict[str, Any] | None) -> str | None:
+def _place(remote_device: object, config: Values | None) -> str | None:
     """Return the device for new parameters: the configuration's offload_param.device, else remote_device; None for 'none'."""
     section = (config or {}).get("zero_optimization")
     offload = section.get("offload_param") if isinstance(section, dict) else None
@@ -282,11 +287,10 @@ class GatheredParameters:
     """
 
     def __init__(
-        self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
+        self, params: object, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
     ) -> None:
-        several = isinstance(params, Iterable) and not isinstance(params, Tensor)
-        given = (list(params) if several else [params]) if enabled else []
-        self.params = list({id(param): param for param in given if is_zero_param(param)}.values())
+        given: Iterable[object] = [params] if isinstance(params, Tensor) or not isinstance(params, Iterable) else params
+        self.params = list({id(param): param for param in given if is_zero_param(param)}.values()) if enabled else []
         self.enabled, self.src_rank = bool(self.params), modifier_rank
         self._gathering: Gathering | None = None
         self._births = contextlib.ExitStack()
@@ -299,7 +303,7 @@ class GatheredParameters:
             self._gathering = _opened(self.params, modifier_rank=self.src_rank)
             self._births.enter_context(whole_births())
 
-    def __exit__(self, kind: Any, *failure: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *failure: Any) -> None:
         gathering, self._gathering = self._gathering, None
         if gathering is None:
             return
@@ -321,7 +325,7 @@ class GatheredParameters:
             gathering.keep()
 
 
-def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+def register_external_parameter(module: nn.Module, parameter: Tensor) -> None:
     """Register that a module's forward uses another module's parameter; zeroshard does not need it, `all_parameters()` lists it.
 
     Raises RuntimeError if `parameter` is not an nn.Parameter.
@@ -371,7 +375,7 @@ class MultipleAllGatherHandles:
 # -- attributes of a partitioned parameter --------------------------------------------------------------------------------
 
 
-def _home(param: Tensor) -> Any:
+def _home(param: Tensor) -> ParamHome | BirthHome:
     """Return a partitioned parameter's home. Raise AttributeError below stage 3, where parameters have no ds_* attributes."""
     home = home_of(param)
     if home is None or (isinstance(home, ParamHome) and not (home.group.values.sharded or _persists(home))):
@@ -379,7 +383,7 @@ def _home(param: Tensor) -> Any:
     return home
 
 
-def _persists(home: object) -> bool:
+def _persists(home: object) -> TypeGuard[ParamHome]:
     """Return whether a parameter of stage 3 stays whole at rest."""
     return isinstance(home, ParamHome) and home.group.specs[home.index].whole
 
@@ -404,7 +408,7 @@ def _ds_status(param: Tensor) -> ZeroParamStatus:
 def _ds_tensor(param: Tensor) -> Tensor:
     """Return this rank's slice, flat, with the attributes of DeepSpeed's `ds_tensor`."""
     home = _home(param)
-    local = (home.fetch(gradient=False) if _persists(home) else param._local).detach()  # type: ignore[attr-defined]
+    local: Any = (home.fetch(gradient=False) if _persists(home) else param._local).detach()  # type: ignore[attr-defined]
     local.ds_numel, local.status, local.final_location = local.numel(), ZeroParamStatus.AVAILABLE, None
     if isinstance(home, ParamHome):
         local.final_location = {Tier.HOST: "cpu", Tier.DISK: "nvme"}.get(home.group.values.tier)
@@ -429,8 +433,9 @@ def _all_gather_coalesced(
 
 
 def _partition(
-    param: Any, param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True
-) -> None:
+    param: Tensor, param_list: Iterable[Tensor] | None = None, hierarchy: int = 0, has_been_updated: bool = False,
+    free_data: bool = True,
+) -> None:  # fmt: skip
     """Undo `all_gather`. has_been_updated: keep writes, which all ranks must have made equally (collective); else drop them."""
     for each in [param] if param_list is None else param_list:
         if not is_gathered(each):
@@ -442,7 +447,7 @@ def _partition(
             gathering.keep()
 
 
-def _ds_summary(param: Any, use_debug_name: bool = False) -> dict[str, Any]:
+def _ds_summary(param: Any, use_debug_name: bool = False) -> dict[str, object]:
     """Return DeepSpeed's summary of a parameter, without gathering it."""
     grad, local = None if is_gathered(param) else param.grad, getattr(param, "ds_tensor", None)
     return {
@@ -453,12 +458,12 @@ def _ds_summary(param: Any, use_debug_name: bool = False) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _always(value: object) -> Callable[[Tensor], Any]:
+def _always(value: object) -> Callable[[Tensor], object]:
     """Return a getter of a value that all partitioned parameters share."""
     return lambda param: (_home(param), value)[1]
 
 
-_PROPERTIES: dict[str, Callable[[Any], Any]] = {
+_PROPERTIES: dict[str, Callable[[Tensor], object]] = {
     "ds_id": _ds_id,
     "ds_shape": lambda param: _home(param) and param.shape,
     "ds_numel": lambda param: _home(param) and param.numel(),
@@ -472,7 +477,7 @@ _PROPERTIES: dict[str, Callable[[Any], Any]] = {
     "ds_zero_partition_world_size": lambda param: _home(param).comm.world_size,
     "is_external_param": _always(False),
 }
-_METHODS: dict[str, Callable[..., Any]] = {
+_METHODS: dict[str, Callable[..., object]] = {
     "all_gather": lambda param, param_list=None, async_op=False, hierarchy=0: (
         _all_gather_coalesced(param, [param] if param_list is None else param_list)
     ),
@@ -489,7 +494,7 @@ for _class in (ShardedParameter, ReplicatedParameter):
         setattr(_class, _name, property(_bound))
 
 
-def _shown(param: object, whole: object) -> dict[str, Any]:
+def _shown(param: object, whole: object) -> dict[str, object]:
     """Return the ds_* attributes for `whole`, the ordinary parameter in place of the sharded `param`."""
     on_device = getattr(param, "_held", param) is not None  # an offloaded slice would have to be fetched for ds_tensor
     fixed = {name: getattr(param, name) for name in _PROPERTIES if name != "ds_tensor" or on_device}
@@ -502,10 +507,10 @@ def _hide(whole: object) -> None:
         whole.__dict__.pop(name, None)
 
 
-def _opened(params: list[Any], **options: Any) -> Gathering:
+def _opened(params: list[Tensor], write: bool = False, modifier_rank: int | None = None) -> Gathering:
     """Gather parameters and set their ds_* attributes (collective)."""
     shown = {id(param): _shown(param, param) for param in params if home_of(param) is not None}
-    gathering = Gathering(params, **options)
+    gathering = Gathering(params, write=write, modifier_rank=modifier_rank)
     gathering.open()
     for param in gathering.found:
         if is_gathered(param):
@@ -532,7 +537,7 @@ def detach(model: nn.Module) -> None:
         _hide(compute)
 
 
-def _pairs(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+def _pairs(model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
     for group in runtime_of(model).groups:
         if group.values.sharded:
             yield from zip(group.params, group.compute, strict=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ...errors import did_you_mean
-from .config_keys import ALIASES, KEYS, Key, Treatment, is_on, keys_of
+from .config_keys import ALIASES, KEYS, Key, Treatment, Values, is_on, keys_of
 
 
 class DeepSpeedConfigError(Exception):
@@ -56,18 +56,19 @@ class OffloadStateTypeEnum(str, Enum):
     contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
+Reader = Callable[[Any], Any]  # makes the value of a field from that of the key, or raises
 _BOOLS = {"true": True, "t": True, "yes": True, "y": True, "on": True, "1": True}
 _BOOLS |= {"false": False, "f": False, "no": False, "n": False, "off": False, "0": False}
 
 
-def _number(value: Any) -> float:
+def _number(value: float | str) -> float:
     """Read a finite number, also from text."""
     if isinstance(value, bool) or not math.isfinite(number := float(value)):
         raise ValueError
     return number
 
 
-def _whole(value: Any) -> int:
+def _whole(value: float | str) -> int:
     """Read a whole number; 5e8 and "500000000" are accepted, "5e8" is not."""
     if isinstance(value, str):
         if not re.fullmatch(r"\s*[+-]?\d+\s*", value):
@@ -86,8 +87,8 @@ def _text(value: object) -> str:
     return value
 
 
-def _within(read: Callable[[Any], Any], low: float, high: float = math.inf) -> Callable[[Any], Any]:
-    def bounded(value: object) -> Any:
+def _within(read: Reader, low: float, high: float = math.inf) -> Reader:
+    def bounded(value: object) -> object:
         if not low <= (number := read(value)) <= high:
             raise ValueError
         return number
@@ -95,7 +96,7 @@ def _within(read: Callable[[Any], Any], low: float, high: float = math.inf) -> C
     return bounded
 
 
-READERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+READERS: dict[str, tuple[str, Reader]] = {
     "any": ("any value", lambda value: value),
     "bool": ("true or false", lambda value: bool(value) if value in (0, 1) else _BOOLS[value.lower()]),
     "whole": ("a whole number", _whole),
@@ -115,7 +116,7 @@ READERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-def without_auto(given: Mapping[str, Any]) -> dict[str, Any]:
+def without_auto(given: Values) -> dict[str, Any]:
     """Return a configuration or a section without the keys whose value is "auto", which means the default."""
     return {key: value for key, value in given.items() if not (isinstance(value, str) and value == "auto")}
 
@@ -136,7 +137,7 @@ class Section:
     def __init__(self, **given: object) -> None:
         self.notes: list[str] = []
         fields = [key.field for key in keys_of(self.prefix)]
-        values: dict[str, Any] = {}  # by field name, with aliases replaced
+        values: dict[str, object] = {}  # by field name, with aliases replaced
         for name, value in given.items():
             field = ALIASES.get(f"{self.prefix}.{name}", name).rpartition(".")[2]
             if field not in fields:
@@ -153,10 +154,10 @@ class Section:
             setattr(self, key.field, self._read(key, values.get(key.field, default)))
         self._check()
 
-    def _forward(self, values: dict[str, Any]) -> None:
+    def _forward(self, values: dict[str, object]) -> None:
         """Move the values of deprecated keys to the keys that replace them."""
 
-    def _read(self, key: Key, value: object) -> Any:
+    def _read(self, key: Key, value: object) -> object:
         if value is None and key.default is None:
             return None
         kind = self.sections.get(key.kind)
@@ -178,7 +179,7 @@ class Section:
             raise invalid(cls.prefix, f"{cls.prefix}: expected a mapping of keys to values, got {given!r}.")
         return cls(**(given or {}))
 
-    def model_dump(self) -> dict[str, Any]:
+    def model_dump(self) -> dict[str, object]:
         """Return fields and values as plain data."""
         values = {key.field: getattr(self, key.field) for key in keys_of(self.prefix)}
         return {name: value.model_dump() if isinstance(value, Section) else value for name, value in values.items()}
@@ -242,7 +243,7 @@ class DeepSpeedZeroConfig(Section):
         "stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save",
     }
 
-    def _forward(self, values: dict[str, Any]) -> None:
+    def _forward(self, values: dict[str, object]) -> None:
         for old, new in self._DEPRECATED.items():
             value = values.pop(old, None)
             if value is None:
@@ -293,14 +294,14 @@ class Judgement:
 
     name: str
     written: str
-    value: Any
+    value: object
     treatment: str
     text: str
     note: str = ""
     key: Key | None = None
 
 
-def judge(config: Mapping[str, Any], prefix: str = "", written: str = "") -> Iterator[Judgement]:
+def judge(config: Values, prefix: str = "", written: str = "") -> Iterator[Judgement]:
     """Yield the treatment of each key of a configuration, or of a section of it; sections come before their keys.
 
     prefix: the section's name in config_keys.KEYS. written: its name in the configuration.
@@ -359,7 +360,7 @@ def _arguments(section: str, kind: object) -> frozenset[str]:
     return frozenset(inspect.signature(found).parameters) if found is not None else frozenset()
 
 
-def examine(config: Mapping[str, Any]) -> list[str]:
+def examine(config: Values) -> list[str]:
     """Return warnings about the keys of a configuration, one sentence each. Raises DeepSpeedConfigError for a refused key."""
     notes = []
     for found in judge(config):

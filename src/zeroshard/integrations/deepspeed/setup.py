@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from ... import api
 from ...comm import backend_select
@@ -32,13 +32,14 @@ from .shard_options import build_optimizer, cast_buffers, shard_options
 from .stand_ins import PipelineModule, ZeRORuntimeException
 
 T = TypeVar("T")
+Initialized = tuple[DeepSpeedEngine, Any, Any, Any]  # engine, optimizer, data loader and scheduler; an editor sees no Optional
 
 
 def initialize(
     args: object = None, model: nn.Module | None = None, optimizer: object = None, model_parameters: object = None, training_data: object = None,
     lr_scheduler: object = None, distributed_port: int = 29500, mpu: object = None, dist_init_required: bool | None = None,
     collate_fn: Callable | None = None, config: object = None, mesh_param: object = None, config_params: object = None,
-) -> tuple[DeepSpeedEngine, Any, Any, Any]:  # fmt: skip
+) -> Initialized:  # fmt: skip
     """Return (engine, optimizer, data loader, scheduler), as DeepSpeed's function does (collective).
 
     Args:
@@ -77,7 +78,7 @@ def initialize(
         partition.restore_init_context()
 
 
-def _config_of(args: Any, config: Any, config_params: Any) -> Any:
+def _config_of(args: Any, config: object, config_params: object) -> object:
     config = config_params if config is None else config
     in_args = getattr(args, "deepspeed_config", None)
     if in_args is None and getattr(args, "deepscale_config", None) is not None:  # its name before 2020
@@ -94,7 +95,7 @@ def _config_of(args: Any, config: Any, config_params: Any) -> Any:
 def _initialize(
     args: object, model: nn.Module, optimizer: object, model_parameters: object, training_data: object, lr_scheduler: object, mpu: Any,
     collate_fn: Callable | None, given: object,
-) -> tuple[DeepSpeedEngine, Any, Any, Any]:  # fmt: skip
+) -> Initialized:  # fmt: skip
     client = optimizer, lr_scheduler, type(optimizer).__name__
     group = None if mpu is None else mpu.get_data_parallel_group()
     device, local_rank = _device(args)
@@ -127,7 +128,7 @@ def _initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _let_go(model: nn.Module, optimizer: object, given: object) -> Any:
+def _let_go(model: nn.Module, optimizer: object, given: object) -> object:
     """Close the model's earlier engine. Return `given` with parameters replaced that zs.close has replaced in the model."""
     before = dict(model.named_parameters())
     given = list(given) if isinstance(given, Iterable) and not isinstance(given, nn.Module) else given
@@ -213,7 +214,7 @@ def _device(args: Any) -> tuple[torch.device, int]:
 
 
 def _basic_optimizer(
-    model: nn.Module, optimizer: Any, model_parameters: Any, config: DeepSpeedConfig
+    model: nn.Module, optimizer: object, model_parameters: object, config: DeepSpeedConfig
 ) -> torch.optim.Optimizer | None:
     """Return the torch optimizer to shard: the program's own, the one that its function makes, or the configuration's."""
     if optimizer is None and config.optimizer_name is None:
@@ -230,9 +231,8 @@ def _basic_optimizer(
             return build_optimizer(config, parameters)
         except TypeError as error:
             raise DeepSpeedConfigError(f"optimizer.params of {config.optimizer_name}: {error}.") from error
-    offload = config.zero_config.offload_optimizer
-    offloaded, torchs = offload is not None and offload.device != "none", not type(basic).__module__.startswith("zeroshard")
-    if offloaded and torchs and config.zero_force_ds_cpu_optimizer:
+    torchs = not type(basic).__module__.startswith("zeroshard")
+    if torchs and config.zero_force_ds_cpu_optimizer and config.offloads("offload_optimizer"):
         raise ZeRORuntimeException(
             f"You are using ZeRO-Offload with a client provided optimizer ({type(basic)}). Take deepspeed.ops.adam.DeepSpeedCPUAdam, or an "
             'optimizer of the configuration, or say {"zero_force_ds_cpu_optimizer": false}: it is stepped on the host as it is.'
@@ -292,7 +292,7 @@ class DeepSpeedDataLoader:
 
     def __init__(
         self, dataset: Any, batch_size: int, *, rank: int, world_size: int, collate_fn: Callable | None = None, drop_last: bool = False,
-        num_workers: int | None = None, pin_memory: bool = False, data_sampler: Any = None, shuffle: bool = True,
+        num_workers: int | None = None, pin_memory: bool = False, data_sampler: Sampler | None = None, shuffle: bool = True,
     ) -> None:  # fmt: skip
         check_dataset(dataset)
         if num_workers is None:
@@ -303,7 +303,7 @@ class DeepSpeedDataLoader:
             sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)
         self.dataset, self.sampler, self.batch_size = dataset, sampler, batch_size
         self.data_sampler, self.collate_fn, self.num_local_io_workers = sampler, collate_fn, num_workers
-        self.data: Iterator[Any] | None = None  # iterator of the current pass
+        self.data: Iterator[object] | None = None  # iterator of the current pass
         self.dataloader = DataLoader(
             dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last,
             num_workers=num_workers, pin_memory=pin_memory,

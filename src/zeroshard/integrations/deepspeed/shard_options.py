@@ -29,12 +29,12 @@ def shard_options(config: DeepSpeedConfig) -> dict[str, Any]:
     Raises ValueError if compute_grad_norm is off but the norm is needed, DeepSpeedConfigError for nvme without a folder.
     """
     zero = config.zero_config
-    if not zero.compute_grad_norm and (config.gradient_clipping or _is_offloaded(zero.offload_optimizer)):
+    if not zero.compute_grad_norm and (config.gradient_clipping or config.offloads("offload_optimizer")):
         raise ValueError(
             "zero_optimization.compute_grad_norm false: clipping and offload_optimizer need the norm. Set gradient_clipping to 0 "
             "and leave offload_optimizer out, or leave compute_grad_norm out."
         )
-    options: dict[str, Any] = {"stage": zero.stage, "gradient_dtype": config.gradient_dtype, **_precision(config)}
+    options: dict[str, object] = {"stage": zero.stage, "gradient_dtype": config.gradient_dtype, **_precision(config)}
     if config.gradient_clipping > 0:
         options["max_grad_norm"] = config.gradient_clipping
     if config.communication_data_type is not None:
@@ -45,9 +45,8 @@ def shard_options(config: DeepSpeedConfig) -> dict[str, Any]:
     if zero.stage == 3:
         options |= _stage3(zero)
     for name, lowest in OFFLOAD_STAGES.items():
-        section = getattr(zero, name)
-        if _is_offloaded(section) and zero.stage >= lowest:
-            options[name] = _offload(section)
+        if config.offloads(name) and zero.stage >= lowest:
+            options[name] = _offload(getattr(zero, name))
     return options | config.planned_options
 
 
@@ -65,22 +64,18 @@ def _skips_nonfinite(config: DeepSpeedConfig) -> bool:
         scaled = config.torch_autocast_enabled and config.torch_autocast_dtype is torch.float16  # torch's GradScaler skips steps
         return bf16.enabled or scaled
     if bf16.enabled:
-        own = zero.stage == 1 and config.gradient_dtype is torch.float32 and not _is_offloaded(zero.offload_optimizer)
+        own = zero.stage == 1 and config.gradient_dtype is torch.float32 and not config.offloads("offload_optimizer")
         return own or bf16.check_grad_overflow
     return zero.compute_grad_norm
 
 
-def _is_offloaded(section: Any) -> bool:
-    return section is not None and section.device != "none"
-
-
-def _precision(config: DeepSpeedConfig) -> dict[str, Any]:
+def _precision(config: DeepSpeedConfig) -> dict[str, object]:
     fp16, bf16 = config.float16_config, config.bfloat16_config
     if bf16.enabled:
         return {"precision": "bf16", **({"master_weights": False} if bf16.bf16_master_weights_and_grads else {})}
     if not fp16.enabled:
         return {"precision": "fp32"}
-    options: dict[str, Any] = {"precision": "fp16"}
+    options: dict[str, object] = {"precision": "fp16"}
     if fp16.loss_scale:
         return {**options, "loss_scale": fp16.loss_scale}
     return options | {
@@ -94,7 +89,7 @@ def _precision(config: DeepSpeedConfig) -> dict[str, Any]:
     }
 
 
-def _stage3(zero: Section) -> dict[str, Any]:
+def _stage3(zero: Section) -> dict[str, object]:
     """Return the options of stage 3: gathering (prefetching and reuse of units if they are given), ZeRO++ and MiCS.
 
     The bit widths are those of DeepSpeed's kernels.
@@ -115,9 +110,9 @@ def _stage3(zero: Section) -> dict[str, Any]:
     return options
 
 
-def _offload(section: Section) -> dict[str, Any]:
+def _offload(section: Section) -> dict[str, object]:
     """Return the fields of a zs.Offload. Buffers keep zeroshard's sizes."""
-    offload: dict[str, Any] = {"device": section.device.value, "pin_memory": section.pin_memory}
+    offload: dict[str, object] = {"device": section.device.value, "pin_memory": section.pin_memory}
     if section.device == "nvme":
         if section.nvme_path is None:
             raise DeepSpeedConfigError(f"{section.prefix}: device nvme needs nvme_path, a folder on a local disk.")
@@ -131,9 +126,10 @@ def _offload(section: Section) -> dict[str, Any]:
 
 # -- the optimizer -------------------------------------------------------------------------------------------------
 
-_ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-_LION: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
-_MUON: dict[bool, dict[str, Any]] = {
+Options = dict[str, Any]  # keyword arguments of an optimizer's class
+_ADAM: Options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+_LION: Options = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
+_MUON: dict[bool, Options] = {
     True: {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0},
     False: {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0},
 }
@@ -167,7 +163,7 @@ def build_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) -> torch
         row = KEYS.get(f"optimizer.params.{key}")
         if row is not None and row.treatment is Treatment.REFUSED:
             raise DeepSpeedConfigError(f"{row.name} is not supported: {row.text}.")
-    params: dict[str, Any] = {
+    params: Options = {
         key: tuple(value) if isinstance(value, list) else value for key, value in given.items() if key not in _SET_ASIDE
     }
     if low in ("adam", "adamw"):
@@ -178,18 +174,17 @@ def build_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) -> torch
             return (torch.optim.AdamW if decoupled else torch.optim.Adam)(
                 parameters, **({} if given.get("torch_adam") else _ADAM) | params
             )
-        if _is_offloaded(config.zero_config.offload_optimizer):
+        if config.offloads("offload_optimizer"):
             return DeepSpeedCPUAdam(parameters, adamw_mode=decoupled, **{**_ADAM, **params})
         return FusedAdam(parameters, adam_w_mode=decoupled, **{**_ADAM, **params})
     if low == "lion":
         return Lion(parameters, **{**_LION, **params})
     if low == "muon":
         return Muon(_muon_groups(parameters, params))
-    made: Any = _torch_optimizer(name)
-    return made(parameters, **params)
+    return _torch_optimizer(name)(parameters, **params)
 
 
-def _muon_groups(parameters: Iterable[Any], params: dict[str, Any]) -> list[dict[str, Any]]:
+def _muon_groups(parameters: Iterable[Any], params: Options) -> list[Options]:
     """Divide each group by its parameters' `use_muon`. An option is the group's own, else from params, else the default.
 
     The learning rate in params is muon_lr or adam_lr, else lr.

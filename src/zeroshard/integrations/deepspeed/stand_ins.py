@@ -7,7 +7,7 @@ has the replacement. The base classes of optimizers are no stand-ins: the class 
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -51,7 +51,7 @@ class DeepSpeedOptimizer(ABC):  # noqa: B024  # DeepSpeed's has no abstract meth
     """Base class of `engine.optimizer`; an ABC, so that an optimizer class may also be registered."""
 
 
-def _kind(name: str, base: Any = DeepSpeedOptimizer) -> Any:
+def _kind(name: str, base: type = DeepSpeedOptimizer) -> Any:
     return type(name, (base,), {"__module__": __name__})
 
 
@@ -122,8 +122,8 @@ def is_moe_param(param: torch.Tensor) -> bool:
     return not getattr(param, "allreduce", True)
 
 
-def is_moe_param_group(param_group: dict[str, Any]) -> bool:
-    return param_group.get("moe", False)
+def is_moe_param_group(param_group: Mapping[str, object]) -> bool:
+    return bool(param_group.get("moe", False))
 
 
 def split_params_into_shared_and_expert_params(params: list[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

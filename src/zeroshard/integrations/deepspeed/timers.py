@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from types import SimpleNamespace
 
 from .accelerator import get_accelerator
 from .logs import log_dist, logger
+from .sections import Section
 
 
 def _now(synchronized: bool) -> float:
@@ -24,8 +25,8 @@ class ThroughputTimer:
     """
 
     def __init__(
-        self, config: Any, batch_size: int | None, start_step: int = 2, steps_per_output: float | None = None,
-        monitor_memory: bool = False, logging_fn: Callable[[str], Any] | None = None,
+        self, config: SimpleNamespace | Section, batch_size: int | None, start_step: int = 2, steps_per_output: float | None = None,
+        monitor_memory: bool = False, logging_fn: Callable[[str], object] | None = None,
     ) -> None:  # fmt: skip
         self.config, self.batch_size, self.start_step = config, batch_size or 1, start_step
         self.steps_per_output, self.logging = steps_per_output, logging_fn or logger.info

@@ -13,7 +13,7 @@ import os
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,10 @@ from .accelerator import CPU_Accelerator, always, get_accelerator
 from .logs import warning_once
 from .stand_ins import NotSupported
 
-F = TypeVar("F")
+if TYPE_CHECKING:
+    from .engine_settings import Settings
+
+T = TypeVar("T")
 
 # -- deepspeed.utils.groups ---------------------------------------------------------------------------------------
 
@@ -48,7 +51,7 @@ get_tensor_model_parallel_world_size = _get_expert_model_parallel_world_size = a
 _get_sequence_parallel_rank = get_model_parallel_rank = get_tensor_model_parallel_rank = _get_broadcast_src_rank = always(0)
 _get_sequence_parallel_group = get_model_parallel_group = get_tensor_model_parallel_group = always(None)
 _get_zero_param_intra_parallel_group = always(None)
-_get_expert_parallel_group_dict = _get_expert_data_parallel_group_dict = always({})
+_get_expert_parallel_group_dict = _get_expert_data_parallel_group_dict = always(dict[str, object]())
 
 
 # -- deepspeed.utils ----------------------------------------------------------------------------------------------
@@ -70,17 +73,17 @@ def _numbers(version: object) -> tuple[int, ...]:
     return tuple(parts)
 
 
-class RepeatingLoader:
+class RepeatingLoader(Generic[T]):
     """Iterator over a data loader that starts again when the loader ends."""
 
-    def __init__(self, loader: Iterable[Any]) -> None:
+    def __init__(self, loader: Iterable[T]) -> None:
         self.loader = loader
         self.data_iter = iter(loader)
 
-    def __iter__(self) -> RepeatingLoader:
+    def __iter__(self) -> RepeatingLoader[T]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> T:
         try:
             return next(self.data_iter)
         except StopIteration:
@@ -89,7 +92,7 @@ class RepeatingLoader:
 
 
 @contextlib.contextmanager
-def OnDevice(dtype: torch.dtype | None = None, device: Any = "meta", enabled: bool = True) -> Iterator[None]:
+def OnDevice(dtype: torch.dtype | None = None, device: str | torch.device = "meta", enabled: bool = True) -> Iterator[None]:
     """Context in which modules are built with parameters on this device and in this dtype."""
     before = torch.get_default_dtype()
     if enabled and dtype is not None:
@@ -101,7 +104,7 @@ def OnDevice(dtype: torch.dtype | None = None, device: Any = "meta", enabled: bo
         torch.set_default_dtype(before)
 
 
-def noop_decorator(func: F) -> F:
+def noop_decorator(func: T) -> T:
     """Return the function itself; profilers show it by its own name."""
     return func
 
@@ -164,14 +167,14 @@ def set_random_seed(seed: int) -> None:
     torch.manual_seed(seed % 2**63)
 
 
-def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
+def copy_to_device(item: Any, device: str | torch.device, criterion_func: Callable[[object], bool]) -> Any:
     """Return a copy of `item` (nested lists, tuples, dicts) in which each entry that criterion_func selects is on the device."""
     if criterion_func(item):
         return item.to(device)
     return _each(item, lambda value: copy_to_device(value, device, criterion_func))
 
 
-def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+def move_to_device(item: Any, device: str | torch.device, criterion_func: Callable[[object], bool] | None = None) -> Any:
     """Return `item` with its tensors on the device. Those that criterion_func selects stay the same objects, others do not."""
     if criterion_func is not None and criterion_func(item):
         item.data = item.to(device)
@@ -181,13 +184,13 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
     return item.to(device) if isinstance(item, (Tensor, torch.nn.Module)) else item
 
 
-def _each(item: Any, fn: Callable[[Any], Any]) -> Any:
+def _each(item: Any, fn: Callable[[object], object]) -> object:
     if isinstance(item, dict):
         return {key: fn(value) for key, value in item.items()}
     return type(item)(map(fn, item)) if type(item) in (list, tuple) else item
 
 
-def get_only_unique_item(items: Iterable[Any]) -> Any:
+def get_only_unique_item(items: Iterable[T]) -> T:
     """Return the value that all items equal. Raises RuntimeError if they differ."""
     found = set(items)
     if len(found) != 1:
@@ -200,7 +203,7 @@ def ensure_directory_exists(filename: str) -> None:
     os.makedirs(os.path.dirname(filename) or ".", exist_ok=True)
 
 
-def get_global_norm(norm_list: list[Any]) -> float:
+def get_global_norm(norm_list: Iterable[Tensor | float]) -> float:
     """Return the norm of norms; inf if one is negative or not finite."""
     norms = [float(norm) for norm in norm_list]
     return math.sqrt(sum(n * n for n in norms)) if all(math.isfinite(n) and n >= 0 for n in norms) else math.inf
@@ -239,7 +242,7 @@ noop_context = contextlib.nullcontext
 PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
 
 
-def autocast_if_enabled(engine: Any) -> contextlib.AbstractContextManager:
+def autocast_if_enabled(engine: Settings) -> contextlib.AbstractContextManager:
     """Return torch.autocast with the options of the section torch_autocast; without it, disable the caller's and warn once."""
     kind, dtype = engine.device.type, engine.torch_autocast_dtype()
     if engine.torch_autocast_enabled() and dtype is not None:
@@ -268,9 +271,9 @@ def get_comm_dtype(param: torch.nn.Parameter) -> torch.dtype:
 UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"  # key in client_state that Megatron's scripts use
 
 
-def clone_tensors_for_torch_save(item: Any, device: Any = torch.device("cpu")) -> Any:
+def clone_tensors_for_torch_save(item: T, device: str | torch.device = torch.device("cpu")) -> T:
     """Return `item` with every tensor in lists, tuples and dicts copied to its own storage; tied tensors get one copy."""
-    copies: dict[Any, Tensor] = {}
+    copies: dict[object, Tensor] = {}
 
     def cloned(tensor: Tensor) -> Tensor:
         place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device) if tensor.numel() else id(tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -42,11 +42,12 @@ class WholeWeights(Settings):
     module: nn.Module
 
     def module_state_dict(
-        self, destination: Any = None, prefix: str = "", keep_vars: bool = False, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Any]:
+        self, destination: dict[str, object] | None = None, prefix: str = "", keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, object]:  # fmt: skip
         """Return the module's state dict; at stage 3 with whole tensors (collective)."""
         if self.zero_optimization_partition_weights():
-            state: dict[str, Any] = {f"{prefix}{name}": value for name, value in api.full_state_dict(self.module).items()}
+            state: dict[str, object] = {f"{prefix}{name}": value for name, value in api.full_state_dict(self.module).items()}
         else:
             state = self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
         state = self._without_frozen(state, prefix) if exclude_frozen_parameters else state
@@ -55,12 +56,12 @@ class WholeWeights(Settings):
         destination.update(state)
         return destination
 
-    def _without_frozen(self, state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    def _without_frozen(self, state: Mapping[str, object], prefix: str = "") -> dict[str, object]:
         named = self.module.named_parameters(remove_duplicate=False)
         frozen = {f"{prefix}{name}" for name, param in named if not param.requires_grad}
         return {name: value for name, value in state.items() if name not in frozen}
 
-    def _whole_on_rank_0(self, exclude_frozen_parameters: bool) -> dict[str, Any] | None:
+    def _whole_on_rank_0(self, exclude_frozen_parameters: bool) -> dict[str, object] | None:
         """Return the state dict in host memory on rank 0, None on other ranks (collective).
 
         _STREAM_NBYTES are gathered at a time. Tied names get one tensor, and no other tensors share memory.
@@ -69,7 +70,7 @@ class WholeWeights(Settings):
         state = self.module.state_dict(keep_vars=True)
         order = self._without_frozen(state) if exclude_frozen_parameters else state
         frozen = state.keys() - order.keys()
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         for part in stream_full_tensors(self.module, max_nbytes=_STREAM_NBYTES):
             copies: dict[int, Tensor] = {}  # id of a gathered tensor -> its copy, which tied names share
             for name, value in part.items() if first else ():
@@ -80,7 +81,7 @@ class WholeWeights(Settings):
         found |= {name: value for name, value in order.items() if not isinstance(value, Tensor)}  # values of get_extra_state
         return {name: found.pop(name) for name in order if name in found} | found if first else None
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, object] | None:
         """Return whole weights in host memory on rank 0, None on others (collective)."""
         if not self.zero_optimization_partition_weights():
             raise ValueError("this function requires ZeRO-3 mode")
@@ -118,7 +119,10 @@ class WholeWeights(Settings):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)
 
-    def load_module_state_dict(self, checkpoint: Any, strict: bool = True, custom_load_fn: Any = None, **unused: Any) -> None:
+    def load_module_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., object] | None = None,
+        **unused: object,
+    ) -> None:  # fmt: skip
         """Load whole tensors by name, or from a checkpoint's entry 'module'."""
         state = checkpoint.get("module", checkpoint) if isinstance(checkpoint, dict) else checkpoint
         if custom_load_fn is not None:

@@ -14,7 +14,6 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +50,7 @@ class LazyTensor:
         return flat.view(self.shape)
 
 
-def _folder(checkpoint_dir: Any, tag: object) -> Path:
+def _folder(checkpoint_dir: str | os.PathLike, tag: object) -> Path:
     root = Path(checkpoint_dir)
     tag = latest_tag(root) if tag is None else str(tag)
     if tag is None:
@@ -73,8 +72,8 @@ def _open(folder: Path, exclude_frozen: bool, verify: bool = True) -> tuple[Open
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: object, tag: object = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
-) -> dict[str, Any]:
+    checkpoint_dir: str | os.PathLike, tag: object = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, Tensor] | dict[str, LazyTensor]:
     """Return whole tensors by name, on the host; floating-point ones in fp32. Tied tensors share memory.
 
     lazy_mode: return LazyTensors, each read when its `contiguous()` is called.
@@ -89,7 +88,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
     return {name: lazy[ties.get(name, name)] for name in names if ties.get(name, name) in lazy}
 
 
-def to_torch_tensor(state_dict: Mapping[str, Any], return_empty_tensor: bool = False, dtype: object = None) -> dict[str, Tensor]:
+def to_torch_tensor(
+    state_dict: Mapping[str, Tensor | LazyTensor], return_empty_tensor: bool = False, dtype: object = None
+) -> dict[str, Tensor]:
     """Replace lazy tensors by tensors; names of one lazy tensor get one tensor.
 
     return_empty_tensor: allocate tensors without reading their values. dtype: dtype of floating-point tensors.
@@ -103,8 +104,8 @@ def to_torch_tensor(state_dict: Mapping[str, Any], return_empty_tensor: bool = F
 
 
 def convert_zero_checkpoint_to_state_dict(
-    checkpoint_dir: Any, output_dir: Any, dtype: Any = torch.float32, max_shard_size: Any = "5GB",
-    safe_serialization: bool = False, tag: Any = None, exclude_frozen_parameters: bool = False,
+    checkpoint_dir: str | os.PathLike, output_dir: str | os.PathLike, dtype: object = torch.float32, max_shard_size: object = "5GB",
+    safe_serialization: bool = False, tag: object = None, exclude_frozen_parameters: bool = False,
 ) -> None:  # fmt: skip
     """Write whole weights to output_dir: model*.safetensors or pytorch_model*.bin, with an index if there are several files.
 
@@ -112,15 +113,15 @@ def convert_zero_checkpoint_to_state_dict(
 
     max_shard_size: largest size of a file: 5GB, 500MiB or a number of bytes; None: one file. Raises as zs.export.
     """
-    source, out, dtype, most = _folder(checkpoint_dir, tag), Path(output_dir), _dtype_of(dtype), nbytes_of(max_shard_size)
+    source, out, kept, most = _folder(checkpoint_dir, tag), Path(output_dir), _dtype_of(dtype), nbytes_of(max_shard_size)
     opened, names = _open(source, exclude_frozen_parameters)
     out.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".zero_to_fp32.", suffix=".tmp", dir=out))
     try:
         if safe_serialization:
-            export(source, scratch / "made", dtype=dtype, max_shard_nbytes=most, names=names, verify=False)
+            export(source, scratch / "made", dtype=kept, max_shard_nbytes=most, names=names, verify=False)
         else:
-            _write_torch(opened, source, scratch / "made", dtype, most, names)
+            _write_torch(opened, source, scratch / "made", kept, most, names)
         # the index last: it names files that exist
         for file in sorted((scratch / "made").iterdir(), key=lambda path: path.suffix == ".json"):
             os.replace(file, out / file.name)
@@ -146,8 +147,8 @@ def _write_torch(opened: Opened, source: Path, folder: Path, dtype: torch.dtype,
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: object, output_dir: object, max_shard_size: object = "5GB", safe_serialization: bool = False, tag: object = None,
-    exclude_frozen_parameters: bool = False,
+    checkpoint_dir: str | os.PathLike, output_dir: str | os.PathLike, max_shard_size: object = "5GB", safe_serialization: bool = False,
+    tag: object = None, exclude_frozen_parameters: bool = False,
 ) -> None:  # fmt: skip
     """Call convert_zero_checkpoint_to_state_dict for fp32."""
     convert_zero_checkpoint_to_state_dict(
@@ -173,14 +174,14 @@ def nbytes_of(size: object) -> int:
     return int(nbytes)
 
 
-def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: object, tag: object = None) -> nn.Module:
+def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str | os.PathLike, tag: object = None) -> nn.Module:
     """Move a model to the host, load the checkpoint's weights into it, and return it."""
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
 
 
-def get_model_state_file(checkpoint_dir: Any, zero_stage: int) -> str:
+def get_model_state_file(checkpoint_dir: str | os.PathLike, zero_stage: int) -> str:
     """Return a checkpoint's file with counters and client_state. checkpoint_dir: the folder of a tag."""
     if not Path(checkpoint_dir).is_dir():
         raise FileNotFoundError(f"Directory '{checkpoint_dir}' doesn't exist")
@@ -190,7 +191,7 @@ def get_model_state_file(checkpoint_dir: Any, zero_stage: int) -> str:
     return str(found)
 
 
-def get_optim_files(checkpoint_dir: Any) -> list[str]:
+def get_optim_files(checkpoint_dir: str | os.PathLike) -> list[str]:
     """Return the *_optim_states.pt files in rank order; those of the engine have only the stage and the number of ranks."""
     if not Path(checkpoint_dir).is_dir():
         raise FileNotFoundError(f"Directory '{checkpoint_dir}' doesn't exist")
@@ -202,7 +203,7 @@ def get_optim_files(checkpoint_dir: Any) -> list[str]:
     return [str(path) for path in found]
 
 
-def convert_to_universal(args: Any = None) -> None:
+def convert_to_universal(args: argparse.Namespace | None = None) -> None:
     """Give a checkpoint a second tag, in the place of ds_to_universal.main.
 
     No conversion is needed: checkpoints, DeepSpeed's own too, load at any stage and number of ranks. args: an object, or None for
