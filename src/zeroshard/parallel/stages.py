@@ -22,7 +22,7 @@ import contextlib
 import copy
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -94,19 +94,16 @@ class StageBlocks(nn.ModuleList):
             self.add_module(name, block)
         self._place = place
 
-    def _met(self) -> list[nn.Module | _End]:
+    def __iter__(self) -> Iterator[Any]:
         blocks: list[nn.Module | _End] = list(torch_compat.own_modules(self).values())
         if self._place.index > 0:
             blocks[0] = _End(blocks[0], self._place, receives=True)
         if not self._place.last:
             blocks[-1] = _End(blocks[-1], self._place, sends=True)
-        return blocks
-
-    def __iter__(self) -> Any:
-        return iter(self._met())
+        return iter(blocks)
 
     def __getitem__(self, index: int | slice) -> Any:
-        return self._met()[index]
+        return list(self)[index]
 
 
 class _End:

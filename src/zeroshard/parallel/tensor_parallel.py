@@ -91,7 +91,7 @@ def apply(
     cut.run()
     for places in ties:
         held = [torch_compat.own_parameters(module)[attribute] for module, attribute in places]
-        sharded: list[Any] = [param for param in held if isinstance(param, DTensor)]  # both, a DTensor and a Parameter
+        sharded: list[Any] = [param for param in held if isinstance(param, DTensor)]  # which are parameters, too
         assert len({param.placements for param in sharded}) == 1, "tied parameters were cut differently"
         for module, attribute in places:
             module.register_parameter(attribute, sharded[0])

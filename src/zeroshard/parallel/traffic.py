@@ -93,11 +93,3 @@ class Traffic:
     def _totals(self) -> dict[str, float]:
         zero = sum(entry.nbytes for runtime in self.runtimes for entry in runtime.tiers.ledger.traffic.values())
         return ({} if self.pipeline is None else {"pp": float(self.pipeline.sent_nbytes)}) | {"dp": float(zero)}
-
-    def text(self) -> str:
-        """Return a line for each axis, or before the second step a line that says when counting begins."""
-        if not self.counted:
-            return "what the axes send is counted in the second step"
-        return "\n".join(
-            f"{axis}: {nbytes / 2**20:,.2f} MiB sent by this rank in a step" for axis, nbytes in self.counted.items()
-        )
