@@ -245,7 +245,8 @@ class CheckpointedForward(_Forward):
             )
         else:
             # every tensor that autograd saves: inside of torch's `checkpoint`, these are the inputs
-            hooks = saved_tensors_hooks(lambda tensor: self.store.pack(tensor, self.name), self.store.unpack)
+            store, name = self.store, self.name  # so that hooks, which a graph may keep, do not refer to the block
+            hooks = saved_tensors_hooks(lambda tensor: store.pack(tensor, name), store.unpack)
         given = [(args, kwargs)]  # forward gets the caller's own containers, which a block may change; recomputing gets copies
 
         def run(*tensors: Tensor) -> object:

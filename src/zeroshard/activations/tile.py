@@ -264,7 +264,7 @@ def _limit_of(model: nn.Module, holders: dict[nn.Parameter, list[Holder]], budge
         root, other = 0, 0
         for unit in units:
             params = [spec.original for spec in unit.specs]
-            nbytes = sum(p.numel() * _itemsize(p, dtype) for p in params if p not in largest and p not in biases)
+            nbytes = sum(_nbytes(p, dtype) for p in params if p not in largest and p not in biases)
             tiles = max((largest[p] for p in params if p in largest), default=0)
             if model in unit.modules:
                 root, other = root + nbytes, max(other, tiles)
