@@ -185,14 +185,16 @@ class Pipeline:
         self.device = self.runtimes[0].comm.device
         self._agree(schedule)
         self.schedule, self._class = schedule_class(schedule)
-        self.own = stages_of(self.rank, self.ranks, len(self.stages), schedule)
         self.count = self.ranks * len(self.stages)
+        all_ranks = {rank: stages_of(rank, self.ranks, len(self.stages), schedule) for rank in range(self.ranks)}
+        self.rank_of = {stage: rank for rank, stages_of_rank in all_ranks.items() for stage in stages_of_rank}
+        self.own = all_ranks[self.rank]
         self._built: dict[tuple, PipelineScheduleSingle | PipelineScheduleMulti] = {}  # by shapes of the inputs
         self._made: list[_Stage] = []
         timeout = datetime.timedelta(seconds=self.runtimes[0].config.stall_timeout_s)
         if not is_imagined():
             torch_compat.set_timeout(timeout, self.group)  # waits for another stage have the same timeout as all others
-        self.tied = TiedParameters(self.stages, self.own, self.group, self._rank_of)
+        self.tied = TiedParameters(self.stages, self.own, self.group, self.rank_of)
         cores = [runtime.optimizer.core for runtime in self.runtimes if runtime.optimizer is not None]
         for core in cores:
             core.allied = cores  # all stages share one gradient norm and one decision to skip a step
@@ -318,7 +320,7 @@ class Pipeline:
         means = torch.zeros(self.micro_batches, dtype=torch.float32, device=self.device)
         if has_last:
             means.copy_(torch.stack([loss.detach().float() for loss in found]))
-        dist.broadcast(means, dist.get_global_rank(self.group, self._rank_of(self.count - 1)), group=self.group)
+        dist.broadcast(means, dist.get_global_rank(self.group, self.rank_of[self.count - 1]), group=self.group)
         if losses is not None:
             losses[:] = (means * self.micro_batches).unbind()  # undo the division in `_build`
         return sum(means.unbind(), torch.zeros((), device=self.device))
@@ -341,11 +343,6 @@ class Pipeline:
     def sent_nbytes(self) -> int:
         """Bytes that this rank has sent to other stages so far: activations, their gradients, gradients of tied parameters."""
         return sum(stage.sent_nbytes for stage in self._made) + self.tied.sent_nbytes
-
-    def _rank_of(self, stage: int) -> int:
-        """Return the rank in the pipeline's group that runs a stage."""
-        per_rank = len(self.stages)
-        return next(r for r in range(self.ranks) if stage in stages_of(r, self.ranks, per_rank, self.schedule))
 
     # -- torch's schedule ------------------------------------------------------------------------------------
 
@@ -393,7 +390,7 @@ class Pipeline:
                     for part in training:
                         part.training = True
                 told = [[(x.shape, x.dtype) for x in (output if isinstance(output, tuple) else (output,))]]
-            source = dist.get_global_rank(self.group, self._rank_of(number))
+            source = dist.get_global_rank(self.group, self.rank_of[number])
             dist.broadcast_object_list(told, source, group=self.group)
             shapes.append(told[0] or [])
         return shapes

@@ -10,7 +10,7 @@ to its slice of the gradient the slice of the rank with the other stage in the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -30,7 +30,7 @@ class TiedParameters:
     """The parameters of which this rank's stages and other stages of its pipeline each hold a copy."""
 
     def __init__(
-        self, stages: Sequence[nn.Module], own: Sequence[int], group: dist.ProcessGroup, rank_of: Callable[[int], int]
+        self, stages: Sequence[nn.Module], own: Sequence[int], group: dist.ProcessGroup, rank_of: Mapping[int, int]
     ) -> None:
         """Set all copies to the value of the lowest stage's copy (collective). rank_of: number of a stage -> its rank."""
         self.group, self.sent_nbytes = group, 0
@@ -49,7 +49,7 @@ class TiedParameters:
                 layout_of.setdefault(tie, {})[number] = str(held.values.dtype), span
         mine = exchange_objects(layout_of, group)
         self._before: dict[tuple, Tensor] = {}  # tie -> gradient of earlier steps, already summed over copies
-        self.holders = {key: {number: rank_of(number) for number, _ in key} for told in mine for key in told}
+        self.holders = {key: {number: rank_of[number] for number, _ in key} for told in mine for key in told}
         for key in sorted(self.holders):
             layouts = {name: told[key][number] for told in mine if key in told for number, name in key if number in told[key]}
             if len(set(layouts.values())) > 1:
