@@ -289,8 +289,8 @@ class InputHooks:
     def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return a function that returns the tensor.
 
-        Whether torch.utils.checkpoint itself saves the tensor is seen from the calling frames. Non-reentrant checkpoints save their
-        inputs in a function of that file (torch 2.13: SavedTensor; before: an autograd function), reentrant ones in
+        The calling frames show whether torch.utils.checkpoint itself saves the tensor. Non-reentrant checkpoints save their inputs
+        in a function of that file (torch 2.13: SavedTensor; before: an autograd function), reentrant ones in
         `CheckpointFunction.apply`, called there. Tensors saved inside a checkpoint do not reach these hooks: non-reentrant
         checkpoints have hooks of their own, reentrant ones save nothing.
         """
