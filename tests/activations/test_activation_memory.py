@@ -39,7 +39,7 @@ from zoo import (
 
 import zeroshard as zs
 from zeroshard.activations.disk_storage import DiskPlace
-from zeroshard.activations.free_list import Space
+from zeroshard.activations.storage import Space
 from zeroshard.comm import backend_select
 from zeroshard.comm.launch import free_port, run_processes
 from zeroshard.comm.streams import Streams

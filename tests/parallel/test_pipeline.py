@@ -99,7 +99,7 @@ def _adds_up(mesh):
     """Gradients of tied weights after the same batch once, and twice."""
     pipeline, (module,), _ = _stages(mesh, 2, "1F1B", 1, True)
     tokens, targets = kit.batch(0, mesh["dp"].get_local_rank())
-    name = module.pipeline_stage.ties[0].names[module.pipeline_stage.index]
+    name = module.pipeline_stage.ties[0][module.pipeline_stage.index]
     found = []
     for _ in range(2):
         pipeline.step(tokens, target=targets)

@@ -26,7 +26,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from ..comm import backend_select
 from ..comm.fake import ImaginedStreams
@@ -40,7 +42,7 @@ from ..utils.tensor_tree import find_tensors
 from ..utils.torch_compat import original
 from ..zero.auto_wrap import find_blocks
 from .disk_storage import DiskPlace, ImaginedDiskPlace
-from .saved_tensors import Store
+from .saved_tensors import InputHooks, Store
 from .storage import MemoryPlace, Place
 
 _MIN_NUMEL = 1 << 12
@@ -62,7 +64,7 @@ class Attached:
     blocks: list[str]
     forwards: list[tuple[nn.Module, Callable | None, _Forward]] = field(default_factory=list)
     compiled: list[tuple[nn.Module, Callable, _Forward]] = field(default_factory=list)
-    handle: Any = None
+    handle: RemovableHandle | None = None
 
 
 def checkpoint_activations(
@@ -127,10 +129,7 @@ def checkpoint_activations(
     store = _make_store(model, partition, chosen, check_equal, **numbers)
     attached = Attached(store, [name for name, _ in found])
     store.alike = attached.blocks if len({type(block) for _, block in found}) == 1 else []
-    for name, block in found:
-        _attach_block(attached, name, block)
-    if not found:
-        _replace_forward(attached, model, ForwardOfCheckpoints(store, "", model.forward))
+    _replace_forwards(attached, model, found)
     attached.handle = model.register_forward_pre_hook(store.begin_forward, prepend=True)
     model.__dict__[_ATTACHED] = attached
     return model
@@ -193,7 +192,7 @@ def _make_store(
         runtime = model.__dict__.get("_zeroshard")  # its streams, so that a sharded model's copies and these are ordered
         streams = runtime.comm.streams if runtime is not None else streams_for(device)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0 if comm is None else comm.rank
-    place: Place[Any]
+    place: Place
     if offload.tier is not Tier.DISK:
         place = MemoryPlace(offload.tier, device, streams, ledger, arena_nbytes, offload.pin_memory)
     elif isinstance(streams, ImaginedStreams):
@@ -221,7 +220,7 @@ class CheckpointedForward(_Forward):
     looked = False  # whether the inputs have been searched for tensors that cannot be packed
 
     @torch_compat.disable_dynamo  # a block that is compiled afterwards runs uncompiled inside: torch.compile cannot see the store
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if not (self.active and torch.is_grad_enabled()):
             return self.inner(*args, **kwargs)
         for value in (*args, *kwargs.values()):
@@ -245,10 +244,12 @@ class CheckpointedForward(_Forward):
                 "to store what the model's own checkpoints keep."
             )
         else:
-            hooks = self.store.hooks(self.name)
+            # every tensor that autograd saves: inside of torch's `checkpoint`, these are the inputs
+            store, name = self.store, self.name  # so that hooks, which a graph may keep, do not refer to the block
+            hooks = saved_tensors_hooks(lambda tensor: store.pack(tensor, name), store.unpack)
         given = [(args, kwargs)]  # forward gets the caller's own containers, which a block may change; recomputing gets copies
 
-        def run(*tensors: Tensor) -> Any:
+        def run(*tensors: Tensor) -> object:
             args, kwargs = given.pop() if given else _put_back(inputs, iter(tensors))
             return self.inner(*args, **kwargs)
 
@@ -261,11 +262,11 @@ class ForwardOfCheckpoints(_Forward):
     """The forward of a model that itself calls torch.utils.checkpoint, whose inputs are packed into the store."""
 
     @torch_compat.disable_dynamo
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if not (self.active and torch.is_grad_enabled()) or _computed_again():
             return self.inner(*args, **kwargs)
         before = self.store.packed  # number of tensors packed so far
-        with self.store.hooks_of_checkpoints():
+        with saved_tensors_hooks(InputHooks(self.store).pack, lambda packed: packed()):
             output = self.inner(*args, **kwargs)
         if self.store.packed == before:
             self.store.say(
@@ -275,20 +276,22 @@ class ForwardOfCheckpoints(_Forward):
         return output
 
 
-def _attach_block(attached: Attached, name: str, block: nn.Module) -> None:
-    compiled = torch_compat.compiled_call(block)  # None for a torch.compile wrapper, whose `forward` is the compiled function
-    if compiled is None:
-        _replace_forward(attached, block, CheckpointedForward(attached.store, name, block.forward))
-        return
-    # module.compile(): the checkpoint goes around the compiled call, and around what zs.shard has put there
-    forward = CheckpointedForward(attached.store, name, compiled)
-    torch_compat.set_compiled_call(block, forward)
-    attached.compiled.append((block, compiled, forward))
-
-
-def _replace_forward(attached: Attached, module: nn.Module, forward: _Forward) -> None:
-    attached.forwards.append((module, module.__dict__.get("forward"), forward))
-    module.__dict__["forward"] = forward  # setattr on torch.compile's wrapper would set it on the wrapped module
+def _replace_forwards(attached: Attached, model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
+    """Put the forwards of checkpoints in place of those of the blocks, or if there are none, in place of the model's."""
+    replaced: list[tuple[nn.Module, _Forward]] = []
+    for name, block in blocks:
+        compiled = torch_compat.compiled_call(block)  # None for a torch.compile wrapper, whose `forward` is the compiled function
+        if compiled is None:
+            replaced.append((block, CheckpointedForward(attached.store, name, block.forward)))
+        else:  # module.compile(): the checkpoint goes around the compiled call, and around what zs.shard has put there
+            forward = CheckpointedForward(attached.store, name, compiled)
+            torch_compat.set_compiled_call(block, forward)
+            attached.compiled.append((block, compiled, forward))
+    if not blocks:
+        replaced.append((model, ForwardOfCheckpoints(attached.store, "", model.forward)))
+    for module, new in replaced:
+        attached.forwards.append((module, module.__dict__.get("forward"), new))
+        module.__dict__["forward"] = new  # setattr on torch.compile's wrapper would set it on the wrapped module
 
 
 def _detach(model: nn.Module) -> nn.Module:
@@ -309,7 +312,8 @@ def _detach(model: nn.Module) -> nn.Module:
         forward.active = False
         if torch_compat.compiled_call(module) is forward:
             torch_compat.set_compiled_call(module, compiled)
-    attached.handle.remove()
+    if attached.handle is not None:
+        attached.handle.remove()
     attached.store.close()
     del model.__dict__[_ATTACHED]
     return model
@@ -318,11 +322,7 @@ def _detach(model: nn.Module) -> nn.Module:
 # -- arguments -----------------------------------------------------------------------------------------------------
 
 
-class _Place:
-    """Placeholder for a tensor that was taken out of arguments."""
-
-
-_HERE = _Place()
+_HERE = object()  # placeholder for a tensor that was taken out of arguments
 
 
 def _take_out(value: Any) -> tuple[list[Tensor], Any]:

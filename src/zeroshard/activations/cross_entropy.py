@@ -68,21 +68,14 @@ def tiled_cross_entropy(
     stats = [tile(x, labels - tile.parts["weight"].start, label_smoothing > 0) for tile in head.tiles]
     lses, picks, totals = zip(*stats, strict=True)
     lse = torch.logsumexp(torch.stack(lses, dim=-1), dim=-1)
-    loss = lse - (1.0 - label_smoothing) * _sum(picks)
+    # sums are added in the order of the tiles
+    loss = lse - (1.0 - label_smoothing) * sum(picks[1:], picks[0])
     if label_smoothing > 0:
-        loss = loss - label_smoothing / vocabulary * _sum(totals)
+        loss = loss - label_smoothing / vocabulary * sum(totals[1:], totals[0])
     loss = loss.masked_fill(ignored, 0.0)
     if reduction == "none":
         return loss.view(targets.shape)
     return loss.sum() / (~ignored).sum() if reduction == "mean" else loss.sum()
-
-
-def _sum(parts: tuple[Tensor, ...]) -> Tensor:
-    """Return the sum of tensors, added in the order of the tiles."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
 
 
 def _check(hidden: Tensor, head: nn.Module, targets: Tensor, reduction: str, label_smoothing: float) -> None:

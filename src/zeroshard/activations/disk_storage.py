@@ -12,10 +12,8 @@ slices that are expected to follow.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,28 +23,19 @@ from ..comm.pool import BufferPool
 from ..comm.streams import Copy, Streams
 from ..config import Offload, Tier
 from ..errors import SwapError
-from ..memory.io.async_file import ALIGN, Engine, File, empty_aligned
+from ..memory.io.async_file import ALIGN, Engine, File
 from ..memory.io.swap_folder import SwapFolder
-from ..memory.ledger import Ledger, making
+from ..memory.ledger import Ledger
 from ..utils.host import ranks_here
-from .free_list import Space
-from .storage import CHECKPOINTS, Kept, Place
+from ..utils.work import OVER, Work
+from .storage import CHECKPOINTS, Kept, Place, Space
 
 _NAME = "checkpoints"  # prefix of the files' names
 _BUFFERS = "buffers of activation checkpoints"  # category in the ledger
 _WRITING = 2  # host buffers for writes, in addition to those of prefetched reads
 
 
-@dataclass(eq=False)
-class FileKept(Kept):
-    """Handle of one slice in a file, at `offset`."""
-
-    file: File = field(init=False)
-    space: Space = field(init=False)  # the file's free list
-    reading: Any = None  # set by `drop`: the read that must finish before the slot is used again
-
-
-class DiskPlace(Place[FileKept]):
+class DiskPlace(Place):
     """Place for slices in files, in a swap folder of this rank that is removed at the end."""
 
     imagines = False
@@ -55,9 +44,8 @@ class DiskPlace(Place[FileKept]):
         self, offload: Offload, device: torch.device, streams: Streams, ledger: Ledger, arena_nbytes: int,
         prefetch: int, rank: int,
     ) -> None:  # fmt: skip
-        super().__init__(Tier.DISK, device, streams, ledger)
+        super().__init__(Tier.DISK, device, streams, ledger, offload.pin_memory)
         self.away = streams.separate_host
-        pin = offload.pin_memory and device.type == "cuda"
         assert offload.path is not None
         self.ranks = ranks_here(1)  # ranks of this host, which may share the disk
         self.folder = SwapFolder(
@@ -66,34 +54,36 @@ class DiskPlace(Place[FileKept]):
         )  # fmt: skip
         self._checked_nbytes = arena_nbytes
         self.engine = Engine(checksum=offload.checksum)
-        self.buffers = BufferPool(
-            ledger, prefetch + 1 + _WRITING, 0, lambda nbytes: self._buffer(nbytes, pin), Tier.HOST, _BUFFERS
-        )
+        self.buffers = BufferPool(ledger, prefetch + 1 + _WRITING, 0, self.host_memory, Tier.HOST, _BUFFERS)
         self._files: list[tuple[File, Space]] = []
-        self._leaving: deque[tuple[FileKept, Tensor, Any]] = deque()  # (slice, its host buffer, the copy to it); not written yet
-        self._dying: list[FileKept] = []  # dropped slices that may still be being written or read
+        self._leaving: deque[tuple[Kept, Tensor, Work]] = deque()  # (slice, its host buffer, the copy to it); not written yet
+        self._dying: list[Kept] = []  # dropped slices that may still be being written or read
         if arena_nbytes:
             self._add_file(arena_nbytes)
 
-    def _buffer(self, nbytes: int, pin: bool) -> Tensor:
-        self.allocations += 1
-        return empty_aligned(nbytes, pin=pin)
-
-    def put(self, part: Tensor, numel: int) -> FileKept:
+    def put(self, part: Tensor, numel: int) -> Kept:
         self._bury()
-        kept = FileKept(numel, part.dtype)
+        kept = Kept(numel, part.dtype)
         self._check_space(kept.nbytes)
         buffer = self.buffers.take_fitting(kept.nbytes)
-        self._find_room(kept)
+        for found in self._files:
+            offset = found[1].take(kept.nbytes)
+            if offset is not None:
+                break
+        else:  # doubling keeps files few; being sparse, they cost no space
+            found = self._add_file(max(kept.nbytes, self.arena_nbytes))
+            offset = found[1].take(kept.nbytes)
+            assert offset is not None
+        (kept.file, kept.space), kept.offset = found, offset
         target = _as(buffer, kept)[: part.numel()]
         self.ledger.enter(CHECKPOINTS, kept.nbytes, Tier.DISK)
         if self.away:
             self.ledger.move(Tier.DEVICE, Tier.HOST, part.nbytes)
-            self._leaving.append((kept, buffer, self.streams.copy(target, part, up=False)))
+            self._leaving.append((kept, buffer, Copy(self.streams, self.streams.copy(target, part, up=False))))
             self._write(all_but=1)  # the copy of the previous slice has had a block's time to finish
         else:
             target.copy_(part)
-            self._leaving.append((kept, buffer, None))
+            self._leaving.append((kept, buffer, OVER))
             self._write()
         return kept
 
@@ -115,36 +105,29 @@ class DiskPlace(Place[FileKept]):
             ) from None
         self._checked_nbytes = needed  # not `foreseen`, which is a guess
 
-    def _find_room(self, kept: FileKept) -> None:
-        for file, space in self._files:
-            offset = space.take(kept.nbytes)
-            if offset is not None:
-                kept.offset, kept.file, kept.space = offset, file, space
-                return
-        self._add_file(max(kept.nbytes, self.arena_nbytes))  # doubling keeps files few; being sparse, they cost no space
-        self._find_room(kept)
-
-    def _add_file(self, nbytes: int) -> None:
+    def _add_file(self, nbytes: int) -> tuple[File, Space]:
         space = Space(nbytes, ALIGN)
         self._files.append((self.folder.file(f"{_NAME}-{len(self._files)}", space.nbytes), space))
         self.arena_nbytes += space.nbytes
         self.allocations += 1
+        return self._files[-1]
 
     def _write(self, all_but: int = 0) -> None:
         """Start the writes of slices in host buffers, oldest first, except the newest `all_but`."""
         while len(self._leaving) > all_but:
-            kept, buffer, ticket = self._leaving.popleft()
-            if ticket is not None:
-                self.streams.finish(ticket)
+            kept, buffer, copy = self._leaving.popleft()
+            copy.wait()
+            assert kept.file is not None
             kept.writing = self.engine.write(kept.file, kept.offset, _as(buffer, kept))
             self.ledger.move(Tier.HOST, Tier.DISK, kept.nbytes)
             self.buffers.give(buffer, kept.writing)
 
-    def fetch(self, kept: FileKept, wait: bool) -> None:
+    def fetch(self, kept: Kept, wait: bool) -> None:
         if kept.ahead is not None:
             return
         if kept.writing is None:  # the slice is still in its host buffer: `put` leaves the newest unwritten
             self._write()
+        assert kept.writing is not None and kept.file is not None
         if not wait and not kept.writing.done():
             return
         kept.writing.wait()
@@ -152,29 +135,29 @@ class DiskPlace(Place[FileKept]):
         kept.ahead = (buffer, self.engine.read(kept.file, kept.offset, _as(buffer, kept)))
         self.ledger.move(Tier.DISK, Tier.HOST, kept.nbytes)
 
-    def get(self, kept: FileKept) -> Tensor:
+    def get(self, kept: Kept) -> Tensor:
         self.fetch(kept, wait=True)
+        assert kept.ahead is not None
         buffer, read = kept.ahead
         read.wait()
         if not self.away:
             return _as(buffer, kept)
         target = torch.empty(kept.numel, dtype=kept.dtype, device=self.device)
-        ticket = self.streams.copy(target, _as(buffer, kept), up=True)
+        copy = Copy(self.streams, self.streams.copy(target, _as(buffer, kept), up=True))
         self.ledger.move(Tier.HOST, Tier.DEVICE, kept.nbytes)
-        self.streams.join(ticket)
-        kept.ahead = (buffer, Copy(self.streams, ticket))
+        copy.join()
+        kept.ahead = (buffer, copy)
         return target
 
-    def done(self, kept: FileKept) -> None:
+    def done(self, kept: Kept) -> None:
         if kept.ahead is not None:
             buffer, read = kept.ahead
             self.buffers.give(buffer, None if read.done() else read)  # if it is done, `get` has raised its error, if any
             kept.ahead = None
 
-    def drop(self, kept: FileKept) -> None:
+    def drop(self, kept: Kept) -> None:
         kept.reading = kept.ahead[1] if kept.ahead is not None else None
-        self.done(kept)
-        self.ledger.strike(CHECKPOINTS, kept.nbytes, Tier.DISK)
+        super().drop(kept)
         self._dying.append(kept)
 
     def _bury(self) -> None:
@@ -182,6 +165,7 @@ class DiskPlace(Place[FileKept]):
         dying, self._dying = self._dying, []
         for kept in dying:
             if kept.writing is not None and kept.writing.done() and (kept.reading is None or kept.reading.done()):
+                assert kept.space is not None
                 kept.space.give(kept.offset, kept.nbytes)
             else:
                 self._dying.append(kept)
@@ -194,25 +178,21 @@ class DiskPlace(Place[FileKept]):
         self._files, self.arena_nbytes = [], 0
 
 
-class ImaginedDiskPlace(Place[Kept]):
+class ImaginedDiskPlace(Place):
     """Place of a dry run in the place of a disk: it takes host buffers and counts transfers, but writes nothing."""
 
     def __init__(self, device: torch.device, streams: ImaginedStreams, ledger: Ledger, prefetch: int) -> None:
-        super().__init__(Tier.DISK, device, streams, ledger)
+        super().__init__(Tier.DISK, device, streams, ledger, pin=False)
         self.path = [Tier.DEVICE, Tier.HOST, Tier.DISK] if streams.separate_host else [Tier.HOST, Tier.DISK]
         self.moved = streams.watcher.moved
-        self.buffers = BufferPool(ledger, prefetch + 1 + _WRITING, 0, self._buffer, Tier.HOST, _BUFFERS)
+        self.buffers = BufferPool(ledger, prefetch + 1 + _WRITING, 0, self.host_memory, Tier.HOST, _BUFFERS)
 
-    @staticmethod
-    def _buffer(nbytes: int) -> Tensor:
-        with making():
-            return empty_aligned(nbytes)
-
-    def _move(self, path: list[Tier], nbytes: int) -> Any:
+    def _move(self, path: list[Tier], nbytes: int) -> Work:
+        """Count a transfer along a path of two or more tiers."""
         for source, target in pairwise(path):
             self.ledger.move(source, target, nbytes)
             ticket = self.moved(source, target, nbytes)
-        return ticket
+        return Copy(self.streams, ticket)
 
     def put(self, part: Tensor, numel: int) -> Kept:
         kept = Kept(numel, part.dtype)
@@ -224,27 +204,19 @@ class ImaginedDiskPlace(Place[Kept]):
 
     def fetch(self, kept: Kept, wait: bool) -> None:
         if kept.ahead is None:
-            kept.memory = self.buffers.take_fitting(kept.nbytes)
-            kept.ahead = self._move(self.path[::-1], kept.nbytes)
+            kept.ahead = self.buffers.take_fitting(kept.nbytes), self._move(self.path[::-1], kept.nbytes)
 
     def get(self, kept: Kept) -> Tensor:
         self.fetch(kept, wait=True)
-        assert kept.memory is not None
-        self.streams.join(kept.ahead)
-        return (
-            torch.empty(kept.numel, dtype=kept.dtype, device=self.device)
-            if self.path[0] is Tier.DEVICE
-            else _as(kept.memory, kept)
-        )
+        assert kept.ahead is not None
+        buffer, move = kept.ahead
+        move.join()
+        return torch.empty(kept.numel, dtype=kept.dtype, device=self.device) if self.streams.separate_host else _as(buffer, kept)
 
     def done(self, kept: Kept) -> None:
-        if kept.ahead is not None and kept.memory is not None:
-            self.buffers.give(kept.memory)
+        if kept.ahead is not None:
+            self.buffers.give(kept.ahead[0])
             kept.ahead = None
-
-    def drop(self, kept: Kept) -> None:
-        self.done(kept)
-        self.ledger.strike(CHECKPOINTS, kept.nbytes, Tier.DISK)
 
     def close(self) -> None:
         self.buffers.close()

@@ -36,7 +36,7 @@ class ExpertsTile(Tile):
             return _Idle.apply(hidden, *torch_compat.own_parameters(self).values())
         return super().forward(hidden, index, weights)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple:
+    def __reduce_ex__(self, protocol: object) -> tuple:
         return _blank, (self.stands_for,), self.__dict__
 
 
@@ -45,7 +45,7 @@ class TiledExperts(Tiled):
 
     stands_for: type[nn.Module]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
         """Return (T, H) for hidden (T, H), index (T, K), weights (T, K), however the class names these arguments."""
         bound = inspect.signature(self.stands_for.forward).bind(self, *args, **kwargs).arguments
         hidden, index, weights = list(bound.values())[1:]

@@ -24,6 +24,10 @@ from .cross_entropy import LogitStatistics
 _NORMAL_CHUNK = 16  # number of normal values that torch draws as a group on the CPU
 
 
+def _no_reset(tile: Tile) -> None:
+    raise AttributeError("a tile has no reset_parameters: call that of the tiled layer, which initialises all its tiles")
+
+
 class LinearTile(Tile, nn.Linear):
     """Tile of a Linear: rows (outputs, with their biases) or columns (inputs; the first tile has the bias)."""
 
@@ -39,9 +43,7 @@ class LinearTile(Tile, nn.Linear):
             return LogitStatistics.apply(x, self.weight, self.bias, labels, with_total)
         return F.linear(x, self.weight, self.bias)
 
-    @property
-    def reset_parameters(self) -> Any:
-        raise AttributeError("a tile has no reset_parameters: call that of the tiled layer, which initialises all its tiles")
+    reset_parameters = property(_no_reset)
 
 
 class EmbeddingTile(Tile, nn.Embedding):
@@ -53,9 +55,7 @@ class EmbeddingTile(Tile, nn.Embedding):
         self.weight, self.padding_idx, self.parts = weight, padding_idx, parts
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
 
-    @property
-    def reset_parameters(self) -> Any:
-        raise AttributeError("a tile has no reset_parameters: call that of the tiled layer, which initialises all its tiles")
+    reset_parameters = property(_no_reset)
 
 
 class TiledLinear(Tiled):

@@ -40,18 +40,12 @@ class Slices:
         self._works: list[Collective] = []
         self._forwards: dict[int, list[str]] = {}  # forward -> its packed tensors, until ranks have compared them
 
-    def shard_numel(self, numel: int) -> int:
-        """Return the number of elements in each rank's slice of `numel` elements."""
+    def cut(self, flat: Tensor) -> tuple[Tensor, int]:
+        """Return this rank's slice of a flat activation (numel,), and shard_numel: the slices of the last ranks may have fewer."""
         if self.comm is None:
-            return numel
-        return -(-numel // (self.world_size * _ALIGN_NUMEL)) * _ALIGN_NUMEL
-
-    def cut(self, flat: Tensor) -> Tensor:
-        """Return this rank's slice of a flat activation (numel,): shard_numel elements, fewer on the last ranks."""
-        if self.comm is None:
-            return flat
-        shard_numel = self.shard_numel(flat.numel())
-        return flat[self.rank * shard_numel : (self.rank + 1) * shard_numel]
+            return flat, flat.numel()
+        shard_numel = -(-flat.numel() // (self.world_size * _ALIGN_NUMEL)) * _ALIGN_NUMEL
+        return flat[self.rank * shard_numel : (self.rank + 1) * shard_numel], shard_numel
 
     def gather(self, mine: Tensor, name: str) -> Tensor:
         """All-gather slices (shard_numel,) into new memory (world * shard_numel,) (collective).
@@ -64,7 +58,12 @@ class Slices:
         self.gathers += 1
         label = f"activation checkpoint {name}"
         if self.comm.shares_memory:
-            pool = self._pool(mine.nbytes)
+            if self._staging is None or self._staging.nbytes < mine.nbytes:
+                # collective: all ranks pack equal sizes, so all replace the pool in the same call
+                self.close(drain=True)
+                nbytes = -(-mine.nbytes // (self.world_size * _STAGING_ALIGN)) * self.world_size * _STAGING_ALIGN
+                self._staging = StagingPool(self.comm, self.ledger, nbytes, _STAGING, _STAGING_LIMIT)
+            pool = self._staging
             number, region = pool.take(mine.numel(), mine.dtype, whole=False)
             region.tensor.copy_(mine)
             work = self.comm.gather(whole, region, label, tag=self._tag)
@@ -78,19 +77,8 @@ class Slices:
         self.ledger.sent(GATHERS, work.sent, name)
         return whole
 
-    def _pool(self, nbytes: int) -> StagingPool:
-        """Return the pool of staging regions that peers read, each of `nbytes` or more.
-
-        A larger request replaces the pool (collective: all ranks pack equal sizes, so all replace it in the same call).
-        """
-        assert self.comm is not None
-        if self._staging is None or self._staging.nbytes < nbytes:
-            self._drop_staging()
-            nbytes = -(-nbytes // (self.world_size * _STAGING_ALIGN)) * self.world_size * _STAGING_ALIGN
-            self._staging = StagingPool(self.comm, self.ledger, nbytes, _STAGING, _STAGING_LIMIT)
-        return self._staging
-
-    def _drop_staging(self, drain: bool = True) -> None:
+    def close(self, drain: bool = False) -> None:
+        """Free the staging buffers; `gather` makes new ones. drain: after all collectives that use them are over."""
         for work in self._works if drain else ():
             work.drain()
         self._works = []
@@ -130,23 +118,15 @@ class Slices:
             # an exception ended an earlier backward at different points: a new tag keeps its messages from being received
             self.gathers = max(counts)
             self._tag += 1
-            self._drop_staging(drain=False)
-        _compare([part[1:] for part in parts])
+            self.close()
+        packed = [part[1:] for part in parts]
+        for index in range(max(map(len, packed))):
+            found = [tensors[index] if index < len(tensors) else "none" for tensors in packed]
+            if len(set(found)) > 1:
+                places = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found))
+                raise CollectiveMismatch(
+                    f"activation checkpoint {index + 1} of a forward differs between the ranks of its partition group "
+                    f"({places}). These ranks must compute with the same activations: give them the same batch, or leave "
+                    "out partition= if this is a data-parallel group."
+                )
         return True
-
-    def close(self) -> None:
-        """Free the staging buffers."""
-        self._drop_staging(drain=False)
-
-
-def _compare(packed: list[list[str]]) -> None:
-    """Raise CollectiveMismatch if ranks packed different tensors: packed[rank][index]."""
-    for index in range(max(map(len, packed))):
-        found = [part[index] if index < len(part) else "none" for part in packed]
-        if len(set(found)) > 1:
-            places = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found))
-            raise CollectiveMismatch(
-                f"activation checkpoint {index + 1} of a forward differs between the ranks of its partition group "
-                f"({places}). These ranks must compute with the same activations: give them the same batch, or leave "
-                "out partition= if this is a data-parallel group."
-            )

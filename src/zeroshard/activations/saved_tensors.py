@@ -24,7 +24,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -42,14 +42,17 @@ from ..zero.parameter import ParamHome
 from .partition import Slices
 from .storage import Kept, Place
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def _one_at_a_time(method: Callable) -> Callable:
+
+def _one_at_a_time(method: Callable[Concatenate[Store, P], R]) -> Callable[Concatenate[Store, P], R]:
     """Decorator of a store's methods: one thread at a time runs one of them."""
 
     @functools.wraps(method)
-    def alone(self: Store, *args: Any) -> Any:
+    def alone(self: Store, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._inside:
-            return method(self, *args)
+            return method(self, *args, **kwargs)
 
     return alone
 
@@ -89,7 +92,7 @@ class Store:
     """
 
     def __init__(
-        self, model: nn.Module, place: Place[Any], comm: DirectComm | None, ledger: Ledger, prefetch: int, min_numel: int,
+        self, model: nn.Module, place: Place, comm: DirectComm | None, ledger: Ledger, prefetch: int, min_numel: int,
         check_equal: bool, speaks: bool,
     ) -> None:  # fmt: skip
         self.model, self.place, self.ledger, self.prefetch, self.min_numel = model, place, ledger, prefetch, min_numel
@@ -117,7 +120,7 @@ class Store:
         self.users += 1
         return self  # a copy of the model uses the same store
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple:
         raise ZeroshardError(
             "a model with zs.checkpoint_activations can not be pickled. Save its state_dict(), or first call "
             "zs.checkpoint_activations(model, off=True)."
@@ -157,7 +160,7 @@ class Store:
         if known is not None and not known.storage.expired():  # the same tensor, kept by an earlier checkpoint of this forward
             return known
         with torch.no_grad(), self._told():
-            kept = self.place.put(self.slices.cut(flat), self.slices.shard_numel(flat.numel()))
+            kept = self.place.put(*self.slices.cut(flat))
         self._number += 1
         dense = torch_compat.storage_id(flat.untyped_storage()) == torch_compat.storage_id(tensor.untyped_storage())
         packed = Packed(tensor, dense, kept, self._number, name, self._forward)
@@ -215,26 +218,22 @@ class Store:
         self._reap()
         with torch.no_grad(), self._told():
             self.slices.agree(packed.forward)
-            self._fetch(packed)
+            wanted = [packed.kept]  # and the `prefetch` slices packed before it, which backward needs next
+            for number in reversed(self._live):
+                if len(wanted) > self.prefetch:
+                    break
+                if number < packed.number:
+                    wanted.append(self._live[number])
+            for kept in self._ahead:
+                if kept not in wanted:
+                    self.place.done(kept)  # backward went in another order than expected
+            self._ahead = wanted
+            for kept in wanted:
+                self.place.fetch(kept, wait=kept is packed.kept)
             whole = self.slices.gather(self.place.get(packed.kept), packed.name)
             self.place.done(packed.kept)
             self.unpacked += 1
             return packed.restore(whole)
-
-    def _fetch(self, packed: Packed) -> None:
-        """Start to bring back this slice and the `prefetch` ones packed before it, which backward needs next."""
-        wanted = [packed.kept]
-        for number in reversed(self._live):
-            if len(wanted) > self.prefetch:
-                break
-            if number < packed.number:
-                wanted.append(self._live[number])
-        for kept in self._ahead:
-            if kept not in wanted:
-                self.place.done(kept)  # backward went in another order than expected
-        self._ahead = wanted
-        for kept in wanted:
-            self.place.fetch(kept, wait=kept is packed.kept)
 
     def _reap(self) -> None:
         """Release the slots of tensors that autograd has freed."""
@@ -252,20 +251,16 @@ class Store:
         try:
             yield
         except (OffloadIOError, SwapError) as error:
-            for comm in self._comms():
-                # a copy has no traceback, which would keep buffers alive
-                comm.abort(f"rank {comm.rank}: {error}", copy.copy(error))
+            comms: list[Control] = [] if self.comm is None else [self.comm]  # to the ranks that share the activations
+            for model in self._models:  # and to those that share the parameters at present
+                runtimes = [module.__dict__.get("_zeroshard") for module in model.modules()]  # None: this module is not sharded
+                comms += [runtime.comm for runtime in runtimes if runtime is not None]
+                homes = [getattr(param, "_home", None) for param in model.parameters()]
+                comms += [home.group.comm.control for home in homes if isinstance(home, ParamHome)]
+            for comm in {id(comm): comm for comm in comms}.values():
+                if comm.world_size > 1:  # a copy of the error has no traceback, which would keep buffers alive
+                    comm.abort(f"rank {comm.rank}: {error}", copy.copy(error))
             raise
-
-    def _comms(self) -> list[Control]:
-        """Return the Comms to the ranks that share the activations, and to those that share the parameters at present."""
-        comms: list[Control] = [] if self.comm is None else [self.comm]
-        for model in self._models:
-            runtimes = [module.__dict__.get("_zeroshard") for module in model.modules()]  # None: this module is not sharded
-            comms += [runtime.comm for runtime in runtimes if runtime is not None]
-            homes = [getattr(param, "_home", None) for param in model.parameters()]
-            comms += [home.group.comm.control for home in homes if isinstance(home, ParamHome)]
-        return [comm for comm in {id(comm): comm for comm in comms}.values() if comm.world_size > 1]
 
     @_one_at_a_time
     def alive(self) -> int:
@@ -284,42 +279,29 @@ class Store:
         self.slices.close()
         self.place.close()
 
-    # -- hooks -----------------------------------------------------------------------------------------------
 
-    def hooks(self, name: str) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return a context that packs every tensor that autograd saves. Use it around a call of torch's `checkpoint` only."""
-        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: self.pack(tensor, name), self.unpack)
-
-    def hooks_of_checkpoints(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return a context that packs the inputs of `torch.utils.checkpoint`; other tensors are saved as outside of it."""
-        return torch.autograd.graph.saved_tensors_hooks(_InputHooks(self).pack, lambda packed: packed())
-
-
-class _InputHooks:
+class InputHooks:
     """Hooks that pack the inputs of checkpoints, and pass other tensors to `outer`, the saved-tensor hooks around them."""
 
     def __init__(self, store: Store) -> None:
         self.store, self.outer, self.count = store, Outer(), 0
 
     def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
-        if not _is_input_of_checkpoint():
+        """Return a function that returns the tensor.
+
+        The calling frames show whether torch.utils.checkpoint itself saves the tensor. Non-reentrant checkpoints save their inputs
+        in a function of that file (torch 2.13: SavedTensor; before: an autograd function), reentrant ones in
+        `CheckpointFunction.apply`, called there. Tensors saved inside a checkpoint do not reach these hooks: non-reentrant
+        checkpoints have hooks of their own, reentrant ones save nothing.
+        """
+        passing = (torch.autograd.function.__file__, __file__, saved_parameters.__file__, saved_tensors.__file__)
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code.co_filename in passing:
+            frame = frame.f_back
+        if frame is None or frame.f_code.co_filename != torch.utils.checkpoint.__file__:
             return self.outer.pack(tensor).restore
         self.count += 1
         return functools.partial(self.store.unpack, self.store.pack(tensor, f"checkpoint input {self.count}"))
-
-
-def _is_input_of_checkpoint() -> bool:
-    """Return whether torch.utils.checkpoint itself saves the tensor that is being packed, as the calling frames show.
-
-    Non-reentrant checkpoints save their inputs in a function of that file (torch 2.13: SavedTensor; before: an autograd
-    function), reentrant ones in `CheckpointFunction.apply`, called there. Tensors saved inside a checkpoint do not reach
-    these hooks: non-reentrant checkpoints have hooks of their own, reentrant ones save nothing.
-    """
-    passing = (torch.autograd.function.__file__, __file__, saved_parameters.__file__, saved_tensors.__file__)
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename in passing:
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename == torch.utils.checkpoint.__file__
 
 
 def _in_order_of_memory(tensor: Tensor) -> Tensor | None:

@@ -110,10 +110,12 @@ def tile(
     cuts, whole = _plan(holders, limit, dtype)
     for cut in cuts:
         _check_cut(cut, optimizer)
-    for line in whole:
-        _say(f"stays whole: {line}")
+    lines = [f"stays whole: {line}" for line in whole]
     if not cuts and not whole:
-        _say(f"nothing to tile: no weight is larger than {limit:,} bytes")
+        lines = [f"nothing to tile: no weight is larger than {limit:,} bytes"]
+    if os.environ.get("RANK", "0") == "0":
+        for line in lines:
+            print(f"zeroshard: tile: {line}", file=sys.stderr)
     for cut in cuts:
         _carry_out(cut, optimizer)
     for module in model.modules():  # the inference kernels of torch's encoders read weights without calling the modules
@@ -143,13 +145,8 @@ def _check_arguments(
         raise ZeroshardError("this optimizer is sharded already: zs.tile() comes before zs.shard().")
 
 
-def _is_sharded(param: Any) -> bool:
+def _is_sharded(param: object) -> bool:
     return isinstance(getattr(param, "_home", None), ParamHome)
-
-
-def _say(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        print(f"zeroshard: tile: {line}", file=sys.stderr)
 
 
 # -- the plan --------------------------------------------------------------------------------------------------
@@ -267,7 +264,7 @@ def _limit_of(model: nn.Module, holders: dict[nn.Parameter, list[Holder]], budge
         root, other = 0, 0
         for unit in units:
             params = [spec.original for spec in unit.specs]
-            nbytes = sum(p.numel() * _itemsize(p, dtype) for p in params if p not in largest and p not in biases)
+            nbytes = sum(_nbytes(p, dtype) for p in params if p not in largest and p not in biases)
             tiles = max((largest[p] for p in params if p in largest), default=0)
             if model in unit.modules:
                 root, other = root + nbytes, max(other, tiles)

@@ -70,7 +70,7 @@ def _take_part(runtime: Runtime) -> None:
     For each event that they announce this rank does the same.
     """
     attendance = runtime.attendance
-    core: Any = runtime.optimizer.core if runtime.optimizer is not None else None
+    core = runtime.optimizer.core if runtime.optimizer is not None else None
 
     def follow_zero_grad() -> None:
         """Drop or zero gradients if the other ranks have called zero_grad since the last event."""
@@ -99,8 +99,10 @@ def _take_part(runtime: Runtime) -> None:
         elif what == "reduce":
             runtime.reduce_all()
         elif what == "clip":
+            assert core is not None  # only optimizers clip and step
             core.clip(values)
         elif what == "step":
+            assert core is not None
             take_options(core.outer, values)
             core.step()
     if len(attendance.latest) < runtime.comm.world_size:  # else all ended in the same step

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import parallel as dtensor_parallel
 
 from .. import api
 from ..config import Config, Tier, read_layout
@@ -27,7 +28,7 @@ from ..utils.axes import AXES, other_model_axes, planned_otherwise
 from ..zero.runtime import runtime_of
 from .pipeline import SCHEDULES, Pipeline, schedule_class, stages_of, whole
 from .stages import StandIn, cut_stages
-from .styles import ParallelStyles, divides, styles_for
+from .styles import ParallelStyles, Style, divides, styles_for
 from .tensor_parallel import apply
 from .tied import exchange_objects
 from .traffic import Traffic
@@ -49,7 +50,7 @@ def parallelize(
     micro_batches: int = 1,
     schedule: str | None = None,
     stages_per_rank: int | None = None,
-    styles: ParallelStyles | Mapping[str, Any] | None = None,
+    styles: ParallelStyles | Mapping[str, Style] | None = None,
     cuts: Sequence[int | str] | None = None,
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
@@ -108,7 +109,7 @@ def parallelize(
     pairs: list[tuple[nn.Module, torch.optim.Optimizer | None]] = [
         api.shard(module, each, config=config, mesh=mesh) for module, each in zip(modules, made, strict=True)
     ]
-    context = _loss_parallel if loss_parallel and chosen is not None else contextlib.nullcontext
+    context = dtensor_parallel.loss_parallel if loss_parallel and chosen is not None else contextlib.nullcontext
     return Parallel(mesh, pairs, micro_batches, name, loss, context)
 
 
@@ -148,7 +149,7 @@ def _optimizer(make: MakeOptimizer, module: nn.Module) -> torch.optim.Optimizer:
     return made
 
 
-def _check_planned(path: Any, planned: Mapping[str, Any], mesh: DeviceMesh) -> None:
+def _check_planned(path: str | os.PathLike, planned: Mapping[str, int], mesh: DeviceMesh) -> None:
     """Raise ConfigError if a planned layout has other model axes than the mesh; print on rank 0 if only the ranks differ."""
     sizes = _sizes(mesh)
     text = planned_otherwise(path, planned, {"dp": mesh.size() // (sizes["pp"] * sizes["tp"]), **sizes})
@@ -170,12 +171,6 @@ def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def _loss_parallel() -> contextlib.AbstractContextManager:
-    from torch.distributed.tensor.parallel import loss_parallel
-
-    return loss_parallel()
-
-
 def _sizes(mesh: DeviceMesh) -> dict[str, int]:
     names = mesh.mesh_dim_names or () if isinstance(mesh, DeviceMesh) else ()
     known = ("pp", *(name for name, axis in AXES.items() if axis.cuts_batch), "tp")
@@ -188,7 +183,7 @@ def _sizes(mesh: DeviceMesh) -> dict[str, int]:
     return {"pp": found.get("pp", 1), "tp": found.get("tp", 1)}
 
 
-def _styles(model: nn.Module, styles: ParallelStyles | Mapping[str, Any] | None, tp: int) -> ParallelStyles | None:
+def _styles(model: nn.Module, styles: ParallelStyles | Mapping[str, Style] | None, tp: int) -> ParallelStyles | None:
     if tp == 1:
         return None
     styles = styles if isinstance(styles, ParallelStyles) else styles_for(model, styles)
@@ -270,7 +265,18 @@ class Parallel:
         with self._context(), self.traffic.step():
             if self.pipeline is not None:
                 return self.pipeline.step(inputs, target=targets)
-            return self._accumulated(*self._micro_batches(inputs, targets))
+            losses = []
+            runtime = runtime_of(self.model)
+            tier = runtime.config.offload_gradient.tier
+            # where gradients rest off the device each backward reduces: the device may have no memory for unsharded sums in fp32
+            away = tier is Tier.DISK or (tier is Tier.HOST and runtime.comm.streams.separate_host)
+            for number, (x, y) in enumerate(zip(*self._micro_batches(inputs, targets), strict=True), start=1):
+                held = number < self.micro_batches and not away
+                with api.accumulate(self.model) if held else contextlib.nullcontext():
+                    loss = self.loss(_logits(self.model(x)), y) / self.micro_batches
+                    whole(loss).backward()
+                losses.append(whole(loss.detach()).float())
+            return torch.stack(losses).sum()
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -301,23 +307,6 @@ class Parallel:
             )
         return inputs.chunk(self.micro_batches), targets.chunk(self.micro_batches)
 
-    def _accumulated(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
-        """Run the micro-batches of a step without a pipeline, one after the other; the last backward reduces the gradients.
-
-        If gradients rest off the device, each backward reduces: the device may have no memory for unsharded sums in fp32.
-        """
-        losses = []
-        runtime = runtime_of(self.model)
-        tier = runtime.config.offload_gradient.tier
-        away = tier is Tier.DISK or (tier is Tier.HOST and runtime.comm.streams.separate_host)
-        for number, (x, y) in enumerate(zip(inputs, targets, strict=True)):
-            held = number + 1 < len(inputs) and not away
-            with api.accumulate(self.model) if held else contextlib.nullcontext():
-                loss = self.loss(_logits(self.model(x)), y) / len(inputs)
-                whole(loss).backward()
-            losses.append(whole(loss.detach()).float())
-        return torch.stack(losses).sum()
-
     def close(self) -> None:
         """Call zs.close for each of this rank's stages (collective)."""
         for module in self.models:
@@ -325,7 +314,12 @@ class Parallel:
 
     def report(self) -> str:
         """Return a line for each axis with the bytes it sends in a step. For memory, see zs.report(run.model)."""
-        return self.traffic.text()
+        if not self.traffic.counted:
+            return "what the axes send is counted in the second step"
+        lines = [
+            f"{axis}: {nbytes / 2**20:,.2f} MiB sent by this rank in a step" for axis, nbytes in self.traffic.counted.items()
+        ]
+        return "\n".join(lines)
 
     @property
     def world_size(self) -> int:

@@ -17,14 +17,14 @@ import datetime
 import time
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
 from ..comm.backend_select import is_imagined
 from ..comm.process_group import DistComm, judge
@@ -35,6 +35,7 @@ from ..utils import torch_compat
 from ..utils.tensor_tree import find_tensors
 from ..utils.torch_compat import stage_backward_weight
 from ..zero.runtime import runtime_of
+from .stages import Stage
 from .tied import TiedParameters, exchange_objects
 
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -77,7 +78,7 @@ class _Weight:
         self.param = param
         self.grad: Tensor | None = None
 
-    def view_as(self, _: Any) -> Tensor:
+    def view_as(self, _: object) -> Tensor:
         return self.param.view_as(self.param)  # torch finds the parameter's node in the graph through a view
 
 
@@ -86,7 +87,9 @@ class _Stage(PipelineStage):
 
     sent_nbytes = 0
 
-    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> Any:
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False
+    ) -> tuple[tuple, list | None]:
         runtime = runtime_of(self.submod)
         whole = any(unit.sharded for unit in runtime.units)  # stage 3 releases parameters, so "input" runs the full backward
         if backward_type == "weight" and whole:
@@ -104,37 +107,36 @@ class _Stage(PipelineStage):
                 return grads, []
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
-        self._note(f"activations of micro-batch {fwd_chunk_id} from stage {self.stage_index - 1}")
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        # a StallError names the last noted tensor as what this rank waits for
+        wanted = f"activations of micro-batch {fwd_chunk_id} from stage {self.stage_index - 1}"
+        runtime_of(self.submod).comm.progress.note(f"pipeline stage {self.stage_index}: {wanted}")
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
-        return self._counted(super().get_fwd_send_ops(fwd_chunk_id))
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
-        return self._counted(super().get_bwd_send_ops(bwd_chunk_id))
-
-    def _counted(self, ops: list[Any]) -> list[Any]:
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
         self.sent_nbytes += sum(op.tensor.nbytes for op in ops)
         return ops
 
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
-        self._note(f"gradients of micro-batch {bwd_chunk_id} from stage {self.stage_index + 1}")
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        ops = super().get_bwd_send_ops(bwd_chunk_id)
+        self.sent_nbytes += sum(op.tensor.nbytes for op in ops)
+        return ops
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        wanted = f"gradients of micro-batch {bwd_chunk_id} from stage {self.stage_index + 1}"
+        runtime_of(self.submod).comm.progress.note(f"pipeline stage {self.stage_index}: {wanted}")
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _warmup_backward_result(self, received_result: Any = None) -> Any:
         """Return the result of torch's vote on whether all stages know their inputs' shapes: 1, yes, on an imagined rank."""
         return types.SimpleNamespace(item=lambda: 1) if is_imagined() else super()._warmup_backward_result(received_result)
 
-    def _note(self, what: str) -> None:
-        """Record the tensor for which this rank is about to wait: a StallError then names it."""
-        runtime_of(self.submod).comm.progress.note(f"pipeline stage {self.stage_index}: {what}")
-
-    def get_local_bwd_output(self, mb_index: int) -> Any:
+    def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
         """Return the gradients for a previous stage on this rank. V schedules call this in an evaluation too: return () then."""
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
 
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
@@ -183,14 +185,16 @@ class Pipeline:
         self.device = self.runtimes[0].comm.device
         self._agree(schedule)
         self.schedule, self._class = schedule_class(schedule)
-        self.own = stages_of(self.rank, self.ranks, len(self.stages), schedule)
         self.count = self.ranks * len(self.stages)
-        self._built: dict[Any, Any] = {}
+        all_ranks = {rank: stages_of(rank, self.ranks, len(self.stages), schedule) for rank in range(self.ranks)}
+        self.rank_of = {stage: rank for rank, stages_of_rank in all_ranks.items() for stage in stages_of_rank}
+        self.own = all_ranks[self.rank]
+        self._built: dict[tuple, PipelineScheduleSingle | PipelineScheduleMulti] = {}  # by shapes of the inputs
         self._made: list[_Stage] = []
         timeout = datetime.timedelta(seconds=self.runtimes[0].config.stall_timeout_s)
         if not is_imagined():
             torch_compat.set_timeout(timeout, self.group)  # waits for another stage have the same timeout as all others
-        self.tied = TiedParameters(self.stages, self.own, self.group, self._rank_of)
+        self.tied = TiedParameters(self.stages, self.own, self.group, self.rank_of)
         cores = [runtime.optimizer.core for runtime in self.runtimes if runtime.optimizer is not None]
         for core in cores:
             core.allied = cores  # all stages share one gradient norm and one decision to skip a step
@@ -264,7 +268,7 @@ class Pipeline:
 
     # -- steps -----------------------------------------------------------------------------------------------
 
-    def step(self, *inputs: Any, target: Any = None, losses: list | None = None, **kwargs: Any) -> Tensor:
+    def step(self, *inputs: object, target: object = None, losses: list | None = None, **kwargs: object) -> Tensor:
         """Run forward and backward of a batch. Return the mean loss on every rank of the pipeline (collective).
 
         All ranks of a pipeline pass the same arguments: inputs (batch, ...), target (batch, ...), and keyword arguments for every
@@ -274,11 +278,11 @@ class Pipeline:
         return self._run(True, inputs, target, losses, kwargs)
 
     @torch.no_grad()
-    def evaluate(self, *inputs: Any, target: Any = None, losses: list | None = None, **kwargs: Any) -> Tensor:
+    def evaluate(self, *inputs: object, target: object = None, losses: list | None = None, **kwargs: object) -> Tensor:
         """Run forward only, as `step` does. Return the mean loss on every rank of the pipeline (collective)."""
         return self._run(False, inputs, target, losses, kwargs)
 
-    def _run(self, training: bool, inputs: tuple, target: Any, losses: list | None, kwargs: dict) -> Tensor:
+    def _run(self, training: bool, inputs: tuple, target: object, losses: list | None, kwargs: dict) -> Tensor:
         sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in find_tensors((inputs, target, kwargs))}
         if len(sizes) != 1 or min(sizes) % self.micro_batches or min(sizes) == 0:
             nearest = max(round(min(sizes, default=1) / self.micro_batches), 1) * self.micro_batches
@@ -286,7 +290,7 @@ class Pipeline:
                 f"a batch of {sorted(sizes)} rows (inputs, target, keyword arguments) in {self.micro_batches} micro-batches: expected one "
                 f"number of rows, a multiple of micro_batches; the nearest is {nearest}. Every rank of the pipeline gives inputs and target."
             )
-        key = (training, *((tensor.shape, tensor.dtype) for tensor in find_tensors((inputs, kwargs))))
+        key: tuple = (training, *((tensor.shape, tensor.dtype) for tensor in find_tensors((inputs, kwargs))))
         if key not in self._built:  # new shapes: do all ranks of the pipeline have them?
             told = exchange_objects(key, self.group)
             if any(other != key for other in told):
@@ -316,7 +320,7 @@ class Pipeline:
         means = torch.zeros(self.micro_batches, dtype=torch.float32, device=self.device)
         if has_last:
             means.copy_(torch.stack([loss.detach().float() for loss in found]))
-        dist.broadcast(means, dist.get_global_rank(self.group, self._rank_of(self.count - 1)), group=self.group)
+        dist.broadcast(means, dist.get_global_rank(self.group, self.rank_of[self.count - 1]), group=self.group)
         if losses is not None:
             losses[:] = (means * self.micro_batches).unbind()  # undo the division in `_build`
         return sum(means.unbind(), torch.zeros((), device=self.device))
@@ -340,14 +344,9 @@ class Pipeline:
         """Bytes that this rank has sent to other stages so far: activations, their gradients, gradients of tied parameters."""
         return sum(stage.sent_nbytes for stage in self._made) + self.tied.sent_nbytes
 
-    def _rank_of(self, stage: int) -> int:
-        """Return the rank in the pipeline's group that runs a stage."""
-        per_rank = len(self.stages)
-        return next(r for r in range(self.ranks) if stage in stages_of(r, self.ranks, per_rank, self.schedule))
-
     # -- torch's schedule ------------------------------------------------------------------------------------
 
-    def _build(self, training: bool, inputs: tuple, kwargs: dict) -> Any:
+    def _build(self, training: bool, inputs: tuple, kwargs: dict) -> PipelineScheduleSingle | PipelineScheduleMulti:
         """Return a schedule for batches of this shape; torch's schedules allocate receive buffers for one shape."""
         rows = find_tensors(inputs)[0].shape[0] // self.micro_batches
         first = {key: value[:rows] if isinstance(value, Tensor) else value for key, value in kwargs.items()}
@@ -375,10 +374,11 @@ class Pipeline:
         """
         shapes = [[(x.shape, x.dtype) for x in inputs]]
         if is_imagined():  # without peers: from the hidden states' shape that `cut_stages` recorded
-            place: Any = self.stages[0].pipeline_stage
-            return shapes + [[(place.hidden(inputs[0]), self.runtimes[0].groups[0].values.dtype)]] * self.count
+            place = cast(Stage, self.stages[0]).pipeline_stage
+            hidden = torch.Size((*inputs[0].shape[: place.leading], *place.width))
+            return shapes + [[(hidden, self.runtimes[0].groups[0].values.dtype)]] * self.count
         for number in range(self.count):
-            told: list[Any] = [None]
+            told: list[list | None] = [None]
             if number in self.own:
                 module = self.stages[self.own.index(number)]
                 given = inputs if number == 0 else tuple(torch.zeros(s, dtype=d, device=self.device) for s, d in shapes[-1])
@@ -390,9 +390,9 @@ class Pipeline:
                     for part in training:
                         part.training = True
                 told = [[(x.shape, x.dtype) for x in (output if isinstance(output, tuple) else (output,))]]
-            source = dist.get_global_rank(self.group, self._rank_of(number))
+            source = dist.get_global_rank(self.group, self.rank_of[number])
             dist.broadcast_object_list(told, source, group=self.group)
-            shapes.append(told[0])
+            shapes.append(told[0] or [])
         return shapes
 
 

@@ -22,8 +22,9 @@ import contextlib
 import copy
 import inspect
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,33 +39,28 @@ from ..utils.torch_compat import FakeTensorMode
 _FIRST, _LAST = "before the blocks", "after the blocks"
 
 
-@dataclass(frozen=True)
-class Tie:
-    """A parameter of the whole model that two stages hold. names: number of a stage -> the parameter's name in it."""
-
-    names: dict[int, str]
-
-
 @dataclass
-class Passage:
-    """The hidden states that a running stage has received, and its own, to be sent to the next stage."""
-
-    received: Tensor | None = None
-    sent: Tensor | None = None
-
-
-@dataclass(frozen=True)
 class Place:
-    """Position of a stage: its number, the number of stages, the numbers of its blocks, parameters tied to other stages."""
+    """Position of a stage: its number, the number of stages, the numbers of its blocks; and what its forward has to know.
+
+    While a stage runs, `received` are the hidden states that it was given, and `sent` its own, for the next stage.
+    """
 
     index: int
     count: int
     blocks: range
-    ties: tuple[Tie, ...]
-    passage: Passage = field(default_factory=Passage, compare=False)
-    kwargs: dict[str, Any] = field(default_factory=dict)  # default keyword arguments for the model's forward
-    example: Callable[[Tensor], Tensor] | None = None  # hidden states -> an input of the model with matching shape
-    hidden: Callable[[Tensor], torch.Size] | None = None  # an input of the model -> shape of the hidden states
+    ties: tuple[dict[int, str], ...]  # parameters that two stages hold: number of a stage -> the parameter's name in it
+    kwargs: dict[str, object]  # default keyword arguments for the model's forward
+    dtype: torch.dtype  # of the model's input
+    leading: int  # number of leading dimensions in which input and hidden states agree
+    tail: tuple[int, ...]  # the input's other dimensions
+    width: tuple[int, ...]  # the hidden states' other dimensions
+    received: Tensor | None = None
+    sent: Tensor | None = None
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.count - 1
 
 
 class Stage:
@@ -72,20 +68,19 @@ class Stage:
 
     pipeline_stage: Place
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Tensor, **kwargs: object) -> Tensor | None:
         place = self.pipeline_stage
-        passage = place.passage
         if place.index > 0:
-            (received,) = args
-            passage.received = received
-            assert place.example is not None
-            args = (place.example(received),)  # zeros: masks and positions come from the shape
+            (hidden,) = args
+            place.received = hidden
+            # zeros: masks and positions come from the shape
+            args = (torch.zeros(*hidden.shape[: place.leading], *place.tail, dtype=place.dtype, device=hidden.device),)
         try:
             output = super().forward(*args, **place.kwargs | kwargs)  # type: ignore[misc]
-            sent = passage.sent
+            sent = place.sent
         finally:
-            passage.received = passage.sent = None
-        if place.index < place.count - 1:
+            place.received = place.sent = None
+        if not place.last:
             return sent
         return output if isinstance(output, Tensor) else output[0]
 
@@ -93,51 +88,50 @@ class Stage:
 class StageBlocks(nn.ModuleList):
     """The blocks of one stage under their names in the whole model. Iterating wraps the first and the last in an `_End`."""
 
-    def __init__(self, blocks: dict[str, nn.Module], passage: Passage, receives: bool, sends: bool) -> None:
+    def __init__(self, blocks: dict[str, nn.Module], place: Place) -> None:
         super().__init__()
         for name, block in blocks.items():
             self.add_module(name, block)
-        self._ends = passage, receives, sends
+        self._place = place
 
-    def _met(self) -> list[Any]:
-        blocks: list[Any] = list(torch_compat.own_modules(self).values())
-        passage, receives, sends = self._ends
-        if receives:
-            blocks[0] = _End(blocks[0], passage, receives=True)
-        if sends:
-            blocks[-1] = _End(blocks[-1], passage, sends=True)
-        return blocks
-
-    def __iter__(self) -> Any:
-        return iter(self._met())
+    def __iter__(self) -> Iterator[Any]:
+        blocks: list[nn.Module | _End] = list(torch_compat.own_modules(self).values())
+        if self._place.index > 0:
+            blocks[0] = _End(blocks[0], self._place, receives=True)
+        if not self._place.last:
+            blocks[-1] = _End(blocks[-1], self._place, sends=True)
+        return iter(blocks)
 
     def __getitem__(self, index: int | slice) -> Any:
-        return self._met()[index]
+        return list(self)[index]
 
 
 class _End:
     """Wrapper of a stage's first block, to pass it the received hidden states, or of its last, to keep its output for sending."""
 
-    def __init__(self, block: Any, passage: Passage, receives: bool = False, sends: bool = False) -> None:
-        self._block, self._passage, self._receives, self._sends = block, passage, receives, sends
+    def __init__(self, block: nn.Module | _End, place: Place, receives: bool = False, sends: bool = False) -> None:
+        self._block, self._place, self._receives, self._sends = block, place, receives, sends
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Tensor | tuple:
         if self._receives and args:
-            args = (self._passage.received, *args[1:])
+            args = (self._place.received, *args[1:])
         elif self._receives:
-            kwargs[_hidden_argument(kwargs)] = self._passage.received
-        output = self._block(*args, **kwargs)
+            kwargs[_hidden_argument(kwargs)] = self._place.received
+        output: Tensor | tuple = self._block(*args, **kwargs)
         if not self._sends:
             return output
-        self._passage.sent = output[0] if isinstance(output, tuple) else output
-        hidden = self._passage.sent.detach()  # the modules after the blocks belong to another stage: no graph is needed here
+        sent: Tensor = output[0] if isinstance(output, tuple) else output
+        self._place.sent, hidden = (
+            sent,
+            sent.detach(),
+        )  # the modules after the blocks belong to another stage: no graph is needed here
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._block, name)
 
 
-def _hidden_argument(kwargs: dict[str, Any]) -> str:
+def _hidden_argument(kwargs: dict[str, object]) -> str:
     if "hidden_states" in kwargs:
         return "hidden_states"
     return next(name for name, value in kwargs.items() if isinstance(value, Tensor))
@@ -150,9 +144,9 @@ class StandIn(nn.Module):
     Attributes that the model reads (`self.embeddings.projection.weight.dtype`) come from a copy of the module on the meta device.
     """
 
-    def __init__(self, passage: Passage, shape: tuple[int | None, ...], module: nn.Module) -> None:
+    def __init__(self, place: Place, shape: tuple[int | None, ...], module: nn.Module) -> None:
         super().__init__()
-        self._passage, self.shape = passage, shape
+        self._place, self.shape = place, shape
         tensors = [*module.parameters(), *module.buffers()]
         without_memory = {id(t): torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for t in tensors}
         self.__dict__["_copy"] = copy.deepcopy(module, without_memory)  # in __dict__, so that its parameters are not the stage's
@@ -165,9 +159,9 @@ class StandIn(nn.Module):
                 raise
             return getattr(self.__dict__["_copy"], name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
         given = find_tensors((args, kwargs))[0]
-        hidden = self._passage.received if self._passage.received is not None else given
+        hidden = self._place.received if self._place.received is not None else given
         zero = torch.zeros((), device=given.device, dtype=hidden.dtype)
         return zero.expand(*(given.shape[number] if size is None else size for number, size in enumerate(self.shape)))
 
@@ -209,10 +203,6 @@ def _cuts_as_asked(cuts: Sequence[int | str], names: list[str], stages: int) -> 
     return [range(start, stop) for start, stop in zip([0, *numbers], [*numbers, len(names)], strict=True)]
 
 
-def _numel(parameters: Any) -> int:
-    return sum(param.numel() for param in parameters)
-
-
 def find_block_list(model: nn.Module, name: str | None = None) -> tuple[str, nn.ModuleList]:
     """Return (name, nn.ModuleList) of a model's blocks. Raise ConfigError if there is no such list.
 
@@ -231,121 +221,103 @@ def find_block_list(model: nn.Module, name: str | None = None) -> tuple[str, nn.
             f"{type(model).__name__} has no nn.ModuleList of blocks to cut between. Write the module of each stage yourself, "
             "and give those of this rank to zs.Pipeline."
         )
-    return max(outermost.items(), key=lambda item: _numel(item[1].parameters()))
+    return max(outermost.items(), key=lambda item: sum(param.numel() for param in item[1].parameters()))
 
 
 # -- recorded uses -----------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Uses:
-    """The uses of parameters outside of the blocks, and the order of the blocks, recorded in one forward."""
+class _Uses(TorchFunctionMode):
+    """The uses of parameters outside of the blocks, and the order of the blocks, recorded in one forward by the constructor.
 
-    phases: dict[str, set[str]]  # name of a parameter -> phases in which it is used (_FIRST, _LAST, ...)
-    outputs: dict[str, tuple[int | None, ...]]  # name of a module -> shape of its output; None: the input's dimension
-    order: list[int]  # numbers of blocks in the order of calls
-    direct: set[str]  # parameters that are used outside of their module's forward
-    untold: set[str]  # modules whose output is not one tensor
-    leading: int  # number of leading dimensions in which input and hidden states agree
-    tail: tuple[int, ...]  # the input's other dimensions
-    width: tuple[int, ...] = ()  # the hidden states' other dimensions
+    If any tensor of the model is on "meta", all become fake; else the few tokens of the example pass the real parameters.
 
+    Attributes:
+        phases: name of a parameter -> phases in which it is used (_FIRST, _LAST, ...).
+        outputs: name of a module -> shape of its output; None: the input's dimension.
+        order: numbers of blocks in the order of calls.
+        direct: parameters that are used outside of their module's forward.
+        untold: modules whose output is not one tensor.
+        leading: number of leading dimensions in which input and hidden states agree.
+        tail, width: the other dimensions of the input, and of the hidden states.
+    """
 
-class _Watch(TorchFunctionMode):
-    def __init__(self, seen: Callable[[int], None]) -> None:
+    def __init__(self, model: nn.Module, blocks: list[nn.Module], example: Tensor, kwargs: dict[str, object]) -> None:
         super().__init__()
-        self.seen = seen
+        params = list(model.named_parameters(remove_duplicate=False))
+        tensors = [*params, *model.named_buffers(remove_duplicate=False)]
+        fake: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if any(tensor.is_meta for _, tensor in tensors):
+            fake = FakeTensorMode(allow_non_fake_inputs=True)
+            with fake:
+                shadow = {id(t): torch.empty(t.shape, dtype=t.dtype) for _, t in tensors}
+                example = torch.zeros(example.shape, dtype=example.dtype)
+        else:  # copies of buffers, since this forward must not change running statistics
+            shadow = {id(t): t if isinstance(t, nn.Parameter) else t.detach().clone() for _, t in tensors}
+        self.example = example.to(next(iter(shadow.values())).device)
+        inside = {id(param) for block in blocks for param in block.parameters()}
+        self.outer: dict[int, list[str]] = {}  # id of a tensor of the forward -> names of the parameter
+        for name, param in params:
+            if id(param) not in inside:
+                self.outer.setdefault(id(shadow[id(param)]), []).append(name)
+        self.phases: dict[str, set[str]] = {name: set() for names in self.outer.values() for name in names}
+        self.outputs: dict[str, tuple[int | None, ...]] = {}
+        self.order: list[int] = []
+        self.direct, self.untold = set[str](), set[str]()
+        self.leading = 0
+        self.tail: tuple[int, ...] = ()
+        self.width: tuple[int, ...] = ()
+        self.running: list[str] = []  # modules outside of the blocks whose forwards are running
+        self.phase, self.last = _FIRST, len(blocks) - 1
+        handles = []
+        for number, block in enumerate(blocks):
+            handles.append(block.register_forward_pre_hook(partial(self._block_begins, number), with_kwargs=True))
+            handles.append(block.register_forward_hook(self._block_ends))
+        for name, module in model.named_modules(remove_duplicate=False):
+            outside = any(p is not None and id(p) not in inside for p in torch_compat.own_parameters(module).values())
+            if name and outside:
+                handles.append(module.register_forward_pre_hook(lambda *_, name=name: self.running.append(name)))
+                handles.append(module.register_forward_hook(partial(self._ends, name), with_kwargs=True))
+        try:
+            # dropout here must not advance the program's generators
+            with fake, self, torch.random.fork_rng(enabled=not tensors[0][1].is_meta):
+                replaced = {n: shadow[id(t)] for n, t in tensors if shadow[id(t)] is not t}
+                torch.func.functional_call(model, replaced, (self.example,), kwargs, tie_weights=False)
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if find_tensors(result):  # else the function only read a shape or dtype
-            for tensor in find_tensors((args, kwargs)):
-                self.seen(id(tensor))
+        # without tensors in the result the function only read a shape or dtype
+        for tensor in find_tensors((args, kwargs)) if find_tensors(result) else ():
+            names = self.outer.get(id(tensor), ())
+            of_running = [name for name in names if name.rpartition(".")[0] in self.running]
+            for name in of_running:
+                self.phases[name].add(self.phase)
+            if not of_running:
+                self.direct.update(names)
         return result
 
+    def _block_begins(self, number: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        hidden = args[0] if args else kwargs[_hidden_argument(kwargs)]
+        given, shape = self.example.shape, hidden.shape
+        agree = enumerate(zip(given, shape, strict=False))
+        self.leading = next((n for n, (x, y) in agree if x != y), min(len(given), len(shape)))
+        self.tail, self.width = tuple(given[self.leading :]), tuple(shape[self.leading :])
+        self.order.append(number)
+        self.phase = f"in block {number}"
 
-@torch.no_grad()
-def _stand_ins(tensors: list[tuple[str, Tensor]]) -> tuple[dict[int, Tensor], Any]:
-    """Return the tensors for a recorded forward, by the id of the model's tensor that each replaces, and a context to run it in.
+    def _block_ends(self, *_: object) -> None:
+        self.phase = _LAST if self.order[-1] == self.last else "between the blocks"
 
-    Buffers are copied, since this forward must not change running statistics. If any tensor is on "meta", all become fake.
-    """
-    if not any(tensor.is_meta for _, tensor in tensors):  # compute three tokens with the real parameters
-        return {id(t): t if isinstance(t, nn.Parameter) else t.clone() for _, t in tensors}, contextlib.nullcontext()
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake:
-        return {id(t): torch.empty(t.shape, dtype=t.dtype) for _, t in tensors}, fake
-
-
-def _watch_forward(model: nn.Module, blocks: list[nn.Module], example: Tensor, kwargs: dict[str, Any]) -> _Uses:
-    inside = {id(param) for block in blocks for param in block.parameters()}
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    shadow, fake = _stand_ins(tensors)
-    if any(tensor.is_meta for _, tensor in tensors):
-        with fake:
-            example = torch.zeros(example.shape, dtype=example.dtype)
-    example = example.to(next(iter(shadow.values())).device)
-    outer: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if id(param) not in inside:
-            outer.setdefault(id(shadow[id(param)]), []).append(name)
-    uses = _Uses({name: set() for names in outer.values() for name in names}, {}, [], set(), set(), 0, ())
-    running: list[str] = []
-    phase = [_FIRST]
-
-    def seen(key: int) -> None:
-        for name in outer.get(key, ()):
-            if name.rpartition(".")[0] in running and running:
-                uses.phases[name].add(phase[0])
-            elif not any(other.rpartition(".")[0] in running for other in outer[key]):
-                uses.direct.add(name)
-
-    def block_begins(number: int) -> Callable:
-        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            hidden = args[0] if args else kwargs[_hidden_argument(kwargs)]
-            uses.order.append(number)
-            agree = enumerate(zip(example.shape, hidden.shape, strict=False))
-            uses.leading = next((n for n, (x, y) in agree if x != y), min(example.ndim, hidden.ndim))
-            uses.tail, uses.width = tuple(example.shape[uses.leading :]), tuple(hidden.shape[uses.leading :])
-            phase[0] = f"in block {number}"
-
-        return hook
-
-    def block_ends(*_: Any) -> None:
-        phase[0] = _LAST if uses.order[-1] == len(blocks) - 1 else "between the blocks"
-
-    def begins(name: str) -> Callable:
-        return lambda *_: running.append(name)
-
-    def ends(name: str) -> Callable:
-        def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            running.pop()
-            if not isinstance(output, Tensor):
-                uses.untold.add(name)
-            else:
-                given = find_tensors((args, kwargs))[0].shape
-                uses.outputs[name] = tuple(None if given[n : n + 1] == (size,) else size for n, size in enumerate(output.shape))
-
-        return hook
-
-    handles = []
-    for number, block in enumerate(blocks):
-        handles.append(block.register_forward_pre_hook(block_begins(number), with_kwargs=True))
-        handles.append(block.register_forward_hook(block_ends))
-    for name, module in model.named_modules(remove_duplicate=False):
-        outside = any(p is not None and id(p) not in inside for p in torch_compat.own_parameters(module).values())
-        if name and outside:
-            handles.append(module.register_forward_pre_hook(begins(name)))
-            handles.append(module.register_forward_hook(ends(name), with_kwargs=True))
-    try:
-        # dropout here must not advance the program's generators
-        with fake, _Watch(seen), torch.random.fork_rng(enabled=not tensors[0][1].is_meta):
-            replaced = {n: shadow[id(t)] for n, t in tensors if shadow[id(t)] is not t}
-            torch.func.functional_call(model, replaced, (example,), kwargs, tie_weights=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return uses
+    def _ends(self, name: str, module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+        self.running.pop()
+        if isinstance(output, Tensor):
+            given = find_tensors((args, kwargs))[0].shape
+            self.outputs[name] = tuple(None if given[n : n + 1] == (size,) else size for n, size in enumerate(output.shape))
+        else:
+            self.untold.add(name)
 
 
 def _check_uses(model: nn.Module, uses: _Uses, count: int, path: str) -> None:
@@ -417,12 +389,14 @@ def cut_stages(
         )
     members = list(torch_compat.own_modules(block_list).values())
     takes = inspect.signature(model.forward).parameters
-    kwargs = {"use_cache": False} if "use_cache" in takes or hasattr(getattr(model, "config", None), "use_cache") else {}
+    kwargs: dict[str, object] = (
+        {"use_cache": False} if "use_cache" in takes or hasattr(getattr(model, "config", None), "use_cache") else {}
+    )
     if example is not None and not isinstance(example, Tensor):
         raise ConfigError(f"example: expected an input of {type(model).__name__}, a tensor, got {type(example).__name__}.")
     given = torch.zeros(2, 3, dtype=torch.long) if example is None else example
     try:
-        uses = _watch_forward(model, members, given, kwargs)
+        uses = _Uses(model, members, given, kwargs)
     except Exception as error:
         tokens = "tokens, " if example is None else ""
         raise ConfigError(
@@ -431,19 +405,24 @@ def cut_stages(
             "of any values: example=torch.zeros(rows, ...)."
         ) from error
     _check_uses(model, uses, count, path)
-    costs = [float(_numel(block.parameters())) for block in members]
+    costs = [float(sum(param.numel() for param in block.parameters())) for block in members]
     sizes = dict(model.named_parameters(remove_duplicate=False))
     costs[0] += embedding_weight * sum(sizes[name].numel() for name, phases in uses.phases.items() if _FIRST in phases)
     costs[-1] += head_weight * sum(sizes[name].numel() for name, phases in uses.phases.items() if _LAST in phases)
     ranges = cut_by_cost(costs, stages) if cuts is None else _cuts_as_asked(cuts, names, stages)
     ties = _ties(model, uses, stages)
-    for name in {name for tie in ties for name in tie.names.values()}:
+    for name in {name for names_of_tie in ties for name in names_of_tie.values()}:
         sizes[name].__dict__["unit_of_its_own"] = True  # a flat buffer shared with other parameters would differ between stages
-    return [_Cutter(model, path, uses, kwargs, given).stage(index, ranges, ties) for index in own]
+    made = []
+    for index in own:
+        mine = tuple(tie for tie in ties if index in tie)
+        place = Place(index, stages, ranges[index], mine, kwargs, given.dtype, uses.leading, uses.tail, uses.width)
+        made.append(_make_stage(model, path, uses, place))
+    return made
 
 
-def _ties(model: nn.Module, uses: _Uses, stages: int) -> tuple[Tie, ...]:
-    """Return the parameters that are used both before and after the blocks."""
+def _ties(model: nn.Module, uses: _Uses, stages: int) -> tuple[dict[int, str], ...]:
+    """Return the names, by stage, of each parameter that is used both before and after the blocks."""
     if stages == 1:
         return ()
     found: dict[int, dict[int, str]] = {}
@@ -451,79 +430,51 @@ def _ties(model: nn.Module, uses: _Uses, stages: int) -> tuple[Tie, ...]:
     for name, phases in uses.phases.items():
         for phase in phases:
             found.setdefault(id(params[name]), {})[0 if phase == _FIRST else stages - 1] = name
-    return tuple(Tie(names) for names in found.values() if len(names) > 1)
+    return tuple(names for names in found.values() if len(names) > 1)
 
 
-class _Cutter:
-    """Makes one stage of a model: copies of the modules outside of the blocks, with the model's own tensors."""
+def _make_stage(model: nn.Module, path: str, uses: _Uses, place: Place) -> nn.Module:
+    """Return one stage of a model: copies of the modules outside of the blocks, with the model's own tensors."""
+    whole = config = getattr(model, "config", None)
+    rows = {k: v for k, v in getattr(whole, "__dict__", {}).items() if isinstance(v, list) and len(v) == len(uses.order)}
+    if rows and len(place.blocks) < len(uses.order):  # cut per-layer lists to this stage's layers: Transformers' loops begin at 0
+        config = copy.copy(whole)
+        vars(config).update({key: row[place.blocks.start : place.blocks.stop] for key, row in rows.items()})
+    own: dict[int, nn.Parameter] = {}
+    for names in place.ties if place.index > 0 else ():  # copies, since both stages may be on this rank
+        param = model.get_parameter(names[place.index])
+        own[id(param)] = nn.Parameter(param.detach().clone(), param.requires_grad)
+        own[id(param)].__dict__.update(param.__dict__)
+    here = {_FIRST: place.index == 0, _LAST: place.last}
+    finished: dict[int, nn.Module] = {}
 
-    def __init__(self, model: nn.Module, path: str, uses: _Uses, kwargs: dict[str, Any], example: Tensor) -> None:
-        self.model, self.path, self.uses, self.kwargs, self.example = model, path, uses, kwargs, example
-
-    def stage(self, index: int, ranges: list[range], ties: tuple[Tie, ...]) -> nn.Module:
-        mine = tuple(tie for tie in ties if index in tie.names)
-        dtype, leading, tail, width = self.example.dtype, self.uses.leading, self.uses.tail, self.uses.width
-
-        def example(hidden: Tensor) -> Tensor:
-            return torch.zeros(*hidden.shape[:leading], *tail, dtype=dtype, device=hidden.device)
-
-        def hidden(given: Tensor) -> torch.Size:
-            return torch.Size((*given.shape[:leading], *width))
-
-        self.place = Place(index, len(ranges), ranges[index], mine, kwargs=self.kwargs, example=example, hidden=hidden)
-        self.config = self._config()
-        self.made: dict[int, nn.Module] = {}
-        shared = [] if index == 0 else [self.model.get_parameter(tie.names[index]) for tie in mine]
-        self.own: dict[int, nn.Parameter] = {}
-        for param in shared:  # copies, since both stages may be on this rank
-            self.own[id(param)] = nn.Parameter(param.detach().clone(), param.requires_grad)
-            self.own[id(param)].__dict__.update(param.__dict__)
-        stage = self._copy("", self.model)
-        stage.__class__ = type(f"{type(self.model).__name__}Stage", (Stage, type(self.model)), {})
-        stage.pipeline_stage = self.place  # type: ignore[assignment]
-        return stage
-
-    def _config(self) -> Any:
-        """Return the config with its per-layer lists cut to this stage's layers: Transformers' loops index them from 0."""
-        config, count = getattr(self.model, "config", None), self.place.blocks.stop
-        whole = len(self.uses.order)
-        rows = {k: v for k, v in getattr(config, "__dict__", {}).items() if isinstance(v, list) and len(v) == whole}
-        if not rows or count - self.place.blocks.start == whole:
-            return config
-        own = copy.copy(config)
-        own.__dict__.update({key: value[self.place.blocks.start : count] for key, value in rows.items()})
-        return own
-
-    def _copy(self, name: str, module: nn.Module) -> nn.Module:
-        if id(module) in self.made:
-            return self.made[id(module)]
-        if name == self.path:
-            place, members = self.place, list(torch_compat.own_modules(module).items())
-            chosen = {key: members[number][1] for number, (key, _) in enumerate(members) if number in place.blocks}
-            made: nn.Module = StageBlocks(chosen, place.passage, place.index > 0, place.index < place.count - 1)
-        elif self._elsewhere(name, module):
+    def copied(name: str, module: nn.Module) -> nn.Module:
+        if id(module) in finished:
+            return finished[id(module)]
+        prefix = f"{name}." if name else ""
+        used = [uses.phases[prefix + key] for key in torch_compat.own_parameters(module) if prefix + key in uses.phases]
+        if name == path:
+            members = list(torch_compat.own_modules(module).items())
+            made: nn.Module = StageBlocks(dict(members[place.blocks.start : place.blocks.stop]), place)
+        elif used and not any(here[phase] for phase in set().union(*used) or (_FIRST,)):  # unused parameters belong to stage 0
             # a module that the forward never calls has no recorded output shape, and needs none
-            made = StandIn(self.place.passage, self.uses.outputs.get(name, ()), module)
+            made = StandIn(place, uses.outputs.get(name, ()), module)
         else:
             made = copy.copy(module)
             made.__dict__.update({k: v.copy() for k, v in module.__dict__.items() if isinstance(v, dict)})
-            if self.config is not None and module.__dict__.get("config") is self.model.config:
-                made.__dict__["config"] = self.config
+            if config is not None and module.__dict__.get("config") is whole:
+                made.__dict__["config"] = config
             params = torch_compat.own_parameters(made)
-            params.update({key: self.own.get(id(param), param) for key, param in params.items()})
-            self.made[id(module)] = made
+            params.update({key: own.get(id(param), param) for key, param in params.items()})
+            finished[id(module)] = made
+            members_of_copy = torch_compat.own_modules(made)
             for key, child in torch_compat.own_modules(module).items():
-                torch_compat.own_modules(made)[key] = (
-                    None if child is None else self._copy(f"{name}.{key}" if name else key, child)
-                )
-        self.made[id(module)] = made
+                members_of_copy[key] = None if child is None else copied(prefix + key, child)
+        finished[id(module)] = made
         made.training = module.training
         return made
 
-    def _elsewhere(self, name: str, module: nn.Module) -> bool:
-        """Return whether the module has parameters of its own and none belongs to this stage."""
-        prefix = f"{name}." if name else ""
-        used = [self.uses.phases[prefix + key] for key in torch_compat.own_parameters(module) if prefix + key in self.uses.phases]
-        here = {_FIRST: self.place.index == 0, _LAST: self.place.index == self.place.count - 1}
-        phases = set().union(*used) if used else set()
-        return bool(used) and not any(here[phase] for phase in phases or (_FIRST,))  # unused parameters belong to stage 0
+    stage = copied("", model)
+    stage.__class__ = type(f"{type(model).__name__}Stage", (Stage, type(model)), {})
+    stage.pipeline_stage = place  # type: ignore[assignment]
+    return stage

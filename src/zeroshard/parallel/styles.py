@@ -15,16 +15,21 @@ Source: Megatron-LM, arXiv 1909.08053, section 3; sequence parallelism: arXiv 22
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import ConfigError, did_you_mean
 from ..utils import torch_compat
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+Style: TypeAlias = "str | ParallelStyle | None"  # one of STYLES, torch's own, or None: whole
+V = TypeVar("V")
 PACKED = {"packed_colwise": 2, "packed_qkv": 3, "packed_kv": 2}  # style -> how many maps one weight holds
 COLWISE = ("colwise", "local_colwise", *PACKED)
 GATHERED = ("colwise_gather_output", "colwise_rep", "embedding_colwise")  # sharded by features, with gathered outputs
@@ -114,12 +119,12 @@ class ParallelStyles:
     head: name of the module that computes logits, if it is sharded; with loss_parallel the logits stay sharded.
     """
 
-    by_name: Mapping[str, Any]
+    by_name: Mapping[str, str | ParallelStyle]
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     head: str | None = None
 
 
-def styles_for(model: nn.Module, styles: Mapping[str, Any] | None = None, *, vocabulary: bool = True) -> ParallelStyles:
+def styles_for(model: nn.Module, styles: Mapping[str, Style] | None = None, *, vocabulary: bool = True) -> ParallelStyles:
     """Return the tensor-parallel styles of a model: its own, or those of its family, overridden by `styles`.
 
     Args:
@@ -130,9 +135,13 @@ def styles_for(model: nn.Module, styles: Mapping[str, Any] | None = None, *, voc
     Raises:
         ConfigError: a pattern matches nothing, a style is not known, or neither the model nor its family has styles.
     """
-    names = _names(model)
-    family = FAMILIES.get(_family(model), Family({}))
-    given = _own_plan(model, names) or _by_tail(family.styles, names)
+    # modules without parameters have no styles: they may be a pipeline's stand-ins
+    names = [name for name, module in model.named_modules() if name and next(module.parameters(), None) is not None]
+    names += [name for name, _ in model.named_parameters()]
+    ours = any(f"{cls.__module__}.{cls.__qualname__}" == "zeroshard.planner.models.gpt.GPT" for cls in type(model).__mro__)
+    kind = "zeroshard.GPT" if ours else getattr(getattr(model, "config", None), "model_type", "")
+    family = FAMILIES.get(kind, Family({}))
+    given: dict[str, Style] = {**(_own_plan(model, names) or _by_tail(family.styles, names))}
     if not given and not styles:
         raise ConfigError(
             f"there are no tensor-parallel styles for {type(model).__name__}: give some, {{name: style}} with the styles colwise and "
@@ -142,9 +151,9 @@ def styles_for(model: nn.Module, styles: Mapping[str, Any] | None = None, *, voc
     for name in (embedding, head):  # `vocabulary` decides about these two, not the model's own plan
         given.pop(name, None)
     if vocabulary and embedding:
-        given[embedding] = VOCABULARY
-        for name in _tied_embeddings(model, embedding):
-            given[name] = VOCABULARY
+        weight = model.get_submodule(embedding).weight
+        tied = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding) and module.weight is weight]
+        given |= dict.fromkeys((embedding, *tied), VOCABULARY)
     if vocabulary and head:
         given[head] = "colwise_gather_output"
     for pattern, style in (styles or {}).items():
@@ -191,12 +200,10 @@ def most_ranks(model: nn.Module) -> int:
 
 def features(model: nn.Module, name: str, style: str) -> int:
     """Return the size that a style shards: features of a module or parameter (per packed map), or rows of an embedding."""
-    owner: Any
     owner, attribute = resolve(model, name)
+    weight: Tensor = getattr(owner, attribute or "weight")
     if attribute is not None:  # (..., out, in), as experts have
-        shape = getattr(owner, attribute).shape
-        return shape[-1] if style in ROWWISE else shape[-2] // PACKED.get(style, 1)
-    weight = owner.weight
+        return weight.shape[-1] if style in ROWWISE else weight.shape[-2] // PACKED.get(style, 1)
     if isinstance(owner, nn.Embedding):
         return weight.shape[0 if style == VOCABULARY else 1]
     outward = 1 if is_conv1d(owner) else 0
@@ -216,7 +223,8 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def _sizes(model: nn.Module, styles: ParallelStyles) -> dict[str, int]:
     """Return the sizes that the number of ranks has to divide: description -> size."""
-    config = _config(model)
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     sizes: dict[str, int] = {}
     attention = [name for name in styles.by_name if "att" in name.lower()]
     if attention and config is not None:
@@ -241,19 +249,13 @@ def _sizes(model: nn.Module, styles: ParallelStyles) -> dict[str, int]:
 # ------------------------------------------------------------------------------------------------------ names
 
 
-def _names(model: nn.Module) -> list[str]:
-    """Return the names of all modules with parameters, and of the parameters. Modules without may be a pipeline's stand-ins."""
-    modules = [name for name, module in model.named_modules() if name and next(module.parameters(), None) is not None]
-    return modules + [name for name, _ in model.named_parameters()]
-
-
 def _matches(pattern: str, name: str) -> bool:
     """Return whether a name matches a pattern, part by part: `*` matches one part, or a piece of it, and never a dot."""
     parts, given = name.split("."), pattern.split(".")
     return len(parts) == len(given) and all(map(fnmatchcase, parts, given))
 
 
-def _by_tail(table: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+def _by_tail(table: Mapping[str, V], names: list[str]) -> dict[str, V]:
     found = {}
     for name in names:
         for tail, value in table.items():
@@ -272,17 +274,6 @@ def _own_plan(model: nn.Module, names: list[str]) -> dict[str, str]:
     return {name: style for pattern, style in rules.items() for name in names if _matches(pattern, name)}
 
 
-def _family(model: nn.Module) -> str:
-    if any(f"{base.__module__}.{base.__qualname__}" == "zeroshard.planner.models.gpt.GPT" for base in type(model).__mro__):
-        return "zeroshard.GPT"
-    return getattr(getattr(model, "config", None), "model_type", "")
-
-
-def _config(model: nn.Module) -> Any:
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
 def _ends(model: nn.Module, family: Family) -> tuple[str, str]:
     """Return the names of the token embedding and of the head, '' for one that is missing."""
     names = {id(module): name for name, module in model.named_modules()}
@@ -296,13 +287,6 @@ def _ends(model: nn.Module, family: Family) -> tuple[str, str]:
         if isinstance(found, (nn.Embedding, nn.Linear)):
             ends[number] = names.get(id(found), "")
     return ends[0], ends[1]
-
-
-def _tied_embeddings(model: nn.Module, embedding: str) -> Iterator[str]:
-    weight = model.get_submodule(embedding).weight
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and module.weight is weight and name != embedding:
-            yield name
 
 
 def resolve(model: nn.Module, name: str) -> tuple[nn.Module, str | None]:

@@ -15,16 +15,26 @@ blocks; *island*: a mixture of experts, inside of which tensors are plain and wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from ..errors import ConfigError, ZeroshardError
 from ..utils import torch_compat
+from ..utils.torch_compat import StridedShard
 from .styles import (
     COLWISE,
     EXPERTS,
@@ -34,15 +44,13 @@ from .styles import (
     ROWWISE,
     VOCABULARY,
     ParallelStyles,
+    Style,
     absent,
     divides,
     is_conv1d,
     resolve,
     styles_for,
 )
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 STATES = ("hidden_states", "key_value_states", "encoder_hidden_states", "x", "input")  # keyword names of maps' inputs
 WHOLE = ("replicate", "replicated")
@@ -51,7 +59,7 @@ WHOLE = ("replicate", "replicated")
 def apply(
     model: nn.Module,
     mesh: DeviceMesh,
-    styles: ParallelStyles | Mapping[str, Any] | None = None,
+    styles: ParallelStyles | Mapping[str, Style] | None = None,
     *,
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
@@ -71,8 +79,6 @@ def apply(
     Raises ConfigError or ZeroshardError, before anything is changed, if the number of ranks does not divide the model, names
     or styles do not fit, or the model is sharded already.
     """
-    from torch.distributed.tensor import DTensor
-
     _check_plain(model, mesh)
     styles = styles if isinstance(styles, ParallelStyles) else styles_for(model, styles)
     _check(model, mesh, styles, loss_parallel)
@@ -85,7 +91,7 @@ def apply(
     cut.run()
     for places in ties:
         held = [torch_compat.own_parameters(module)[attribute] for module, attribute in places]
-        sharded: list[Any] = [param for param in held if isinstance(param, DTensor)]
+        sharded: list[Any] = [param for param in held if isinstance(param, DTensor)]  # which are parameters, too
         assert len({param.placements for param in sharded}) == 1, "tied parameters were cut differently"
         for module, attribute in places:
             module.register_parameter(attribute, sharded[0])
@@ -114,12 +120,16 @@ class _Cut:
         self.modules = {name: style for name, style in styles.by_name.items() if name in modules and style not in WHOLE}
         self.parameters = {name: style for name, style in styles.by_name.items() if name not in modules}
         self.colwise = [name for name, style in self.modules.items() if style in COLWISE and isinstance(style, str)]
-        self.stacks = list(_stacks(model, self.colwise)) if sequence_parallel else []
+        self.stacks: list[str] = []  # the outermost lists of blocks that have sharded maps
+        for name, module in modules.items() if sequence_parallel else ():
+            holds = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and any(c.startswith(f"{name}.") for c in self.colwise)
+            if holds and not _inside(name, self.stacks):
+                self.stacks.append(name)
         if sequence_parallel and not self.stacks:
             raise ConfigError("sequence_parallel: no list of blocks (nn.ModuleList) holds layers that the styles cut.")
         self.islands = [  # mixtures of experts: modules that hold the experts and their router
             name
-            for name, module in model.named_modules()
+            for name, module in modules.items()
             if styles.by_name.get(f"{name}.experts") == EXPERTS
             or (name and isinstance(getattr(module, "experts", None), nn.ModuleList))
         ]
@@ -160,13 +170,11 @@ class _Cut:
         return found
 
     def run(self) -> None:
-        from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
-
         for name, style in self.parameters.items():
             owner, attribute = resolve(self.model, name)
             assert attribute is not None
             ndim = getattr(owner, attribute).ndim  # (..., out, in), as experts have
-            placement = _rows(ndim - 1 if style in ROWWISE else ndim - 2, PACKED.get(style, 1))
+            placement = _rows(ndim - 1 if style in ROWWISE else ndim - 2, PACKED.get(str(style), 1))
             _distribute(owner, attribute, self.mesh, placement)
         for name, style in self.modules.items():
             self._module(name, self.model.get_submodule(name), style)
@@ -178,11 +186,11 @@ class _Cut:
             if _inside(name, self.stacks):
                 island = self.model.get_submodule(name)
                 island.register_forward_pre_hook(partial(_whole_states, self.mesh, local=True), with_kwargs=True)
-                island.register_forward_hook(partial(_stream_out, self.mesh))
+                island.register_forward_hook(partial(_leave, self.mesh, whole=False))
         for stack in self.stacks:
             blocks = [b for b in self.model.get_submodule(stack).children() if next(b.parameters(), None) is not None]
             blocks[0].register_forward_pre_hook(partial(_stream_in, self.mesh), with_kwargs=True)
-            blocks[-1].register_forward_hook(_stream_end)
+            blocks[-1].register_forward_hook(partial(_leave, self.mesh, whole=True))
         for name, attributes in self.styles.divided.items():
             module = self.model.get_submodule(name)
             for attribute in attributes:
@@ -190,9 +198,7 @@ class _Cut:
             if hasattr(module, "first_head"):  # zeroshard.planner.models.gpt: ALiBi's slope depends on the head's number
                 module.__dict__["first_head"] = self.mesh.get_local_rank() * module.__dict__["heads"]
 
-    def _module(self, name: str, module: nn.Module, style: Any) -> None:
-        from torch.distributed.tensor.parallel import parallelize_module
-
+    def _module(self, name: str, module: nn.Module, style: str | ParallelStyle) -> None:
         mesh = self.mesh
         if not isinstance(style, str):
             parallelize_module(module, mesh, style)
@@ -206,77 +212,61 @@ class _Cut:
         elif style in (EXPERTS, LOCAL_NORM):
             if style == LOCAL_NORM:
                 for attribute, _ in list(module.named_parameters(recurse=False)):
-                    _distribute(module, attribute, mesh, _replicate())
+                    _distribute(module, attribute, mesh, Replicate())
             _compute_locally(module, mesh, partial_inputs=style == EXPERTS, partial_outputs=style == EXPERTS)
+        elif style == "sequence_parallel":
+            parallelize_module(module, mesh, SequenceParallel())
+        elif style in GATHERED:
+            whole = not (self.loss_parallel and name == self.styles.head)
+            gathering = ColwiseParallel(output_layouts=Replicate() if whole else Shard(-1), use_local_output=whole)
+            parallelize_module(module, mesh, gathering)
+        elif style in COLWISE:
+            if self.in_stream(name) and name.rpartition(".")[0] not in self.entries:
+                module.register_forward_pre_hook(partial(_whole_states, mesh), with_kwargs=True)
+            parallelize_module(module, mesh, ColwiseParallel())
         else:
             stream = self.in_stream(name)
-            if stream and style in COLWISE and name.rpartition(".")[0] not in self.entries:
-                module.register_forward_pre_hook(partial(_whole_states, mesh), with_kwargs=True)
+            given = Replicate() if style in (VOCABULARY, "rowwise_split_input", "rowwise_rep") else Shard(-1)
+            leaving = Shard(1) if stream else Replicate()
             if is_conv1d(module):
-                _rowwise_conv1d(module, mesh, style, stream)
+                _rowwise_conv1d(module, mesh, given, leaving, local=not stream)
             else:
-                parallelize_module(module, mesh, self._torch_style(name, style, stream))
-
-    def _torch_style(self, name: str, style: str, stream: bool) -> Any:
-        from torch.distributed.tensor import Replicate, Shard
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
-
-        if style == "sequence_parallel":
-            return SequenceParallel()
-        if style in GATHERED:
-            cut = self.loss_parallel and name == self.styles.head
-            return ColwiseParallel(output_layouts=Shard(-1) if cut else Replicate(), use_local_output=not cut)
-        if style in COLWISE:
-            return ColwiseParallel()
-        whole = style in (VOCABULARY, "rowwise_split_input", "rowwise_rep")
-        out = Shard(1) if stream else Replicate()
-        return RowwiseParallel(input_layouts=Replicate() if whole else Shard(-1), output_layouts=out, use_local_output=not stream)
+                rowwise = RowwiseParallel(input_layouts=given, output_layouts=leaving, use_local_output=not stream)
+                parallelize_module(module, mesh, rowwise)
 
 
 # ------------------------------------------------------------------------------------------------ parameters
 
 
-def _replicate() -> Any:
-    from torch.distributed.tensor import Replicate
-
-    return Replicate()
-
-
-def _rows(dim: int, maps: int) -> Any:
+def _rows(dim: int, maps: int) -> Placement:
     """Return the placement that shards `dim`, or each of several maps that are concatenated along it."""
-    from torch.distributed.tensor import Shard
-
-    from ..utils.torch_compat import StridedShard
-
     return Shard(dim) if maps == 1 else StridedShard(dim, split_factor=maps)
 
 
-def _distribute(module: nn.Module, attribute: str, mesh: DeviceMesh, placement: Any) -> None:
-    from torch.distributed.tensor import distribute_tensor
-
+def _distribute(module: nn.Module, attribute: str, mesh: DeviceMesh, placement: Placement) -> None:
     param = getattr(module, attribute)
     # the first rank sends its values; meta tensors have none
     whole = distribute_tensor(param.detach(), mesh, [placement], src_data_rank=None if param.is_meta else 0)
     module.register_parameter(attribute, nn.Parameter(whole, requires_grad=param.requires_grad))
 
 
-def _rowwise_conv1d(module: nn.Module, mesh: DeviceMesh, style: str, stream: bool) -> None:
-    """Shard GPT-2's Conv1D, whose weight is (in, out), as RowwiseParallel does an nn.Linear."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_module
+def _rowwise_conv1d(module: nn.Module, mesh: DeviceMesh, given: Placement, leaving: Placement, local: bool) -> None:
+    """Shard GPT-2's Conv1D, whose weight is (in, out), as RowwiseParallel does an nn.Linear.
 
-    def cut(_: str, owner: nn.Module, mesh: DeviceMesh) -> None:
-        _distribute(owner, "weight", mesh, Shard(0))
-        _distribute(owner, "bias", mesh, Replicate())
+    given, leaving: placements of a plain input, and of the output, which is a plain tensor with `local`.
+    """
 
-    def enter(_: nn.Module, inputs: tuple, mesh: DeviceMesh) -> Any:
-        x = _as(inputs[0], mesh, Replicate() if style in ("rowwise_split_input", "rowwise_rep") else Shard(-1))
+    def enter(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> DTensor:
+        x = _as(inputs[0], mesh, given)
         return x.redistribute(placements=[Shard(x.ndim - 1)])
 
-    def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-        output = output.redistribute(placements=[Shard(1) if stream else Replicate()])
-        return output if stream else output.to_local()
+    def leave(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+        output = output.redistribute(placements=[leaving])
+        return output.to_local() if local else output
 
-    distribute_module(module, mesh, cut, enter, leave)
+    _distribute(module, "weight", mesh, Shard(0))
+    _distribute(module, "bias", mesh, Replicate())
+    distribute_module(module, mesh, None, enter, leave)  # type: ignore[arg-type]  # it takes what these hooks return
 
 
 def _ties(model: nn.Module, styles: ParallelStyles) -> list[list[tuple[nn.Module, str]]]:
@@ -305,64 +295,43 @@ def _ties(model: nn.Module, styles: ParallelStyles) -> list[list[tuple[nn.Module
     return shared
 
 
-# ---------------------------------------------------------------------------------------------- hooks: inputs
+# ------------------------------------------------------------------------------------------------------ hooks
 
 
-def _as(x: Tensor, mesh: DeviceMesh, placement: Any) -> Any:
+def _as(x: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     """Return a plain tensor as a DTensor with `placement`. A DTensor is redistributed for Replicate, else returned as it is."""
-    from torch.distributed.tensor import DTensor
-
     if not isinstance(x, DTensor):
         return DTensor.from_local(x, mesh, [placement], run_check=False)
     return x.redistribute(placements=[placement]) if placement.is_replicate() else x
 
 
-def _states(args: tuple, kwargs: dict, change: Callable[[Tensor], Any]) -> tuple[tuple, dict]:
-    """Return the arguments with `change` applied to maps' inputs: the first argument, and keywords in STATES."""
-    reads = [isinstance(value, Tensor) and value.is_floating_point() for value in (*args[:1], *kwargs.values())]
-    first = tuple(change(value) if ok else value for value, ok in zip(args[:1], reads, strict=False))
-    named = {
-        k: change(v) if ok and k in STATES else v for (k, v), ok in zip(kwargs.items(), reads[len(args[:1]) :], strict=False)
-    }
-    return (*first, *args[1:]), named
-
-
 def _whole_states(mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict, local: bool = False) -> tuple[tuple, dict]:
-    """Pre-hook: make the module's input whole, as one DTensor that all its maps read (local: a plain tensor, for an island)."""
+    """Pre-hook: make the inputs of a module's maps (its first argument, and keywords in STATES) whole.
 
-    def whole(x: Tensor) -> Any:
-        found = _as(x, mesh, _replicate())
+    Each becomes one DTensor that all maps read (local: a plain tensor, for an island).
+    """
+
+    def whole(x: object) -> object:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        found = _as(x, mesh, Replicate())
         return found.to_local() if local else found
 
-    return _states(args, kwargs, whole)
+    return (*map(whole, args[:1]), *args[1:]), {k: whole(v) if k in STATES else v for k, v in kwargs.items()}
 
 
 def _stream_in(mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Pre-hook of the first block: take this rank's tokens of a plain, whole input."""
-    from torch.distributed.tensor import Shard
-
-    def cut(x: Tensor) -> Any:
-        return _as(x, mesh, _replicate()).redistribute(placements=[Shard(1)])
-
-    if args:
-        return (cut(args[0]), *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": cut(kwargs["hidden_states"])}
+    whole = args[0] if args else kwargs["hidden_states"]
+    cut = _as(whole, mesh, Replicate()).redistribute(placements=[Shard(1)])
+    return ((cut, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": cut})
 
 
-def _stream_out(mesh: DeviceMesh, module: nn.Module, args: tuple, output: Any) -> Any:
-    """Hook after an island: take this rank's tokens of its whole output."""
-    from torch.distributed.tensor import Shard
-
-    first = output[0] if isinstance(output, tuple) else output
-    cut = _as(first, mesh, _replicate()).redistribute(placements=[Shard(1)])
-    return (cut, *output[1:]) if isinstance(output, tuple) else cut
-
-
-def _stream_end(module: nn.Module, args: tuple, output: Any) -> Any:
-    """Hook after the last block: return its output whole, as a plain tensor."""
-    if isinstance(output, tuple):
-        return (output[0].redistribute(placements=[_replicate()]).to_local(), *output[1:])
-    return output.redistribute(placements=[_replicate()]).to_local()
+def _leave(mesh: DeviceMesh, module: nn.Module, args: tuple, output: Tensor | tuple, whole: bool) -> Tensor | tuple:
+    """Hook after an island: take this rank's tokens of its output. Hook after the last block (whole): make its output whole."""
+    first = _as(output[0] if isinstance(output, tuple) else output, mesh, Replicate())
+    changed = first.to_local() if whole else first.redistribute(placements=[Shard(1)])
+    return (changed, *output[1:]) if isinstance(output, tuple) else changed
 
 
 def _compute_locally(module: nn.Module, mesh: DeviceMesh, partial_inputs: bool = False, partial_outputs: bool = False) -> None:
@@ -370,7 +339,6 @@ def _compute_locally(module: nn.Module, mesh: DeviceMesh, partial_inputs: bool =
 
     partial_inputs: sum the gradients of the inputs over ranks. partial_outputs: sum the outputs over ranks.
     """
-    from torch.distributed.tensor import DTensor, Partial
 
     def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         for name in torch_compat.own_parameters(module):
@@ -381,19 +349,19 @@ def _compute_locally(module: nn.Module, mesh: DeviceMesh, partial_inputs: bool =
         if not partial_inputs:
             return args, kwargs
 
-        def local(x: Any) -> Any:
+        def local(x: object) -> object:
             if not isinstance(x, Tensor) or not x.is_floating_point():
                 return x
-            return _as(x, mesh, _replicate()).to_local(grad_placements=[Partial()])
+            return _as(x, mesh, Replicate()).to_local(grad_placements=[Partial()])
 
         return tuple(map(local, args)), {name: local(value) for name, value in kwargs.items()}
 
-    def leave(module: nn.Module, args: tuple, output: Any) -> Any:
+    def leave(module: nn.Module, args: tuple, output: Tensor | None) -> Tensor | None:
         for name in torch_compat.own_parameters(module):
             module.__dict__.pop(name, None)
         if not partial_outputs or output is None:
             return output
-        return DTensor.from_local(output, mesh, [Partial()], run_check=False).redistribute(placements=[_replicate()]).to_local()
+        return DTensor.from_local(output, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     # after an error, too: a local tensor must not go on hiding the parameter
@@ -409,16 +377,6 @@ def _is_map(module: nn.Module) -> bool:
 
 def _inside(name: str, places: list[str]) -> bool:
     return any(name == place or name.startswith(f"{place}.") for place in places)
-
-
-def _stacks(model: nn.Module, colwise: list[str]) -> Iterator[str]:
-    """Yield the outermost lists of blocks that have sharded maps."""
-    found: list[str] = []
-    for name, module in model.named_modules():
-        holds = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and any(c.startswith(f"{name}.") for c in colwise)
-        if holds and not _inside(name, found):
-            found.append(name)
-            yield name
 
 
 # ----------------------------------------------------------------------------------------------------- checks

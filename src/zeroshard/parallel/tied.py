@@ -10,8 +10,8 @@ to its slice of the gradient the slice of the rank with the other stage in the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,27 +23,33 @@ from ..optim.parameter_access import value_of
 from ..zero.runtime import runtime_of
 from ..zero.unit import ParamGroup
 
+T = TypeVar("T")
+
 
 class TiedParameters:
     """The parameters of which this rank's stages and other stages of its pipeline each hold a copy."""
 
     def __init__(
-        self, stages: Sequence[nn.Module], own: Sequence[int], group: dist.ProcessGroup, rank_of: Callable[[int], int]
+        self, stages: Sequence[nn.Module], own: Sequence[int], group: dist.ProcessGroup, rank_of: Mapping[int, int]
     ) -> None:
         """Set all copies to the value of the lowest stage's copy (collective). rank_of: number of a stage -> its rank."""
         self.group, self.sent_nbytes = group, 0
         self.copies: dict[tuple, dict[int, tuple[ParamGroup, int]]] = {}  # sorted names of a tie -> stage -> this rank's copy
+        layout_of: dict[tuple, dict[int, tuple]] = {}  # the same for its dtype, and begin and end of this rank's slice
         for number, stage in zip(own, stages, strict=True):
             place = getattr(stage, "pipeline_stage", None)
-            for tie in place.ties if place is not None else ():
-                wanted = stage.get_parameter(tie.names[number])
-                found = next((g, i) for g in runtime_of(stage).groups for i, param in enumerate(g.params) if param is wanted)
-                self.copies.setdefault(tuple(sorted(tie.names.items())), {})[number] = found
-                spec = found[0].specs[found[1]]
-                spec.counts = spec.counts and number == min(tie.names)  # so that norms count it once
-        mine = exchange_objects({key: {n: _layout(*c) for n, c in row.items()} for key, row in self.copies.items()}, group)
+            for names in place.ties if place is not None else ():
+                wanted = stage.get_parameter(names[number])
+                held, index = next((g, i) for g in runtime_of(stage).groups for i, p in enumerate(g.params) if p is wanted)
+                tie = tuple(sorted(names.items()))
+                self.copies.setdefault(tie, {})[number] = held, index
+                spec, home = held.specs[index], held.homes[index]
+                spec.counts = spec.counts and number == min(names)  # so that norms count it once
+                span = (0, held.layout.slots[index].numel) if held.gradients.replicated else (home.start, home.stop)
+                layout_of.setdefault(tie, {})[number] = str(held.values.dtype), span
+        mine = exchange_objects(layout_of, group)
         self._before: dict[tuple, Tensor] = {}  # tie -> gradient of earlier steps, already summed over copies
-        self.holders = {key: {number: rank_of(number) for number, _ in key} for told in mine for key in told}
+        self.holders = {key: {number: rank_of[number] for number, _ in key} for told in mine for key in told}
         for key in sorted(self.holders):
             layouts = {name: told[key][number] for told in mine if key in told for number, name in key if number in told[key]}
             if len(set(layouts.values())) > 1:
@@ -59,9 +65,10 @@ class TiedParameters:
         (lowest, source), *others = sorted(self.holders[key].items())
         held = self.copies.get(key, {})
         for number, rank in others:
-            value: Any = None
+            value = None
             if lowest in held:
-                value = value_of(_param(held[lowest])).full()
+                group, index = held[lowest]
+                value = value_of(group.params[index]).full()
                 if rank != source:
                     dist.send(value.contiguous(), group=self.group, group_dst=rank)
             elif number in held:
@@ -69,8 +76,9 @@ class TiedParameters:
                 exact = group.master.dtype if group.master is not None else group.values.dtype
                 value = torch.empty(group.specs[index].shape, dtype=exact, device=group.comm.device)
                 dist.recv(value, group=self.group, group_src=source)
-            if number in held:
-                value_of(_param(held[number])).set_full(value)
+            if number in held and value is not None:
+                group, index = held[number]
+                value_of(group.params[index]).set_full(value)
 
     def set_aside(self) -> None:
         """Keep gradients of earlier steps, which are summed over the copies already; called before the backwards of a step."""
@@ -91,7 +99,7 @@ class TiedParameters:
             me = dist.get_rank(self.group)
             parts: dict[int, Tensor] = {number: _gradient(*copy) for number, copy in held.items()}
             mine = next(iter(parts.values()))
-            works: list[Any] = []
+            works: list[dist.Work | None] = []
             for number, rank in sorted(self.holders[key].items()) if mine.numel() else ():  # if this rank has a slice of it
                 if rank == me:
                     others = {other for other in self.holders[key].values() if other != me}
@@ -101,7 +109,8 @@ class TiedParameters:
                     parts[number] = torch.empty_like(mine)
                     works.append(dist.irecv(parts[number], group=self.group, group_src=rank, tag=number))
             for work in works:
-                work.wait()
+                if work is not None:
+                    work.wait()
             total = parts[min(parts)].clone()  # the same order on all ranks: all copies get the same bits
             for number in sorted(parts)[1:]:
                 total += parts[number]
@@ -111,26 +120,12 @@ class TiedParameters:
                 _set_gradient(group, index, total)
 
 
-def exchange_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+def exchange_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     """Return the values of all ranks of a group (collective). On an imagined rank, all have this rank's value."""
-    told: list[Any] = [value] * dist.get_world_size(group)
+    told = [value] * dist.get_world_size(group)
     if not is_imagined():
         dist.all_gather_object(told, value, group=group)
     return told
-
-
-def _param(copy: tuple[ParamGroup, int]) -> nn.Parameter:
-    group, index = copy
-    return group.params[index]
-
-
-def _layout(group: ParamGroup, index: int) -> tuple:
-    """Return the facts that must be equal for all copies: dtype, and begin and end of this rank's slice."""
-    home = group.homes[index]
-    return str(group.values.dtype), (0, group.layout.slots[index].numel) if group.gradients.replicated else (
-        home.start,
-        home.stop,
-    )
 
 
 def _gradient(group: ParamGroup, index: int) -> Tensor:

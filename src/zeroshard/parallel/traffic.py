@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ..utils.axes import role
 from ..utils.torch_compat import TorchDispatchMode
@@ -38,14 +39,12 @@ def ring_nbytes(func: Any, given: Tensor, result: Tensor, size: int) -> float | 
 class _Count(TorchDispatchMode):
     """Dispatch mode that adds the bytes of functional collectives to `found`, by axis. axes: group name -> (axis, size)."""
 
-    def __init__(self, axes: Mapping[Any, tuple[str, int]], found: dict[str, float]) -> None:
-        from torch.distributed.tensor import DTensor
-
+    def __init__(self, axes: Mapping[str, tuple[str, int]], found: dict[str, float]) -> None:
         super().__init__()
-        self.axes, self.found, self.distributed = axes, found, DTensor
+        self.axes, self.found = axes, found
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if any(issubclass(kind, self.distributed) for kind in types):
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # let DTensor run first: its collectives then come here
         result = func(*args, **(kwargs or {}))
         if func.namespace == "_c10d_functional":
@@ -61,7 +60,7 @@ class Traffic:
     def __init__(self, mesh: DeviceMesh, models: Sequence[nn.Module], pipeline: Pipeline | None = None) -> None:
         self.runtimes, self.pipeline = [runtime_of(model) for model in models], pipeline
         names = [name for name in mesh.mesh_dim_names or () if role(name).cuts_parameters == "boxes" and mesh[name].size() > 1]
-        self._axes = {mesh[name].get_group().group_name: (name, mesh[name].size()) for name in names}
+        self._axes: dict[str, tuple[str, int]] = {mesh[name].get_group().group_name: (name, mesh[name].size()) for name in names}
         self._found: dict[str, float] = {}
         self._steps = 0
         self._before: dict[str, float] = {}
@@ -94,11 +93,3 @@ class Traffic:
     def _totals(self) -> dict[str, float]:
         zero = sum(entry.nbytes for runtime in self.runtimes for entry in runtime.tiers.ledger.traffic.values())
         return ({} if self.pipeline is None else {"pp": float(self.pipeline.sent_nbytes)}) | {"dp": float(zero)}
-
-    def text(self) -> str:
-        """Return a line for each axis, or before the second step a line that says when counting begins."""
-        if not self.counted:
-            return "what the axes send is counted in the second step"
-        return "\n".join(
-            f"{axis}: {nbytes / 2**20:,.2f} MiB sent by this rank in a step" for axis, nbytes in self.counted.items()
-        )
