@@ -14,7 +14,6 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.checkpoint import bulk_reader, loading, resolver
 from zeroshard.checkpoint.rank_file import FileWriter
-from zeroshard.checkpoint.read_buffers import Room
 from zeroshard.errors import CheckpointCorrupt
 from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of
@@ -54,7 +53,7 @@ def counted(monkeypatch):
 @pytest.fixture
 def no_more(monkeypatch):
     """The buffers that there are have to do."""
-    monkeypatch.setattr(Room, "_make", lambda self, pace: None)
+    monkeypatch.setattr(bulk_reader.Room, "_make", lambda self, pace: None)
 
 
 @pytest.mark.parametrize(("options", "worlds"), [
@@ -137,7 +136,9 @@ def test_a_first_load_reads_states_into_fresh_tensors(memory, world, tmp_path, c
     """And parameters into buffers that are made for it, as far as there is memory."""
     expected = write_checkpoint(tmp_path, 2, seeded(Wide), WIDE, save_name="x")
     monkeypatch.setattr(loading, "available_nbytes", lambda: memory)
-    monkeypatch.setattr(Room, "_make", lambda self, pace, plain=Room._make: plain(self, lambda: 1.0))  # a slow disk
+    monkeypatch.setattr(
+        bulk_reader.Room, "_make", lambda self, pace, plain=bulk_reader.Room._make: plain(self, lambda: 1.0)
+    )  # a slow disk
 
     def rank_run(rank: int) -> None:
         model, optimizer = build(seeded(Wide, 5))

@@ -27,7 +27,7 @@ from ..memory.io.tensor_reader import Stored, StoredTensor
 from ..utils.dtypes import casts_to
 from . import dcp
 from .directory import absolute, sync
-from .resolver import LOOKS, Alone, open_any, removed
+from .resolver import Alone, use_any
 from .safetensors import SAFETENSORS_NAMES, SafetensorsFile
 from .source import Opened, Untrusted
 from .writing import write_errors
@@ -101,15 +101,12 @@ def export(
     target = _check_arguments(out, dtype, format, max_shard_nbytes, config)
     settings = None if config is None else _read_config(config)
     names = None if names is None else list(names)
-    for looks in range(LOOKS, 0, -1):
-        opened = open_any(Alone(), path, name, verify=verify, values=False)
+
+    def write(opened: Opened) -> Exported:
         _select(opened, names, prefix)
-        try:
-            return _write(opened, target, dtype, format, max_shard_nbytes, settings)
-        except CheckpointError:  # a run in progress may have removed the checkpoint: export the next one
-            if looks == 1 or not removed(Alone(), path, opened.path):
-                raise
-    raise AssertionError("the last look returns or raises")
+        return _write(opened, target, dtype, format, max_shard_nbytes, settings)
+
+    return use_any(Alone(), path, name, write, verify=verify, values=False)
 
 
 def _write(

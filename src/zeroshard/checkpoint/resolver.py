@@ -20,11 +20,11 @@ from torch import nn
 from ..comm.base import DirectComm
 from ..comm.codec import exchange_values
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, CheckpointReadError, ModelMismatch, ZeroshardError
-from ..memory.io.tensor_reader import Stored, StoredChunks, StoredTensor, differ
+from ..memory.io.tensor_reader import Stored, StoredChunks, StoredTensor
 from ..tensor.chunks import overlap
 from ..zero.parameter import ParamSpec
 from . import directory as places
-from . import safetensors
+from . import module_state, safetensors
 from . import state_map as holding
 from .bulk_reader import Bulk
 from .heartbeat import together
@@ -84,12 +84,6 @@ def find_checkpoint(comm: DirectComm | Alone, path: str | os.PathLike, name: str
     if passed_over:
         print(f"zeroshard: {passed_over}", file=sys.stderr)
     return Path(exchange_values(comm, str(found), "zs.load: which")[0])
-
-
-def removed(comm: DirectComm | Alone, path: str | os.PathLike, folder: Path) -> bool:
-    """Return whether a checkpoint has vanished since it was found: a job that saves here may remove old ones (collective)."""
-    gone = comm.rank == 0 and folder != Path(path) and not (folder / places.MANIFEST).exists()
-    return bool(comm.exchange(b"1" if gone else b"", "zs.load: is it still there")[0])
 
 
 @contextmanager
@@ -223,7 +217,7 @@ def read_object(folder: Path, manifest: Manifest, name: str, trusted: bool = Fal
 class Alone:
     """Stand-in for a Comm of one rank, for `open_any` in a process without process group and device."""
 
-    rank, world_size = 0, 1
+    rank, world_size, failure = 0, 1, None
 
     def exchange(self, message: bytes, label: str) -> list[bytes]:
         """Return the messages of all ranks."""
@@ -233,11 +227,19 @@ class Alone:
 def open_any(
     comm: DirectComm | Alone, path: str | os.PathLike, name: str | None = None, *,
     verify: bool = True, trusted: bool = False, values: bool = True,
-    in_bulk: Callable[[Path, Manifest], Bulk] | None = None, mesh: Mapping[str, object] | None = None,
 ) -> Opened:  # fmt: skip
-    """Open the checkpoint that rank 0 finds, of zs.save or of another library (collective).
+    """Open the checkpoint that rank 0 finds, of zs.save or of another library (collective). Arguments: see `use_any`."""
+    return use_any(comm, path, name, lambda opened: opened, verify=verify, trusted=trusted, values=values)
 
-    If a run removes the checkpoint while it is opened, the next one is opened.
+
+def use_any(
+    comm: DirectComm | Alone, path: str | os.PathLike, name: str | None, use: Callable[[Opened], T], *,
+    verify: bool = True, trusted: bool = False, values: bool = True,
+    in_bulk: Callable[[Path, Manifest], Bulk] | None = None, mesh: Mapping[str, object] | None = None,
+) -> T:  # fmt: skip
+    """Open the checkpoint that rank 0 finds, of zs.save or of another library, and return what `use` makes of it (collective).
+
+    If a run removes the checkpoint while it is opened or used, the next one is opened, and `use` called with that.
 
     verify, values: see `open_own`; other formats have no checksums.
     in_bulk: makes the bulk reader (`Opened.bulk`) from the manifest. `open_any` then verifies small blocks only; the reader
@@ -257,13 +259,16 @@ def open_any(
     told = exchange_values(comm, agreed(comm, "zs.load: look", look, path), "zs.load: what is it")[0]
     if told is not None:
         where = Path(told)
-        return agreed(comm, "zs.load: open", lambda: open_foreign(where, trusted), where)
+        return use(agreed(comm, "zs.load: open", lambda: open_foreign(where, trusted), where))
     for looks in range(LOOKS, 0, -1):
         folder = find_checkpoint(comm, path, name)
         try:
-            return _open_found(comm, folder, verify, trusted, values, in_bulk, mesh)
+            return use(_open_found(comm, folder, verify, trusted, values, in_bulk, mesh))
         except CheckpointError:
-            if looks == 1 or not removed(comm, path, folder):
+            if looks == 1 or comm.failure is not None:
+                raise
+            gone = comm.rank == 0 and folder != Path(path) and not (folder / places.MANIFEST).exists()
+            if not comm.exchange(b"1" if gone else b"", "zs.load: is it still there")[0]:
                 raise
     raise AssertionError("the last look returns or raises")
 
@@ -317,23 +322,19 @@ def open_weights(
     names = {name for spec in specs for name in safetensors.names_of(prefixes, spec)}
     opened.fit(names | {name for buffer in buffers for name in buffer.names} | computed.keys())
     stored = opened.model
-    tied = {tuple(n for n in dict.fromkeys(safetensors.names_of(prefixes, spec)) if n in stored) for spec in specs}
-
-    def check_ties() -> None:
-        problems = []
-        for name, first in ((name, names[0]) for names in sorted(tied) for name in names[1:]):
-            if stored[name].shape != stored[first].shape:
-                problems.append(f"{name} is {stored[name].shape} and {first}, to which the model ties it, {stored[first].shape}")
-            elif differ(stored[first], stored[name], peers.rank, peers.world_size):
-                problems.append(f"{name} has other values than {first}, to which the model ties it")
-        if problems:
-            raise ModelMismatch(f"weights do not fit the model: {'; '.join(problems)}. Build it without the tie.")
-
-    agreed(comm, "zs.shard: tied weights", check_ties, path)
     for buffer in buffers:
         if (at := buffer.stored_in(stored)) is not None:
             stored |= dict.fromkeys(buffer.names, at)
-    return stored, agreed(comm, "zs.shard: weights", lambda: safetensors.check(model, specs, stored), path)
+
+    def check() -> dict[str, Stored]:
+        fit = module_state.compare(model, specs, stored, peers)
+        for name in computed:  # what hooks compute, they make from the parameters
+            fit.missing.pop(name, None)
+        if lines := fit.lines([name for name in stored if name not in fit.used]):
+            raise ModelMismatch(f"weights do not fit the model ({len(lines)} problems): {'; '.join(lines[:10])}")
+        return fit.found
+
+    return stored, agreed(comm, "zs.shard: weights", check, path)
 
 
 def open_own(

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..comm.base import DirectComm
 from ..comm.codec import exchange_values
-from ..errors import ConfigError, ModelMismatch, OffloadIOError, did_you_mean
+from ..errors import ConfigError, OffloadIOError
 from ..memory.io.aligned import bytes_of, empty
 from ..memory.io.tensor_reader import CHUNK_NBYTES, Bulk, Stored, StoredTensor
 from ..tensor.tiled_parameter import Part, part_of, whole_name
@@ -113,36 +113,6 @@ def others_of(model: nn.Module) -> tuple[list[Buffer], dict[str, Tensor]]:
         own = kept.get(key, [])
         buffers.append(Buffer(buffer, own, own + [name for name in names if name not in taken]))
     return buffers, computed
-
-
-def check(model: nn.Module, specs: list[ParamSpec], stored: dict[str, Stored]) -> dict[str, Stored]:
-    """Return parameter name -> stored tensor. Raise ModelMismatch naming everything that is missing or has another shape.
-
-    Persistent buffers must be stored; non-persistent ones need not be, but must have the right shape if they are.
-    """
-    found: dict[str, Stored] = {}
-    prefixes = prefixes_of(model)
-    problems: dict[str, None] = {}  # a dict, so that a parameter of many tiles is named once
-    for spec in specs:
-        names, part, shape = names_of(prefixes, spec), spec.part, spec.whole_shape
-        at = next((stored[name] for name in names if name in stored), None)
-        if at is None:
-            problems[f"{names[0]} is missing.{did_you_mean(names[0], stored)}"] = None
-        elif at.shape != shape:
-            problems[f"{names[0]}: the file has {at.shape}, the model {shape}"] = None
-        else:
-            found[spec.name] = at.cut(part)
-    for buffer in others_of(model)[0]:
-        name, at, shape = (*buffer.names, "")[0], buffer.stored_in(stored), tuple(buffer.tensor.shape)
-        if at is None and buffer.kept:
-            problems[f"{name} (buffer) is missing.{did_you_mean(name, stored)}"] = None
-        elif at is not None and at.shape != shape:
-            problems[f"{name} (buffer): the file has {at.shape}, the model {shape}"] = None
-        elif at is not None and buffer.refuses(at):
-            problems[f"{name} (buffer): {EXPANDED}"] = None
-    if problems:
-        raise ModelMismatch(f"weights do not fit the model ({len(problems)} problems): " + "; ".join(list(problems)[:10]))
-    return found
 
 
 @torch.no_grad()
