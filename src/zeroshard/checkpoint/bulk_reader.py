@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from ..comm.pool import BufferPool
@@ -37,7 +36,7 @@ from ..memory.io.aligned import ALIGN, bytes_of, round_up
 from ..memory.io.async_file import Engine, File, Handle, open_file
 from ..memory.io.tensor_reader import Stored, StoredTensor, Stretch
 from .manifest import Manifest
-from .rank_file import BUFFER_NBYTES, DIGEST_NBYTES
+from .rank_file import BUFFER_NBYTES, DIGEST_NBYTES, compare_digests
 
 WINDOW_NBYTES, SLOTS = 4 * DIGEST_NBYTES, 8  # size of one read; number of slots for passing memory
 _WORTH = 1.0  # allocating may take this many times as long as reading the same bytes again
@@ -155,12 +154,7 @@ class Bulk:
     def check(self, path: Path, landing: _Landing) -> _Landing:
         """Wait until a window has been read, compare its checksums, and return it. Raises OffloadIOError, CheckpointCorrupt."""
         landing.handle.wait()
-        entry, begin, memory = self.entries[path], landing.begin, bytes_of(landing.memory)
-        for at in range(0, len(memory), DIGEST_NBYTES):
-            expected = entry.digests[(begin + at) // DIGEST_NBYTES]
-            actual = xxhash.xxh3_64_hexdigest(memory[at : at + DIGEST_NBYTES])
-            if actual != expected:
-                raise CheckpointCorrupt(str(path), begin + at, f"checksum {expected}", f"checksum {actual}")
+        compare_digests(path, self.entries[path].digests, landing.begin, bytes_of(landing.memory))
         return landing
 
     def _verified(self, path: Path, windows: list[_Window]) -> Iterator[_Landing]:

@@ -42,7 +42,7 @@ from .heartbeat import telling
 from .manifest import Manifest
 from .resolver import agreed, check_digests, check_tensors, hinted, use_any
 from .saving import core_of, saver_of
-from .source import Opened, name_left_out
+from .source import Opened, name_left_out, read_value
 from .stages import Stages, agree
 from .user_state import check_named, check_target, slices_of
 
@@ -126,7 +126,15 @@ def _put(
     wanted: dict[str, object],
 ) -> tuple[_Loading, dict[str, object]]:  # fmt: skip
     """Find the checkpoint, compare it with the model, load it (collective). Return the `_Loading` and the saved extras."""
-    world = runtime.topology.world
+    world, mesh = runtime.topology.world, runtime.topology.mesh
+
+    def bulk_of(folder: Path, manifest: Manifest) -> Bulk:
+        held.close()  # the reader of a checkpoint that has been removed meanwhile gives its buffers back
+        bulk = Bulk(folder, manifest, Room(saver_of(runtime).pool))
+        held.callback(bulk.close)
+        if _all_wanted(runtime, stages.core, manifest) and manifest.facts["world_size"] == world.world_size:
+            bulk.ahead(folder / manifest.files[world.rank].name)  # the file that probably has this rank's tensors
+        return bulk
 
     def put(opened: Opened) -> tuple[_Loading, dict[str, object]]:
         loading = _Loading(runtime, stages, opened, strict)
@@ -136,8 +144,7 @@ def _put(
         return loading, extras
 
     with ExitStack() as held:
-        in_bulk = partial(_bulk_of, held, runtime, stages.core) if verify is True else None
-        mesh = runtime.topology.mesh
+        in_bulk = bulk_of if verify is True else None
         return use_any(world, path, name, put, verify=bool(verify), trusted=trusted, in_bulk=in_bulk, mesh=mesh)
 
 
@@ -169,16 +176,6 @@ def await_save(runtime: Runtime) -> None:
             last.wait()
         except CheckpointError:
             last.told = False
-
-
-def _bulk_of(held: ExitStack, runtime: Runtime, core: OptimizerCore | None, folder: Path, manifest: Manifest) -> Bulk:
-    """Return the reader of a checkpoint of zs.save; it starts to read the file that probably has this rank's tensors, if any."""
-    held.close()  # the reader of a checkpoint that has been removed meanwhile gives its buffers back
-    bulk = Bulk(folder, manifest, Room(saver_of(runtime).pool))
-    held.callback(bulk.close)
-    if _all_wanted(runtime, core, manifest) and manifest.facts["world_size"] == runtime.topology.world.world_size:
-        bulk.ahead(folder / manifest.files[runtime.topology.world.rank].name)
-    return bulk
 
 
 def _all_wanted(runtime: Runtime, core: OptimizerCore | None, manifest: Manifest) -> bool:
@@ -334,9 +331,7 @@ class _Loading:
                     elif not ours and stored.shape != ():
                         problems.append(f"  optimizer: {key} of {name}: saved {stored.shape}, wanted {shape}")
                     else:
-                        value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-                        stored.read(0, value.view(-1))
-                        state.scalars[key] = value
+                        state.scalars[key] = read_value(stored)
                 if not ours and isinstance(state.scalars.get("step"), int):
                     # torch's optimizers keep step as a float tensor on the host
                     state.scalars["step"] = torch.tensor(float(state.scalars["step"]), device="cpu")

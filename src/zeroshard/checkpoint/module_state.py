@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from ..comm.base import DirectComm
@@ -21,7 +20,7 @@ from ..memory.io.tensor_reader import Stored, differ
 from ..zero.parameter import ParamSpec
 from . import safetensors
 from .bulk_reader import Reading
-from .source import Opened, Untrusted
+from .source import Opened, Untrusted, read_value
 
 
 @dataclass
@@ -137,10 +136,7 @@ def give_back(
     for prefix, module in model.named_modules():
         key = f"{prefix}.{safetensors.EXTRA_STATE}".removeprefix(".")
         if key in opened.model:
-            (stored,) = reading.guard({key: opened.model[key]}).values()
-            tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-            stored.read(0, tensor.view(-1))
-            value: object = tensor
+            value = read_value(reading.guard({key: opened.model[key]})[key])
         elif key in opened.module_objects:
             value = opened.module_objects[key]
         else:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
+import itertools
 import os
-import pickle
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import xxhash
 from torch import nn
 
 from ..comm.base import DirectComm
@@ -30,8 +27,8 @@ from .bulk_reader import Bulk
 from .heartbeat import together
 from .importers import RECOGNISED, open_foreign, recognise
 from .manifest import FileEntry, Manifest
-from .rank_file import DIGEST_NBYTES
-from .source import Opened, Untrusted
+from .rank_file import DIGEST_NBYTES, compare_digests
+from .source import Opened, Untrusted, load_object
 
 LOOKS = 5  # attempts to open a checkpoint: a running job may remove it meanwhile, and then the next one is opened
 _READ_NBYTES = 4 << 20
@@ -115,15 +112,15 @@ def check_digests(folder: Path, manifest: Manifest, rank: int = 0, world_size: i
 
     small: only the blocks with plain values and single numbers, which are read one by one; `Bulk` verifies the others.
     """
-    wanted = _small_blocks(manifest) if small else None
-    blocks = [(f, n) for f in manifest.files for n in range(len(f.digests)) if wanted is None or (f.name, n) in wanted]
+    whole = [(number, 0, file.nbytes) for number, file in enumerate(manifest.files)]
+    blocks = _small_blocks(manifest) if small else _blocks(manifest, whole)
     _check(folder, blocks[len(blocks) * rank // world_size : len(blocks) * (rank + 1) // world_size])
 
 
 def check_tensors(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Compare the checksums of all blocks of some tensors, which are about to be read one by one. Raises CheckpointCorrupt."""
-    wanted = _blocks(manifest, [(b.file, b.offset, b.nbytes) for name in names for b in manifest.tensors[name].boxes])
-    _check(folder, [(f, n) for f in manifest.files for n in range(len(f.digests)) if (f.name, n) in wanted])
+    boxes = [box for name in names for box in manifest.tensors[name].boxes]
+    _check(folder, _blocks(manifest, [(box.file, box.offset, box.nbytes) for box in boxes]))
 
 
 def _check(folder: Path, blocks: list[tuple[FileEntry, int]]) -> None:
@@ -136,17 +133,17 @@ def _check(folder: Path, blocks: list[tuple[FileEntry, int]]) -> None:
         while count < per_read and at + count < len(blocks) and blocks[at + count] == (file, first + count):
             count += 1
         with hinted(folder):
-            digests = file.digests[first : first + count]
-            _check_blocks(folder / file.name, digests, first * DIGEST_NBYTES, file.nbytes, buffer)
+            _check_blocks(folder / file.name, file, first, count, buffer)
         at += count
 
 
-def _small_blocks(manifest: Manifest) -> set[tuple[str, int]]:
-    """Return (file, number) of every block that the comparison with the model reads.
+def _small_blocks(manifest: Manifest) -> list[tuple[FileEntry, int]]:
+    """Return every block that the comparison with the model reads, and all blocks of `.metadata`, which it does not.
 
     They hold bytes of objects, of tensors of at most one element, or of optimizer states that lack their parameter's shape.
     """
     stretches = [(o.file, o.offset, o.nbytes) for o in manifest.objects.values()]
+    stretches += [(number, 0, file.nbytes) for number, file in enumerate(manifest.files) if file.name == ".metadata"]
     for name, entry in manifest.tensors.items():
         small = torch.Size(entry.shape).numel() <= 1 or safetensors.is_extra_state(name)
         if not small and name.startswith(holding.STATE):  # a state without one value for each element (step, ...)
@@ -155,36 +152,33 @@ def _small_blocks(manifest: Manifest) -> set[tuple[str, int]]:
             small = key in (manifest.scalars or ()) or of is None or of.shape != entry.shape
         if small:
             stretches += [(box.file, box.offset, box.nbytes) for box in entry.boxes]
-    metadata = {(f.name, number) for f in manifest.files if f.name == ".metadata" for number in range(len(f.digests))}
-    return _blocks(manifest, stretches) | metadata
+    return _blocks(manifest, stretches)
 
 
-def _blocks(manifest: Manifest, stretches: list[tuple[int, int, int]]) -> set[tuple[str, int]]:
-    """Return (file name, number) of every block that overlaps one of the stretches (number of a file, offset, nbytes)."""
-    return {
-        (manifest.files[file].name, number)
+def _blocks(manifest: Manifest, stretches: list[tuple[int, int, int]]) -> list[tuple[FileEntry, int]]:
+    """Return (file, number), in order, of every block that overlaps one of the stretches (number of a file, offset, nbytes)."""
+    found = {
+        (file, number)
         for file, offset, nbytes in stretches
         for number in range(offset // DIGEST_NBYTES, (offset + nbytes - 1) // DIGEST_NBYTES + 1)
     }
+    return [(manifest.files[file], number) for file, number in sorted(found)]
 
 
-def _check_blocks(path: Path, digests: tuple[str, ...], offset: int, file_nbytes: int, buffer: memoryview) -> None:
-    nbytes = min(len(digests) * DIGEST_NBYTES, file_nbytes - offset)
+def _check_blocks(path: Path, entry: FileEntry, first: int, count: int, buffer: memoryview) -> None:
+    offset = first * DIGEST_NBYTES
+    nbytes = min(count * DIGEST_NBYTES, entry.nbytes - offset)
     with open(path, "rb", buffering=0) as file:
         got = 0
         while got < nbytes:
             try:
-                count = os.preadv(file.fileno(), [buffer[got:nbytes]], offset + got)
+                read = os.preadv(file.fileno(), [buffer[got:nbytes]], offset + got)
             except OSError as error:
                 raise CheckpointReadError(path, offset + got, error.errno, error.strerror or str(error)) from error
-            if count == 0:
-                raise CheckpointCorrupt(str(path), offset + got, f"{file_nbytes:,} bytes", f"{offset + got:,} bytes")
-            got += count
-    for number, expected in enumerate(digests):
-        begin = number * DIGEST_NBYTES
-        actual = xxhash.xxh3_64_hexdigest(buffer[begin : min(begin + DIGEST_NBYTES, nbytes)])
-        if actual != expected:
-            raise CheckpointCorrupt(str(path), offset + begin, f"checksum {expected}", f"checksum {actual}")
+            if read == 0:
+                raise CheckpointCorrupt(str(path), offset + got, f"{entry.nbytes:,} bytes", f"{offset + got:,} bytes")
+            got += read
+    compare_digests(path, entry.digests, offset, buffer[:nbytes])
 
 
 def read_object(folder: Path, manifest: Manifest, name: str, trusted: bool = False) -> Any:
@@ -193,24 +187,16 @@ def read_object(folder: Path, manifest: Manifest, name: str, trusted: bool = Fal
     Raises Untrusted if it is of a class that torch.load(weights_only=True) refuses; CheckpointCorrupt, CheckpointError.
     """
     entry = manifest.objects[name]
-    file_entry = manifest.files[entry.file]
-    path = folder / file_entry.name
-    with open(path, "rb") as file:
-        file.seek(entry.offset)
-        content = io.BytesIO(file.read(entry.nbytes))
+    path = folder / manifest.files[entry.file].name
     try:
-        return torch.load(content, map_location="cpu", weights_only=not trusted)
+        return load_object(path, entry.offset, entry.nbytes, name, trusted)
+    except OSError:
+        raise
     except Exception as error:
-        blocks = range(entry.offset // DIGEST_NBYTES, (entry.offset + entry.nbytes - 1) // DIGEST_NBYTES + 1)
-        _check(folder, [(file_entry, number) for number in blocks])  # damage is the better reason
+        _check(folder, _blocks(manifest, [(entry.file, entry.offset, entry.nbytes)]))  # damage is the better reason
+        if isinstance(error, Untrusted):
+            raise
         reason = (str(error).splitlines() or [""])[0]
-        if isinstance(error, pickle.UnpicklingError) and not trusted:
-            named = re.search(r"GLOBAL ([\w.]+)", str(error))  # torch's message is a page long; the class is enough
-            reason = named[1] if named else reason
-            raise Untrusted(
-                f"{path}: {name}: an object of a class that is loaded with trusted=True only, as it may run code: pass that if you "
-                f"trust whoever wrote this checkpoint ({reason})"
-            ) from None
         raise CheckpointError(f"{path}: {name} can not be loaded: {type(error).__name__}: {reason}") from error
 
 
@@ -287,12 +273,9 @@ def _open_found(
     ranks, bulk = (comm.rank, comm.world_size), None
     if in_bulk is not None and hasattr(os, "posix_fadvise"):
         # ask for small blocks before any rank reads ahead, since the small reads would queue behind that
-        numbers: dict[str, list[int]] = {}
-        for name, number in _small_blocks(manifest):
-            numbers.setdefault(name, []).append(number)
-        for name, wanted in numbers.items():
+        for name, blocks in itertools.groupby(_small_blocks(manifest), key=lambda block: block[0].name):
             with suppress(OSError), open(folder / name, "rb", buffering=0) as file:  # the later reads raise it
-                for number in wanted:
+                for _, number in blocks:
                     os.posix_fadvise(file.fileno(), number * DIGEST_NBYTES, DIGEST_NBYTES, os.POSIX_FADV_WILLNEED)
     agreed(comm, "zs.load: sizes", lambda: check_sizes(folder, manifest), folder)
     if in_bulk is not None:

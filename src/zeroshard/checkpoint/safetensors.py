@@ -37,6 +37,7 @@ from ..zero.runtime import Runtime, runtime_of
 from ..zero.shard_model import write_value
 from ..zero.unit import ParamGroup
 from .directory import sync
+from .heartbeat import raise_first
 
 SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "U64": torch.uint64,
@@ -295,22 +296,18 @@ class _Listing:
 
 def _agree_on_listing(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Listing, _Listing]:
     """Return what this rank's stage writes and what all pipeline stages write, of which each tells the others (collective)."""
-    mine, problem, stages = _Listing(), None, runtime.topology.stages
+    mine, problem, world, stages = _Listing(), None, runtime.topology.world, runtime.topology.stages
     try:
         mine = _Listing.of(runtime, dtype)
     except ConfigError as error:
-        if runtime.topology.world is runtime.comm:
+        if world is runtime.comm:
             raise
         problem = error
-    if runtime.topology.world is runtime.comm:
+    if world is runtime.comm:
         return mine, mine
-    tells = runtime.topology.world.rank == stages[runtime.topology.stage][0] and len(stages) > 1
-    told = exchange_values(
-        runtime.topology.world, (problem, (mine.tensors, mine.metadata) if tells else None), "zs.save_safetensors: names"
-    )
-    for failed, _ in told:
-        if failed is not None:
-            raise failed
+    tells = world.rank == stages[runtime.topology.stage][0] and len(stages) > 1
+    told = exchange_values(world, (problem, (mine.tensors, mine.metadata) if tells else None), "zs.save_safetensors: names")
+    raise_first([failed for failed, _ in told], world.rank, problem)
     if len(stages) == 1:
         return mine, mine
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -379,10 +376,7 @@ def _agreed(comm: DirectComm, file: SafetensorsFile, action: Callable[[], None])
     except OSError as error:
         what = f"rank {comm.rank}: saving {file.nbytes:,} bytes"
         problem = OffloadIOError(str(file.path), 0, error.errno or EIO, what)
-    everyone = exchange_values(comm, problem, "zs.save_safetensors")
-    for found in everyone:
-        if found is not None:
-            raise found
+    raise_first(exchange_values(comm, problem, "zs.save_safetensors"), comm.rank, problem)
 
 
 def _write(runtime: Runtime, file: SafetensorsFile, listing: _Listing) -> None:
