@@ -29,7 +29,7 @@ from . import dcp
 from .directory import absolute, sync
 from .resolver import Alone, use_any
 from .safetensors import SAFETENSORS_NAMES, SafetensorsFile
-from .source import Opened, Untrusted
+from .source import Opened, Untrusted, first_of
 from .writing import write_errors
 
 CONFIG = "hf_config"  # the extra under which a checkpoint may keep a Hugging Face configuration
@@ -217,23 +217,13 @@ def _read_objects(opened: Opened, format: str) -> dict[str, object]:
         _say(f"{opened.path} holds trained parameters only ({len(opened.frozen)} were left out): so does the export")
     if format == "safetensors":
         if opened.module_readers:
-            names = _listed(opened.module_readers)
+            names = first_of(opened.module_readers)
             _say(f"safetensors holds tensors only: left out {names}; format='torch' holds them as well")
         return {}
-    objects, refused = {}, []
-    for name, reader in opened.module_readers.items():
-        try:
-            objects[name] = reader()
-        except Untrusted:
-            refused.append(name)
+    objects, refused = opened.read_objects(opened.module_readers)
     if refused:
-        _say(f"left out, being of classes that torch does not load by itself: {_listed(refused)}; load it with strict=False")
+        _say(f"left out, being of classes that torch does not load by itself: {first_of(refused)}; load it with strict=False")
     return objects
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 class _Exporting:

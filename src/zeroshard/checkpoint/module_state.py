@@ -20,7 +20,7 @@ from ..memory.io.tensor_reader import Stored, differ
 from ..zero.parameter import ParamSpec
 from . import safetensors
 from .bulk_reader import Reading
-from .source import Opened, Untrusted, read_value
+from .source import Opened, first_of, read_value
 
 
 @dataclass
@@ -83,6 +83,14 @@ def compare(
     return fit
 
 
+def names_in(model: nn.Module, specs: Iterable[ParamSpec]) -> set[str]:
+    """Return the names in a model's state dict, with all names of tied parameters and of buffers."""
+    prefixes, (buffers, computed) = safetensors.prefixes_of(model), safetensors.others_of(model)
+    found = {name for spec in specs for name in (spec.whole_name, *safetensors.names_of(prefixes, spec))}
+    found |= {name for buffer in buffers for name in buffer.names} | computed.keys()
+    return found | takers(model).keys()
+
+
 def takers(model: nn.Module) -> dict[str, nn.Module]:
     """Return name of an extra state -> module with `set_extra_state`, for each name of the module."""
     return {
@@ -94,19 +102,10 @@ def takers(model: nn.Module) -> dict[str, nn.Module]:
 
 def read_objects(model: nn.Module, opened: Opened, rank: int) -> None:
     """Read a foreign checkpoint's extra states for modules with `set_extra_state`; rank 0 prints the names of the others."""
-    modules, left = takers(model), []
-    for name, reader in opened.module_readers.items():
-        try:
-            if name in modules:
-                opened.module_objects[name] = reader()
-                continue
-        except Untrusted:
-            pass
-        left.append(name)
+    opened.module_objects, left = opened.read_objects(takers(model))
     if left and rank == 0:
-        more = f" and {len(left) - 5} more" if len(left) > 5 else ""
         why = "which no module of the model takes, or which is of classes that are not loaded from files of others"
-        print(f"zeroshard: {opened.path}: left {', '.join(left[:5])}{more} unread, {why}", file=sys.stderr)
+        print(f"zeroshard: {opened.path}: left {first_of(left)} unread, {why}", file=sys.stderr)
 
 
 def give_back(

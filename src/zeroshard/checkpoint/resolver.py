@@ -301,10 +301,8 @@ def open_weights(
     except CheckpointNotFound as error:
         what = f"expected a .safetensors file or a folder of them, a checkpoint of zs.save, or {RECOGNISED}"
         raise CheckpointNotFound(f"weights={str(path)!r}: {what}. {error}") from None
-    prefixes, (buffers, computed) = safetensors.prefixes_of(model), safetensors.others_of(model)
-    names = {name for spec in specs for name in safetensors.names_of(prefixes, spec)}
-    opened.fit(names | {name for buffer in buffers for name in buffer.names} | computed.keys())
-    stored = opened.model
+    opened.fit(module_state.names_in(model, specs))
+    stored, (buffers, computed) = opened.model, safetensors.others_of(model)
     for buffer in buffers:
         if (at := buffer.stored_in(stored)) is not None:
             stored |= dict.fromkeys(buffer.names, at)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,19 @@ class Opened:
                 found[name] = first[key]
         return found
 
+    def read_objects(self, wanted: Container[str]) -> tuple[dict[str, object], list[str]]:
+        """Read modules' extra states of these names. Return them, and the names that are left: unwanted, or Untrusted."""
+        objects, left = {}, []
+        for name, reader in self.module_readers.items():
+            try:
+                if name in wanted:
+                    objects[name] = reader()
+                    continue
+            except Untrusted:
+                pass
+            left.append(name)
+        return objects, left
+
     def fit(self, wanted: Iterable[str]) -> None:
         """Strip wrappers' prefixes from names, or add them, if more names are then among the wanted ones."""
         left_out = {key: name_left_out(key) for key in self.frozen}
@@ -135,6 +148,11 @@ class Opened:
         self.slices = {name: {rename.get(key, key): at for key, at in kept.items()} for name, kept in self.slices.items()}
         for group in self.groups or ():
             group["params"] = [rename.get(member, member) for member in group["params"]]
+
+
+def first_of(names: Collection[str]) -> str:
+    """Return the first five names, and how many more there are."""
+    return ", ".join(list(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def name_left_out(key: str) -> str:
