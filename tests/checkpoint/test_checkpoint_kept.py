@@ -14,7 +14,6 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.checkpoint import bulk_reader, loading, resolver
 from zeroshard.checkpoint.rank_file import FileWriter
-from zeroshard.checkpoint.read_buffers import Room
 from zeroshard.errors import CheckpointCorrupt
 from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of
@@ -54,7 +53,7 @@ def counted(monkeypatch):
 @pytest.fixture
 def no_more(monkeypatch):
     """The buffers that there are have to do."""
-    monkeypatch.setattr(Room, "_make", lambda self, pace: None)
+    monkeypatch.setattr(bulk_reader.Room, "_make", lambda self, pace: None)
 
 
 @pytest.mark.parametrize(("options", "worlds"), [
@@ -137,7 +136,9 @@ def test_a_first_load_reads_states_into_fresh_tensors(memory, world, tmp_path, c
     """And parameters into buffers that are made for it, as far as there is memory."""
     expected = write_checkpoint(tmp_path, 2, seeded(Wide), WIDE, save_name="x")
     monkeypatch.setattr(loading, "available_nbytes", lambda: memory)
-    monkeypatch.setattr(Room, "_make", lambda self, pace, plain=Room._make: plain(self, lambda: 1.0))  # a slow disk
+    monkeypatch.setattr(
+        bulk_reader.Room, "_make", lambda self, pace, plain=bulk_reader.Room._make: plain(self, lambda: 1.0)
+    )  # a slow disk
 
     def rank_run(rank: int) -> None:
         model, optimizer = build(seeded(Wide, 5))
@@ -511,9 +512,7 @@ def test_damage_is_told_as_damage_whoever_would_have_read_it_first(worlds, verif
 def test_blocks_that_lie_apart_are_all_compared(tmp_path, monkeypatch):
     """Not as many from the first on."""
     seen = []
-    monkeypatch.setattr(
-        resolver, "_check_blocks", lambda path, digests, offset, *rest: seen.append((offset >> 20, len(digests))) or 0
-    )
+    monkeypatch.setattr(resolver, "_check_blocks", lambda path, entry, first, count, buffer: seen.append((first, count)))
     file = resolver.FileEntry("a", 20 << 20, tuple(f"{n:016x}" for n in range(20)))
     resolver._check(tmp_path, [(file, number) for number in (0, 1, 3, 7, 8, 9, 10, 11, 19)])
     assert seen == [(0, 2), (3, 1), (7, 4), (11, 1), (19, 1)]

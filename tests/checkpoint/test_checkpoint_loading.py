@@ -18,7 +18,7 @@ from helpers import token_batches
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.checkpoint import bulk_reader, loading, read_buffers, resolver, safetensors, state_map, writing
+from zeroshard.checkpoint import bulk_reader, loading, resolver, safetensors, state_map, writing
 from zeroshard.optim import state_loading
 from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of
@@ -452,7 +452,7 @@ def test_windows_that_were_not_kept_are_read_again_once(tmp_path, monkeypatch):
     model(torch.ones(1, 1024)).sum().backward()
     optimizer.step()
     zs.save(tmp_path, model, optimizer)
-    monkeypatch.setattr(read_buffers.Room, "lasting", lambda *args: None)  # no memory is worth its time
+    monkeypatch.setattr(bulk_reader.Room, "lasting", lambda *args: None)  # no memory is worth its time
     expected, begun, plain = zs.full_optimizer_state(model), [], bulk_reader.Bulk.begin
 
     def begin(self, path, at, memory, kept):

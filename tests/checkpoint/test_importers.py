@@ -188,12 +188,10 @@ def test_a_tie_of_the_model_must_hold_in_the_file(tmp_path):
         with pytest.raises(zs.CheckpointMismatch, match="head.weight: saved with other values than embedding.weight"):
             zs.load(tmp_path / "bad.pt", model)
         with pytest.raises(
-            zs.ModelMismatch, match="head.weight has other values than embedding.weight, to which the model ties it"
+            zs.ModelMismatch, match="head.weight: saved with other values than embedding.weight, .*without the tie"
         ):
             zs.shard(seeded(OddGPT), None, stage=3, weights=tmp_path / "bad.pt")
-        with pytest.raises(
-            zs.ModelMismatch, match=r"head.weight is \(3, 7\) and embedding.weight, to which the model ties it, \(11, 7\)"
-        ):
+        with pytest.raises(zs.ModelMismatch, match=r"head.weight: saved \(3, 7\), wanted \(11, 7\)"):
             zs.shard(seeded(OddGPT), None, stage=3, weights=tmp_path / "other.pt")
         for good in ("good.pt", "nan.pt"):
             zs.shard(seeded(OddGPT), None, stage=3, weights=tmp_path / good)

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.checkpoint import read_buffers as room_module
+from zeroshard.checkpoint import bulk_reader
+from zeroshard.checkpoint.bulk_reader import SLOTS, WINDOW_NBYTES, Room
 from zeroshard.checkpoint.rank_file import BUFFER_NBYTES
-from zeroshard.checkpoint.read_buffers import SLOTS, WINDOW_NBYTES, Room
 from zeroshard.comm.pool import BufferPool
 from zeroshard.config import Tier
 from zeroshard.memory.io.aligned import ALIGN, empty_aligned
@@ -28,7 +28,7 @@ class Memory:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float, free: int = 0) -> None:
         self.now, self.seconds, self.made = 0.0, seconds, 0
-        monkeypatch.setattr(room_module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(bulk_reader.time, "monotonic", lambda: self.now)
         self.pool = pool_of(lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
         self.pool.grow(free)
         self.pool.make = self.make

@@ -27,9 +27,9 @@ from ..memory.io.tensor_reader import Stored, StoredTensor
 from ..utils.dtypes import casts_to
 from . import dcp
 from .directory import absolute, sync
-from .resolver import LOOKS, Alone, open_any, removed
+from .resolver import Alone, use_any
 from .safetensors import SAFETENSORS_NAMES, SafetensorsFile
-from .source import Opened, Untrusted
+from .source import Opened, Untrusted, first_of
 from .writing import write_errors
 
 CONFIG = "hf_config"  # the extra under which a checkpoint may keep a Hugging Face configuration
@@ -101,15 +101,12 @@ def export(
     target = _check_arguments(out, dtype, format, max_shard_nbytes, config)
     settings = None if config is None else _read_config(config)
     names = None if names is None else list(names)
-    for looks in range(LOOKS, 0, -1):
-        opened = open_any(Alone(), path, name, verify=verify, values=False)
+
+    def write(opened: Opened) -> Exported:
         _select(opened, names, prefix)
-        try:
-            return _write(opened, target, dtype, format, max_shard_nbytes, settings)
-        except CheckpointError:  # a run in progress may have removed the checkpoint: export the next one
-            if looks == 1 or not removed(Alone(), path, opened.path):
-                raise
-    raise AssertionError("the last look returns or raises")
+        return _write(opened, target, dtype, format, max_shard_nbytes, settings)
+
+    return use_any(Alone(), path, name, write, verify=verify, values=False)
 
 
 def _write(
@@ -220,23 +217,13 @@ def _read_objects(opened: Opened, format: str) -> dict[str, object]:
         _say(f"{opened.path} holds trained parameters only ({len(opened.frozen)} were left out): so does the export")
     if format == "safetensors":
         if opened.module_readers:
-            names = _listed(opened.module_readers)
+            names = first_of(opened.module_readers)
             _say(f"safetensors holds tensors only: left out {names}; format='torch' holds them as well")
         return {}
-    objects, refused = {}, []
-    for name, reader in opened.module_readers.items():
-        try:
-            objects[name] = reader()
-        except Untrusted:
-            refused.append(name)
+    objects, refused = opened.read_objects(opened.module_readers)
     if refused:
-        _say(f"left out, being of classes that torch does not load by itself: {_listed(refused)}; load it with strict=False")
+        _say(f"left out, being of classes that torch does not load by itself: {first_of(refused)}; load it with strict=False")
     return objects
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 class _Exporting:

@@ -19,7 +19,6 @@ from .resolver import Alone, agreed, check_digests, check_sizes, owner_of
 
 HOLD, UNCHECKED, NONE, DAMAGED, UNREADABLE = "hold", "not verified", "the format has none", "damaged", "unreadable"
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError)  # raised while reading a manifest with wrong entries
-_LISTINGS = 5  # attempts at listing a folder from which checkpoints are being removed
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def inspect_checkpoint(path: str | os.PathLike, *, name: str | None = None, veri
 
     def look() -> list[Inspection]:
         if name is None and not (where / places.MANIFEST).is_file():
-            present = _complete(where)
+            present = places.complete(where)
             found = [one for one in (_inspect(folder, verify) for folder in present.values()) if one is not None]
             if found:
                 return found
@@ -92,14 +91,6 @@ def inspect_checkpoint(path: str | os.PathLike, *, name: str | None = None, veri
         return [one]
 
     return agreed(Alone(), "zs.inspect_checkpoint: reading", look, path)
-
-
-def _complete(where: Path) -> dict[str, Path]:
-    """Return complete checkpoints by name; list again if one vanishes meanwhile."""
-    for _ in range(_LISTINGS):
-        with suppress(FileNotFoundError):
-            return places.complete(where)
-    return places.complete(where)
 
 
 def _inspect(folder: Path, verify: bool) -> Inspection | None:

@@ -4,7 +4,7 @@
 
 The model changes only in the last step, after all others have passed on every rank. Each rank reads its own slices (of replicated
 states: whole tensors): new optimizer states into new tensors, everything else into buffers of the model's saves, or twice if no
-buffer is free (read_buffers.py). If states rest on host or disk, a pass over all files first verifies the checksums.
+buffer is free (bulk_reader.py). If states rest on host or disk, a pass over all files first verifies the checksums.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import nn
 
 from ..comm.codec import exchange_values
 from ..config import Tier
-from ..errors import BaseModelMismatch, CheckpointError, CheckpointMismatch, ConfigError, ZeroshardError, did_you_mean
+from ..errors import BaseModelMismatch, CheckpointError, CheckpointMismatch, ConfigError, ZeroshardError
 from ..memory.host_memory import available_nbytes
-from ..memory.io.tensor_reader import Stored, differ
+from ..memory.io.tensor_reader import Stored
 from ..offload.storage import Rest
 from ..optim import state_loading
 from ..optim.sharded_optimizer import OptimizerCore
@@ -36,14 +36,13 @@ from ..zero.unit import ParamGroup
 from . import directory as places
 from . import module_state, safetensors
 from . import state_map as holding
-from .bulk_reader import Bulk, Reading
+from .bulk_reader import Bulk, Reading, Room
 from .fingerprint import Identity, identities, totals
 from .heartbeat import telling
 from .manifest import Manifest
-from .read_buffers import Room
-from .resolver import LOOKS, agreed, check_digests, check_tensors, hinted, open_any, removed
+from .resolver import agreed, check_digests, check_tensors, hinted, use_any
 from .saving import core_of, saver_of
-from .source import Opened, name_left_out
+from .source import Opened, name_left_out, read_value
 from .stages import Stages, agree
 from .user_state import check_named, check_target, slices_of
 
@@ -128,20 +127,25 @@ def _put(
 ) -> tuple[_Loading, dict[str, object]]:  # fmt: skip
     """Find the checkpoint, compare it with the model, load it (collective). Return the `_Loading` and the saved extras."""
     world, mesh = runtime.topology.world, runtime.topology.mesh
-    for looks in range(LOOKS, 0, -1):
-        with ExitStack() as held:
-            in_bulk = partial(_bulk_of, held, runtime, stages.core) if verify is True else None
-            opened = open_any(world, path, name, verify=bool(verify), trusted=trusted, in_bulk=in_bulk, mesh=mesh)
-            loading = _Loading(runtime, stages, opened, strict)
-            try:
-                extras = agreed(world, "zs.load: comparing", partial(loading.compare, wanted), opened.path)
-                loading.check_base()
-                loading.put()
-                return loading, extras
-            except CheckpointError:  # if a running job has removed the checkpoint, load the next one over what is loaded so far
-                if looks == 1 or world.failure is not None or not removed(world, path, opened.path):
-                    raise
-    raise AssertionError("the last look returns or raises")
+
+    def bulk_of(folder: Path, manifest: Manifest) -> Bulk:
+        held.close()  # the reader of a checkpoint that has been removed meanwhile gives its buffers back
+        bulk = Bulk(folder, manifest, Room(saver_of(runtime).pool))
+        held.callback(bulk.close)
+        if _all_wanted(runtime, stages.core, manifest) and manifest.facts["world_size"] == world.world_size:
+            bulk.ahead(folder / manifest.files[world.rank].name)  # the file that probably has this rank's tensors
+        return bulk
+
+    def put(opened: Opened) -> tuple[_Loading, dict[str, object]]:
+        loading = _Loading(runtime, stages, opened, strict)
+        extras = agreed(world, "zs.load: comparing", partial(loading.compare, wanted), opened.path)
+        loading.check_base()
+        loading.put()  # if a running job removes the checkpoint, the next one is loaded over what is loaded so far
+        return loading, extras
+
+    with ExitStack() as held:
+        in_bulk = bulk_of if verify is True else None
+        return use_any(world, path, name, put, verify=bool(verify), trusted=trusted, in_bulk=in_bulk, mesh=mesh)
 
 
 def _agree(
@@ -174,16 +178,6 @@ def await_save(runtime: Runtime) -> None:
             last.told = False
 
 
-def _bulk_of(held: ExitStack, runtime: Runtime, core: OptimizerCore | None, folder: Path, manifest: Manifest) -> Bulk:
-    """Return the reader of a checkpoint of zs.save; it starts to read the file that probably has this rank's tensors, if any."""
-    held.close()  # the reader of a checkpoint that has been removed meanwhile gives its buffers back
-    bulk = Bulk(folder, manifest, Room(saver_of(runtime).pool))
-    held.callback(bulk.close)
-    if _all_wanted(runtime, core, manifest) and manifest.facts["world_size"] == runtime.topology.world.world_size:
-        bulk.ahead(folder / manifest.files[runtime.topology.world.rank].name)
-    return bulk
-
-
 def _all_wanted(runtime: Runtime, core: OptimizerCore | None, manifest: Manifest) -> bool:
     """Return whether reading verifies all checksums: the load needs the whole checkpoint, and states rest on the device."""
     tiers = {runtime.config.offload_param.tier, runtime.config.offload_optimizer.tier}
@@ -197,7 +191,6 @@ class _Loading:
     def __init__(self, runtime: Runtime, stages: Stages, opened: Opened, strict: bool) -> None:
         self.runtime, self.stages, self.core, self.opened, self.strict = runtime, stages, stages.core, opened, strict
         self.comm = runtime.topology.world
-        self.prefixes = safetensors.prefixes_of(runtime.model)
         self.aliases: dict[str, str] = {}  # another name of a parameter -> its name
         self.found: dict[str, Stored] = {}  # parameter -> where it is stored
         self.left_out: list[tuple[ParamGroup, int]] = []  # (group, index) of parameters that the checkpoint leaves out
@@ -213,8 +206,9 @@ class _Loading:
     def compare(self, extra: dict[str, object]) -> dict[str, object]:
         """Find all of the model's entries; return the saved extras. Raise CheckpointMismatch with all entries that do not fit."""
         if self._by_stages or not self.opened.ours:
+            prefixes = safetensors.prefixes_of(self.runtime.model)
             for spec in (spec for group in self.runtime.groups for spec in group.specs):
-                self.aliases |= dict.fromkeys(safetensors.names_of(self.prefixes, spec), spec.whole_name)
+                self.aliases |= dict.fromkeys(safetensors.names_of(prefixes, spec), spec.whole_name)
                 self.aliases.pop(spec.whole_name, None)
         self.opened.fit(self.stages.names)
         if not self.opened.ours:
@@ -240,46 +234,30 @@ class _Loading:
 
     def _compare_model(self) -> tuple[list[str], list[str]]:
         """Note where parameters are stored. Return the problems of parameters and buffers, and what to do about missing ones."""
-        missing: list[str] = []
-        mismatched: list[str] = []
-        problems: list[str] = []
-        used: set[str] = set()
-        model, several = self.opened.model, self._by_stages or not self.opened.ours  # tied parameters may be stored twice
-        mine = self.runtime.comm.rank, self.runtime.comm.world_size
-        for group in self.runtime.groups:
+        opened, runtime = self.opened, self.runtime
+        if (bulk := opened.bulk) is not None:  # comparing reads expanded buffers, so their checksums come first
+            expanded = [name for buffer in safetensors.others_of(runtime.model)[0] if buffer.expanded for name in buffer.names]
+            stored = [f"{holding.MODEL}{opened.saved_names.get(name, name)}" for name in expanded]
+            check_tensors(opened.path, bulk.manifest, [name for name in stored if name in bulk.manifest.tensors])
+        specs = [spec for group in runtime.groups for spec in group.specs]
+        fit = module_state.compare(runtime.model, specs, opened.model, runtime.comm, self._by_stages or not opened.ours)
+        self.found = fit.found
+        for group in runtime.groups if opened.trained_only else ():
             for index, spec in enumerate(group.specs):
-                name, shape = spec.whole_name, spec.whole_shape
-                names = [n for n in dict.fromkeys((name, *safetensors.names_of(self.prefixes, spec))) if n in model]
-                if names:
-                    used.update(names if several else names[:1])
-                    mismatched += [f"{n}: saved {model[n].shape}, wanted {shape}" for n in names if model[n].shape != shape]
-                    problems += [f"  untied: {n}: saved with other values than {names[0]}, to which the model ties it"
-                                 for n in (names[1:] if several else ()) if differ(model[names[0]], model[n], *mine)]  # fmt: skip
-                    self.found[spec.name] = model[names[0]].cut(spec.part)
-                elif not group.trainable and self.opened.trained_only:
+                if not group.trainable and fit.missing.pop(spec.name, ""):
                     self.left_out.append((group, index))
-                else:
-                    missing.append(f"{name} {shape}")
-        if (bulk := self.opened.bulk) is not None:  # comparing reads expanded buffers, so their checksums come first
-            expanded = [
-                name for buffer in safetensors.others_of(self.runtime.model)[0] if buffer.expanded for name in buffer.names
-            ]
-            stored = [f"{holding.MODEL}{self.opened.saved_names.get(name, name)}" for name in expanded]
-            check_tensors(self.opened.path, bulk.manifest, [name for name in stored if name in bulk.manifest.tensors])
-        problems += module_state.compare(self.runtime.model, model, missing, mismatched, used)
-        of_stages = self.stages.names if self.stages.several else set()
-        same = {first for alias, first in self.opened.ties.items() if alias in used} | self.opened.ties.keys() | of_stages
-        unexpected = [f"{n} {t.shape}" for n, t in model.items() if n not in used | same] if self.strict else []
-        known, advice = [entry.split(" ")[0] for entry in unexpected], []
-        if missing and self.strict and self.opened.trained_only:
+        of_stages, advice = self.stages.names if self.stages.several else set(), []
+        same = {first for alias, first in opened.ties.items() if alias in fit.used} | opened.ties.keys() | of_stages
+        unexpected = {name: at.shape for name, at in opened.model.items() if name not in fit.used | same}
+        if not self.strict:
+            fit.missing, unexpected = {}, {}
+        if fit.missing and opened.trained_only:
             advice.append(
                 "  The checkpoint holds trained parameters only, and the model trains more now. Freeze the model as it was, load, and "
                 "unfreeze afterwards (zs.close, requires_grad_(True), zs.shard), or save with trained_only=False."
             )
-        absent = [f"{entry}{did_you_mean(entry.split(' ')[0], known)}" for entry in dict.fromkeys(missing if self.strict else ())]
-        told = "missing (the model has it, the checkpoint not)"
-        lists = {told: absent, "unexpected": unexpected, "of another shape": mismatched}
-        return problems + [f"  {what}: {entry}" for what, entries in lists.items() for entry in dict.fromkeys(entries)], advice
+        lines = fit.lines(unexpected) + [f"unexpected: {name} {shape}" for name, shape in unexpected.items()]
+        return [f"  {line}" for line in lines], advice
 
     def _compare_optimizer(self) -> list[str]:
         """Return the problems that keep the optimizer from loading; if there are none, note where its states are stored.
@@ -353,9 +331,7 @@ class _Loading:
                     elif not ours and stored.shape != ():
                         problems.append(f"  optimizer: {key} of {name}: saved {stored.shape}, wanted {shape}")
                     else:
-                        value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-                        stored.read(0, value.view(-1))
-                        state.scalars[key] = value
+                        state.scalars[key] = read_value(stored)
                 if not ours and isinstance(state.scalars.get("step"), int):
                     # torch's optimizers keep step as a float tensor on the host
                     state.scalars["step"] = torch.tensor(float(state.scalars["step"]), device="cpu")

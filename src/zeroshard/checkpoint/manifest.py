@@ -21,7 +21,7 @@ from ..tensor.chunks import Box
 from . import dcp
 from .directory import MANIFEST, sync, write_whole
 from .fingerprint import totals
-from .rank_file import DIGEST_NBYTES, FileLayout, digest_count
+from .rank_file import DIGEST_NBYTES, FileLayout, digest_count, digests_of
 
 FORMAT, VERSION, DIGEST = "zeroshard-checkpoint", 1, "xxh3-64"
 _FACTS = ("step", "world_size", "stage", "precision", "optimizer", "trained_only", "per_rank", "time", "zeroshard", "torch")
@@ -306,6 +306,5 @@ def write(folder: Path, manifest: Manifest, listed: Listed, ahead: bytes = b"") 
     metadata = listed.metadata(manifest)
     if metadata != ahead:
         write_metadata(folder, metadata)
-    digests = [xxhash.xxh3_64_hexdigest(metadata[at : at + DIGEST_NBYTES]) for at in range(0, len(metadata), DIGEST_NBYTES)]
-    manifest.files.append(FileEntry(".metadata", len(metadata), tuple(digests)))
+    manifest.files.append(FileEntry(".metadata", len(metadata), tuple(digests_of(metadata))))
     write_whole(folder / MANIFEST, manifest.to_json(listed.text), named=False)

@@ -1,4 +1,4 @@
-"""Entries of a model's state dict that are no parameters: compare them with a checkpoint, and load them.
+"""Compare a model's state dict with a checkpoint, and load the entries that are no parameters.
 
 buffers       identified by object, since hooks may rename them in the state dict
 computed      tensors that hooks, or a module's `_save_to_state_dict`, compute; the model's `load_state_dict` loads them
@@ -8,35 +8,87 @@ extra state   values of `get_extra_state`; `set_extra_state` loads them
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
-from ..memory.io.tensor_reader import Stored
+from ..comm.base import DirectComm
+from ..errors import CheckpointError, did_you_mean
+from ..memory.io.tensor_reader import Stored, differ
+from ..zero.parameter import ParamSpec
 from . import safetensors
 from .bulk_reader import Reading
-from .source import Opened, Untrusted
+from .source import Opened, first_of, read_value
+
+
+@dataclass
+class Fit:
+    """A model's state dict compared with stored tensors.
+
+    found: parameter -> where it is stored; of a tile or a tensor-parallel shard its part. used: stored names that the model takes.
+    missing: what is not stored, by name. problems: a line for each other difference.
+    """
+
+    found: dict[str, Stored] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    missing: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def lines(self, unused: Iterable[str]) -> list[str]:
+        """Return a line for each difference. unused: stored names, one of which may be meant where a similar one is missing."""
+        told = "missing (the model has it, the checkpoint not)"
+        absent = [f"{told}: {entry}{did_you_mean(entry.split(' ')[0], unused)}" for entry in self.missing.values()]
+        return [*dict.fromkeys(absent + self.problems)]  # without repetition: all tiles of a parameter differ alike
 
 
 def compare(
-    model: nn.Module, stored: Mapping[str, Stored], missing: list[str], mismatched: list[str], used: set[str]
-) -> list[str]:
-    """Compare with stored tensors: append to `missing` and `mismatched`, add the names to `used`. Return other problems."""
+    model: nn.Module, specs: Iterable[ParamSpec], stored: Mapping[str, Stored], comm: DirectComm, twice: bool = True
+) -> Fit:
+    """Compare a model's parameters, buffers and computed tensors with stored ones.
+
+    comm: ranks with the same part of the model; each compares its share of the values of tied parameters. twice: tied parameters
+    may be stored under several names; otherwise only the first counts. Buffers that are not persistent need not be stored.
+    """
+    fit, prefixes = Fit(), safetensors.prefixes_of(model)
+    for spec in specs:
+        shape = spec.whole_shape
+        names = [n for n in dict.fromkeys((spec.whole_name, *safetensors.names_of(prefixes, spec))) if n in stored]
+        if not names:
+            fit.missing[spec.name] = f"{spec.whole_name} {shape}"
+            continue
+        fit.used.update(names if twice else names[:1])
+        other = [name for name in names if stored[name].shape != shape]
+        fit.problems += [f"of another shape: {name}: saved {stored[name].shape}, wanted {shape}" for name in other]
+        for name in names[1:] if twice else ():
+            if differ(stored[names[0]], stored[name], comm.rank, comm.world_size):
+                untie = "to which the model ties it; build it without the tie"
+                fit.problems.append(f"untied: {name}: saved with other values than {names[0]}, {untie}")
+        fit.found[spec.name] = stored[names[0]].cut(spec.part)
     buffers, computed = safetensors.others_of(model)
-    wanted = [(buffer.kept, buffer.names, buffer.tensor) for buffer in buffers if buffer.kept]
+    wanted = [(buffer.kept, buffer.names, buffer.tensor) for buffer in buffers]
     for kept, names, value in [*wanted, *(([name], [name], value) for name, value in computed.items())]:
         shape = tuple(value.shape)
         found = [name for name in kept if name in stored] or [name for name in names if name in stored][:1]
-        used.update(found)
-        missing += [] if found else [f"{names[0]} {shape} (buffer)"]
-        mismatched += [f"{n}: saved {stored[n].shape}, wanted {shape} (buffer)" for n in found if stored[n].shape != shape]
+        other = [name for name in found if stored[name].shape != shape]
+        fit.problems += [f"of another shape: {name}: saved {stored[name].shape}, wanted {shape} (buffer)" for name in other]
+        if kept:
+            fit.used.update(found)
+            fit.missing |= {} if found else {names[0]: f"{names[0]} {shape} (buffer)"}
     # an extra state may be a tensor, whose shape may differ from the saved one
-    used.update(name for name in model.state_dict(keep_vars=True) if safetensors.is_extra_state(name))
+    fit.used.update(name for name in model.state_dict(keep_vars=True) if safetensors.is_extra_state(name))
     fitting = [(buffer, at) for buffer in buffers if (at := buffer.stored_in(stored)) and at.shape == tuple(buffer.tensor.shape)]
-    return [f"  {buffer.names[0]} (buffer): {safetensors.EXPANDED}" for buffer, at in fitting if buffer.refuses(at)]
+    fit.problems += [f"{buffer.names[0]} (buffer): {safetensors.EXPANDED}" for buffer, at in fitting if buffer.refuses(at)]
+    return fit
+
+
+def names_in(model: nn.Module, specs: Iterable[ParamSpec]) -> set[str]:
+    """Return the names in a model's state dict, with all names of tied parameters and of buffers."""
+    prefixes, (buffers, computed) = safetensors.prefixes_of(model), safetensors.others_of(model)
+    found = {name for spec in specs for name in (spec.whole_name, *safetensors.names_of(prefixes, spec))}
+    found |= {name for buffer in buffers for name in buffer.names} | computed.keys()
+    return found | takers(model).keys()
 
 
 def takers(model: nn.Module) -> dict[str, nn.Module]:
@@ -50,19 +102,10 @@ def takers(model: nn.Module) -> dict[str, nn.Module]:
 
 def read_objects(model: nn.Module, opened: Opened, rank: int) -> None:
     """Read a foreign checkpoint's extra states for modules with `set_extra_state`; rank 0 prints the names of the others."""
-    modules, left = takers(model), []
-    for name, reader in opened.module_readers.items():
-        try:
-            if name in modules:
-                opened.module_objects[name] = reader()
-                continue
-        except Untrusted:
-            pass
-        left.append(name)
+    opened.module_objects, left = opened.read_objects(takers(model))
     if left and rank == 0:
-        more = f" and {len(left) - 5} more" if len(left) > 5 else ""
         why = "which no module of the model takes, or which is of classes that are not loaded from files of others"
-        print(f"zeroshard: {opened.path}: left {', '.join(left[:5])}{more} unread, {why}", file=sys.stderr)
+        print(f"zeroshard: {opened.path}: left {first_of(left)} unread, {why}", file=sys.stderr)
 
 
 def give_back(
@@ -92,10 +135,7 @@ def give_back(
     for prefix, module in model.named_modules():
         key = f"{prefix}.{safetensors.EXTRA_STATE}".removeprefix(".")
         if key in opened.model:
-            (stored,) = reading.guard({key: opened.model[key]}).values()
-            tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-            stored.read(0, tensor.view(-1))
-            value: object = tensor
+            value = read_value(reading.guard({key: opened.model[key]})[key])
         elif key in opened.module_objects:
             value = opened.module_objects[key]
         else:

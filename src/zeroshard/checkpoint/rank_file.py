@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from errno import EIO
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..comm.pool import BufferPool
 from ..config import Tier
-from ..errors import CheckpointError, ConfigError, OffloadIOError
+from ..errors import CheckpointCorrupt, CheckpointError, ConfigError, OffloadIOError
 from ..memory.io.aligned import bytes_of
 from ..memory.io.async_file import Engine, open_file
 from ..memory.ledger import Ledger
@@ -121,6 +121,19 @@ class FileLayout:
 def digest_count(nbytes: int) -> int:
     """Return the number of checksums of a file."""
     return -(-nbytes // DIGEST_NBYTES)
+
+
+def digests_of(memory: bytes | memoryview) -> Iterator[str]:
+    """Yield the checksum of each block of bytes of a file, from the beginning of a block on."""
+    for begin in range(0, len(memory), DIGEST_NBYTES):
+        yield xxhash.xxh3_64_hexdigest(memory[begin : begin + DIGEST_NBYTES])
+
+
+def compare_digests(path: Path, expected: Sequence[str], offset: int, memory: memoryview) -> None:
+    """Raise CheckpointCorrupt if bytes of a file, from `offset` on, have other checksums. expected: those of the whole file."""
+    for number, actual in enumerate(digests_of(memory), offset // DIGEST_NBYTES):
+        if actual != expected[number]:
+            raise CheckpointCorrupt(str(path), number * DIGEST_NBYTES, f"checksum {expected[number]}", f"checksum {actual}")
 
 
 def staging(tiers: Tiers, ledger: Ledger) -> BufferPool:
@@ -276,7 +289,7 @@ class FileWriter:
             try:
                 if self.error is None:
                     handle = self.engine.write(self.file, offset, buffer[:nbytes])
-                    self._digest(bytes_of(buffer)[:nbytes])
+                    self.digests += digests_of(bytes_of(buffer)[:nbytes])
             except Exception as error:
                 self.error = self.error or error
             self._writes.append((handle, buffer))  # even after an error: a write in progress still reads from the buffer
@@ -286,10 +299,6 @@ class FileWriter:
         while self._full or self._writes:
             self._advance()
             self._retire()
-
-    def _digest(self, memory: memoryview) -> None:
-        for begin in range(0, len(memory), DIGEST_NBYTES):
-            self.digests.append(xxhash.xxh3_64_hexdigest(memory[begin : begin + DIGEST_NBYTES]))
 
     def _retire(self) -> None:
         """Wait for the first write, and return its buffer to the pool."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
+import itertools
 import os
-import pickle
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,24 +12,23 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import xxhash
 from torch import nn
 
 from ..comm.base import DirectComm
 from ..comm.codec import exchange_values
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, CheckpointReadError, ModelMismatch, ZeroshardError
-from ..memory.io.tensor_reader import Stored, StoredChunks, StoredTensor, differ
+from ..memory.io.tensor_reader import Stored, StoredChunks, StoredTensor
 from ..tensor.chunks import overlap
 from ..zero.parameter import ParamSpec
 from . import directory as places
-from . import safetensors
+from . import module_state, safetensors
 from . import state_map as holding
 from .bulk_reader import Bulk
 from .heartbeat import together
 from .importers import RECOGNISED, open_foreign, recognise
 from .manifest import FileEntry, Manifest
-from .rank_file import DIGEST_NBYTES
-from .source import Opened, Untrusted
+from .rank_file import DIGEST_NBYTES, compare_digests
+from .source import Opened, Untrusted, load_object
 
 LOOKS = 5  # attempts to open a checkpoint: a running job may remove it meanwhile, and then the next one is opened
 _READ_NBYTES = 4 << 20
@@ -86,12 +83,6 @@ def find_checkpoint(comm: DirectComm | Alone, path: str | os.PathLike, name: str
     return Path(exchange_values(comm, str(found), "zs.load: which")[0])
 
 
-def removed(comm: DirectComm | Alone, path: str | os.PathLike, folder: Path) -> bool:
-    """Return whether a checkpoint has vanished since it was found: a job that saves here may remove old ones (collective)."""
-    gone = comm.rank == 0 and folder != Path(path) and not (folder / places.MANIFEST).exists()
-    return bool(comm.exchange(b"1" if gone else b"", "zs.load: is it still there")[0])
-
-
 @contextmanager
 def hinted(folder: Path) -> Iterator[None]:
     """Add the name of the checkpoint before this one to the message of a CheckpointCorrupt that is raised inside."""
@@ -121,15 +112,15 @@ def check_digests(folder: Path, manifest: Manifest, rank: int = 0, world_size: i
 
     small: only the blocks with plain values and single numbers, which are read one by one; `Bulk` verifies the others.
     """
-    wanted = _small_blocks(manifest) if small else None
-    blocks = [(f, n) for f in manifest.files for n in range(len(f.digests)) if wanted is None or (f.name, n) in wanted]
+    whole = [(number, 0, file.nbytes) for number, file in enumerate(manifest.files)]
+    blocks = _small_blocks(manifest) if small else _blocks(manifest, whole)
     _check(folder, blocks[len(blocks) * rank // world_size : len(blocks) * (rank + 1) // world_size])
 
 
 def check_tensors(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Compare the checksums of all blocks of some tensors, which are about to be read one by one. Raises CheckpointCorrupt."""
-    wanted = _blocks(manifest, [(b.file, b.offset, b.nbytes) for name in names for b in manifest.tensors[name].boxes])
-    _check(folder, [(f, n) for f in manifest.files for n in range(len(f.digests)) if (f.name, n) in wanted])
+    boxes = [box for name in names for box in manifest.tensors[name].boxes]
+    _check(folder, _blocks(manifest, [(box.file, box.offset, box.nbytes) for box in boxes]))
 
 
 def _check(folder: Path, blocks: list[tuple[FileEntry, int]]) -> None:
@@ -142,17 +133,17 @@ def _check(folder: Path, blocks: list[tuple[FileEntry, int]]) -> None:
         while count < per_read and at + count < len(blocks) and blocks[at + count] == (file, first + count):
             count += 1
         with hinted(folder):
-            digests = file.digests[first : first + count]
-            _check_blocks(folder / file.name, digests, first * DIGEST_NBYTES, file.nbytes, buffer)
+            _check_blocks(folder / file.name, file, first, count, buffer)
         at += count
 
 
-def _small_blocks(manifest: Manifest) -> set[tuple[str, int]]:
-    """Return (file, number) of every block that the comparison with the model reads.
+def _small_blocks(manifest: Manifest) -> list[tuple[FileEntry, int]]:
+    """Return every block that the comparison with the model reads, and all blocks of `.metadata`, which it does not.
 
     They hold bytes of objects, of tensors of at most one element, or of optimizer states that lack their parameter's shape.
     """
     stretches = [(o.file, o.offset, o.nbytes) for o in manifest.objects.values()]
+    stretches += [(number, 0, file.nbytes) for number, file in enumerate(manifest.files) if file.name == ".metadata"]
     for name, entry in manifest.tensors.items():
         small = torch.Size(entry.shape).numel() <= 1 or safetensors.is_extra_state(name)
         if not small and name.startswith(holding.STATE):  # a state without one value for each element (step, ...)
@@ -161,36 +152,33 @@ def _small_blocks(manifest: Manifest) -> set[tuple[str, int]]:
             small = key in (manifest.scalars or ()) or of is None or of.shape != entry.shape
         if small:
             stretches += [(box.file, box.offset, box.nbytes) for box in entry.boxes]
-    metadata = {(f.name, number) for f in manifest.files if f.name == ".metadata" for number in range(len(f.digests))}
-    return _blocks(manifest, stretches) | metadata
+    return _blocks(manifest, stretches)
 
 
-def _blocks(manifest: Manifest, stretches: list[tuple[int, int, int]]) -> set[tuple[str, int]]:
-    """Return (file name, number) of every block that overlaps one of the stretches (number of a file, offset, nbytes)."""
-    return {
-        (manifest.files[file].name, number)
+def _blocks(manifest: Manifest, stretches: list[tuple[int, int, int]]) -> list[tuple[FileEntry, int]]:
+    """Return (file, number), in order, of every block that overlaps one of the stretches (number of a file, offset, nbytes)."""
+    found = {
+        (file, number)
         for file, offset, nbytes in stretches
         for number in range(offset // DIGEST_NBYTES, (offset + nbytes - 1) // DIGEST_NBYTES + 1)
     }
+    return [(manifest.files[file], number) for file, number in sorted(found)]
 
 
-def _check_blocks(path: Path, digests: tuple[str, ...], offset: int, file_nbytes: int, buffer: memoryview) -> None:
-    nbytes = min(len(digests) * DIGEST_NBYTES, file_nbytes - offset)
+def _check_blocks(path: Path, entry: FileEntry, first: int, count: int, buffer: memoryview) -> None:
+    offset = first * DIGEST_NBYTES
+    nbytes = min(count * DIGEST_NBYTES, entry.nbytes - offset)
     with open(path, "rb", buffering=0) as file:
         got = 0
         while got < nbytes:
             try:
-                count = os.preadv(file.fileno(), [buffer[got:nbytes]], offset + got)
+                read = os.preadv(file.fileno(), [buffer[got:nbytes]], offset + got)
             except OSError as error:
                 raise CheckpointReadError(path, offset + got, error.errno, error.strerror or str(error)) from error
-            if count == 0:
-                raise CheckpointCorrupt(str(path), offset + got, f"{file_nbytes:,} bytes", f"{offset + got:,} bytes")
-            got += count
-    for number, expected in enumerate(digests):
-        begin = number * DIGEST_NBYTES
-        actual = xxhash.xxh3_64_hexdigest(buffer[begin : min(begin + DIGEST_NBYTES, nbytes)])
-        if actual != expected:
-            raise CheckpointCorrupt(str(path), offset + begin, f"checksum {expected}", f"checksum {actual}")
+            if read == 0:
+                raise CheckpointCorrupt(str(path), offset + got, f"{entry.nbytes:,} bytes", f"{offset + got:,} bytes")
+            got += read
+    compare_digests(path, entry.digests, offset, buffer[:nbytes])
 
 
 def read_object(folder: Path, manifest: Manifest, name: str, trusted: bool = False) -> Any:
@@ -199,31 +187,23 @@ def read_object(folder: Path, manifest: Manifest, name: str, trusted: bool = Fal
     Raises Untrusted if it is of a class that torch.load(weights_only=True) refuses; CheckpointCorrupt, CheckpointError.
     """
     entry = manifest.objects[name]
-    file_entry = manifest.files[entry.file]
-    path = folder / file_entry.name
-    with open(path, "rb") as file:
-        file.seek(entry.offset)
-        content = io.BytesIO(file.read(entry.nbytes))
+    path = folder / manifest.files[entry.file].name
     try:
-        return torch.load(content, map_location="cpu", weights_only=not trusted)
+        return load_object(path, entry.offset, entry.nbytes, name, trusted)
+    except OSError:
+        raise
     except Exception as error:
-        blocks = range(entry.offset // DIGEST_NBYTES, (entry.offset + entry.nbytes - 1) // DIGEST_NBYTES + 1)
-        _check(folder, [(file_entry, number) for number in blocks])  # damage is the better reason
+        _check(folder, _blocks(manifest, [(entry.file, entry.offset, entry.nbytes)]))  # damage is the better reason
+        if isinstance(error, Untrusted):
+            raise
         reason = (str(error).splitlines() or [""])[0]
-        if isinstance(error, pickle.UnpicklingError) and not trusted:
-            named = re.search(r"GLOBAL ([\w.]+)", str(error))  # torch's message is a page long; the class is enough
-            reason = named[1] if named else reason
-            raise Untrusted(
-                f"{path}: {name}: an object of a class that is loaded with trusted=True only, as it may run code: pass that if you "
-                f"trust whoever wrote this checkpoint ({reason})"
-            ) from None
         raise CheckpointError(f"{path}: {name} can not be loaded: {type(error).__name__}: {reason}") from error
 
 
 class Alone:
     """Stand-in for a Comm of one rank, for `open_any` in a process without process group and device."""
 
-    rank, world_size = 0, 1
+    rank, world_size, failure = 0, 1, None
 
     def exchange(self, message: bytes, label: str) -> list[bytes]:
         """Return the messages of all ranks."""
@@ -233,11 +213,19 @@ class Alone:
 def open_any(
     comm: DirectComm | Alone, path: str | os.PathLike, name: str | None = None, *,
     verify: bool = True, trusted: bool = False, values: bool = True,
-    in_bulk: Callable[[Path, Manifest], Bulk] | None = None, mesh: Mapping[str, object] | None = None,
 ) -> Opened:  # fmt: skip
-    """Open the checkpoint that rank 0 finds, of zs.save or of another library (collective).
+    """Open the checkpoint that rank 0 finds, of zs.save or of another library (collective). Arguments: see `use_any`."""
+    return use_any(comm, path, name, lambda opened: opened, verify=verify, trusted=trusted, values=values)
 
-    If a run removes the checkpoint while it is opened, the next one is opened.
+
+def use_any(
+    comm: DirectComm | Alone, path: str | os.PathLike, name: str | None, use: Callable[[Opened], T], *,
+    verify: bool = True, trusted: bool = False, values: bool = True,
+    in_bulk: Callable[[Path, Manifest], Bulk] | None = None, mesh: Mapping[str, object] | None = None,
+) -> T:  # fmt: skip
+    """Open the checkpoint that rank 0 finds, of zs.save or of another library, and return what `use` makes of it (collective).
+
+    If a run removes the checkpoint while it is opened or used, the next one is opened, and `use` called with that.
 
     verify, values: see `open_own`; other formats have no checksums.
     in_bulk: makes the bulk reader (`Opened.bulk`) from the manifest. `open_any` then verifies small blocks only; the reader
@@ -257,13 +245,16 @@ def open_any(
     told = exchange_values(comm, agreed(comm, "zs.load: look", look, path), "zs.load: what is it")[0]
     if told is not None:
         where = Path(told)
-        return agreed(comm, "zs.load: open", lambda: open_foreign(where, trusted), where)
+        return use(agreed(comm, "zs.load: open", lambda: open_foreign(where, trusted), where))
     for looks in range(LOOKS, 0, -1):
         folder = find_checkpoint(comm, path, name)
         try:
-            return _open_found(comm, folder, verify, trusted, values, in_bulk, mesh)
+            return use(_open_found(comm, folder, verify, trusted, values, in_bulk, mesh))
         except CheckpointError:
-            if looks == 1 or not removed(comm, path, folder):
+            if looks == 1 or comm.failure is not None:
+                raise
+            gone = comm.rank == 0 and folder != Path(path) and not (folder / places.MANIFEST).exists()
+            if not comm.exchange(b"1" if gone else b"", "zs.load: is it still there")[0]:
                 raise
     raise AssertionError("the last look returns or raises")
 
@@ -282,12 +273,9 @@ def _open_found(
     ranks, bulk = (comm.rank, comm.world_size), None
     if in_bulk is not None and hasattr(os, "posix_fadvise"):
         # ask for small blocks before any rank reads ahead, since the small reads would queue behind that
-        numbers: dict[str, list[int]] = {}
-        for name, number in _small_blocks(manifest):
-            numbers.setdefault(name, []).append(number)
-        for name, wanted in numbers.items():
+        for name, blocks in itertools.groupby(_small_blocks(manifest), key=lambda block: block[0].name):
             with suppress(OSError), open(folder / name, "rb", buffering=0) as file:  # the later reads raise it
-                for number in wanted:
+                for _, number in blocks:
                     os.posix_fadvise(file.fileno(), number * DIGEST_NBYTES, DIGEST_NBYTES, os.POSIX_FADV_WILLNEED)
     agreed(comm, "zs.load: sizes", lambda: check_sizes(folder, manifest), folder)
     if in_bulk is not None:
@@ -313,27 +301,21 @@ def open_weights(
     except CheckpointNotFound as error:
         what = f"expected a .safetensors file or a folder of them, a checkpoint of zs.save, or {RECOGNISED}"
         raise CheckpointNotFound(f"weights={str(path)!r}: {what}. {error}") from None
-    prefixes, (buffers, computed) = safetensors.prefixes_of(model), safetensors.others_of(model)
-    names = {name for spec in specs for name in safetensors.names_of(prefixes, spec)}
-    opened.fit(names | {name for buffer in buffers for name in buffer.names} | computed.keys())
-    stored = opened.model
-    tied = {tuple(n for n in dict.fromkeys(safetensors.names_of(prefixes, spec)) if n in stored) for spec in specs}
-
-    def check_ties() -> None:
-        problems = []
-        for name, first in ((name, names[0]) for names in sorted(tied) for name in names[1:]):
-            if stored[name].shape != stored[first].shape:
-                problems.append(f"{name} is {stored[name].shape} and {first}, to which the model ties it, {stored[first].shape}")
-            elif differ(stored[first], stored[name], peers.rank, peers.world_size):
-                problems.append(f"{name} has other values than {first}, to which the model ties it")
-        if problems:
-            raise ModelMismatch(f"weights do not fit the model: {'; '.join(problems)}. Build it without the tie.")
-
-    agreed(comm, "zs.shard: tied weights", check_ties, path)
+    opened.fit(module_state.names_in(model, specs))
+    stored, (buffers, computed) = opened.model, safetensors.others_of(model)
     for buffer in buffers:
         if (at := buffer.stored_in(stored)) is not None:
             stored |= dict.fromkeys(buffer.names, at)
-    return stored, agreed(comm, "zs.shard: weights", lambda: safetensors.check(model, specs, stored), path)
+
+    def check() -> dict[str, Stored]:
+        fit = module_state.compare(model, specs, stored, peers)
+        for name in computed:  # what hooks compute, they make from the parameters
+            fit.missing.pop(name, None)
+        if lines := fit.lines([name for name in stored if name not in fit.used]):
+            raise ModelMismatch(f"weights do not fit the model ({len(lines)} problems): {'; '.join(lines[:10])}")
+        return fit.found
+
+    return stored, agreed(comm, "zs.shard: weights", check, path)
 
 
 def open_own(

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..comm.base import DirectComm
 from ..comm.codec import exchange_values
-from ..errors import ConfigError, ModelMismatch, OffloadIOError, did_you_mean
+from ..errors import ConfigError, OffloadIOError
 from ..memory.io.aligned import bytes_of, empty
 from ..memory.io.tensor_reader import CHUNK_NBYTES, Bulk, Stored, StoredTensor
 from ..tensor.tiled_parameter import Part, part_of, whole_name
@@ -37,6 +37,7 @@ from ..zero.runtime import Runtime, runtime_of
 from ..zero.shard_model import write_value
 from ..zero.unit import ParamGroup
 from .directory import sync
+from .heartbeat import raise_first
 
 SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "U64": torch.uint64,
@@ -113,36 +114,6 @@ def others_of(model: nn.Module) -> tuple[list[Buffer], dict[str, Tensor]]:
         own = kept.get(key, [])
         buffers.append(Buffer(buffer, own, own + [name for name in names if name not in taken]))
     return buffers, computed
-
-
-def check(model: nn.Module, specs: list[ParamSpec], stored: dict[str, Stored]) -> dict[str, Stored]:
-    """Return parameter name -> stored tensor. Raise ModelMismatch naming everything that is missing or has another shape.
-
-    Persistent buffers must be stored; non-persistent ones need not be, but must have the right shape if they are.
-    """
-    found: dict[str, Stored] = {}
-    prefixes = prefixes_of(model)
-    problems: dict[str, None] = {}  # a dict, so that a parameter of many tiles is named once
-    for spec in specs:
-        names, part, shape = names_of(prefixes, spec), spec.part, spec.whole_shape
-        at = next((stored[name] for name in names if name in stored), None)
-        if at is None:
-            problems[f"{names[0]} is missing.{did_you_mean(names[0], stored)}"] = None
-        elif at.shape != shape:
-            problems[f"{names[0]}: the file has {at.shape}, the model {shape}"] = None
-        else:
-            found[spec.name] = at.cut(part)
-    for buffer in others_of(model)[0]:
-        name, at, shape = (*buffer.names, "")[0], buffer.stored_in(stored), tuple(buffer.tensor.shape)
-        if at is None and buffer.kept:
-            problems[f"{name} (buffer) is missing.{did_you_mean(name, stored)}"] = None
-        elif at is not None and at.shape != shape:
-            problems[f"{name} (buffer): the file has {at.shape}, the model {shape}"] = None
-        elif at is not None and buffer.refuses(at):
-            problems[f"{name} (buffer): {EXPANDED}"] = None
-    if problems:
-        raise ModelMismatch(f"weights do not fit the model ({len(problems)} problems): " + "; ".join(list(problems)[:10]))
-    return found
 
 
 @torch.no_grad()
@@ -325,22 +296,18 @@ class _Listing:
 
 def _agree_on_listing(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Listing, _Listing]:
     """Return what this rank's stage writes and what all pipeline stages write, of which each tells the others (collective)."""
-    mine, problem, stages = _Listing(), None, runtime.topology.stages
+    mine, problem, world, stages = _Listing(), None, runtime.topology.world, runtime.topology.stages
     try:
         mine = _Listing.of(runtime, dtype)
     except ConfigError as error:
-        if runtime.topology.world is runtime.comm:
+        if world is runtime.comm:
             raise
         problem = error
-    if runtime.topology.world is runtime.comm:
+    if world is runtime.comm:
         return mine, mine
-    tells = runtime.topology.world.rank == stages[runtime.topology.stage][0] and len(stages) > 1
-    told = exchange_values(
-        runtime.topology.world, (problem, (mine.tensors, mine.metadata) if tells else None), "zs.save_safetensors: names"
-    )
-    for failed, _ in told:
-        if failed is not None:
-            raise failed
+    tells = world.rank == stages[runtime.topology.stage][0] and len(stages) > 1
+    told = exchange_values(world, (problem, (mine.tensors, mine.metadata) if tells else None), "zs.save_safetensors: names")
+    raise_first([failed for failed, _ in told], world.rank, problem)
     if len(stages) == 1:
         return mine, mine
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -409,10 +376,7 @@ def _agreed(comm: DirectComm, file: SafetensorsFile, action: Callable[[], None])
     except OSError as error:
         what = f"rank {comm.rank}: saving {file.nbytes:,} bytes"
         problem = OffloadIOError(str(file.path), 0, error.errno or EIO, what)
-    everyone = exchange_values(comm, problem, "zs.save_safetensors")
-    for found in everyone:
-        if found is not None:
-            raise found
+    raise_first(exchange_values(comm, problem, "zs.save_safetensors"), comm.rank, problem)
 
 
 def _write(runtime: Runtime, file: SafetensorsFile, listing: _Listing) -> None:

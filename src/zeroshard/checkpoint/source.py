@@ -5,11 +5,15 @@ resolver.py makes it from a checkpoint of zs.save, and importers/ from other lib
 
 from __future__ import annotations
 
+import io
+import pickle
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..errors import CheckpointError
 from ..memory.io.tensor_reader import Stored, StoredTensor
@@ -22,6 +26,33 @@ PREFIXES = ("module.", "model.")  # stripped at the beginning of a name
 
 class Untrusted(CheckpointError):
     """Raised for an object of a class that torch.load(weights_only=True) refuses."""
+
+
+def load_object(path: Path, offset: int, nbytes: int, name: str, trusted: bool) -> Any:
+    """Return the value that torch.save wrote to a stretch of a file. Raises Untrusted, and what torch.load raises."""
+    with open(path, "rb") as file:
+        file.seek(offset)
+        content = io.BytesIO(file.read(nbytes))
+    try:
+        return torch.load(content, map_location="cpu", weights_only=not trusted)
+    except pickle.UnpicklingError as error:
+        if trusted:
+            raise
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))  # torch's message is a page long; the class is enough
+        reason = named[1] if named else (str(error).splitlines() or [""])[0]
+        raise Untrusted(
+            f"{path}: {name}: an object of a class that is loaded with trusted=True only, as it may run code: pass that if you "
+            f"trust whoever wrote this checkpoint ({reason})"
+        ) from None
+
+
+def read_value(stored: object) -> Any:
+    """Read a (small) stored tensor; return any other value as it is."""
+    if not isinstance(stored, Stored):
+        return stored
+    value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+    stored.read(0, value.view(-1))
+    return value
 
 
 @dataclass
@@ -77,6 +108,19 @@ class Opened:
                 found[name] = first[key]
         return found
 
+    def read_objects(self, wanted: Container[str]) -> tuple[dict[str, object], list[str]]:
+        """Read modules' extra states of these names. Return them, and the names that are left: unwanted, or Untrusted."""
+        objects, left = {}, []
+        for name, reader in self.module_readers.items():
+            try:
+                if name in wanted:
+                    objects[name] = reader()
+                    continue
+            except Untrusted:
+                pass
+            left.append(name)
+        return objects, left
+
     def fit(self, wanted: Iterable[str]) -> None:
         """Strip wrappers' prefixes from names, or add them, if more names are then among the wanted ones."""
         left_out = {key: name_left_out(key) for key in self.frozen}
@@ -104,6 +148,11 @@ class Opened:
         self.slices = {name: {rename.get(key, key): at for key, at in kept.items()} for name, kept in self.slices.items()}
         for group in self.groups or ():
             group["params"] = [rename.get(member, member) for member in group["params"]]
+
+
+def first_of(names: Collection[str]) -> str:
+    """Return the first five names, and how many more there are."""
+    return ", ".join(list(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def name_left_out(key: str) -> str:

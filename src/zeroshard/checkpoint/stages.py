@@ -16,9 +16,8 @@ from ..comm.codec import exchange_values
 from ..errors import ConfigError
 from ..optim.sharded_optimizer import OptimizerCore
 from ..zero.runtime import Runtime
-from . import module_state
 from .heartbeat import raise_first, telling
-from .safetensors import names_of, others_of, prefixes_of
+from .module_state import names_in
 from .state_map import param_groups
 
 
@@ -64,11 +63,7 @@ class Stages:
 
 
 def _names(runtime: Runtime) -> set[str]:
-    prefixes = prefixes_of(runtime.model)
-    specs, (buffers, computed) = [spec for group in runtime.groups for spec in group.specs], others_of(runtime.model)
-    found = {spec.whole_name for spec in specs} | {name for spec in specs for name in names_of(prefixes, spec)}
-    found |= {name for buffer in buffers for name in buffer.names} | computed.keys()
-    return found | module_state.takers(runtime.model).keys()
+    return names_in(runtime.model, (spec for group in runtime.groups for spec in group.specs))
 
 
 def agree(

@@ -23,8 +23,8 @@ from ...errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete
 from ...memory.io.tensor_reader import StoredBoxes
 from ...tensor.chunks import Box
 from ..safetensors import is_extra_state
-from ..source import Opened, Untrusted
-from .torch_file import TensorBlob, value_of
+from ..source import Opened, load_object, read_value
+from .torch_file import TensorBlob
 from .torch_state_dict import MODEL_KEYS, OPTIMIZER_KEYS
 
 _DCP = "torch.distributed.checkpoint"
@@ -69,7 +69,7 @@ def open_distributed(path: Path, trusted: bool = False) -> Opened:
         keys = (metadata.planner_data or {}).get(name) or _split(name, described)
         section, rest = _section(keys)
         stored = _tensor(path, entry, places[name]) if hasattr(entry, "chunks") else None
-        read, short = partial(_object, path, places.get(name, []), trusted), ".".join(map(str, rest))
+        read, short = partial(_object, path, name, places.get(name, []), trusted), ".".join(map(str, rest))
         if section == "model" and stored is not None:
             opened.model[short] = stored
         elif section == "model" and is_extra_state(str(rest[-1])):
@@ -78,7 +78,7 @@ def open_distributed(path: Path, trusted: bool = False) -> Opened:
             value = stored if stored is not None else read()
             opened.states.setdefault(".".join(map(str, rest[1:-1])), {})[rest[-1]] = value
         elif section == "optim" and rest and rest[0] == "param_groups":
-            option = read() if stored is None else value_of(stored)
+            option = read() if stored is None else read_value(stored)
             if len(rest) == 1:  # the list of groups
                 groups.update(enumerate(option))
             elif len(rest) == 3:  # number, option
@@ -131,15 +131,6 @@ def _tensor(path: Path, entry: Any, chunks: list[Any]) -> StoredBoxes:
     return StoredBoxes.of(dtype, shape, boxes)
 
 
-def _object(path: Path, stored: list[Any], trusted: bool) -> Any:
+def _object(path: Path, name: str, stored: list[Any], trusted: bool) -> Any:
     _, info = stored[0]
-    with open(path / info.relative_path, "rb") as file:
-        file.seek(info.offset)
-        content = io.BytesIO(file.read(info.length))
-    try:
-        return torch.load(content, map_location="cpu", weights_only=not trusted)
-    except pickle.UnpicklingError as error:
-        raise Untrusted(
-            f"{path}: an option of the optimizer, or a module's extra state, is of a class that is loaded with trusted=True only, as it "
-            f"may run code: pass that if you trust whoever wrote this checkpoint ({str(error).splitlines()[0]})"
-        ) from None
+    return load_object(path / info.relative_path, info.offset, info.length, name, trusted)

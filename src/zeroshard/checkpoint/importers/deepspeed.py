@@ -39,9 +39,9 @@ from typing import Any
 
 from ...errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from ...memory.io.tensor_reader import Stored, StoredBoxes, StoredTensor
-from ..source import Opened, Untrusted
-from .torch_file import StandIn, is_tensor, open_torch_file, plain, value_of
-from .torch_state_dict import objects_of
+from ..source import Opened, Untrusted, read_value
+from .torch_file import StandIn, is_tensor, open_torch_file, plain
+from .torch_state_dict import add_optimizer, objects_of
 
 _RANK = re.compile(r".*zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _OF_THE_MODEL = {
@@ -97,10 +97,7 @@ def open_deepspeed(path: Path) -> Opened:
         _add_flat(opened, first, folder, optimizers, stage3)
     elif isinstance(first.get("optimizer"), Mapping):
         # stage 0: states by the parameters' numbers; masters, saved without names, are not read
-        saved = first["optimizer"].get("optimizer_state_dict", first["optimizer"])
-        if isinstance(saved.get("state"), Mapping):
-            opened.states = {number: dict(state) for number, state in saved["state"].items()}
-            opened.groups = [{key: value_of(value) for key, value in group.items()} for group in saved["param_groups"]]
+        add_optimizer(opened, first["optimizer"].get("optimizer_state_dict", first["optimizer"]))
     for alias, name in (first.get("shared_params") or {}).items():
         if name in opened.model:
             opened.model[alias] = opened.model[name]
@@ -175,7 +172,7 @@ def _add_flat(opened: Opened, first: Any, folder: Path, optimizers: list[Any], s
     opened.groups = []
     for group in inner[0]["param_groups"]:
         members = [name for number in group["params"] for name in shapes[number]]
-        options = {option: value_of(value) for option, value in group.items() if option != "params"}
+        options = {option: read_value(value) for option, value in group.items() if option != "params"}
         step = options.pop("step", None)
         opened.groups.append({**options, "params": members})
         for number in group["params"]:
@@ -269,7 +266,7 @@ def _add_folders(opened: Opened, first: Any, folder: Path) -> None:
     inner = saved.get("optimizer_state_dict") or saved
     opened.scaler, opened.groups = scaler_of(saved.get("loss_scaler")), []
     for group in inner["param_groups"]:
-        options = {option: value_of(value) for option, value in group.items() if option not in ("params", "step")}
+        options = {option: read_value(value) for option, value in group.items() if option not in ("params", "step")}
         members = {name: number for number in group["params"] for name in shapes[number]}
         opened.groups.append({**options, "params": list(members)})
         for name, number in members.items():  # parameters whose folders have no step count

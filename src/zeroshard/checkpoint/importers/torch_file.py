@@ -24,7 +24,7 @@ from ...memory.io.tensor_reader import Stored, StoredTensor, Stretch
 from ...utils import torch_compat
 from ...utils.torch_compat import FakeTensorMode
 from ..dcp import Window
-from ..source import Untrusted
+from ..source import Untrusted, read_value
 
 _LOCK = threading.Lock()  # torch's list of allowed classes is one for all threads
 
@@ -126,15 +126,6 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, Stored)
 
 
-def value_of(stored: object) -> Any:
-    """Read a (small) stored tensor; return any other value as it is."""
-    if not isinstance(stored, Stored):
-        return stored
-    value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-    stored.read(0, value.view(-1))
-    return value
-
-
 def plain(value: object, where: str) -> Any:
     """Return a value with all its tensors read. Raise Untrusted if it contains a StandIn for an object of another library."""
     if isinstance(value, Mapping):
@@ -143,4 +134,4 @@ def plain(value: object, where: str) -> Any:
         return type(value)(plain(entry, where) for entry in value)
     if isinstance(value, StandIn) or (isinstance(value, type) and issubclass(value, StandIn)):
         raise Untrusted(f"{where}: an object of a class that torch does not load by itself, which is not read from such files.")
-    return value_of(value)
+    return read_value(value)

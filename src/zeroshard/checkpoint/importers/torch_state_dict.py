@@ -14,9 +14,9 @@ from typing import Any
 from ...errors import CheckpointError
 from ...memory.io.tensor_reader import Stored
 from ..safetensors import is_extra_state
-from ..source import Opened
+from ..source import Opened, read_value
 from .safetensors import is_index, merged, read_index
-from .torch_file import is_tensor, open_torch_file, plain, value_of
+from .torch_file import is_tensor, open_torch_file, plain
 
 MODEL_KEYS = ("model_state_dict", "state_dict", "model", "module")
 OPTIMIZER_KEYS = ("optimizer_state_dict", "optimizer", "optim")
@@ -46,12 +46,16 @@ def open_state_dict(path: Path) -> Opened:
     opened = Opened(path, "torch", merged(tensors, wanted), module_readers=merged(objects, wanted))
     if several:
         return opened
-    saved: Mapping[str, Any] = next((whole[key] for key in OPTIMIZER_KEYS if isinstance(whole.get(key), Mapping)), {})
-    if isinstance(saved.get("state"), Mapping) and isinstance(saved.get("param_groups"), list):
-        opened.states = {key: dict(state) for key, state in saved["state"].items()}
-        opened.groups = [{key: value_of(value) for key, value in group.items()} for group in saved["param_groups"]]
+    add_optimizer(opened, next((whole[key] for key in OPTIMIZER_KEYS if isinstance(whole.get(key), Mapping)), {}))
     opened.step = next((whole[key] for key in _STEP_KEYS if isinstance(whole.get(key), int)), 0)
     return opened
+
+
+def add_optimizer(opened: Opened, saved: Mapping[str, Any]) -> None:
+    """Add the states and groups of an `optimizer.state_dict()`, by the parameters' numbers, if it has both."""
+    if isinstance(saved.get("state"), Mapping) and isinstance(saved.get("param_groups"), list):
+        opened.states = {number: dict(state) for number, state in saved["state"].items()}
+        opened.groups = [{option: read_value(value) for option, value in group.items()} for group in saved["param_groups"]]
 
 
 def objects_of(state: Mapping[str, object], path: Path) -> dict[str, Callable[[], object]]:
