@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch._ops import OpOverload  # noqa: F401
 from torch._subclasses.fake_tensor import (  # noqa: F401
     DataDependentOutputException,
     DynamicOutputShapeException,
