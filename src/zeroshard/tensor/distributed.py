@@ -148,11 +148,20 @@ class Localised:
         self._made: dict[int, tuple[DTensor, nn.Parameter]] = {}
         self._places: list[tuple[dict, str, DTensor]] = []
         for module in model.modules():
-            for attribute, param in torch_compat.own_parameters(module).items():
-                if id(param) in known:
-                    self._places.append((torch_compat.own_parameters(module), attribute, param))
-                    if id(param) not in self._made:
-                        self._made[id(param)] = param, _local_parameter(param, known[id(param)])
+            parameters = torch_compat.own_parameters(module)
+            for attribute, param in parameters.items():
+                if id(param) not in known:
+                    continue
+                self._places.append((parameters, attribute, param))
+                if id(param) in self._made:  # tied
+                    continue
+                if torch_compat.has_hooks(param):
+                    raise ConfigError(
+                        "a hook was registered on a parameter that is a DTensor: register it after zs.shard(), as p.register_hook(hook)."
+                    )
+                local = nn.Parameter(torch_compat.local_part(param).detach(), requires_grad=param.requires_grad)
+                local.__dict__.update(param.__dict__, _distribution=known[id(param)])
+                self._made[id(param)] = param, local
         for parameters, attribute, param in self._places:
             parameters[attribute] = self._made[id(param)][1]
         self._replace({key: local for key, (_, local) in self._made.items()})
@@ -177,16 +186,6 @@ class Localised:
         """Make the replacement final: release the memory of the old objects."""
         for param, _ in self._made.values():
             torch_compat.set_local_part(param, torch_compat.local_part(param).new_empty(0))
-
-
-def _local_parameter(param: DTensor, distribution: Distribution) -> nn.Parameter:
-    local = nn.Parameter(torch_compat.local_part(param).detach(), requires_grad=param.requires_grad)
-    local.__dict__.update(param.__dict__, _distribution=distribution)
-    if torch_compat.has_hooks(param):
-        raise ConfigError(
-            "a hook was registered on a parameter that is a DTensor: register it after zs.shard(), as p.register_hook(hook)."
-        )
-    return local
 
 
 def _turned(state: object, param: Tensor) -> object:

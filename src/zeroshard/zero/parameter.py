@@ -84,24 +84,20 @@ class ParamHome(Home):
 
     @property
     def meeting(self) -> Comm:
-        """Communicator of the ranks that compute norms of the parameter together."""
         runtime = self.group.runtime
         return self.comm if runtime is None or runtime.topology.peers is runtime.comm else runtime.topology.peers
 
     @property
     def counts(self) -> bool:
-        """True if this rank's slice enters norms over `meeting`; False if it is a copy of another rank's."""
         return self.meeting is self.comm or self.group.counts
 
     @property
     def distributed(self) -> bool:
-        """True if the parameter is a part of a larger one, along tensor or expert parallelism."""
         distribution = self.group.specs[self.index].distribution
         return distribution is not None and distribution.part is not None
 
     @property
     def undivided(self) -> bool:
-        """True while the gradient is a weighted sum (zs.backward) that the step will divide."""
         return self.group.runtime is not None and self.group.runtime.account.weight != 0
 
     def fetch(self, gradient: bool) -> Tensor:
