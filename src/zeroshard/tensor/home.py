@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from ..errors import ShardedWriteError
+
+
+class Ranks(Protocol):
+    """Ranks that exchange messages: a Comm (comm/base.py)."""
+
+    def exchange(self, payload: bytes, label: str) -> list[bytes]:
+        """Return the messages of all ranks, in rank order (collective)."""
 
 
 class Home:
@@ -23,8 +30,8 @@ class Home:
     comm: Any  # Comm (comm/base.py) of the ranks that have the other slices
 
     @property
-    def meeting(self) -> Any:
-        """Comm of the ranks that compute norms of the tensor together."""
+    def meeting(self) -> Ranks:
+        """Communicator of the ranks that compute norms of the tensor together."""
         return self.comm
 
     @property
@@ -98,7 +105,7 @@ class DerivedHome(Home):
         self.parent, self.comm = parent, parent.comm
 
     @property
-    def meeting(self) -> Any:
+    def meeting(self) -> Ranks:
         return self.parent.meeting
 
     @property

@@ -56,8 +56,8 @@ class FabricSharding(Sharding):
 
     precision = Sharding._plugin
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
+    def __init__(self, stage: int = 3, **settings: Any) -> None:
+        super().__init__(stage, **settings)
         self._backward_sync_control = _Accumulation()
 
     # -- set up ------------------------------------------------------------------------------------------------------
