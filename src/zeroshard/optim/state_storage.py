@@ -7,14 +7,15 @@ of its own, and a run uses a range of it. So splitting a run copies only its sca
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, ShardedWriteError
+from ..errors import ConfigError
 from ..memory.ledger import OPTIMIZER
 from ..offload.storage import CodedRest, Rest, Tiers
+from ..tensor.home import DerivedHome
 from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.state_column import StateColumn, is_column
 from ..utils import torch_compat
@@ -156,15 +157,13 @@ class ColumnStates:
         return cut
 
 
-class StateHome:
-    """The Home (tensor/sharded_tensor.py) of one parameter's slice of a state: `column` from element `begin` on, on any tier."""
-
-    undivided = False
+class StateHome(DerivedHome):
+    """Home of one parameter's slice of a state: `column` from element `begin` on, on any tier."""
 
     def __init__(self, home: ParamHome, column: Rest, begin: int) -> None:
+        super().__init__(home)
         self.home, self.column, self.begin = home, column, begin
-        self.name, self.start, self.stop, self.comm = home.name, home.start, home.stop, home.comm
-        self.meeting, self.counts, self.distributed = home.meeting, home.counts, home.distributed
+        self.name, self.start, self.stop = home.name, home.start, home.stop
 
     def tensor(self) -> ShardedTensor:
         """Return the state as a sharded tensor of the parameter's shape."""
@@ -183,27 +182,6 @@ class StateHome:
 
     def after_write(self, local: Tensor, offset: int = 0) -> None:
         self.column.store(self.begin + offset, local)
-
-    def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
-        raise AssertionError("a state is no gradient")
-
-    def before_meeting(self, what: str) -> None:
-        self.home.before_meeting(what)
-
-    def gather_local(self, local: Tensor) -> Tensor:
-        return self.home.gather_local(local)
-
-    def gradient(self) -> Tensor | None:
-        return None
-
-    def set_gradient(self, value: Tensor | None) -> None:
-        raise ShardedWriteError(f"an optimizer state of {self.name} takes no gradient: set that of the parameter.")
-
-    def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        return NotImplemented
-
-    def assign(self, param: Tensor, value: Tensor) -> None:
-        raise AssertionError("a state is no parameter")
 
 
 class ShardedState(ShardedTensor):

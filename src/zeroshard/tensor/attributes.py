@@ -19,7 +19,7 @@ _OWN |= set(torch_compat.FAKE_DEVICE)  # attributes in which a fake tensor keeps
 whole_now: dict[int, Any] = {}  # id of a parameter that `zs.gathered` has made whole -> its _Whole (zero/gathered_parameters.py)
 
 
-def attributes_of(tensor: Tensor) -> dict[str, Any]:
+def attributes_of(tensor: Tensor) -> dict[str, object]:
     """Return the attributes that programs have set on a tensor."""
     return {name: value for name, value in tensor.__dict__.items() if name not in _OWN}
 
@@ -27,7 +27,7 @@ def attributes_of(tensor: Tensor) -> dict[str, Any]:
 class CarriesAttributes:
     """Mixin of the sharded parameter, which shares its attributes with the compute parameter."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
         compute = self.__dict__.get("_compute")
         # properties of torch (data, grad, requires_grad) are not in __dict__, and each object has its own

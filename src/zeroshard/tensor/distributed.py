@@ -14,11 +14,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import ConfigError
 from ..utils import torch_compat
@@ -96,7 +97,7 @@ class Distribution:
         return self.part.of(value) if self.part is not None and tuple(value.shape) == self.shape else value
 
 
-def in_state_dicts(model: nn.Module) -> list[Any]:
+def in_state_dicts(model: nn.Module) -> list[RemovableHandle]:
     """Let model.state_dict() return DTensors for local shards, and let load_state_dict accept DTensors or whole tensors.
 
     Return the hooks' handles. Without them torch.save, save_pretrained and torch.distributed.checkpoint would store a local shard
@@ -111,7 +112,7 @@ def in_state_dicts(model: nn.Module) -> list[Any]:
             if type(value) is Tensor:  # neither the parameter itself (keep_vars) nor a sharded tensor
                 state[prefix + name] = distribution.wrap(value)
 
-    def take(module: nn.Module, state: dict, prefix: str, *_: Any) -> None:
+    def take(module: nn.Module, state: dict, prefix: str, *_: object) -> None:
         for name, distribution in known.items():
             if isinstance(state.get(prefix + name), Tensor):
                 state[prefix + name] = distribution.local(state[prefix + name])
@@ -127,11 +128,6 @@ def distribution_of(param: Tensor) -> Distribution | None:
 def is_distributed(value: object) -> TypeGuard[DTensor]:
     """Return whether a value is a DTensor."""
     return _MODULE in sys.modules and isinstance(value, sys.modules[_MODULE].DTensor)  # not imported: nobody has made a DTensor
-
-
-def local_of(value: Any) -> Any:
-    """Return this rank's shard of a DTensor; any other value as it is."""
-    return value.to_local() if is_distributed(value) else value
 
 
 def find(model: nn.Module) -> dict[str, DTensor]:
@@ -152,11 +148,20 @@ class Localised:
         self._made: dict[int, tuple[DTensor, nn.Parameter]] = {}
         self._places: list[tuple[dict, str, DTensor]] = []
         for module in model.modules():
-            for attribute, param in torch_compat.own_parameters(module).items():
-                if id(param) in known:
-                    self._places.append((torch_compat.own_parameters(module), attribute, param))
-                    if id(param) not in self._made:
-                        self._made[id(param)] = param, _local_parameter(param, known[id(param)])
+            parameters = torch_compat.own_parameters(module)
+            for attribute, param in parameters.items():
+                if id(param) not in known:
+                    continue
+                self._places.append((parameters, attribute, param))
+                if id(param) in self._made:  # tied
+                    continue
+                if torch_compat.has_hooks(param):
+                    raise ConfigError(
+                        "a hook was registered on a parameter that is a DTensor: register it after zs.shard(), as p.register_hook(hook)."
+                    )
+                local = nn.Parameter(torch_compat.local_part(param).detach(), requires_grad=param.requires_grad)
+                local.__dict__.update(param.__dict__, _distribution=known[id(param)])
+                self._made[id(param)] = param, local
         for parameters, attribute, param in self._places:
             parameters[attribute] = self._made[id(param)][1]
         self._replace({key: local for key, (_, local) in self._made.items()})
@@ -181,16 +186,6 @@ class Localised:
         """Make the replacement final: release the memory of the old objects."""
         for param, _ in self._made.values():
             torch_compat.set_local_part(param, torch_compat.local_part(param).new_empty(0))
-
-
-def _local_parameter(param: DTensor, distribution: Distribution) -> nn.Parameter:
-    local = nn.Parameter(torch_compat.local_part(param).detach(), requires_grad=param.requires_grad)
-    local.__dict__.update(param.__dict__, _distribution=distribution)
-    if torch_compat.has_hooks(param):
-        raise ConfigError(
-            "a hook was registered on a parameter that is a DTensor: register it after zs.shard(), as p.register_hook(hook)."
-        )
-    return local
 
 
 def _turned(state: object, param: Tensor) -> object:

@@ -11,75 +11,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import ZeroshardError
 from ..utils import torch_compat
+from ..utils.torch_compat import OpOverload
+from .home import Sliced
 
 
-class Slices(Protocol):
-    """The part of a sharded tensor's interface (tensor/sharded_tensor.py) that is used here."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    _local: Tensor
-    _home: Any
-    _of_gradient: bool
-
-    def numel(self) -> int:
-        """Return the number of elements of the whole tensor."""
-
-
-def whole_norm(func: Any, args: tuple, kwargs: dict, kind: type) -> Any:
-    """Compute torch.linalg.vector_norm of a tensor of class `kind` (collective).
+def take_norms(func: OpOverload, args: tuple, kwargs: dict) -> object:
+    """Compute torch.linalg.vector_norm, or torch._foreach_norm of tensors of which some or all are sharded (collective).
 
     Return NotImplemented for a norm along some of the dimensions, and where autograd would record it.
     """
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-    tensor, dim, order = given["self"], given.get("dim"), given.get("ord", 2)
-    if dim is not None and len({d % max(tensor.dim(), 1) for d in dim}) != tensor.dim():  # not over all dimensions
+    several = isinstance(given["self"], (list, tuple))
+    tensors: Sequence[Tensor] = given["self"] if several else [given["self"]]
+    dim, order, dtype = given.get("dim"), float(given.get("ord", 2)), given.get("dtype")
+    if dim is not None and len({d % max(tensors[0].dim(), 1) for d in dim}) != tensors[0].dim():  # not over all dimensions
         return NotImplemented
-    if _grows(tensor):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):  # a gradient would reach only the slice
         return NotImplemented
-    (norm,) = norms([tensor], order, given.get("dtype"), kind)
-    return norm.view((1,) * tensor.dim()) if given.get("keepdim") else norm
-
-
-def foreach_norm(func: Any, args: tuple, kwargs: dict, kind: type) -> Any:
-    """Compute torch._foreach_norm of tensors, some or all of class `kind` (collective); NotImplemented as in `whole_norm`."""
-    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-    if any(map(_grows, given["self"])):
-        return NotImplemented
-    return norms(given["self"], given.get("ord", 2), given.get("dtype"), kind)
-
-
-def _grows(tensor: Tensor) -> bool:
-    """Return whether autograd would record a norm of the tensor; its gradient would reach only the slice, and be lost."""
-    return torch.is_grad_enabled() and tensor.requires_grad
-
-
-def norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None, kind: type) -> list[Tensor]:
-    """Return the norm of each tensor; norms of tensors of class `kind` are over all ranks (collective)."""
-    order = float(order)
-    plain = [None if isinstance(t, kind) else t for t in tensors]
-    found: list[Any] = [None if t is None else torch.linalg.vector_norm(t, order, dtype=dtype) for t in plain]
-    groups: dict[int, list[int]] = {}
+    found: list[Tensor] = [t if isinstance(t, Sliced) else torch.linalg.vector_norm(t, order, dtype=dtype) for t in tensors]
+    groups: dict[int, dict[int, Sliced]] = {}  # sharded tensors by the ranks that compute their norms together
     for index, tensor in enumerate(tensors):
-        if found[index] is None:
-            groups.setdefault(id(tensor._home.meeting), []).append(index)
-    for indices in groups.values():
-        mine = [tensors[index] for index in indices]
-        dtypes = {own: _result_dtype(own, dtype) for own in {tensor.dtype for tensor in mine}}
-        for index, tensor, norm in zip(indices, mine, _combined(mine, order), strict=True):
+        if isinstance(tensor, Sliced):
+            groups.setdefault(id(tensor._home.meeting), {})[index] = tensor
+    for group in groups.values():
+        # torch tells the dtype of its result, and raises for one that it does not accept
+        kinds = {tensor.dtype for tensor in group.values()}
+        dtypes = {own: torch.linalg.vector_norm(torch.empty(0, dtype=own), dtype=dtype).dtype for own in kinds}
+        for (index, tensor), norm in zip(group.items(), _combined(list(group.values()), order), strict=True):
             found[index] = norm.to(tensor.device, dtypes[tensor.dtype])
-    return found
+    if several:
+        return found
+    return found[0].view((1,) * tensors[0].dim()) if given.get("keepdim") else found[0]
 
 
-def _combined(tensors: list[Slices], order: float) -> Tensor:
+def _combined(tensors: list[Sliced], order: float) -> Tensor:
     """Return the norms, (len(tensors),) in fp64 on the host, of tensors of one group of ranks (collective)."""
     measured = torch.stack([_measured(tensor, order) for tensor in tensors]).cpu()  # one transfer for all tensors
     undivided = any(tensor._of_gradient and tensor._home.undivided for tensor in tensors)
@@ -98,7 +69,7 @@ def _combined(tensors: list[Slices], order: float) -> Tensor:
     return table.sum(0) if order == 0 else torch.linalg.vector_norm(table, order, dim=0)  # order 0 counts elements
 
 
-def _measured(tensor: Slices, order: float) -> Tensor:
+def _measured(tensor: Sliced, order: float) -> Tensor:
     """Return the norm of this rank's slice, 0-D in fp64; the neutral number if the slice is empty or does not count."""
     local = tensor._local
     # neutral in a sum of powers and in a maximum or minimum
@@ -106,11 +77,6 @@ def _measured(tensor: Slices, order: float) -> Tensor:
         return torch.full((), math.inf if order < 0 else 0.0, dtype=torch.float64, device=local.device)
     wide = torch.promote_types(local.dtype, torch.float32)
     return torch.linalg.vector_norm(local, order, dtype=wide).double()
-
-
-def _result_dtype(of: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of torch's result. Raise torch's error for a dtype that it does not accept."""
-    return torch.linalg.vector_norm(torch.empty(0, dtype=of), dtype=wanted).dtype
 
 
 def allow_foreach(*kinds: type) -> None:

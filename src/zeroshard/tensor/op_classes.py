@@ -9,7 +9,7 @@ the output for backward, release. Operations that read shapes or write act on th
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -32,7 +32,7 @@ READS = frozenset("allclose amax amin argmax argmin count_nonzero equal item max
 _ALIAS = frozenset(["detach"])  # a write to the result is a write to the parameter
 
 
-def computes(func: Any, args: tuple, kwargs: dict[str, Any], kind: type) -> bool:
+def computes(func: Callable, args: tuple, kwargs: dict[str, object], kind: type) -> bool:
     """Return whether a function of torch reads elements of its arguments of class `kind`, and writes none in place."""
     name = getattr(func, "__name__", "")
     if name == "__get__":

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import ShardedAccessError, StatesAway, ZeroshardError
 from ..utils import torch_compat
@@ -19,7 +18,7 @@ _VIEWS = tuple(getattr(torch.Tensor, name) for name in ("data", "T", "mT", "H", 
 _HARMLESS = ("__get__", "register_hook", "register_post_accumulate_grad_hook", "size", "dim", "numel", "untyped_storage")
 
 
-class ReleasedParameter(ReadableWhole, nn.Parameter):
+class ReleasedParameter(ReadableWhole):
     """Class of a compute parameter while its memory is released, for code that kept it beyond the forward.
 
     A use inside a backward gathers its unit (an autograd function may keep it in its `ctx`); any other use raises.
@@ -34,7 +33,7 @@ class ReleasedParameter(ReadableWhole, nn.Parameter):
     )
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         if getattr(func, "__name__", "") in _HARMLESS and getattr(func, "__self__", None) not in _VIEWS:
             with torch_compat.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))

@@ -17,98 +17,30 @@ state dicts, `numel()` and initialisation code work as on one process. Operation
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, SupportsIndex
+from typing import SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import ShardedAccessError, ShardedWriteError
 from ..utils import torch_compat
-from ..utils.torch_compat import tree_map_only
+from ..utils.torch_compat import OpOverload, tree_map_only
 from .attributes import CarriesAttributes, attributes_of
-from .dcp_chunks import chunk_list, shard_at, write_items
-from .differentiable import ReadableSlices, ReadableWhole
-from .memory_access import HasNoMemory
-from .norms import allow_foreach, foreach_norm, whole_norm
+from .dcp_chunks import HasChunks
+from .differentiable import ReadableWhole, read
+from .home import Home, RangeHome
+from .norms import allow_foreach, take_norms
 from .op_classes import READS, computes
-from .refusals import remedy_of, remedy_of_whole
-from .rows import RangeHome
+from .refusals import HasNoMemory, remedy_of
 
+_T = TypeVar("_T")
+_Kind = TypeVar("_Kind", bound=Tensor)
 aten = torch.ops.aten
 
 
-class Home(Protocol):
-    """Owner of a sharded tensor's storage: has its name and cut, reads and writes the slice, gathers from other ranks."""
-
-    name: str
-    start: int  # this rank's elements [start, stop) of the flattened tensor
-    stop: int
-    comm: Any  # communicator of the ranks that have the other slices
-
-    @property
-    def meeting(self) -> Any:
-        """Communicator of the ranks that compute norms of the tensor together."""
-
-    @property
-    def counts(self) -> bool:
-        """True if this rank's slice enters norms; False if it is a copy of another rank's."""
-
-    @property
-    def distributed(self) -> bool:
-        """True if the tensor is itself a part of a larger one, along tensor or expert parallelism."""
-
-    @property
-    def undivided(self) -> bool:
-        """True while the tensor's gradient is a weighted sum (zs.backward) that the step will divide."""
-
-    def before_write(self) -> None:
-        """Prepare for a write to the slice of a parameter (collective where peers read the slice in place)."""
-
-    def fetch(self, gradient: bool) -> Tensor:
-        """Return this rank's slice of the value, or of the gradient, at rest: a view, or a copy if it is offloaded."""
-
-    def after_write(self, local: Tensor, offset: int = 0) -> None:
-        """Store `local` (n,) as elements [offset, offset + n) of a parameter's slice, after a write to a view or copy of it."""
-
-    def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
-        """Store `local` (n,) as elements [offset, offset + n) of the gradient's slice, after a write to a view or copy of it."""
-
-    def before_meeting(self, what: str) -> None:
-        """Raise ZeroshardError if ranks that the collective `what` needs can not take part."""
-
-    def gather_local(self, local: Tensor) -> Tensor:
-        """Return `local`, 1-D, of all ranks, concatenated in rank order: of slices, the flattened tensor (collective)."""
-
-    def gradient(self) -> Tensor | None:
-        """Return the reduced gradient as a sharded tensor, or None."""
-
-    def set_gradient(self, value: Tensor | None) -> None:
-        """Assign the gradient, or drop it (None)."""
-
-    def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Compute an operation with the gathered parameter if a forward runs, and return its result; else NotImplemented."""
-
-    def assign(self, param: Tensor, value: Tensor) -> None:
-        """Carry out `param.data = value`."""
-
-
-class ParameterHome(Home, Protocol):
-    """Home of a parameter, which also receives gradients."""
-
-    def adopt(self, hook: Callable) -> Callable:
-        """Return the function that autograd calls, in place of a program's hook, when the local gradient is complete."""
-
-    def arrival(self, sliced: bool) -> Callable[[Tensor], Tensor]:
-        """Return a function from a gradient of `to_local()` (sliced) or `full_tensor()` to this rank's local gradient."""
-
-
-class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
+class ShardedTensor(HasChunks, HasNoMemory):
     """A tensor of the global shape, of which this rank holds elements [home.start, home.stop), flattened."""
-
-    _held: Tensor | None  # (stop - start,), or None: the home fetches the slice at rest
-    _home: Home
-    _of_parameter = False  # True for an alias of a parameter (p.data, p[0])
-    _of_gradient = False  # True for a gradient, or an alias of one
 
     @staticmethod
     def __new__(
@@ -122,15 +54,12 @@ class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
         tensor._held, tensor._home = local, home
         return tensor
 
-    @property
-    def _local(self) -> Tensor:
-        """This rank's slice (stop - start,): a view, or (offloaded) a copy, which `_end_write` must store after a write."""
-        return self._held if self._held is not None else self._home.fetch(self._of_gradient)
-
     __torch_function__ = torch_compat.disabled_torch_function
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> object:
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
         if handler is not None:
@@ -138,9 +67,10 @@ class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
         # normal_, uniform_ and other draws in place
         if torch.Tag.nondeterministic_seeded in func.tags and _writes_first(func):
             return _random_(func, args, kwargs)
-        if func._schema.name.removeprefix("aten::") in READS:
+        name = func._schema.name.removeprefix("aten::")
+        if name in READS:
             return _of_whole(func, args, kwargs)
-        if torch.Tag.pointwise in func.tags or _is_local_foreach(func):
+        if torch.Tag.pointwise in func.tags or (name.startswith("_foreach_") and name not in _FOREACH_REDUCTIONS):
             return _elementwise(func, args, kwargs)
         raise _refusal(func, args, kwargs)
 
@@ -154,7 +84,7 @@ class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
         """Copy this rank's slice of a gradient, a result, or a parameter before zs.shard; raise for one of a sharded model."""
         if isinstance(self, ShardedParameter) and hasattr(self._home, "copy_of"):  # made under zs.init, not sharded yet
             return memo.setdefault(id(self), self._home.copy_of(self))
-        if isinstance(self, ShardedParameter) or self._of_parameter:
+        if self._of_parameter:
             raise ShardedAccessError(
                 f"{self._home.name}: a sharded model can not be deep-copied. Copy it before zs.shard(), or take "
                 "zs.full_state_dict(model)."
@@ -171,36 +101,29 @@ class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
         with torch.no_grad():
             self.copy_(value)
 
-    def _write_strided(self, values: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> None:
-        """Write `values` to elements of this rank's slice, wherever it rests, selected as in torch.as_strided."""
-        _begin_write(self)
-        local = self._local
-        local.as_strided(size, stride, local.storage_offset() + offset).copy_(values)
-        stop = offset + 1 + sum((s - 1) * t for s, t in zip(size, stride, strict=True))
-        _end_write(self, local[offset:stop], offset)
+    def to_local(self) -> Tensor:
+        """Return this rank's slice (stop - start,), sharing memory: read only; write to the sharded tensor. Differentiable."""
+        return read(self, self._home, self._local, sliced=True)
 
-    # torch.distributed.checkpoint calls these methods (torch/distributed/_checkpointable.py)
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return write_items(fqn, self)
-
-    def __create_chunk_list__(self) -> list[Any]:
-        return chunk_list(self)
-
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
-        return shard_at(self, index)
+    def full_tensor(self) -> Tensor:
+        """Return a copy of the whole tensor on every rank (collective). Differentiable."""
+        if isinstance(self, nn.Parameter) and not self._home.distributed:  # in a forward: gather the unit, as its operations do
+            lent = self._home.lend(torch.clone, (self,), {})
+            if isinstance(lent, Tensor):  # a forward runs, and its unit is gathered
+                return lent
+        return read(self, self._home, self._home.gather_local(self._local).view(self.shape), sliced=False)
 
 
 class ShardedParameter(CarriesAttributes, ShardedTensor):
     """Sharded tensor that a module holds as its parameter at rest; an instance of nn.Parameter for isinstance."""
 
     _is_param = True  # the attribute by which isinstance(p, nn.Parameter) accepts a subclass of Tensor
-    _home: ParameterHome
+    _of_parameter = True
     _compute: nn.Parameter  # the tensor that autograd sees while the unit is gathered
 
     @staticmethod
     def __new__(
-        cls, local: Tensor | None, shape: tuple[int, ...], home: ParameterHome, requires_grad: bool = True, *,
+        cls, local: Tensor | None, shape: tuple[int, ...], home: Home, requires_grad: bool = True, *,
         dtype: torch.dtype | None = None, device: torch.device | None = None,
     ) -> ShardedParameter:  # fmt: skip
         return ShardedTensor.__new__(  # type: ignore[return-value]
@@ -208,12 +131,12 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):
         )
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> object:
         kwargs = kwargs or {}
         if func is torch.autograd.grad:  # returns local gradients, as for any data-parallel model
             args, kwargs = tree_map_only(ShardedParameter, lambda param: param._compute, (args, kwargs))
         elif computes(func, args, kwargs, ShardedParameter):
-            for param in _parameters_in((args, kwargs)):
+            for param in _found(ShardedParameter, (args, kwargs)):
                 result = param._home.lend(func, args, kwargs)
                 if result is not NotImplemented:
                     return result
@@ -240,11 +163,11 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):
     def grad(self, value: Tensor | None) -> None:
         self._home.set_gradient(value)
 
-    def register_hook(self, hook: Callable) -> Any:
+    def register_hook(self, hook: Callable) -> RemovableHandle:
         """Register a backward hook as on any tensor: it gets the local gradient, of the global shape."""
         return self._compute.register_hook(hook)
 
-    def register_post_accumulate_grad_hook(self, hook: Callable) -> Any:
+    def register_post_accumulate_grad_hook(self, hook: Callable) -> RemovableHandle:
         """Register a hook as on any tensor; it gets this parameter, at rest, once its local gradient is complete and was sent."""
         compute = self.__dict__.get("_compute")
         if compute is None:  # before zs.shard, which moves the hook to the compute parameter
@@ -252,10 +175,8 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):
         return compute.register_post_accumulate_grad_hook(self._home.adopt(hook))
 
 
-class ReplicatedParameter(ReadableWhole, nn.Parameter):
+class ReplicatedParameter(ReadableWhole):
     """Parameter of a replicated unit: an ordinary parameter whose `.grad` is the reduced gradient."""
-
-    _home: ParameterHome
 
     @property
     def data(self) -> Tensor:
@@ -282,7 +203,7 @@ class ReplicatedParameter(ReadableWhole, nn.Parameter):
         else:
             self._home.set_gradient(value)
 
-    def register_post_accumulate_grad_hook(self, hook: Callable) -> Any:
+    def register_post_accumulate_grad_hook(self, hook: Callable) -> RemovableHandle:
         """Register a hook as on any tensor; called once the local gradient was sent: `grad` is None, or of earlier backwards."""
         return super().register_post_accumulate_grad_hook(self._home.adopt(hook))
 
@@ -291,7 +212,7 @@ class ReplicatedParameter(ReadableWhole, nn.Parameter):
         copy = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
         return memo.setdefault(id(self), copy)
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:
         """Pickle as an ordinary parameter."""
         copy = self.__deepcopy__({})
         copy.__dict__.update(attributes_of(self))
@@ -317,71 +238,46 @@ def clear_local_grad(param: Tensor) -> None:
 # -- operations ----------------------------------------------------------------------------------------------
 
 
-def _writes_first(func: Any) -> bool:
+def _found(kind: type[_Kind], tree: object) -> list[_Kind]:
+    """Return the tensors of class `kind` in the arguments of an operation."""
+    found: list[_Kind] = []
+    tree_map_only(kind, found.append, tree)
+    return found
+
+
+def _writes_first(func: OpOverload) -> bool:
     arguments = func._schema.arguments
     return bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write
 
 
-def _is_local_foreach(func: Any) -> bool:
-    name = func._schema.name
-    operation = name.removeprefix("aten::_foreach_")
-    return operation != name and operation not in ("max", "mm", "norm", "powsum")  # these combine elements of one tensor
-
-
-def _refusal(func: Any, args: tuple, kwargs: dict) -> ShardedAccessError:
-    tensors = _sharded_in((args, kwargs))
-    kind = ShardedWriteError if _writes_first(func) and isinstance(args[0], ShardedTensor) else ShardedAccessError
+def _refusal(func: OpOverload, args: tuple, kwargs: dict) -> ShardedAccessError:
+    tensors = _found(ShardedTensor, (args, kwargs))
+    target = args[0] if _writes_first(func) and isinstance(args[0], Tensor) else None
     names = list(dict.fromkeys(t._home.name for t in tensors))
     of_gradient = any(t._of_gradient for t in tensors)
     whole = "the whole gradient of" if of_gradient else "the whole of"
     grows = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    # a whole tensor would be changed by a sharded one, as in p -= lr * p.grad at stages 1 and 2
-    if _writes_first(func) and isinstance(args[0], Tensor) and kind is ShardedAccessError:
-        remedy = remedy_of_whole(of_gradient)
-    else:
-        remedy = remedy_of(func._schema.name, of_gradient, kind is ShardedWriteError, grows)
+    remedy = remedy_of(func._schema.name, of_gradient, target, grows)
+    kind = ShardedWriteError if isinstance(target, ShardedTensor) else ShardedAccessError
     return kind(f"{func} needs {whole} {', '.join(names[:3])}, of which this rank holds a slice. {remedy}")
 
 
-def _sharded_in(tree: Any) -> list[ShardedTensor]:
-    found: list[ShardedTensor] = []
-    tree_map_only(ShardedTensor, found.append, tree)
-    return found
+def _alias(source: ShardedTensor, held: Tensor | None, shape: tuple[int, ...], home: Home) -> ShardedTensor:
+    """Return an alias, through which writes reach the parameter or gradient of its source."""
+    alias = ShardedTensor(held, shape, home, dtype=source.dtype, device=source.device)
+    alias._of_parameter, alias._of_gradient = source._of_parameter, source._of_gradient
+    return alias
 
 
-def _parameters_in(tree: Any) -> list[ShardedParameter]:
-    found: list[ShardedParameter] = []
-    tree_map_only(ShardedParameter, found.append, tree)
-    return found
+def _view(func: OpOverload, args: tuple, kwargs: dict) -> ShardedTensor:
+    """Return p.detach(), or p.view(...): the same slice under another global shape."""
+    source, shape = args[0], tuple(args[0].shape)
+    if func is aten.view.default:
+        shape = tuple(torch.empty(shape, device="meta").view(*args[1:], **kwargs).shape)  # torch checks the shape
+    return _alias(source, source._held, shape, source._home)
 
 
-def _begin_write(tensor: Tensor) -> None:
-    if isinstance(tensor, ShardedParameter) or (isinstance(tensor, ShardedTensor) and tensor._of_parameter):
-        tensor._home.before_write()
-
-
-def _end_write(tensor: Tensor, local: Tensor, offset: int = 0) -> None:
-    """Store `local` (n,) as elements [offset, offset + n) of the slice of a parameter or gradient, or of an alias of one."""
-    if isinstance(tensor, ShardedParameter) or (isinstance(tensor, ShardedTensor) and tensor._of_parameter):
-        tensor._home.after_write(local, offset)
-    elif isinstance(tensor, ShardedTensor) and tensor._of_gradient:
-        tensor._home.after_gradient_write(local, offset)
-
-
-def _inherit(alias: ShardedTensor, source: ShardedTensor) -> None:
-    """Mark an alias, so that a write through it reaches the parameter or gradient of its source."""
-    alias._of_parameter = isinstance(source, ShardedParameter) or source._of_parameter
-    alias._of_gradient = source._of_gradient
-
-
-def _alias(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
-    source = args[0]
-    result = ShardedTensor(source._held, tuple(source.shape), source._home, dtype=source.dtype, device=source.device)
-    _inherit(result, source)  # so that writes through `p.data` or `p.detach()` are writes to the parameter
-    return result
-
-
-def _copy_of(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
+def _copy_of(func: OpOverload, args: tuple, kwargs: dict) -> ShardedTensor:
     """Apply clone, _to_copy or *_like to the slice; the result is cut alike."""
     source = args[0]
     kwargs = {k: v for k, v in kwargs.items() if k not in ("memory_format", "layout", "pin_memory")}  # a slice is 1-D
@@ -389,72 +285,63 @@ def _copy_of(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
     return ShardedTensor(local, tuple(source.shape), source._home)
 
 
-def _pad(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
+def _pad(func: OpOverload, args: tuple, kwargs: dict) -> ShardedTensor:
     """Return a copy for a pad of width zero, which Transformers applies to the bias of a tied head; refuse any other pad."""
     if any(args[1]):
         raise _refusal(func, args, kwargs)
     return _copy_of(aten.clone.default, args[:1], {})
 
 
-def _new(func: Any, args: tuple, kwargs: dict) -> Tensor:
+def _new(func: OpOverload, args: tuple, kwargs: dict) -> Tensor:
     """Apply p.new_zeros(...) and the like, which use only the dtype and device of p."""
     return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
 
 
-def _random_(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
+def _random_(func: OpOverload, args: tuple, kwargs: dict) -> ShardedTensor:
     """Draw the whole tensor, as one process would, and keep this rank's slice."""
     target = args[0]
-    _begin_write(target)
+    target._begin_write()
     whole = torch.empty(tuple(target.shape), dtype=target.dtype, device=target.device)
     func(whole, *args[1:], **kwargs)
     local = target._local
     local.copy_(whole.view(-1)[target._home.start : target._home.stop])
-    _end_write(target, local)
+    target._end_write(local)
     return target
 
 
-def _copy_(func: Any, args: tuple, kwargs: dict) -> Tensor:
+def _copy_(func: OpOverload, args: tuple, kwargs: dict) -> Tensor:
     target, source = args[0], args[1]
     if not isinstance(target, ShardedTensor):
         raise _refusal(func, args, kwargs)
     given = _local_of(source, target)
-    _begin_write(target)
+    target._begin_write()
     local = target._local
     local.copy_(given)
-    _end_write(target, local)
+    target._end_write(local)
     return target
 
 
-def _rows(source: ShardedTensor, start: int, stop: int, shape: tuple[int, ...]) -> ShardedTensor:
-    row_numel = source.numel() // max(source.shape[0], 1)
-    name = f"{source._home.name}[{start}:{stop}]"
-    home = RangeHome(source._home, name, start * row_numel, (stop - start) * row_numel)
-    local = None if source._held is None else source._held[home.begin : home.begin + home.stop - home.start]
-    view = ShardedTensor(local, shape, home, dtype=source.dtype, device=source.device)
-    _inherit(view, source)
-    return view
-
-
-def _select(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
-    """Return weight[i], one row, as a sharded view; nn.Embedding's padding uses it."""
-    source, dim, index = args
-    if dim % max(len(source.shape), 1) != 0:  # only rows are one range of the flattened tensor
-        raise _refusal(func, args, kwargs)
-    index %= source.shape[0]  # it may be negative
-    return _rows(source, index, index + 1, tuple(source.shape[1:]))
-
-
-def _slice(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
-    """Return weight[a:b], adjacent rows, as a sharded view."""
-    defaults: tuple[Any, ...] = (0, None, None, 1)
+def _rows(func: OpOverload, args: tuple, kwargs: dict) -> ShardedTensor:
+    """Return weight[i], one row (nn.Embedding's padding uses it), or weight[a:b], adjacent rows, as a sharded view."""
+    defaults: tuple = (0, None, None, 1)
     source, dim, start, stop, step = (*args, *defaults[len(args) - 1 :])
     if dim % max(len(source.shape), 1) != 0 or step != 1:  # only adjacent rows are one range of the flattened tensor
         raise _refusal(func, args, kwargs)
-    start, stop, _ = slice(start, stop).indices(source.shape[0])
-    return _rows(source, start, max(stop, start), (max(stop - start, 0), *source.shape[1:]))
+    shape = tuple(source.shape[1:])
+    if func is aten.select.int:
+        start %= source.shape[0]  # it may be negative
+        stop = start + 1
+    else:
+        start, stop, _ = slice(start, stop).indices(source.shape[0])
+        stop = max(stop, start)
+        shape = (stop - start, *shape)
+    row_numel = source.numel() // max(source.shape[0], 1)
+    home = RangeHome(source._home, f"{source._home.name}[{start}:{stop}]", start * row_numel, (stop - start) * row_numel)
+    held = None if source._held is None else source._held[home.begin : home.begin + home.stop - home.start]
+    return _alias(source, held, shape, home)
 
 
-def _local_of(operand: Any, lead: ShardedTensor) -> Any:
+def _local_of(operand: _T, lead: ShardedTensor) -> _T | Tensor:
     """Return the elements of an operand that meet the slice of `lead`; scalars as they are."""
     if isinstance(operand, ShardedTensor):
         same = (operand._home.start, operand._home.stop) == (lead._home.start, lead._home.stop)
@@ -475,96 +362,93 @@ def _local_of(operand: Any, lead: ShardedTensor) -> Any:
     return operand
 
 
-def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
+def _elementwise(func: OpOverload, args: tuple, kwargs: dict) -> object:
     if args and isinstance(args[0], (list, tuple)):  # torch._foreach_...
         return _foreach(func, args, kwargs)
-    lead = next(iter(_sharded_in((args, kwargs))))
+    lead = _found(ShardedTensor, (args, kwargs))[0]
     if any(isinstance(a, Tensor) and a.dim() > len(lead.shape) for a in args):  # the result would have more dimensions
         raise _refusal(func, args, kwargs)
     target = args[0] if _writes_first(func) else kwargs.get("out")
     if target is not None and not isinstance(target, ShardedTensor):
         raise _refusal(func, args, kwargs)
     if target is not None:
-        _begin_write(target)
+        target._begin_write()
     local = func(*(_local_of(a, lead) for a in args), **{k: _local_of(v, lead) for k, v in kwargs.items()})
     if target is not None:
-        _end_write(target, local)  # the result of an in-place operation, or of one with out=, is its target
+        target._end_write(local)  # the result of an in-place operation, or of one with out=, is its target
         return target
     if not isinstance(local, Tensor):
         raise _refusal(func, args, kwargs)
     return ShardedTensor(local, tuple(lead.shape), lead._home)
 
 
-def _any_or_all(func: Any, args: tuple, kwargs: dict) -> Tensor:
+def _any_or_all(func: OpOverload, args: tuple, kwargs: dict) -> Tensor:
     """Combine any() or all() over ranks (collective), as in p.isnan().any() or the loop of nn.init.trunc_normal_."""
     (tensor,) = args
     return func(tensor._home.gather_local(func(tensor._local).view(1)))
 
 
-def _of_whole(func: Any, args: tuple, kwargs: dict) -> Any:
+def _of_whole(func: OpOverload, args: tuple, kwargs: dict) -> object:
     """Gather the tensors and compute p.data.max() or the like (collective; see READS); raise if autograd would record it."""
     differentiable = any(isinstance(result.type, torch.TensorType) for result in func._schema.returns)  # not torch.equal
-    if differentiable and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _sharded_in((args, kwargs))):
+    if (
+        differentiable
+        and torch.is_grad_enabled()
+        and any(tensor.requires_grad for tensor in _found(ShardedTensor, (args, kwargs)))
+    ):
         raise _refusal(func, args, kwargs)
     return func(*tree_map_only(ShardedTensor, ShardedTensor.full_tensor, args), **kwargs)
 
 
-def _view(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
-    """Return p.view(...): the same slice under another global shape."""
-    source = args[0]
-    shape = torch.empty(tuple(source.shape), device="meta").view(*args[1:], **kwargs).shape  # torch checks the shape
-    view = ShardedTensor(source._held, tuple(shape), source._home, dtype=source.dtype, device=source.device)
-    _inherit(view, source)
-    return view
-
-
-def _norm(func: Any, args: tuple, kwargs: dict) -> Any:
-    result = (foreach_norm if isinstance(args[0], (list, tuple)) else whole_norm)(func, args, kwargs, ShardedTensor)
+def _norm(func: OpOverload, args: tuple, kwargs: dict) -> object:
+    result = take_norms(func, args, kwargs)
     if result is NotImplemented:
         raise _refusal(func, args, kwargs)
     return result
 
 
+_FOREACH_REDUCTIONS = ("_foreach_max", "_foreach_mm", "_foreach_norm", "_foreach_powsum")  # combine elements of one tensor
 _STRETCH_NUMEL = 1 << 24  # elements of slices per call of a foreach operation: bounds the copies of offloaded slices
 
 
-def _foreach(func: Any, args: tuple, kwargs: dict) -> Any:
-    leads, writes, results, begin, numel = args[0], _writes_first(func), [], 0, 0
+def _foreach(func: OpOverload, args: tuple, kwargs: dict) -> list[Tensor] | None:
+    """Apply a foreach operation, a stretch of its lists at a time: to slices of sharded tensors, to other tensors as they are."""
+    leads, writes = args[0], _writes_first(func)
     if not any(isinstance(lead, ShardedTensor) for lead in leads):
         raise _refusal(func, args, kwargs)
     for lead in leads if writes else ():
-        _begin_write(lead)
+        if isinstance(lead, ShardedTensor):
+            lead._begin_write()
+    results: list[Tensor] = []
+    begin = numel = 0
     for end, lead in enumerate(leads, 1):
         numel += lead._home.stop - lead._home.start if isinstance(lead, ShardedTensor) else 0
-        if numel > _STRETCH_NUMEL or end == len(leads):
-            results += _stretch(func, args, kwargs, slice(begin, end), writes)
-            begin, numel = end, 0
+        if numel <= _STRETCH_NUMEL and end < len(leads):
+            continue
+        part, begin, numel = slice(begin, end), end, 0
+        localised = [_stretch(arg, leads, part) for arg in args]
+        found = func(*localised, **{key: _stretch(value, leads, part) for key, value in kwargs.items()})
+        # what an operation in place has written are the slices of its first list
+        for each, local in zip(leads[part], localised[0] if writes else found, strict=True):
+            if writes and isinstance(each, ShardedTensor):
+                each._end_write(local)
+            elif not writes:
+                result = ShardedTensor(local, tuple(each.shape), each._home) if isinstance(each, ShardedTensor) else local
+                results.append(result)
     return None if writes else results
 
 
-def _stretch(func: Any, args: tuple, kwargs: dict, part: slice, writes: bool) -> list[Any]:
-    """Apply a foreach operation to the tensors in `part` of its lists: to the slices of sharded ones, to others as they are."""
-    leads = args[0][part]
-
-    def localise(arg: Any) -> Any:
-        if isinstance(arg, (list, tuple)) and len(arg) == len(args[0]):  # one operand for each tensor; else a scalar for all
-            pairs = zip(arg[part], leads, strict=True)
-            return [_local_of(a, lead) if isinstance(lead, ShardedTensor) else a for a, lead in pairs]
+def _stretch(arg: _T, leads: Sequence[Tensor], part: slice) -> _T | list:
+    """Return `part` of a list with one operand for each lead, as slices where the lead is sharded; any other argument as it is."""
+    if not isinstance(arg, (list, tuple)) or len(arg) != len(leads):  # a scalar for all
         return arg
-
-    localised = [localise(a) for a in args]
-    results = func(*localised, **{k: localise(v) for k, v in kwargs.items()})
-    for lead, local in zip(leads, localised[0], strict=True) if writes else ():
-        _end_write(lead, local)
-    if writes:
-        return []
-    pairs = zip(results, leads, strict=True)
-    return [ShardedTensor(r, tuple(t.shape), t._home) if isinstance(t, ShardedTensor) else r for r, t in pairs]
+    pairs = zip(arg[part], leads[part], strict=True)
+    return [_local_of(operand, lead) if isinstance(lead, ShardedTensor) else operand for operand, lead in pairs]
 
 
-_HANDLERS: dict[Any, Callable] = {
-    aten.detach.default: _alias,
-    aten.alias.default: _alias,
+_HANDLERS: dict[OpOverload, Callable] = {
+    aten.detach.default: _view,
+    aten.alias.default: _view,
     aten.view.default: _view,
     aten.clone.default: _copy_of,
     aten._to_copy.default: _copy_of,
@@ -583,8 +467,8 @@ _HANDLERS: dict[Any, Callable] = {
     aten.all.default: _any_or_all,
     aten.linalg_vector_norm.default: _norm,
     aten._foreach_norm.Scalar: _norm,
-    aten.select.int: _select,
-    aten.slice.Tensor: _slice,
+    aten.select.int: _rows,
+    aten.slice.Tensor: _rows,
     aten.zero_.default: _elementwise,
     aten.fill_.Scalar: _elementwise,
     aten.fill_.Tensor: _elementwise,

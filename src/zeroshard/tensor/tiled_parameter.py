@@ -140,7 +140,7 @@ class Tiled(nn.Module):
             )
         return super().__getattr__(name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
         if name in self._cut_attributes():
             raise TiledAccessError(f"{name} of a {type(self).__name__} is in its tiles: replace or tie it before zs.tile().")
         super().__setattr__(name, value)
@@ -218,7 +218,7 @@ def join(values: Mapping[str, Any], parts: Mapping[str, int]) -> dict[str, Any]:
     return result
 
 
-def parts_in(model: nn.Module, state: Mapping[str, Any]) -> dict[str, int]:
+def parts_in(model: nn.Module, state: Mapping[str, object]) -> dict[str, int]:
     """Return `parts` for `join`: entries of a state dict (keep_vars=True) that are tiles' parameters, found by identity."""
     dims = {
         id(torch_compat.own_parameters(tile)[attribute]): part.dim

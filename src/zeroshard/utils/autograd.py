@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -77,15 +77,19 @@ def leads_to_all(first: int, outputs: list[Tensor]) -> bool:
     return len(found) == count
 
 
+class _Context(Protocol):
+    done: Callable[[], None]
+
+
 class Marked(torch.autograd.Function):
     """Identity on a frozen unit's inputs, whose backward calls `done` when the backward inside the unit has ended."""
 
     @staticmethod
-    def forward(ctx: Any, done: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _Context, done: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.done = done
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    def backward(ctx: _Context, *grads: Tensor) -> tuple:
         ctx.done()
         return (None, *grads)

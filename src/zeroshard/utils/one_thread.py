@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from ..errors import ThreadsMet
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 class Turn:
@@ -38,12 +39,21 @@ class Turn:
         self._held.release()
 
 
-def one_thread(method: _Method) -> _Method:
+class _HasTurn(Protocol):
+    turn: Turn
+
+
+_Owner = TypeVar("_Owner", bound=_HasTurn)
+
+
+def one_thread(
+    method: Callable[Concatenate[_Owner, _Arguments], _Result],
+) -> Callable[Concatenate[_Owner, _Arguments], _Result]:
     """Decorator: run the method inside the object's `turn` (a `Turn`), so that one thread at a time is in all such methods."""
 
     @functools.wraps(method)
-    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def alone(self: _Owner, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         with self.turn:
             return method(self, *args, **kwargs)
 
-    return alone  # type: ignore[return-value]
+    return alone

@@ -8,9 +8,11 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 from ..errors import ConfigError
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ SECONDS = Kind(
 FOLDER = Kind("the path of a folder", lambda value: isinstance(value, (str, os.PathLike)))
 
 
-def option(default: Any, kind: Kind) -> Any:
+def option(default: _T, kind: Kind) -> _T:
     """Make the dataclass field of an option, with its kind in the field's metadata."""
     return field(default=default, metadata={"kind": kind})
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
 
 import torch.utils.checkpoint
 from torch import Tensor
@@ -42,7 +41,7 @@ class Outer:
         """Return the object that autograd keeps in place of a tensor that the inner hooks do not handle."""
         return Saved(tensor) if self.hooks is None else Packed(self.hooks[0](tensor), self.hooks[1])
 
-    def count(self, tensor: Tensor) -> Any:
+    def count(self, tensor: Tensor) -> object:
         """Let a surrounding checkpoint count a tensor that inner hooks pack. Keep the result as long as the packed tensor."""
         return None if self.checkpoint is None else self.checkpoint[0](tensor)
 
@@ -52,7 +51,7 @@ class Packed:
 
     __slots__ = ("unpack", "value")
 
-    def __init__(self, value: Any, unpack: Callable[[Any], Tensor]) -> None:
+    def __init__(self, value: object, unpack: Callable[[object], Tensor]) -> None:
         self.value, self.unpack = value, unpack
 
     def restore(self) -> Tensor:

@@ -14,7 +14,7 @@ import operator
 import types
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ _TENSORLESS = (
     type(None), str, bytes, bytearray, int, float, complex, range, type, enum.Enum, types.ModuleType, torch.nn.Module,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator,
 )  # fmt: skip
+_T = TypeVar("_T")
 _PLAIN = (tuple, list, dict)
 _MOST_OBJECTS = 10_000  # most objects to search: a logger or a trainer in an output may refer to everything in the process
 
@@ -70,13 +71,13 @@ def _inside(item: object) -> list[object]:
     return inside
 
 
-def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
+def map_tensors(fn: Callable[[Tensor], Tensor], value: _T) -> _T:
     """Return `value` with fn applied, once each, to the tensors in nested tuples, lists, mappings and dataclasses.
 
     Containers of changed tensors are copied, without running `__init__`; the caller's own objects do not change.
     """
     if isinstance(value, Tensor):
-        return fn(value)
+        return fn(value)  # type: ignore[return-value]
     if torch.compiler.is_compiling():  # inside a compiled block: a tracer cannot follow the search through objects
         return tree_map_only(Tensor, fn, value)
     return Exchanged(fn, value).value
@@ -89,15 +90,15 @@ class Exchanged:
     lists, mappings and dataclasses: a module may append its loss to a list that it is given.
     """
 
-    def __init__(self, fn: Callable[[Tensor], Tensor], value: Any) -> None:
+    def __init__(self, fn: Callable[[Tensor], Tensor], value: object) -> None:
         """fn: returns the replacement of a tensor; called once for each."""
         self._fn = fn
         self._results: dict[int, object] = {}  # id of the caller's object -> the callee's object for it
         self._exchanged: list[tuple[Any, Any]] = []  # (caller's object, callee's copy)
-        self.value = self._mapped(value)
+        self.value: Any = self._mapped(value)
         self._before: list[Any] = [_content(new) for _, new in self._exchanged]
 
-    def _mapped(self, item: Any) -> Any:
+    def _mapped(self, item: object) -> object:
         if isinstance(item, _TENSORLESS):
             return item
         if id(item) not in self._results:
@@ -108,7 +109,7 @@ class Exchanged:
                 self._exchanged.append((item, new))
         return self._results[id(item)]
 
-    def _rebuilt(self, item: Any) -> Any:
+    def _rebuilt(self, item: object) -> object:
         """Return `item`, or a copy with the changed members."""
         if isinstance(item, (list, tuple)):
             items = [self._mapped(old) for old in item]
@@ -126,9 +127,9 @@ class Exchanged:
         changes = {key: new for key, new in mapped.items() if new is not old[key]}
         if not changes:
             return item
-        result = copy.copy(item)
-        _change(result, changes)
-        return result
+        changed = copy.copy(item)
+        _change(changed, changes)
+        return changed
 
     def hand_back(self) -> None:
         """Apply the callee's changes of copied containers to the caller's, with the caller's own tensors, after the call."""
@@ -172,6 +173,6 @@ def caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return cast
 
 
-def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+def cast_floating(value: _T, dtype: torch.dtype) -> _T:
     """Return `value` with its floating-point tensors (not fp64, fp8, fp4) cast to `dtype`."""
     return map_tensors(caster(dtype), value)

@@ -11,14 +11,16 @@ import functools
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from operator import attrgetter, methodcaller
-from typing import Any
+from types import GetSetDescriptorType
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch._ops import OpOverload  # noqa: F401
 from torch._subclasses.fake_tensor import (  # noqa: F401
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -36,6 +38,9 @@ from torch.utils._python_dispatch import (  # noqa: F401
 )
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes  # noqa: F401
 from torch.utils._pytree import tree_map_only  # noqa: F401
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # renamed in torch 2.13; the old names warn there
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -67,8 +72,10 @@ local_part = attrgetter("_local_tensor")  # DTensor -> this rank's part, not rec
 checkpoint_offset = attrgetter("_checkpoint_offset")
 HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor; swapping tensors leaves them where they are
 FAKE_DEVICE = ("fake_device", "_fake_device")  # attributes with a fake tensor's device
-grad_attribute: Any = torch.Tensor.grad  # torch's descriptors of `.grad` and `.data`, which subclasses may override
-data_attribute: Any = torch.Tensor.data
+grad_attribute = cast(
+    GetSetDescriptorType, torch.Tensor.grad
+)  # torch's descriptors of `.grad` and `.data`, which subclasses may override
+data_attribute = cast(GetSetDescriptorType, torch.Tensor.data)
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 # as `__torch_function__` of a subclass: torch's functions without any override
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
@@ -81,7 +88,7 @@ fused_adam_, fused_adamw_, fused_sgd_, fused_adagrad_ = (
 )  # fmt: skip
 
 
-def set_local_part(tensor: Any, part: torch.Tensor) -> None:
+def set_local_part(tensor: DTensor, part: torch.Tensor) -> None:
     """Replace this rank's part of a DTensor."""
     tensor._local_tensor = part
 
@@ -114,8 +121,7 @@ def references(tensor: torch.Tensor) -> int:
 
 def swap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Exchange the contents of two tensor objects. Return False if torch cannot, or if a live graph would become unusable."""
-    both: tuple[Any, Any] = (one, other)
-    if any(each._use_count() > 1 for each in both):  # a living graph refers to it
+    if any(uses() > 1 for uses in map(attrgetter("_use_count"), (one, other))):  # a living graph refers to it
         return False  # torch would swap them, and so break the gradient accumulator that the graph keeps
     try:
         torch.utils.swap_tensors(one, other)
@@ -197,7 +203,7 @@ def watch_backwards(kinds: tuple[type[BaseException], ...], failed: Callable[[Ba
     plain = torch.autograd._engine_run_backward
 
     @functools.wraps(plain)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         try:
             return plain(*args, **kwargs)
         except kinds as error:
@@ -271,13 +277,13 @@ class _ParametrizationCache(threading.local):
     depth = 0
 
     def __init__(self) -> None:
-        self._values: dict[Any, torch.Tensor | None] = {}
+        self._values: dict[Hashable, torch.Tensor | None] = {}
 
-    def get(self, key: Any) -> torch.Tensor | None:
+    def get(self, key: Hashable) -> torch.Tensor | None:
         """Return the cached value of a parametrization. None if this thread is not in `cached()`, so that it is computed."""
         return self._values.get(key)
 
-    def __setitem__(self, key: Any, value: torch.Tensor | None) -> None:
+    def __setitem__(self, key: Hashable, value: torch.Tensor | None) -> None:
         if self.depth:
             self._values[key] = value
 

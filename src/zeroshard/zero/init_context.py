@@ -26,6 +26,7 @@ from ..comm.process_group import talking_device
 from ..config import Config, Placement
 from ..errors import ShardedAccessError, ShardedWriteError
 from ..tensor.attributes import attributes_of, whole_now
+from ..tensor.home import Home
 from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor, set_data
 from ..utils import torch_compat
 from ..utils.dtypes import casts_to
@@ -42,14 +43,11 @@ if TYPE_CHECKING:
 _numbers = itertools.count()  # number of births so far: in the same order on every rank, also if ranks are threads
 
 
-class BirthHome:
+class BirthHome(Home):
     """Home of a parameter made under zs.init, until zs.shard: the flattened elements are cut evenly over ranks."""
-
-    undivided = False
 
     def __init__(self, comm: Comm, name: str, numel: int) -> None:
         self.comm, self.name, self.number = comm, name, next(_numbers)
-        self.meeting, self.counts, self.distributed = comm, True, False
         self.origin: Origin | None = None
         self.numel, self.part = numel, -(-numel // comm.world_size)
         self.start, self.stop = self.cut(comm.rank)
@@ -59,21 +57,6 @@ class BirthHome:
         start = rank * self.part
         return (start, min(start + self.part, self.numel)) if start < self.numel else (0, 0)
 
-    def before_write(self) -> None:
-        """Do nothing: no other rank reads the slice."""
-
-    def fetch(self, gradient: bool) -> Tensor:
-        raise AssertionError("the slice is held")
-
-    def after_write(self, local: Tensor, offset: int = 0) -> None:
-        """Do nothing: there are no masters yet."""
-
-    def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
-        raise AssertionError("there is no gradient yet")
-
-    def before_meeting(self, what: str) -> None:
-        """Do nothing: all ranks take part, as they build the same model."""
-
     def gather_local(self, local: Tensor) -> Tensor:
         return gather_flat(self.comm, local, f"full tensor of {self.name}")
 
@@ -82,15 +65,9 @@ class BirthHome:
         home = BirthHome(self.comm, self.name, param.numel())
         return ShardedParameter(param._local.clone(), tuple(param.shape), home, param.requires_grad)
 
-    def gradient(self) -> Tensor | None:
-        return None
-
     def set_gradient(self, value: Tensor | None) -> None:
         if value is not None:
             raise ShardedAccessError(f"{self.name} takes no gradient before zs.shard(model, optimizer).")
-
-    def adopt(self, hook: Callable) -> Callable:
-        return hook  # zs.shard moves it to the compute parameter
 
     def arrival(self, sliced: bool) -> Callable[[Tensor], Tensor]:
         def arrive(_: Tensor) -> Tensor:
@@ -98,7 +75,7 @@ class BirthHome:
 
         return arrive
 
-    def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def lend(self, func: Callable, args: tuple, kwargs: dict) -> object:
         """Compute an operation; where slices do not allow it, on gathered values: all ranks build the model alike (collective).
 
         Initialisation code reads the results of parametrizations outside of zs.gathered, too. Return NotImplemented outside of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ..comm.base import Comm
 from ..errors import ModelChanged, ShardedWriteError
 from ..memory.io.aligned import bytes_of
-from ..tensor.distributed import Distribution, local_of
+from ..tensor.distributed import Distribution, is_distributed
+from ..tensor.home import Home
 from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.tiled_parameter import Part, part_of, whole_name
 from .user_hooks import adopted
@@ -59,8 +60,8 @@ class ParamSpec:
         return self.name if part_of(*self.owners[0]) is None else whole_name(self.name)
 
 
-class ParamHome:
-    """Home (see tensor/sharded_tensor.py) of parameter `index` of a group, of its gradient and of its optimizer states."""
+class ParamHome(Home):
+    """Home of parameter `index` of a group, of its gradient and of its optimizer states."""
 
     def __init__(self, group: ParamGroup, index: int) -> None:
         self.group, self.index, self.comm = group, index, group.comm
@@ -83,24 +84,20 @@ class ParamHome:
 
     @property
     def meeting(self) -> Comm:
-        """Communicator of the ranks that compute norms of the parameter together."""
         runtime = self.group.runtime
         return self.comm if runtime is None or runtime.topology.peers is runtime.comm else runtime.topology.peers
 
     @property
     def counts(self) -> bool:
-        """True if this rank's slice enters norms over `meeting`; False if it is a copy of another rank's."""
         return self.meeting is self.comm or self.group.counts
 
     @property
     def distributed(self) -> bool:
-        """True if the parameter is a part of a larger one, along tensor or expert parallelism."""
         distribution = self.group.specs[self.index].distribution
         return distribution is not None and distribution.part is not None
 
     @property
     def undivided(self) -> bool:
-        """True while the gradient is a weighted sum (zs.backward) that the step will divide."""
         return self.group.runtime is not None and self.group.runtime.account.weight != 0
 
     def fetch(self, gradient: bool) -> Tensor:
@@ -135,7 +132,7 @@ class ParamHome:
         return distribution.wrap(gradient)  # stage 0: torch's own norms then cover all shards
 
     def set_gradient(self, value: Tensor | None) -> None:
-        self.group.set_gradient(self.index, local_of(value))
+        self.group.set_gradient(self.index, value.to_local() if is_distributed(value) else value)
 
     def assign(self, param: Tensor, value: Tensor) -> None:
         """Carry out `param.data = value` as a write in place, since the parameter's memory is a part of the flat buffer."""
@@ -184,7 +181,7 @@ class ParamHome:
     def adopt(self, hook: Callable) -> Callable:
         return adopted(hook, self.group, self.index)
 
-    def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def lend(self, func: Callable, args: tuple, kwargs: dict) -> object:
         return NotImplemented if self.group.runtime is None else self.group.runtime.lend(self.group.unit, func, args, kwargs)
 
 

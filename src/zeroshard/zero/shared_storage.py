@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import ShardedAccessError
-from ..tensor.sharded_tensor import RangeHome, ShardedTensor
+from ..tensor.home import RangeHome
+from ..tensor.sharded_tensor import ShardedTensor
 from ..utils import torch_compat
 from .parameter import ParamSpec
 

@@ -11,13 +11,12 @@ imported before. Lightning does not search other packages for strategies, so pro
 
 import sys
 from importlib import import_module
-from typing import Any
 
 from .fabric import FabricSharding
 from .sharding import precision_class
 from .trainer import TrainerSharding
 
-STRATEGIES: dict[str, dict[str, Any]] = {
+STRATEGIES: dict[str, dict[str, int | str]] = {
     "zeroshard": {"stage": 3},
     **{f"zeroshard_stage_{stage}": {"stage": stage} for stage in (1, 2, 3)},
     "zeroshard_stage_2_offload": {"stage": 2, "offload_optimizer": "cpu"},

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,9 @@ import zeroshard as zs
 from ...errors import ConfigError
 from .sharding import Sharding, whole_state_dict
 
+if TYPE_CHECKING:
+    from ...optim.sharded_optimizer import ShardedOptimizer
+
 
 class _Around(nn.Module):
     """Wrapper of the model that Fabric calls: methods that Fabric redirects through its forward run the model's own hooks."""
@@ -28,7 +33,7 @@ class _Around(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         return self.module(*args, **kwargs)
 
 
@@ -39,7 +44,7 @@ def _inner(module: nn.Module) -> nn.Module:
 class _Accumulation:
     """Fabric's object for backwards without communication; it uses zs.accumulate."""
 
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Any:
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
         return zs.accumulate(_inner(module)) if enabled else contextlib.nullcontext()
 
 
@@ -49,24 +54,15 @@ class FabricSharding(Sharding):
     Model and optimizer are set up together: fabric.setup(model, optimizer).
     """
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
+    precision = Sharding._plugin
+
+    def __init__(self, stage: int = 3, **settings: Any) -> None:
+        super().__init__(stage, **settings)
         self._backward_sync_control = _Accumulation()
-
-    @property
-    def precision(self) -> Any:
-        return self._precision or self._precision_class("32-true", self)
-
-    @precision.setter
-    def precision(self, given: Any) -> None:
-        self._precision = self._precision_of(given)
-
-    def _plugin(self) -> Any:
-        return self.precision
 
     # -- set up ------------------------------------------------------------------------------------------------------
 
-    def module_init_context(self, empty_init: bool | None = None) -> Any:
+    def module_init_context(self, empty_init: bool | None = None) -> contextlib.ExitStack:
         """Return a context that makes modules sharded, on this rank's device; empty_init: on the meta device, whole."""
         stack = contextlib.ExitStack()
         stack.enter_context(torch.device("meta") if empty_init else self.root_device)
@@ -74,10 +70,7 @@ class FabricSharding(Sharding):
             stack.enter_context(zs.init(**self.shard_options()))
         return stack
 
-    def module_to_device(self, module: nn.Module) -> None:
-        self._to_device(module)
-
-    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list, scheduler: Any = None) -> tuple:
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list, scheduler: object = None) -> tuple:
         self._shard(module, optimizers)
         return _Around(module), optimizers, scheduler
 
@@ -92,7 +85,12 @@ class FabricSharding(Sharding):
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def clip_gradients_norm(
-        self, module: nn.Module, optimizer: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Clip, and return the norm before clipping (collective). In fp16 a non-finite norm is no error: the step is skipped."""
         if float(norm_type) != 2.0:
@@ -104,16 +102,18 @@ class FabricSharding(Sharding):
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, object]:
         return whole_state_dict(_inner(module))
 
-    def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+    def get_optimizer_state(self, optimizer: ShardedOptimizer) -> dict[str, object]:
         return zs.full_optimizer_state_dict(optimizer.core.runtime.model, every_rank=True)
 
-    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+    def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, object], strict: bool = True) -> None:
         _inner(module).load_state_dict(state_dict, strict=strict)
 
-    def save_checkpoint(self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None) -> None:
+    def save_checkpoint(
+        self, path: str | os.PathLike, state: Mapping[str, object], storage_options: object = None, filter: object = None
+    ) -> None:
         """Save a checkpoint (collective). state: by name, the model, perhaps its optimizer, values, objects with state_dict."""
         if self._state_dict_type == "full":
             super().save_checkpoint(path, state, storage_options, filter)
@@ -125,7 +125,7 @@ class FabricSharding(Sharding):
         self._save(path, model, optimizer, rest, storage_options)
 
     def load_checkpoint(
-        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+        self, path: str | os.PathLike, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a folder that save_checkpoint wrote, or a file (collective). Return the saved entries that `state` lacks."""
         path = Path(self.broadcast(path))
@@ -142,12 +142,8 @@ class FabricSharding(Sharding):
                 state[name] = found.pop(name)
         return found
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Do nothing: the package registers its strategies itself, under several names."""
 
-
-def _parts(state: dict[str, Any]) -> tuple[nn.Module, Any, dict[str, Any]]:
+def _parts(state: Mapping[str, object]) -> tuple[nn.Module, torch.optim.Optimizer | None, dict[str, Any]]:
     """Return (model, optimizer or None, the rest). Raises ConfigError unless there is one model and at most one optimizer."""
     models = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
     optimizers = {name: value for name, value in state.items() if isinstance(value, torch.optim.Optimizer)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,15 @@ import zeroshard as zs
 
 from ...errors import ConfigError, did_you_mean
 
-PRECISIONS: dict[str, dict[str, Any]] = {
+if TYPE_CHECKING:  # Lightning may be installed under another name
+    from lightning.fabric.plugins import CheckpointIO, Precision
+    from lightning.fabric.strategies import DDPStrategy
+
+    from ...optim.sharded_optimizer import ShardedOptimizer
+else:
+    DDPStrategy = object  # each package's own is the second base of the derived classes
+
+PRECISIONS: dict[str, dict[str, str | bool]] = {
     "32-true": {"precision": "fp32"},
     "bf16-mixed": {"precision": "bf16"},  # with fp32 masters, and autocast around the step
     "16-mixed": {"precision": "fp16"},  # and with a dynamic loss scale
@@ -27,7 +35,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 STATE_DICT_TYPES = ("sharded", "full")
 NAME = "checkpoint"
-_Strategy: Any = object  # placeholder for Lightning's strategy, the second base of the derived classes
 
 
 def precision_class(base: Any) -> type:
@@ -36,22 +43,22 @@ def precision_class(base: Any) -> type:
     class ZeroshardPrecision(base):
         """Autocast for mixed precisions; zs.shard handles parameters, inputs, masters and the loss scale."""
 
-        def __init__(self, precision: str, strategy: Any) -> None:
+        def __init__(self, precision: str, strategy: Sharding) -> None:
             self.precision, self._strategy = precision, strategy  # the strategy gets its device later
 
-        def forward_context(self) -> Any:
+        def forward_context(self) -> contextlib.AbstractContextManager[object]:
             if not self.precision.endswith("-mixed"):
                 return contextlib.nullcontext()
             dtype = torch.bfloat16 if self.precision.startswith("bf16") else torch.float16
             return torch.autocast(self._strategy.root_device.type, dtype=dtype, cache_enabled=False)
 
-        def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        def clip_grad_by_norm(self, optimizer: ShardedOptimizer, clip_val: float) -> None:
             zs.clip_grad_norm_(optimizer.core.runtime.model, clip_val)
 
     return ZeroshardPrecision
 
 
-class Sharding(_Strategy):
+class Sharding(DDPStrategy):
     """First base class of the strategies, before Lightning's DDPStrategy; it has their options."""
 
     _precision_class: type
@@ -87,38 +94,41 @@ class Sharding(_Strategy):
             raise ConfigError(f"unknown option {name!r}.{did_you_mean(name, known)} Known: {listed}, and those of DDPStrategy.")
 
     @property
-    def checkpoint_io(self) -> Any:
+    def checkpoint_io(self) -> CheckpointIO:
         """The plugin that writes and reads checkpoints that are one file."""
         return super().checkpoint_io
 
     @checkpoint_io.setter
-    def checkpoint_io(self, given: Any) -> None:
+    def checkpoint_io(self, given: CheckpointIO | None) -> None:
         self._check_io(given)
         self._checkpoint_io = given
 
-    def _check_io(self, given: Any) -> None:
+    def _check_io(self, given: CheckpointIO | None) -> None:
         if given is not None and self._state_dict_type == "sharded":
             kind = type(given).__name__
             raise ConfigError(f"{kind}: sharded checkpoints are written by zs.save. Leave it out, or state_dict_type='full'.")
 
     def shard_options(self) -> dict[str, Any]:
         """Return the options of zs.shard and zs.init. Options of the strategy override those of the precision."""
-        return {"config": self._config, **PRECISIONS[self._plugin().precision], **self._options}
+        return {"config": self._config, **PRECISIONS[self._plugin.precision], **self._options}
 
-    def _plugin(self) -> Any:
-        """Return the precision plugin, whose name differs between Trainer and Fabric."""
-        raise NotImplementedError
+    @property
+    def _plugin(self) -> Precision:
+        """Our precision plugin, in the place of the one that the Trainer or Fabric makes for `precision` and assigns."""
+        return self._precision_plugin or self._precision_class("32-true", self)
 
-    def _precision_of(self, given: Any) -> Any:
-        """Return our plugin for the one that the Trainer or Fabric made for `precision`. Raises ConfigError."""
+    @_plugin.setter
+    def _plugin(self, given: Precision | None) -> None:
+        """Raise ConfigError for a precision that zs.shard does not have."""
         if given is None or isinstance(given, self._precision_class):
-            return given
+            self._precision = self._precision_plugin = given  # the names by which Fabric and the Trainer know it
+            return
         name = str(getattr(given, "precision", type(given).__name__))
         own = {"Precision", "HalfPrecision", "MixedPrecision"}
         if name not in PRECISIONS or type(given).__name__ not in own:
             known, kind = ", ".join(PRECISIONS), type(given).__name__
             raise ConfigError(f"precision: expected one of {known}, got {name!r} ({kind}): zeroshard casts by itself.")
-        return self._precision_class(name, self)
+        self._precision = self._precision_plugin = self._precision_class(name, self)
 
     def _shard(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         """Call zs.shard with at most one optimizer, after zs.close if the model is sharded already (collective)."""
@@ -130,21 +140,34 @@ class Sharding(_Strategy):
             zs.close(model)
         zs.shard(model, *optimizers, **self.shard_options())
 
-    def _to_device(self, model: nn.Module) -> None:
+    def module_to_device(self, model: nn.Module) -> None:
         if not is_sharded(model) and not any(param.is_meta for param in model.parameters()):
             model.to(self.root_device)
 
-    def _save(self, path: Any, model: nn.Module, optimizer: Any, extra: dict[str, Any], storage_options: Any) -> None:
+    def _save(
+        self,
+        path: str | os.PathLike,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        extra: dict[str, object],
+        storage_options: object,
+    ) -> None:
         """Write a folder with all ranks' parts, replacing an existing checkpoint (collective). Rank 0's `extra` is saved."""
         if storage_options is not None:
             raise ConfigError("storage_options: zs.save writes folders of this filesystem by itself. Leave it out.")
         extra, path = self.broadcast((extra, os.fspath(path)))  # zs.save raises if ranks pass different paths
         zs.save(path, model, optimizer, extra={"lightning": extra}, name=NAME, overwrite=True)
 
-    def _load(self, path: Path, model: nn.Module, optimizer: Any, weights_only: bool | None) -> dict[str, Any]:
+    def _load(
+        self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, weights_only: bool | None
+    ) -> dict[str, Any]:
         """Load a folder of `_save`, written at any world size and stage, and return the saved `extra` (collective)."""
         found = zs.load(path, model, optimizer, extra={"lightning": None}, trusted=self._trusted or weights_only is False)
         return found.extra["lightning"]
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: object) -> None:
+        """Do nothing: the package registers its strategies itself, under several names."""
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -152,7 +175,7 @@ def is_sharded(model: nn.Module) -> bool:
     return "_zeroshard" in model.__dict__
 
 
-def whole_state_dict(model: nn.Module) -> dict[str, Any]:
+def whole_state_dict(model: nn.Module) -> dict[str, object]:
     """Return the model's whole state dict on the host, with the fp32 masters of parameters that have them (collective)."""
     whole = zs.full_state_dict(model, masters=True)
     return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in whole.items()}
