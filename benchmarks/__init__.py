@@ -10,10 +10,11 @@ The package reads from top to bottom:
     worker.py                 one rank of one contender: a process that sleeps until the controller asks it to step
     worker_group.py           the controller's side of the workers: the team of all ranks of one contender
     race.py                   the interleaved rounds
+    micro_benchmark.py        turns of contenders in one process, and a fresh process for a function
     statistics.py, tables.py  medians, ratios per round, bounds; goals and verdicts, tables as cells
     host_overhead.py, cpu_adam.py, codecs.py, disk.py    micro-benchmarks in one process
     checkpoints.py, gpu.py    saving and loading; one GPU: speed on each tier, and the largest models
-    network.py, parallel.py   a slow link between two nodes (nodes.py, proxied_nodes.py); a mesh of 8 ranks
+    network.py, parallel.py   a slow link between two nodes (nodes.py); a mesh of 8 ranks
     report.py, pictures.py    the columns of each table, the goals; results.json, results.md; the pictures
     command.py                the command line
     larger_than_memory.py     a proof, not a comparison: training beyond memory, below an enforced limit

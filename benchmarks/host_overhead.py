@@ -23,9 +23,10 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.comm.fake import FakeComm
-from zeroshard.planner.simulator.micro_benchmark import Unmeasured, apart, one_line, seconds, take_turns
+from zeroshard.utils.sheets import WARNING, Sheet
 
-from .tables import WARNING, Goal, Sheet
+from .micro_benchmark import Unmeasured, apart, one_line, seconds, take_turns
+from .tables import Goal
 
 UNITS = 32
 OPTIMIZER_UNITS = 30  # of 10 parameters
@@ -70,7 +71,8 @@ class HostWork:
             label = f"clipping and AdamW step, 300 parameters, {name}"
             rows.append([label, f"{ms:.2f}", f"{ms / self.optimizer_ms['plain']:.2f}"])
         notes = [(f"{name}: not measured: {error}", WARNING) for name, error in self.errors.items()]
-        return Sheet("Without communication, world of 2, rank 0 only", ("", "ms", "of plain PyTorch"), rows, notes)
+        header = ("", "ms", "of plain PyTorch")
+        return Sheet("Without communication, world of 2, rank 0 only", header, rows, numbers=True, notes=notes)
 
 
 def measure(repeats: int, log_file: Path) -> HostWork:

@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.planner.simulator.disk_bandwidth import Burst, DiskBursts, write_bulk
-from zeroshard.planner.simulator.micro_benchmark import divert_output, one_line
 
 from . import contenders, memory, parallel
 from .checkpoint_contenders import Keeper
+from .micro_benchmark import divert_output, one_line
 from .overlap import Overlap
 from .plan import Contender, Workload
 from .workload import batch, build_model

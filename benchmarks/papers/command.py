@@ -10,8 +10,9 @@ from pathlib import Path
 
 from zeroshard.cli import report_error
 from zeroshard.cli.arguments import ExitCode, Parser
-from zeroshard.cli.sheets import Sheet, drawn, say, show
+from zeroshard.cli.sheets import drawn, say, show
 from zeroshard.errors import did_you_mean
+from zeroshard.utils.sheets import Sheet
 
 from . import figures, infinity, others, sizes, successors, throughput, zero
 from .table import Table
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     for name in names:
         table = TABLES[name]()
         header, rows = table.grid()
-        show(Sheet(rows, header, title=f"{table.name}: {table.title}"))
+        show(Sheet(f"{table.name}: {table.title}", header, rows))
         say("\n".join(table.below()))
         unexplained += [(name, cell) for cell in table.unexplained]
         if options.out is not None:
