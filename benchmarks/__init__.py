@@ -4,7 +4,7 @@ The package reads from top to bottom:
 
     plan.py                   settings of a run: contenders, model, rounds (frozen dataclasses)
     workload.py               the model, its optimizer and the batches, equal for every contender
-    contenders.py             each library, set up as its documentation says; checkpoint_contenders.py: saving and loading
+    contenders.py             each library, set up as its documentation says, also to save and load
     memory.py                 resident memory of a process, as the kernel counts it
     overlap.py                share of copies that overlaps with computation, by CUDA events
     worker.py                 one rank of one contender: a process that sleeps until the controller asks it to step
@@ -22,15 +22,3 @@ The package reads from top to bottom:
 Words used here: a *contender* is a library with a stage and a precision; its *team* is one process per
 rank; a *turn* is a few consecutive steps of one contender; a *round* is one turn of each contender.
 """
-
-from __future__ import annotations
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark; the command line is described by `zeroshard bench --help`."""
-    from .command import main as command_main
-
-    return command_main(argv)
-
-
-__all__ = ["main"]

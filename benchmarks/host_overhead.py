@@ -93,19 +93,18 @@ def _measure_here(repeats: int) -> HostWork:
         built: dict[str, Callable[[], float]] = {}
         for name, builder in builders.items():
             try:
-                timed = partial(_milliseconds, *builder())
+                before, action = builder()
+
+                def timed(before: Callable[[], object] = before, action: Callable[[], object] = action) -> float:
+                    before()  # untimed: it zeroes the gradients, or makes some
+                    return 1e3 * seconds(action)
+
                 timed()
                 built[name] = timed
             except Exception as error:
                 found.errors[name] = one_line(error)
         medians |= {name: median(samples) for name, samples in take_turns(built, repeats, warmup=3).items()}
     return found
-
-
-def _milliseconds(before: Callable[[], object], action: Callable[[], object]) -> float:
-    """Return the milliseconds of `action`. `before` runs first, untimed: it zeroes the gradients, or makes some."""
-    before()
-    return 1e3 * seconds(action)
 
 
 class SmallUnit(nn.Module):

@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import zeroshard as zs
 from zeroshard.comm.launch import ProcessesFailed, run_processes
 from zeroshard.utils.sheets import PLAIN, WARNING, Sheet
 
+from .contenders import plain_step
 from .micro_benchmark import LIMIT_S, Unmeasured, median_ratio
 from .nodes import Nodes
 from .plan import ModelShape, Workload
@@ -154,19 +155,25 @@ def _rank(
     nodes.enter(rank // RANKS_HERE)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=nodes.init_method)
-    trained, step, found = {way.name: _build(way) for way in WAYS}, 0, {}
+    trained, number, found = {way.name: _build(way) for way in WAYS}, 0, {}
+    steps = {name: plain_step(model, optimizer) for name, (model, optimizer) in trained.items()}
     for bandwidth in bandwidths:
         if rank == 0:
             nodes.shape(bandwidth)
         seen = {way.name: Crossed(way.name, way.label, way.plain) for way in WAYS}
         for index in range(-1, rounds):  # round -1 is not measured: it warms up memory and the sockets' windows
             for way in turned(list(WAYS), max(index, 0)):
-                step_s, sent, loss = _turn(*trained[way.name], batch(WORKLOAD, step, rank), nodes)
+                part = batch(WORKLOAD, number, rank)
+                dist.barrier()
+                sent, begin = nodes.sent_nbytes(), time.perf_counter()
+                loss = steps[way.name](*part)
+                step_s = time.perf_counter() - begin
+                dist.barrier()  # until then other ranks of this node may still send for this step
                 if index >= 0:
                     seen[way.name].step_s.append(step_s)
-                    seen[way.name].sent.append(sent)
-                    seen[way.name].losses.append(loss)
-            step += 1
+                    seen[way.name].sent.append(nodes.sent_nbytes() - sent)
+                    seen[way.name].losses.append(loss.item())
+            number += 1
         for way in (way for way in WAYS if way.options is not None):
             report = zs.report(trained[way.name][0])
             counted = way.name == "low-rank"  # there is no formula for its factors, whose sizes vary by matrix
@@ -174,21 +181,6 @@ def _rank(
             seen[way.name].theory = theory
         found[bandwidth] = list(seen.values())
     return parameter_count(WORKLOAD), found
-
-
-def _turn(
-    model: nn.Module, optimizer: torch.optim.Optimizer, part: tuple[Tensor, Tensor], nodes: Nodes
-) -> tuple[float, float, float]:
-    """Train one step; return its seconds, the bytes that this node sent in it, and its loss."""
-    dist.barrier()
-    sent, begin = nodes.sent_nbytes(), time.perf_counter()
-    loss = model(*part)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    seconds = time.perf_counter() - begin
-    dist.barrier()  # until then other ranks of this node may still send for this step
-    return seconds, nodes.sent_nbytes() - sent, loss.item()
 
 
 def _build(way: Way) -> tuple[nn.Module, torch.optim.Optimizer]:
