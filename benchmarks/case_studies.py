@@ -34,9 +34,8 @@ from zeroshard.memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from zeroshard.planner.models import CASE_STUDIES, GPT
 from zeroshard.planner.models.presets import CaseStudy
 from zeroshard.testing import imagined_mesh
+from zeroshard.utils.sheets import markdown
 from zeroshard.zero.runtime import runtime_of
-
-from .tables import markdown
 
 MEMORY, AXES = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER), ("tp", "pp", "dp")
 _ALIGNMENT = 32  # elements: parameters in a flat buffer, and shards, begin at multiples of it

@@ -22,12 +22,14 @@ from operator import attrgetter
 from pathlib import Path
 from statistics import median
 
+from zeroshard.cli.sheets import say
 from zeroshard.planner.simulator.disk_bandwidth import bandwidth
-from zeroshard.planner.simulator.micro_benchmark import median_ratio
+from zeroshard.utils.sheets import PLAIN, WARNING, Sheet
 
+from .micro_benchmark import median_ratio
 from .plan import Contender, ModelShape, Workload
-from .race import Say, missing_reason
-from .tables import GB, MIB, PLAIN, WARNING, Column, Goal, Sheet
+from .race import missing_reason
+from .tables import GB, MIB, Column, Goal, sheet_of
 from .worker import parameter_count
 from .worker_group import Team, Teams, turned
 
@@ -100,7 +102,7 @@ class Kepts:
         return None if peer is None else kept.total_s / peer.total_s
 
 
-def run(path: str, log_dir: Path, say: Say, contenders: tuple[Contender, ...] = CONTENDERS) -> list[Kepts]:
+def run(path: str, log_dir: Path, contenders: tuple[Contender, ...] = CONTENDERS) -> list[Kepts]:
     """Measure all SIZES in a new folder below `path`, and remove it afterwards."""
     results = []
     for size, (shape, turns, rounds) in SIZES.items():
@@ -109,12 +111,12 @@ def run(path: str, log_dir: Path, say: Say, contenders: tuple[Contender, ...] = 
         say(f"checkpoints of {size}: {', '.join(k.contender.name for k in kepts)}, {rounds} rounds")
         with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=path, ignore_cleanup_errors=True) as folder:
             for group in [kepts] if turns else [[k] for k in kepts]:
-                _measure([k for k in group if k.skipped is None], workload, rounds, Path(folder), log_dir / size, say)
+                _measure([k for k in group if k.skipped is None], workload, rounds, Path(folder), log_dir / size)
         results.append(Kepts(size, shape, kepts, drop_page_cache()))
     return results
 
 
-def _measure(group: list[Kept], workload: Workload, rounds: int, folder: Path, log_dir: Path, say: Say) -> None:
+def _measure(group: list[Kept], workload: Workload, rounds: int, folder: Path, log_dir: Path) -> None:
     """Let contenders that are alive together take turns."""
     nbytes = 12 * parameter_count(workload)  # parameters and two states of Adam, in fp32
     with Teams() as teams:
@@ -210,4 +212,4 @@ def sheet(result: Kepts) -> Sheet:
     ]
     notes += [(f"{k.contender.label}: {k.skipped}", WARNING) for k in result.kept if k.skipped]
     title = f"Checkpoints, {result.size} parameters with Adam states"
-    return Sheet.of(title, columns, [kept for kept in result.kept if kept.ran], notes)
+    return sheet_of(title, columns, [kept for kept in result.kept if kept.ran], notes)

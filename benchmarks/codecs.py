@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.codecs import CODECS, DEFAULT_BLOCK, codec_of
-from zeroshard.planner.simulator.micro_benchmark import median_ratio, seconds, take_turns
+from zeroshard.utils.sheets import PLAIN, Sheet
 
-from .tables import PLAIN, Column, Goal, Sheet
+from .micro_benchmark import median_ratio, seconds, take_turns
+from .tables import Column, Goal, sheet_of
 
 COPY = "memory copy"
 COPY_GOAL, WHOLE_GOAL = 0.5, 2.0
@@ -109,4 +110,4 @@ def goals(rows: list[dict[str, Any]]) -> list[Goal]:
 
 def sheet(rows: list[dict[str, Any]]) -> Sheet:
     """Return the rows of one `measure` as a table."""
-    return Sheet.of("Block quantization of fp32 values, 1 thread", COLUMNS, rows, [(NOTE, PLAIN)])
+    return sheet_of("Block quantization of fp32 values, 1 thread", COLUMNS, rows, [(NOTE, PLAIN)])

@@ -25,24 +25,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from zeroshard.cli.arguments import Parser, UsageError, quiet
-from zeroshard.cli.sheets import drawn
+from zeroshard.cli.arguments import Parser, UsageError
+from zeroshard.cli.sheets import drawn, say, show
 from zeroshard.errors import SwapError
 from zeroshard.memory.io.swap_folder import SwapFolder
-from zeroshard.planner.simulator.micro_benchmark import Unmeasured, apart
 
 from . import checkpoints, codecs, cpu_adam, disk, gpu, host_overhead, network, parallel, pictures, report, statistics
+from .micro_benchmark import Unmeasured, apart
 from .plan import CONTENDERS, MESH_CONTENDERS, PRECISIONS, TIER_CONTENDERS, Contender, ModelShape, Rounds, Workload, select
-from .race import Say, race
+from .race import race
 from .report import NOT_ASKED, SECTIONS, Results
-from .tables import make_console
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 ROUNDS, QUICK_ROUNDS, TIERS_ROUNDS = 6, 3, 4
 QUICK_SECTIONS = ("cpu", "host", "gpu")
@@ -68,20 +63,14 @@ class Plan:
 def main(argv: list[str] | None = None) -> int:
     """Run `zeroshard bench` with arguments (None: sys.argv); return its exit code. Raises UsageError for wrong arguments."""
     given = _parser().parse(sys.argv[1:] if argv is None else argv)
-    console = make_console()
-
-    def say(text: str) -> None:
-        if not quiet():
-            console.print(text, style="dim", markup=False, highlight=False)
-
     try:
         plan = _plan(given)
     except ValueError as error:
         raise UsageError(f"{error}; see zeroshard bench --help") from None
     plan.out.mkdir(parents=True, exist_ok=True)
     with swap_folder(given.path, plan.out) as path:
-        results = _measure(dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, swap_path=path)), say)
-    return _finish(results, plan.out, console)
+        results = _measure(dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, swap_path=path)))
+    return _finish(results, plan.out)
 
 
 def _parser() -> Parser:
@@ -109,7 +98,7 @@ def _parser() -> Parser:
     add("--pin-cores", action="store_true", help="bind rank r to core r")
     add("--path", metavar="DIR", help="folder on a local disk, for offload and checkpoints (default: --out)")
     add("--largest-seconds", type=float, default=120.0, metavar="S", help="GPU: seconds to search each largest model; 0: none")
-    usual = network.Plan.bandwidths
+    usual = (network.GOAL_BANDWIDTH,)
     add("--bandwidths", type=network.bandwidths_of, default=usual, metavar="LIST", help="network: bits a second (default: 200M)")
     add("--out", type=Path, help="folder of the results (default: runs/bench-<time>)")
     return parser
@@ -165,18 +154,18 @@ def swap_folder(given: str | None, out: Path) -> Iterator[str | None]:
         yield folder
 
 
-def _measure(plan: Plan, say: Say) -> Results:
+def _measure(plan: Plan) -> Results:
     """Run the sections of a plan, each in turn."""
     results = Results(plan.workload, plan.rounds, plan.tiers_rounds, skipped={"gpu": NOT_ASKED})
     for section in (name for name in SECTIONS if name in plan.sections):
         try:
-            results.found[section] = _run(section, plan, say)
+            results.found[section] = _run(section, plan)
         except Unmeasured as error:
             results.skipped[section] = str(error)
     return results
 
 
-def _run(section: str, plan: Plan, say: Say) -> object:
+def _run(section: str, plan: Plan) -> object:
     """Return what one section measured. Raises Unmeasured where the machine cannot run it."""
     path, logs, tiers_rounds = plan.workload.swap_path, plan.out / "logs", plan.tiers_rounds
     if section in ("disk", "checkpoints") and path is None:
@@ -187,14 +176,14 @@ def _run(section: str, plan: Plan, say: Say) -> object:
             heat = [c for c in plan.contenders if c.precision == precision]
             if heat:
                 say(f"{precision}: {len(heat)} contenders, {plan.rounds.rounds} rounds of {plan.rounds.steps} steps")
-                outcomes += race(heat, plan.workload, plan.rounds, logs, say)
+                outcomes += race(heat, plan.workload, plan.rounds, logs)
         return outcomes
     if section == "tiers":
         if not plan.tier_contenders:
             say("tiers: none of the chosen contenders offloads anything")
             return []
         say(f"tiers: {len(plan.tier_contenders)} contenders, {tiers_rounds.rounds} rounds of {plan.rounds.steps} steps")
-        return race(plan.tier_contenders, plan.workload, tiers_rounds, plan.out / "logs-tiers", say)
+        return race(plan.tier_contenders, plan.workload, tiers_rounds, plan.out / "logs-tiers")
     if section == "host":
         say("micro-benchmarks without communication")
         return host_overhead.measure(20 if plan.quick else 60, logs / "host.log")
@@ -206,27 +195,26 @@ def _run(section: str, plan: Plan, say: Say) -> object:
         return apart(codecs.measure, log_file=logs / "codecs.log")
     if section == "disk":
         say("file engine beside dd and fio")
-        return apart(disk.run, path, 1 << 29, 4, log_file=logs / "disk.log")
+        return apart(disk.run, path, log_file=logs / "disk.log")
     if section == "checkpoints":
-        return checkpoints.run(str(path), plan.out / "logs-checkpoints", say)
+        return checkpoints.run(str(path), plan.out / "logs-checkpoints")
     if section == "network":
         say(f"two nodes and a link of {', '.join(f'{bandwidth / 1e6:.0f}' for bandwidth in plan.bandwidths)} Mbit/s")
-        return network.run(network.Plan(plan.bandwidths))
+        return network.run(plan.bandwidths)
     if section == "parallel":
         rounds = dataclasses.replace(plan.rounds, rounds=tiers_rounds.rounds)
         what = f"{len(plan.mesh_contenders)} contenders, {rounds.rounds} rounds of {rounds.steps} steps"
         say(f"a mesh of {parallel.WORKLOAD.ranks} ranks: {what}")
-        return race(plan.mesh_contenders, parallel.WORKLOAD, rounds, plan.out / "logs-parallel", say)
+        return race(plan.mesh_contenders, parallel.WORKLOAD, rounds, plan.out / "logs-parallel")
     if not torch.cuda.is_available():
         raise Unmeasured("no CUDA device")
-    return gpu.measure(plan.rounds, plan.workload.seed, path, plan.out, say, 0.0 if plan.quick else plan.largest_s)
+    return gpu.measure(plan.rounds, plan.workload.seed, path, plan.out, 0.0 if plan.quick else plan.largest_s)
 
 
-def _finish(results: Results, out: Path, console: Console) -> int:
+def _finish(results: Results, out: Path) -> int:
     """Print the tables, write the files of results, draw the plots; return the exit code."""
-    if not quiet():
-        for sheet in results.sheets():
-            sheet.show(console)
+    for sheet in results.sheets():
+        show(sheet)
     report.write_json(results, out / "results.json")
     report.write_markdown(results, out / "results.md")
     ranks = f"{results.workload.ranks} ranks on CPU, same model, seeds and batches"
@@ -240,6 +228,6 @@ def _finish(results: Results, out: Path, console: Console) -> int:
     for (name, title), outcomes in zip(titles.items(), results.races, strict=False):  # the last may be missing
         drawn(out / name, pictures.draw, outcomes, title, out / name)
         written += [out / name] if (out / name).exists() else []
-    console.print("written: " + ", ".join(map(str, written)), markup=False)
+    print("written: " + ", ".join(map(str, written)))
     failed = (statistics.losses_agree(race) is False or any(o.failed for o in race) for race in results.races)
     return int(any(failed))

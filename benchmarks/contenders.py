@@ -27,16 +27,17 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard as zs
+from zeroshard.checkpoint.stages import Stages
+from zeroshard.checkpoint.state_map import collect
 from zeroshard.utils import torch_compat
 from zeroshard.zero.runtime import runtime_of
 
-from . import checkpoint_contenders
-from .checkpoint_contenders import Keeper
 from .overlap import Recorder
 from .plan import Contender, Workload
 from .workload import blocks, build_model, build_optimizer, optimizer_options
 
 Bytes = dict[str, int]
+Background = tuple[Callable[[], float], Callable[[], object]]
 
 # What zeroshard's contenders offload, as options of zs.shard.
 OFFLOADS: dict[str, dict[str, str]] = {
@@ -49,6 +50,17 @@ OFFLOADS: dict[str, dict[str, str]] = {
 _QUIET_S, _QUIET_LIMIT_S = 0.1, 30.0  # files are quiet when no transfer has begun for _QUIET_S; the longest wait for that
 
 
+@dataclass(frozen=True)
+class Keeper:
+    """The functions by which a contender saves and loads. save, load: path -> None. in_background: starts a save to a path and
+    returns two functions: one returns the seconds that training has been held up so far, the other waits until the save ends."""
+
+    save: Callable[[str], object]
+    load: Callable[[str], object]
+    in_background: Callable[[str], Background] | None = None
+    states: Callable[[], list[Tensor]] | None = None  # returns this rank's saved states, as they lie in memory between steps
+
+
 @dataclass
 class Trainer:
     """One contender, ready to step.
@@ -59,7 +71,7 @@ class Trainer:
         settings: settings that differ from the library's defaults, for results.json.
         moved: returns the bytes moved between tiers so far, by link ("host -> disk").
         quiet: waits until this rank neither reads nor writes files.
-        keeper: returns the functions that save and load (checkpoint_contenders.py).
+        keeper: returns the functions that save and load (`Keeper`).
         recorder: returns a context that records copies and computation on CUDA (overlap.py); None without offload.
         close: removes the files of what is offloaded to disk.
         place: the rank's index along dp, which chooses its batches; None: its rank.
@@ -82,7 +94,7 @@ def at_rest(model: nn.Module) -> dict[str, Bytes]:
     return {"measured": dict(report.at_rest), "formula": dict(report.formula)}
 
 
-def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: bool = False) -> Callable[[Tensor, Tensor], Tensor]:
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: bool = False) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a step of the ordinary PyTorch training loop. autocast: compute in bf16 by torch.autocast."""
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -112,7 +124,7 @@ def _build_ddp(contender: Contender, workload: Workload) -> Trainer:
         optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, **options)
     else:
         optimizer = build_optimizer(model.parameters(), workload)
-    return Trainer(_plain_step(model, optimizer, autocast=contender.precision == "bf16"), settings=settings)
+    return Trainer(plain_step(model, optimizer, autocast=contender.precision == "bf16"), settings=settings)
 
 
 def _build_fsdp2(contender: Contender, workload: Workload) -> Trainer:
@@ -132,8 +144,8 @@ def _build_fsdp2(contender: Contender, workload: Workload) -> Trainer:
         _fill(model.to_empty(device="cpu" if contender.offload else workload.device))
     settings: dict[str, object] = {"pin_memory": on_cuda} if contender.offload else {}
     optimizer = build_optimizer(model.parameters(), workload)
-    keeper = functools.partial(checkpoint_contenders.fsdp2_keeper, model, optimizer)
-    return Trainer(_plain_step(model, optimizer), settings=settings, keeper=keeper)
+    keeper = functools.partial(fsdp2_keeper, model, optimizer)
+    return Trainer(plain_step(model, optimizer), settings=settings, keeper=keeper)
 
 
 @torch.no_grad()
@@ -176,7 +188,7 @@ def _build_deepspeed(contender: Contender, workload: Workload) -> Trainer:
 
     if contender.offload:
         settings["optimizer, as made"] = type(engine.optimizer.optimizer).__name__
-    keeper = None if contender.kind == "engine" else functools.partial(checkpoint_contenders.deepspeed_keeper, engine)
+    keeper = None if contender.kind == "engine" else functools.partial(deepspeed_keeper, engine)
     return Trainer(step, settings=settings, keeper=keeper)
 
 
@@ -199,13 +211,13 @@ def _build_zeroshard(contender: Contender, workload: Workload) -> Trainer:
             before = now
 
     return Trainer(
-        _plain_step(model, optimizer),
+        plain_step(model, optimizer),
         at_rest=functools.partial(at_rest, model),
         settings=dict(offload),
         moved=lambda: dict(zs.report(model).moved),
         quiet=quiet if contender.on_disk else lambda: None,
         recorder=functools.partial(Recorder, runtime_of(model)) if contender.offload else None,
-        keeper=functools.partial(checkpoint_contenders.zeroshard_keeper, model, optimizer),
+        keeper=functools.partial(zeroshard_keeper, model, optimizer),
         close=runtime_of(model).tiers.close,  # nobody needs the values: remove the files without reading them back
     )
 
@@ -228,3 +240,64 @@ BUILDERS: dict[str, Callable[[Contender, Workload], Trainer]] = {  # by kind; ea
     "engine": _build_deepspeed,
     "zs": _build_zeroshard,
 }
+
+
+# ------------------------------------------------------------------------------------------------ saving and loading
+
+# DeepSpeed does not sync its files to the disk, so whoever times it must; checkpoints.py does so for all contenders alike.
+
+
+def zeroshard_keeper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Keeper:
+    """Return the Keeper of a model that `zs.shard` has sharded."""
+
+    def in_background(path: str) -> Background:
+        saving = zs.save(path, model, optimizer, asynchronous=True, overwrite=True)
+        return lambda: saving.stall_seconds, saving.wait
+
+    def states() -> list[Tensor]:
+        runtime, core = runtime_of(model), optimizer.core  # type: ignore[attr-defined]
+        contents = collect(runtime, core, frozen=True, names=Stages(runtime, core, [None] * runtime.topology.world.world_size))
+        ends = [begin + place.stop - place.start for begin, place in zip(contents.begins, contents.places, strict=True)]
+        return [s.host(b, e) for s, b, e in zip(contents.sources, contents.begins, ends, strict=True)]
+
+    return Keeper(
+        save=lambda path: zs.save(path, model, optimizer, overwrite=True),
+        load=lambda path: zs.load(path, model, optimizer),
+        in_background=in_background,
+        states=states,
+    )
+
+
+def fsdp2_keeper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Keeper:
+    """Return the Keeper of a model that `fully_shard` has sharded."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    beside = torch.distributed.new_group(backend="gloo")  # async_save's thread must not mix with training's collectives
+
+    def state() -> dict[str, Any]:
+        values, states = get_state_dict(model, optimizer)
+        return {"model": values, "optim": states}
+
+    def load(path: str) -> None:
+        found = state()
+        dcp.load(found, checkpoint_id=path)
+        set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"])
+
+    def in_background(path: str) -> Background:
+        begin = time.monotonic()
+        future: Any = dcp.async_save(state(), checkpoint_id=path, process_group=beside)
+        stall_s = time.monotonic() - begin
+        return lambda: stall_s, getattr(future, "upload_completion", future).result
+
+    return Keeper(lambda path: dcp.save(state(), checkpoint_id=path), load, in_background)
+
+
+def deepspeed_keeper(engine: Any) -> Keeper:
+    """Return the Keeper of a DeepSpeed engine."""
+
+    def load(path: str) -> None:
+        found, _ = engine.load_checkpoint(path, tag="bench")
+        assert found is not None, f"DeepSpeed found no checkpoint in {path}"
+
+    return Keeper(lambda path: engine.save_checkpoint(path, tag="bench"), load)

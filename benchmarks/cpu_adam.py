@@ -1,8 +1,6 @@
 """A benchmark of the Adam step on the CPU: zeroshard beside memory copies, DeepSpeed's compiled CPUAdam and torch's AdamW.
 
-    python -m benchmarks.cpu_adam                       64M parameters, 1 thread and as many as there are cores
-    python -m benchmarks.cpu_adam --chunks              zeroshard over chunk lengths as well
-    python -m benchmarks.cpu_adam --huge-pages          all tensors in 2 MiB pages
+    zeroshard bench --sections hostadam                 32M parameters, 1 thread and as many as there are cores
 
 The *job* is that of ZeRO-Offload: bf16 gradients to bf16 parameters, with fp32 masters and two fp32 states. Bytes that
 it has to move per parameter: read gradient 2 + master 4 + states 8, write master 4 + states 8 + parameter 2 = 28.
@@ -21,7 +19,6 @@ gradients, and DeepSpeed's bf16 mode, which has no masters: 22 bytes a parameter
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import time
@@ -38,14 +35,14 @@ from torch import Tensor, nn
 
 from zeroshard.memory.io.aligned import empty_aligned
 from zeroshard.optim import cpu_kernels
-from zeroshard.planner.simulator.micro_benchmark import median_ratio, one_line, take_turns
+from zeroshard.utils.sheets import WARNING, Sheet
 
+from .micro_benchmark import median_ratio, one_line, take_turns
 from .statistics import BUSY_CORE_SHARE
-from .tables import WARNING, Column, Goal, Sheet, goals_sheet, show
+from .tables import Column, Goal, sheet_of
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 OURS, COPY, DEEPSPEED, FOREACH, FUSED = "zeroshard", "memory copy", "deepspeed", "torch foreach", "torch fused"
-CHUNK_EXPONENTS = range(14, 21)
 COLUMNS = (
     Column("", itemgetter("name")),
     Column("ms", itemgetter("ms"), ".1f"),
@@ -91,7 +88,7 @@ class Contender:
     step: Callable[[], object]
 
 
-def _zeroshard(memory: Memory, threads: int, team: cpu_kernels.Team, chunks: bool) -> list[Contender]:
+def _zeroshard(memory: Memory, threads: int, team: cpu_kernels.Team) -> list[Contender]:
     """Return zeroshard's contenders. While one steps, torch has `threads` threads; each thread of `team` uses one of its own."""
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], **OPTIONS)
     options = optimizer.param_groups[0]
@@ -99,8 +96,8 @@ def _zeroshard(memory: Memory, threads: int, team: cpu_kernels.Team, chunks: boo
     assert kernel is not None
     state = memory.state(torch.zeros(()))
 
-    def job(chunk: int | None = None, team: cpu_kernels.Team | None = team) -> None:
-        cpu_kernels.step_stretch(kernel, memory.master, memory.grad, state, options, out=memory.out, team=team, chunk=chunk)
+    def job(team: cpu_kernels.Team | None = team) -> None:
+        cpu_kernels.step_stretch(kernel, memory.master, memory.grad, state, options, out=memory.out, team=team)
 
     def alone() -> None:
         cpu_kernels.step_stretch(kernel, memory.master, memory.grad32, state, options, team=team)
@@ -110,9 +107,8 @@ def _zeroshard(memory: Memory, threads: int, team: cpu_kernels.Team, chunks: boo
         Contender(f"{OURS} kernel", 28, "fp32 gradients given, no bf16 parameters", alone),
     ]
     if threads > 1:
-        found.append(Contender(f"{OURS} joint", 28, "torch's threads on one chunk at a time", partial(job, None, None)))
-    lengths = CHUNK_EXPONENTS if chunks else ()
-    return found + [Contender(f"{OURS} 2^{e}", 28, "chunks of so many parameters", partial(job, 1 << e)) for e in lengths]
+        found.append(Contender(f"{OURS} joint", 28, "torch's threads on one chunk at a time", partial(job, None)))
+    return found
 
 
 def _whole(memory: Memory, name: str, bytes_per_parameter: int | None, optimizer: torch.optim.Optimizer) -> Contender:
@@ -151,11 +147,8 @@ def _deepspeed(memory: Memory) -> list[Contender]:
 
 
 @torch.no_grad()
-def measure(
-    numel: int = 1 << 26, rounds: int = 7, *, threads: int = 1,
-    deepspeed: bool = True, chunks: bool = False, huge_pages: bool = False,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Measure all contenders; return one row for each.
+def measure(numel: int = 1 << 25, rounds: int = 5, *, threads: int = 1, deepspeed: bool = True) -> list[dict[str, Any]]:
+    """Measure all contenders; return one row for each. By default a memory copy moves 512 MB: far more than caches hold.
 
     Keys: name, what, threads, core_share (processor time of the step over threads x wall time), ms, bytes_per_parameter,
     gb_s (1e9 bytes a second), g_parameters_s (1e9 parameters a second), and ratio: its time over zeroshard's for the job.
@@ -163,9 +156,9 @@ def measure(
     """
     with closing(cpu_kernels.Team(threads)) as team, cpu_kernels.stepping_threads(threads):
         memory = Memory(numel, huge_pages=True)
-        theirs = memory if huge_pages else Memory(numel, huge_pages=False)
+        theirs = Memory(numel, huge_pages=False)
         copy = Contender(COPY, 16, "copy_ within a working set as large", lambda: memory.target.copy_(memory.source))
-        contenders, skipped = [*_zeroshard(memory, threads, team, chunks), copy], []
+        contenders, skipped = [*_zeroshard(memory, threads, team), copy], []
         if deepspeed:
             try:
                 contenders += _deepspeed(theirs)
@@ -196,13 +189,8 @@ def _times(step: Callable[[], object]) -> tuple[float, float]:
 
 
 def measure_section() -> dict[int, list[dict[str, Any]]]:
-    """Return the rows of `measure` by number of threads. A memory copy moves 512 MB: far more than caches hold."""
-    return {threads: measure(1 << 25, 5, threads=threads) for threads in thread_counts()}
-
-
-def thread_counts() -> list[int]:
-    """Return the usual numbers of threads: one, and one for each core."""
-    return sorted({1, cpu_kernels.visible_cores()})
+    """Return the rows of `measure` by number of threads: one, and one for each core."""
+    return {threads: measure(threads=threads) for threads in sorted({1, cpu_kernels.visible_cores()})}
 
 
 def goals(rows: list[dict[str, Any]]) -> list[Goal]:
@@ -223,32 +211,8 @@ def sheet(rows: list[dict[str, Any]]) -> Sheet:
     share = max(row["core_share"] for row in measured)
     if share < BUSY_CORE_SHARE:
         notes.append((f"The machine was busy: this process got {share:.0%} of its cores. Run again.", WARNING))
-    return Sheet.of(f"Host Adam, bf16 gradients to bf16 parameters, {_threads(rows[0])}", COLUMNS, measured, notes)
+    return sheet_of(f"Host Adam, bf16 gradients to bf16 parameters, {_threads(rows[0])}", COLUMNS, measured, notes)
 
 
 def _threads(row: dict[str, Any]) -> str:
     return f"{row['threads']} thread{'s' * (row['threads'] > 1)}"
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line (see the head of this file); return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_adam", description="Measure the host's Adam step.")
-    add = parser.add_argument
-    add("--millions", type=int, default=64, help="parameters, in units of 2^20 (default: 64)")
-    add("--rounds", type=int, default=7, help="timed steps of each contender (default: 7)")
-    add("--threads", type=int, nargs="+", default=thread_counts(), help="thread counts; default: 1 and the number of cores")
-    add("--chunks", action="store_true", help="zeroshard over chunk lengths as well")
-    add("--huge-pages", action="store_true", help="the peers' tensors in 2 MiB pages, too")
-    add("--no-deepspeed", action="store_true", help="leave DeepSpeed out (its extension takes a minute to build once)")
-    given = parser.parse_args(argv)
-    if min(given.millions, given.rounds, *given.threads) < 1:
-        parser.error("expected --millions, --rounds and --threads of at least 1")
-    how = {"deepspeed": not given.no_deepspeed, "chunks": given.chunks, "huge_pages": given.huge_pages}
-    for threads in given.threads:
-        rows = measure(given.millions << 20, given.rounds, threads=threads, **how)
-        show(sheet(rows), goals_sheet(goals(rows)))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

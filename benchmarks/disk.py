@@ -1,6 +1,6 @@
 """A benchmark of zeroshard's file engine beside dd and fio: sequential direct writes and reads of one file, in turns.
 
-    python -m benchmarks.disk [--path FOLDER] [--nbytes N] [--rounds R]
+    zeroshard bench --sections disk --path FOLDER
 
 Each round runs every program once, each time in another order: it overwrites one file, which is fully written, then reads
 it. Reported are medians in GB/s (1e9 bytes), and the ratio of the engine to the best of the others; the goal is GOAL. dd and
@@ -11,28 +11,26 @@ which stays in the processor's cache.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from statistics import median
 
 from zeroshard.memory.io.aligned import empty_aligned
 from zeroshard.memory.io.async_file import Engine
 from zeroshard.memory.io.swap_folder import SwapFolder
-from zeroshard.planner.simulator.micro_benchmark import seconds, take_turns
+from zeroshard.utils.sheets import PLAIN, WARNING, Sheet
 
-from .tables import PLAIN, WARNING, Column, Goal, Sheet, goals_sheet, show
+from .micro_benchmark import seconds, take_turns
+from .tables import Column, Goal, sheet_of
 
 GOAL = 0.95  # least speed of the engine over that of the best other program
 ENGINE = "engine"
 MIB = 1 << 20
-ROUNDS, NBYTES = 5, 2 << 30
 MODES = ("write", "read")
 DD_BLOCKS_MIB = (1, 4, 16)
 FIO_RUNS = (("libaio", 1, 8), ("libaio", 4, 4), ("psync", 4, 1))  # I/O engine, block in MiB, queue depth
@@ -40,7 +38,7 @@ FIO_RUNS = (("libaio", 1, 8), ("libaio", 4, 4), ("psync", 4, 1))  # I/O engine, 
 Program = Callable[[str], float]  # "write" or "read" -> seconds
 
 
-def run(path: str | os.PathLike = ".", nbytes: int = NBYTES, rounds: int = ROUNDS) -> dict:
+def run(path: str | os.PathLike, nbytes: int = 1 << 29, rounds: int = 4) -> dict:
     """Measure the engine, dd and fio on a new file below `path`, and remove the file.
 
     Args:
@@ -138,24 +136,4 @@ def sheet(result: dict) -> Sheet:
     if len(result["write"]["median"]) == 1:
         notes.append(("nothing to compare with; install dd or fio", WARNING))
     columns = [Column("", str), *(Column(mode, functools.partial(speed, mode)) for mode in MODES)]
-    return Sheet.of("File engine, dd and fio", columns, result["write"]["median"], notes)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit code. A missed goal is reported; it is no error."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.disk", description=__doc__.splitlines()[0])
-    parser.add_argument("--path", default=".", help="a folder on the disk to measure (default: here)")
-    parser.add_argument("--nbytes", type=int, default=NBYTES, help=f"size of the file (default: {NBYTES})")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"(default: {ROUNDS})")
-    arguments = parser.parse_args(argv)
-    try:
-        result = run(arguments.path, arguments.nbytes, arguments.rounds)
-    except ValueError as error:  # SwapError is one
-        print(error, file=sys.stderr)
-        return 2
-    show(sheet(result), goals_sheet(goals(result)))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return sheet_of("File engine, dd and fio", columns, result["write"]["median"], notes)

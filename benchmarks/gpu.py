@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 
+from zeroshard.cli.sheets import say
 from zeroshard.memory.host_memory import available_nbytes
 
 from .plan import Contender, ModelShape, Rounds, Workload
-from .race import Outcome, Say, missing_reason, race
+from .race import Outcome, missing_reason, race
 from .worker_group import Team, TeamFailed
 
 # Some 320M parameters, so that model states (18 bytes a parameter) outweigh activations.
@@ -124,7 +125,7 @@ class Measured:
     largest: dict[str, Largest] = field(default_factory=dict)
 
 
-def measure(rounds: Rounds, seed: int, swap_path: str | None, out: Path, say: Say, search_s: float) -> Measured:
+def measure(rounds: Rounds, seed: int, swap_path: str | None, out: Path, search_s: float) -> Measured:
     """Run the race on one GPU, then search for the largest model of each contender that offloads or is zeroshard's.
 
     One that cannot run has fits=None, and the reason in why. search_s: seconds for each; 0: no search.
@@ -135,7 +136,7 @@ def measure(rounds: Rounds, seed: int, swap_path: str | None, out: Path, say: Sa
     workload = Workload(dataclasses.replace(SHAPE, layers=layers), sequences=4, **how)
     rounds = dataclasses.replace(rounds, steps=max(rounds.steps, 10), lead_in=1)
     say(f"GPU, bf16: {len(CONTENDERS)} contenders on one rank")
-    found = Measured(workload, race(list(CONTENDERS), workload, rounds, out / "logs-gpu", say))
+    found = Measured(workload, race(list(CONTENDERS), workload, rounds, out / "logs-gpu"))
     if not search_s:
         return found
     say("GPU: the largest model of each")

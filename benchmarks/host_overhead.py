@@ -23,9 +23,10 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.comm.fake import FakeComm
-from zeroshard.planner.simulator.micro_benchmark import Unmeasured, apart, one_line, seconds, take_turns
+from zeroshard.utils.sheets import WARNING, Sheet
 
-from .tables import WARNING, Goal, Sheet
+from .micro_benchmark import Unmeasured, apart, one_line, seconds, take_turns
+from .tables import Goal
 
 UNITS = 32
 OPTIMIZER_UNITS = 30  # of 10 parameters
@@ -70,7 +71,8 @@ class HostWork:
             label = f"clipping and AdamW step, 300 parameters, {name}"
             rows.append([label, f"{ms:.2f}", f"{ms / self.optimizer_ms['plain']:.2f}"])
         notes = [(f"{name}: not measured: {error}", WARNING) for name, error in self.errors.items()]
-        return Sheet("Without communication, world of 2, rank 0 only", ("", "ms", "of plain PyTorch"), rows, notes)
+        header = ("", "ms", "of plain PyTorch")
+        return Sheet("Without communication, world of 2, rank 0 only", header, rows, numbers=True, notes=notes)
 
 
 def measure(repeats: int, log_file: Path) -> HostWork:
@@ -91,19 +93,18 @@ def _measure_here(repeats: int) -> HostWork:
         built: dict[str, Callable[[], float]] = {}
         for name, builder in builders.items():
             try:
-                timed = partial(_milliseconds, *builder())
+                before, action = builder()
+
+                def timed(before: Callable[[], object] = before, action: Callable[[], object] = action) -> float:
+                    before()  # untimed: it zeroes the gradients, or makes some
+                    return 1e3 * seconds(action)
+
                 timed()
                 built[name] = timed
             except Exception as error:
                 found.errors[name] = one_line(error)
         medians |= {name: median(samples) for name, samples in take_turns(built, repeats, warmup=3).items()}
     return found
-
-
-def _milliseconds(before: Callable[[], object], action: Callable[[], object]) -> float:
-    """Return the milliseconds of `action`. `before` runs first, untimed: it zeroes the gradients, or makes some."""
-    before()
-    return 1e3 * seconds(action)
 
 
 class SmallUnit(nn.Module):

@@ -1,44 +1,37 @@
 """A benchmark of training over a slow link between two nodes of two ranks: bytes sent over the link, and time of a step.
 
-    python -m benchmarks.network                                    200 Mbit/s, some 3 minutes on 2 cores
-    python -m benchmarks.network --bandwidths 100M,200M,1G
-    python -m benchmarks.network --proxied                          with a proxy instead of namespaces
+    zeroshard bench --sections network                              200 Mbit/s, some 3 minutes on 2 cores
+    zeroshard bench --sections network --bandwidths 100M,200M,1G
 
-Nodes are network namespaces (nodes.py); where the machine refuses them, a proxy of that bandwidth stands between the nodes
-(proxied_nodes.py). Zeroshard's ranks of one node share memory, as on one host; FSDP2's use gloo there. All contenders are
-alive in the same four processes and take turns in each round; times are of the slowest rank, medians over rounds, ratios
-medians of the ratios within a round. Bytes sent are read from the link's counters at node 0. They include messages beside the
-collectives and, but for a proxy, headers of Ethernet, IP and TCP; the formulas of `zs.report` beside them, summed over node
-0's ranks, do not. The *bound* of a step is the bytes sent over the bandwidth; the rest of a step is computation, for which
-the four ranks share the machine's cores, and waiting.
+A proxy of that bandwidth stands between the nodes (nodes.py). Zeroshard's ranks of one node share memory, as on one host;
+FSDP2's use gloo there. All contenders are alive in the same four processes and take turns in each round; times are of the
+slowest rank, medians over rounds, ratios medians of the ratios within a round. Bytes sent are those that the proxy counts from
+node 0. They include messages beside the collectives; the formulas of `zs.report` beside them, summed over node 0's ranks, do
+not. The *bound* of a step is the bytes sent over the bandwidth; the rest of a step is computation, for which the four ranks
+share the machine's cores, and waiting.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import pickle
-import subprocess
-import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import zeroshard as zs
 from zeroshard.comm.launch import ProcessesFailed, run_processes
-from zeroshard.planner.simulator.micro_benchmark import LIMIT_S, Unmeasured, median_ratio
+from zeroshard.utils.sheets import PLAIN, WARNING, Sheet
 
-from .nodes import AS_ROOT, Nodes, user_namespace_refused, why_not
+from .contenders import plain_step
+from .micro_benchmark import LIMIT_S, Unmeasured, median_ratio
+from .nodes import Nodes
 from .plan import ModelShape, Workload
-from .proxied_nodes import ProxiedNodes
-from .tables import GB, PLAIN, WARNING, Column, Goal, Sheet, goals_sheet, show
+from .tables import GB, Column, Goal, sheet_of
 from .worker import parameter_count
 from .worker_group import turned
 from .workload import batch, blocks, build_model, build_optimizer
@@ -82,15 +75,6 @@ WAYS = (
 )
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The settings of a run. bandwidths: of the link, bits a second. proxied: use no namespaces."""
-
-    bandwidths: tuple[float, ...] = (GOAL_BANDWIDTH,)
-    rounds: int = 3
-    proxied: bool = False
-
-
 @dataclass
 class Crossed:
     """The measurements of one way. step_s: by round, of the slowest rank. sent, theory: bytes that node 0 sends in a step."""
@@ -115,7 +99,6 @@ class Crossing:
     bandwidth: float
     numel: int
     ways: list[Crossed]
-    proxied: bool = False
 
     def times_faster(self, ours: Crossed, theirs: str) -> float:
         """Return how many times faster a step of `ours` is than one of `theirs`: median of the ratios within a round."""
@@ -148,23 +131,13 @@ class Crossing:
 # ------------------------------------------------------------------------------------------------------- measuring
 
 
-def run(plan: Plan) -> list[Crossing]:
-    """Measure at each bandwidth, with namespaces where this machine allows them. Raises Unmeasured where a rank failed."""
+def run(bandwidths: tuple[float, ...], rounds: int = 3) -> list[Crossing]:
+    """Measure at each bandwidth, in bits a second. Raises Unmeasured where a rank failed."""
     try:
-        if plan.proxied or why_not() is None:
-            return measure(plan)
-        if user_namespace_refused() is None:
-            with tempfile.TemporaryDirectory(prefix="zeroshard-bench-") as folder:
-                return _in_user_namespace(plan, Path(folder))
-        return measure(dataclasses.replace(plan, proxied=True))
+        with Nodes(max(bandwidths)) as nodes:
+            ranks = run_processes(_rank, RANKS, bandwidths, rounds, nodes, timeout_s=LIMIT_S)
     except ProcessesFailed as error:
         raise Unmeasured(str(error).strip().splitlines()[-1]) from error
-
-
-def measure(plan: Plan) -> list[Crossing]:
-    """Measure at each bandwidth in namespaces that this process makes, or through a proxy if `plan.proxied`."""
-    with (ProxiedNodes if plan.proxied else Nodes)(max(plan.bandwidths)) as nodes:
-        ranks = run_processes(_rank, RANKS, plan, nodes, timeout_s=LIMIT_S)
     numel, here = ranks[0][0], [ways for _, ways in ranks]
     for bandwidth, ways in here[0].items():
         for place, way in enumerate(ways):
@@ -172,41 +145,35 @@ def measure(plan: Plan) -> list[Crossing]:
             way.step_s = [max(seconds) for seconds in zip(*(each.step_s for each in alike), strict=True)]
             way.theory = sum(each.theory for each in alike[:RANKS_HERE]) if way.theory is not None else None
             way.losses = [sum(losses) / RANKS for losses in zip(*(each.losses for each in alike), strict=True)]
-    return [Crossing(bandwidth, numel, ways, plan.proxied) for bandwidth, ways in here[0].items()]
+    return [Crossing(bandwidth, numel, ways) for bandwidth, ways in here[0].items()]
 
 
-def _in_user_namespace(plan: Plan, folder: Path) -> list[Crossing]:
-    """Measure in a process that is root of a user namespace, which reads the plan from a folder, and writes the results there."""
-    (folder / "plan").write_bytes(pickle.dumps(plan))
-    program = (
-        "import pickle, sys; from pathlib import Path; from benchmarks.network import measure; folder = Path(sys.argv[1]); "
-        "(folder / 'results').write_bytes(pickle.dumps(measure(pickle.loads((folder / 'plan').read_bytes()))))"
-    )
-    command = [*AS_ROOT, sys.executable, "-c", program, str(folder)]
-    ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
-    if not (folder / "results").exists():
-        raise Unmeasured(f"in a user namespace: {' '.join(ended.stderr.split()[-40:])}")
-    return pickle.loads((folder / "results").read_bytes())
-
-
-def _rank(rank: int, world_size: int, plan: Plan, nodes: Nodes | ProxiedNodes) -> tuple[int, dict[float, list[Crossed]]]:
+def _rank(
+    rank: int, world_size: int, bandwidths: tuple[float, ...], rounds: int, nodes: Nodes
+) -> tuple[int, dict[float, list[Crossed]]]:
     """Train in all ways; return the model's number of parameters, and this rank's measurements by bandwidth."""
-    nodes.enter(rank // RANKS_HERE, RANKS_HERE)
+    nodes.enter(rank // RANKS_HERE)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=nodes.init_method)
-    trained, step, found = {way.name: _build(way) for way in WAYS}, 0, {}
-    for bandwidth in plan.bandwidths:
+    trained, number, found = {way.name: _build(way) for way in WAYS}, 0, {}
+    steps = {name: plain_step(model, optimizer) for name, (model, optimizer) in trained.items()}
+    for bandwidth in bandwidths:
         if rank == 0:
             nodes.shape(bandwidth)
         seen = {way.name: Crossed(way.name, way.label, way.plain) for way in WAYS}
-        for index in range(-1, plan.rounds):  # round -1 is not measured: it warms up memory and the sockets' windows
+        for index in range(-1, rounds):  # round -1 is not measured: it warms up memory and the sockets' windows
             for way in turned(list(WAYS), max(index, 0)):
-                step_s, sent, loss = _turn(*trained[way.name], batch(WORKLOAD, step, rank), nodes)
+                part = batch(WORKLOAD, number, rank)
+                dist.barrier()
+                sent, begin = nodes.sent_nbytes(), time.perf_counter()
+                loss = steps[way.name](*part)
+                step_s = time.perf_counter() - begin
+                dist.barrier()  # until then other ranks of this node may still send for this step
                 if index >= 0:
                     seen[way.name].step_s.append(step_s)
-                    seen[way.name].sent.append(sent)
-                    seen[way.name].losses.append(loss)
-            step += 1
+                    seen[way.name].sent.append(nodes.sent_nbytes() - sent)
+                    seen[way.name].losses.append(loss.item())
+            number += 1
         for way in (way for way in WAYS if way.options is not None):
             report = zs.report(trained[way.name][0])
             counted = way.name == "low-rank"  # there is no formula for its factors, whose sizes vary by matrix
@@ -214,21 +181,6 @@ def _rank(rank: int, world_size: int, plan: Plan, nodes: Nodes | ProxiedNodes) -
             seen[way.name].theory = theory
         found[bandwidth] = list(seen.values())
     return parameter_count(WORKLOAD), found
-
-
-def _turn(
-    model: nn.Module, optimizer: torch.optim.Optimizer, part: tuple[Tensor, Tensor], nodes: Nodes | ProxiedNodes
-) -> tuple[float, float, float]:
-    """Train one step; return its seconds, the bytes that this node sent in it, and its loss."""
-    dist.barrier()
-    sent, begin = nodes.sent_nbytes(), time.perf_counter()
-    loss = model(*part)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    seconds = time.perf_counter() - begin
-    dist.barrier()  # until then other ranks of this node may still send for this step
-    return seconds, nodes.sent_nbytes() - sent, loss.item()
 
 
 def _build(way: Way) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -264,14 +216,12 @@ def sheet(result: Crossing) -> Sheet:
     )
     notes = [
         ("ms: median step. x one hop, x two hops: times faster than these. bound: MB over the bandwidth, in ms.", PLAIN),
-        ("MB: what left a node in a step, by its device's counter; of M: over the bytes of all parameters in fp32.", PLAIN),
+        ("MB: what left a node in a step, without headers; of M: over the bytes of all parameters in fp32.", PLAIN),
     ]
-    if result.proxied:
-        notes.append(("a proxy joins the nodes: no headers in MB, and steps are up to a tenth shorter than over `tc`", PLAIN))
     if not result.losses_agree:
         notes.append(("losses of what sends everything plain differ", WARNING))
     title = f"Two nodes of two ranks, {result.bandwidth / 1e6:.0f} Mbit/s between them, {result.numel / 1e6:.1f}M parameters"
-    return Sheet.of(f"{title}, stage 3, fp32", columns, result.ways, notes)
+    return sheet_of(f"{title}, stage 3, fp32", columns, result.ways, notes)
 
 
 def bandwidths_of(text: str) -> tuple[float, ...]:
@@ -283,27 +233,3 @@ def bandwidths_of(text: str) -> tuple[float, ...]:
             raise argparse.ArgumentTypeError(f"expected a bandwidth such as 200M or 1G, in bits a second, got {each!r}")
         found.append(float(number) * units[unit])
     return tuple(found)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return its exit code, 2 where nothing could be measured."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.network", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    usual = Plan.bandwidths
-    add("--bandwidths", type=bandwidths_of, default=usual, metavar="LIST", help="bits a second, such as 100M,1G (default: 200M)")
-    add("--rounds", type=int, default=Plan.rounds, help=f"default: {Plan.rounds}")
-    add("--proxied", action="store_true", help="use a proxy between the nodes instead of namespaces")
-    given = parser.parse_args(argv)
-    if given.rounds < 1:
-        parser.error("expected --rounds of at least 1")
-    try:
-        results = run(Plan(given.bandwidths, given.rounds, given.proxied))
-    except Unmeasured as error:
-        print(f"zeroshard: nothing was measured: {error}", file=sys.stderr)
-        return 2
-    show(*map(sheet, results), goals_sheet(goal for result in results for goal in result.goals))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

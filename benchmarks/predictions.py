@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 from torch import nn
 
 import zeroshard as zs
 from zeroshard.activations.checkpoint import checkpoint_activations
+from zeroshard.cli.sheets import show
 from zeroshard.comm.launch import run_processes, share_imports
 from zeroshard.config import Tier
 from zeroshard.parallel.parallelize import next_token_loss
@@ -42,9 +42,9 @@ from zeroshard.planner.simulator.calibrate import calibrate
 from zeroshard.planner.simulator.hardware import Hardware
 from zeroshard.planner.simulator.simulate import simulate
 from zeroshard.planner.simulator.trace import Resource
+from zeroshard.utils.sheets import Sheet
 
 from . import memory
-from .tables import make_console
 
 RANKS = 2
 FOLDER, NOW = "FOLDER", "now"
@@ -192,7 +192,7 @@ def main() -> int:
     parser.add_argument("--time", metavar="HARDWARE", help=f"seconds a step, too: a name or a file of hardware, or {NOW!r}")
     given = parser.parse_args()
     share_imports(["torch.distributed", "transformers", "benchmarks.worker", "zeroshard.planner.dry_run"])
-    console, sheet = make_console(), Table("configuration", "of", "predicted", "measured", "", title="prediction and reality")
+    rows: list[tuple[str, ...]] = []
     before = _hardware(given.time)
     for case in CASES:
         if given.only not in case.name:
@@ -202,7 +202,7 @@ def main() -> int:
             found = run_processes(measure, RANKS, case, folder, STEPS if before else 1, timeout_s=LIMIT_S)
         runs, seen = [run for run, _ in found], found[0][1]
         if given.details:
-            console.print(_details(case.name, plan, seen, runs))
+            show(_details(case.name, plan, seen, runs))
         phases = [[nbytes for phase, nbytes in run.grown_nbytes.items() if phase != "save"] for run in runs]
         saving = sum(plan.peak(tier, ("save",)) for tier in (Tier.DEVICE, Tier.HOST))
         for label, planned, real in (
@@ -211,7 +211,7 @@ def main() -> int:
             ("resident", _nbytes(plan), fmean(map(max, phases))),
             ("resident, saving", saving, fmean(run.grown_nbytes["save"] for run in runs)),
         ):
-            sheet.add_row(case.name if label == "entered" else "", label, *_compared(planned, real))
+            rows.append((case.name if label == "entered" else "", label, *_compared(planned, real)))
         if before is not None:
             after = (_hardware(NOW) if given.time == NOW else None) or before
             simulated = [simulate(plan.trace, each) for each in (before, after)]
@@ -220,8 +220,9 @@ def main() -> int:
             before = after
             for which, name in enumerate(("wall", "processor")):
                 seconds = median(step[which] for run in runs for step in run.steps)
-                sheet.add_row("", f"seconds, {name} (load {runs[0].load:.1f})", *_compared(predicted[which], seconds, ".2f"))
-    console.print(sheet)
+                told = _compared(predicted[which], seconds, ".2f")
+                rows.append(("", f"seconds, {name} (load {runs[0].load:.1f})", *told))
+    show(Sheet("prediction and reality", ("configuration", "of", "predicted", "measured", ""), rows))
     return 0
 
 
@@ -241,17 +242,16 @@ def _nbytes(plan: Plan, without: tuple[str, ...] = ()) -> int:
     )
 
 
-def _details(name: str, plan: Plan, seen: Plan, runs: list[Run]) -> Table:
-    table = Table("phase", "of", "predicted", "measured", "", title=name)
+def _details(name: str, plan: Plan, seen: Plan, runs: list[Run]) -> Sheet:
+    rows = []
     for mine, real in zip(plan.phases, seen.phases, strict=True):
         for tier in Tier:
             held, truly = (each.held.get(tier, {}) for each in (mine, real))
-            for key in sorted({*held, *truly}):
-                if held.get(key) or truly.get(key):
-                    table.add_row(mine.name, f"{tier.value} {key}", *_compared(held.get(key, 0), truly.get(key, 0)))
+            pairs = {key: (held.get(key, 0), truly.get(key, 0)) for key in sorted({*held, *truly})}
+            rows += [(mine.name, f"{tier.value} {key}", *_compared(*pair)) for key, pair in pairs.items() if any(pair)]
         if grown := [run.grown_nbytes[mine.name] for run in runs if mine.name in run.grown_nbytes]:
-            table.add_row(mine.name, "[b]resident", *_compared(mine.nbytes(Tier.DEVICE) + mine.nbytes(Tier.HOST), fmean(grown)))
-    return table
+            rows.append((mine.name, "resident", *_compared(mine.nbytes(Tier.DEVICE) + mine.nbytes(Tier.HOST), fmean(grown))))
+    return Sheet(name, ("phase", "of", "predicted", "measured", ""), rows)
 
 
 def _compared(planned: float, seen: float, form: str = ",.0f") -> tuple[str, str, str]:

@@ -13,12 +13,12 @@ a contender that uses a disk, its ranks measure the bandwidth of that disk in th
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from zeroshard.cli.sheets import say
 from zeroshard.memory.host_memory import available_nbytes
 from zeroshard.planner.simulator.disk_bandwidth import PHASES, DiskSpeed, bandwidth
 
@@ -28,7 +28,6 @@ from .plan import Contender, Rounds, Workload
 from .worker import Turn
 from .worker_group import Team, Teams, turned
 
-Say = Callable[[str], None]
 SPARE_MEMORY_NBYTES = 1 << 30  # kept free when deciding whether one more contender fits
 
 
@@ -76,7 +75,7 @@ class Outcome:
         self.losses += [sum(losses) / len(ranks) for losses in zip(*(r.losses for r in ranks), strict=False)]
 
 
-def race(contenders: list[Contender], workload: Workload, rounds: Rounds, log_dir: Path, say: Say) -> list[Outcome]:
+def race(contenders: list[Contender], workload: Workload, rounds: Rounds, log_dir: Path) -> list[Outcome]:
     """Run all contenders; return one outcome for each, also for those that fail. All processes have ended afterwards."""
     outcomes = [
         Outcome(c, trains_together=c.kind != "local" or workload.ranks == 1, skipped=missing_reason(c, workload))

@@ -26,12 +26,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from zeroshard.utils.sheets import BAD, GOOD, PLAIN, WARNING, Note, Sheet
+
 from . import checkpoints, codecs, cpu_adam, disk, gpu, network, parallel, statistics
 from .overlap import Overlap
 from .plan import ModelShape, Rounds, Workload
 from .race import Outcome
 from .statistics import DISK_BOUND_FACTOR, DISK_MEMORY_FACTOR, disk_ratio, formula_difference, memory_ratio, time_ratio
-from .tables import BAD, GB, GOOD, MIB, PLAIN, WARNING, Column, Goal, Note, Sheet, goals_sheet
+from .tables import GB, MIB, Column, Goal, goals_sheet, sheet_of
 
 SCHEMA = 2
 NOT_ASKED = "not asked for"
@@ -176,7 +178,7 @@ def race_sheet(name: str, workload: Workload, outcomes: list[Outcome], *, tiers:
         notes.append((f"disk in the rounds of {outcome.contender.label}, all ranks at once, GB/s: {', '.join(speeds)}", PLAIN))
     notes += [(f"{o.contender.label} {o.status}", WARNING) for o in outcomes if not o.ran]
     notes += [(MESH_LEGEND, PLAIN)] if workload.mesh else []
-    return Sheet.of(title, columns, ran, notes + _loss_notes(outcomes))
+    return sheet_of(title, columns, ran, notes + _loss_notes(outcomes))
 
 
 def _to_peer(outcomes: list[Outcome], peer: str, outcome: Outcome) -> float | None:
@@ -215,7 +217,7 @@ def gpu_sheets(found: gpu.Measured) -> Iterator[Sheet]:
         Column("down", seen(lambda overlap: overlap.fraction("down")), ".0%"),
     )
     ran = statistics.by_name(found.outcomes).values()
-    yield Sheet.of("GPU: arithmetic and overlap", columns, ran, [(OVERLAP_LEGEND, PLAIN)])
+    yield sheet_of("GPU: arithmetic and overlap", columns, ran, [(OVERLAP_LEGEND, PLAIN)])
     if found.largest:
         shape, labels = gpu.WIDE_SHAPE, {c.name: c.label for c in gpu.CONTENDERS}
         found_columns = (
@@ -225,7 +227,7 @@ def gpu_sheets(found: gpu.Measured) -> Iterator[Sheet]:
             Column("found", lambda item: gpu.describe(item[1])),
         )
         title = f"GPU: largest model trained (dim {shape.dim}, {shape.seq_len} tokens, checkpointed blocks, 2 steps)"
-        yield Sheet.of(title, found_columns, found.largest.items())
+        yield sheet_of(title, found_columns, found.largest.items())
 
 
 def _goals_of_each(found: Iterable[Any]) -> list[Goal]:

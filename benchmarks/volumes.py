@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zeroshard.utils.sheets import markdown
+
 from .papers import counted
-from .tables import markdown
 
 _DIM, _BLOCK, _RANK = 8192, 256, 4
 _NUMEL = 4 * _DIM**2  # of four square matrices

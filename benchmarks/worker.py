@@ -16,6 +16,7 @@ Output of the libraries goes to the rank's log file.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import resource
 import sys
@@ -28,10 +29,10 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.planner.simulator.disk_bandwidth import Burst, DiskBursts, write_bulk
-from zeroshard.planner.simulator.micro_benchmark import divert_output, one_line
 
 from . import contenders, memory, parallel
-from .checkpoint_contenders import Keeper
+from .contenders import Keeper
+from .micro_benchmark import divert_output, one_line
 from .overlap import Overlap
 from .plan import Contender, Workload
 from .workload import batch, build_model
@@ -142,7 +143,6 @@ class _Rank:
         build = parallel.build if workload.mesh else contenders.BUILDERS[post.contender.kind]
         self.trainer = build(post.contender, workload)
         self._probe: DiskBursts | None = None
-        self._keeper: Keeper | None = None
         pipe.send(Ready(time.monotonic() - begun, self.trainer.settings, parameter_count(workload)))
 
     def turn(self, first_step: int, steps: int, lead_in: int = 0) -> Turn:
@@ -195,15 +195,15 @@ class _Rank:
         self._probe = self._probe or DiskBursts(self.workload.swap_path)
         return self._probe.burst(phase)
 
+    @functools.cached_property
     def keeper(self) -> Keeper:
-        """Return the functions that save and load, which are made once."""
+        """The functions that save and load. Making them is collective."""
         assert self.trainer.keeper is not None
-        self._keeper = self._keeper or self.trainer.keeper()
-        return self._keeper
+        return self.trainer.keeper()
 
     def save(self, path: str) -> Saved:
         """Save a checkpoint; return its times and the growth of memory."""
-        keeper = self.keeper()
+        keeper = self.keeper
         memory.reset_peak_rss()
         before = memory.peak_rss_nbytes() or 0
         begin = time.monotonic()
@@ -212,7 +212,7 @@ class _Rank:
         return Saved(begin, end, (memory.peak_rss_nbytes() or 0) - before)
 
     def load(self, path: str) -> None:
-        self.keeper().load(path)
+        self.keeper.load(path)
 
     def save_in_background(self, path: str) -> tuple[float, float]:
         """Return the seconds that a background save holds training up, and by which it and the next step exceed a step.
@@ -223,7 +223,7 @@ class _Rank:
         begin = time.monotonic()
         self.trainer.step(*first)
         step_s, begin = time.monotonic() - begin, time.monotonic()
-        held, wait = self.keeper().in_background(path)  # type: ignore[misc]
+        held, wait = self.keeper.in_background(path)  # type: ignore[misc]
         self.trainer.step(*second)
         lost_s = time.monotonic() - begin - step_s
         wait()
@@ -231,7 +231,7 @@ class _Rank:
 
     def copy_states(self) -> float:
         """Return the seconds of copying this rank's states to touched memory: once, as in a save; repeated copies are faster."""
-        states = self.keeper().states()  # type: ignore[misc]
+        states = self.keeper.states()  # type: ignore[misc]
         copies = [torch.empty_like(state).zero_() for state in states]
         begin = time.monotonic()
         for copy, state in zip(copies, states, strict=True):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 from importlib.resources import files
 
-from ..tables import markdown
+from zeroshard.utils.sheets import markdown
 
 RUNTIME, CODE, FORMULA, SIMULATED = "runtime", "library", "formula", "simulated"  # how a cell was computed
 WITHIN = 0.2  # relative difference up to which a value that a model of the hardware gives agrees with one that was measured

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import time
@@ -12,11 +11,12 @@ from bench_kit import TINY, outcome
 
 from benchmarks import host_overhead, pictures, plan, race, report, statistics
 from benchmarks.command import main
+from benchmarks.micro_benchmark import Unmeasured, apart, take_turns
 from benchmarks.plan import Contender, Rounds, Workload
 from benchmarks.race import Outcome
 from benchmarks.worker import Turn
 from zeroshard.cli.arguments import UsageError
-from zeroshard.planner.simulator.micro_benchmark import Unmeasured, apart, take_turns
+from zeroshard.cli.sheets import show
 
 
 def test_every_kind_has_a_colour():
@@ -80,15 +80,12 @@ def test_losses_that_differ_are_found():
     assert statistics.losses_agree([same]) is None
 
 
-def test_results_are_written_and_missing_numbers_stay_missing(tmp_path):
-    from rich.console import Console
-
+def test_results_are_written_and_missing_numbers_stay_missing(tmp_path, capsys):
     outcomes = [outcome("ddp", [[1.0, 1.2]]), Outcome(Contender("ds", 3), skipped="deepspeed is not installed")]
     results = report.Results(Workload(TINY), Rounds(), found={"cpu": outcomes}, skipped={"gpu": "no CUDA device"})
-    console = Console(file=io.StringIO(), width=110)
     for sheet in results.sheets():
-        sheet.show(console)
-    text = console.file.getvalue()
+        show(sheet)
+    text = capsys.readouterr().out
     assert "DeepSpeed 3 skipped: deepspeed is not installed" in text and "no CUDA device" in text
     report.write_json(results, tmp_path / "results.json")
     document = json.loads((tmp_path / "results.json").read_text())
@@ -98,11 +95,10 @@ def test_results_are_written_and_missing_numbers_stay_missing(tmp_path):
     assert pictures.draw(outcomes, "title", tmp_path / "plot.png") and (tmp_path / "plot.png").stat().st_size > 0
 
 
-def test_deepspeed_is_skipped_where_it_is_not_installed(monkeypatch, tmp_path):
+def test_deepspeed_is_skipped_where_it_is_not_installed(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(race.importlib.util, "find_spec", lambda name: None)
-    lines: list[str] = []
-    (result,) = race.race([Contender("ds", 3)], Workload(TINY), Rounds(rounds=1), tmp_path, lines.append)
-    assert "not installed" in result.skipped and any("not installed" in line for line in lines)
+    (result,) = race.race([Contender("ds", 3)], Workload(TINY), Rounds(rounds=1), tmp_path)
+    assert "not installed" in result.skipped and "not installed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -149,7 +145,7 @@ def test_what_runs_apart_gives_its_result_or_says_in_one_line_why_not(tmp_path):
 def test_a_tiny_race_with_a_contender_that_fails(tmp_path, forked_teams):
     contenders = [Contender("ddp"), Contender("zs", 9)]  # there is no stage 9: it must not stop the race
     rounds = Rounds(warmup=1, rounds=2, steps=2, memory_steps=1)
-    ddp, broken = race.race(contenders, Workload(TINY), rounds, tmp_path, lambda line: None)
+    ddp, broken = race.race(contenders, Workload(TINY), rounds, tmp_path)
     assert broken.failed and not broken.rounds_step_s
     assert ddp.ran and [len(turn) for turn in ddp.rounds_step_s] == [2, 2]
     assert len(ddp.losses) == 1 + 4 + 1 and ddp.peak_rss > 0
@@ -160,9 +156,9 @@ def test_a_tiny_race_with_a_contender_that_fails(tmp_path, forked_teams):
 def test_a_tiny_race_over_a_mesh(tmp_path, forked_teams):
     workload = Workload(TINY, sequences=2, ranks=2, mesh=(2, 1, 1), micro_batches=2)
     contenders = plan.select(("zs1", "fsdp2"), ("fp32",), among=plan.MESH_CONTENDERS)
-    outcomes = race.race(contenders, workload, Rounds(warmup=1, rounds=1, steps=1, memory_steps=1), tmp_path, lambda line: None)
+    outcomes = race.race(contenders, workload, Rounds(warmup=1, rounds=1, steps=1, memory_steps=1), tmp_path)
     assert all(o.ran and o.peak_pss_sum > 0 for o in outcomes) and statistics.losses_agree(outcomes), [o.status for o in outcomes]
     results = report.Results(workload, Rounds(), found={"parallel": outcomes}, skipped={"gpu": report.NOT_ASKED})
     race_sheet, goals = results.sheets()
-    assert [row[0] for row in race_sheet.rows] == ["zeroshard 1", "FSDP2"] and "PSS, all" in race_sheet.headings
+    assert [row[0] for row in race_sheet.rows] == ["zeroshard 1", "FSDP2"] and "PSS, all" in race_sheet.header
     assert [goal.verdict == "not measured" for goal in results.goals] == [False, False, True, True]  # stage 2 took no part

@@ -14,7 +14,7 @@ def test_a_tiny_race_of_checkpoints(tmp_path, monkeypatch, forked_teams):
     monkeypatch.setattr(checkpoints, "SIZES", {"tiny": (tiny, True, 2)})
     monkeypatch.setattr(checkpoints, "drop_page_cache", lambda: False)  # other tests are running
     (tmp_path / "disk").mkdir()
-    (result,) = checkpoints.run(str(tmp_path / "disk"), tmp_path / "logs", lambda line: None, checkpoints.CONTENDERS[:2])
+    (result,) = checkpoints.run(str(tmp_path / "disk"), tmp_path / "logs", checkpoints.CONTENDERS[:2])
     ours, theirs = result.kept
     for kept in (ours, theirs):
         assert kept.skipped is None and len(kept.save_s) == len(kept.load_s) == 2

@@ -6,7 +6,6 @@ What needs a GPU (the events, the sizes) is written so that everything around it
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
 import json
 import time
@@ -14,7 +13,6 @@ import time
 import pytest
 import torch
 from bench_kit import TINY, outcome
-from rich.console import Console
 
 import zeroshard as zs
 from benchmarks import disk as disk_bench
@@ -24,6 +22,7 @@ from benchmarks.overlap import Overlap, Recorder, covered, union
 from benchmarks.plan import Contender, Rounds, Workload
 from benchmarks.race import Outcome
 from zeroshard.cli.arguments import UsageError
+from zeroshard.cli.sheets import show
 from zeroshard.memory.io.filesystems import MEMORY_FILESYSTEMS, filesystem_of
 from zeroshard.planner.models.gpt import GPT, GPTConfig
 from zeroshard.planner.simulator.disk_bandwidth import Burst, DiskSpeed, bandwidth
@@ -133,7 +132,7 @@ def test_a_trial_that_the_host_could_not_hold_is_not_begun(monkeypatch, tmp_path
     assert "GiB of host memory needed, 1 available" in why
 
 
-def test_every_section_is_shown_and_written(tmp_path):
+def test_every_section_is_shown_and_written(tmp_path, capsys):
     disk = {"disk -> host": 2e6, "host -> disk": 1e6}
     tiers = [
         tier_outcome("zs3", [[1.0]]),
@@ -163,11 +162,10 @@ def test_every_section_is_shown_and_written(tmp_path):
         "gpu": gpu.Measured(workload, on_gpu, largest),
     }
     results = report.Results(Workload(), Rounds(), Rounds(lead_in=1), found)
-    console = Console(file=io.StringIO(), width=125)
     for sheet in results.sheets():
-        sheet.show(console)
+        show(sheet)
     report.write_markdown(results, tmp_path / "results.md")
-    for text in (console.file.getvalue(), (tmp_path / "results.md").read_text()):
+    for text in (capsys.readouterr().out, (tmp_path / "results.md").read_text()):
         assert "FSDP2 offload failed: rank 0: RuntimeError: cannot" in text and "deepspeed: skipped: no compiler" in text
         assert "none trained: not installed" in text and "this process got 50% of its cores" in text
     assert "| zeroshard 3 opt. disk | 1200 | 1200-1200 | 1.20 | 3 | 2 | 800.00 |" in text  # 3 MB, side by side 2 GB/s
@@ -205,7 +203,7 @@ def test_a_tiny_race_of_the_tiers(tmp_path):
     workload = Workload(TINY, ranks=1, swap_path=str(swap), checkpoint=True)
     rounds = Rounds(warmup=1, rounds=1, steps=2, memory_steps=1, lead_in=1)
     contenders = [Contender("zs", 3, offload="disk"), Contender("fsdp2", offload="offload")]
-    disk, fsdp2 = race.race(contenders, workload, rounds, tmp_path, lambda line: None)
+    disk, fsdp2 = race.race(contenders, workload, rounds, tmp_path)
     assert disk.ran and fsdp2.ran, (disk.failed, fsdp2.failed)
     assert statistics.losses_agree([disk, fsdp2]) and len(disk.losses) == 1 + 3 + 1
     states = sum(disk.at_rest["measured"].values())
@@ -215,7 +213,7 @@ def test_a_tiny_race_of_the_tiers(tmp_path):
     assert not fsdp2.disk and not list(swap.iterdir())
 
 
-def test_the_benchmark_of_the_file_engine_runs_and_leaves_nothing(tmp_path, capsys, monkeypatch):
+def test_the_benchmark_of_the_file_engine_runs_and_leaves_nothing(tmp_path, monkeypatch):
     if filesystem_of(tmp_path) in MEMORY_FILESYSTEMS:
         pytest.skip("no disk")  # dd and the engine are compared by direct I/O, which memory has none of
     monkeypatch.setattr(disk_bench, "DD_BLOCKS_MIB", (4,))
@@ -226,5 +224,3 @@ def test_the_benchmark_of_the_file_engine_runs_and_leaves_nothing(tmp_path, caps
     assert result["write"]["ratio"] > 0 and result["read"]["median"]["engine"] > 0
     assert [goal.verdict in ("met", "missed") for goal in disk_bench.goals(result)] == [True, True]
     assert "engine" in disk_bench.sheet(result).markdown()
-    assert disk_bench.main(["--path", str(tmp_path / "nowhere")]) == 2
-    assert "does not exist" in capsys.readouterr().err

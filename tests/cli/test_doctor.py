@@ -16,8 +16,9 @@ from zeroshard.cli import COMMANDS, environment, main
 from zeroshard.cli.arguments import EXTRAS
 from zeroshard.cli.doctor import NOTE, PROBLEM, WARNING, facts_of, findings
 from zeroshard.cli.environment import DeepSpeed, Disk, Environment, Gpu, Host
-from zeroshard.cli.sheets import Sheet, show
+from zeroshard.cli.sheets import show
 from zeroshard.testing import run_threads
+from zeroshard.utils.sheets import Sheet
 from zeroshard.utils.version import TESTED_TORCH
 
 try:
@@ -230,7 +231,7 @@ def test_plans_and_papers_write_everything_but_their_pictures(bare, tmp_path, ca
 
 @pytest.mark.parametrize(
     ("arguments", "library"),
-    [(["completion", "bash"], "shtab"), (["plan", "llama-3-8b"], "transformers"), (["bench", "--quick"], "rich")],
+    [(["completion", "bash"], "shtab"), (["plan", "llama-3-8b"], "transformers")],
 )
 def test_a_command_that_needs_an_extra_says_which_in_one_line(bare, arguments, library, capsys):
     assert bare(arguments) == 2
@@ -248,7 +249,7 @@ def test_the_doctor_keeps_to_the_width_of_the_terminal(bare, columns, capsys, mo
 @pytest.mark.parametrize("columns", [60, 100])
 def test_tables_in_frames_keep_to_the_width_of_the_terminal(columns, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
-    show(Sheet([("a fact", "/a/long/path" * 20), ("another", "words and words " * 20)], ("name", "value")))
+    show(Sheet("", ("name", "value"), [("a fact", "/a/long/path" * 20), ("another", "words and words " * 20)]))
     assert max(map(len, capsys.readouterr().out.splitlines())) <= columns
 
 

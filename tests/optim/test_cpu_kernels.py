@@ -397,8 +397,8 @@ def test_the_benchmark_runs_and_judges():
     ours = next(row for row in rows if row["name"] == "zeroshard")
     assert ours["bytes_per_parameter"] == 28 and ours["ratio"] == 1.0
     assert [goal.limit for goal in cpu_adam.goals(rows)] == [0.9, 1.0, 4.0]
-    several = cpu_adam.measure(numel=5000, rounds=1, threads=2, deepspeed=False, chunks=True, huge_pages=True)
-    assert {"zeroshard joint", "zeroshard 2^14", "zeroshard 2^20"} <= {row["name"] for row in several}
+    several = cpu_adam.measure(numel=5000, rounds=1, threads=2, deepspeed=False)
+    assert "zeroshard joint" in {row["name"] for row in several}
 
 
 @pytest.mark.parametrize(

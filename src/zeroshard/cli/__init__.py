@@ -22,7 +22,7 @@ COMMANDS = {  # name -> (module with main(argv) -> int, its description in `zero
     "export": ("zeroshard.cli.export", "write a checkpoint's model as safetensors or as a file of torch.save"),
     "doctor": ("zeroshard.cli.doctor", "show what this machine and environment offer, and what would go wrong"),
     "papers": ("benchmarks.papers.command", "compute the published tables and figures, beside what was printed"),
-    "bench": ("benchmarks", "measure zeroshard beside its peers"),
+    "bench": ("benchmarks.command", "measure zeroshard beside its peers"),
     "completion": ("zeroshard.cli.completion", "print what bash or zsh needs to complete these commands"),
 }
 _FLAGS = ("-q", "--quiet", "-v", "--verbose")  # options of every command, which may also stand before its name

@@ -21,8 +21,9 @@ from ..integrations.deepspeed.ds_config import DeepSpeedConfig, read_config
 from ..integrations.deepspeed.lr_schedules import schedule_from_config
 from ..integrations.deepspeed.sections import KEYS_BELOW, Judgement, judge
 from ..integrations.deepspeed.shard_options import build_optimizer, shard_options
+from ..utils.sheets import Sheet
 from .arguments import ExitCode, Parser, UsageError
-from .sheets import Sheet, print_json, show
+from .sheets import print_json, show
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         for each in found:
             shown = f"{{{len(each.value)} keys}}" if isinstance(each.value, dict) else repr(each.value)
             rows.append((each.written, shown, each.treatment, each.text))
-        show(Sheet(rows, ("key", "value", "treatment", "what that means")))
+        show(Sheet(header=("key", "value", "treatment", "what that means"), rows=rows))
         for each in refused:
             print(f"refused: {each.written}: {each.text}")
         print(summary)

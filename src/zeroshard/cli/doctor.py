@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 from ..memory.io.filesystems import MEMORY_FILESYSTEMS
 from ..memory.io.swap_folder import NETWORK_FILESYSTEMS
+from ..utils.sheets import Sheet
 from ..utils.version import TESTED_TORCH
 from .arguments import ExitCode, Parser, how_to_install, quiet
 from .environment import EXTRAS, PEERS, Disk, Environment, look
 from .ranks import VARIABLES
-from .sheets import Sheet, gigabytes, print_json, show
+from .sheets import gigabytes, print_json, show
 
 PROBLEM, WARNING, NOTE = "problem", "warning", "note"
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
@@ -51,9 +52,10 @@ def main(argv: Sequence[str]) -> int:
         facts = {"environment": dataclasses.asdict(here), "findings": [dataclasses.asdict(each) for each in found]}
         print_json({**facts, "can_train": can_train})
     else:
-        show(Sheet(list(facts_of(here)), title=f"zeroshard {here.zeroshard}"))
+        show(Sheet(f"zeroshard {here.zeroshard}", rows=list(facts_of(here))))
         if found:
-            show(Sheet([(each.level, each.what, each.remedy) for each in found], ("", "what would go wrong", "what to do")))
+            rows = [(each.level, each.what, each.remedy) for each in found]
+            show(Sheet(header=("", "what would go wrong", "what to do"), rows=rows))
         for each in found:
             if quiet() and each.level != NOTE:
                 print(f"{each.level}: {each.what}; {each.remedy}")

@@ -13,10 +13,11 @@ from typing import Any
 
 import zeroshard as zs
 
+from ..utils.sheets import Sheet
 from . import report_error
 from .arguments import ExitCode, Parser, verbose
 from .artefacts import CHECKPOINTS, CONFIG, METRICS, MODEL, REPORT, RunFolder
-from .sheets import Sheet, megabytes, print_json, show
+from .sheets import megabytes, print_json, show
 
 MOST = 90  # newest checkpoints that --json lists at most
 
@@ -93,7 +94,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _show(run: dict[str, object] | None, found: list[zs.Inspection]) -> None:
     if run is not None:
         told = [(name, " -> ".join(map(str, value)) if isinstance(value, list) else str(value)) for name, value in run.items()]
-        show(Sheet(told, title=f"the run {run['folder']}"))
+        show(Sheet(f"the run {run['folder']}", rows=told))
         if not found:
             print("no checkpoint: train with --save-every to have some")
     if len(found) > 1 or (run is not None and found):
@@ -103,11 +104,11 @@ def _show(run: dict[str, object] | None, found: list[zs.Inspection]) -> None:
             facts = [str(one.facts.get(key, "?")) for key in ("world_size", "stage", "precision")]
             size, saved = megabytes(one.nbytes), str(one.facts.get("time", "?"))
             rows.append((Path(one.path).name, f"{one.step}", *facts, f"{one.numel:,}", size, saved, one.checksums))
-        show(Sheet(rows, header))
+        show(Sheet(header=header, rows=rows))
     if (len(found) == 1 and run is None) or verbose():
         for one in found:
             show(_details(one))
-            show(Sheet([(name, megabytes(nbytes)) for name, nbytes in one.files.items()], ("file", "size")))
+            show(Sheet(header=("file", "size"), rows=[(name, megabytes(nbytes)) for name, nbytes in one.files.items()]))
     if found:
         number, newest = f"{len(found)} checkpoint{'s' * (len(found) > 1)}", found[-1]
         print(f"{number}, the newest of step {newest.step}: checksums {newest.checksums}")
@@ -126,4 +127,4 @@ def _details(one: zs.Inspection) -> Sheet:
         rows["extras"] = ", ".join(one.extras)
     if one.trained_only:
         rows["trained parameters alone"] = f"yes: {one.left_out} were left out"
-    return Sheet([(key, str(value)) for key, value in rows.items()], title=one.path)
+    return Sheet(one.path, rows=[(key, str(value)) for key, value in rows.items()])

@@ -31,12 +31,13 @@ from ..planner.search.requested import of_layout, profile_of
 from ..planner.search.search import Found, search
 from ..planner.simulator.simulate import Simulation
 from ..planner.simulator.spread import rate_with_spread, said_of, seconds_with_spread, two_digits
+from ..utils.sheets import Sheet
 from . import report_error
 from .arguments import ExitCode, UsageError, quiet
 from .options import option
 from .plan_options import OUTPUT, PlanOptions, parse
 from .progress import working
-from .sheets import Sheet, drawn, print_json, show
+from .sheets import drawn, print_json, show
 
 _SEARCH = "search for the fastest layout"
 
@@ -143,7 +144,7 @@ def _planned(options: Options) -> int:
 
 
 def _print(
-    verdict: Verdict, found: Sequence[Remedy], sheets: Sequence[tables.Table], layouts: Found | None, notes: Sequence[str],
+    verdict: Verdict, found: Sequence[Remedy], sheets: Sequence[Sheet], layouts: Found | None, notes: Sequence[str],
     options: Options, look: bool,
 ) -> None:  # fmt: skip
     """Print the lines below the page: remedies, tables and notes."""
@@ -151,9 +152,9 @@ def _print(
         sheets = [_layouts(layouts), *sheets]
     if found:
         rows = tuple((each.flags, f"{gib(each.frees)} GiB", each.then, each.cost) for each in found)
-        sheets = [tables.Table("What would make it fit, the cheapest first", ("add", "frees", "then it", "cost"), rows), *sheets]
+        sheets = [Sheet("What would make it fit, the cheapest first", ("add", "frees", "then it", "cost"), rows), *sheets]
     for table in sheets:
-        show(Sheet(table.rows, table.header, table.title))
+        show(table)
     if look and not found:
         told = f"no change was found in {options.try_seconds:g} s that makes it fit"
         print(f"{told}: look for longer (--try-seconds), or take more ranks")
@@ -183,7 +184,7 @@ def _fastest(request: Request, global_batch: int, fixed: dict[str, Any], lossy: 
     return *made[found.best.layout], found
 
 
-def _layouts(found: Found) -> tables.Table:
+def _layouts(found: Found) -> Sheet:
     """Return a table of the best layout and the runner-up."""
     rows, spread = [], found.hardware.spread
     for name, each in (("the fastest", found.best), ("runner-up", found.runner_up)):
@@ -192,11 +193,11 @@ def _layouts(found: Found) -> tables.Table:
             rows.append((name, str(each.layout), seconds, tflops, two_digits(each.tokens_per_s), gib(each.nbytes())))
     counts = ", ".join(f"{number:,} {name}" for name, number in found.considered.items())
     header = ("", "layout", "s a step", "TFLOPS a device", "tokens/s", "GiB of a device")
-    return tables.Table(f"Layouts: {counts}", header, tuple(rows))
+    return Sheet(f"Layouts: {counts}", header, rows)
 
 
 def _write(
-    folder: Path, request: Request, plans: Sequence[Plan], verdict: Verdict, sheets: Sequence[tables.Table], notes: list[str]
+    folder: Path, request: Request, plans: Sequence[Plan], verdict: Verdict, sheets: Sequence[Sheet], notes: list[str]
 ) -> None:
     """Write the pictures, the page and report.json into a folder. Raises UsageError."""
     from ..planner.pictures import write_page

@@ -7,31 +7,15 @@ import json
 import os
 import shutil
 import sys
-import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..utils.sheets import Sheet
 from .arguments import how_to_install, quiet
 
 WIDTH = 160  # characters of a line in a file or a pipe
-_NARROWEST = 12  # characters below which no column is wrapped
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """A table of text cells. header: names of the columns, or (). numbers: align all columns but the first to the right.
-
-    total: number of rows at the end that are set apart, since they sum up those above. caption: a line below the table.
-    """
-
-    rows: Sequence[Sequence[str]]
-    header: Sequence[str] = ()
-    title: str = ""
-    numbers: bool = False
-    total: int = 0
-    caption: str = ""
+VERDICTS = {"met": "green", "missed": "red", "not measured": "yellow"}  # cells in colours
 
 
 def width() -> int:
@@ -48,34 +32,23 @@ def show(sheet: Sheet) -> None:
     try:
         from rich.console import Console
         from rich.table import Table
+        from rich.text import Text
     except ModuleNotFoundError:
-        print("\n".join(_plain(sheet)))
+        print(sheet.text(width()))
         return
-    table = Table(show_header=bool(sheet.header), title=sheet.title or None, title_justify="left", title_style="bold",
-                  caption=sheet.caption or None, caption_justify="left")  # fmt: skip
-    for index in range(len(sheet.header or sheet.rows[0])):
-        heading = sheet.header[index] if sheet.header else ""
-        table.add_column(heading, justify="right" if sheet.numbers and index else "left", overflow="fold")
-    for index, row in enumerate(sheet.rows):
-        table.add_row(*row, end_section=index == len(sheet.rows) - sheet.total - 1)
-    # no markup: a cell may hold a path with brackets
-    Console(highlight=False, markup=False, width=width()).print(table)
-
-
-def _plain(sheet: Sheet) -> list[str]:
-    rows = [tuple(sheet.header), *map(tuple, sheet.rows)] if sheet.header else [tuple(row) for row in sheet.rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    while sum(widths) + 2 * (len(widths) - 1) > width() and max(widths) > _NARROWEST:  # narrow the widest until all fit on a line
-        widths[widths.index(max(widths))] -= 1
-    lines = [sheet.title] if sheet.title else []
-    for row in rows:
-        cells = [textwrap.wrap(cell, room) or [""] for cell, room in zip(row, widths, strict=True)]
-        for number in range(max(map(len, cells))):
-            parts = [cell[number] if number < len(cell) else "" for cell in cells]
-            left = [part.rjust(room) if sheet.numbers and index else part.ljust(room)
-                    for index, (part, room) in enumerate(zip(parts, widths, strict=True))]  # fmt: skip
-            lines.append("  ".join(left).rstrip())
-    return lines + (textwrap.wrap(sheet.caption, width()) if sheet.caption else [])
+    console = Console(highlight=False, markup=False, width=width())  # no markup: a cell may hold a path with brackets
+    if sheet.rows:
+        title = sheet.title or None
+        table = Table(show_header=bool(sheet.header), title=title, title_justify="left", title_style="bold")
+        for column in range(len(sheet.rows[0])):
+            heading = sheet.header[column] if sheet.header else ""
+            table.add_column(heading, justify="right" if sheet.to_the_right(column) else "left", overflow="fold")
+        for index, row in enumerate(sheet.rows):
+            cells = [Text(cell, style=VERDICTS.get(cell, "")) for cell in row]
+            table.add_row(*cells, end_section=index == len(sheet.rows) - sheet.total - 1)
+        console.print(table)
+    for text, style in sheet.notes:
+        console.print(text, style=style)
 
 
 def panel(title: str, text: str) -> None:

@@ -20,13 +20,14 @@ from ..planner.simulator.simulate import SAYS
 from ..planner.simulator.spread import rate_with_spread, said_of, seconds_with_spread, two_digits
 from ..planner.simulator.sweep import Sweep, sweep
 from ..planner.simulator.trace import Trace
+from ..utils.sheets import Sheet
 from . import report_error
 from .arguments import UsageError, closest
 from .options import option
 from .plan import draw, make_folder
 from .plan_options import PlanOptions, parse
 from .progress import working
-from .sheets import Sheet, drawn, print_json, show
+from .sheets import drawn, print_json, show
 
 SWEPT = ("ranks", "micro-batch")
 _SIMULATED = "simulation"
@@ -114,7 +115,7 @@ def _told(request: Request, utilisation: float, latency_s: float | None, options
     for resource, seconds in sorted(done.busy.items(), key=lambda item: -item[1]):
         shares = (f"{part / done.step_s:.0%}" for part in (seconds, done.critical.get(resource, 0.0)))
         rows.append((SAYS[resource], two_digits(seconds), *shares))
-    table = tables.Table("What is busy in a step", ("", "seconds", "of the step", "of what it waits for"), tuple(rows))
+    table = Sheet("What is busy in a step", ("", "seconds", "of the step", "of what it waits for"), rows)
     spread, what = request.hardware.spread, "tokens" if request.source.example is None else "samples"
     line = (
         f"{seconds_with_spread(done.step_s, spread)} s a step, {rate_with_spread(done.tflops, spread)} TFLOPS a device, "
@@ -143,7 +144,7 @@ def _told(request: Request, utilisation: float, latency_s: float | None, options
         found["spread"] = list(request.hardware.spread)
         print_json(found | {"fits": verdict.fits, "verdict": str(verdict)})
         return 0
-    show(Sheet(table.rows, table.header, table.title))
+    show(table)
     _written(options)
     return 0
 
@@ -162,7 +163,7 @@ def _told_sweep(done: Sweep, request: Request, options: Options) -> int:
         for row in done.rows:
             setting, numbers = row.setting, map(two_digits, (row.step_s, row.tflops, row.tokens_per_s))
             rows.append((f"{row.ranks:,}", str(setting.micro_batch), f"{setting.utilisation:.0%}", *numbers, row.bound))
-        table = tables.Table("Steps", header, tuple(rows))
+        table = Sheet("Steps", header, rows)
         write_page(Path(options.out) / "sweep.html", heading, None, [table], pictures, limits)
     if options.json:
         told = [{"ranks": row.ranks, "micro_batch": row.setting.micro_batch, "utilisation": row.setting.utilisation, "step_s": row.step_s,
@@ -171,7 +172,7 @@ def _told_sweep(done: Sweep, request: Request, options: Options) -> int:
         print_json({"rows": told, "limits": limits})
         return 0
     names, cells = done.grid()
-    show(Sheet(cells, names, f"a step on {done.hardware.name}", numbers=True))
+    show(Sheet(f"a step on {done.hardware.name}", names, cells, numbers=True))
     print("\n".join(limits))
     _written(options)
     return 0

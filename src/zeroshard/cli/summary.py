@@ -12,10 +12,11 @@ from ..data.text import Corpus
 from ..memory.ledger import MASTERS, OPTIMIZER, STAGING
 from ..planner.measure.forecast import Forecast
 from ..planner.models import GPT
+from ..utils.sheets import PLAIN, Sheet
 from .artefacts import RunFolder
 from .options import TrainOptions
 from .ranks import Ranks
-from .sheets import Sheet, megabytes, panel, say, show
+from .sheets import megabytes, panel, say, show
 from .trainer import StepResult
 
 STAGES = {
@@ -108,7 +109,7 @@ def quality(scores: Mapping) -> Sheet:
     rows += [(name, f"{bits:.3f}") for name, bits in scores["compressors"].items()]
     rows.append(("the model after training", f"{scores['after_training']:.3f}"))
     caption = "Compressors start from nothing; the model has read the training text."
-    return Sheet(rows, ("predicted by", "bits per byte"), "Held-out text", numbers=True, total=1, caption=caption)
+    return Sheet("Held-out text", ("predicted by", "bits per byte"), rows, numbers=True, total=1, notes=[(caption, PLAIN)])
 
 
 def memory(report: zs.Report) -> Sheet:
@@ -121,9 +122,8 @@ def memory(report: zs.Report) -> Sheet:
         cells.append((name, megabytes(measured), megabytes(formula), megabytes(ddp), share))
     peaks = [(f"at peak: {name}", megabytes(nbytes), "", "", "") for name, nbytes in report.peak.items() if nbytes]
     title = f"Memory of model states per rank, stage {report.stage}"
-    return Sheet(
-        [*cells, *peaks], ("bytes", "measured", "formula", "plain DDP", "of DDP"), title, numbers=True, total=1 + len(peaks)
-    )
+    header = ("bytes", "measured", "formula", "plain DDP", "of DDP")
+    return Sheet(title, header, [*cells, *peaks], numbers=True, total=1 + len(peaks))
 
 
 def tiers(report: zs.Report, activations: zs.ActivationReport | None) -> Sheet | None:
@@ -141,7 +141,7 @@ def tiers(report: zs.Report, activations: zs.ActivationReport | None) -> Sheet |
         rows.append(("activation checkpoints, at peak", *(megabytes(n) if n else "" for n in peaks.values())))
     if not any((host, disk, peaks)):
         return None
-    return Sheet(rows, ("bytes", "device", "host", "disk"), "Where they rest, per rank", numbers=True)
+    return Sheet("Where they rest, per rank", ("bytes", "device", "host", "disk"), rows, numbers=True)
 
 
 def communication(report: zs.Report, outcome: Outcome) -> list[Sheet]:
@@ -150,7 +150,7 @@ def communication(report: zs.Report, outcome: Outcome) -> list[Sheet]:
     Where something moves between tiers, a table of that follows.
     """
     passes = outcome.options.accumulate
-    caption = f"Theory is for one backward pass; a step of this run had {passes}." if passes > 1 else ""
+    notes = [(f"Theory is for one backward pass; a step of this run had {passes}.", PLAIN)] if passes > 1 else []
     rows = [(f"one step: {kind}", f"{count:,}", megabytes(nbytes)) for kind, (count, nbytes) in outcome.step_traffic.items()]
     measured = sum(nbytes for _, nbytes in outcome.step_traffic.values())
     totals = report.communication.values()
@@ -160,10 +160,10 @@ def communication(report: zs.Report, outcome: Outcome) -> list[Sheet]:
         ("all steps and evaluations", f"{sum(t.count for t in totals):,}", megabytes(sum(t.nbytes for t in totals))),
     ]
     header = ("sent", "collectives", "bytes")
-    sheets = [Sheet(rows, header, "Communication of a rank", numbers=True, total=2, caption=caption)]
+    sheets = [Sheet("Communication of a rank", header, rows, numbers=True, total=2, notes=notes)]
     moved, theory = outcome.step_moved, report.theory_moved_per_step
     if links := sorted({*moved, *theory}):
         rows = [(link, megabytes(moved.get(link, 0)), megabytes(theory.get(link, 0))) for link in links]
         header, title = ("link", "measured", "theory"), "Moved between tiers, one step"
-        sheets.append(Sheet(rows, header, title, numbers=True, caption=caption))
+        sheets.append(Sheet(title, header, rows, numbers=True, notes=notes))
     return sheets

@@ -17,9 +17,10 @@ from typing import Any
 from ..activations.storage import CHECKPOINTS
 from ..config import Tier
 from ..memory.ledger import AVERAGES, GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, RESIDUALS, SECONDARY, STAGING
+from ..utils.sheets import Sheet
 from .plan import ACTIVATIONS, Moment, Plan, memories
 from .request import Request, Verdict
-from .tables import Table, scale_of
+from .tables import scale_of
 
 # from the bottom: what rests, then what comes and goes
 COLOURS = {
@@ -100,7 +101,7 @@ def write_page(
     path: str | Path,
     heading: str,
     verdict: Verdict | None,
-    tables: Sequence[Table],
+    tables: Sequence[Sheet],
     pictures: Mapping[str, Path],
     notes: Sequence[str] = (),
 ) -> None:

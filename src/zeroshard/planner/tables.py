@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from ..config import Tier
 from ..utils.axes import cuts_model
+from ..utils.sheets import Sheet
 from .plan import PHASES, Plan
 from .request import Request, Verdict, gb, gib, judge
 from .simulator.hardware import NAMES, Hardware
@@ -21,33 +21,12 @@ _MOST = 8  # rows of activations
 _PAGE = 5  # categories of a tier that a page shows by name; `page` sums the others up
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table of text cells. header: the name of each column."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    def __str__(self) -> str:
-        """Return aligned columns: the first to the left, the others to the right."""
-        columns = list(zip(self.header, *self.rows, strict=True))
-        widths = [max(map(len, column)) for column in columns]
-        lines = []
-        for row in (self.header, *self.rows):
-            cells = (
-                cell.rjust(width) if at else cell.ljust(width) for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join([self.title, *lines] if self.title else lines)
-
-
 def scale_of(nbytes: float) -> tuple[int, str]:
     """Return (bytes, name) of the largest unit in which `nbytes` is 10 or more; KiB for less."""
     return next((unit for unit in UNITS if nbytes >= 10 * unit[0]), UNITS[-1])
 
 
-def memory(plan: Plan, most: int | None = None) -> Table:
+def memory(plan: Plan, most: int | None = None) -> Sheet:
     """Return a row per tier and category, a column per phase: bytes at the phase's fullest moment, found for each tier by itself.
 
     most: number of categories of a tier with rows of their own, the largest; the others are one row.
@@ -84,10 +63,11 @@ def memory(plan: Plan, most: int | None = None) -> Table:
             rows.append((f"{where}: capacity", *cells([hardware.capacity(tier)] * len(phases))))
         else:
             rows.append((f"{where}: capacity, 1 of {ranks} ranks", *cells([hardware.capacity(tier) // ranks] * len(phases))))
-    return Table(f"Memory of rank {plan.rank} of {plan.ranks:,}, {name}", ("", *(phase.name for phase in phases)), tuple(rows))
+    header = ("", *(phase.name for phase in phases))
+    return Sheet(f"Memory of rank {plan.rank} of {plan.ranks:,}, {name}", header, rows, numbers=True)
 
 
-def communication(plan: Plan) -> Table:
+def communication(plan: Plan) -> Sheet:
     """Return the GB that the rank sends, copies, reads and writes in a step, a row per axis and kind."""
     found: dict[tuple[str, str], dict[Resource, float]] = {}
     counts: dict[tuple[str, str], int] = {}
@@ -113,12 +93,11 @@ def communication(plan: Plan) -> Table:
     for axis, nbytes in plan.sent.items():
         if nbytes and sum(key[0] == axis for key in found) > 1:
             rows.append((axis, "all", "", f"{nbytes / 1e9:,.3f}", ""))
-    return Table(
-        "Sent, copied, read and written in a step, GB", ("axis", "kind", "times", "bytes", "of them between nodes"), tuple(rows)
-    )
+    header = ("axis", "kind", "times", "bytes", "of them between nodes")
+    return Sheet("Sent, copied, read and written in a step, GB", header, rows, numbers=True)
 
 
-def activations(plan: Plan) -> Table:
+def activations(plan: Plan) -> Sheet:
     """Return the bytes that a micro-batch keeps for backward; units whose names differ only in numbers are one row."""
     alike: dict[str, list[int]] = {}
     for unit, nbytes in plan.activations.items():
@@ -130,7 +109,7 @@ def activations(plan: Plan) -> Table:
         (each, f"{len(sizes):,}", f"{max(sizes) / scale:,.2f}", f"{sum(sizes) / scale:,.2f}") for each, sizes in found[:_MOST]
     ]
     rows.append(("all", f"{sum(map(len, alike.values())):,}", "", f"{sum(map(sum, alike.values())) / scale:,.2f}"))
-    return Table(f"Kept for backward by a micro-batch, {name}", ("unit", "count", "largest", "total"), tuple(rows))
+    return Sheet(f"Kept for backward by a micro-batch, {name}", ("unit", "count", "largest", "total"), rows, numbers=True)
 
 
 def headline(request: Request, verdict: Verdict) -> str:

@@ -1,7 +1,6 @@
-"""Real nodes: two network namespaces with a link, two ranks in each. What goes over the link is what its device counts.
+"""Two nodes of two ranks, joined by a proxy (test_nodes), which counts what goes from one to the other.
 
-Where the machine lets us make no namespaces a proxy joins the nodes (test_proxied_nodes). `zeroshard bench --sections
-network` has the times; ZEROSHARD_SLOW=1: each failure in each of the ways.
+`zeroshard bench --sections network` has the times; ZEROSHARD_SLOW=1: each failure in each of the ways.
 """
 
 import os
@@ -16,8 +15,7 @@ from torch import nn
 
 import zeroshard as zs
 from benchmarks import network
-from benchmarks.nodes import Nodes, why_not
-from benchmarks.proxied_nodes import ProxiedNodes
+from benchmarks.nodes import Nodes
 from zeroshard.comm import pool
 from zeroshard.comm.launch import run_processes
 
@@ -37,23 +35,14 @@ WAYS = {
 }
 
 
-REFUSED = why_not()
-
-
 @pytest.fixture(scope="module")
 def nodes():
-    with (Nodes if REFUSED is None else ProxiedNodes)(rate_bits_per_s=10e9) as found:
+    with Nodes(rate_bits_per_s=10e9) as found:
         yield found
 
 
-@pytest.fixture(scope="module")
-def proxied():
-    with ProxiedNodes(rate_bits_per_s=10e9) as found:
-        yield found
-
-
-def start(nodes: Nodes | ProxiedNodes, rank: int, of: int = RANKS_HERE, here: int = RANKS_HERE) -> None:
-    nodes.enter(rank // of, here)
+def start(nodes: Nodes, rank: int) -> None:
+    nodes.enter(rank // RANKS_HERE)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=nodes.init_method)
 
@@ -99,7 +88,7 @@ def sharded(net: nn.Module, **options):
 # -- numbers and bytes -----------------------------------------------------------------------------------------------
 
 
-def crossing(rank: int, ranks: int, nodes: Nodes | ProxiedNodes):
+def crossing(rank: int, ranks: int, nodes: Nodes):
     """By way: losses, bytes of this node over the link in a step, the formula of this rank, and notes."""
     start(nodes, rank)
     found = {}
@@ -117,9 +106,8 @@ def crossing(rank: int, ranks: int, nodes: Nodes | ProxiedNodes):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("joined", ["nodes", "proxied"] if REFUSED is None else ["proxied"])
-def test_each_byte_crosses_once_for_a_node_and_losses_are_those_of_one_hop(joined, request):
-    ranks = run_processes(crossing, 4, request.getfixturevalue(joined))
+def test_each_byte_crosses_once_for_a_node_and_losses_are_those_of_one_hop(nodes):
+    ranks = run_processes(crossing, 4, nodes)
     for name, (options, parts) in WAYS.items():
         plain = "zero_quantized_weights" not in options
         for rank, found in enumerate(ranks):
@@ -196,7 +184,7 @@ def offloaded(rank: int, disk: str) -> None:
 CASES = (ragged, many_gathers, uneven_data, evaluation_and_several_models, offloaded)
 
 
-def go_on(rank: int, ranks: int, nodes: Nodes | ProxiedNodes, disk: str):
+def go_on(rank: int, ranks: int, nodes: Nodes, disk: str):
     """Seconds of each case."""
     start(nodes, rank)
     pool._LONGEST_S = 0.3  # who waits for a rank that left layers out takes further memory sooner
@@ -216,8 +204,8 @@ def test_nobody_waits_in_a_circle(nodes, disk):
         assert list(took) == [case.__name__ for case in CASES]
 
 
-def unequal(rank: int, ranks: int, nodes: Nodes | ProxiedNodes):
-    start(nodes, rank, here=2 if rank < 2 else 1)
+def unequal(rank: int, ranks: int, nodes: Nodes):
+    start(nodes, rank)
     model, optimizer = sharded(Net())
     return train(model, optimizer, rank, 2), zs.report(model).deviations
 
@@ -243,7 +231,7 @@ def dawdle_in_the_tokenizer():
     time.sleep(2.5 * STALL_S)
 
 
-def fail(rank: int, ranks: int, nodes: Nodes | ProxiedNodes, culprit: int, what, options: dict):
+def fail(rank: int, ranks: int, nodes: Nodes, culprit: int, what, options: dict):
     """(class, rank, text) of what this library raised here; other exceptions end the rank."""
     start(nodes, rank)
     stall_s = STALL_S if what is dawdle_in_the_tokenizer else NEVER_S
@@ -293,14 +281,6 @@ def test_a_rank_that_stands_still_is_found_from_both_nodes(nodes, way):
 
 
 # -- the benchmark ---------------------------------------------------------------------------------------------------
-
-
-def test_without_the_programs_that_make_namespaces_it_measures_through_a_proxy(monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    measured = []
-    monkeypatch.setattr(network, "measure", lambda plan: measured.append(plan.proxied))
-    network.run(network.Plan())
-    assert measured == [True] and why_not() == "the program `ip` is not installed: install iproute2 and util-linux"
 
 
 def test_bandwidths_are_written_as_networks_are():

@@ -41,7 +41,6 @@ from ...zero.runtime import runtime_of
 from ..measure.probe import Rehearsal, step_rate
 from .disk_bandwidth import PHASES, REQUEST_NBYTES, Burst, DiskBursts, DiskSpeed, bandwidth
 from .hardware import Curve, Device, Hardware, Link
-from .micro_benchmark import seconds
 from .trace import Resource
 
 SIDES = (32, 64, 128, 256, 512, 1024)  # of square matrices
@@ -271,15 +270,13 @@ def _exchanged(comm: DirectComm, numel: int, turn_s: float) -> tuple[float, floa
     whole.tensor.fill_(1.0)
     samples = []
     for number in range(max(3, round(turn_s / 0.01))):  # equally often on every rank, since all take part in each
-
-        def both(number: int = number) -> None:
-            comm.fence_write()
-            comm.gather(full, mine, "calibrate: gather").wait()
-            work = comm.reduce(whole, mine.tensor, scale=0.5, accumulate=False, tag=number, label="calibrate: reduce")
-            work.wait()
-            work.drain()
-
-        samples.append(seconds(both))
+        begin = time.perf_counter()
+        comm.fence_write()
+        comm.gather(full, mine, "calibrate: gather").wait()
+        work = comm.reduce(whole, mine.tensor, scale=0.5, accumulate=False, tag=number, label="calibrate: reduce")
+        work.wait()
+        work.drain()
+        samples.append(time.perf_counter() - begin)
     return median(samples[1:]) / 2, comm.volume("gather", shard, torch.float32).inside
 
 

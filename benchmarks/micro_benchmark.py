@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
-from ...comm.launch import describe_exit, run_processes
+from zeroshard.comm.launch import describe_exit, run_processes
 
 Sample = TypeVar("Sample")
 LIMIT_S = 3600.0

@@ -1,4 +1,4 @@
-"""The proxy that joins two nodes where namespaces are refused: its bandwidth, its counters, its ends.
+"""The proxy that joins two nodes on one machine: its bandwidth, its counters, its ends.
 
 What ranks do through it is in test_two_nodes.
 """
@@ -13,9 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from benchmarks import proxied_nodes
-from benchmarks.nodes import NodesUnavailable, burst_nbytes
-from benchmarks.proxied_nodes import ProxiedNodes, marked
+from benchmarks import nodes as of_nodes
+from benchmarks.nodes import Nodes, NodesUnavailable, burst_nbytes, marked
 
 RATE, NBYTES = 40e6, 2_000_000  # bits a second
 
@@ -23,7 +22,7 @@ RATE, NBYTES = 40e6, 2_000_000  # bits a second
 @pytest.fixture
 def joined():
     """The nodes, and both ends of a connection through them: of node 1, which called, and of node 0."""
-    with ProxiedNodes(RATE) as nodes, socket.create_server(("127.0.0.1", 0)) as listener:
+    with Nodes(RATE) as nodes, socket.create_server(("127.0.0.1", 0)) as listener:
         caller = socket.create_connection(("127.0.0.1", nodes.door(*listener.getsockname())), 5)
         called, _ = listener.accept()
         called.settimeout(50)
@@ -51,7 +50,7 @@ def both_ways(caller: socket.socket, called: socket.socket) -> float:
     return time.monotonic() - begin
 
 
-def sent_by(nodes: ProxiedNodes, node: int) -> int:
+def sent_by(nodes: Nodes, node: int) -> int:
     nodes.node = node
     return nodes.sent_nbytes()
 
@@ -78,9 +77,9 @@ def test_a_way_waits_for_its_own_bytes_alone_and_no_longer_than_they_take(monkey
         slept.append(seconds)
         now[0] += seconds
 
-    monkeypatch.setattr(proxied_nodes, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(proxied_nodes, "asyncio", SimpleNamespace(sleep=sleep))
-    there, back = proxied_nodes._Way(RATE), proxied_nodes._Way(RATE)
+    monkeypatch.setattr(of_nodes, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(of_nodes, "asyncio", SimpleNamespace(sleep=sleep))
+    there, back = of_nodes._Way(RATE), of_nodes._Way(RATE)
     chunk, burst = 10_000, burst_nbytes(RATE)
     for _ in range(NBYTES // chunk):
         asyncio.run(there.let_through(chunk))
