@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...config import PRECISIONS, STAGES, Config, Tier
+from ...config import DEVICE_NAMES, PRECISIONS, STAGES, STATES, Config, Tier
 from ...errors import ConfigError, did_you_mean
 from ...memory.estimate import rests_away
 from ...utils.axes import PLANNED
-from ...zero.auto_stage import STATES
 from ..simulator.trace import Resource
 
 # a way to keep activations -> zs.checkpoint_activations: not called, called, or called with options
@@ -24,7 +23,6 @@ _CHECKPOINT_WORDS = {
 }  # fmt: skip
 _PACKED = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}  # bytes a value; in addition each block of 256 has a step of 4 bytes
 _STEP_NBYTES = 4 / 256
-DEVICE_NAMES = {Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.DISK: "nvme"}
 
 Bytes = dict[Resource, float]
 
