@@ -30,7 +30,7 @@ from ..simulator.hardware import Hardware, resource_seconds
 from ..simulator.simulate import Simulation, simulate
 from ..simulator.spread import seconds_with_spread
 from ..simulator.trace import Resource, Task, Trace
-from .layout import Layout, exchange, packed_nbytes
+from .layout import Layout, exchange
 from .memory import held_of
 from .profile import Profile, homes_of
 from .schedule import attention_of, trace_of
@@ -269,17 +269,13 @@ def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: in
         computing += count * seconds({Resource.INSIDE: sums}, lay.tp)[Resource.INSIDE]
     links: dict[Resource, float] = defaultdict(float)
     row, whole = STAGES[lay.stage], own * lay.shards
-    weight = packed_nbytes(lay.quantized_weights, lay.itemsize) * whole
     sharded, spread = row.parameter is Placement.SHARDED, row.gradient is Placement.SHARDED
     reduces = 1 if lay.held else count
-    sent = []  # hops of collectives, and how often a step has them
+    sent = [("reduce", reduces)]  # collectives of all values, and how often a step has them
     if sharded:
-        sent.append((exchange(lay, weight, lay.shards), 1))
-        sent.append((exchange(lay, weight, lay.shards, inside_only=lay.hpz > 1), 2 * count - 1))
-    gradient = packed_nbytes(lay.quantized_gradients, lay.itemsize) * whole
-    sent.append((exchange(lay, gradient, lay.shards, reduce=True), reduces))
-    for hops, times in sent:
-        for hop in hops:
+        sent += [("gather", 1), ("gather again", 2 * count - 1)]
+    for kind, times in sent:
+        for hop in exchange(lay, kind, (own,), lay.compute_dtype, packs=True):
             for resource, time in seconds(hop, lay.shards).items():
                 links[resource] += time * times
     if sharded and rests_away(lay.parameter, lay.separate):
@@ -294,9 +290,8 @@ def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: in
     if lay.optimizer is Tier.DISK:
         tail = max(tail, *seconds({Resource.READ: states * itemsize, Resource.WRITE: states * itemsize}).values())
     if not sharded and row.optimizer is Placement.SHARDED:
-        tail += max(
-            (time for hop in exchange(lay, weight, lay.shards) for time in seconds(hop, lay.shards).values()), default=0.0
-        )
+        publish = exchange(lay, "gather", (own,), lay.compute_dtype, packs=True)
+        tail += max((time for hop in publish for time in seconds(hop, lay.shards).values()), default=0.0)
     return max(computing, *links.values(), 0.0) + tail
 
 
