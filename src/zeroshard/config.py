@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
@@ -74,6 +74,22 @@ STAGES: dict[int, Row] = {
     2: Row(_R, _S, _S),  # Pos+g
     3: Row(_S, _S, _S),  # Pos+g+p
 }
+STATES = ("offload_optimizer", "offload_gradient", "offload_param")
+DEVICE_NAMES = {Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.DISK: "nvme"}
+_D, _H, _F = Tier.DEVICE, Tier.HOST, Tier.DISK  # F: files
+# A stage, and the tiers of STATES, worth choosing from, in the order of the time that a step sends and waits: stages 1 and 2 send
+# as much as plain data parallelism, stage 3 half as much again (ZeRO, section 7); copies to the host come on top, a disk last.
+CHOICES: tuple[tuple[int, tuple[Tier, Tier, Tier]], ...] = (
+    (0, (_D, _D, _D)), (1, (_D, _D, _D)), (2, (_D, _D, _D)), (3, (_D, _D, _D)),
+    (2, (_H, _H, _D)), (1, (_H, _D, _D)), (3, (_H, _H, _D)), (3, (_H, _H, _H)),
+    (2, (_F, _H, _D)), (1, (_F, _D, _D)), (3, (_F, _H, _D)), (2, (_F, _F, _D)), (3, (_F, _H, _H)), (3, (_F, _F, _H)), (3, (_F, _F, _F)),
+)  # fmt: skip
+
+
+def written(options: Mapping[str, object]) -> str:
+    """Return options as a program gives them to zs.shard, with a folder for what rests on disk."""
+    path = {"offload_path": "FOLDER"} if "nvme" in options.values() else {}
+    return ", ".join(f"{name}={value!r}" for name, value in {**options, **path}.items())
 
 
 _TIERS = {"none": Tier.DEVICE, "device": Tier.DEVICE, "cpu": Tier.HOST, "host": Tier.HOST, "nvme": Tier.DISK, "disk": Tier.DISK}
@@ -452,6 +468,16 @@ class Config:
             )
         if self.zero_quantized_weights is not None and self.row.optimizer is not Placement.SHARDED:
             raise ConfigError("zero_quantized_weights needs stage 1, 2 or 3: at stage 0 no parameters are sent.")
+
+    def farther(self) -> Iterator[dict[str, Any]]:
+        """Yield the options that lead to each of CHOICES with no lower stage and no nearer tiers than here, in their order."""
+        order, now = list(Tier), [getattr(self, name).tier for name in STATES]
+        for stage, tiers in CHOICES:
+            nearer = any(order.index(new) < order.index(old) for new, old in zip(tiers, now, strict=True))
+            found: dict[str, Any] = {"stage": stage} if stage != self.stage else {}
+            found |= {name: DEVICE_NAMES[new] for name, new, old in zip(STATES, tiers, now, strict=True) if new is not old}
+            if found and stage >= self.stage and not nearer:
+                yield found
 
     @classmethod
     def build(

@@ -209,7 +209,7 @@ def test_logits_of_another_shape_are_a_sentence(user_module):
         ("llama-3-80b", ["Did you mean 'llama-3-8b'?", "gpt-1t"]),
         ("60b", ["Did you mean 'gpt-60b'?"]),
         ("no/such/config.json", ["is no file", "config.json or the folder"]),
-        ("no_such_module:f", ["cannot import 'no_such_module'", "there is no such module"]),
+        ("no_such_module:f", ["model: cannot import 'no_such_module'", "there is no such module"]),
     ],
 )
 def test_an_unknown_model_is_a_sentence_with_the_nearest(text, words):

@@ -217,13 +217,17 @@ class Comm(Group, ABC):
         told = dict(zip(self.control.ranks, self.control.exchange(payload, label), strict=True))
         return [told[rank] for rank in self.ranks]
 
-    def volume(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> Sent:
-        """Return the bytes that this rank sends for a collective of shards of `numel` elements.
+    def hops(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> list[Sent]:
+        """Return the bytes that this rank sends, hop after hop, for a collective of shards of `numel` elements.
 
         kind: "gather", "gather again" (the shards were not written since an earlier gather) or "reduce". tag: the tag of a
         reduction, if its parameters were announced by `expect`.
         """
-        return self.sent(numel * dtype.itemsize)
+        return [self.sent(numel * dtype.itemsize)]
+
+    def volume(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> Sent:
+        """Return the bytes that this rank sends for such a collective, in all hops together."""
+        return Sent(*(sum(each) for each in zip(*self.hops(kind, numel, dtype, tag), strict=True)))
 
     @abstractmethod
     def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Collective:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..config import Config, Offload, Placement, Tier
+from ..config import Config, Offload, Placement, Tier, written
 from ..errors import OUT_OF_MEMORY_PAGE
 from ..tensor.flat_layout import round_up
 from ..tensor.state_column import StateColumn
@@ -194,14 +194,17 @@ class Need:
         return max(sum(self.parts.values()) - self.released_nbytes, 0)
 
 
-def shortage(everyone: Sequence[Need], config: Config) -> str | None:
-    """Return why the ranks' states do not fit the memory of some host, with a table and a remedy; None if they fit."""
+def shortage(everyone: Sequence[Need], changes: Iterable[tuple[dict[str, object], dict[str, int]]]) -> str | None:
+    """Return why the ranks' states do not fit the memory of some host, with a table and a remedy; None if they fit.
+
+    changes: options and what a rank would hold with them by category (`Need.parts`), the cheapest first.
+    """
     for rank, need in enumerate(everyone):
         for limit in need.limits:
             # ranks that are threads share their process's limits, and all ranks of a host share the host's
             sharers = [n for n in everyone if n.host == need.host and (n.pid == need.pid or not limit.of_process)]
             if sum(n.nbytes for n in sharers) > limit.nbytes:
-                return _table(rank, need, limit, sharers, config)
+                return _table(rank, need, limit, sharers, changes)
     return None
 
 
@@ -209,7 +212,9 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.3f}"
 
 
-def _table(rank: int, need: Need, limit: Limit, sharers: list[Need], config: Config) -> str:
+def _table(
+    rank: int, need: Need, limit: Limit, sharers: list[Need], changes: Iterable[tuple[dict[str, object], dict[str, int]]]
+) -> str:  # fmt: skip
     total = sum(n.nbytes for n in sharers)
     among = "its process" if limit.of_process else f"host {need.host[0]}"
     lines = [
@@ -222,31 +227,11 @@ def _table(rank: int, need: Need, limit: Limit, sharers: list[Need], config: Con
     rows.append(("needed", [n.nbytes for n in sharers], need.nbytes))
     lines += [f"{name:<34}{_gib(mine):>12}{_gib(sum(everyone)):>12}" for name, everyone, mine in rows if any(everyone)]
     lines.append(f"{'available':<46}{_gib(limit.nbytes):>12}")
-    lines.append(_remedy(total - limit.nbytes, sharers, config, limit))
+    frees = [(total - sum(replace(n, parts=parts).nbytes for n in sharers), options) for options, parts in changes]
+    enough = next((each for each in frees if each[0] >= total - limit.nbytes), None)
+    freed, options = enough or max(frees, key=lambda each: each[0], default=(0, {}))
+    alone = "" if enough else ", which alone is not enough"
+    ways = [f"{written(options)} ({_gib(freed)} GiB less{alone})"] * (freed > 0)
+    ways += ["fewer ranks on this host"] * (len(sharers) > 1) + [limit.remedy]
+    lines.append(f"To go on: {'; or '.join(ways)}. {OUT_OF_MEMORY_PAGE} has others.")
     return "\n".join(lines)
-
-
-def _remedy(missing: int, sharers: list[Need], config: Config, limit: Limit) -> str:
-    """Return a sentence with the options that cost the least time and free enough, in that order, or with other ways out."""
-    row = config.row
-
-    def held(*names: str) -> int:
-        return sum(n.parts.get(name, 0) for n in sharers for name in names)
-
-    levers = [
-        ("offload_optimizer='nvme'", held(OPTIMIZER, MASTERS), row.optimizer is Placement.SHARDED),
-        ("offload_gradient='nvme'", held(GRADIENTS), row.gradient is Placement.SHARDED),
-        ("offload_param='nvme'", held(PARAMETERS), row.parameter is Placement.SHARDED),
-    ]
-    chosen, freed = [], 0
-    for text, nbytes, possible in levers:
-        if possible and nbytes and freed < missing:
-            chosen.append(f"{text} ({_gib(nbytes)} GiB less)")
-            freed += nbytes
-    remedies = [" and ".join(chosen) + ", with offload_path= a folder on a local disk"] if chosen else []
-    if freed < missing:
-        remedies = [text + ", which alone is not enough" for text in remedies]
-        remedies += ["stage=3, where ranks hold a part of every state"] * (config.stage < 3)
-    remedies += ["fewer ranks on this host"] * (len(sharers) > 1)
-    remedies += [limit.remedy]
-    return "To go on: " + "; or ".join(remedies) + f". {OUT_OF_MEMORY_PAGE} has others."

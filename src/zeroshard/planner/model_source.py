@@ -256,14 +256,11 @@ def _imported(what: str, text: str) -> Callable:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a script may end itself
-        what = (
-            "there is no such module"
-            if isinstance(error, ModuleNotFoundError) and error.name == module_name
-            else first_line(error)
-        )
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module_name
         place = where(error) and f"{where(error)}: "
+        why = "there is no such module" if missing else first_line(error)
         raise ConfigError(
-            f"{what}: cannot import {module_name!r} of {text!r}: {place}{what}. It is looked for in {here} and in the environment."
+            f"{what}: cannot import {module_name!r} of {text!r}: {place}{why}. It is looked for in {here} and in the environment."
         ) from error
     function = getattr(module, name, None)
     if not callable(function):

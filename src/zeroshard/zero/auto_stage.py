@@ -2,9 +2,8 @@
 
     bytes that each choice would hold (Builder.needs) + activations of the sample --> the first in CHOICES that fits on every rank
 
-CHOICES are in the order of the time that a step sends and waits: stages 1 and 2 send as much as plain data parallelism, stage 3
-half as much again (ZeRO, arXiv 1910.02054, section 7), a step on the host and its copies come on top, a disk last. Ranks exchange
-their free memory, so that all choose the same. `zeroshard plan --auto` chooses a mesh, micro-batches, activation checkpoints.
+Ranks exchange their free memory, so that all choose the same. CHOICES are also those of `zeroshard plan --auto`, which chooses a
+mesh, micro-batches, activation checkpoints as well.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from ..comm.base import DirectComm
 from ..comm.codec import exchange_values
 from ..comm.mesh.topology import Parts, check, imagined_topology
-from ..config import Config, Tier
+from ..config import CHOICES, DEVICE_NAMES, STATES, Config, Tier
 from ..errors import ConfigError, ZeroshardError
 from ..memory.host_memory import limits
 from ..memory.ledger import Ledger
@@ -35,12 +34,6 @@ from .rank_consistency import optimizer_groups
 from .shard_model import Builder, state_columns
 
 AUTO = "auto"
-STATES = ("offload_optimizer", "offload_gradient", "offload_param")
-Choice = tuple[int, str | None, str | None, str | None]  # stage; tiers of states, gradients, parameters
-CHOICES: tuple[Choice, ...] = (
-    (0, None, None, None), (1, None, None, None), (2, None, None, None), (3, None, None, None), (2, "cpu", "cpu", None),
-    (3, "cpu", "cpu", None), (3, "cpu", "cpu", "cpu"), (3, "nvme", "cpu", None), (3, "nvme", "nvme", "cpu"), (3, "nvme", "nvme", "nvme"),
-)  # fmt: skip
 _UNKNOWN = 1 / 3  # fraction of the device left for activations if no sample tells their size
 _FREE = 0.1  # fraction of the device left beside known activations, for temporaries and fragmentation
 
@@ -72,26 +65,27 @@ def choose(
     if kept is None:
         activations = "with a third left for activations (pass sample= to measure them)"
     tried: list[str] = []
-    for row in CHOICES:
-        stage, *away = row
-        if (comm.world_size == 1) != (stage == 0) and not any(away):
+    for stage, tiers in CHOICES:
+        if (comm.world_size == 1) != (stage == 0) and set(tiers) == {Tier.DEVICE}:
             continue
-        no_folder = "nvme" in away and config.offload_path is None
-        if no_folder or ("cpu" in away and "nvme" not in away and not comm.streams.separate_host):
+        no_folder = Tier.DISK in tiers and config.offload_path is None
+        if no_folder or (Tier.HOST in tiers and Tier.DISK not in tiers and not comm.streams.separate_host):
             continue
         try:
-            chosen: dict[str, Any] = dict(zip(STATES, away, strict=True))
+            chosen: dict[str, Any] = {name: DEVICE_NAMES[tier] for name, tier in zip(STATES, tiers, strict=True)}
             candidate = dataclasses.replace(config, stage=stage, **chosen)
         except ConfigError:  # it conflicts with an option
             continue
         held = _held(candidate, comm, model, specs, optimizer, parts)
+        places = [f"{name.removeprefix('offload_')} on {place}" for name, place in chosen.items() if place != "none"]
+        words = ", ".join([f"stage {stage}", *places])
         if all(held.get(tier, 0) <= nbytes for tier, nbytes in room.items()):
             if comm.rank == 0:
-                takes = f"{_words(row)} takes {_gib(held[Tier.DEVICE])} of the {_gib(room[Tier.DEVICE])} of a rank's device"
+                takes = f"{words} takes {_gib(held[Tier.DEVICE])} of the {_gib(room[Tier.DEVICE])} of a rank's device"
                 before = f"; {tried[-1]} does not fit" if tried else ""
                 print(f"zeroshard: stage='auto': {takes}, {activations}{before}", file=sys.stderr)
             return candidate
-        tried.append(f"{_words(row)} {_gib(held[Tier.DEVICE])}")
+        tried.append(f"{words} {_gib(held[Tier.DEVICE])}")
     raise ConfigError(
         f"stage='auto': no stage fits into the {_gib(room[Tier.DEVICE])} that each rank's device has for it (host: "
         f"{_gib(room[Tier.HOST])}); on the device they take: {', '.join(tried)}. Use more ranks, offload_path= a folder on a local disk, "
@@ -168,13 +162,6 @@ def _kept_nbytes(model: nn.Module, sample: object, config: Config) -> int:
     low = config.compute_dtype.itemsize
     given = max((param.element_size() for param in model.parameters()), default=low)
     return nbytes * low // given if config.precision != "fp32" else nbytes
-
-
-def _words(row: Choice) -> str:
-    away = [
-        f"{name.removeprefix('offload_')} on {place}" for name, place in zip(STATES, row[1:], strict=True) if place is not None
-    ]
-    return ", ".join([f"stage {row[0]}", *away])
 
 
 def _gib(nbytes: int) -> str:

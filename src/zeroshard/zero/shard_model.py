@@ -7,8 +7,8 @@ the sharded parameter, and its old tensor becomes the compute parameter over the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import astuple
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
@@ -193,7 +193,7 @@ class Builder:
         """Build all units, with the parameters' present values in their buffers (collective)."""
         laid_out, tiers, ledger = self._lay_out(plans), self.tiers, self.ledger
         pairs = [pair for unit in laid_out for pair in unit]
-        self._check_room(pairs)
+        self._check_room(plans, pairs)
         sizes = Buffers.of(self.config, tiers.separate, [self._group_need(*pair) for pair in pairs])
         self.pool = StagingPool(self.comm, ledger, *sizes.sent)
         if sizes.fetched is not None:  # buffers of constant size for shards that pass between tiers
@@ -233,7 +233,18 @@ class Builder:
                 f"param_persistence_threshold={self.config.param_persistence_threshold:,} elements"
             )
 
-    def _check_room(self, pairs: list[Pair]) -> None:
+    def _farther(self, plans: list[UnitPlan], on_host: set[Tier]) -> Iterator[tuple[dict[str, object], dict[str, int]]]:
+        """Yield the options that lead to higher stages and further tiers, with what a rank would hold of the host's memory then."""
+        for options in self.config.farther():
+            try:
+                config = replace(self.config, offload_path=self.config.offload_path or ".", **options)
+            except ConfigError:  # it conflicts with another option
+                continue
+            other = Builder(config, self.topology, self.ledger, self.tiers, self.group_of, 0)
+            found = other._needs([pair for unit in other._lay_out(plans) for pair in unit])
+            yield options, Need.of(found, on_host, 0, []).parts
+
+    def _check_room(self, plans: list[UnitPlan], pairs: list[Pair]) -> None:
         """Raise on every rank if host memory or a disk is too small for the ranks of some host (collective)."""
         config, comm, tiers = self.config, self.comm, self.tiers
         offloads = (config.offload_param, config.offload_gradient, config.offload_optimizer)
@@ -243,7 +254,7 @@ class Builder:
         on_host = {Tier.HOST} | ({Tier.DEVICE} if comm.device.type == "cpu" else set())
         mine = Need.of(found, on_host, tiers.released_nbytes, limits())
         everyone = [Need.told(*other) for other in exchange_values(comm, astuple(mine), "zs.shard: memory")]
-        text = shortage(everyone, config)
+        text = shortage(everyone, self._farther(plans, on_host))
         if text is not None:
             tiers.close()
             raise HostMemoryError(text)

@@ -95,6 +95,20 @@ OPTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(("name", "dp", "node_size", "size"), [
+    ("two hops", 24, 5, 1), ("hpZ", 16, 4, 8), ("groups (HSDP, MiCS)", 16, 4, 8), ("groups, qwZ, qgZ int8", 16, 4, 4),
+    ("hpZ, qwZ, qgZ int4", 16, 4, 4),
+], ids=["nodes unequal", "hpZ of two nodes", "groups of two nodes", "groups, packed", "hpZ, packed"])  # fmt: skip
+def test_a_trace_sends_over_each_link_what_the_runtime_sends(name, dp, node_size, size):
+    """But for padding, and vectors of a packed unit, which travel unpacked: formulas count them as packed."""
+    shape = dataclasses.replace(SHAPE, layers=1)
+    options = {key: size if key in ("hpz", "shard_size") else value for key, value in OPTIONS[name].items()}
+    layout = Layout(dp=dp, node_size=node_size, micro_batches=2, **options)
+    traffic = ledger_after_a_step(shape, layout).traffic.values()
+    wanted = [sum(each.between for each in traffic) / 2, sum(each.nbytes - each.between for each in traffic) / 2]
+    assert sent(layout, Profile.of_shape(shape)) == pytest.approx(wanted, rel=1.5e-2)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_volumes_are_those_of_docs_communication(name):
     """Which benchmarks/volumes.py counts on imagined ranks, in units of the parameters' bytes."""

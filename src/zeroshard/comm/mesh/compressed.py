@@ -95,10 +95,10 @@ class CompressedGathers(_Compressed):
         beneath = [(max(each), torch.uint8) for each in zip(packed, plain, strict=True)]
         return usual * (1 + self.world_size) * max(packed, default=0) + self.comm.needed(beneath, slices)
 
-    def volume(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> Sent:
+    def hops(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> list[Sent]:
         if kind == "reduce" or not self.active():
-            return self.comm.volume(kind, numel, dtype)
-        return self.comm.volume(kind, self._packed_nbytes(numel), torch.uint8)
+            return self.comm.hops(kind, numel, dtype)
+        return self.comm.hops(kind, self._packed_nbytes(numel), torch.uint8)
 
     def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Collective:
         if not self.active():
@@ -175,10 +175,10 @@ class CompressedReductions(_Compressed):
         self.comm.reserve_slices(numel, dtype)
         self._nbytes, self._most = max(self._nbytes, self.world_size * self._packed_nbytes(numel)), self._most + 1
 
-    def volume(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> Sent:
+    def hops(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> list[Sent]:
         if kind != "reduce" or not self.active():
-            return self.comm.volume(kind, numel, dtype)
-        return self.comm.volume(kind, self._packed_nbytes(numel), torch.uint8)
+            return self.comm.hops(kind, numel, dtype)
+        return self.comm.hops(kind, self._packed_nbytes(numel), torch.uint8)
 
     def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Collective:
         if not self.active():

@@ -153,11 +153,11 @@ class HierarchicalComm(Wrapper):
 
     # -- collectives -----------------------------------------------------------------------------------------
 
-    def volume(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> Sent:
-        again = kind == "gather again" and self.keep
-        first = Sent() if again else self.outer.volume(kind, numel, self._sums_dtype(dtype) if kind == "reduce" else dtype)
-        second = self.inner.volume(kind, numel * self.outer.world_size, dtype)
-        return Sent(first.inside + second.inside, first.between + second.between)
+    def hops(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> list[Sent]:
+        inside = self.inner.hops(kind, numel * self.outer.world_size, dtype)
+        if kind == "reduce":
+            return inside + self.outer.hops(kind, numel, self._sums_dtype(dtype))
+        return inside if kind == "gather again" and self.keep else self.outer.hops(kind, numel, dtype) + inside
 
     def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Collective:
         number = source.number if tag is None else tag

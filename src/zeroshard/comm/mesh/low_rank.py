@@ -68,12 +68,11 @@ class LowRankReductions(Wrapper):
         self._factors = {}
         super().release()
 
-    def volume(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> Sent:
+    def hops(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> list[Sent]:
         if kind != "reduce" or not self.active():
-            return self.comm.volume(kind, numel, dtype, tag)
+            return self.comm.hops(kind, numel, dtype, tag)
         parts = [self._padded(sent) // self.world_size for sent in self._factors[tag].sent_numels]
-        volumes = [self.comm.volume(kind, part, torch.float32) for part in parts for kind in ("reduce", "gather")]
-        return Sent(*(sum(each) for each in zip(*volumes, strict=True)))
+        return [hop for part in parts for kind in ("reduce", "gather") for hop in self.comm.hops(kind, part, torch.float32)]
 
     def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Collective:
         if not self.active():

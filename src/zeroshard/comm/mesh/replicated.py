@@ -53,13 +53,12 @@ class ReplicatedComm(Wrapper):
         self._sums.close() if self._sums is not None else None
         super().release()
 
-    def volume(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> Sent:
-        inside = self.comm.volume(kind, numel, dtype)
+    def hops(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> list[Sent]:
+        inside = self.comm.hops(kind, numel, dtype)
         if kind != "reduce":
             return inside
         part = round_up(numel, self.replicas) // self.replicas
-        across = self.outer.volume("reduce", part, dtype), self.outer.volume("gather", part, dtype)
-        return Sent(*(sum(each) for each in zip(inside, *across, strict=True)))
+        return [*inside, *self.outer.hops("reduce", part, dtype), *self.outer.hops("gather", part, dtype)]
 
     def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Collective:
         numel, sent = out.numel(), source.tensor.dtype

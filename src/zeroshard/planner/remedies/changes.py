@@ -11,13 +11,10 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from ...config import Tier
 from ...utils.axes import DP, PP, TP, cuts_model
-from ...zero.auto_stage import STATES
 from ..request import FLAGS, Request
-from ..search.layout import CHECKPOINTING, DEVICE_NAMES
+from ..search.layout import CHECKPOINTING
 from ..search.requested import layout_of
-from ..search.search import TIERS
 
 _TIMES = (2, 4, 8, 16)
 _FIELDS = ("axes", "rows", "checkpointing")  # fields of a request that a change sets, beside its options
@@ -42,25 +39,14 @@ def _meshes(request: Request) -> Iterator[Request]:
 
 def _states(request: Request) -> Iterator[Request]:
     """Yield higher stages of ZeRO, and tiers further away. In fp32, stages 0 to 2 send the same, stage 3 half as much again."""
-    given = layout_of(request)
-    order, now = list(Tier), given.tiers
-    for stage, choices in TIERS.items():
-        for tiers in choices:
-            nearer = any(order.index(new) < order.index(old) for new, old in zip(tiers, now, strict=True))
-            useless = not given.separate and Tier.HOST in tiers[::2]
-            if (
-                stage < given.stage
-                or nearer
-                or useless
-                or (given.dp == 1 and tiers == now)
-                or (stage, *tiers) == (given.stage, *now)
-            ):
-                continue
-            moved = {name: tier for name, tier, old in zip(STATES, tiers, now, strict=True) if tier is not old}
-            if tiers[1] is Tier.HOST and stage > 1:  # the default with an offloaded optimizer
-                moved.pop("offload_gradient", None)
-            path = {"offload_path": request.options.get("offload_path") or "."} if Tier.DISK in moved.values() else {}
-            yield _with(request, stage=stage, **{name: DEVICE_NAMES[tier] for name, tier in moved.items()}, **path)
+    for moved in request.config.farther():
+        useless = not request.hardware.separate and "cpu" in (moved.get("offload_optimizer"), moved.get("offload_param"))
+        if useless or (request.axes[DP] == 1 and list(moved) == ["stage"]):
+            continue
+        if moved.get("offload_gradient") == "cpu" and request.options.get("offload_gradient") is None:
+            del moved["offload_gradient"]  # the default with an offloaded optimizer
+        path = {"offload_path": request.options.get("offload_path") or "."} if "nvme" in moved.values() else {}
+        yield _with(request, **moved, **path)
 
 
 def _rows(request: Request) -> Iterator[Request]:

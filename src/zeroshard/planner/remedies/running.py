@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...config import Placement, Tier
+from ...config import Placement, Tier, written
 from ...errors import ConfigError
 from ...memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARTIAL
 from ...utils.axes import DP, cuts_model, planned_sizes
@@ -143,5 +143,4 @@ def _words(before: Request, after: Request) -> str:
     if "checkpointing" in found:
         given = after.checkpointing if isinstance(after.checkpointing, Mapping) else {}
         return f"zs.checkpoint_activations({', '.join(['model', *(f'{name}={value!r}' for name, value in given.items())])})"
-    path = {"offload_path": "FOLDER"} if "nvme" in found.values() else {}
-    return f"zs.shard(..., {', '.join(f'{name}={value!r}' for name, value in (found | path).items())})"
+    return f"zs.shard(..., {written(found)})"

@@ -1,19 +1,23 @@
 """A layout: how a step of a model is spread over ranks and tiers, as options of zs.shard, and what its collectives send.
 
 Ranks are numbered pp outermost, tp innermost, as `zeroshard train --mesh` numbers them: tp stays inside a node where it can.
-Volumes follow docs/learn/network.md, for dp over R nodes with S ranks on each; benchmarks/volumes.py counts them in real runs.
+Volumes are those of the runtime's Comms (docs/learn/network.md tells their sums).
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...config import PRECISIONS, STAGES, Config, Tier
+import torch
+
+from ...comm.mesh.topology import Topology, imagined_topology
+from ...config import DEVICE_NAMES, PRECISIONS, STAGES, STATES, Config, Tier
 from ...errors import ConfigError, did_you_mean
 from ...memory.estimate import rests_away
-from ...utils.axes import PLANNED
-from ...zero.auto_stage import STATES
+from ...utils.axes import DP, PLANNED, TP
 from ..simulator.trace import Resource
 
 # a way to keep activations -> zs.checkpoint_activations: not called, called, or called with options
@@ -24,7 +28,9 @@ _CHECKPOINT_WORDS = {
 }  # fmt: skip
 _PACKED = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}  # bytes a value; in addition each block of 256 has a step of 4 bytes
 _STEP_NBYTES = 4 / 256
-DEVICE_NAMES = {Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.DISK: "nvme"}
+
+# the fields that determine a layout's Comms
+_ROUTES = (DP, TP, "stage", "separate", "node_size", "shard_size", "hpz", "quantized_weights", "quantized_gradients", "hops")
 
 Bytes = dict[Resource, float]
 
@@ -128,15 +134,18 @@ class Layout:
         return self.micro_batches > 1 and (self.hold or self.pp > 1 or over_tp)
 
     @property
+    def compute_dtype(self) -> torch.dtype:
+        return PRECISIONS[self.precision]
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """Dtype of gradients at rest, of those that the runtime has."""
+        return torch.float32 if self.gradient_itemsize >= 4 else self.compute_dtype
+
+    @property
     def sequences(self) -> int:
         """Number of sequences of a step, over all ranks."""
         return self.dp * self.micro_batch * self.micro_batches
-
-    def place(self, ranks: int | None = None) -> tuple[int, int]:
-        """Return (R, S): how many nodes `ranks` neighbours along dp (None: all) are on, and how many of them are on each."""
-        ranks = self.dp if ranks is None else ranks
-        inside = min(ranks, max(self.node_size // self.tp, 1))
-        return (ranks // inside, inside) if ranks % inside == 0 else (ranks, 1)
 
     def options(self, path: str | None = None) -> dict[str, Any]:
         """Return the layout as options of zs.shard. path: the folder for what rests on disk."""
@@ -152,7 +161,8 @@ class Layout:
         }  # fmt: skip
         if self.prefetch_nbytes != Config.prefetch_nbytes:
             named |= {"overlap": False} if self.prefetch_nbytes is None else {"prefetch_nbytes": self.prefetch_nbytes}
-        if self.hops == "one" and min(self.place()) > 1:
+        inside = self.node_size // self.tp
+        if self.hops == "one" and self.dp > inside > 1 and self.dp % inside == 0:
             named["hierarchical"] = False
         return found | {name: value for name, value in named.items() if value is not None}
 
@@ -176,22 +186,30 @@ class Layout:
 # -- volumes -------------------------------------------------------------------------------------------------------
 
 
-def exchange(layout: Layout, nbytes: float, ranks: int, reduce: bool = False, inside_only: bool = False) -> list[Bytes]:
-    """Return what one rank sends, hop after hop, to gather (or reduce-scatter) `nbytes` among `ranks` neighbours along dp."""
-    nodes, inside = layout.place(ranks)
-    if inside_only:
-        nodes, ranks = 1, inside
-    if ranks == 1:
-        return []
-    if nodes == 1:
-        near = Resource.INSIDE if layout.tp < layout.node_size else Resource.BETWEEN  # tp may fill the node
-        return [{near: nbytes * (ranks - 1) / ranks}]
-    if inside == 1:
-        return [{Resource.BETWEEN: nbytes * (nodes - 1) / nodes}]
-    if layout.hops == "two":
-        hops: list[Bytes] = [{Resource.BETWEEN: nbytes * (nodes - 1) / ranks}, {Resource.INSIDE: nbytes * (inside - 1) / inside}]
-        return hops[::-1] if reduce else hops
-    return [{Resource.BETWEEN: nbytes * (nodes - 1) / nodes, Resource.INSIDE: nbytes * (inside - 1) / ranks}]
+def comms_of(layout: Layout) -> Topology:
+    """Return the Comms of an imagined rank of dp, which tell what they hold and send."""
+    return _comms(Layout(**{name: getattr(layout, name) for name in _ROUTES}))
+
+
+@functools.lru_cache(maxsize=256)
+def _comms(layout: Layout) -> Topology:
+    near = max(layout.node_size // layout.tp, 1)
+    one_host = not layout.separate and layout.dp <= near
+    return imagined_topology(Config(**layout.options()), layout.dp, near, layout.separate, one_host)
+
+
+def exchange(layout: Layout, kind: str, shards: Sequence[int], dtype: torch.dtype, packs: bool) -> list[Bytes]:
+    """Return what one rank of dp sends, hop after hop, for a collective of flat buffers, each with shards of so many elements.
+
+    kind: see `Comm.hops`. packs: the values are packed if the layout asks for it.
+    """
+    comms, found = comms_of(layout), []
+    for numel in shards:
+        comm_of = comms.gradients_of if kind == "reduce" else comms.values_of
+        found.append(comm_of(packs, numel * layout.shards).hops(kind, numel, dtype))
+    totals = [[sum(link) for link in zip(*hop, strict=True)] for hop in zip(*found, strict=True)]
+    links = (Resource.INSIDE, Resource.BETWEEN)
+    return [{link: nbytes for link, nbytes in zip(links, total, strict=True) if nbytes} for total in totals if any(total)]
 
 
 def packed_nbytes(codec: str | None, itemsize: int) -> float:

@@ -11,19 +11,15 @@ from dataclasses import replace
 
 import torch
 
-from ...comm.mesh.topology import Topology, imagined_topology, needed
+from ...comm.mesh.topology import needed
 from ...config import Config, Placement, Tier
 from ...memory.estimate import BUFFERS, Group, needs, rests_away
 from ...memory.ledger import GATHERED, GRADIENTS, PARTIAL, SECONDARY, STAGING
 from ...tensor.state_column import StateColumn
-from ...utils.axes import DP, TP
 from ...zero.prefetch import most_gathered
 from ..plan import ACTIVATIONS, Held, fullest, memories
-from .layout import Layout, packed_nbytes
+from .layout import Layout, comms_of, packed_nbytes
 from .profile import Profile, homes_of
-
-# the fields of a layout that determine its Comms
-_ROUTES = (DP, TP, "stage", "separate", "node_size", "shard_size", "hpz", "quantized_weights", "quantized_gradients", "hops")
 
 
 def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, dict[str, int]]:
@@ -49,11 +45,10 @@ def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, di
 def _states_of(profile: Profile, layout: Layout, stage: int) -> dict[Tier, dict[str, int]]:
     """Return the bytes of `memory_of` without activations: what the runtime counts before it allocates (zero/shard_model.py)."""
     config, away = Config(**layout.options(path="/")), rests_away(layout.parameter, layout.separate)
-    comms = _comms(Layout(**{name: getattr(layout, name) for name in _ROUTES}))
+    comms, gradient = comms_of(layout), layout.gradient_dtype
     units = profile.stages(layout.pp)[stage]
     held: dict[Tier, dict[str, int]] = {tier: defaultdict(int) for tier in Tier}
     homes = homes_of(units, layout.max_unit_numel)
-    gradient = torch.float32 if layout.gradient_itemsize >= 4 else config.compute_dtype
     states = (
         config.offload_optimizer,
         torch.float32 if layout.has_masters else None,
@@ -87,14 +82,6 @@ def _states_of(profile: Profile, layout: Layout, stage: int) -> dict[Tier, dict[
     if config.row.gradient is Placement.SHARDED and layout.held:
         device[PARTIAL] = whole * layout.gradient_itemsize
     return {tier: {name: nbytes for name, nbytes in found.items() if nbytes} for tier, found in held.items()}
-
-
-@functools.lru_cache(maxsize=256)
-def _comms(layout: Layout) -> Topology:
-    """Return the Comms of an imagined rank of dp."""
-    near = max(layout.node_size // layout.tp, 1)
-    one_host = not layout.separate and layout.dp <= near
-    return imagined_topology(Config(**layout.options()), layout.dp, near, layout.separate, one_host)
 
 
 def held_of(profile: Profile, layout: Layout) -> dict[Tier, Held]:

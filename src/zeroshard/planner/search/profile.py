@@ -243,7 +243,7 @@ class Profile:
         owner = units[0].home or "embedding"
         units.append(UnitProfile(
             "head", cut=() if shape.tied else (vocab * h,), home=owner if shape.tied else home(vocab * h),
-            flops=2 * h * vocab, kernels=6, products=1, saved_whole=h, saved_fp32=vocab, working_fp32=2 * vocab,
+            flops=2 * h * vocab, kernels=6, products=1, saved_whole=h, saved_fp32=vocab, working_fp32=2 * vocab, packs=not shape.tied,
         ))  # fmt: skip
         return cls(name, tuple(units), shape.seq_len, shape.heads, "embedding" if shape.tied else "")
 

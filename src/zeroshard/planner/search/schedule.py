@@ -16,7 +16,7 @@ from ...memory.estimate import rests_away
 from ...utils.axes import PP, TP
 from ...zero.prefetch import LOOKAHEAD, count_ahead
 from ..simulator.trace import AttentionWork, Resource, Task, Trace
-from .layout import Bytes, Layout, exchange, packed_nbytes
+from .layout import Bytes, Layout, comms_of, exchange, packed_nbytes
 from .profile import BACKWARD_PASSES, Home, Profile, UnitProfile, homes_of
 
 _BACKWARD_KERNELS = 3  # times the kernels of a forward, counted by dry runs of a GPT
@@ -42,19 +42,28 @@ def attention_of(units: Sequence[UnitProfile], seq: int, tokens: float, backward
 
 
 class Sizes:
-    """The elements and bytes of a home that travel, on one rank of a layout.
+    """The elements and bytes of homes of equal size that travel, on one rank of a layout.
 
-    shards: elements of its shard of each flat buffer; own: of all. numel: of the whole buffers, with their padding. weight,
-    gradient: bytes of an element as it is sent; packs_weights, packs_gradients: whether it is packed before.
+    shards: elements of the shard of each flat buffer; own: of all. numel: of the whole buffers, with their padding. gather, again,
+    reduce: what is sent, hop after hop, by the first gather of a step, by later ones, and to reduce. packs_weights,
+    packs_gradients: whether values are packed before; weight, gradient: bytes of an element then.
     """
 
     def __init__(self, layout: Layout, home: Home) -> None:
         self.shards = home.shards(layout.tp, layout.shards)
         self.own = sum(self.shards)
         self.numel = self.own * layout.shards
-        weights, gradients = (layout.quantized_weights, layout.quantized_gradients) if home.packs else (None, None)
-        self.weight, self.gradient = packed_nbytes(weights, layout.itemsize), packed_nbytes(gradients, layout.itemsize)
-        self.packs_weights, self.packs_gradients = weights is not None, gradients is not None
+        comms, wholes = comms_of(layout), [numel * layout.shards for numel in self.shards]
+        self.packs_weights = any(comms.values_of(home.packs, numel) is not comms.shards for numel in wholes)
+        self.packs_gradients = any(comms.gradients_of(home.packs, numel) is not comms.shards for numel in wholes)
+        self.weight = packed_nbytes(layout.quantized_weights if self.packs_weights else None, layout.itemsize)
+        self.gradient = packed_nbytes(layout.quantized_gradients if self.packs_gradients else None, layout.itemsize)
+        kinds = ("gather", "gather again", "reduce")
+        self.gather, self.again, self.reduce = (
+            exchange(layout, kind, self.shards, layout.compute_dtype, home.packs) for kind in kinds
+        )
+        if STAGES[layout.stage].gradient is Placement.REPLICATED:
+            self.reduce += exchange(layout, "gather", self.shards, layout.gradient_dtype, packs=False)
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,9 @@ class Stage:
         self.profile, self.layout, self.stage, self.row = profile, layout, stage, STAGES[layout.stage]
         self.units = profile.stages(layout.pp)[stage]
         self.homes = homes_of(self.units)
-        self.sizes = {home.name: Sizes(layout, home) for home in self.homes}
+        alike = {(home.cut, home.whole, home.packs): home for home in self.homes}  # blocks are: their sizes are computed once
+        known = {shape: Sizes(layout, home) for shape, home in alike.items()}
+        self.sizes = {home.name: known[home.cut, home.whole, home.packs] for home in self.homes}
         self.stretches = self._stretches(groups)
         self.tokens = layout.micro_batch * profile.seq
         self.trace = Trace(rank=stage * layout.dp * layout.tp, axes=layout.mesh, node_size=layout.node_size)
@@ -270,9 +281,9 @@ class Stage:
             after = (*after, *earlier)
         first = name not in self.seen  # later gathers read secondary shards, if there are any
         self.seen.add(name)
-        hops = exchange(lay, sizes.numel * sizes.weight, lay.shards, inside_only=lay.hpz > 1 and not first)
+        hops = sizes.gather if first else sizes.again
         # a kernel that packs or unpacks reads and writes each byte once (comm/codecs/triton_kernels.py)
-        packed = sizes.packs_weights and bool(hops)
+        packed = sizes.packs_weights
         if packed and (first or lay.hpz == 1):  # a secondary shard rests packed
             work = {Resource.DEVICE: nbytes + sizes.own * sizes.weight}
             after = (self._add(f"pack {name}", phase, work, after, kernels=1, unit=name),)
@@ -284,19 +295,11 @@ class Stage:
 
     def _reduce(self, home: Home) -> None:
         lay, sizes, name = self.layout, self.sizes[home.name], home.name
-        groups = lay.dp // lay.shards
-        hops = exchange(lay, sizes.numel * sizes.gradient, lay.shards, reduce=True)
-        if groups > 1:  # they add up their shards
-            sent = sizes.numel / lay.shards * (sizes.gradient + lay.itemsize)  # a reduction, perhaps packed, and a plain gather
-            between = lay.dp > lay.place()[1] or lay.tp >= lay.node_size
-            hops.append({Resource.BETWEEN if between else Resource.INSIDE: sent * (groups - 1) / groups})
-        if self.row.gradient is Placement.REPLICATED:
-            hops += exchange(lay, sizes.numel * lay.gradient_itemsize, lay.shards)
-        packed, after = sizes.packs_gradients and bool(hops), self.last
+        packed, after = sizes.packs_gradients, self.last
         if packed:
             work = {Resource.DEVICE: sizes.numel * (lay.itemsize + sizes.gradient)}
             after = self.last = (self._add(f"pack {name}", "backward", work, after, kernels=1, unit=name),)
-        done = self._hops(f"reduce {name}", "backward", hops, after, peers=lay.shards, unit=name, distinct=not lay.rings)
+        done = self._hops(f"reduce {name}", "backward", sizes.reduce, after, peers=lay.shards, unit=name, distinct=not lay.rings)
         if packed:
             work = {Resource.DEVICE: sizes.numel * sizes.gradient + sizes.own * lay.gradient_itemsize}
             done = (self._add(f"unpack {name}", "backward", work, done, kernels=1, unit=name),)
@@ -357,8 +360,7 @@ class Stage:
                 steps.append(self._host_step(home.name, numel, states, moved, begin, steps))
         if not self.sharded and self.row.optimizer is Placement.SHARDED:
             for home, number in zip(self.homes, steps, strict=True):
-                sizes = self.sizes[home.name]
-                hops = exchange(lay, sizes.numel * sizes.weight, lay.shards)
+                hops = self.sizes[home.name].gather
                 self._hops(f"publish {home.name}", "step", hops, (number,), peers=lay.shards, unit=home.name)
 
     def _host_step(self, name: str, numel: int, states: float, moved: float, begin: tuple[int, ...], steps: list[int]) -> int:

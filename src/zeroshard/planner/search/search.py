@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from ...config import STAGES, Placement, Tier
+from ...config import CHOICES, STAGES, Placement, Tier
 from ...errors import ConfigError, did_you_mean
 from ...memory.estimate import rests_away
 from ...memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
@@ -30,7 +30,7 @@ from ..simulator.hardware import Hardware, resource_seconds
 from ..simulator.simulate import Simulation, simulate
 from ..simulator.spread import seconds_with_spread
 from ..simulator.trace import Resource, Task, Trace
-from .layout import Layout, exchange, packed_nbytes
+from .layout import Layout, exchange
 from .memory import held_of
 from .profile import Profile, homes_of
 from .schedule import attention_of, trace_of
@@ -42,13 +42,6 @@ _LARGE_UNIT = 0.05  # share of the device's memory: blocks that take more when t
 _EQUAL = 1.02  # times within this factor are taken to be the same
 
 _T = TypeVar("_T")
-_D, _H, _S = Tier.DEVICE, Tier.HOST, Tier.DISK
-TIERS: dict[int, tuple[tuple[Tier, Tier, Tier], ...]] = {  # stage -> where optimizer, gradients, parameters may rest
-    0: ((_D, _D, _D),),
-    1: ((_D, _D, _D), (_H, _D, _D), (_S, _D, _D)),
-    2: ((_D, _D, _D), (_H, _H, _D), (_S, _H, _D), (_S, _S, _D)),
-    3: ((_D, _D, _D), (_H, _H, _D), (_S, _H, _D), (_H, _H, _H), (_S, _H, _H), (_S, _S, _H), (_S, _S, _S)),
-}
 
 
 @dataclass(frozen=True)
@@ -206,27 +199,26 @@ def _variants(
         return
     dp, inside = common[DP], max(common["node_size"] // common[TP], 1)
     several = dp > inside and dp % inside == 0 and inside > 1
-    for stage, choices in TIERS.items():
-        for tiers in choices:
-            plain = all(tier is Tier.DEVICE for tier in tiers)
-            if (dp == 1 and stage and plain and "stage" not in fixed) or (Tier.HOST in tiers[::2] and not hardware.separate):
-                continue
-            states = dict(zip(("stage", "optimizer", "gradient", "parameter"), (stage, *tiers), strict=True))
-            extras: list[dict[str, Any]] = [{}]
-            if several:
-                extras.append({"hops": "one"})
-            if several and stage == 3:
-                extras += [{"hpz": inside}, {"shard_size": inside}]
-            if several and lossy and stage:
-                packed = {"quantized_weights": "int8", "quantized_gradients": "int4"}
-                extras += [packed, {**packed, "hpz": inside}] if stage == 3 else [packed]
-            for extra in extras + [{**extra, "max_unit_numel": split} for extra in extras if split and stage == 3]:
-                given = {**common, **states, **extra, **fixed}
-                # a fixed field may lead to what zs.shard refuses: secondary shards need two hops and no groups, both divide dp
-                refused = given.get("hpz", 1) > 1 and (given.get("shard_size") is not None or given.get("hops") == "one")
-                refused = refused or bool(dp % given.get("hpz", 1) or dp % (given.get("shard_size") or 1))
-                if not refused and all(given[name] == value for name, value in (common | states).items()):
-                    yield Layout(**given)
+    for stage, tiers in CHOICES:
+        plain = all(tier is Tier.DEVICE for tier in tiers)
+        if (dp == 1 and stage and plain and "stage" not in fixed) or (Tier.HOST in tiers[::2] and not hardware.separate):
+            continue
+        states = dict(zip(("stage", "optimizer", "gradient", "parameter"), (stage, *tiers), strict=True))
+        extras: list[dict[str, Any]] = [{}]
+        if several:
+            extras.append({"hops": "one"})
+        if several and stage == 3:
+            extras += [{"hpz": inside}, {"shard_size": inside}]
+        if several and lossy and stage:
+            packed = {"quantized_weights": "int8", "quantized_gradients": "int4"}
+            extras += [packed, {**packed, "hpz": inside}] if stage == 3 else [packed]
+        for extra in extras + [{**extra, "max_unit_numel": split} for extra in extras if split and stage == 3]:
+            given = {**common, **states, **extra, **fixed}
+            # a fixed field may lead to what zs.shard refuses: secondary shards need two hops and no groups, both divide dp
+            refused = given.get("hpz", 1) > 1 and (given.get("shard_size") is not None or given.get("hops") == "one")
+            refused = refused or bool(dp % given.get("hpz", 1) or dp % (given.get("shard_size") or 1))
+            if not refused and all(given[name] == value for name, value in (common | states).items()):
+                yield Layout(**given)
 
 
 # -- what fits ---------------------------------------------------------------------------------------------------------
@@ -277,17 +269,13 @@ def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: in
         computing += count * seconds({Resource.INSIDE: sums}, lay.tp)[Resource.INSIDE]
     links: dict[Resource, float] = defaultdict(float)
     row, whole = STAGES[lay.stage], own * lay.shards
-    weight = packed_nbytes(lay.quantized_weights, lay.itemsize) * whole
     sharded, spread = row.parameter is Placement.SHARDED, row.gradient is Placement.SHARDED
     reduces = 1 if lay.held else count
-    sent = []  # hops of collectives, and how often a step has them
+    sent = [("reduce", reduces)]  # collectives of all values, and how often a step has them
     if sharded:
-        sent.append((exchange(lay, weight, lay.shards), 1))
-        sent.append((exchange(lay, weight, lay.shards, inside_only=lay.hpz > 1), 2 * count - 1))
-    gradient = packed_nbytes(lay.quantized_gradients, lay.itemsize) * whole
-    sent.append((exchange(lay, gradient, lay.shards, reduce=True), reduces))
-    for hops, times in sent:
-        for hop in hops:
+        sent += [("gather", 1), ("gather again", 2 * count - 1)]
+    for kind, times in sent:
+        for hop in exchange(lay, kind, (own,), lay.compute_dtype, packs=True):
             for resource, time in seconds(hop, lay.shards).items():
                 links[resource] += time * times
     if sharded and rests_away(lay.parameter, lay.separate):
@@ -302,9 +290,8 @@ def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: in
     if lay.optimizer is Tier.DISK:
         tail = max(tail, *seconds({Resource.READ: states * itemsize, Resource.WRITE: states * itemsize}).values())
     if not sharded and row.optimizer is Placement.SHARDED:
-        tail += max(
-            (time for hop in exchange(lay, weight, lay.shards) for time in seconds(hop, lay.shards).values()), default=0.0
-        )
+        publish = exchange(lay, "gather", (own,), lay.compute_dtype, packs=True)
+        tail += max((time for hop in publish for time in seconds(hop, lay.shards).values()), default=0.0)
     return max(computing, *links.values(), 0.0) + tail
 
 
