@@ -197,12 +197,13 @@ def _memories(runtime: Runtime) -> list[Memory]:
         elif grads is not None:
             found += _resting("gradients", GRADIENTS, grads.rest, grads.reduced)
             found += _resting("gradients", GRADIENTS, grads.twin, kept=False)
-    whole: dict[
-        int, Tensor
-    ] = {}  # id of a storage -> flat tensor over all of it, since the states of split runs are views of one
+    whole: dict[int, Memory] = {}  # by storage: the states of split runs are views of one, and some of these may be dropped
     for state in state_tensors(runtime.optimizer.core.inner.state) if runtime.optimizer is not None else []:
-        whole.setdefault(torch_compat.storage_id(state.untyped_storage()), state.new_empty(0).set_(state.untyped_storage()))
-    return found + [Memory("optimizer", OPTIMIZER, tensor, Tier.DEVICE) for tensor in whole.values() if tensor.numel()]
+        storage = state.untyped_storage()
+        flat = state.new_empty(0).set_(storage)
+        unused = Memory("optimizer", OPTIMIZER, flat, Tier.DEVICE, unused_nbytes=flat.nbytes)
+        whole.setdefault(torch_compat.storage_id(storage), unused).unused_nbytes -= state.nbytes
+    return found + [memory for memory in whole.values() if memory.tensor.numel()]
 
 
 def _resting(part: str, category: str, rest: Rest | None, kept: bool = True) -> list[Memory]:
