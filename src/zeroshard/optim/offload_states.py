@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..activations.checkpoint import give_back_memory
 from ..comm.codec import exchange_values
@@ -75,7 +75,7 @@ def offload_states(
     memories, groups = _memories(runtime), runtime.groups
     rests: dict[str, list[Rest]] = {  # `moved` makes them raise StatesAway while they are away
         "optimizer": [rest for group in groups for rest in (*group.columns.values(), *group.averages)],
-        "masters": [group.master for group in groups if group.master is not None],
+        "masters": [group.masters.rest for group in groups if group.masters.rest is not None],
         "parameters": [group.values.rest for group in groups],
         "gradients": [group.grads.rest for group in groups if group.grads is not None],
     }
@@ -187,7 +187,7 @@ def _memories(runtime: Runtime) -> list[Memory]:
         if values.region is not None:
             tensor = values.rest.tensor if values.sharded else values.full  # type: ignore[attr-defined]
             found.append(Memory("parameters", PARAMETERS, tensor, values.tier))
-        found += _resting("masters", MASTERS, group.master)
+        found += _resting("masters", MASTERS, group.masters.rest)
         for column in group.columns.values():
             found += _resting("optimizer", OPTIMIZER, column.inner if isinstance(column, CodedRest) else column)
         for average in group.averages:

@@ -300,7 +300,7 @@ class OptimizerCore:
                 self.inner.param_groups[number].update(changed)
         self._copy_options(self.inner, self.outer)  # some classes count their steps in options or attributes
         for group in groups:
-            if group.master is not None and group.offload.tier is Tier.DEVICE:
+            if group.masters.rest is not None and group.offload.tier is Tier.DEVICE:
                 self._put_values(group, self.maker.stepped(group))
             if group.gradients.replicated:
                 group.gradients.apply_factor()  # since p.grad is a view of it

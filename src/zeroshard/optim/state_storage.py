@@ -156,42 +156,31 @@ class ColumnStates:
         return cut
 
 
-class StateHome:
+class StateHome(ParamHome):
     """The Home (tensor/sharded_tensor.py) of one parameter's slice of a state: `column` from element `begin` on, on any tier."""
 
-    undivided = False
+    undivided = False  # a weighted sum is in gradients alone
 
     def __init__(self, home: ParamHome, column: Rest, begin: int) -> None:
-        self.home, self.column, self.begin = home, column, begin
-        self.name, self.start, self.stop, self.comm = home.name, home.start, home.stop, home.comm
-        self.meeting, self.counts, self.distributed = home.meeting, home.counts, home.distributed
+        super().__init__(home.group, home.index)
+        self.column, self.begin, self.end = column, begin, begin + self.piece.numel
 
     def tensor(self) -> ShardedTensor:
         """Return the state as a sharded tensor of the parameter's shape."""
-        group = self.home.group
-        shape = group.specs[self.home.index].shape
-        tensor = ShardedState(None, shape, self, dtype=self.column.dtype, device=group.comm.device)
+        shape, device = self.group.specs[self.index].shape, self.group.comm.device
+        tensor = ShardedState(None, shape, self, dtype=self.column.dtype, device=device)
         tensor._of_parameter = True  # so that writes call before_write and after_write
         return tensor
 
     def before_write(self) -> None:
-        self.home.group.begin_write()
+        self.group.begin_write()
 
     def fetch(self, gradient: bool) -> Tensor:
-        self.home.group.runtime.gate.wait()
-        return self.column.load(self.begin, self.begin + self.home.piece.numel)
+        self.group.runtime.gate.wait()
+        return self.column.load(self.begin, self.end)
 
     def after_write(self, local: Tensor, offset: int = 0) -> None:
         self.column.store(self.begin + offset, local)
-
-    def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
-        raise AssertionError("a state is no gradient")
-
-    def before_meeting(self, what: str) -> None:
-        self.home.before_meeting(what)
-
-    def gather_local(self, local: Tensor) -> Tensor:
-        return self.home.gather_local(local)
 
     def gradient(self) -> Tensor | None:
         return None
@@ -201,9 +190,6 @@ class StateHome:
 
     def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         return NotImplemented
-
-    def assign(self, param: Tensor, value: Tensor) -> None:
-        raise AssertionError("a state is no parameter")
 
 
 class ShardedState(ShardedTensor):

@@ -292,7 +292,7 @@ class WholeStepper:
         group, home, run = job.group, job.group.homes[job.index], job.run
         stepped = group.masters.stepped
         stepped.store(home.begin, value)
-        if group.master is not None and run.tensor is None:  # otherwise `_update` copies all masters at once
+        if group.masters.rest is not None and run.tensor is None:  # otherwise `_update` copies all masters at once
             values = group.values.rest
             values.store(home.begin, value if values.resident else value.to(values.dtype))
         if isinstance(run.states, ColumnStates):

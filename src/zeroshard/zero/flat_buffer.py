@@ -49,11 +49,11 @@ class ParameterBuffer:
     """
 
     def __init__(
-        self, layout: FlatLayout, dtype: torch.dtype, config: Config, comm: Comm, ledger: Ledger, tiers: Tiers,
+        self, layout: FlatLayout, dtype: torch.dtype, config: Config, comm: Comm, tiers: Tiers,
         number: int, label: str, sharded: bool,
     ) -> None:  # fmt: skip
         """number: identifies this buffer, the same on every rank. sharded: placement SHARDED if True, else REPLICATED."""
-        self.layout, self.comm, self.ledger, self.tiers, self.label = layout, comm, ledger, tiers, label
+        self.layout, self.comm, self.ledger, self.tiers, self.label = layout, comm, tiers.ledger, tiers, label
         self.number, self.dtype, self.sharded = number, dtype, sharded
         self._full_nbytes = layout.numel * dtype.itemsize
         offload = config.offload_param
@@ -232,10 +232,10 @@ class GradientBuffer:
     """
 
     def __init__(
-        self, layout: FlatLayout, dtype: torch.dtype, send_dtype: torch.dtype, config: Config, comm: Comm,
-        ledger: Ledger, pool: StagingPool, tiers: Tiers, tag: int, label: str, summed: int,
+        self, layout: FlatLayout, dtype: torch.dtype, send_dtype: torch.dtype, config: Config, comm: Comm, pool: StagingPool,
+        tiers: Tiers, tag: int, label: str, summed: int,
     ) -> None:  # fmt: skip
-        self.layout, self.comm, self.ledger, self.pool, self.summed = layout, comm, ledger, pool, summed
+        self.layout, self.comm, self.ledger, self.pool, self.summed = layout, comm, tiers.ledger, pool, summed
         self.tag, self.label, self.dtype, self.send_dtype = tag, label, dtype, send_dtype
         self.tiers, self.offload = tiers, config.offload_gradient
         self.twin: Rest | None = None  # a second resting place that takes turns with `rest` (delayed update)
@@ -269,7 +269,7 @@ class GradientBuffer:
         self._stores = 0
         self._count = len(layout.slots)
         self._filled = [False] * self._count  # by slot: its gradient is in the send buffer
-        self._sums = LocalSums(layout, ledger)
+        self._sums = LocalSums(layout, tiers.ledger)
         # copy of the earlier reduced shard, while its place is used for local sums; `finish` copies it into the resting buffer
         self.carry: Tensor | None = None
         self._send: Region | None = None  # the send buffer, from the first gradient until `reduce`

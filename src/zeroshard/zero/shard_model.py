@@ -111,11 +111,9 @@ def _agree_on(problem: Exception | None, tiers: Tiers, label: str) -> None:
 class Builder:
     """Builds the units of one model."""
 
-    def __init__(
-        self, config: Config, topology: Topology, ledger: Ledger, tiers: Tiers, group_of: dict[int, int], serial: int
-    ) -> None:
+    def __init__(self, config: Config, topology: Topology, tiers: Tiers, group_of: dict[int, int], serial: int) -> None:
         """group_of: id of a parameter -> its optimizer group, so that groups lie together. serial: number of this model."""
-        self.config, self.topology, self.ledger, self.tiers, self.group_of = config, topology, ledger, tiers, group_of
+        self.config, self.topology, self.tiers, self.group_of = config, topology, tiers, group_of
         self.comm = topology.shards
         self.tag = serial << 20  # number of the newest buffer: each model has 2**20 numbers of its own
         self.pool: StagingPool | None = None
@@ -191,7 +189,7 @@ class Builder:
 
     def build(self, plans: list[UnitPlan]) -> list[Unit]:
         """Build all units, with the parameters' present values in their buffers (collective)."""
-        laid_out, tiers, ledger = self._lay_out(plans), self.tiers, self.ledger
+        laid_out, tiers, ledger = self._lay_out(plans), self.tiers, self.tiers.ledger
         pairs = [pair for unit in laid_out for pair in unit]
         self._check_room(pairs)
         sizes = Buffers.of(self.config, tiers.separate, [self._group_need(*pair) for pair in pairs])
@@ -283,7 +281,7 @@ class Builder:
         label = f"{plan.name} ({dtype})"
         self.tag += 1
         values = ParameterBuffer(
-            layout, dtype, config, self._values_comm(bucket[0], layout), self.ledger, self.tiers, self.tag, f"gather {label}",
+            layout, dtype, config, self._values_comm(bucket[0], layout), self.tiers, self.tag, f"gather {label}",
             self._sharded and not bucket[0].whole,
         )  # fmt: skip
         grads = None
@@ -294,8 +292,8 @@ class Builder:
             comm = self._grads_comm(bucket[0], layout)
             comm.expect(self.tag, [(slot.offset, slot.shape) for slot in layout.slots], layout.numel)
             grads = GradientBuffer(
-                layout, gradient_dtype, config.reduce_dtype or dtype, config, comm, self.ledger,
-                self.pool, self.tiers, self.tag, f"reduce {label}", self.topology.summed,
+                layout, gradient_dtype, config.reduce_dtype or dtype, config, comm, self.pool, self.tiers, self.tag,
+                f"reduce {label}", self.topology.summed,
             )  # fmt: skip
         group = ParamGroup(bucket, layout, self.comm, values, grads)
         group.masters.whole = config.row.optimizer is Placement.REPLICATED
@@ -380,7 +378,7 @@ class Builder:
 
 
 def build_units(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, topology: Topology, ledger: Ledger, tiers: Tiers,
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, topology: Topology, tiers: Tiers,
     specs: list[ParamSpec],
 ) -> tuple[list[Unit], StagingPool]:  # fmt: skip
     """Build the units of a model, and the pool of the buffers from which gradients are sent (collective).
@@ -388,7 +386,7 @@ def build_units(
     The model's modules, the optimizer's groups and its states refer to the sharded parameters afterwards.
     """
     comm = topology.control
-    builder = Builder(config, topology, ledger, tiers, optimizer_groups(optimizer), comm.new_serial())
+    builder = Builder(config, topology, tiers, optimizer_groups(optimizer), comm.new_serial())
     comm.fence_write(synchronised=True)  # peers must not read the new buffers before `fence_read`; nobody reads them yet
     plans = partition(model, config, specs)
     try:
@@ -398,7 +396,7 @@ def build_units(
         tiers.close()
         tiers.fail(error)
     except FAILURES as error:
-        tell_shortage(error, model, config, ledger, comm, "zs.shard", {plan.name: plan.specs for plan in plans})
+        tell_shortage(error, model, config, tiers.ledger, comm, "zs.shard", {plan.name: plan.specs for plan in plans})
         raise
     assert builder.pool is not None
     if optimizer is not None:

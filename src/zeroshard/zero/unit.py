@@ -19,6 +19,7 @@ import functools
 import weakref
 from dataclasses import dataclass, field
 from enum import Enum
+from types import FrameType
 from typing import Any
 
 import torch
@@ -91,11 +92,6 @@ class ParamGroup:
         self.homes = [ParamHome(self, index) for index in range(len(self.specs))]
         self.active = [False] * len(self.specs)
         self.masters = Masters(self)
-
-    @property
-    def master(self) -> Rest | None:
-        """Masters at rest, or None where the optimizer steps the values themselves."""
-        return self.masters.rest
 
     @property
     def trainable(self) -> bool:
@@ -232,6 +228,14 @@ def _gather_for_backward(unit: weakref.ref[Unit]) -> None:
     found = unit()
     if found is not None:
         found.groups[0].runtime.need(found, found.writes)
+
+
+@dataclass(eq=False)
+class ModelForward:
+    """One running forward of a model. frame: of its call; None if compiled. given: its arguments if any is cast, else None."""
+
+    frame: FrameType | None
+    given: Exchanged | None
 
 
 @dataclass
@@ -433,6 +437,14 @@ class Unit:
         """Raise ModelChanged if a parameter of a replicated unit was replaced; `swap_in` checks the sharded units' parameters."""
         if not (self.sharded or self.pinned):
             self.entries.check_unchanged()
+
+    def check_seen(self, seen: int) -> None:
+        """Raise ShardedWriteError in a backward if the shards were written since the forward, when `writes` was `seen`."""
+        if self.writes != seen:
+            raise ShardedWriteError(
+                f"{self.name}: its parameters were written (by a step, a load, in place) between a forward and its backward, whose "
+                "gradients would be neither of the old values nor of the new ones. Call backward first, or the forward again."
+            )
 
     def check_unwritten(self) -> None:
         """Raise ShardedWriteError if the forward that ends now has written one of the unit's parameters in place."""
