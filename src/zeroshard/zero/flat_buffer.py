@@ -380,7 +380,7 @@ class GradientBuffer:
     @property
     def departing(self) -> bool:
         """True while a reduction whose result is offloaded runs, or its result is being copied to its tier."""
-        return self.departure is not None and (self._work is not None or self.departure.arriving)
+        return self.departure is not None and (self._work is not None or self.departure.arriving is not None)
 
     def depart(self) -> None:
         """Start to copy the result to its tier if the reduction is over, or if only the device's stream has to wait for it."""
