@@ -30,7 +30,7 @@ from ..comm.pool import BufferPool, StagingPool
 from ..comm.streams import Copy
 from ..config import Offload, Tier
 from ..errors import OffloadIOError
-from ..memory.estimate import PAGE_NBYTES, rests_away
+from ..memory.estimate import PAGE_NBYTES
 from ..memory.io.aligned import zeros
 from ..memory.io.async_file import Engine, File, empty_aligned
 from ..memory.io.swap_folder import SwapFolder
@@ -425,10 +425,6 @@ class Tiers:
             folder.swap.check_space(
                 sum(mine.get(other, 0) for other in same), sum(needed.get(other, 0) for needed in on_host for other in same)
             )
-
-    def away(self, offload: Offload) -> bool:
-        """Return True where computation can not use states of this tier in place."""
-        return rests_away(offload.tier, self.separate)
 
     def rest(self, category: str, offload: Offload, numel: int, dtype: torch.dtype) -> Rest:
         """Return a new resting place, zero-filled and entered in the ledger."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from ..comm.base import Collective, Comm, Region
 from ..comm.pool import StagingPool
 from ..config import Config, Placement, Tier
+from ..memory.estimate import rests_away
 from ..memory.ledger import GATHERED, GRADIENTS, PARAMETERS, PARTIAL, Ledger, claimed
 from ..memory.release import take_again
 from ..offload.gradient_offload import Departure, narrowed
@@ -58,7 +59,7 @@ class ParameterBuffer:
         self._full_nbytes = layout.numel * dtype.itemsize
         offload = config.offload_param
         self.tier = offload.tier if self.sharded else Tier.DEVICE
-        away = tiers.away(offload) if self.sharded else False
+        away = rests_away(self.tier, tiers.separate)
         mapped = self.sharded and config.map_shared and not away and comm.copies
         common = comm.allocate_common(layout.numel, dtype) if mapped else None
         self.mapped = common is not None
@@ -549,6 +550,5 @@ class GradientBuffer:
         """Wait for transfers under way, and drop all gradients."""
         if self._work is not None:
             self._work.drain()
-        if self.departure is not None:
-            self.departure.settle()
+        self.land()
         self.drop()

@@ -163,29 +163,17 @@ class ValueWatch:
         if fingerprints is None:
             mine = struct.pack("<Q", self.fingerprint())
             fingerprints = [struct.unpack("<Q", part)[0] for part in self.comm.exchange(mine, "values written at rest")]
-        if len(set(fingerprints)) > 1:
-            self._raise_if_different()
-        for group, index in self._written:  # masters follow at the next step
-            group.masters.seen(index)
-
-    def _sums(self, numbers: set[int] = frozenset()) -> dict[int, int]:  # type: ignore[assignment]
-        """Return number -> checksum of the parameters in `numbers`; if it is empty, of parameters that this rank has written."""
-        wanted = numbers or {group.specs[index].number for group, index in self._written}
-        named = [(s.number, p) for g in self._groups for s, p in zip(g.specs, g.params, strict=True)]
-        return {number: _checksum(param) for number, param in named if number in wanted}
-
-    def _raise_if_different(self) -> None:
-        """Compare, on all ranks, every parameter that any rank has written (collective); equal values are no error."""
-        everyone = self.comm.exchange(_packed(self._sums()), "values written at rest: which")
-        numbers = {number for part in everyone for number, _ in struct.iter_unpack("<II", part)}
-        everyone = self.comm.exchange(_packed(self._sums(numbers)), "values written at rest: compare")
-        columns = [dict(struct.iter_unpack("<II", part)) for part in everyone]
-        names = {spec.number: spec.name for group in self._groups for spec in group.specs}
         found = []
-        for number in sorted(numbers):
-            others = [rank for rank, sums in enumerate(columns) if sums[number] != columns[0][number]]
-            if others:
-                found.append(f"{names[number]} (ranks {', '.join(map(str, others))} hold other values than rank 0)")
+        if len(set(fingerprints)) > 1:  # compare, on all ranks, every parameter that any rank has written
+            everyone = self.comm.exchange(_packed(self._sums()), "values written at rest: which")
+            numbers = {number for part in everyone for number, _ in struct.iter_unpack("<II", part)}
+            everyone = self.comm.exchange(_packed(self._sums(numbers)), "values written at rest: compare")
+            columns = [dict(struct.iter_unpack("<II", part)) for part in everyone]
+            names = {spec.number: spec.name for group in self._groups for spec in group.specs}
+            for number in sorted(numbers):
+                others = [rank for rank, sums in enumerate(columns) if sums[number] != columns[0][number]]
+                if others:
+                    found.append(f"{names[number]} (ranks {', '.join(map(str, others))} hold other values than rank 0)")
         if found:
             more = f" and {len(found) - 5} more" if len(found) > 5 else ""
             raise ModelMismatch(
@@ -194,6 +182,14 @@ class ValueWatch:
                 "zs.gathered(module, write=True):`, which compares at once. A forward that writes its parameters "
                 "(nn.Embedding(max_norm=...)) writes what its rank's batch asks for."
             )
+        for group, index in self._written:  # masters follow at the next step
+            group.masters.seen(index)
+
+    def _sums(self, numbers: set[int] = frozenset()) -> dict[int, int]:  # type: ignore[assignment]
+        """Return number -> checksum of the parameters in `numbers`; if it is empty, of parameters that this rank has written."""
+        wanted = numbers or {group.specs[index].number for group, index in self._written}
+        named = [(s.number, p) for g in self._groups for s, p in zip(g.specs, g.params, strict=True)]
+        return {number: _checksum(param) for number, param in named if number in wanted}
 
 
 def _packed(sums: dict[int, int]) -> bytes:

@@ -21,7 +21,7 @@ from ..comm.mesh.topology import Topology, needed
 from ..comm.pool import BufferPool, StagingPool
 from ..config import Config, Offload, Placement, Tier
 from ..errors import ConfigError, HostMemoryError, OffloadIOError
-from ..memory.estimate import BUFFERS, LANDINGS, Buffers, Group, Need, Place, needs, shortage
+from ..memory.estimate import BUFFERS, LANDINGS, Buffers, Group, Need, Place, needs, rests_away, shortage
 from ..memory.host_memory import keep_freed_memory, limits
 from ..memory.ledger import GATHERED, GRADIENTS, MASTERS, Ledger
 from ..offload.storage import Tiers
@@ -166,7 +166,11 @@ class Builder:
             low = config.master_weights and spec.dtype in (torch.bfloat16, torch.float16)
             steps_on_host = offload.tier is not Tier.DEVICE
             # masters are needed where the step can not reach the values, or runs beside forward and backward (a delayed update)
-            away = (self.tiers.separate and values.tier is Tier.DEVICE) if steps_on_host else self.tiers.away(values)
+            away = (
+                (self.tiers.separate and values.tier is Tier.DEVICE)
+                if steps_on_host
+                else rests_away(values.tier, self.tiers.separate)
+            )
             # a quantized gather overwrites this rank's own values, too, so that all ranks compute alike: masters keep the exact ones
             rounded = values.tier is Tier.DEVICE and not sharded and self._values_comm(spec, layout) is not self.comm
             needed_anyway = away or rounded or (steps_on_host and config.delayed_update is not None)
@@ -175,7 +179,7 @@ class Builder:
 
     def needs(self, plans: list[UnitPlan]) -> dict[Place, int]:
         """Return the bytes that this rank would hold, gathered units included. Nothing is allocated, and `build` may follow."""
-        units, away = self._lay_out(plans), self.tiers.away(self.config.offload_param)
+        units, away = self._lay_out(plans), rests_away(self.config.offload_param.tier, self.tiers.separate)
         found = self._needs([pair for unit in units for pair in unit])
         mapped = self.comm.copies and self.config.map_shared and not away
         if self._sharded and self.comm.world_size > 1 and not mapped:
