@@ -26,9 +26,19 @@ class ModelWatch:
 
     def __init__(self, model: nn.Module, groups: list[ParamGroup]) -> None:
         self.model = model
-        self._tree = _Tree(model)
         self._params = [(param, spec.name) for group in groups for param, spec in zip(group.params, group.specs, strict=True)]
         self._dtypes = [param.dtype for param, _ in self._params]
+        self._note_tree()
+
+    def _note_tree(self) -> None:
+        """Note the modules' children and their numbers of parameters, which are compared with the model in microseconds."""
+        modules = list(self.model.modules())
+        tables = map(torch_compat.own_modules, modules)
+        self._children = [(table, dict(table)) for table in tables if table]
+        self._tables = [torch_compat.own_parameters(module) for module in modules]
+        self._counts = [*map(len, self._tables)]
+        absent = [(table, name) for table in self._tables for name, param in table.items() if param is None]
+        self._absent = [table for table, _ in absent], [name for _, name in absent]
 
     def check(self, gathered: bool, thoroughly: bool = False) -> None:
         """Raise ModelChanged if the model has other parameters than zs.shard() installed (wrapped submodules are no change).
@@ -45,7 +55,14 @@ class ModelWatch:
                 f"parameter {name} was converted from {known} to {now} after zs.shard(), by half(), to(dtype) or the like. Give "
                 "precision='bf16' or 'fp16' to zs.shard(), or convert the model before it."
             )
-        if gathered or (not thoroughly and self._tree.stands()):
+        if gathered:
+            return
+        if (
+            not thoroughly
+            and all(children == known for children, known in self._children)
+            and [*map(len, self._tables)] == self._counts
+            and all(map(operator.is_, map(dict.get, *self._absent), repeat(None)))
+        ):
             return
         names = {id(param): name for param, name in self._params}
         present = {id(p): name for name, p in self.model.named_parameters()}
@@ -56,28 +73,7 @@ class ModelWatch:
                 f"parameter {(gone + new)[0]} was replaced, added or removed after zs.shard(). "
                 "zs.close(model) first, change the model (resize, adapt), then zs.shard() it again."
             )
-        self._tree = _Tree(self.model)
-
-
-class _Tree:
-    """Snapshot of a model's modules and their numbers of parameters, compared with the model in microseconds."""
-
-    def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
-        tables = map(torch_compat.own_modules, modules)
-        self._children = [(table, dict(table)) for table in tables if table]
-        self._params = [torch_compat.own_parameters(module) for module in modules]
-        self._counts = [*map(len, self._params)]
-        absent = [(params, name) for params in self._params for name, param in params.items() if param is None]
-        self._absent = [params for params, _ in absent], [name for _, name in absent]
-
-    def stands(self) -> bool:
-        """Return whether every module still has the children and the number of parameters of the snapshot."""
-        return (
-            all(modules == known for modules, known in self._children)
-            and [*map(len, self._params)] == self._counts
-            and all(map(operator.is_, map(dict.get, *self._absent), repeat(None)))
-        )
+        self._note_tree()
 
 
 class Freezing:

@@ -166,11 +166,8 @@ class Builder:
             low = config.master_weights and spec.dtype in (torch.bfloat16, torch.float16)
             steps_on_host = offload.tier is not Tier.DEVICE
             # masters are needed where the step can not reach the values, or runs beside forward and backward (a delayed update)
-            away = (
-                (self.tiers.separate and values.tier is Tier.DEVICE)
-                if steps_on_host
-                else rests_away(values.tier, self.tiers.separate)
-            )
+            separate = self.tiers.separate
+            away = (separate and values.tier is Tier.DEVICE) if steps_on_host else rests_away(values.tier, separate)
             # a quantized gather overwrites this rank's own values, too, so that all ranks compute alike: masters keep the exact ones
             rounded = values.tier is Tier.DEVICE and not sharded and self._values_comm(spec, layout) is not self.comm
             needed_anyway = away or rounded or (steps_on_host and config.delayed_update is not None)
