@@ -356,10 +356,6 @@ class _Folder:
         self._end = -(-(offset + nbytes) // PAGE_NBYTES) * PAGE_NBYTES
         return self._file, offset
 
-    def close(self) -> None:
-        self.engine.close()
-        self.swap.close()
-
 
 class Tiers:
     """Makes the resting places of one model's states, and owns the buffers and engines that move them.
@@ -511,7 +507,8 @@ class Tiers:
             self.ledger.strike(category, nbytes, tier)
         self._entered = []
         for folder in self._folders.values():
-            folder.close()
+            folder.engine.close()
+            folder.swap.close()
         self._folders = {}
         for pool in (self.staging, self.slots, self.landings, self.arrivals):
             if pool is not None:

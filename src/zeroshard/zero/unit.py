@@ -15,7 +15,6 @@ sharded parameters. A unit is in use while a forward runs inside it (`depth`), a
 
 from __future__ import annotations
 
-import functools
 import weakref
 from dataclasses import dataclass, field
 from enum import Enum
@@ -223,13 +222,6 @@ class ParamGroup:
             self.runtime.attendance.refuse(f"a write to the gradient of {self.specs[0].name} or others")
 
 
-def _gather_for_backward(unit: weakref.ref[Unit]) -> None:
-    """Gather the unit when a backward uses a compute parameter that was kept beyond its forward."""
-    found = unit()
-    if found is not None:
-        found.groups[0].runtime.need(found, found.writes)
-
-
 @dataclass(eq=False)
 class ModelForward:
     """One running forward of a model. frame: of its call; None if compiled. given: its arguments if any is cast, else None."""
@@ -284,7 +276,14 @@ class Unit:
         self._guarded = [
             param for group in self.gathered if not group.values.mapped for param in group.compute if type(param) is nn.Parameter
         ]
-        self._released_class = ReleasedParameter.of_unit(functools.partial(_gather_for_backward, weakref.ref(self)))
+        here = weakref.ref(self)
+
+        def gather_for_backward() -> None:  # a backward uses a compute parameter that was kept beyond its forward
+            unit = here()
+            if unit is not None:
+                unit.groups[0].runtime.need(unit, unit.writes)
+
+        self._released_class = ReleasedParameter.of_unit(gather_for_backward)
         self.guard(self.phase is Phase.SHARDED)  # nothing is gathered yet
 
     @property
