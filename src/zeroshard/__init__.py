@@ -62,7 +62,7 @@ from .optim.lion import Lion
 from .optim.muon import Muon
 from .optim.offload_states import offload_states, reload_states
 from .optim.parameter_access import gradient_of, state_of, value_of
-from .optim.step_record import StepRecord
+from .optim.sharded_optimizer import StepRecord
 from .optim.whole_matrix import whole_matrix
 from .utils.compression import Compression
 from .utils.version import __version__

@@ -157,7 +157,7 @@ def _shard(
     tiers = open_tiers(config, group, ledger, specs, optimizer)
     comms = Topology.flat(group, peers, world, axes)
     comms = topology.open_topology(config, comms, ledger, lambda steps: progress.steps >= steps, axes.parts)
-    units, pool = build_units(model, optimizer, config, comms, ledger, tiers, specs)
+    units, pool = build_units(model, optimizer, config, comms, tiers, specs)
 
     # attach hooks, initialise or load parameters of the meta device, make the optimizer a sharded one
     runtime = Runtime(model, config, comms, units, pool, tiers, progress)
@@ -260,7 +260,7 @@ def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Ten
     for unit in runtime.units:
         unit.land()
         for group in unit.groups:
-            if masters and group.master is not None:
+            if masters and group.masters.rest is not None:
                 values = whole_values(group, runtime)
             else:
                 if group.values.sharded:

@@ -323,6 +323,29 @@ def test_memory_that_ranks_share_falls_in_all_of_them(tmp_path):
     assert min(fallen) > 14 << 20, fallen
 
 
+def _drop_a_state(rank, include, folder):
+    """Removing one parameter's state splits its run: the states that remain are views of memory that the removed one had, too."""
+    torch.manual_seed(0)
+    model = copy.deepcopy(MODEL)
+    model, optimizer = zs.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=1)
+    _steps(rank, model, optimizer, (0, 1))
+    optimizer.state.pop(next(model.parameters()))
+    zs.offload_states(model, include, folder)
+    zs.reload_states(model)
+    _steps(rank, model, optimizer, (2, 3))
+    return zs.full_state_dict(model)
+
+
+def _compare_with_a_dropped_state(rank, folder):
+    moved, stayed = _drop_a_state(rank, None, folder), _drop_a_state(rank, "buffers", folder)
+    for name, value in stayed.items():
+        assert torch.equal(moved[name], value), name
+
+
+def test_a_state_that_was_dropped(tmp_path):
+    run_threads(2, _compare_with_a_dropped_state, _folder(tmp_path))
+
+
 def test_buffers_come_again_by_themselves():
     """device="cpu" where the device is the host: states stay, buffers go."""
 

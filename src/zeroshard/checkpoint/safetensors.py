@@ -124,7 +124,7 @@ def stream(runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored]
     """
     runtime.comm.fence_write()
     for group, index, at in _found(runtime, found):
-        place = group.place(index) if group.values.sharded and group.master is None else None
+        place = group.place(index) if group.values.sharded and group.masters.rest is None else None
         if place is None:
             value = _read(group, index, at)
             if not group.values.sharded:
@@ -132,8 +132,8 @@ def stream(runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored]
                 group.put_whole(index)
                 continue
             group.set_local(index, value)
-            if group.master is not None:
-                group.master.store(group.homes[index].begin, value)
+            if group.masters.rest is not None:
+                group.masters.rest.store(group.homes[index].begin, value)
         else:
             at.read(group.homes[index].start, place)
     for buffer in others_of(runtime.model)[0]:
@@ -167,7 +167,7 @@ def _read(group: ParamGroup, index: int, at: Stored, bulk: Bulk | None = None) -
     home, spec = group.homes[index], group.specs[index]
     if not group.values.sharded:
         return _filled(math.prod(at.shape), at.dtype, at, 0, bulk)
-    exact = group.master is not None and at.dtype != spec.dtype
+    exact = group.masters.rest is not None and at.dtype != spec.dtype
     return _filled(home.stop - home.start, torch.float32 if exact else spec.dtype, at, home.start, bulk)
 
 
@@ -424,7 +424,7 @@ def _slices(
     core, topology = runtime.optimizer.core if runtime.optimizer is not None else None, runtime.topology
     runtime.gate.wait()
     for group in runtime.groups:
-        if group.master is not None and core is not None:
+        if group.masters.rest is not None and core is not None:
             core.refresh_masters(group)
     for name, part, source in listing.sources:
         if isinstance(source, Tensor):

@@ -129,7 +129,8 @@ def collect(
                 continue
             home, (rest, begin) = group.homes[index], group.masters.slice(index)
             if home.stop > home.start or _first(group, index):
-                guarded = group.master is not None or group.values.sharded  # a replicated parameter is the user's own tensor
+                # a replicated parameter is the user's own tensor
+                guarded = group.masters.rest is not None or group.values.sharded
                 contents.add(_place(group, index, ("model", ""), rest.dtype), rest, begin, guarded)
     if rank == topology.stages[topology.stage][0]:  # one rank of a stage writes what the state dict has besides parameters
         params = {id(param) for group in runtime.groups for param in group.params}

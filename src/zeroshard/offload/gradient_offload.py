@@ -82,7 +82,8 @@ class Departure:
         self.dtype = send_dtype if tiers.separate else torch.promote_types(rest.dtype, torch.float32)
         self._buffer: Tensor | None = None  # the landing buffer
         self._landed: Tensor | None = None  # the reduction's result, in that buffer
-        self._arriving: tuple[Tensor, Tensor, bool, Work] | None = None  # arrival buffer, gradient in it, add it?, the copy
+        # a gradient that is copied to the host, to be added or written there: arrival buffer, gradient in it, add it?, the copy
+        self.arriving: tuple[Tensor, Tensor, bool, Work] | None = None
         self._under_way: Work | None = None  # the last move, into `rest`
 
     def landing(self) -> Tensor:
@@ -115,24 +116,19 @@ class Departure:
             arrived = arrival[: landed.nbytes].view(landed.dtype)
             pending = self.tiers.copy(arrived, landed, Tier.DEVICE, Tier.HOST)
             landings.give(buffer, pending)
-            self._arriving = (arrival, arrived, add, pending)
+            self.arriving = (arrival, arrived, add, pending)
         dtype = torch.promote_types(landed.dtype, torch.float32)
         return None if add else torch.linalg.vector_norm(landed, dtype=dtype).double().square()  # while it is still on the device
 
-    @property
-    def arriving(self) -> bool:
-        """True while a gradient that is copied to the host still has to be added or written there."""
-        return self._arriving is not None
-
     def progress(self) -> None:
         """Add or write the gradient that is copied to the host, if the copy is done."""
-        if self._arriving is not None and self._arriving[3].done():
+        if self.arriving is not None and self.arriving[3].done():
             self._arrive()
 
     def _arrive(self) -> None:
-        assert self._arriving is not None
-        arrival, arrived, add, pending = self._arriving
-        self._arriving = None
+        assert self.arriving is not None
+        arrival, arrived, add, pending = self.arriving
+        self.arriving = None
         pending.wait()
         self._under_way = self._lay_down(arrived, add)
         assert self.tiers.arrivals is not None
@@ -140,7 +136,7 @@ class Departure:
 
     def settle(self) -> None:
         """Return when the gradient is at rest."""
-        if self._arriving is not None:
+        if self.arriving is not None:
             self._arrive()
         if self._under_way is not None:
             self._under_way.wait()

@@ -33,6 +33,12 @@ class Memory:
     tensor: Tensor
     tier: Tier
     kept: bool = True
+    unused_nbytes: int = 0  # bytes of the tensor that no state uses any more, and that the ledger does not count
+
+    @property
+    def counted_nbytes(self) -> int:
+        """Bytes that the ledger counts while the memory is where it belongs."""
+        return self.tensor.nbytes - self.unused_nbytes
 
 
 @dataclass(eq=False)
@@ -99,7 +105,7 @@ class MovedStates:
             if left.pending is not None:
                 left.pending.wait() if wait else left.pending.join()  # before `give_back`: the copy still reads the memory
             left.nbytes = give_back(left.memory.tensor)
-            self.tiers.ledger.strike(left.memory.category, left.memory.tensor.nbytes, left.memory.tier)
+            self.tiers.ledger.strike(left.memory.category, left.memory.counted_nbytes, left.memory.tier)
 
     def _copied(self, memory: Memory, offload: Offload) -> _Left:
         """Start to copy a state away, unless its values are not needed."""
@@ -127,7 +133,7 @@ class MovedStates:
                 left.pending.wait()
             take_again(memory.tensor, left.nbytes)
             target = memory.tensor.detach()
-            tiers.ledger.enter(memory.category, target.nbytes, memory.tier)
+            tiers.ledger.enter(memory.category, memory.counted_nbytes, memory.tier)
             if left.copy is None:
                 target.zero_()  # not kept: a gradient buffer that had no gradient, say
                 continue
@@ -152,10 +158,10 @@ class MovedStates:
     def forget(self) -> None:
         """Drop the states that are away, after a failure of a disk or a peer; the ledger then counts as if they were back."""
         for left in (left for lefts in self._left.values() for left in lefts):
-            nbytes = left.memory.tensor.nbytes
-            self.tiers.ledger.enter(left.memory.category, nbytes, left.memory.tier)
+            memory, ledger = left.memory, self.tiers.ledger
+            ledger.enter(memory.category, memory.counted_nbytes, memory.tier)
             if left.copy is not None:
-                self.tiers.ledger.strike(left.memory.category, nbytes, left.copy.tier)
+                ledger.strike(memory.category, memory.tensor.nbytes, left.copy.tier)
         self._allow()
         self._spare = {}
 

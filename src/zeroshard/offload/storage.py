@@ -30,7 +30,7 @@ from ..comm.pool import BufferPool, StagingPool
 from ..comm.streams import Copy
 from ..config import Offload, Tier
 from ..errors import OffloadIOError
-from ..memory.estimate import PAGE_NBYTES, rests_away
+from ..memory.estimate import PAGE_NBYTES
 from ..memory.io.aligned import zeros
 from ..memory.io.async_file import Engine, File, empty_aligned
 from ..memory.io.swap_folder import SwapFolder
@@ -356,10 +356,6 @@ class _Folder:
         self._end = -(-(offset + nbytes) // PAGE_NBYTES) * PAGE_NBYTES
         return self._file, offset
 
-    def close(self) -> None:
-        self.engine.close()
-        self.swap.close()
-
 
 class Tiers:
     """Makes the resting places of one model's states, and owns the buffers and engines that move them.
@@ -425,10 +421,6 @@ class Tiers:
             folder.swap.check_space(
                 sum(mine.get(other, 0) for other in same), sum(needed.get(other, 0) for needed in on_host for other in same)
             )
-
-    def away(self, offload: Offload) -> bool:
-        """Return True where computation can not use states of this tier in place."""
-        return rests_away(offload.tier, self.separate)
 
     def rest(self, category: str, offload: Offload, numel: int, dtype: torch.dtype) -> Rest:
         """Return a new resting place, zero-filled and entered in the ledger."""
@@ -515,7 +507,8 @@ class Tiers:
             self.ledger.strike(category, nbytes, tier)
         self._entered = []
         for folder in self._folders.values():
-            folder.close()
+            folder.engine.close()
+            folder.swap.close()
         self._folders = {}
         for pool in (self.staging, self.slots, self.landings, self.arrivals):
             if pool is not None:

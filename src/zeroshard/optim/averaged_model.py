@@ -189,10 +189,8 @@ class AveragedModel:
 
 def _source(group: ParamGroup) -> tuple[Rest, int]:
     """Return the Rest of a group's masters (of its values where it has no masters), and this rank's first element in it."""
-    if group.master is None:
-        return group.values.rest, 0
-    shard_numel = group.layout.shard_numel
-    return group.master, group.comm.rank * shard_numel if group.master.numel != shard_numel else 0
+    rest, shard_numel = group.masters.stepped, group.layout.shard_numel
+    return rest, group.comm.rank * shard_numel if rest.numel != shard_numel else 0
 
 
 def _copy(source: Rest, target: Rest) -> None:

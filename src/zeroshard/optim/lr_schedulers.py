@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import lr_scheduler
 
-from .step_record import StepRecord
+if TYPE_CHECKING:
+    from .sharded_optimizer import StepRecord
 
 
 class Tally:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..activations.checkpoint import give_back_memory
 from ..comm.codec import exchange_values
@@ -75,7 +75,7 @@ def offload_states(
     memories, groups = _memories(runtime), runtime.groups
     rests: dict[str, list[Rest]] = {  # `moved` makes them raise StatesAway while they are away
         "optimizer": [rest for group in groups for rest in (*group.columns.values(), *group.averages)],
-        "masters": [group.master for group in groups if group.master is not None],
+        "masters": [group.masters.rest for group in groups if group.masters.rest is not None],
         "parameters": [group.values.rest for group in groups],
         "gradients": [group.grads.rest for group in groups if group.grads is not None],
     }
@@ -187,7 +187,7 @@ def _memories(runtime: Runtime) -> list[Memory]:
         if values.region is not None:
             tensor = values.rest.tensor if values.sharded else values.full  # type: ignore[attr-defined]
             found.append(Memory("parameters", PARAMETERS, tensor, values.tier))
-        found += _resting("masters", MASTERS, group.master)
+        found += _resting("masters", MASTERS, group.masters.rest)
         for column in group.columns.values():
             found += _resting("optimizer", OPTIMIZER, column.inner if isinstance(column, CodedRest) else column)
         for average in group.averages:
@@ -197,12 +197,13 @@ def _memories(runtime: Runtime) -> list[Memory]:
         elif grads is not None:
             found += _resting("gradients", GRADIENTS, grads.rest, grads.reduced)
             found += _resting("gradients", GRADIENTS, grads.twin, kept=False)
-    whole: dict[
-        int, Tensor
-    ] = {}  # id of a storage -> flat tensor over all of it, since the states of split runs are views of one
+    whole: dict[int, Memory] = {}  # by storage: the states of split runs are views of one, and some of these may be dropped
     for state in state_tensors(runtime.optimizer.core.inner.state) if runtime.optimizer is not None else []:
-        whole.setdefault(torch_compat.storage_id(state.untyped_storage()), state.new_empty(0).set_(state.untyped_storage()))
-    return found + [Memory("optimizer", OPTIMIZER, tensor, Tier.DEVICE) for tensor in whole.values() if tensor.numel()]
+        storage = state.untyped_storage()
+        flat = state.new_empty(0).set_(storage)
+        unused = Memory("optimizer", OPTIMIZER, flat, Tier.DEVICE, unused_nbytes=flat.nbytes)
+        whole.setdefault(torch_compat.storage_id(storage), unused).unused_nbytes -= state.nbytes
+    return found + [memory for memory in whole.values() if memory.tensor.numel()]
 
 
 def _resting(part: str, category: str, rest: Rest | None, kept: bool = True) -> list[Memory]:

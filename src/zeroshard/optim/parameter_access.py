@@ -135,13 +135,8 @@ class _Value(ParameterPart):
         runtime.gate.wait()
         if runtime.optimizer is not None:
             runtime.optimizer.core.refresh_masters(group)
-        if group.master is None:
-            return home.fetch(gradient=False).clone()
-        begin, end = home.begin, home.end
-        if group.master.numel != group.layout.shard_numel:  # this rank has all masters
-            offset = group.layout.slots[self.index].offset
-            begin, end = offset + home.start, offset + home.stop
-        return group.master.load(begin, end).clone()
+        rest, begin = group.masters.slice(self.index)
+        return rest.load(begin, begin + home.stop - home.start).clone()
 
     def full(self) -> Tensor:
         return self.home.gather_local(self.local()).view(self.shape).clone()

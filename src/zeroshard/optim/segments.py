@@ -110,8 +110,8 @@ class RunMaker:
 
     def stepped(self, group: ParamGroup) -> Tensor:
         """Return the tensor on the device of which runs are views: the masters where there are any, else the values."""
-        if group.master is not None:
-            return group.master.load(0, group.master.numel)
+        if group.masters.rest is not None:
+            return group.masters.rest.load(0, group.masters.rest.numel)
         return group.values.full if self.replicated else group.values.rest.load(0, group.layout.shard_numel)
 
     def runs(self, group: ParamGroup, keys: Sequence[K | None]) -> list[tuple[K, Run]]:

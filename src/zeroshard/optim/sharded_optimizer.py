@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -37,9 +37,32 @@ from .offloaded_step import DelayedStep, HostStepper, Job
 from .segments import Run, RunMaker, state_tensors
 from .state_storage import WholeState
 from .state_view import ParameterState, StateByParameter, load_state, state_by_param
-from .step_record import StepRecord
 from .validation import check_members
 from .whole_matrix import WholeStepper, whole_parameters
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """The outcome of one call of `optimizer.step()`.
+
+    Attributes:
+        grad_norm: global norm of the mean gradient before clipping, without the loss scale.
+        clip_coefficient: the factor by which gradients were clipped; 1.0 where they were not.
+        skipped: True if no parameter was stepped, because gradients were not finite or no parameter had one.
+        nonfinite: "name (rank r)" of each parameter whose gradient was not finite.
+        loss_scale: the loss scale of fp16 before the step.
+    """
+
+    grad_norm: float
+    clip_coefficient: float
+    skipped: bool
+    nonfinite: tuple[str, ...] = ()
+    loss_scale: float = 1.0
+
+    @property
+    def clipped_norm(self) -> float:
+        """Global norm after clipping."""
+        return self.grad_norm * self.clip_coefficient
 
 
 class OptimizerCore:
@@ -300,7 +323,7 @@ class OptimizerCore:
                 self.inner.param_groups[number].update(changed)
         self._copy_options(self.inner, self.outer)  # some classes count their steps in options or attributes
         for group in groups:
-            if group.master is not None and group.offload.tier is Tier.DEVICE:
+            if group.masters.rest is not None and group.offload.tier is Tier.DEVICE:
                 self._put_values(group, self.maker.stepped(group))
             if group.gradients.replicated:
                 group.gradients.apply_factor()  # since p.grad is a view of it
@@ -435,7 +458,7 @@ class OptimizerCore:
         self.runtime.gate.wait()
         if self.host is not None:
             self.host.close()
-        self.whole.close()
+        self.whole.gather.close()
         self.runtime.tiers.ledger.strike(OPTIMIZER, self._state_nbytes)
         self._state_nbytes = 0
         self.inner.state.clear()

@@ -167,9 +167,8 @@ class StateHome(DerivedHome):
 
     def tensor(self) -> ShardedTensor:
         """Return the state as a sharded tensor of the parameter's shape."""
-        group = self.home.group
-        shape = group.specs[self.home.index].shape
-        tensor = ShardedState(None, shape, self, dtype=self.column.dtype, device=group.comm.device)
+        shape, device = self.home.group.specs[self.home.index].shape, self.home.group.comm.device
+        tensor = ShardedState(None, shape, self, dtype=self.column.dtype, device=device)
         tensor._of_parameter = True  # so that writes call before_write and after_write
         return tensor
 

@@ -234,12 +234,15 @@ def write_entry(core: OptimizerCore, param: Tensor, key: str, value: object) -> 
     run, index = _find(core, param)
     states, shape, name = run.states.load(), run.group.specs[index].shape, f"{run.group.specs[index].name}, {key!r}"
     was_column = key in states and run.holds(states[key])
-    if is_column(value, shape) and not was_column and key not in _scalars(core):
-        run, index = _alone(core, param)
-        if key in states:
-            run.states.remove(key)
-        run.states.add(key, state_dtype(run.group, value.dtype))
-        was_column = True
+    if is_column(value, shape) and not was_column:
+        loaded = [(each, each.states.load()) for each in core.all_runs]
+        # a parameter of shape () does not show which of its states are one number per parameter: other parameters do
+        if key != "step" and not any(key in found and not each.holds(found[key]) for each, found in loaded):
+            run, index = _alone(core, param)
+            if key in states:
+                run.states.remove(key)
+            run.states.add(key, state_dtype(run.group, value.dtype))
+            was_column = True
     if was_column and isinstance(value, Tensor):
         shown = _view(core, run, index, run.states.load()[key], WholeState)
         write_state(shown, value, name)
@@ -256,14 +259,6 @@ def write_entry(core: OptimizerCore, param: Tensor, key: str, value: object) -> 
         run.states.put(key, scalars_for(run, options, SavedState(scalars={key: value}))[key])
         core.states_changed()
     return run.states.load()[key]
-
-
-def _scalars(core: OptimizerCore) -> set[str]:
-    """Return the keys of all present states that are one number per parameter."""
-    found = {"step"}
-    for run in core.all_runs:
-        found |= {key for key, value in run.states.load().items() if not run.holds(value)}
-    return found
 
 
 def _find(core: OptimizerCore, param: object) -> tuple[Run, int]:

@@ -64,7 +64,18 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, specs: list[ParamSp
                         f"{tuple(param.shape)}) that is not the model's. Build the optimizer from the parameters of the "
                         "model that you shard; one optimizer per sharded model."
                     )
-    _check_hooks(optimizer, specs)
+    # hooks on parameters may step other optimizers in backward
+    hooked = [spec for spec in specs if post_accumulate_hooks(spec.original) or hasattr(spec.original, _IN_BACKWARD)]
+    roots: list[object] = [hook for spec in hooked for hook in post_accumulate_hooks(spec.original).values()]
+    found = other_optimizers([*roots, *(getattr(spec.original, _IN_BACKWARD, None) for spec in hooked)], optimizer)
+    stepped = [spec for spec in hooked if id(spec.original) in found]
+    if stepped:
+        classes = sorted({type(found[id(spec.original)]).__name__ for spec in stepped})
+        more = f" and {len(stepped) - 3} more" if len(stepped) > 3 else ""
+        raise ConfigError(
+            f"{', '.join(spec.name for spec in stepped[:3])}{more}: a hook steps an optimizer of its own ({', '.join(classes)}) in backward, "
+            f"with the gradient of this rank's batch alone, so ranks would get different parameters. {ONE_OPTIMIZER}"
+        )
 
 
 def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
@@ -117,21 +128,6 @@ def _sends(cls: type, operation: str) -> str:
         "zeroshard averages the gradients before it, and not every rank steps every parameter. Make its step find no process group: "
         "where its module has `import torch.distributed as dist`, give that module a `dist` whose is_initialized() returns False."
     )
-
-
-def _check_hooks(optimizer: torch.optim.Optimizer | None, specs: list[ParamSpec]) -> None:
-    """Raise ConfigError if hooks on parameters step other optimizers than this one in backward."""
-    hooked = [spec for spec in specs if post_accumulate_hooks(spec.original) or hasattr(spec.original, _IN_BACKWARD)]
-    roots: list[object] = [hook for spec in hooked for hook in post_accumulate_hooks(spec.original).values()]
-    found = other_optimizers([*roots, *(getattr(spec.original, _IN_BACKWARD, None) for spec in hooked)], optimizer)
-    stepped = [spec for spec in hooked if id(spec.original) in found]
-    if stepped:
-        classes = sorted({type(found[id(spec.original)]).__name__ for spec in stepped})
-        more = f" and {len(stepped) - 3} more" if len(stepped) > 3 else ""
-        raise ConfigError(
-            f"{', '.join(spec.name for spec in stepped[:3])}{more}: a hook steps an optimizer of its own ({', '.join(classes)}) in backward, "
-            f"with the gradient of this rank's batch alone, so ranks would get different parameters. {ONE_OPTIMIZER}"
-        )
 
 
 def check_members(optimizer: torch.optim.Optimizer, members: list[list[Tensor]], groups: list[ParamGroup]) -> None:

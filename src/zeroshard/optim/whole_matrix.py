@@ -16,8 +16,9 @@ rank holds one whole parameter, with gradient and states, besides its slices. Th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, TypeGuard
 
 import torch
@@ -153,8 +154,14 @@ class WholeStepper:
             for job in jobs:
                 self._step_here(job)
         else:
-            for turn in _turns(jobs, self.comm.world_size):
-                self._step_turn(turn)
+            loads = [0] * self.comm.world_size
+            queues: list[list[Stepping]] = [[] for _ in loads]
+            for job in sorted(jobs, key=lambda job: -job.numel):
+                job.owner = loads.index(min(loads))
+                loads[job.owner] += job.numel
+                queues[job.owner].append(job)
+            for turn in zip_longest(*queues):
+                self._step_turn([job for job in turn if job is not None])
         return [job.written for job in jobs]
 
     def _step_class(self, job: Stepping, param: Tensor, grad: Tensor, states: dict[str, Tensor]) -> tuple[Tensor, State]:
@@ -292,7 +299,7 @@ class WholeStepper:
         group, home, run = job.group, job.group.homes[job.index], job.run
         stepped = group.masters.stepped
         stepped.store(home.begin, value)
-        if group.master is not None and run.tensor is None:  # otherwise `_update` copies all masters at once
+        if group.masters.rest is not None and run.tensor is None:  # otherwise `_update` copies all masters at once
             values = group.values.rest
             values.store(home.begin, value if values.resident else value.to(values.dtype))
         if isinstance(run.states, ColumnStates):
@@ -307,10 +314,6 @@ class WholeStepper:
         on_device = {key: _placed(value, key, run) for key, value in job.others.items()}
         if padded or on_device:
             run.states.save({**padded, **on_device})
-
-    def close(self) -> None:
-        """Drop all memory."""
-        self.gather.close()
 
 
 def _placed(value: object, key: str, run: Run) -> object:
@@ -333,15 +336,3 @@ def _lay(received: Tensor, start: int, target: Tensor, begin: int) -> None:
     first, last = max(start, begin), min(start + received.numel(), begin + target.numel())
     if first < last:
         target[first - begin : last - begin].copy_(received[first - start : last - start])
-
-
-def _turns(jobs: list[Stepping], ranks: int) -> Iterator[list[Stepping]]:
-    """Assign each job to a rank (`owner`); yield the jobs in turns of at most one per rank."""
-    loads = [0] * ranks
-    queues: list[list[Stepping]] = [[] for _ in range(ranks)]
-    for job in sorted(jobs, key=lambda job: -job.numel):
-        job.owner = loads.index(min(loads))
-        loads[job.owner] += job.numel
-        queues[job.owner].append(job)
-    for number in range(max(map(len, queues), default=0)):
-        yield [queue[number] for queue in queues if number < len(queue)]

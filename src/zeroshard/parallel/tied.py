@@ -73,7 +73,7 @@ class TiedParameters:
                     dist.send(value.contiguous(), group=self.group, group_dst=rank)
             elif number in held:
                 group, index = held[number]
-                exact = group.master.dtype if group.master is not None else group.values.dtype
+                exact = group.masters.rest.dtype if group.masters.rest is not None else group.values.dtype
                 value = torch.empty(group.specs[index].shape, dtype=exact, device=group.comm.device)
                 dist.recv(value, group=self.group, group_src=source)
             if number in held and value is not None:

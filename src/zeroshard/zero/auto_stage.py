@@ -120,7 +120,7 @@ def _held(
     tiers.state_columns = state_columns(optimizer)
     near = comm.nodes.count(comm.nodes[comm.rank])
     comms = imagined_topology(config, comm.world_size, near, tiers.separate, comm.copies, parts)
-    builder = Builder(config, comms, tiers.ledger, tiers, optimizer_groups(optimizer), 0)
+    builder = Builder(config, comms, tiers, optimizer_groups(optimizer), 0)
     found: dict[Tier, int] = {Tier.DEVICE: 0}
     for (_, planned, _), nbytes in builder.needs(partition(model, config, specs)).items():
         tier = Tier.DEVICE if planned is Tier.HOST and not tiers.separate else planned

@@ -121,7 +121,27 @@ class Policy:
             by_name[name] = own = config.dtypes[keys[0]] if keys else own
             if own is not None:
                 self.modules[id(module)] = own
-        self.parameters = _parameter_dtypes(model, config, [key for key in config.dtypes if key in unmatched])
+        keys = [key for key in config.dtypes if key in unmatched]  # the first one that matches a parameter's name counts
+        self.parameters: dict[int, torch.dtype] = {}
+        known = {type(module).__name__ for module in model.modules()}
+        for prefix, module in model.named_modules(remove_duplicate=False) if keys else ():
+            known.add(prefix)
+            for attribute, param in torch_compat.own_parameters(module).items():
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                name = whole_name(name) if isinstance(module, Tile) else name
+                known.add(name)
+                matching = (
+                    [key for key in keys if fnmatchcase(name, key)] if param is not None and param.is_floating_point() else []
+                )
+                unmatched.difference_update(matching)
+                if matching:
+                    self.parameters.setdefault(id(param), config.dtypes[matching[0]])
+        for key in keys:
+            if key in unmatched:
+                raise ConfigError(
+                    f"dtypes: no module of {type(model).__name__} has the class or (as a pattern) the name {key!r}, and no floating-point "
+                    f"parameter has the name.{did_you_mean(key, known)}"
+                )
 
     def dtype(self, module: nn.Module, param: nn.Parameter, config: Config) -> torch.dtype:
         """Return the dtype in which a parameter computes: from the key that names it, else its module's, else the precision.
@@ -133,32 +153,6 @@ class Policy:
         if not follows_precision(param.dtype) and not (is_narrow(param.dtype) and param.requires_grad):
             return param.dtype
         return self.modules.get(id(module)) or (param.dtype if config.precision == "fp32" else config.compute_dtype)
-
-
-def _parameter_dtypes(model: nn.Module, config: Config, keys: list[str]) -> dict[int, torch.dtype]:
-    """Return id of each floating-point parameter that a key names -> the dtype of the first key that matches one of its names.
-
-    Raise ConfigError for a key that names none.
-    """
-    result: dict[int, torch.dtype] = {}
-    unmatched, known = set(keys), {type(module).__name__ for module in model.modules()}
-    for prefix, module in model.named_modules(remove_duplicate=False) if keys else ():
-        known.add(prefix)
-        for attribute, param in torch_compat.own_parameters(module).items():
-            name = f"{prefix}.{attribute}" if prefix else attribute
-            name = whole_name(name) if isinstance(module, Tile) else name
-            known.add(name)
-            matching = [key for key in keys if fnmatchcase(name, key)] if param is not None and param.is_floating_point() else []
-            unmatched.difference_update(matching)
-            if matching:
-                result.setdefault(id(param), config.dtypes[matching[0]])
-    for key in keys:
-        if key in unmatched:
-            raise ConfigError(
-                f"dtypes: no module of {type(model).__name__} has the class or (as a pattern) the name {key!r}, and no floating-point "
-                f"parameter has the name.{did_you_mean(key, known)}"
-            )
-    return result
 
 
 def casts(model: nn.Module, config: Config) -> list[tuple[nn.Module, torch.dtype, torch.dtype]]:

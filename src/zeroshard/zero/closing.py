@@ -80,16 +80,16 @@ def whole_values(group: ParamGroup, runtime: Runtime) -> list[Tensor]:
         runtime.gate.wait()
         runtime.optimizer.core.refresh_masters(group)
     flat = torch.empty(0)
-    if group.master is not None and not group.masters.whole:
-        source = group.comm.allocate(group.layout.shard_numel, group.master.dtype, whole=False)
-        source.tensor.copy_(group.master.load(0, group.master.numel))
+    if group.masters.rest is not None and not group.masters.whole:
+        source = group.comm.allocate(group.layout.shard_numel, group.masters.rest.dtype, whole=False)
+        source.tensor.copy_(group.masters.rest.load(0, group.masters.rest.numel))
         runtime.comm.exchange(b"", "masters in place")  # peers may read `source` from here on ...
-        flat = torch.empty(group.layout.numel, dtype=group.master.dtype, device=runtime.comm.device)
-        group.comm.reserve(source.number, group.layout.shard_numel, group.master.dtype)
+        flat = torch.empty(group.layout.numel, dtype=group.masters.rest.dtype, device=runtime.comm.device)
+        group.comm.reserve(source.number, group.layout.shard_numel, group.masters.rest.dtype)
         group.comm.gather(flat, source, "gather masters").wait()
         runtime.comm.exchange(b"", "masters gathered")  # ... until here, where it may be freed
-    elif group.master is not None:
-        flat = group.master.load(0, group.master.numel)
+    elif group.masters.rest is not None:
+        flat = group.masters.rest.load(0, group.masters.rest.numel)
     else:
         group.values.gather().wait()
         flat = group.values.full

@@ -63,12 +63,8 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     `full_gradients`. All ranks must enter and leave the context for the same backwards. DDP's `model.no_sync()` and
     `model.require_backward_grad_sync = False` do the same.
     """
-    runtime = runtime_of(model)
-    previous, runtime.sync, runtime.account.held = runtime.sync, False, True
-    try:
+    with runtime_of(model).holding(reduce=False):
         yield
-    finally:
-        runtime.sync = previous
 
 
 def give_interface(runtime: Runtime) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from ..comm.base import Collective, Comm, Region
 from ..comm.pool import StagingPool
 from ..config import Config, Placement, Tier
+from ..memory.estimate import rests_away
 from ..memory.ledger import GATHERED, GRADIENTS, PARAMETERS, PARTIAL, Ledger, claimed
 from ..memory.release import take_again
 from ..offload.gradient_offload import Departure, narrowed
@@ -49,16 +50,16 @@ class ParameterBuffer:
     """
 
     def __init__(
-        self, layout: FlatLayout, dtype: torch.dtype, config: Config, comm: Comm, ledger: Ledger, tiers: Tiers,
+        self, layout: FlatLayout, dtype: torch.dtype, config: Config, comm: Comm, tiers: Tiers,
         number: int, label: str, sharded: bool,
     ) -> None:  # fmt: skip
         """number: identifies this buffer, the same on every rank. sharded: placement SHARDED if True, else REPLICATED."""
-        self.layout, self.comm, self.ledger, self.tiers, self.label = layout, comm, ledger, tiers, label
+        self.layout, self.comm, self.ledger, self.tiers, self.label = layout, comm, tiers.ledger, tiers, label
         self.number, self.dtype, self.sharded = number, dtype, sharded
         self._full_nbytes = layout.numel * dtype.itemsize
         offload = config.offload_param
         self.tier = offload.tier if self.sharded else Tier.DEVICE
-        away = tiers.away(offload) if self.sharded else False
+        away = rests_away(self.tier, tiers.separate)
         mapped = self.sharded and config.map_shared and not away and comm.copies
         common = comm.allocate_common(layout.numel, dtype) if mapped else None
         self.mapped = common is not None
@@ -232,10 +233,10 @@ class GradientBuffer:
     """
 
     def __init__(
-        self, layout: FlatLayout, dtype: torch.dtype, send_dtype: torch.dtype, config: Config, comm: Comm,
-        ledger: Ledger, pool: StagingPool, tiers: Tiers, tag: int, label: str, summed: int,
+        self, layout: FlatLayout, dtype: torch.dtype, send_dtype: torch.dtype, config: Config, comm: Comm, pool: StagingPool,
+        tiers: Tiers, tag: int, label: str, summed: int,
     ) -> None:  # fmt: skip
-        self.layout, self.comm, self.ledger, self.pool, self.summed = layout, comm, ledger, pool, summed
+        self.layout, self.comm, self.ledger, self.pool, self.summed = layout, comm, tiers.ledger, pool, summed
         self.tag, self.label, self.dtype, self.send_dtype = tag, label, dtype, send_dtype
         self.tiers, self.offload = tiers, config.offload_gradient
         self.twin: Rest | None = None  # a second resting place that takes turns with `rest` (delayed update)
@@ -269,7 +270,7 @@ class GradientBuffer:
         self._stores = 0
         self._count = len(layout.slots)
         self._filled = [False] * self._count  # by slot: its gradient is in the send buffer
-        self._sums = LocalSums(layout, ledger)
+        self._sums = LocalSums(layout, tiers.ledger)
         # copy of the earlier reduced shard, while its place is used for local sums; `finish` copies it into the resting buffer
         self.carry: Tensor | None = None
         self._send: Region | None = None  # the send buffer, from the first gradient until `reduce`
@@ -380,7 +381,7 @@ class GradientBuffer:
     @property
     def departing(self) -> bool:
         """True while a reduction whose result is offloaded runs, or its result is being copied to its tier."""
-        return self.departure is not None and (self._work is not None or self.departure.arriving)
+        return self.departure is not None and (self._work is not None or self.departure.arriving is not None)
 
     def depart(self) -> None:
         """Start to copy the result to its tier if the reduction is over, or if only the device's stream has to wait for it."""
@@ -549,6 +550,5 @@ class GradientBuffer:
         """Wait for transfers under way, and drop all gradients."""
         if self._work is not None:
             self._work.drain()
-        if self.departure is not None:
-            self.departure.settle()
+        self.land()
         self.drop()

@@ -26,9 +26,19 @@ class ModelWatch:
 
     def __init__(self, model: nn.Module, groups: list[ParamGroup]) -> None:
         self.model = model
-        self._tree = _Tree(model)
         self._params = [(param, spec.name) for group in groups for param, spec in zip(group.params, group.specs, strict=True)]
         self._dtypes = [param.dtype for param, _ in self._params]
+        self._note_tree()
+
+    def _note_tree(self) -> None:
+        """Note the modules' children and their numbers of parameters, which are compared with the model in microseconds."""
+        modules = list(self.model.modules())
+        tables = map(torch_compat.own_modules, modules)
+        self._children = [(table, dict(table)) for table in tables if table]
+        self._tables = [torch_compat.own_parameters(module) for module in modules]
+        self._counts = [*map(len, self._tables)]
+        absent = [(table, name) for table in self._tables for name, param in table.items() if param is None]
+        self._absent = [table for table, _ in absent], [name for _, name in absent]
 
     def check(self, gathered: bool, thoroughly: bool = False) -> None:
         """Raise ModelChanged if the model has other parameters than zs.shard() installed (wrapped submodules are no change).
@@ -45,7 +55,14 @@ class ModelWatch:
                 f"parameter {name} was converted from {known} to {now} after zs.shard(), by half(), to(dtype) or the like. Give "
                 "precision='bf16' or 'fp16' to zs.shard(), or convert the model before it."
             )
-        if gathered or (not thoroughly and self._tree.stands()):
+        if gathered:
+            return
+        if (
+            not thoroughly
+            and all(children == known for children, known in self._children)
+            and [*map(len, self._tables)] == self._counts
+            and all(map(operator.is_, map(dict.get, *self._absent), repeat(None)))
+        ):
             return
         names = {id(param): name for param, name in self._params}
         present = {id(p): name for name, p in self.model.named_parameters()}
@@ -56,28 +73,7 @@ class ModelWatch:
                 f"parameter {(gone + new)[0]} was replaced, added or removed after zs.shard(). "
                 "zs.close(model) first, change the model (resize, adapt), then zs.shard() it again."
             )
-        self._tree = _Tree(self.model)
-
-
-class _Tree:
-    """Snapshot of a model's modules and their numbers of parameters, compared with the model in microseconds."""
-
-    def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
-        tables = map(torch_compat.own_modules, modules)
-        self._children = [(table, dict(table)) for table in tables if table]
-        self._params = [torch_compat.own_parameters(module) for module in modules]
-        self._counts = [*map(len, self._params)]
-        absent = [(params, name) for params in self._params for name, param in params.items() if param is None]
-        self._absent = [params for params, _ in absent], [name for _, name in absent]
-
-    def stands(self) -> bool:
-        """Return whether every module still has the children and the number of parameters of the snapshot."""
-        return (
-            all(modules == known for modules, known in self._children)
-            and [*map(len, self._params)] == self._counts
-            and all(map(operator.is_, map(dict.get, *self._absent), repeat(None)))
-        )
+        self._note_tree()
 
 
 class Freezing:
@@ -163,29 +159,17 @@ class ValueWatch:
         if fingerprints is None:
             mine = struct.pack("<Q", self.fingerprint())
             fingerprints = [struct.unpack("<Q", part)[0] for part in self.comm.exchange(mine, "values written at rest")]
-        if len(set(fingerprints)) > 1:
-            self._raise_if_different()
-        for group, index in self._written:  # masters follow at the next step
-            group.masters.seen(index)
-
-    def _sums(self, numbers: set[int] = frozenset()) -> dict[int, int]:  # type: ignore[assignment]
-        """Return number -> checksum of the parameters in `numbers`; if it is empty, of parameters that this rank has written."""
-        wanted = numbers or {group.specs[index].number for group, index in self._written}
-        named = [(s.number, p) for g in self._groups for s, p in zip(g.specs, g.params, strict=True)]
-        return {number: _checksum(param) for number, param in named if number in wanted}
-
-    def _raise_if_different(self) -> None:
-        """Compare, on all ranks, every parameter that any rank has written (collective); equal values are no error."""
-        everyone = self.comm.exchange(_packed(self._sums()), "values written at rest: which")
-        numbers = {number for part in everyone for number, _ in struct.iter_unpack("<II", part)}
-        everyone = self.comm.exchange(_packed(self._sums(numbers)), "values written at rest: compare")
-        columns = [dict(struct.iter_unpack("<II", part)) for part in everyone]
-        names = {spec.number: spec.name for group in self._groups for spec in group.specs}
         found = []
-        for number in sorted(numbers):
-            others = [rank for rank, sums in enumerate(columns) if sums[number] != columns[0][number]]
-            if others:
-                found.append(f"{names[number]} (ranks {', '.join(map(str, others))} hold other values than rank 0)")
+        if len(set(fingerprints)) > 1:  # compare, on all ranks, every parameter that any rank has written
+            everyone = self.comm.exchange(_packed(self._sums()), "values written at rest: which")
+            numbers = {number for part in everyone for number, _ in struct.iter_unpack("<II", part)}
+            everyone = self.comm.exchange(_packed(self._sums(numbers)), "values written at rest: compare")
+            columns = [dict(struct.iter_unpack("<II", part)) for part in everyone]
+            names = {spec.number: spec.name for group in self._groups for spec in group.specs}
+            for number in sorted(numbers):
+                others = [rank for rank, sums in enumerate(columns) if sums[number] != columns[0][number]]
+                if others:
+                    found.append(f"{names[number]} (ranks {', '.join(map(str, others))} hold other values than rank 0)")
         if found:
             more = f" and {len(found) - 5} more" if len(found) > 5 else ""
             raise ModelMismatch(
@@ -194,6 +178,14 @@ class ValueWatch:
                 "zs.gathered(module, write=True):`, which compares at once. A forward that writes its parameters "
                 "(nn.Embedding(max_norm=...)) writes what its rank's batch asks for."
             )
+        for group, index in self._written:  # masters follow at the next step
+            group.masters.seen(index)
+
+    def _sums(self, numbers: set[int] = frozenset()) -> dict[int, int]:  # type: ignore[assignment]
+        """Return number -> checksum of the parameters in `numbers`; if it is empty, of parameters that this rank has written."""
+        wanted = numbers or {group.specs[index].number for group, index in self._written}
+        named = [(s.number, p) for g in self._groups for s, p in zip(g.specs, g.params, strict=True)]
+        return {number: _checksum(param) for number, param in named if number in wanted}
 
 
 def _packed(sums: dict[int, int]) -> bytes:

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..comm.base import Comm
-from ..errors import ModelChanged, ShardedWriteError
+from ..errors import ConfigError, ModelChanged, ShardedWriteError
 from ..memory.io.aligned import bytes_of
 from ..tensor.distributed import Distribution, is_distributed
 from ..tensor.home import Home
 from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.tiled_parameter import Part, part_of, whole_name
-from .user_hooks import adopted
+from .user_hooks import ONE_OPTIMIZER, UserHook, other_optimizers
 
 if TYPE_CHECKING:
     from .unit import ParamGroup
@@ -179,7 +179,14 @@ class ParamHome(Home):
         return arrive
 
     def adopt(self, hook: Callable) -> Callable:
-        return adopted(hook, self.group, self.index)
+        runtime, param = self.group.runtime, self.group.params[self.index]
+        found = other_optimizers([hook], runtime.optimizer if runtime is not None else None)
+        if id(param) in found:
+            raise ConfigError(
+                f"{self.name}: this hook steps an optimizer of its own ({type(found[id(param)]).__name__}) in backward, before the "
+                f"gradient is averaged over the ranks. {ONE_OPTIMIZER}"
+            )
+        return UserHook(hook, self.group, self.index, whole=False)
 
     def lend(self, func: Callable, args: tuple, kwargs: dict) -> object:
         return NotImplemented if self.group.runtime is None else self.group.runtime.lend(self.group.unit, func, args, kwargs)

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from ..comm.mesh.topology import Topology
 from ..comm.pool import StagingPool
 from ..config import Config
-from ..errors import CheckpointError, ModelClosed, ShardedAccessError, ShardedWriteError, ZeroshardError
+from ..errors import CheckpointError, ModelClosed, ShardedAccessError, ZeroshardError
 from ..offload.moved_states import MovedStates
 from ..offload.storage import Tiers
 from ..tensor.sharded_tensor import ShardedTensor, clear_local_grad, local_grad
 from ..tensor.tiled_parameter import Tile
 from ..utils import torch_compat
-from ..utils.autograd import Marked, in_backward, leads_to_all, memory_of, next_node, running_forward, transforming
+from ..utils.autograd import Marked, ended, in_backward, leads_to_all, memory_of, next_node, running_forward, transforming
 from ..utils.tensor_tree import Exchanged, cast_floating, caster, find_tensors, map_tensors
 from .attendance import Attendance
 from .backward import Backward
@@ -36,12 +36,10 @@ from .grad_reducer import Agreed, Reductions
 from .gradient_account import GradientAccount
 from .mixed_precision import Progress
 from .model_changes import Freezing, ModelWatch, ValueWatch
-from .model_forwards import ModelForward, ModelForwards
 from .prefetch import Prefetcher
 from .saved_parameters import SavedParameters
 from .schedule import Schedule, Visit
-from .skipped_units import take_part
-from .unit import ParamGroup, Phase, Unit, UnitForward
+from .unit import ModelForward, ParamGroup, Phase, Unit, UnitForward
 from .write_gate import WriteGate
 
 
@@ -74,7 +72,9 @@ class Runtime:
         self.progress = progress
         self._model_watch = ModelWatch(model, self.groups)
         self.values = ValueWatch(comm, self.groups)
-        self.forwards = ModelForwards()  # calls of the model that run now
+        self.forwards: list[ModelForward] = []  # that run now, the outermost first: they nest if the model calls itself
+        self.training = False  # the model was entered with gradients enabled
+        self.viewed: list[Unit] = []  # units that have returned views of their memory: gathered until the outermost forward ends
         self.backward: Backward | None = None  # the backward that runs, or a failed one that `recover` has not cleared yet
         self.handles: list[Any] = []  # handles of registered hooks, removed by zs.close
         self.lend = torch.compiler.disable(self._lend)  # so that torch.compile does not trace it inside compiled blocks
@@ -116,7 +116,7 @@ class Runtime:
         self.recover()
         if not self.in_backward:  # else a backward recomputes this forward
             self.attendance.unasked = True  # some rank's data may have ended since the last forward
-            self.forwards.training = torch.is_grad_enabled()
+            self.training = torch.is_grad_enabled()
             self._model_watch.check(any(unit.pinned for unit in self.units))
             self.frozen.follow()
             for unit in self.units:
@@ -127,18 +127,25 @@ class Runtime:
 
     def root_exit(self, output: object) -> object:
         """End a forward of the model (output None: it raised). In fp16, return fp32 outputs with hooks that scale gradients."""
-        self.forwards.end()
+        forward = self.forwards.pop() if self.forwards else None
+        if forward is not None and forward.given is not None:
+            forward.given.hand_back()
+        self.training = False
         if not self.forwards:  # the outermost forward is over
-            viewed, self.forwards.viewed = self.forwards.viewed, []
-            for unit in viewed:
+            for unit in self.viewed:
                 if not unit.in_use and not self.prefetcher.lives_on(unit, self._in_training()):
                     unit.release()
+            self.viewed.clear()
         if not torch.is_grad_enabled():
             self.schedule.end(training=False)
         else:
+
+            def reached(_: Tensor) -> None:
+                self._await_end()  # in the outer backward, not in a nested one (of a reentrant checkpoint)
+
             for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(self._reached)
+                    tensor.register_hook(reached)
         if self.progress.scaler is None or output is None:
             return output
         if not self.forwards:
@@ -169,12 +176,6 @@ class Runtime:
             return grad
         self._await_end().scaled = True
         return grad * self.progress.loss_scale
-
-    def _reached(self, _: Tensor) -> None:
-        """Queue the end-of-backward callback in the outer backward, not in a nested one (of a reentrant checkpoint)."""
-        if self.closed:
-            raise ModelClosed("backward() through a model that was closed with zs.close().")
-        self._await_end()
 
     def enter(self, unit: Unit) -> None:
         """Begin a forward inside the unit; the outermost one gathers it and puts its compute parameters into the modules."""
@@ -219,7 +220,7 @@ class Runtime:
         if unit.in_backward or not unit.sharded:  # recomputed: the end of the unit's backward releases it
             return output
         unit.entries.swap_out()
-        if not self.prefetcher.lives_on(unit, self._in_training()) and not (self.forwards and unit in self.forwards.viewed):
+        if not self.prefetcher.lives_on(unit, self._in_training()) and not (self.forwards and unit in self.viewed):
             unit.release()
         return output
 
@@ -246,7 +247,7 @@ class Runtime:
 
     def _in_training(self) -> bool:
         """True in a training step, also where reentrant checkpointing disables gradients: selects the schedule's record."""
-        return torch.is_grad_enabled() or self.forwards.training or self.in_backward
+        return torch.is_grad_enabled() or self.training or self.in_backward
 
     def mark_inputs(self, unit: Unit, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Return the arguments, marked by an identity function whose backward ends that of a unit with frozen parameters."""
@@ -268,13 +269,36 @@ class Runtime:
             raise ModelClosed("this model was closed with zs.close().")
         training = backward or self._in_training()
         if training:
-            take_part(self, Visit(unit.number, backward))
+            self._take_part(Visit(unit.number, backward))
         self.schedule.visit(Visit(unit.number, backward), training)
         self.attendance.gather(unit)
         unit.ready()
         unit.entries.swap_in()
         self._poll()  # the optimizer's transfers for its next step on the host go on meanwhile
         self.prefetcher.ahead(training)  # gathers and fetches run while this unit computes
+
+    def _take_part(self, visit: Visit | None) -> None:
+        """Gather and release, as other ranks may do, the recorded units before `visit` (None: before the end of the step).
+
+        `Schedule.skipped` tells which units these are.
+        """
+        if not self.attendance.gathers_meet or self.comm.ordered or self.config.max_live_parameters:
+            return
+        visits = self.schedule.skipped(visit)
+        for visit in visits:
+            unit = self.units[visit.unit]
+            self.schedule.visit(visit, training=True)
+            self.attendance.gather(unit)
+            unit.ready()
+            if unit.in_use:  # a recorded visit inside a forward that still runs
+                continue
+            if unit.lends and not visit.backward:  # ranks that use it keep it until the forward is over
+                self.lend_out(unit)
+            elif visit.backward or not self.prefetcher.lives_on(unit, True):
+                unit.release()
+        if visits:
+            names = ", ".join(dict.fromkeys(self.units[visit.unit].name for visit in visits))
+            self.schedule.note(f"not used by this rank in a step, and gathered because other ranks may use them: {names}")
 
     def _watch(self, unit: Unit, output: object, first_node: int) -> object:
         """Put hooks on the outputs that gather the unit in backward; set `lent` if its memory may be read after the release.
@@ -289,7 +313,7 @@ class Runtime:
         seen = unit.writes
 
         def arrived(_: object) -> None:
-            self._check_unwritten(unit, seen)
+            unit.check_seen(seen)
             self.begin_unit_backward(unit)
 
         tensors = find_tensors(output)
@@ -316,15 +340,8 @@ class Runtime:
         and the unit's next gather uses new memory.
         """
         unit.lent = unit.lends = True
-        if unit not in self.forwards.viewed:
-            self.forwards.viewed.append(unit)
-
-    def _check_unwritten(self, unit: Unit, seen: int) -> None:
-        if unit.writes != seen:
-            raise ShardedWriteError(
-                f"{unit.name}: its parameters were written (by a step, a load, in place) between a forward and its backward, whose "
-                "gradients would be neither of the old values nor of the new ones. Call backward first, or the forward again."
-            )
+        if unit not in self.viewed:
+            self.viewed.append(unit)
 
     # -- backward --------------------------------------------------------------------------------------------
 
@@ -332,9 +349,8 @@ class Runtime:
         """Begin a backward unless it has begun, and queue the callback of its end. Every hook of a backward calls this."""
         if self.backward is not None and self.backward.begun and self.backward.alive:
             return
-        if self.closed:
-            raise ModelClosed("backward() through a model that was closed with zs.close().")
-        self.moved.check("parameters", "gradients")
+        if not self.closed:  # else `_await_end` raises
+            self.moved.check("parameters", "gradients")
         backward = self._await_end()
         self.frozen.follow()  # requires_grad may have been switched since the forward
         backward.begun = True
@@ -352,6 +368,8 @@ class Runtime:
 
     def _await_end(self) -> Backward:
         """Return the running backward; a new one has autograd call `end_backward` at its end. Clear an earlier, failed one."""
+        if self.closed:
+            raise ModelClosed("backward() through a model that was closed with zs.close().")
         if self.backward is not None and self.backward.alive:
             return self.backward
         if self.in_backward:
@@ -373,7 +391,7 @@ class Runtime:
 
     def need(self, unit: Unit, seen: int) -> None:
         """Gather the unit for autograd, which saved its parameters when `unit.writes` was `seen`; raise if written since."""
-        self._check_unwritten(unit, seen)
+        unit.check_seen(seen)
         if unit.phase is Phase.READY and unit.in_use:  # gathered by a gradient of its outputs, as usual
             return
         if not in_backward():
@@ -425,7 +443,7 @@ class Runtime:
                 "submodule called directly), so the loss scale could not be applied. Return such losses from forward; compute a loss of "
                 "parameters alone from `p.full_tensor()`; name a method that computes a loss to zs.register_forward."
             )
-        take_part(self, None)
+        self._take_part(None)
         self.account.ending()
         if self.sync and self.reductions.waits:
             self.reduce_all()
@@ -448,39 +466,6 @@ class Runtime:
                 group.grads.scale(factor)
 
     @torch.no_grad()
-    def hold(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Add (whole parameter, its local gradient) pairs that autograd did not make; held back as in zs.accumulate."""
-        self._before_gradients()
-        self.account.held = True
-        given = {id(param): grad for param, grad in gradients}
-        for group in self.groups:
-            for index, param in enumerate(group.compute):
-                if id(param) in given:
-                    self.reductions.take(group.unit, group, index, given[id(param)], False)
-                    self.account.came()
-        self.account.ending()
-        self.account.backwards += 1
-
-    @contextlib.contextmanager
-    def holding(self, reduce: bool) -> Iterator[None]:
-        """Hold back the gradients of the backwards inside, of a pipeline's micro-batch, as zs.accumulate does.
-
-        reduce: start the reduction of each complete unit, without waiting for it.
-        """
-        previous = self.sync, self.reductions.waits
-        self.sync, self.reductions.waits, self.account.held = reduce, False, True
-        try:
-            yield
-        finally:
-            self.sync, self.reductions.waits = previous
-
-    def begin_reductions(self) -> None:
-        """Start to reduce the local sums held back; `flush`, called on all ranks, waits for the reductions."""
-        for unit in reversed(self.units):  # about the order in which backward would have completed them
-            if any(group.gradients.holds for group in unit.trainable):
-                self.reductions.start(unit)
-
-    @torch.no_grad()
     def reduce_all(self, agreed: Agreed | None = None) -> None:
         """Reduce all gradients not yet reduced (collective), to the mean over the ranks that had a batch."""
         self.attendance.tell("reduce")
@@ -496,6 +481,41 @@ class Runtime:
         if self.optimizer is not None:
             self.optimizer.core.poll()
 
+    # -- gradients held back -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def holding(self, reduce: bool) -> Iterator[None]:
+        """Hold back the gradients of the backwards inside: zs.accumulate.
+
+        reduce: start the reduction of each complete unit, without waiting for it, in a pipeline's last backward of a step.
+        """
+        previous = self.sync, self.reductions.waits
+        self.sync, self.reductions.waits, self.account.held = reduce, self.reductions.waits and not reduce, True
+        try:
+            yield
+        finally:
+            self.sync, self.reductions.waits = previous
+
+    @torch.no_grad()
+    def hold(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Add (whole parameter, its local gradient) pairs that a pipeline has computed without autograd's hooks, and hold them back."""
+        self._before_gradients()
+        self.account.held = True
+        given = {id(param): grad for param, grad in gradients}
+        for group in self.groups:
+            for index, param in enumerate(group.compute):
+                if id(param) in given:
+                    self.reductions.take(group.unit, group, index, given[id(param)], False)
+                    self.account.came()
+        self.account.ending()
+        self.account.backwards += 1
+
+    def begin_reductions(self) -> None:
+        """Start to reduce a pipeline's sums at the end of a step; `flush`, called on all ranks, waits for the reductions."""
+        for unit in reversed(self.units):  # about the order in which backward would have completed them
+            if any(group.gradients.holds for group in unit.trainable):
+                self.reductions.start(unit)
+
     # -- the rest --------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
@@ -503,7 +523,8 @@ class Runtime:
 
         No hook of torch runs then: there is none for a failed backward, and forward hooks do not run after KeyboardInterrupt.
         """
-        interrupted = self.forwards.drop_interrupted()
+        interrupted = [each for each in self.forwards if each.frame is not None and ended(each.frame)]
+        self.forwards[:] = [each for each in self.forwards if each not in interrupted]
         if self.in_backward and not in_backward():
             self._abandon()
         elif interrupted and not self.forwards and not self.in_backward:

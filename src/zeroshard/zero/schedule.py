@@ -84,6 +84,17 @@ class Schedule:
     def skipped(self, visit: Visit | None) -> list[Visit]:
         """Return the visits that the record of training expects before `visit` (None: before the end of the step).
 
+        Where gathers need every rank, a rank whose batch does not use these units takes part in their gathers:
+
+            record     stem tower.0 tower.1 head | head' tower.1' tower.0' stem'
+            rank 0     stem tower.0 tower.1 head | head' tower.1' tower.0' stem'      an image and a text
+            rank 1     stem (     .      . ) head | head' (      .        . ) stem'   a text: it gathers where the record says
+
+        The record is the same on all ranks, whichever rank skips. A unit that no rank used in the recorded step can only be
+        gathered if all ranks use it; otherwise ranks wait for one another until a StallError names it. It does not work for
+        communicators that match gathers and reductions by one order (NCCL), since a skipped unit has no reduction in its turn,
+        nor with `max_live_parameters`, since a unit's release then depends on the units gathered before.
+
         Empty if the record does not expect `visit`; in a step that begins in backward (a second backward over one graph); and for
         a backward that enters no unit (a loss of parameters alone, by `p.full_tensor()`): in these no unit was skipped.
         """

@@ -21,7 +21,7 @@ from ..comm.mesh.topology import Topology, needed
 from ..comm.pool import BufferPool, StagingPool
 from ..config import Config, Offload, Placement, Tier
 from ..errors import ConfigError, HostMemoryError, OffloadIOError
-from ..memory.estimate import BUFFERS, LANDINGS, Buffers, Group, Need, Place, needs, shortage
+from ..memory.estimate import BUFFERS, LANDINGS, Buffers, Group, Need, Place, needs, rests_away, shortage
 from ..memory.host_memory import keep_freed_memory, limits
 from ..memory.ledger import GATHERED, GRADIENTS, MASTERS, Ledger
 from ..offload.storage import Tiers
@@ -111,11 +111,9 @@ def _agree_on(problem: Exception | None, tiers: Tiers, label: str) -> None:
 class Builder:
     """Builds the units of one model."""
 
-    def __init__(
-        self, config: Config, topology: Topology, ledger: Ledger, tiers: Tiers, group_of: dict[int, int], serial: int
-    ) -> None:
+    def __init__(self, config: Config, topology: Topology, tiers: Tiers, group_of: dict[int, int], serial: int) -> None:
         """group_of: id of a parameter -> its optimizer group, so that groups lie together. serial: number of this model."""
-        self.config, self.topology, self.ledger, self.tiers, self.group_of = config, topology, ledger, tiers, group_of
+        self.config, self.topology, self.tiers, self.group_of = config, topology, tiers, group_of
         self.comm = topology.shards
         self.tag = serial << 20  # number of the newest buffer: each model has 2**20 numbers of its own
         self.pool: StagingPool | None = None
@@ -168,7 +166,8 @@ class Builder:
             low = config.master_weights and spec.dtype in (torch.bfloat16, torch.float16)
             steps_on_host = offload.tier is not Tier.DEVICE
             # masters are needed where the step can not reach the values, or runs beside forward and backward (a delayed update)
-            away = (self.tiers.separate and values.tier is Tier.DEVICE) if steps_on_host else self.tiers.away(values)
+            separate = self.tiers.separate
+            away = (separate and values.tier is Tier.DEVICE) if steps_on_host else rests_away(values.tier, separate)
             # a quantized gather overwrites this rank's own values, too, so that all ranks compute alike: masters keep the exact ones
             rounded = values.tier is Tier.DEVICE and not sharded and self._values_comm(spec, layout) is not self.comm
             needed_anyway = away or rounded or (steps_on_host and config.delayed_update is not None)
@@ -177,7 +176,7 @@ class Builder:
 
     def needs(self, plans: list[UnitPlan]) -> dict[Place, int]:
         """Return the bytes that this rank would hold, gathered units included. Nothing is allocated, and `build` may follow."""
-        units, away = self._lay_out(plans), self.tiers.away(self.config.offload_param)
+        units, away = self._lay_out(plans), rests_away(self.config.offload_param.tier, self.tiers.separate)
         found = self._needs([pair for unit in units for pair in unit])
         mapped = self.comm.copies and self.config.map_shared and not away
         if self._sharded and self.comm.world_size > 1 and not mapped:
@@ -191,7 +190,7 @@ class Builder:
 
     def build(self, plans: list[UnitPlan]) -> list[Unit]:
         """Build all units, with the parameters' present values in their buffers (collective)."""
-        laid_out, tiers, ledger = self._lay_out(plans), self.tiers, self.ledger
+        laid_out, tiers, ledger = self._lay_out(plans), self.tiers, self.tiers.ledger
         pairs = [pair for unit in laid_out for pair in unit]
         self._check_room(plans, pairs)
         sizes = Buffers.of(self.config, tiers.separate, [self._group_need(*pair) for pair in pairs])
@@ -240,7 +239,7 @@ class Builder:
                 config = replace(self.config, offload_path=self.config.offload_path or ".", **options)
             except ConfigError:  # it conflicts with another option
                 continue
-            other = Builder(config, self.topology, self.ledger, self.tiers, self.group_of, 0)
+            other = Builder(config, self.topology, self.tiers, self.group_of, 0)
             found = other._needs([pair for unit in other._lay_out(plans) for pair in unit])
             yield options, Need.of(found, on_host, 0, []).parts
 
@@ -294,7 +293,7 @@ class Builder:
         label = f"{plan.name} ({dtype})"
         self.tag += 1
         values = ParameterBuffer(
-            layout, dtype, config, self._values_comm(bucket[0], layout), self.ledger, self.tiers, self.tag, f"gather {label}",
+            layout, dtype, config, self._values_comm(bucket[0], layout), self.tiers, self.tag, f"gather {label}",
             self._sharded and not bucket[0].whole,
         )  # fmt: skip
         grads = None
@@ -305,8 +304,8 @@ class Builder:
             comm = self._grads_comm(bucket[0], layout)
             comm.expect(self.tag, [(slot.offset, slot.shape) for slot in layout.slots], layout.numel)
             grads = GradientBuffer(
-                layout, gradient_dtype, config.reduce_dtype or dtype, config, comm, self.ledger,
-                self.pool, self.tiers, self.tag, f"reduce {label}", self.topology.summed,
+                layout, gradient_dtype, config.reduce_dtype or dtype, config, comm, self.pool, self.tiers, self.tag,
+                f"reduce {label}", self.topology.summed,
             )  # fmt: skip
         group = ParamGroup(bucket, layout, self.comm, values, grads)
         group.masters.whole = config.row.optimizer is Placement.REPLICATED
@@ -391,7 +390,7 @@ class Builder:
 
 
 def build_units(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, topology: Topology, ledger: Ledger, tiers: Tiers,
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, topology: Topology, tiers: Tiers,
     specs: list[ParamSpec],
 ) -> tuple[list[Unit], StagingPool]:  # fmt: skip
     """Build the units of a model, and the pool of the buffers from which gradients are sent (collective).
@@ -399,7 +398,7 @@ def build_units(
     The model's modules, the optimizer's groups and its states refer to the sharded parameters afterwards.
     """
     comm = topology.control
-    builder = Builder(config, topology, ledger, tiers, optimizer_groups(optimizer), comm.new_serial())
+    builder = Builder(config, topology, tiers, optimizer_groups(optimizer), comm.new_serial())
     comm.fence_write(synchronised=True)  # peers must not read the new buffers before `fence_read`; nobody reads them yet
     plans = partition(model, config, specs)
     try:
@@ -409,7 +408,7 @@ def build_units(
         tiers.close()
         tiers.fail(error)
     except FAILURES as error:
-        tell_shortage(error, model, config, ledger, comm, "zs.shard", {plan.name: plan.specs for plan in plans})
+        tell_shortage(error, model, config, tiers.ledger, comm, "zs.shard", {plan.name: plan.specs for plan in plans})
         raise
     assert builder.pool is not None
     if optimizer is not None:

@@ -90,7 +90,7 @@ def stream_full_tensors(
     _check(runtime, masters)
 
     def source(group: ParamGroup) -> Rest:
-        return group.master if masters and group.master is not None else group.values.rest
+        return group.masters.stepped if masters else group.values.rest
 
     items = _chosen(_items(runtime, source, dtype), names)
     return _Stream(runtime, source, masters, max_nbytes).run(items)

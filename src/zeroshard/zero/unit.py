@@ -15,10 +15,10 @@ sharded parameters. A unit is in use while a forward runs inside it (`depth`), a
 
 from __future__ import annotations
 
-import functools
 import weakref
 from dataclasses import dataclass, field
 from enum import Enum
+from types import FrameType
 from typing import Any
 
 import torch
@@ -91,11 +91,6 @@ class ParamGroup:
         self.homes = [ParamHome(self, index) for index in range(len(self.specs))]
         self.active = [False] * len(self.specs)
         self.masters = Masters(self)
-
-    @property
-    def master(self) -> Rest | None:
-        """Masters at rest, or None where the optimizer steps the values themselves."""
-        return self.masters.rest
 
     @property
     def trainable(self) -> bool:
@@ -227,11 +222,12 @@ class ParamGroup:
             self.runtime.attendance.refuse(f"a write to the gradient of {self.specs[0].name} or others")
 
 
-def _gather_for_backward(unit: weakref.ref[Unit]) -> None:
-    """Gather the unit when a backward uses a compute parameter that was kept beyond its forward."""
-    found = unit()
-    if found is not None:
-        found.groups[0].runtime.need(found, found.writes)
+@dataclass(eq=False)
+class ModelForward:
+    """One running forward of a model. frame: of its call; None if compiled. given: its arguments if any is cast, else None."""
+
+    frame: FrameType | None
+    given: Exchanged | None
 
 
 @dataclass
@@ -280,7 +276,14 @@ class Unit:
         self._guarded = [
             param for group in self.gathered if not group.values.mapped for param in group.compute if type(param) is nn.Parameter
         ]
-        self._released_class = ReleasedParameter.of_unit(functools.partial(_gather_for_backward, weakref.ref(self)))
+        here = weakref.ref(self)
+
+        def gather_for_backward() -> None:  # a backward uses a compute parameter that was kept beyond its forward
+            unit = here()
+            if unit is not None:
+                unit.groups[0].runtime.need(unit, unit.writes)
+
+        self._released_class = ReleasedParameter.of_unit(gather_for_backward)
         self.guard(self.phase is Phase.SHARDED)  # nothing is gathered yet
 
     @property
@@ -433,6 +436,14 @@ class Unit:
         """Raise ModelChanged if a parameter of a replicated unit was replaced; `swap_in` checks the sharded units' parameters."""
         if not (self.sharded or self.pinned):
             self.entries.check_unchanged()
+
+    def check_seen(self, seen: int) -> None:
+        """Raise ShardedWriteError in a backward if the shards were written since the forward, when `writes` was `seen`."""
+        if self.writes != seen:
+            raise ShardedWriteError(
+                f"{self.name}: its parameters were written (by a step, a load, in place) between a forward and its backward, whose "
+                "gradients would be neither of the old values nor of the new ones. Call backward first, or the forward again."
+            )
 
     def check_unwritten(self) -> None:
         """Raise ShardedWriteError if the forward that ends now has written one of the unit's parameters in place."""

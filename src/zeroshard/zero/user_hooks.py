@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, ShardedWriteError
+from ..errors import ShardedWriteError
 from ..utils.torch_compat import exchange, post_accumulate_hooks, version
 
 if TYPE_CHECKING:
@@ -117,15 +117,3 @@ def give_back(param: Tensor) -> None:
     hooks = post_accumulate_hooks(param)
     for key, hook in hooks.items():
         hooks[key] = hook.hook if isinstance(hook, UserHook) else hook
-
-
-def adopted(hook: Callable[[Tensor], object], group: ParamGroup, index: int) -> UserHook:
-    """Return the wrapper of a hook that is registered after zs.shard. Raise ConfigError if the hook steps an optimizer."""
-    runtime = group.runtime
-    found = other_optimizers([hook], runtime.optimizer if runtime is not None else None)
-    if id(group.params[index]) in found:
-        raise ConfigError(
-            f"{group.specs[index].name}: this hook steps an optimizer of its own ({type(found[id(group.params[index])]).__name__}) in "
-            f"backward, before the gradient is averaged over the ranks. {ONE_OPTIMIZER}"
-        )
-    return UserHook(hook, group, index, whole=False)

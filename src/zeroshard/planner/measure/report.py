@@ -158,7 +158,7 @@ def _numbers(runtime: Runtime) -> str:
         numels[name] = numels.get(name, 0) + group.layout.true_numel
     names = " and ".join(sorted(numels, key=lambda name: -numels[name]))
     given = " as the model was given" if runtime.config.precision == "fp32" and names != "fp32" else ""
-    low = any(g.trainable and g.master is None and g.values.dtype.itemsize < 4 for g in runtime.groups)
+    low = any(g.trainable and g.masters.rest is None and g.values.dtype.itemsize < 4 for g in runtime.groups)
     return f"{names}{given}{', without fp32 masters' if low and runtime.optimizer is not None else ''}"
 
 
@@ -184,7 +184,7 @@ def _formula(runtime: Runtime, sharded: bool) -> dict[str, int]:
         )
         if group.grads is not None:
             totals[GRADIENTS] += held(row.gradient, numel * group.grads.dtype.itemsize)
-            master = 4 if group.master is not None else 0
+            master = 4 if group.masters.rest is not None else 0
             totals[OPTIMIZER] += held(row.optimizer, int(numel * (master + moments)))
     return totals
 
