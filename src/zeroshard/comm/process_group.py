@@ -230,7 +230,6 @@ class DistComm(DirectComm):
         if self.beside:  # joined already
             return
         assert isinstance(local, SharedComm)
-        local.hub.pending = self.pending
         self.beside.append(local.serve)
 
     @property
@@ -390,9 +389,6 @@ class DistComm(DirectComm):
             self.desk.tell(self.root._peers(), failure)
             if self.local is not None:  # a rank that waits in `local` does not look at the desk
                 self.local.fail(failure)
-
-    def answer_for(self, owner: object) -> Callable[[], object]:
-        return self.desk.answer_for(owner)
 
     def close(self) -> None:
         if self.local is not None:
