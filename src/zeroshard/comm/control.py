@@ -160,10 +160,7 @@ class Control(Group, ABC):
         """Send the peers the failure for which the group can not go on: this rank's, or a peer's that others may not know."""
 
     def leave(self) -> None:
-        """Send the messages that are still queued, and leave the group, since this process ends."""
-
-    def close(self) -> None:
-        """Release the connections; the group can not be used afterwards."""
+        """Send the messages that are still queued, and leave the group for good, since this rank ends."""
 
 
 def operation(label: str) -> str:

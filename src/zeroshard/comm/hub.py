@@ -91,7 +91,7 @@ class Hub(DirectComm):
         self._notes: dict[int, tuple[float, str, list[int]]] = {}
         # the desk where peers ask for this rank's state; it names ranks as `numbers` does. For processes, `backend_select` replaces it
         self.desk = Desk() if not isinstance(transport, ThreadTransport) else ThreadDesk(transport.world.boards, self.progress)
-        self.shares_desk = False  # the desk is a DistComm's, which closes it
+        self.shares_desk = False  # the desk is a DistComm's, which may go on
 
     def meet(self, kind: str, tag: int, number: int, label: str, compute: Callable[[dict[int, int]], Outcome | None]) -> Meeting:
         """Start a meeting: send the members that this rank's region `number` is ready; `compute` runs when all regions are."""
@@ -271,9 +271,6 @@ class Hub(DirectComm):
             self._failures.append(failure)  # all ranks raise the first one, so this rank must not wait for any of them
 
     def leave(self) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Send the peers word that this rank leaves, and close the transport."""
         if not self.transport.closed:
             self.transport.closed = True

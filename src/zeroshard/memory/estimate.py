@@ -196,34 +196,31 @@ class Need:
 
 def shortage(everyone: Sequence[Need], config: Config) -> str | None:
     """Return why the ranks' states do not fit the memory of some host, with a table and a remedy; None if they fit."""
+
+    def gib(nbytes: int) -> str:
+        return f"{nbytes / 2**30:.3f}"
+
     for rank, need in enumerate(everyone):
         for limit in need.limits:
             # ranks that are threads share their process's limits, and all ranks of a host share the host's
             sharers = [n for n in everyone if n.host == need.host and (n.pid == need.pid or not limit.of_process)]
-            if sum(n.nbytes for n in sharers) > limit.nbytes:
-                return _table(rank, need, limit, sharers, config)
+            total = sum(n.nbytes for n in sharers)
+            if total <= limit.nbytes:
+                continue
+            among = "its process" if limit.of_process else f"host {need.host[0]}"
+            lines = [
+                f"rank {rank}: host memory is too small: {gib(total)} GiB are needed by the {len(sharers)} rank(s) of {among}, "
+                f"{gib(limit.nbytes)} GiB are available ({limit.name}). Nothing was allocated.",
+                f"{'GiB':<34}{'this rank':>12}{f'{len(sharers)} rank(s)':>12}",
+            ]
+            rows = [(name, [n.parts.get(name, 0) for n in sharers], need.parts.get(name, 0)) for name in _CATEGORIES]
+            rows.append(("held by the model now, given back", [-n.released_nbytes for n in sharers], -need.released_nbytes))
+            rows.append(("needed", [n.nbytes for n in sharers], need.nbytes))
+            lines += [f"{name:<34}{gib(mine):>12}{gib(sum(held)):>12}" for name, held, mine in rows if any(held)]
+            lines.append(f"{'available':<46}{gib(limit.nbytes):>12}")
+            lines.append(_remedy(total - limit.nbytes, sharers, config, limit))
+            return "\n".join(lines)
     return None
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.3f}"
-
-
-def _table(rank: int, need: Need, limit: Limit, sharers: list[Need], config: Config) -> str:
-    total = sum(n.nbytes for n in sharers)
-    among = "its process" if limit.of_process else f"host {need.host[0]}"
-    lines = [
-        f"rank {rank}: host memory is too small: {_gib(total)} GiB are needed by the {len(sharers)} rank(s) of {among}, "
-        f"{_gib(limit.nbytes)} GiB are available ({limit.name}). Nothing was allocated.",
-        f"{'GiB':<34}{'this rank':>12}{f'{len(sharers)} rank(s)':>12}",
-    ]
-    rows = [(name, [n.parts.get(name, 0) for n in sharers], need.parts.get(name, 0)) for name in _CATEGORIES]
-    rows.append(("held by the model now, given back", [-n.released_nbytes for n in sharers], -need.released_nbytes))
-    rows.append(("needed", [n.nbytes for n in sharers], need.nbytes))
-    lines += [f"{name:<34}{_gib(mine):>12}{_gib(sum(everyone)):>12}" for name, everyone, mine in rows if any(everyone)]
-    lines.append(f"{'available':<46}{_gib(limit.nbytes):>12}")
-    lines.append(_remedy(total - limit.nbytes, sharers, config, limit))
-    return "\n".join(lines)
 
 
 def _remedy(missing: int, sharers: list[Need], config: Config, limit: Limit) -> str:
@@ -241,7 +238,7 @@ def _remedy(missing: int, sharers: list[Need], config: Config, limit: Limit) -> 
     chosen, freed = [], 0
     for text, nbytes, possible in levers:
         if possible and nbytes and freed < missing:
-            chosen.append(f"{text} ({_gib(nbytes)} GiB less)")
+            chosen.append(f"{text} ({nbytes / 2**30:.3f} GiB less)")
             freed += nbytes
     remedies = [" and ".join(chosen) + ", with offload_path= a folder on a local disk"] if chosen else []
     if freed < missing:
