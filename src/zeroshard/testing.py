@@ -62,7 +62,7 @@ def run_threads(world_size: int, fn: Callable[..., Result], *args: object, timeo
             errors[rank] = error
             comm.fail(failure_of(error, rank))  # wakes peers that wait for this rank
         finally:
-            comm.close()
+            comm.leave()
             backend_select.set_thread_comm(None)
 
     threads = [threading.Thread(target=body, args=(rank,), daemon=True, name=f"rank{rank}") for rank in range(world_size)]

@@ -93,7 +93,7 @@ def speak(ends):
         thread.join()
     assert got == {rank: [b"%d" % other for other in range(len(ends))] for rank in range(len(ends))}
     for comm in comms:
-        comm.close()
+        comm.leave()
 
 
 def is_closed(sock):

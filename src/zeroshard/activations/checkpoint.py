@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from ..comm import backend_select
-from ..comm.fake import ImaginedStreams
+from ..comm.fake import Watcher
 from ..comm.streams import streams_for
 from ..config import Offload, Tier, Units
 from ..errors import ConfigError, ZeroshardError
@@ -195,7 +195,7 @@ def _make_store(
     place: Place
     if offload.tier is not Tier.DISK:
         place = MemoryPlace(offload.tier, device, streams, ledger, arena_nbytes, offload.pin_memory)
-    elif isinstance(streams, ImaginedStreams):
+    elif isinstance(streams, Watcher):
         place = ImaginedDiskPlace(device, streams, ledger, prefetch)
     else:
         place = DiskPlace(offload, device, streams, ledger, arena_nbytes, prefetch, rank)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..comm.fake import ImaginedStreams
+from ..comm.fake import Watcher
 from ..comm.pool import BufferPool
 from ..comm.streams import Copy, Streams
 from ..config import Offload, Tier
@@ -181,10 +181,10 @@ class DiskPlace(Place):
 class ImaginedDiskPlace(Place):
     """Place of a dry run in the place of a disk: it takes host buffers and counts transfers, but writes nothing."""
 
-    def __init__(self, device: torch.device, streams: ImaginedStreams, ledger: Ledger, prefetch: int) -> None:
+    def __init__(self, device: torch.device, streams: Watcher, ledger: Ledger, prefetch: int) -> None:
         super().__init__(Tier.DISK, device, streams, ledger, pin=False)
         self.path = [Tier.DEVICE, Tier.HOST, Tier.DISK] if streams.separate_host else [Tier.HOST, Tier.DISK]
-        self.moved = streams.watcher.moved
+        self.moved = streams.moved
         self.buffers = BufferPool(ledger, prefetch + 1 + _WRITING, 0, self.host_memory, Tier.HOST, _BUFFERS)
 
     def _move(self, path: list[Tier], nbytes: int) -> Work:

@@ -17,7 +17,7 @@ from torch import nn
 from ..comm.base import DirectComm
 from ..comm.codec import exchange_values
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, CheckpointReadError, ModelMismatch, ZeroshardError
-from ..memory.io.tensor_reader import Stored, StoredChunks, StoredTensor
+from ..memory.io.tensor_reader import Stored, StoredBoxes, StoredTensor
 from ..tensor.chunks import overlap
 from ..zero.parameter import ParamSpec
 from . import directory as places
@@ -335,7 +335,7 @@ def open_own(
         if (twice := overlap(box for box, _ in boxes)) is not None:  # the number of elements was checked with the manifest
             once, found = f"every element of {name} once", f"element {next(twice.rows(entry.shape))[0]} twice"
             raise CheckpointCorrupt(str(folder / places.MANIFEST), 0, once, found)
-        stored = StoredChunks(entry.dtype, entry.shape, boxes)
+        stored = StoredBoxes(entry.dtype, entry.shape, boxes)
         if name.startswith(holding.MODEL):
             opened.model[name.removeprefix(holding.MODEL)] = stored
         elif name.startswith(holding.STATE):

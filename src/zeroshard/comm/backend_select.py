@@ -111,7 +111,7 @@ def _group_gone(key: tuple) -> None:
     """Drop the Comm of a destroyed process group, and end its desk's thread: a program may keep the Comm, but no peer asks."""
     comm = _by_group.pop(key, None)
     if comm is not None:
-        comm.desk.rest()  # type: ignore[attr-defined]
+        comm.desk.rest()
 
 
 def is_imagined() -> bool:
@@ -180,10 +180,10 @@ def _connect(choice: str, device: torch.device, stall_timeout_s: float) -> Direc
         shared = SharedComm(transport, device, stall_timeout_s, ranks=here)
         if same_host:
             if len(here) > 1:  # otherwise there is no peer to ask
-                shared.hub.desk = ProcessDesk.among(shared, on_this_host=True)
+                shared.desk = ProcessDesk.among(shared, on_this_host=True)
             return shared
         comm = DistComm(None, device, stall_timeout_s)
-        comm.local, shared.hub.desk, shared.hub.shares_desk = shared, comm.desk, True
+        comm.local, shared.desk, shared.shares_desk, shared.pending = shared, comm.desk, True, comm.pending
         return comm
     finally:
         if door is not None:

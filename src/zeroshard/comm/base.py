@@ -14,11 +14,12 @@ itself, also has their control messages (`Control`).
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class Region:
 Outcome = tuple[float | None, tuple[int, ...]]  # a reduction's `Collective.square_sum` and `Collective.culprits`
 Reserved = tuple[int, torch.dtype]  # number of elements of a shard (or of a slice), and their dtype
 Combine = Callable[[list[Tensor]], Outcome | None]
+Direct = TypeVar("Direct", bound="DirectComm")
 
 
 class Collective(Work):
@@ -271,12 +273,18 @@ class DirectComm(Control, Comm):
     def control(self) -> Control:  # type: ignore[override]
         return self
 
-    @abstractmethod
-    def subgroup(self, parts: Sequence[Sequence[int]], apart: bool = False) -> DirectComm:
+    def subgroup(self: Direct, parts: Sequence[Sequence[int]], apart: bool = False) -> Direct:
         """Return the Comm of the ranks of that list in `parts` which contains this rank (collective). The lists are disjoint.
 
-        apart: no rank outside the subgroup reads or writes its shards, so that the subgroup has fences of its own.
+        It is a copy that shares every object of this one's state. apart: no rank outside the subgroup reads or writes its shards,
+        so that the subgroup has fences of its own.
         """
+        mine = list(next(part for part in parts if self.rank in part))
+        assert self.progress is not None and self.pending is not None  # cached properties: made here, so that both are shared
+        group = copy.copy(self)
+        group.rank, group.world_size = mine.index(self.rank), len(mine)
+        group.ranks, group.nodes = [self.ranks[rank] for rank in mine], [self.nodes[rank] for rank in mine]
+        return group
 
     def join(self, local: DirectComm) -> None:
         """Let every wait in either communicator, this one or `local` (of this host's ranks), also let the other one progress."""

@@ -17,6 +17,7 @@ import torch
 from ..errors import CollectiveMismatch, left_loop
 from .failure import Failure
 from .flight_recorder import Progress
+from .status_server import Desk
 from .streams import Streams
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class Control(Group, ABC):
     only read `progress`.
     """
 
+    desk: Desk = Desk()  # where peers ask for this rank's state
     _serial = 0
 
     @property
@@ -157,15 +159,8 @@ class Control(Group, ABC):
     def fail(self, failure: Failure) -> None:
         """Send the peers the failure for which the group can not go on: this rank's, or a peer's that others may not know."""
 
-    def answer_for(self, owner: object) -> Callable[[], object]:
-        """Answer peers that ask for this rank's state, until `owner` is collected or the returned function is called."""
-        return lambda: None
-
     def leave(self) -> None:
-        """Send the messages that are still queued, and leave the group, since this process ends."""
-
-    def close(self) -> None:
-        """Release the connections; the group can not be used afterwards."""
+        """Send the messages that are still queued, and leave the group for good, since this rank ends."""
 
 
 def operation(label: str) -> str:

@@ -7,12 +7,9 @@ each operation that starts or is waited for: the planner makes a trace of these.
 
 from __future__ import annotations
 
-import contextlib
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +22,8 @@ from .streams import Streams, T
 Ticket = tuple[int, ...]  # numbers of tasks in a trace
 
 
-class Watcher:
-    """Observer of the operations that an imagined rank starts and waits for. This base class records nothing."""
+class Watcher(Streams):
+    """Streams of an imagined rank, which are told what it starts and waits for (its `Ticket`s). This base class records nothing."""
 
     def sent(self, label: str, sent: Sent, peers: int, distinct: bool = False) -> Ticket:
         """Note that a collective of `peers` ranks starts, for which this rank sends `sent`; distinct: other bytes to each peer."""
@@ -36,20 +33,15 @@ class Watcher:
         """Note that a copy of `nbytes` between tiers starts."""
         return ()
 
-    def waited(self, ticket: Ticket) -> None:
-        """Note that the rank waits for the tasks of `ticket` before it goes on."""
+    def run_beside(self, work: Callable[[], T]) -> tuple[T, Ticket]:
+        return work(), ()  # not None: a collective has to be waited for
 
-    def packed(self, nbytes: int) -> None:
-        """Note that a kernel of the device packs or unpacks messages, for which it reads and writes `nbytes`."""
+    def copy(self, target: Tensor, source: Tensor, *, up: bool) -> Ticket:
+        assert target.nbytes == source.nbytes  # a copy between tiers does not convert dtypes
+        return self.moved(*((Tier.HOST, Tier.DEVICE) if up else (Tier.DEVICE, Tier.HOST)), target.nbytes)
 
-    def beside(self, work: Callable[[], T]) -> tuple[T, Ticket]:
-        """Run `work`, which is enqueued on a stream of its own; return its result and the ticket to wait for."""
-        return work(), ()
-
-    @contextlib.contextmanager
-    def stepping(self, numel: int, nbytes: int) -> Iterator[None]:
-        """Context in which the host's cores step `numel` parameters and read and write `nbytes` for it."""
-        yield
+    def square_sums(self, tensors: Sequence[Tensor]) -> float:
+        return float(len(tensors))  # fake tensors hold no numbers; finite, so that no step is skipped
 
 
 @dataclass(frozen=True)
@@ -63,6 +55,9 @@ class Imagination:
     shares_memory: bool = False
     watcher: Watcher = field(default_factory=Watcher)
 
+    def __post_init__(self) -> None:
+        self.watcher.separate_host = self.separate
+
 
 imagination: ContextVar[Imagination] = ContextVar("imagination", default=Imagination())  # noqa: B039  # it is frozen
 
@@ -75,36 +70,10 @@ class _Watched(Collective):
 
     def wait(self) -> None:
         self._drained = True
-        self.watcher.waited(self.ticket)
+        self.watcher.join(self.ticket)
 
     def drained(self) -> bool:
         return self._drained
-
-
-class ImaginedStreams(Streams):
-    """Streams of a device that does not exist. Copies take only the time that a simulated trace gives them."""
-
-    def __init__(self, imagined: Imagination) -> None:
-        self.separate_host, self.watcher = imagined.separate, imagined.watcher
-
-    def run_beside(self, work: Callable[[], T]) -> tuple[T, Any]:
-        return self.watcher.beside(work)
-
-    def copy(self, target: Tensor, source: Tensor, *, up: bool) -> Any:
-        assert target.nbytes == source.nbytes  # a copy between tiers does not convert dtypes
-        return self.watcher.moved(*((Tier.HOST, Tier.DEVICE) if up else (Tier.DEVICE, Tier.HOST)), target.nbytes)
-
-    def packed(self, nbytes: int) -> None:
-        self.watcher.packed(nbytes)
-
-    def join(self, ticket: Any) -> None:
-        self.watcher.waited(ticket or ())
-
-    def square_sums(self, tensors: Sequence[Tensor]) -> float:
-        return float(len(tensors))  # fake tensors hold no numbers; finite, so that no step is skipped
-
-    def stepping(self, numel: int, nbytes: int) -> contextlib.AbstractContextManager[None]:
-        return self.watcher.stepping(numel, nbytes)
 
 
 class FakeComm(DirectComm):
@@ -117,18 +86,10 @@ class FakeComm(DirectComm):
         self.kind = imagination.get()
         self.ranks = list(range(world_size))
         self.nodes = [rank // (node_size or self.kind.node_size or world_size) for rank in self.ranks]
-        self.streams, self.watcher = ImaginedStreams(self.kind), self.kind.watcher
+        self.streams = self.watcher = self.kind.watcher
         self.ordered = self.kind.separate
         self.waits_on_host = not self.kind.separate
         self.shares_memory = self.copies = self.kind.shares_memory
-
-    def subgroup(self, parts: Sequence[Sequence[int]], apart: bool = False) -> FakeComm:
-        mine = next(part for part in parts if self.rank in part)
-        assert self.pending is not None  # a cached property: made here, so that subgroups share it
-        group = copy.copy(self)
-        group.rank, group.world_size = list(mine).index(self.rank), len(mine)
-        group.ranks, group.nodes = [self.ranks[rank] for rank in mine], [self.nodes[rank] for rank in mine]
-        return group
 
     def allocate_common(self, numel: int, dtype: torch.dtype) -> Region | None:
         if not self.shares_memory:
@@ -141,7 +102,7 @@ class FakeComm(DirectComm):
 
     def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Collective:
         work = self._start(label, source.tensor.nbytes // self.world_size, distinct=True)
-        work.square_sum = 1.0  # see `ImaginedStreams.square_sums`
+        work.square_sum = 1.0  # see `Watcher.square_sums`
         return work
 
     def _start(self, label: str, nbytes: int, distinct: bool = False) -> Collective:

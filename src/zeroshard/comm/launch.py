@@ -151,7 +151,7 @@ def _wait(children: list[subprocess.Popen], received: list[int], deadline: float
             return 0
         if received:
             for child in children:
-                _signal_group(child, received[0])
+                _signal_group(child.pid, received[0])
             _wait_quietly(children, grace_s)
             return 128 + received[0]  # as shells do
         if deadline is not None and time.monotonic() > deadline:
@@ -171,16 +171,16 @@ def _end(children: list[subprocess.Popen]) -> None:
     """End all children: SIGTERM to the groups that still run, then SIGKILL to every group."""
     if any(child.poll() is None for child in children):
         for child in children:
-            _signal_group(child, signal.SIGTERM)
+            _signal_group(child.pid, signal.SIGTERM)
         _wait_quietly(children, TERMINATE_S)
     for child in children:
-        _signal_group(child, signal.SIGKILL)
+        _signal_group(child.pid, signal.SIGKILL)
         child.wait()
 
 
-def _signal_group(child: subprocess.Popen, number: int) -> None:
+def _signal_group(pid: int, number: int) -> None:
     with suppress(ProcessLookupError, PermissionError):  # macOS answers EPERM for a group of zombies
-        os.killpg(child.pid, number)
+        os.killpg(pid, number)
 
 
 # -------------------------------------------------------------------------------------------------- functions
@@ -257,8 +257,7 @@ def run_processes(
                 worker.kill()
         for worker in workers:
             worker.join()
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(worker.pid, signal.SIGKILL)  # ends its children, too
+            _signal_group(worker.pid, signal.SIGKILL)  # ends its children, too
     results = [ProcessResult(r, *outcomes.get(r, (None, None)), workers[r].exitcode) for r in range(ranks)]
     if not check:
         return results

@@ -13,7 +13,6 @@ desks answer (`judge`).
 
 from __future__ import annotations
 
-import copy
 import datetime
 import functools
 import struct
@@ -230,7 +229,6 @@ class DistComm(DirectComm):
         if self.beside:  # joined already
             return
         assert isinstance(local, SharedComm)
-        local.hub.pending = self.pending
         self.beside.append(local.serve)
 
     @property
@@ -247,13 +245,8 @@ class DistComm(DirectComm):
         key = (apart, *map(tuple, parts))
         if key in self._subgroups:  # models share a subgroup, since each costs new process groups
             return self._subgroups[key]
-        mine = list(next(part for part in parts if self.rank in part))
-        assert self.progress is not None and self.pending is not None  # cached properties: made here, so that both are shared
-        group = copy.copy(self)  # shares the desk and the waiter threads
-        group._subgroups = {}
-        group.rank, group.world_size = mine.index(self.rank), len(mine)
-        group.ranks, group.nodes = [self.ranks[rank] for rank in mine], [self.nodes[rank] for rank in mine]
-        group._parent = self.root
+        group = super().subgroup(parts)  # shares the desk and the waiter threads
+        group._subgroups, group._parent = {}, self.root
         if apart and self.local is not None:  # this host's ranks in this rank's part; None where there is no other
             here = [rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
             near = [[here.index(rank) for rank in part if rank in here] for part in parts]
@@ -390,11 +383,3 @@ class DistComm(DirectComm):
             self.desk.tell(self.root._peers(), failure)
             if self.local is not None:  # a rank that waits in `local` does not look at the desk
                 self.local.fail(failure)
-
-    def answer_for(self, owner: object) -> Callable[[], object]:
-        return self.desk.answer_for(owner)
-
-    def close(self) -> None:
-        if self.local is not None:
-            self.local.close()
-        self.desk.close()

@@ -49,6 +49,7 @@ class Transport(ABC):
 
     rank: int
     world_size: int
+    closed: bool = False  # this rank has left the group
 
     @abstractmethod
     def send(self, peer: int, message: tuple) -> None:

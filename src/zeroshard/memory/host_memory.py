@@ -15,6 +15,7 @@ newly mapped blocks; gathered units ask for them in any case (`release.py`).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -32,7 +33,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEEP_NBYTES = 128 << 20  # free memory that is kept at the top of the heap
 MMAP_NBYTES = 32 << 20  # the largest value that glibc accepts; smaller blocks come from its heap
 _RETURNED_NBYTES = 1 << 20  # blocks of this size and more are unmapped when they are freed, without `large`
-_mapped_nbytes = MMAP_NBYTES
+mapped_nbytes = MMAP_NBYTES  # the C library maps each block of this size and more anew; smaller ones come from its heap
 _TUNABLES, _MENDED = "GLIBC_TUNABLES", (2, 39)  # the version without bug 30723
 _CACHE, _HUGE = "glibc.malloc.tcache_count=0", "glibc.malloc.hugetlb=1"
 
@@ -52,19 +53,14 @@ def quiet_heap(given: Mapping[str, str]) -> dict[str, str]:
     return {_TUNABLES: ":".join(filter(None, (tunables, *more)))} if more else {}
 
 
-def mapped_nbytes() -> int:
-    """Return the size from which the C library maps each block anew; smaller blocks come from its heap."""
-    return _mapped_nbytes
-
-
 def keep_freed_memory(large: bool = True) -> bool:
     """Tell glibc's allocator to keep freed memory or, without `large`, to give large blocks back at once.
 
     Return False where the C library has no such setting.
     """
-    global _mapped_nbytes
+    global mapped_nbytes
     trim_nbytes, mmap_nbytes = (KEEP_NBYTES, MMAP_NBYTES) if large else (_RETURNED_NBYTES, _RETURNED_NBYTES)
-    _mapped_nbytes = mmap_nbytes
+    mapped_nbytes = mmap_nbytes
     try:
         mallopt = ctypes.CDLL(None).mallopt  # of the C library that the process has loaded
     except (OSError, AttributeError):
@@ -92,8 +88,12 @@ def limits() -> list[Limit]:
         Limit(f"cgroup {folder}", left + swap, "raise the memory limit of the container or control group")
         for folder, left in _groups_left()
     ]
-    if (space := _address_space_left()) is not None:
-        found.append(Limit("RLIMIT_AS", space, "raise the limit of the process's address space (ulimit -v)", of_process=True))
+    if resource is not None and hasattr(resource, "RLIMIT_AS"):
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        with contextlib.suppress(OSError):  # no /proc
+            left = limit - int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+            remedy = "raise the limit of the process's address space (ulimit -v)"
+            found += [Limit("RLIMIT_AS", max(left, 0), remedy, of_process=True)] if limit != resource.RLIM_INFINITY else []
     return found
 
 
@@ -128,20 +128,6 @@ def _groups_left() -> list[tuple[Path, int]]:
                 continue
             found.append((folder, max(left + sum(int(counts.get(name, 0)) for name in cached), 0)))
     return found
-
-
-def _address_space_left() -> int | None:
-    """Return the bytes that RLIMIT_AS leaves; None where there is no such limit."""
-    if resource is None or not hasattr(resource, "RLIMIT_AS"):
-        return None
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
-        return None
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except OSError:
-        return None
-    return max(limit - pages * os.sysconf("SC_PAGE_SIZE"), 0)
 
 
 def resident_nbytes() -> int:

@@ -13,7 +13,7 @@ import os
 
 from torch import Tensor
 
-from .host_memory import mapped_nbytes
+from . import host_memory
 from .io.aligned import round_down, round_up
 
 _MADV_DONTNEED, _MADV_REMOVE, _MADV_HUGEPAGE = 4, 9, 14  # linux/mman.h: for private pages, for a memfd's, huge ones
@@ -39,7 +39,7 @@ def take_again(tensor: Tensor, nbytes: int) -> None:
         storage.resize_(nbytes)
         # huge pages in a block that was just mapped: 50 MB are filled in 10 ms, not 34-40 (12,000 pages to clear). Smaller blocks
         # come from the heap, and the kernel does not clear them again. Not on a device, and not fake
-        if storage.device.type == "cpu" and tensor.nbytes >= max(_HUGE_NBYTES, mapped_nbytes()):
+        if storage.device.type == "cpu" and tensor.nbytes >= max(_HUGE_NBYTES, host_memory.mapped_nbytes):
             _advise(tensor, _MADV_HUGEPAGE)
 
 

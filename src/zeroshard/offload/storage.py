@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..comm.base import DirectComm
-from ..comm.fake import ImaginedStreams
+from ..comm.fake import Watcher
 from ..comm.pool import BufferPool, StagingPool
 from ..comm.streams import Copy
 from ..config import Offload, Tier
@@ -260,7 +260,7 @@ class ImaginedRest(Rest):
     def _move(self, source: Tier, target: Tier, nbytes: int) -> Work:
         streams = self.tiers.streams
         self.tiers.ledger.move(source, target, nbytes)
-        return Copy(streams, streams.watcher.moved(source, target, nbytes)) if isinstance(streams, ImaginedStreams) else OVER
+        return Copy(streams, streams.moved(source, target, nbytes)) if isinstance(streams, Watcher) else OVER
 
     def load(self, start: int, stop: int) -> Tensor:
         out = torch.empty(stop - start, dtype=self.dtype, device=self.tiers.comm.device)

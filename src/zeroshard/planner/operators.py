@@ -117,7 +117,7 @@ class Operators(TorchDispatchMode):
         name = _name(func)
         if name == "wait_tensor":
             storage = args[0].untyped_storage()
-            self.recorder.waited(self._under_way.pop(storage, ()))
+            self.recorder.join(self._under_way.pop(storage, ()))
             return
         axis, size, link = self.groups.axes.get(args[-1] if isinstance(args[-1], str) else "", ("", 1, Resource.INSIDE))
         if axis and isinstance(result, Tensor):
@@ -140,7 +140,7 @@ class Operators(TorchDispatchMode):
             f"{name.strip('_')} {way}", {self.groups.stage_link: nbytes} if name == "send" else {}, 2, PP, channel
         )
         if name == "recv_":
-            self.recorder.waited(ticket)
+            self.recorder.join(ticket)
 
 
 def _name(func: Any) -> str:

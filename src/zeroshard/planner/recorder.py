@@ -2,7 +2,7 @@
 
     computation    of operators (`operators.py`): flops and bytes, one task between two others      -> the device
     collectives    FakeComm and tensor parallelism's functional ones                                -> tasks on links
-    copies, files  ImaginedStreams, ImaginedRest                                                    -> tasks between tiers
+    copies, files  Watcher.copy, ImaginedRest                                                       -> tasks between tiers
 
 The rank's own tasks follow one another; what it starts (a gather, a copy) runs beside them until it waits for its `Ticket`.
 """
@@ -174,7 +174,8 @@ class Recorder(Watcher):
         link = _LINKS[source, target]
         return self.start(f"{source.value} -> {target.value}", {link: float(nbytes)}) if nbytes else ()
 
-    def waited(self, ticket: Ticket) -> None:
+    def join(self, ticket: Ticket | None) -> None:
+        ticket = ticket or ()
         numbers = tuple(number for number in ticket if number >= 0)
         if -self._began not in ticket:  # it was started in the step before, or earlier
             numbers = tuple(n - len(self._before) for n in numbers) if 1 - self._began in ticket else ()  # below 0: Task.after
@@ -184,7 +185,7 @@ class Recorder(Watcher):
             self._last = (*self._last, *new)
             self._joined.update(new)
 
-    def beside(self, work: Callable[[], Any]) -> tuple[Any, Ticket]:
+    def run_beside(self, work: Callable[[], Any]) -> tuple[Any, Ticket]:
         self.flush()
         before, joined, self._joined = self._last, self._joined, set()
         result = work()

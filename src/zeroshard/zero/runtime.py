@@ -68,7 +68,7 @@ class Runtime:
         self.saved = SavedParameters(units)  # hooks by which autograd saves handles of gathered parameters
         self.sync = True  # False inside zs.accumulate
         self.closed = False
-        self.end_answering = topology.world.answer_for(self)  # call it to stop answering peers that ask for this rank's state
+        self.end_answering = topology.world.desk.answer_for(self)  # call it to stop answering peers that ask for its state
         self.progress = progress
         self._model_watch = ModelWatch(model, self.groups)
         self.values = ValueWatch(comm, self.groups)

@@ -128,7 +128,7 @@ def _tensor(path: Path, entry: Any, chunks: list[Any]) -> StoredBoxes:
             raise CheckpointCorrupt(str(file), 0, f"at least {info.offset + info.length:,} bytes", found)
         box = Box(offsets, sizes.get(offsets, shape))
         boxes.append((box, TensorBlob(file, info.offset, info.length, dtype, box.sizes)))
-    return StoredBoxes.of(dtype, shape, boxes)
+    return StoredBoxes(dtype, shape, boxes)
 
 
 def _object(path: Path, name: str, stored: list[Any], trusted: bool) -> Any:

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
-from ...memory.io.tensor_reader import Stored, StoredBoxes, StoredTensor
+from ...memory.io.tensor_reader import Stored, StoredStretches, StoredTensor
 from ..source import Opened, Untrusted, read_value
 from .torch_file import StandIn, is_tensor, open_torch_file, plain
 from .torch_state_dict import add_optimizer, objects_of
@@ -144,7 +144,7 @@ def _unsharded(first: Any, models: list[Any], stage3: bool) -> dict[str, Any]:
             (rank * length, 0, min(length, numel - rank * length), piece)
             for rank, piece in enumerate(pieces) if rank * length < numel
         ]  # fmt: skip
-        found[name] = StoredBoxes(pieces[0].dtype, tuple(shape), stretches)
+        found[name] = StoredStretches(pieces[0].dtype, tuple(shape), stretches)
     return found
 
 
@@ -226,7 +226,7 @@ def _stretches(shapes: list[dict[str, tuple[int, ...]]], flats: list[Any], optim
     return found
 
 
-def _assemble(path: Path, name: str, shape: tuple[int, ...], stretches: list[Any], flats: list[Any]) -> StoredBoxes:
+def _assemble(path: Path, name: str, shape: tuple[int, ...], stretches: list[Any], flats: list[Any]) -> StoredStretches:
     """Return one tensor joined from its stretches. flats: rank -> flat number -> flat tensor. Raises CheckpointError."""
     pieces: list[tuple[int, int, int, Stored]] = []
     for start, count, rank, number, offset in stretches:
@@ -236,7 +236,7 @@ def _assemble(path: Path, name: str, shape: tuple[int, ...], stretches: list[Any
         pieces.append((start, offset, count, flat))
     if sum(count for _, _, count, _ in pieces) != math.prod(shape):
         raise CheckpointError(f"{path}: {name}: expected {math.prod(shape)} elements, found {sum(p[2] for p in pieces)}.")
-    return StoredBoxes(pieces[0][3].dtype, shape, pieces)
+    return StoredStretches(pieces[0][3].dtype, shape, pieces)
 
 
 def _add_folders(opened: Opened, first: Any, folder: Path) -> None:

@@ -44,6 +44,8 @@ class Errors:
 class _Compressed(Wrapper):
     """Base class of both directions: a codec, and a pool of buffers for packed bytes."""
 
+    packs_reductions: bool  # else gathers
+
     def __init__(self, comm: Comm, codec: Codec, ledger: Ledger, active: Active, errors: Errors) -> None:
         """active: returns False during warm-up, when nothing is compressed. errors: receives the measured errors."""
         super().__init__(comm)
@@ -62,6 +64,11 @@ class _Compressed(Wrapper):
         self.codec.pack(values, packed)
         self.errors.note(label, self.control.progress.step, lambda: self.codec.error(values, packed))
 
+    def hops(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> list[Sent]:
+        if (kind == "reduce") != self.packs_reductions or not self.active():
+            return self.comm.hops(kind, numel, dtype)
+        return self.comm.hops(kind, self._packed_nbytes(numel), torch.uint8)
+
     def open(self) -> None:
         super().open()
         if self._pool is None:
@@ -77,6 +84,8 @@ class CompressedGathers(_Compressed):
 
     precise: region number -> function that returns the shard in the precision of its master weights, or None where it has none.
     """
+
+    packs_reductions = False
 
     def __init__(self, comm: Comm, codec: Codec, ledger: Ledger, active: Active, errors: Errors) -> None:
         super().__init__(comm, codec, ledger, active, errors)
@@ -94,11 +103,6 @@ class CompressedGathers(_Compressed):
         usual = buffers(0)[0]  # for the unit in use and the one ahead: packed shards sent, and those received
         beneath = [(max(each), torch.uint8) for each in zip(packed, plain, strict=True)]
         return usual * (1 + self.world_size) * max(packed, default=0) + self.comm.needed(beneath, slices)
-
-    def hops(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> list[Sent]:
-        if kind == "reduce" or not self.active():
-            return self.comm.hops(kind, numel, dtype)
-        return self.comm.hops(kind, self._packed_nbytes(numel), torch.uint8)
 
     def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Collective:
         if not self.active():
@@ -161,6 +165,8 @@ class _Unpacked(Collective):
 class CompressedReductions(_Compressed):
     """Comm whose reductions are compressed. feedback: add the packing error of the last gradient to the next (error feedback)."""
 
+    packs_reductions = True
+
     def __init__(
         self, comm: Comm, codec: Codec, ledger: Ledger, active: Active, errors: Errors, *, feedback: bool = False
     ) -> None:
@@ -174,11 +180,6 @@ class CompressedReductions(_Compressed):
     def reserve_slices(self, numel: int, dtype: torch.dtype) -> None:
         self.comm.reserve_slices(numel, dtype)
         self._nbytes, self._most = max(self._nbytes, self.world_size * self._packed_nbytes(numel)), self._most + 1
-
-    def hops(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> list[Sent]:
-        if kind != "reduce" or not self.active():
-            return self.comm.hops(kind, numel, dtype)
-        return self.comm.hops(kind, self._packed_nbytes(numel), torch.uint8)
 
     def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Collective:
         if not self.active():

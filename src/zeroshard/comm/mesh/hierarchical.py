@@ -14,7 +14,7 @@ further gathers then communicate inside the node only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,6 +36,20 @@ def buffers(most: int) -> tuple[int, int]:
 def exact_share(num_ranks: int) -> float:
     """Return a power of two of at most 1 / num_ranks: scaled by it, the terms of a sum over the ranks do not overflow fp16."""
     return 2.0 ** -(num_ranks - 1).bit_length()
+
+
+def all_reduce(
+    comm: Comm, region: Region, then: Callable[[Collective], Collective], *, scale: float, tag: int, label: str
+) -> Collective:
+    """Start an all-reduce: a whole region becomes `scale` times the sum over ranks; then(work) is called with its gather."""
+    part = region.tensor.view(comm.world_size, -1)[comm.rank]
+    first = comm.reduce(region, part, scale=scale, accumulate=False, tag=tag, label=label)
+
+    def spread() -> Collective:
+        work = comm.gather(region.tensor, region, label, tag=tag)
+        return Hops(comm.control, work, lambda: then(work), Sent(), label)
+
+    return Hops(comm.control, first, spread, Sent(), label)
 
 
 class HierarchicalComm(Wrapper):

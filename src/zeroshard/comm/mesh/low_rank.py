@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ...memory.ledger import RESIDUALS, Ledger
 from ...tensor.flat_layout import round_up
-from ..base import Collective, Comm, Hops, Region, Reserved, Wrapper
+from ..base import Collective, Comm, Region, Reserved, Wrapper
 from ..codecs import LowRank
 from ..control import Sent
 from ..pool import StagingPool
-from .hierarchical import buffers
+from .hierarchical import all_reduce, buffers
 
 _ALIGN = 32  # elements: shards of the factors begin at multiples of it, as in tensor/flat_layout.py
 
@@ -104,12 +104,5 @@ class LowRankReductions(Wrapper):
         numel = values.numel()
         region.tensor[:numel].copy_(values)
         region.tensor[numel:].zero_()
-        mine = region.tensor.view(self.world_size, -1)[self.comm.rank]
         scale = 1.0 / (self.world_size * self.replicas)
-        first = self.comm.reduce(region, mine, scale=scale, accumulate=False, tag=tag, label=label)
-
-        def spread() -> Collective:
-            work = self.comm.gather(region.tensor, region, label, tag=tag)
-            return Hops(self.control, work, lambda: then(region.tensor[:numel], work), Sent(), label)
-
-        return Hops(self.control, first, spread, Sent(), label)
+        return all_reduce(self.comm, region, lambda work: then(region.tensor[:numel], work), scale=scale, tag=tag, label=label)

@@ -18,7 +18,7 @@ from ...tensor.flat_layout import round_up
 from ..base import Collective, Comm, Hops, Region, Reserved, Wrapper
 from ..control import Sent
 from ..pool import StagingPool
-from .hierarchical import buffers, exact_share
+from .hierarchical import all_reduce, buffers, exact_share
 
 
 class ReplicatedComm(Wrapper):
@@ -70,14 +70,7 @@ class ReplicatedComm(Wrapper):
 
         def across() -> Collective:
             sums.tensor[numel:].zero_()  # padding to a multiple of the replicas
-            part = sums.shards[self.outer.rank]
-            assert part is not None
-            work = self.outer.reduce(sums, part, scale=scale / share, accumulate=False, tag=tag, label=label)  # undoes `share`
-            return Hops(self.outer.control, work, copy, Sent(), label)
-
-        def copy() -> Collective:
-            work = self.outer.gather(sums.tensor, sums, label, tag=tag)
-            return Hops(self.outer.control, work, lambda: fill(work), Sent(), label)
+            return all_reduce(self.outer, sums, fill, scale=scale / share, tag=tag, label=label)  # undoes `share`
 
         def fill(work: Collective) -> Collective:
             total = sums.tensor[:numel]

@@ -321,13 +321,6 @@ class Handle(Work):
 _Piece = tuple[Handle, int, int, bool]  # bytes [start, end) of the request's file; whether to use checksums
 
 
-class _Failure(Exception):
-    """Raised where a transfer cannot go on: the offset in the file, and why."""
-
-    def __init__(self, offset: int, errno: int, what: str) -> None:
-        self.offset, self.errno, self.what = offset, errno, what
-
-
 class _Mover:
     """Moves pieces in one thread; owns the thread's bounce buffer."""
 
@@ -398,7 +391,7 @@ class _Mover:
             self._transfer(file, start, block, ALIGN, writes=True)
 
     def _transfer(self, file: File, offset: int, memory: memoryview, needed: int, *, writes: bool) -> None:
-        """Move bytes between file and memory until the first `needed` of `memory` are done, or raise _Failure."""
+        """Move bytes between file and memory until the first `needed` of `memory` are done, or raise OffloadIOError."""
         transfer, what = (self.calls.pwritev, "writing") if writes else (self.calls.preadv, "reading")
         done, idle, patient_until = 0, 0, None
         while done < needed:
@@ -412,15 +405,15 @@ class _Mover:
                 if error.errno == EAGAIN and now < patient_until:
                     time.sleep(1e-3)  # the system is short of resources for the request
                     continue
-                raise _Failure(offset + done, error.errno or EIO, what) from None
+                raise OffloadIOError(file.path, offset + done, error.errno or EIO, what) from None
             reached = done + count
             if reached < needed and file.direct:
                 reached = round_down(reached)  # direct I/O continues at a block boundary: part of a block is moved again
             idle = 0 if reached > done else idle + 1  # a call may move bytes, but complete no further block
             if count == 0 or idle == _IDLE_LIMIT:  # 0: end of the file, or no space
                 if writes:
-                    raise _Failure(offset + done, EIO, "writing (the system accepted no byte)")
-                raise _Failure(offset + done, ENODATA, what)
+                    raise OffloadIOError(file.path, offset + done, EIO, "writing (the system accepted no byte)")
+                raise OffloadIOError(file.path, offset + done, ENODATA, what)
             done = reached
 
 
@@ -469,7 +462,7 @@ def _serve(tasks: _Tasks, calls: Syscalls) -> None:
         try:
             if handle._failure is None:  # after one failed piece the others are not tried
                 _move(mover, handle, start, end, checksum)
-        except _Failure as failure:
+        except OffloadIOError as failure:
             handle._fail(failure.offset, failure.errno, failure.what)
         except BaseException as error:  # the waiting thread must learn that the bytes are not valid
             handle._fail(start, EIO, f"{'writing' if handle._writes else 'reading'} ({error!r})")
@@ -491,7 +484,7 @@ def _move(mover: _Mover, handle: Handle, start: int, end: int, checksum: bool) -
         mover.read(file, start, memory, address)
         expected = file.checksums.expected(start, end) if checksum else None
         if expected is not None and zlib.crc32(memory) != expected:
-            raise _Failure(start, EBADMSG, f"reading (wrong checksum of {end - start} bytes)")
+            raise OffloadIOError(file.path, start, EBADMSG, f"reading (wrong checksum of {end - start} bytes)")
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

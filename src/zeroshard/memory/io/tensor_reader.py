@@ -130,25 +130,18 @@ class StoredTensor(Stored):
 
 
 @dataclass(frozen=True)
-class StoredBoxes(Stored):
-    """A tensor stored in boxes.
+class StoredStretches(Stored):
+    """A tensor stored in stretches.
 
-    stretches: (first element in the flattened tensor, first in the box, count, the stored box), in order.
+    stretches: (first element in the flattened tensor, first in the stored one, count, the stored tensor), in order.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stretches: list[tuple[int, int, int, Stored]]
 
-    @classmethod
-    def of(cls, dtype: torch.dtype, shape: Sequence[int], boxes: Sequence[tuple[Box, Stored]]) -> StoredBoxes:
-        """Return the tensor that consists of these boxes, each with the place where it is stored."""
-        stretches = [(at, within, count, at_rest) for box, at_rest in boxes for at, within, count in box.rows(shape) if count]
-        stretches.sort(key=lambda stretch: stretch[0])
-        return cls(dtype, tuple(shape), stretches)
-
     def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
-        """Yield the stretches of each box that has some of the elements. Raises OSError where an element is in no box."""
+        """Yield the stretches of each tensor that has some of the elements. Raises OSError where an element is in none."""
         done, number = 0, max(bisect_right(self.stretches, start, key=itemgetter(0)) - 1, 0)
         while done < out.numel():
             if number == len(self.stretches):
@@ -163,16 +156,17 @@ class StoredBoxes(Stored):
 
 
 @dataclass(frozen=True)
-class StoredChunks(Stored):
+class StoredBoxes(Stored):
     """A tensor stored in boxes, whose stretches are computed on first use: columns of a matrix have one for each of its rows."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    boxes: list[tuple[Box, StoredTensor]]
+    boxes: Sequence[tuple[Box, Stored]]
 
     @cached_property
-    def rows(self) -> StoredBoxes:
-        return StoredBoxes.of(self.dtype, self.shape, self.boxes)
+    def rows(self) -> StoredStretches:
+        rows = [(at, within, count, stored) for box, stored in self.boxes for at, within, count in box.rows(self.shape) if count]
+        return StoredStretches(self.dtype, self.shape, sorted(rows, key=itemgetter(0)))
 
     def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
         return self.rows._parts(start, out)
