@@ -67,7 +67,7 @@ def rows(place: int) -> list[Row]:
 def measure(row: Row, nodes: int, place: int) -> counted.Counted:
     """Run one step of the runtime on imagined ranks; return the counts of rank 0. place: ranks of a node."""
     options = {"precision": "bf16", "gradient_dtype": None, **row.options}
-    return counted.count(_NUMEL, nodes * place, node_size=place, stage=3, **options)
+    return counted.count(_NUMEL, nodes * place, of_unit=2, node_size=place, stage=3, **options)
 
 
 def table(nodes: int, place: int) -> str:

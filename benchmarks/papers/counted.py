@@ -47,16 +47,20 @@ class Counted:
         return sum(self.states.values())
 
 
-def count(numel: int, ranks: int, *, matrices: int = 4, node_size: int | None = None, **options: Any) -> Counted:
-    """Run one step of rank 0 of `ranks` on fake tensors; return its bytes. options: for zs.shard."""
+def count(
+    numel: int, ranks: int, *, matrices: int = 4, of_unit: int = 1, node_size: int | None = None, **options: Any
+) -> Counted:  # fmt: skip
+    """Run one step of rank 0 of `ranks` on fake tensors; return its bytes. of_unit: matrices of a unit. options: for zs.shard."""
     rows = next(n for n in range(math.isqrt(numel // matrices), 0, -1) if numel // matrices % n == 0)
     columns = numel // matrices // rows
     with FakeTensorMode():
         shapes = [(rows, columns) if number % 2 else (columns, rows) for number in range(matrices)]
-        model: nn.Module = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes))
+        layers = [nn.Linear(*shape, bias=False) for shape in shapes]
+        model: nn.Module = nn.Sequential(*(nn.Sequential(*layers[n : n + of_unit]) for n in range(0, matrices, of_unit)))
+        units = lambda name, module: isinstance(module, nn.Sequential) and name != ""  # noqa: E731
         optimizer = torch.optim.Adam(model.parameters())
         comm = FakeComm(0, ranks, node_size=node_size)
-        model, sharded = zs.shard(model, optimizer, comm=comm, units="leaf", **PAPERS | options)
+        model, sharded = zs.shard(model, optimizer, comm=comm, units=units, **PAPERS | options)
         assert sharded is not None
         ledger = runtime_of(model).tiers.ledger
         output = model(torch.zeros(1, columns, dtype=torch.bfloat16 if options.get("precision") == "bf16" else torch.float16))
