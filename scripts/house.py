@@ -1,4 +1,4 @@
-"""Measure the shape of the code: rooms, imports, interfaces, functions, comments, types. Nothing of the project is run.
+"""Measure the shape of the code: rooms, imports, interfaces, functions, comments, types. One zs.shard is run, to follow its model.
 
 python scripts/house.py            a table; what is beyond its goal is marked
 python scripts/house.py --json     the same numbers for a script
@@ -11,8 +11,10 @@ import ast
 import functools
 import json
 import statistics
+import sys
 import tokenize
 from pathlib import Path
+from types import FrameType
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "zeroshard"
@@ -26,6 +28,7 @@ GOALS = {  # name -> (at least or at most, bound)
     "methods of Control": ("at most", 20),
     "fields of Runtime that change": ("at most", 12),
     "attributes of Runtime that other folders use": ("at most", 25),
+    "files that the model enters in zs.shard": ("at most", 20),
     "fields of Unit that change": ("at most", 10),
     "comment lines, %": ("at least", 3),
     "functions in 1,000 lines": ("at most", 50),
@@ -84,6 +87,38 @@ def used_elsewhere(name: str, holder: str) -> set[str]:
     return found
 
 
+def path_of_model() -> list[tuple[Path, Path]]:
+    """Follow the model through one zs.shard at stage 3: return (caller, called) for calls from file to file that pass it on."""
+    import torch
+
+    import zeroshard as zs
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = []
+
+    def of_package(frame: FrameType | None) -> Path | None:
+        """The file of the package that a frame runs, or the nearest of its callers."""
+        while frame is not None and not frame.f_code.co_filename.startswith(str(PACKAGE)):
+            frame = frame.f_back
+        return frame and Path(frame.f_code.co_filename)
+
+    def follow(frame: FrameType, event: str, _: object) -> None:
+        code, count = frame.f_code, frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount
+        if event == "call" and any(frame.f_locals.get(name) is model for name in code.co_varnames[:count]):
+            here, before = Path(code.co_filename), of_package(frame.f_back)
+            if PACKAGE in here.parents and before not in (None, here):
+                found.append((before, here))
+
+    sys.setprofile(follow)
+    try:
+        zs.shard(model, optimizer, stage=3)
+    finally:
+        sys.setprofile(None)
+        zs.close(model)
+    return found
+
+
 def measure() -> dict[str, float]:
     """All numbers, in the order in which they are shown."""
     lines = comments = anys = 0
@@ -111,6 +146,7 @@ def measure() -> dict[str, float]:
         "fields of Runtime that change": len(changing_fields("Runtime", "runtime")),
         "attributes of Runtime that other folders use": len(used_elsewhere("Runtime", "runtime")),
         "fields of Unit that change": len(changing_fields("Unit", "unit")),
+        "files that the model enters in zs.shard": len({path for call in path_of_model() for path in call}),
     }
 
 

@@ -209,6 +209,14 @@ def test_files_and_functions_can_be_read_in_one_go():
 
 
 # on an object that everything passes through: what a reader must hold in mind at once
+def test_the_model_goes_down_only_through_the_rooms_of_zs_shard():
+    """zs.shard is a recipe: each of its lines gives the model to one room, and no room gives it to one above."""
+    calls = [(module_name(caller), module_name(called)) for caller, called in house.path_of_model()]
+    assert len({module for call in calls for module in call}) <= house.GOALS["files that the model enters in zs.shard"][1]
+    up = {(caller, called) for caller, called in calls if layer_of(called) > layer_of(caller)}
+    assert calls and not up
+
+
 @pytest.mark.parametrize(("cls", "holder", "most"), [("Runtime", "runtime", 12), ("Unit", "unit", 10)])
 def test_few_fields_change_on_what_everything_passes_through(cls, holder, most):
     """Fields that are assigned after `__init__`, in the class or from anywhere else (`runtime.x = ...`)."""
