@@ -71,6 +71,19 @@ def test_activations_of_a_sample_count(monkeypatch, capfd):
     assert "GiB of activations" in capfd.readouterr().err
 
 
+class OfImages(nn.Linear):
+    """A model of which one input is a list of tensors, as of torchvision's detectors."""
+
+    def forward(self, images):
+        return torch.stack([super(OfImages, self).forward(image) for image in images])
+
+
+def test_a_list_is_one_input(capfd):
+    model = OfImages(4, 4)
+    zs.shard(model, torch.optim.AdamW(model.parameters()), stage="auto", sample=[torch.zeros(2, 4), torch.zeros(2, 4)])
+    assert "GiB of activations" in capfd.readouterr().err
+
+
 def test_nothing_fits_is_said_on_every_rank(monkeypatch):
     with pytest.raises(ConfigError, match="no stage fits.*stage 3.*offload_path="):
         choose(monkeypatch, MIB)

@@ -137,7 +137,7 @@ def _kept_nbytes(model: nn.Module, sample: object, config: Config) -> int:
         storages.setdefault(torch_compat.storage_id(tensor.untyped_storage()), tensor.untyped_storage())
         return tensor
 
-    args: tuple[object, ...] = tuple(sample) if isinstance(sample, (tuple, list)) else (sample,)
+    args: tuple[object, ...] = sample if isinstance(sample, tuple) else (sample,)  # a list is one input
     named = {}
     if isinstance(sample, Mapping):
         args, named = (), dict(sample)
