@@ -150,6 +150,18 @@ def test_a_trial_that_fails_is_one_line():
     assert environment._problem(fails) == "OSError: first"
 
 
+def test_a_driver_that_cannot_be_read_is_no_driver(monkeypatch):
+    def read_text(path, **options):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", lambda path: True)
+    monkeypatch.setattr(Path, "read_text", read_text)
+    for name, found in (("run_threads", None), ("_gloo", None), ("_host", HOST), ("_disk", DISK), ("filesystem_of", "")):
+        monkeypatch.setattr(environment, name, lambda *_, found=found, **__: found)
+    monkeypatch.setattr(environment.metadata, "version", lambda name: "1")
+    assert environment.look().driver is None
+
+
 # -- commands where only torch and what comes with it is installed ---------------------------------------------------
 
 

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import threading
 
 import pytest
 
 import zeroshard as zs
 from zeroshard.cli import main
 from zeroshard.config import Tier
+from zeroshard.planner import recorder
 from zeroshard.planner.simulator.hardware import Hardware
 from zeroshard.planner.simulator.simulate import Simulation
 
@@ -50,7 +52,21 @@ def test_the_verdict_stands_before_the_search_for_what_would_make_it_fit(capsys,
 def test_progress_is_told_from_the_second_second_on(capsys, monkeypatch):
     monkeypatch.setattr("zeroshard.cli.progress._FIRST_S", 0.01)
     monkeypatch.setattr("zeroshard.cli.progress._EVERY_S", 0.01)
-    main(["simulate", *SMALL])
+    shown, tell = threading.Event(), recorder.tell
+
+    def write(line, **where):
+        print(line, **where)
+        if "dry run of rank 0: " in line:
+            shown.set()
+
+    def tell_and_wait(text):  # a dry run takes 0.3 s: on a busy machine it may be over before the thread that prints gets a core
+        tell(text)
+        if text.startswith("dry run of rank 0: "):
+            assert shown.wait(30)
+
+    monkeypatch.setattr("zeroshard.cli.progress.print", write, raising=False)
+    monkeypatch.setattr(recorder, "tell", tell_and_wait)
+    assert main(["simulate", *SMALL]) == 0
     told = capsys.readouterr().err.splitlines()
     assert told and all(line.startswith("... ") for line in told)
     assert any("dry run of rank 0: " in line for line in told)

@@ -114,10 +114,12 @@ def look() -> Environment:
     """Find all facts. This takes seconds, most of which torch needs for its first optimizer."""
     backends = {name: dist.is_available() and bool(getattr(dist, f"is_{name}_available")()) for name in BACKENDS}
     trials: dict[str, Callable[[], object]] = {"a step of two ranks": lambda: run_threads(2, _step, timeout_s=30.0)}
-    if backends["gloo"]:  # a group of one rank with a store of its own opens the network device, as groups of several ranks do
-        group: Any = dist.ProcessGroupGloo
-        trials["gloo"] = lambda: group(dist.HashStore(), 0, 1, timedelta(seconds=10)).allreduce([torch.ones(1)]).wait()
-    driver, packages = Path("/sys/module/nvidia/version"), dict[str, str | None].fromkeys((*PEERS, *EXTRAS))
+    if backends["gloo"]:
+        trials["gloo"] = _gloo
+    driver: str | None = None
+    packages = dict[str, str | None].fromkeys((*PEERS, *EXTRAS))
+    with contextlib.suppress(OSError):  # there is no driver, or a container hides it
+        driver = Path("/sys/module/nvidia/version").read_text().strip()
     for name in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
             packages[name] = metadata.version(name)
@@ -130,7 +132,7 @@ def look() -> Environment:
         build=f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else "CPU",
         backends=backends,
         gpus=[_gpu(index) for index in range(torch.cuda.device_count())],
-        driver=driver.read_text().strip() if driver.is_file() else None,
+        driver=driver,
         host=_host(),
         disks=[_disk("temporary files", tempfile.gettempdir()), _disk("current folder", os.getcwd())],
         packages=packages,
@@ -158,6 +160,12 @@ def _step(rank: int) -> None:
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
     zs.close(model)
+
+
+def _gloo() -> None:
+    """Make a gloo group of one rank with a store of its own: it opens the network device, as groups of several ranks do."""
+    group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))  # has a name: it must outlive `wait`
+    group.allreduce([torch.ones(1)]).wait()
 
 
 def _gpu(index: int) -> Gpu:
