@@ -205,6 +205,21 @@ def test_names_of_checkpoint_files(stage, model, tmp_path):
     assert {path.name for path in (tmp_path / "here").glob("*.pt")} == {model, *(name.rpartition("/")[2] for name in optimizers)}
 
 
+def test_programs_call_and_replace_steps_of_deepspeeds(tmp_path, monkeypatch):
+    """Those that write checkpoints themselves, put the script elsewhere, or take off the hooks of stage 3."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    engine, optimizer, *_ = deepspeed.initialize(model=model, config=config(3, 1, 1))
+    assert engine._get_buffer_names() == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    engine._copy_recovery_script(tmp_path)
+    assert (tmp_path / "zero_to_fp32.py").is_file()
+    copied = []
+    monkeypatch.setattr(deepspeed.DeepSpeedEngine, "_copy_recovery_script", lambda self, save_path: copied.append(save_path))
+    engine.save_checkpoint(tmp_path / "run")
+    assert copied == [tmp_path / "run"] and not (tmp_path / "run" / "zero_to_fp32.py").exists()
+    optimizer.parameter_offload._remove_module_hooks()
+    assert optimizer.parameter_offload.forward_hooks == optimizer.parameter_offload.backward_hooks == []
+
+
 @pytest.mark.parametrize(
     ("ranks", "group", "said", "refused"),
     [(1, None, "8", True), (8, None, "8", False), (1, None, "1", False), (1, None, None, False), (1, None, "some", False), (1, "mine", "8", False)],

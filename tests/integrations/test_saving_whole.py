@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -186,6 +187,16 @@ def test_what_is_tied_stays_so_in_a_clone():
         clone["lm_head.weight"].data_ptr() == clone["model.embed_tokens.weight"].data_ptr() != state["lm_head.weight"].data_ptr()
     )
     assert len({value.data_ptr() for value in clone.values()}) == len(clone) - 1
+
+
+def test_a_clone_for_torch_save_shares_no_container_with_what_it_was_made_of():
+    """Also not those without tensors: a program writes into the clone, or goes on while a thread saves it."""
+    state = OrderedDict(weight=torch.ones(2), groups=[{"lr": 0.1}], sizes=[1, 2])
+    clone = clone_tensors_for_torch_save(state)
+    clone["groups"][0]["lr"] = 0.2
+    clone["sizes"].append(3)
+    assert type(clone) is OrderedDict and (state["groups"], state["sizes"]) == ([{"lr": 0.1}], [1, 2])
+    assert clone_tensors_for_torch_save(state["groups"]) is not state["groups"]
 
 
 def test_a_model_that_is_born_sharded_tells_who_reads_its_memory_what_to_do():

@@ -85,10 +85,8 @@ class Checkpoints(WholeWeights):
             overwrite=True, latest=save_latest, asynchronous=self._config.checkpoint_writer_decoupled,
             files=self._described(client_state, exclude_frozen_parameters),
         )  # fmt: skip
-        script = Path(save_dir) / SCRIPT
-        if runtime_of(self.module).comm.rank == 0 and not script.exists():
-            write_whole(script, _SCRIPT)
-            self._change_recovery_script_permissions(script)
+        if runtime_of(self.module).comm.rank == 0:
+            self._copy_recovery_script(save_dir)
         return True
 
     def _agreed(self, tag: str) -> str:
@@ -119,10 +117,8 @@ class Checkpoints(WholeWeights):
         if runtime_of(self.module).comm.rank:  # after state_dict(), which runs the user's hooks on all ranks
             return {}
         scheduler, stage, facts = self.lr_scheduler, self.zero_optimization_stage(), self._facts()
-        parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
         model = {
-            "buffer_names": [name for name in state if name not in parameters], "optimizer": None,
-            "param_shapes": self._get_zero_param_shapes(),
+            "buffer_names": self._get_buffer_names(state), "optimizer": None, "param_shapes": self._get_zero_param_shapes(),
             "lr_scheduler": None if scheduler is None else scheduler.state_dict(), **self._counters(),
             "dp_world_size": self.dp_world_size, "mp_world_size": 1, **facts, **client_state,
         }  # fmt: skip
@@ -141,6 +137,14 @@ class Checkpoints(WholeWeights):
         contents = {self._get_ckpt_name("", ""): archived(model), **dict.fromkeys(paths, archived(optimizer))}
         return {os.path.basename(path): content for path, content in contents.items()}
 
+    # programs that write checkpoints themselves call the following by DeepSpeed's names, or replace them
+
+    def _get_buffer_names(self, state: Mapping[str, object] | None = None) -> list[str]:
+        """Return the names in the module's state dict (`state`, if the caller has it) that are not those of parameters."""
+        parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        state = self.module.state_dict(keep_vars=True) if state is None else state
+        return [name for name in state if name not in parameters]
+
     def _get_zero_param_shapes(self) -> list[dict[str, torch.Size]]:
         """Return name -> whole shape for each optimizer group."""
         runtime = runtime_of(self.module)
@@ -149,6 +153,12 @@ class Checkpoints(WholeWeights):
         shapes = {name: param.shape for name, param in self.module.named_parameters(remove_duplicate=False)}
         groups = state_map.param_groups(runtime, runtime.optimizer.core)
         return [{name: shapes[name] for name in group["params"] if name in shapes} for group in groups]
+
+    def _copy_recovery_script(self, save_path: str | os.PathLike) -> None:
+        script = Path(save_path) / SCRIPT
+        if not script.exists():
+            write_whole(script, _SCRIPT)
+            self._change_recovery_script_permissions(script)
 
     def _change_recovery_script_permissions(self, dst: str | os.PathLike) -> None:
         try:

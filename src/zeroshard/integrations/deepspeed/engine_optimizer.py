@@ -393,6 +393,9 @@ class ParameterOffload:
                 self.forward_hooks.append(Handle())
                 self.backward_hooks.append(Handle())
 
+    def _remove_module_hooks(self) -> None:
+        self.forward_hooks, self.backward_hooks = [], []
+
 
 @contextlib.contextmanager
 def unwrap_model_for_generation(model: M) -> Iterator[M]:
@@ -400,7 +403,7 @@ def unwrap_model_for_generation(model: M) -> Iterator[M]:
     offload = getattr(model.optimizer, "parameter_offload", None)
     with partition.GatheredParameters(model.parameters()):
         if offload is not None:
-            offload.forward_hooks, offload.backward_hooks = [], []
+            offload._remove_module_hooks()
         try:
             yield model
         finally:

@@ -150,7 +150,7 @@ class Section:
         self._forward(values)
         self.given = frozenset(values)
         for key in keys_of(self.prefix):
-            default = {} if key.kind == "leaf_module" else key.default  # the leaf modules' section is never None
+            default = {} if key.kind == "leaf_module" else key.default  # not None, where it is not given
             setattr(self, key.field, self._read(key, values.get(key.field, default)))
         self._check()
 

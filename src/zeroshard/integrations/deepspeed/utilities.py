@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ...utils import torch_compat
-from ...utils.tensor_tree import map_tensors
 from . import communication as dist
 from .accelerator import CPU_Accelerator, always, get_accelerator
 from .logs import warning_once
@@ -272,17 +271,23 @@ UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"  # key in client_state t
 
 
 def clone_tensors_for_torch_save(item: T, device: str | torch.device = torch.device("cpu")) -> T:
-    """Return `item` with every tensor in lists, tuples and dicts copied to its own storage; tied tensors get one copy."""
+    """Return a copy of `item`: new lists, tuples and dicts, each tensor in its own storage; tied tensors get one copy."""
     copies: dict[object, Tensor] = {}
 
-    def cloned(tensor: Tensor) -> Tensor:
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device) if tensor.numel() else id(tensor)
+    def cloned(item: Any) -> Any:
+        if isinstance(item, dict):
+            return type(item)({key: cloned(value) for key, value in item.items()})
+        if isinstance(item, (list, tuple)):
+            return type(item)(map(cloned, item))
+        if not isinstance(item, Tensor):
+            return item
+        place = (item.data_ptr(), item.shape, item.stride(), item.dtype, item.device) if item.numel() else id(item)
         if place not in copies:
-            copy = tensor.detach().to(device)
-            copies[place] = copy.clone() if copy.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() else copy
+            copy = item.detach().to(device)
+            copies[place] = copy.clone() if copy.untyped_storage().data_ptr() == item.untyped_storage().data_ptr() else copy
         return copies[place]
 
-    return map_tensors(cloned, item)
+    return cloned(item)
 
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
