@@ -475,7 +475,8 @@ def _make_stage(model: nn.Module, path: str, uses: _Uses, place: Place) -> nn.Mo
         return made
 
     stage = copied("", model)
-    del copied  # it refers to itself and to the stage, whose memory only the garbage collector would free
+    finished.clear()  # `copied` refers to itself, so only the garbage collector frees what it holds
+    own.clear()
     stage.__class__ = type(f"{type(model).__name__}Stage", (Stage, type(model)), {})
     stage.pipeline_stage = place  # type: ignore[assignment]
     return stage
