@@ -152,6 +152,7 @@ def train(case: Case, folder: str, steps: int, resident: Resident | None = None)
                 tokens = torch.randint(0, 64, case.batch)
                 output = model(tokens)
                 (next_token_loss(getattr(output, "logits", output), tokens) / case.micro_batches).backward()
+                del output  # else the logits of this micro-batch are resident in the next one, and in the step
         optimizer.step()
         optimizer.zero_grad()
         taken.append((time.perf_counter() - begin, time.process_time() - cores))

@@ -1,14 +1,14 @@
 """The results of a run as tables on the terminal, as results.md for documents, and as results.json for programs.
 
 SECTIONS says of each section how to show what it measured, and which goals it has; the columns of races, and their goals
-(GOALS), are here. The sections that are programs of their own (cpu_adam.py, codecs.py, disk.py, checkpoints.py, network.py)
-have theirs in their files.
+(GOALS), are here. The other sections have theirs in their files (host_overhead.py, cpu_adam.py, codecs.py, disk.py,
+checkpoints.py, network.py).
 
 results.json (schema 2): `machine`, `versions`, `workload`, `rounds`; `contenders`, one entry per contender with
 `status` ("ran", "skipped: why", "failed: why"), seconds per step, ratios, processor time, memory in bytes,
 losses; `core_share`, the part of a core that a rank got (near 1 on a quiet machine); `tiers`, the same as `contenders`
 with bytes moved, disk speeds and bounds by round; `host_work`; `hostadam`, `codecs`, `disk`, `checkpoints`, `network`: the
-results of these programs; `parallel`: as `contenders`, on a mesh of ranks; `gpu`: contenders and the largest models, or the
+results of these sections; `parallel`: as `contenders`, on a mesh of ranks; `gpu`: contenders and the largest models, or the
 reason why there are none; `goals`. A value that was not measured is null.
 """
 

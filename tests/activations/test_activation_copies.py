@@ -33,6 +33,15 @@ def test_a_copy_of_the_model_checkpoints_its_own_blocks(activate):
     assert zs.activation_report(model).packed == 9
 
 
+def test_the_store_is_freed_when_the_model_and_its_copies_are_detached(activate):
+    model = activate(seeded(Stack, DIM), "cpu")
+    other, store = copy.deepcopy(model), store_of(model)
+    zs.checkpoint_activations(model, off=True)
+    assert not store.closed
+    zs.checkpoint_activations(other, off=True)
+    assert store.closed
+
+
 @pytest.mark.parametrize("place", ["cpu", "nvme"])
 def test_copies_that_threads_compute_at_once(activate, place):
     """Each copy's batches grow, so the store they share makes larger arenas while others put and get."""

@@ -1,6 +1,8 @@
 """Cuts of a model into stages: by cost, as asked, with the names of the whole; what can not be cut is told."""
 
 import copy
+import gc
+import weakref
 
 import pipeline_kit as kit
 import pytest
@@ -67,6 +69,19 @@ def test_models_of_transformers(name):
     for stage in cut_stages(model, 3, range(3)):
         hidden = stage(hidden)
     assert torch.equal(hidden, model(tokens).logits)
+
+
+def test_stages_and_model_are_freed_without_the_garbage_collector():
+    model = kit.model(tied=True)
+    gc.collect()
+    gc.disable()
+    try:
+        stages = cut_stages(model, 2, [0, 1])
+        left = [weakref.ref(each) for each in (*stages, *stages[1].parameters(), model)]
+        del stages, model
+        assert [each() for each in left] == [None] * len(left)
+    finally:
+        gc.enable()
 
 
 def test_a_model_on_the_meta_device():

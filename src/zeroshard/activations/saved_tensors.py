@@ -118,6 +118,7 @@ class Store:
     @_one_at_a_time
     def __deepcopy__(self, memo: dict) -> Store:
         self.users += 1
+        memo[id(self)] = self  # else each part of the copy that refers to the store would count
         return self  # a copy of the model uses the same store
 
     def __reduce_ex__(self, protocol: object) -> tuple:

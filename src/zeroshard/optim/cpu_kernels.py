@@ -17,7 +17,7 @@ differently), process the same elements. `matches` returns whether an optimizer'
 does with fused=True, and for zs.Lion; torch's default (foreach) computes the same formula with other roundings.
 
 Everything here runs under the caller's `torch.no_grad()`, on the calling thread unless a `Team` of threads is given.
-`python -m benchmarks.cpu_adam` measures it.
+`zeroshard bench --sections hostadam` measures it.
 """
 
 from __future__ import annotations

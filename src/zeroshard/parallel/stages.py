@@ -475,6 +475,8 @@ def _make_stage(model: nn.Module, path: str, uses: _Uses, place: Place) -> nn.Mo
         return made
 
     stage = copied("", model)
+    finished.clear()  # `copied` refers to itself, so only the garbage collector frees what it holds
+    own.clear()
     stage.__class__ = type(f"{type(model).__name__}Stage", (Stage, type(model)), {})
     stage.pipeline_stage = place  # type: ignore[assignment]
     return stage
