@@ -402,7 +402,8 @@ def test_a_parameter_kept_from_inside_a_forward_raises_once_it_is_released():
     before = [layer.weight.detach().clone() for layer in model]
     model, _ = zs.shard(model, None, stage=3, map_shared=False)
     model(torch.ones(2, 4)).sum().backward()
-    for use in (torch.sum, lambda w: w + 1, lambda w: w.view(-1)[0], lambda w: w.numpy(force=True), lambda w: w.data.zero_()):
+    uses = (torch.sum, lambda w: w + 1, lambda w: w.view(-1)[0], lambda w: w.numpy(force=True), lambda w: w.data.zero_())
+    for use in (*uses, lambda w: w.full_tensor(), lambda w: w.to_local()):
         with pytest.raises(zs.ShardedAccessError, match="kept from inside a forward"):
             use(kept[0])
     assert "not gathered" in repr(kept[0]) and kept[0].shape == (4, 4)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ShardedAccessError
-from .home import Home
+from .home import Home, Sliced
 
 
 class _Context(Protocol):
@@ -35,10 +35,11 @@ class _Read(torch.autograd.Function):
         return ctx.arrive(grad), None, None
 
 
-def read(tensor: Tensor, home: Home, value: Tensor, sliced: bool) -> Tensor:
+def read(tensor: Sliced | ReadableWhole, value: Tensor, sliced: bool) -> Tensor:
     """Return `value`, read from `tensor`, attached to its graph. sliced: `value` is this rank's slice, else the whole."""
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return value
+    home = tensor._home  # not before `value`: a released parameter has none, and refuses that it is read
 
     def lost(_: Tensor) -> Tensor:
         raise ShardedAccessError(
@@ -57,8 +58,8 @@ class ReadableWhole(nn.Parameter):
 
     def to_local(self) -> Tensor:
         """Return the slice that this rank would hold if the parameter were sharded, sharing memory. Differentiable."""
-        return read(self, self._home, self.detach().reshape(-1)[self._home.start : self._home.stop], sliced=True)
+        return read(self, self.detach().reshape(-1)[self._home.start : self._home.stop], sliced=True)
 
     def full_tensor(self) -> Tensor:
         """Return a copy of the parameter. Differentiable."""
-        return read(self, self._home, self.detach().clone(), sliced=False)
+        return read(self, self.detach().clone(), sliced=False)

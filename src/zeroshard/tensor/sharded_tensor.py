@@ -103,7 +103,7 @@ class ShardedTensor(HasChunks, HasNoMemory):
 
     def to_local(self) -> Tensor:
         """Return this rank's slice (stop - start,), sharing memory: read only; write to the sharded tensor. Differentiable."""
-        return read(self, self._home, self._local, sliced=True)
+        return read(self, self._local, sliced=True)
 
     def full_tensor(self) -> Tensor:
         """Return a copy of the whole tensor on every rank (collective). Differentiable."""
@@ -111,7 +111,7 @@ class ShardedTensor(HasChunks, HasNoMemory):
             lent = self._home.lend(torch.clone, (self,), {})
             if isinstance(lent, Tensor):  # a forward runs, and its unit is gathered
                 return lent
-        return read(self, self._home, self._home.gather_local(self._local).view(self.shape), sliced=False)
+        return read(self, self._home.gather_local(self._local).view(self.shape), sliced=False)
 
 
 class ShardedParameter(CarriesAttributes, ShardedTensor):
