@@ -302,15 +302,13 @@ def open_weights(
         what = f"expected a .safetensors file or a folder of them, a checkpoint of zs.save, or {RECOGNISED}"
         raise CheckpointNotFound(f"weights={str(path)!r}: {what}. {error}") from None
     opened.fit(module_state.names_in(model, specs))
-    stored, (buffers, computed) = opened.model, safetensors.others_of(model)
-    for buffer in buffers:
+    stored = opened.model
+    for buffer in safetensors.others_of(model)[0]:
         if (at := buffer.stored_in(stored)) is not None:
             stored |= dict.fromkeys(buffer.names, at)
 
     def check() -> dict[str, Stored]:
-        fit = module_state.compare(model, specs, stored, peers)
-        for name in computed:  # what hooks compute, they make from the parameters
-            fit.missing.pop(name, None)
+        fit = module_state.compare(model, specs, stored, peers, computes=False)  # hooks make that from the parameters
         if lines := fit.lines([name for name in stored if name not in fit.used]):
             raise ModelMismatch(f"weights do not fit the model ({len(lines)} problems): {'; '.join(lines[:10])}")
         return fit.found
