@@ -228,7 +228,7 @@ def use_any(
     If a run removes the checkpoint while it is opened or used, the next one is opened, and `use` called with that.
 
     verify, values: see `open_own`; other formats have no checksums.
-    in_bulk: makes the bulk reader (`Opened.bulk`) from the manifest. `open_any` then verifies small blocks only; the reader
+    in_bulk: makes the bulk reader (`Opened.bulk`) from the manifest. Then only small blocks are verified here; the reader
         verifies the others, or the caller by `check_digests`.
     mesh: the ranks' mesh (`Topology.mesh`). Per-rank states (extras, random generators) are restored only if the saved mesh
         is equal to it.
