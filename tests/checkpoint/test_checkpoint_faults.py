@@ -356,3 +356,29 @@ def test_a_folder_that_is_removed_while_a_save_begins_is_a_write_error(tmp_path,
 
     monkeypatch.setattr(writing.os.path, "isdir", isdir)
     run_threads(2, rank_run)
+
+
+def test_a_reason_that_takes_long_to_write_is_what_is_told(tmp_path, monkeypatch):
+    """Meanwhile rank 0, which looks fifty times a second, does not take that rank for dead."""
+    plain, plain_finish = places.write_whole, rank_file.FileWriter.finish
+
+    def write_whole(path, *args, **options) -> None:
+        time.sleep(0.5 if path.suffix == ".failed" else 0)
+        plain(path, *args, **options)
+
+    def finish(self) -> None:
+        if "rank-00001" in self.file.path:
+            raise RuntimeError("no more")
+        plain_finish(self)
+
+    def rank_run(rank: int) -> Exception | None:
+        model, optimizer = build("tied", stall_timeout_s=20.0)
+        error = raised_by(zs.save(tmp_path, model, optimizer, asynchronous=True).wait)
+        zs.close(model)
+        return error
+
+    monkeypatch.setattr(places, "write_whole", write_whole)
+    monkeypatch.setattr(rank_file.FileWriter, "finish", finish)
+    for error in run_threads(2, rank_run):
+        assert "rank 1 failed: RuntimeError: no more" in str(error), repr(error)
+    assert list(tmp_path.iterdir()) == []

@@ -34,6 +34,8 @@ from zeroshard.memory.io.async_file import Syscalls
 SLOW = os.environ.get("ZEROSHARD_SLOW") == "1"
 KILLS = 200 if SLOW else 20
 WORLD = 2
+# by the clock, and so for a machine that serves twenty others as well: whatever hangs is ended all the same
+PATIENCE_S = 1100
 
 
 def fingerprint(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -52,7 +54,7 @@ def small(seed: int) -> torch.nn.Module:
 
 
 def made() -> tuple:
-    return build(small(0), stall_timeout_s=10.0)
+    return build(small(0), stall_timeout_s=60.0)
 
 
 def batch_of(step: int) -> list:
@@ -120,7 +122,7 @@ def kill_often(root: str, kills: int, seed: int) -> dict:
         args = (f"{root}/run{number}", where, notes, number % 2 == 1, writer)
         children = [forked(live, r, *args) for r in range(WORLD)]
         os.close(writer)
-        ready, _, _ = select.select([reader], [], [], 30)
+        ready, _, _ = select.select([reader], [], [], PATIENCE_S)
         said = os.read(reader, 100) if ready else b""
         if said:
             time.sleep(draw.uniform(0, 0.9) * float(said.split()[0]))
@@ -261,7 +263,7 @@ def wait_for(children: list[int]) -> None:
 def over_a_network(rank: int, root: str) -> None:
     """Ranks that do not share memory: a round trip; then a call by one rank only (B03)."""
     join_group(root, "network", rank)
-    options = {"comm": "dist", "stall_timeout_s": 3.0}
+    options = {"comm": "dist", "stall_timeout_s": 10.0}
     for asynchronous in (False, True):
         model, optimizer = build(small(0), **options)
         train(model, optimizer, rank, batch_of(0))
@@ -355,7 +357,7 @@ def start(rank: int, world: int, root: str, kills: int) -> dict:
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     root = tmp_path_factory.mktemp("processes")
-    (found,) = run_processes(start, 1, str(root), KILLS, timeout_s=1100 if SLOW else 200)
+    (found,) = run_processes(start, 1, str(root), KILLS, timeout_s=PATIENCE_S)
     return found | {"root": root}
 
 

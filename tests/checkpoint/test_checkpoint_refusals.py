@@ -175,3 +175,39 @@ def test_a_base_that_was_frozen_when_it_was_saved(tmp_path):
     ) as caught:
         zs.load(tmp_path, *built(frozen=False))
     assert "0.weight (4, 4)" in str(caught.value) and "optimizer=None to take the model alone" in str(caught.value)
+
+
+# -- what hooks make of a state dict is no misfit ------------------------------------------------------------------------
+
+
+class Packed(nn.Module):
+    """Its state dict has the buffer in another shape, under its name, and a tensor of any length; the module takes both back."""
+
+    def __init__(self, seen: int) -> None:
+        super().__init__()
+        self.map, self.seen = nn.Linear(4, 4), torch.arange(float(seen))
+        self.register_buffer("scale", torch.arange(8.0))
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}scale"] = self.scale.view(2, 4).clone()
+        destination[f"{prefix}seen"] = self.seen
+
+    def _load_from_state_dict(self, state, prefix, *args) -> None:
+        state[f"{prefix}scale"] = state[f"{prefix}scale"].view(8)
+        self.seen = state.pop(f"{prefix}seen")
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+def test_what_modules_store_in_shapes_of_their_own_is_taken_back(tmp_path):
+    model, _ = zs.shard(Packed(3), None, stage=3)
+    zs.save(tmp_path, model)
+    model.scale.zero_(), model.seen.zero_()
+    zs.load(tmp_path, model)
+    assert (model.scale.tolist(), model.seen.tolist()) == (list(range(8)), [0, 1, 2])
+    zs.close(model)
+    model = Packed(5)
+    model.scale.zero_()
+    model, _ = zs.shard(model, None, stage=3, weights=tmp_path)
+    assert (model.scale.tolist(), model.seen.tolist()) == (list(range(8)), [0, 1, 2])
+    zs.close(model)

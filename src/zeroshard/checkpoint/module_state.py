@@ -44,12 +44,14 @@ class Fit:
 
 
 def compare(
-    model: nn.Module, specs: Iterable[ParamSpec], stored: Mapping[str, Stored], comm: DirectComm, twice: bool = True
-) -> Fit:
+    model: nn.Module, specs: Iterable[ParamSpec], stored: Mapping[str, Stored], comm: DirectComm, twice: bool = True,
+    computes: bool = True,
+) -> Fit:  # fmt: skip
     """Compare a model's parameters, buffers and computed tensors with stored ones.
 
     comm: ranks with the same part of the model; each compares its share of the values of tied parameters. twice: tied parameters
     may be stored under several names; otherwise only the first counts. Buffers that are not persistent need not be stored.
+    computes: compare what hooks compute; otherwise it may be missing, or of another shape.
     """
     fit, prefixes = Fit(), safetensors.prefixes_of(model)
     for spec in specs:
@@ -65,13 +67,17 @@ def compare(
             if differ(stored[names[0]], stored[name], comm.rank, comm.world_size):
                 untie = "to which the model ties it; build it without the tie"
                 fit.problems.append(f"untied: {name}: saved with other values than {names[0]}, {untie}")
-        fit.found[spec.name] = stored[names[0]].cut(spec.part)
+        if not other:
+            fit.found[spec.name] = stored[names[0]].cut(spec.part)
     buffers, computed = safetensors.others_of(model)
     wanted = [(buffer.kept, buffer.names, buffer.tensor) for buffer in buffers]
-    for kept, names, value in [*wanted, *(([name], [name], value) for name, value in computed.items())]:
+    wanted += [([name], [name], value) for name, value in computed.items()] if computes else []
+    for kept, names, value in wanted:
         shape = tuple(value.shape)
         found = [name for name in kept if name in stored] or [name for name in names if name in stored][:1]
         other = [name for name in found if stored[name].shape != shape]
+        if not kept:  # a hook may store a buffer in another shape under its name: then it is read, and the hook puts it right
+            other = [name for name in other if name not in computed or stored[name].numel < value.numel()]
         fit.problems += [f"of another shape: {name}: saved {stored[name].shape}, wanted {shape} (buffer)" for name in other]
         if kept:
             fit.used.update(found)

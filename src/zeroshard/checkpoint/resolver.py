@@ -228,7 +228,7 @@ def use_any(
     If a run removes the checkpoint while it is opened or used, the next one is opened, and `use` called with that.
 
     verify, values: see `open_own`; other formats have no checksums.
-    in_bulk: makes the bulk reader (`Opened.bulk`) from the manifest. `open_any` then verifies small blocks only; the reader
+    in_bulk: makes the bulk reader (`Opened.bulk`) from the manifest. Then only small blocks are verified here; the reader
         verifies the others, or the caller by `check_digests`.
     mesh: the ranks' mesh (`Topology.mesh`). Per-rank states (extras, random generators) are restored only if the saved mesh
         is equal to it.
@@ -302,15 +302,13 @@ def open_weights(
         what = f"expected a .safetensors file or a folder of them, a checkpoint of zs.save, or {RECOGNISED}"
         raise CheckpointNotFound(f"weights={str(path)!r}: {what}. {error}") from None
     opened.fit(module_state.names_in(model, specs))
-    stored, (buffers, computed) = opened.model, safetensors.others_of(model)
-    for buffer in buffers:
+    stored = opened.model
+    for buffer in safetensors.others_of(model)[0]:
         if (at := buffer.stored_in(stored)) is not None:
             stored |= dict.fromkeys(buffer.names, at)
 
     def check() -> dict[str, Stored]:
-        fit = module_state.compare(model, specs, stored, peers)
-        for name in computed:  # what hooks compute, they make from the parameters
-            fit.missing.pop(name, None)
+        fit = module_state.compare(model, specs, stored, peers, computes=False)  # hooks make that from the parameters
         if lines := fit.lines([name for name in stored if name not in fit.used]):
             raise ModelMismatch(f"weights do not fit the model ({len(lines)} problems): {'; '.join(lines[:10])}")
         return fit.found

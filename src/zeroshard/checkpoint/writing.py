@@ -422,12 +422,15 @@ class Writing:
         save.seconds = time.monotonic() - self.begin
 
     def _fail(self, save: Save, error: BaseException) -> None:
-        """Leave `rank-00000.failed` for rank 0. This rank's data file is removed first, so that a full disk has room for it."""
+        """Leave `rank-00000.failed` for rank 0. This rank's data file is emptied first, so that a full disk has room for it."""
         save._error = telling(error, "zs.save", self.comm.rank)
         try:
-            self.file.unlink(missing_ok=True)
+            with suppress(OSError):  # not removed: rank 0 takes a rank without one for dead, and would say that, not the reason
+                os.truncate(self.file, 0)
             places.write_whole(self._file_of(self.comm.rank, "failed"), encode(save._error))
         except Exception as problem:  # rank 0 will report that this rank's part is missing
+            with suppress(OSError):
+                self.file.unlink()
             print(f"zeroshard: rank {self.comm.rank}: {save._error}; rank 0 could not be told: {problem}", file=sys.stderr)
 
     def _meet(self) -> None:
