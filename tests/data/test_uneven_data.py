@@ -295,6 +295,26 @@ def test_what_needs_every_rank_is_refused_once_one_has_ended(what: str) -> None:
     assert said[0] == "" and "zs.stop_together" in said[1] and said[1] == said[2]
 
 
+def test_sums_held_back_beside_gradients_at_rest_of_a_rank_without_data() -> None:
+    """Stage 0 in bf16: the rank with data has copied its reduced gradients aside for the sums, the other one has not."""
+
+    def work(rank: int) -> list[float]:
+        model = copy.deepcopy(BASE)
+        model, optimizer = zs.shard(model, adamw(model.parameters()), stage=0, precision="bf16")
+        batch = batches()[0][0]
+        with zs.join(model):
+            for step in range(1 + rank):
+                with zs.accumulate(model) if step else contextlib.nullcontext():
+                    model(*batch).backward()
+                model(*batch).backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+        return flat(zs.full_state_dict(model)).tolist()
+
+    one, other = run_threads(2, work)
+    assert one == other
+
+
 def test_join_inside_join_is_refused() -> None:
     model = copy.deepcopy(BASE)
     model, _ = zs.shard(model, adamw(model.parameters()), stage=3)

@@ -188,7 +188,8 @@ class Reductions:
     def _wait(self) -> None:
         reduced = [group.gradients for number in sorted(self._started) for group in self.units[number].trainable]
         replicated = [grads for grads in reduced if grads.replicated]
-        carried = any(grads.carry is not None or not grads.comm.drains_all for grads in replicated)
+        # a rank that held sums back over reduced gradients has a `carry`, which others (after the end of their data) may lack
+        carried = any(grads.reduced or not grads.comm.drains_all for grads in replicated)
         for grads in reduced:
             grads.finish()
         if replicated:
