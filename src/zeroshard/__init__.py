@@ -65,6 +65,7 @@ from .optim.parameter_access import gradient_of, state_of, value_of
 from .optim.sharded_optimizer import StepRecord
 from .optim.whole_matrix import whole_matrix
 from .utils.compression import Compression
+from .utils.state_format import StateFormat
 from .utils.version import __version__
 from .zero import out_of_memory
 from .zero.gathered_parameters import gathered
@@ -138,7 +139,7 @@ __all__ = [
     "Compression", "Config", "ConfigError", "DeviceMemoryError",
     "Exported", "Forecast", "HostMemoryError", "Inspection", "Lion", "Loaded", "ModelChanged", "ModelClosed",
     "ModelMismatch", "Muon", "NonFiniteError", "Offload", "OffloadIOError", "PeerFailed", "Report", "Save",
-    "ShardedAccessError", "ShardedSampler", "ShardedWriteError", "StallError", "StatesAway", "StepRecord", "SwapError",
+    "ShardedAccessError", "ShardedSampler", "ShardedWriteError", "StallError", "StateFormat", "StatesAway", "StepRecord", "SwapError",
     "ThreadsMet", "Tier", "ZeroshardError", "__version__", "accumulate", "activation_report", "backward", "checkpoint_activations",
     "clip_grad_norm_", "close", "ema", "export", "forecast", "full_gradients", "full_optimizer_state", "full_optimizer_state_dict",
     "full_state_dict", "gathered", "gradient_of", "init", "inspect_checkpoint", "io", "join", "load", "offload_states", "register_forward",

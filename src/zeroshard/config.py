@@ -25,11 +25,13 @@ from .utils.option_kinds import (
     BOOL,
     BOUND,
     COUNT,
+    DTYPES,
     FOLDER,
     LENGTH,
     POSITIVE,
     SECONDS,
     SKIPS,
+    UNITS,
     WHOLE,
     Kind,
     check_fields,
@@ -37,6 +39,7 @@ from .utils.option_kinds import (
     is_scale,
     option,
 )
+from .utils.state_format import StateFormat
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -198,21 +201,8 @@ def _as_dtype(value: object) -> Any:
     return PRECISIONS.get(_precision_name(value), value)
 
 
-def _are_units(value: object) -> bool:
-    if isinstance(value, (tuple, list, set, frozenset)):
-        return all(isinstance(item, (str, type)) for item in value)
-    return isinstance(value, str) or callable(value)
-
-
-def _are_dtypes(value: object) -> bool:
-    return isinstance(value, Mapping) and all(
-        isinstance(key, str) and isinstance(dtype, torch.dtype) and dtype.is_floating_point for key, dtype in value.items()
-    )
-
-
 _DTYPE = Kind("torch.float32, bfloat16 or float16", lambda value: value in PRECISIONS.values())
-_UNITS = Kind("'auto', 'model', 'leaf', a tuple of classes or names, or a function (name, module) -> bool", _are_units)
-_DTYPES = Kind("{class name or name pattern: floating-point dtype}", _are_dtypes)
+_MASTERS = Kind("True, False or 'split'", lambda value: isinstance(value, bool) or value == "split")
 _LOSS_SCALE = Kind("'dynamic' or a number above 0", lambda value: value == "dynamic" or is_scale(value))
 _SCALE = Kind("a number above 0", is_scale)
 
@@ -299,7 +289,11 @@ class Config:
     gradient_dtype: dtype in which reduced gradients are stored and accumulated.
     reduce_dtype: dtype in which gradients are sent; None: the precision's. Sums are always computed in fp32.
     master_weights: keep fp32 masters and states if the precision is below fp32. False: the optimizer steps the low-precision
-        parameters with states of their dtype, and rank 0 prints a line.
+        parameters with states of their dtype, and rank 0 prints a line. "split" (bf16): the masters are the parameters and 16
+        more bits each, 2 bytes less; the bits are those of fp32 masters, except half-way between two parameters (1 in 65,536).
+    optimizer_states: format in which optimizer states rest, on every tier: "fp32", "bf16", "fp8", "int8", "int4", a
+        zs.StateFormat, or a mapping from names of states to these, {"exp_avg": "int8"}. Norms, biases, embeddings and small
+        parameters keep fp32 states.
     dtypes: a dtype for some modules: {class name or name pattern: dtype or its name}, e.g. {"LayerNorm": "fp32"}. It applies to
         the module and everything inside; of several matching keys that of the innermost module wins. Inputs and outputs are cast
         where the dtype changes. A key that matches no module names parameters ({"router.weight": "fp32"}), and casts no inputs.
@@ -353,7 +347,7 @@ class Config:
 
     stage: int = 3
     precision: str = "fp32"
-    units: Units = option("auto", _UNITS)
+    units: Units = option("auto", UNITS)
     max_unit_numel: int | None = option(None, BOUND)
     min_unit_numel: int = option(0, COUNT)
     max_grad_norm: float | None = option(None, LENGTH)
@@ -361,8 +355,9 @@ class Config:
     prefetch_nbytes: int = option(64 << 20, BOUND)
     gradient_dtype: torch.dtype = option(torch.float32, _DTYPE)
     reduce_dtype: torch.dtype | None = option(None, _DTYPE)
-    master_weights: bool = option(True, BOOL)
-    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict, metadata={"kind": _DTYPES})
+    master_weights: bool | Literal["split"] = option(True, _MASTERS)
+    optimizer_states: StateFormat | Mapping[str, StateFormat] | None = None
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict, metadata={"kind": DTYPES})
     cast_buffers: bool = option(False, BOOL)
     agree_buffers: bool = option(True, BOOL)
     loss_scale: str | float = option("dynamic", _LOSS_SCALE)
@@ -419,8 +414,11 @@ class Config:
         check_fields(self, {f.name: f.metadata["kind"] for f in dataclasses.fields(self) if f.metadata})
         if self.max_grad_norm == 0:
             object.__setattr__(self, "max_grad_norm", None)
+        object.__setattr__(self, "optimizer_states", StateFormat.of(self.optimizer_states))
         self._normalise_offload()
         self._normalise_communication()
+        if self.master_weights == "split":
+            self._check_split()
 
     def _normalise_offload(self) -> None:
         for name in ("offload_optimizer", "offload_gradient", "offload_param"):
@@ -468,6 +466,18 @@ class Config:
             )
         if self.zero_quantized_weights is not None and self.row.optimizer is not Placement.SHARDED:
             raise ConfigError("zero_quantized_weights needs stage 1, 2 or 3: at stage 0 no parameters are sent.")
+
+    def _check_split(self) -> None:
+        """Raise ConfigError where masters can not share the parameters' bits."""
+        why = None
+        if self.precision != "bf16":
+            why = f"precision={self.precision!r}: use precision='bf16', of which fp32 has the exponent"
+        elif self.delayed_update is not None:
+            why = "delayed_update, which steps masters while forward reads the parameters"
+        elif self.zero_quantized_weights is not None and self.row.parameter is not Placement.SHARDED:
+            why = f"zero_quantized_weights at stage {self.stage}, which rounds the parameters: use stage 3"
+        if why is not None:
+            raise ConfigError(f"master_weights='split' does not go with {why}; or use master_weights=True.")
 
     def farther(self) -> Iterator[dict[str, Any]]:
         """Yield the options that lead to each of CHOICES with no lower stage and no nearer tiers than here, in their order."""
@@ -551,7 +561,8 @@ class ConfigFields(TypedDict, total=False):
     prefetch_nbytes: float | None
     gradient_dtype: str | torch.dtype | None
     reduce_dtype: str | torch.dtype | None
-    master_weights: bool | None
+    master_weights: bool | Literal["split"] | None
+    optimizer_states: StateFormat | str | Mapping[str, object] | None
     dtypes: Mapping[str, str | torch.dtype] | None
     cast_buffers: bool | None
     agree_buffers: bool | None

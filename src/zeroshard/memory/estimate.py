@@ -9,6 +9,7 @@ Activations are left out, and what the model gives back (its own parameters) is 
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -38,7 +39,7 @@ class Group:
     """A flat buffer to be made: `numel` elements of `dtype`, `shard_numel` of them on each rank.
 
     gradient: dtype in which its gradient rests (None: frozen). states: the tier of masters and optimizer states. master: dtype of
-    a master copy, or None. columns: the optimizer states per element. whole: every rank has all values, at any stage.
+    a master copy, or None; int16: the lower halves of masters whose upper halves are the values. columns: the optimizer states per element. whole: every rank has all values, at any stage.
     unpadded: elements without the padding at the end, which is not stepped where a rank steps all; 0: there is no padding.
     """
 
@@ -55,7 +56,7 @@ class Group:
     @property
     def stepped(self) -> torch.dtype:
         """Dtype of the values that the optimizer steps, and of its states."""
-        return self.master or self.dtype
+        return torch.float32 if self.master is torch.int16 else self.master or self.dtype
 
 
 def rests_away(tier: Tier, separate: bool) -> bool:
@@ -146,13 +147,13 @@ def _arena_nbytes(config: Config, separate: bool, groups: Sequence[Group]) -> in
         if group.gradient is None or group.states.tier is Tier.DEVICE:
             continue
         rests_away = away(group.states.tier)
-        coded = [column for column in group.columns if rests_away or not column.plain(group.stepped)]  # stepped as decoded
-        sizes = [group.stepped.itemsize] * (len(coded) + (rests_away and group.master is not None))
+        sizes = [column.nbytes(column.elements, group.stepped) / column.elements for column in group.columns if rests_away]
+        sizes += [group.master.itemsize] if rests_away and group.master is not None else []
         if away(Tier.DEVICE if group.whole else config.offload_param.tier):
             sizes.append(group.dtype.itemsize)
         if away(config.offload_gradient.tier):
             sizes.append(group.gradient.itemsize)
-        nbytes = group.shard_numel * sum(sizes) + 2 * PAGE_NBYTES * len(sizes)
+        nbytes = math.ceil(group.shard_numel * sum(sizes)) + 2 * PAGE_NBYTES * len(sizes)
         total, largest = total + nbytes, max(largest, min(nbytes, offload.buffer_nbytes))
     return min(round_up(total + largest, PAGE_NBYTES), limit_nbytes)
 

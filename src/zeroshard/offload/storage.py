@@ -35,7 +35,8 @@ from ..memory.io.aligned import zeros
 from ..memory.io.async_file import Engine, File, empty_aligned
 from ..memory.io.swap_folder import SwapFolder
 from ..memory.ledger import STAGING, Ledger, making
-from ..tensor.state_column import StateColumn
+from ..tensor.state_column import StateColumn, StatePlan
+from ..tensor.stretch import SplitStretch
 from ..utils import torch_compat
 from ..utils.one_thread import Turn, one_thread
 from ..utils.work import OVER, Work
@@ -336,6 +337,36 @@ class CodedRest(Rest):
         return self.column.count(begin), self.column.encode(source.to(self.dtype)).to(self.inner.dtype)
 
 
+class SplitRest(Rest):
+    """Resting place of fp32 masters as their two halves: `high` has the bf16 parameters, `low` the 16 bits that these lack."""
+
+    resident = False
+
+    def __init__(self, high: Rest, low: Rest) -> None:
+        self.high, self.low, self.numel, self.dtype, self.tier = high, low, low.numel, torch.float32, low.tier
+
+    def nbytes_of(self, numel: int) -> int:
+        return self.low.nbytes_of(numel)
+
+    def read(self, start: int, out: Tensor) -> Work:
+        out.copy_(self.load(start, start + out.numel()))
+        return OVER
+
+    def write(self, start: int, source: Tensor) -> Work:
+        self.store(start, source)
+        return OVER
+
+    def load(self, start: int, stop: int) -> Tensor:
+        return SplitStretch(self.high.load(start, stop), self.low.load(start, stop)).open()
+
+    def store(self, start: int, source: Tensor) -> None:
+        numel = source.numel()
+        halves = [torch.empty(numel, dtype=dtype, device=source.device) for dtype in (torch.bfloat16, torch.int16)]
+        SplitStretch(*halves).close(source.detach().view(-1).float())
+        self.high.store(start, halves[0])
+        self.low.store(start, halves[1])
+
+
 class _Folder:
     """A swap folder with its engine, from which regions are allocated one after another."""
 
@@ -375,7 +406,7 @@ class Tiers:
         self.slots: BufferPool | None = None  # host: shards read from disk that are copied to a separate device
         self.landings: BufferPool | None = None  # device: reduced gradient shards that rest on another tier
         self.arrivals: BufferPool | None = None  # host: gradient shards that are then added, or written to disk
-        self.state_columns: dict[int, tuple[StateColumn, ...]] = {}  # id of a parameter -> columns that its first step makes
+        self.state_plans: dict[int, StatePlan] = {}  # by id of a parameter
         self.released_nbytes = 0  # host memory of the unsharded model and optimizer, which sharding will free
         self._folders: dict[str, _Folder] = {}
         self._entered: list[tuple[str, int, Tier]] = []

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from ..tensor.flat_layout import round_up
+from ..tensor.stretch import Stretch
 from ..utils import torch_compat
 from ..utils.host import cache_nbytes, ranks_here
 from .inner_optimizer import Options, State
@@ -82,15 +83,16 @@ class Kernel(ABC):
         """Return the state with which the optimizer's own first step starts: counters, and columns like `param`."""
         return {name: torch.zeros_like(param, requires_grad=False) for name in self.columns}
 
-    def prepare(self, param: Tensor, grad: Tensor, state: State) -> None:
+    def prepare(self, param: Tensor | Stretch, grad: Tensor, state: State) -> None:
         """Create missing columns; assert lengths, dtypes and strides, since the fused kernels take addresses."""
+        numel = param.numel()
         if any(state.get(name) is None for name in self.columns):
-            for name, value in self.create(param).items():
+            for name, value in self.create(torch.empty(numel, device="cpu") if isinstance(param, Stretch) else param).items():
                 if state.get(name) is None:
                     state[name] = value
-        numel = param.numel()
         for tensor in (param, *(state[name] for name in self.columns)):
-            assert tensor.numel() == numel and tensor.dtype is torch.float32 and tensor.is_contiguous()
+            assert tensor.numel() == numel
+            assert isinstance(tensor, Stretch) or (tensor.dtype is torch.float32 and tensor.is_contiguous())
         assert grad.numel() == numel and grad.is_contiguous()
 
     def count(self, state: State) -> object:
@@ -235,9 +237,9 @@ def matches(optimizer: torch.optim.Optimizer) -> bool:
 
 def step_stretch(
     kernel: Kernel,
-    master: Tensor,  # (n,) fp32
+    master: Tensor | Stretch,  # (n,) fp32
     grad: Tensor,  # (n,) bf16, fp16 or fp32; not changed
-    state: State,
+    state: State,  # columns may be Stretches
     options: Options,
     *,
     scale: float = 1.0,
@@ -260,7 +262,8 @@ def step_stretch(
     assert out is None or out.numel() == numel
     narrow = grad.dtype is not torch.float32
     casts = narrow or scale != 1.0
-    if kernel.passes == 1 and not casts and out is None:
+    opens = isinstance(master, Stretch) or any(isinstance(state.get(name), Stretch) for name in kernel.columns)
+    if kernel.passes == 1 and not casts and not opens and out is None:
         chunk = max(chunk, round_up(-(-numel // threads), CHUNK_ALIGNMENT))  # no chunk would be read a second time
     kernel.prepare(master, grad, state)
     count = kernel.count(state)
@@ -285,9 +288,13 @@ def step_stretch(
                     given = part_grad
                 if scale != 1.0:
                     torch.mul(given, scale, out=part_grad)
-            kernel.update(part, part_grad, part_columns, count, options)
+            opened = [each.open() if isinstance(each, Stretch) else each for each in (part, *part_columns)]
+            kernel.update(opened[0], part_grad, opened[1:], count, options)
             if part_out is not None:
-                part_out.copy_(part)
+                part_out.copy_(opened[0])
+            for each, stepped in zip((part, *part_columns), opened, strict=True):
+                if isinstance(each, Stretch):
+                    each.close(stepped)
 
     if team is None or threads == 1 or len(parts) == 1:
         work(scratch)

@@ -21,84 +21,26 @@ them, backward writes into the other (zero/flat_buffer.py:hand_over).
 
 from __future__ import annotations
 
+import math
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..comm.pool import Arena
 from ..config import Offload, Tier
 from ..errors import ZeroshardError
-from ..offload.storage import PAGE_NBYTES, MemoryRest, Rest, Tiers
+from ..offload.storage import PAGE_NBYTES, CodedRest, MemoryRest, Rest, SplitRest, Tiers
 from ..tensor.flat_layout import round_up
-from ..tensor.state_column import is_column
-from ..utils import torch_compat
 from ..utils.one_thread import Turn, one_thread
 from ..utils.work import Work
-from .cpu_kernels import CHUNK_NUMEL, Kernel, Team, host_threads, kernel_for, step_stretch, stepping_threads
-from .inner_optimizer import Options, State, fresh
-from .segments import Run
-from .state_storage import ColumnStates
+from .cpu_kernels import host_threads, stepping_threads
+from .slab_step import Job, Slab, SlabStepper
 
-_STEPPED, _GRADIENT, _VALUES = "(stepped)", "(gradient)", "(values)"  # names of the parts of a slab that are not states
-_CLASS_CHUNK_NUMEL = 1 << 18  # for an optimizer's own class, whose step has an overhead of some 0.15 ms
 _FLIGHT = 4  # most slabs started ahead, per buffer: a limit for slabs in place, which no lack of memory holds back
 _SLAB_MULTIPLE = 4096  # elements: slabs begin at page boundaries in any dtype
-
-
-@dataclass(eq=False)
-class Job:
-    """The host's step of one run.
-
-    options: of the run's parameter group; attributes: the numbers that the optimizer's class keeps on itself; both as they were
-    before the step. gradient: where the gradient rests, not yet multiplied by `factor`. publish: also write the parameters.
-    names, scalars: of the run's states after the step (names None: no chunk of a first step has been computed).
-    """
-
-    run: Run
-    options: Options
-    attributes: Options
-    gradient: Rest
-    factor: float = 1.0
-    publish: bool = True
-    names: list[str] | None = None
-    scalars: State = field(default_factory=dict)
-
-    @property
-    def states(self) -> ColumnStates:
-        assert isinstance(self.run.states, ColumnStates)
-        return self.run.states
-
-    @property
-    def fresh(self) -> bool:
-        """True in the first step of the run."""
-        return self.states.names is None
-
-
-@dataclass(eq=False)
-class Slab:
-    """Elements [begin, end) of a shard, all in one run.
-
-    parts: by name, the tensors that the step uses: views of memory where they rest, or copies in `buffer`. staged: for each
-    copy that the step changes, the Rest to which it must be written back.
-    """
-
-    job: Job
-    begin: int
-    end: int
-    buffer: Tensor | None = None
-    used_nbytes: int = 0
-    parts: dict[str, Tensor] = field(default_factory=dict)
-    staged: dict[str, Rest] = field(default_factory=dict)
-    reads: list[Work] = field(default_factory=list)
-
-    @property
-    def key(self) -> tuple[int, int, int]:
-        """Key by which a slab of this step is found among those that the last step has read ahead."""
-        return id(self.job.run), self.begin, self.end
 
 
 class _All(Work):
@@ -115,7 +57,7 @@ class _All(Work):
             part.wait()
 
 
-class HostStepper:
+class HostStepper(SlabStepper):
     """Steps the runs whose states rest on the host or on disk.
 
     Threads: one at a time, else ThreadsMet is raised: the rank's own thread or, during a delayed step, the thread of that step.
@@ -123,7 +65,9 @@ class HostStepper:
     """
 
     def __init__(self, inner: torch.optim.Optimizer, offload: Offload, tiers: Tiers, fused: bool) -> None:
-        self.inner, self.offload, self.tiers, self.fused = inner, offload, tiers, fused
+        # a rank that computes on a GPU lets the host's step use its share of the cores, whatever OMP_NUM_THREADS is
+        super().__init__(inner, tiers, fused, host_threads() if tiers.separate else torch.get_num_threads())
+        self.offload = offload
         self.turn = Turn("the host's step of offloaded states")
         pin = offload.pin_memory
         limit_nbytes = offload.buffer_count * offload.buffer_nbytes
@@ -131,10 +75,6 @@ class HostStepper:
         self._ahead: deque[Slab] = deque()  # slabs that are read ahead for the next step
         self._next: deque[Slab] = deque()  # the next step's slabs that are not read yet
         self._uploads: list[Work] = []  # copies to the device in this step
-        # a rank that computes on a GPU lets the host's step use its share of the cores, whatever OMP_NUM_THREADS is
-        self.threads = host_threads() if tiers.separate else torch.get_num_threads()
-        self.scratch = torch.empty(CHUNK_NUMEL * self.threads, device="cpu")
-        self.team = Team(1 if tiers.comm.imagined else self.threads)  # fake tensors belong to one thread
 
     # -- the pipeline ----------------------------------------------------------------------------------------
 
@@ -180,7 +120,7 @@ class HostStepper:
             slab.buffer = self.pool.take(nbytes)
             if slab.buffer is None:
                 return
-            self._read_states(slab)
+            self._bring_states(slab)
             self._ahead.append(self._next.popleft())
             self._count_ahead(slab, 1)
 
@@ -198,8 +138,8 @@ class HostStepper:
             self.pool.give(slab.buffer, _All(slab.reads))
 
     def _count_ahead(self, slab: Slab, sign: int) -> None:
-        for rest in slab.staged.values():
-            self.tiers.ledger.read_ahead(rest.tier, Tier.HOST, sign * rest.nbytes_of(slab.end - slab.begin))
+        for copied, rest, _ in slab.staged:
+            self.tiers.ledger.read_ahead(rest.tier, Tier.HOST, sign * copied.nbytes)
 
     @one_thread
     def give_back(self) -> None:
@@ -223,6 +163,7 @@ class HostStepper:
             self._count_ahead(ready, -1)
             slab.buffer, slab.used_nbytes = ready.buffer, ready.used_nbytes
             slab.parts, slab.staged, slab.reads = ready.parts, ready.staged, ready.reads
+            self._renew_noise(slab)
         else:
             if nbytes := self._staged_nbytes(slab):
                 slab.buffer = self.pool.take(nbytes)
@@ -237,11 +178,8 @@ class HostStepper:
                         )
                 if slab.buffer is None:
                     return False
-            self._read_states(slab)
-        self._bring(slab, _GRADIENT, slab.job.gradient, read=True, write=False)
-        values = slab.job.run.group.values.rest
-        if slab.job.publish and values is not slab.job.run.group.masters.stepped:
-            self._bring(slab, _VALUES, values, read=False, write=True)
+            self._bring_states(slab)
+        self._bring_gradient(slab)
         return True
 
     def _slabs(self, job: Job) -> Iterator[Slab]:
@@ -255,16 +193,23 @@ class HostStepper:
                 return
             begin = end
 
-    def _away(self, job: Job) -> list[int]:
+    def _away(self, job: Job) -> list[float]:
         """Return the bytes per element of each tensor that a step of this run copies through the arena."""
         group = job.run.group
-        rests = [group.masters.stepped, job.gradient, group.values.rest, *group.columns.values()]
-        away = [r.dtype.itemsize for r in {id(r): r for r in rests}.values() if r.view(0, 0) is None]
-        staged = group.offload.tier is Tier.DISK or job.states.declared
-        if staged and not group.columns:  # a first step: its states are not made yet
+        masters = group.masters.rest
+        rests: list[Rest] = [group.masters.stepped, job.gradient, group.values.rest, *group.columns.values()]
+        if isinstance(masters, SplitRest):
+            rests[0] = masters.low
+        resting = {id(rest): (rest.inner if isinstance(rest, CodedRest) else rest, rest) for rest in rests}
+        away = [rest.nbytes / rest.numel for memory, rest in resting.values() if memory.view(0, 0) is None]
+        if group.offload.tier is Tier.DISK and not group.columns:  # a first step: its states are not made yet
             kernel = self.kernel(job)
             # without a kernel the class is unknown: two states are foreseen, as Adam has
-            away += [group.masters.stepped.dtype.itemsize] * (len(kernel.columns) if kernel is not None else 2)
+            names = kernel.columns if kernel is not None else ("", "")
+            away += [
+                column.nbytes(column.elements, group.masters.stepped.dtype) / column.elements
+                for column in map(group.plan.column, names)
+            ]
         return away
 
     def slab_numel(self, job: Job) -> int:
@@ -273,139 +218,48 @@ class HostStepper:
         if not away:
             return max(job.run.stop, 1)
         room = self.offload.buffer_nbytes - 2 * PAGE_NBYTES * len(away)  # `_bring` skips at most two pages for each tensor
-        return max(room // sum(away) // _SLAB_MULTIPLE, 1) * _SLAB_MULTIPLE
+        return max(int(room / sum(away)) // _SLAB_MULTIPLE, 1) * _SLAB_MULTIPLE
 
     def _staged_nbytes(self, slab: Slab) -> int:
         """Return the bytes that a slab needs in the arena; 0 if the host steps it in place."""
         away = self._away(slab.job)
         if not away or slab.end == slab.begin:
             return 0
-        return min((slab.end - slab.begin) * sum(away) + 2 * PAGE_NBYTES * len(away), self.offload.buffer_nbytes)
+        return min(math.ceil((slab.end - slab.begin) * sum(away)) + 2 * PAGE_NBYTES * len(away), self.offload.buffer_nbytes)
 
     # -- moving ----------------------------------------------------------------------------------------------
 
-    def _read_states(self, slab: Slab) -> None:
-        group = slab.job.run.group
-        self._bring(slab, _STEPPED, group.masters.stepped, read=True, write=True)
-        for name in slab.job.states.names or ():
-            self._bring(slab, name, group.columns[name], read=True, write=True)
-
-    def _bring(self, slab: Slab, name: str, rest: Rest, *, read: bool, write: bool) -> None:
-        """Add a Rest's elements [begin, end) to the slab's parts: a view of the memory at rest, or a copy in its buffer."""
-        numel, itemsize = slab.end - slab.begin, rest.dtype.itemsize
-        view = rest.view(slab.begin, slab.end)
+    def _place(self, slab: Slab, rest: Rest, start: int, stop: int, *, read: bool, write: bool) -> Tensor:
+        """Return the memory at rest, or a copy in the slab's buffer."""
+        numel, itemsize = stop - start, rest.dtype.itemsize
+        view = rest.view(start, stop)
         if not numel:
-            view = torch.empty(0, dtype=rest.dtype, device="cpu")
-        if view is None:
-            start = round_up(slab.used_nbytes, PAGE_NBYTES)
-            if not isinstance(rest, MemoryRest):
-                start += slab.begin * itemsize % PAGE_NBYTES  # the offset within a page in the file: O_DIRECT needs no copy
-            stop = start + numel * itemsize
-            if slab.buffer is None or stop > slab.buffer.numel():  # a first step may make more states than `_away` foresaw
-                view = torch.empty(numel, dtype=rest.dtype, device="cpu")
-            else:
-                slab.used_nbytes, view = stop, slab.buffer[start:stop].view(rest.dtype)
-            if write:
-                slab.staged[name] = rest
-            if read:
-                slab.reads.append(rest.read(slab.begin, view))
-        slab.parts[name] = view
+            return torch.empty(0, dtype=rest.dtype, device="cpu")
+        if view is not None:
+            return view
+        begin = round_up(slab.used_nbytes, PAGE_NBYTES)
+        if not isinstance(rest, MemoryRest):
+            begin += start * itemsize % PAGE_NBYTES  # the offset within a page in the file: O_DIRECT needs no copy
+        end = begin + numel * itemsize
+        if slab.buffer is None or end > slab.buffer.numel():  # a first step may make more states than `_away` foresaw
+            place = torch.empty(numel, dtype=rest.dtype, device="cpu")
+        else:
+            slab.used_nbytes, place = end, slab.buffer[begin:end].view(rest.dtype)
+        if write:
+            slab.staged.append((place, rest, start))
+        if read:
+            slab.reads.append(rest.read(start, place))
+        return place
 
     def _write_back(self, slab: Slab) -> None:
         writes = []
-        for name, rest in slab.staged.items():
-            writes.append(rest.write(slab.begin, slab.parts[name]))
+        for copied, rest, start in slab.staged:
+            writes.append(rest.write(start, copied))
             if rest.tier is Tier.DEVICE:
                 self._uploads.append(writes[-1])
         if slab.buffer is not None:
             self.pool.give(slab.buffer, _All(writes))
         slab.parts, slab.buffer = {}, None
-
-    # -- arithmetic ------------------------------------------------------------------------------------------
-
-    def kernel(self, job: Job) -> Kernel | None:
-        """Return the fused kernel that steps a run; None: the optimizer's own class steps it."""
-        if not self.fused or job.run.group.masters.stepped.dtype != torch.float32:
-            return None
-        return kernel_for(self.inner, job.options)
-
-    def _compute(self, slab: Slab) -> None:
-        """Step one slab with a kernel, or chunk by chunk with the optimizer's own class."""
-        job, kernel = slab.job, self.kernel(slab.job)
-        param, grad, out = slab.parts[_STEPPED], slab.parts[_GRADIENT], slab.parts.get(_VALUES)
-        state: State = {}
-        if kernel is not None:
-            scalars = fresh(job.states.scalars)  # every slab of a step begins with the same counters
-            if job.fresh:
-                scalars |= self._create(slab, kernel)
-            names = kernel.columns if job.fresh else job.states.names
-            state = {**scalars, **{name: slab.parts[name] for name in names or ()}}
-            # on imagined ranks nothing is computed
-            chunk = round_up(max(param.numel(), 1), CHUNK_NUMEL) if self.tiers.comm.imagined else None
-            step_stretch(
-                kernel,
-                param,
-                grad,
-                state,
-                job.options,
-                scale=job.factor,
-                out=out,
-                scratch=self.scratch,
-                team=self.team,
-                chunk=chunk,
-            )
-            self._take_states(slab, 0, param, state)
-        else:
-            numel = max(param.numel(), 1)
-            chunk = round_up(numel, CHUNK_NUMEL) if self.tiers.comm.imagined else _CLASS_CHUNK_NUMEL
-            for start in range(0, numel, chunk):
-                part = slice(start, start + chunk)
-                state = {}
-                if not job.fresh:
-                    state = fresh(job.states.scalars) | {name: slab.parts[name][part] for name in job.states.names or ()}
-                state = self._step_class(job, param[part], grad[part], state)
-                self._take_states(slab, start, param[part], state)
-            if out is not None:
-                out.copy_(param)
-        job.names = [name for name in state if name in slab.parts]
-        job.scalars = {name: value for name, value in state.items() if name not in slab.parts}
-
-    def _create(self, slab: Slab, kernel: Kernel) -> State:
-        """Create the states of a first step in the slab; return the scalars."""
-        for name in kernel.columns:
-            self._bring(slab, name, slab.job.states.column(name, torch.float32), read=False, write=True)
-        param, scalars = slab.parts[_STEPPED], {}
-        numel = max(param.numel(), 1)
-        chunk = round_up(numel, CHUNK_NUMEL) if self.tiers.comm.imagined else CHUNK_NUMEL
-        for start in range(0, numel, chunk):
-            part = slice(start, start + chunk)
-            created = kernel.create(param[part])
-            for name in kernel.columns:
-                slab.parts[name][part].copy_(created.pop(name))
-            scalars = created
-        return scalars
-
-    def _step_class(self, job: Job, param: Tensor, grad: Tensor, state: State) -> State:
-        """Step a chunk with the optimizer's own class; return the states afterwards."""
-        leaf = nn.Parameter(param)
-        leaf.grad = grad.to(param.dtype) if job.factor == 1.0 else grad.to(param.dtype) * job.factor
-        vars(self.inner).update(fresh(job.attributes))
-        self.inner.param_groups = [{**fresh(job.options), "params": [leaf]}]
-        self.inner.state = defaultdict(dict, {leaf: state} if state else {})
-        self.inner.step()
-        return self.inner.state[leaf]
-
-    def _take_states(self, slab: Slab, start: int, param: Tensor, state: State) -> None:
-        """Copy the states that the optimizer's class has made or replaced into the slab's parts."""
-        for name, value in state.items():
-            if not is_column(value, tuple(param.shape)):
-                continue
-            if name not in slab.parts:
-                self._bring(slab, name, slab.job.states.column(name, value.dtype), read=False, write=True)
-            place = slab.parts[name][start : start + param.numel()]
-            # a state that the class has updated in place is there already
-            if torch_compat.storage_id(place.untyped_storage()) != torch_compat.storage_id(value.untyped_storage()):
-                place.copy_(value)
 
 
 class DelayedStep:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..config import Tier
 from ..offload.storage import Rest, Tiers
-from ..tensor.state_column import StateColumn, is_column
+from ..tensor.state_column import is_column
 from ..zero.unit import ParamGroup
 from .inner_optimizer import State
 from .state_storage import ColumnStates, DeviceStates
@@ -31,7 +31,8 @@ class Run:
     """Elements [start, stop) of the buffer that the optimizer steps for `group`: the parameters `indices`, in layout order.
 
     whole: the run is one parameter that is stepped as a whole (optim/whole_matrix.py). states: the run's optimizer states.
-    tensor: the leaf that the inner optimizer steps (a view of values or masters); None if the host steps offloaded states.
+    tensor: the leaf that the inner optimizer steps (a view of values or masters); None if it is stepped slab by slab: by the
+    host, where states are offloaded, or by the device, where states or masters rest in another form.
     """
 
     group: ParamGroup
@@ -45,6 +46,11 @@ class Run:
     @property
     def numel(self) -> int:
         return self.stop - self.start
+
+    @property
+    def offloaded(self) -> bool:
+        """True if the host steps the run."""
+        return self.group.offload.tier is not Tier.DEVICE
 
     @property
     def active(self) -> bool:
@@ -78,20 +84,19 @@ class RunMaker:
     """Makes the runs of one optimizer.
 
     replicated: every rank has all optimizer states. state: the inner optimizer's `state`. alone: ids of parameters that are
-    stepped as a whole, each in a run of its own. columns: by name, the states that the optimizer's class keeps encoded.
+    stepped as a whole, each in a run of its own.
     """
 
-    def __init__(
-        self, replicated: bool, state: dict[Tensor, State], tiers: Tiers, alone: set[int], columns: dict[str, StateColumn]
-    ) -> None:  # fmt: skip
-        self.replicated, self.state, self.tiers, self.alone, self.columns = replicated, state, tiers, alone, columns
+    def __init__(self, replicated: bool, state: dict[Tensor, State], tiers: Tiers, alone: set[int]) -> None:
+        self.replicated, self.state, self.tiers, self.alone = replicated, state, tiers, alone
 
     def make(self, group: ParamGroup, start: int, stop: int, indices: list[int]) -> Run:
         """Return a run without states."""
         whole = id(group.params[indices[0]]) in self.alone
-        tensor = nn.Parameter(self.stepped(group)[start:stop]) if group.offload.tier is Tier.DEVICE else None
-        if tensor is None or self.columns:
-            return Run(group, start, stop, indices, ColumnStates(group, self.tiers, self.columns, start, stop), tensor, whole)
+        slabs = group.masters.split or (group.plan.coded and not whole)
+        tensor = nn.Parameter(self.stepped(group)[start:stop]) if group.offload.tier is Tier.DEVICE and not slabs else None
+        if tensor is None or group.plan.coded:
+            return Run(group, start, stop, indices, ColumnStates(group, self.tiers, start, stop), tensor, whole)
         return Run(group, start, stop, indices, DeviceStates(self.state, self.tiers, tensor), tensor, whole)
 
     @contextmanager

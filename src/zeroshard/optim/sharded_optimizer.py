@@ -25,7 +25,6 @@ from ..comm.codec import exchange_values
 from ..config import Placement, Tier
 from ..errors import ConfigError, ModelClosed, NonFiniteError, ShardedAccessError, ZeroshardError
 from ..memory.ledger import OPTIMIZER, claimed
-from ..tensor.state_column import declared_columns
 from ..zero.gradient_account import Clipped
 from ..zero.out_of_memory import telling
 from ..zero.runtime import Runtime
@@ -33,8 +32,9 @@ from ..zero.unit import ParamGroup
 from .cpu_kernels import matches
 from .inner_optimizer import Options, fresh, inner_copy, step_on_device
 from .lr_schedulers import Tally, respect_skipped_steps, rewrap_for_schedulers
-from .offloaded_step import DelayedStep, HostStepper, Job
+from .offloaded_step import DelayedStep, HostStepper
 from .segments import Run, RunMaker, state_tensors
+from .slab_step import DeviceStepper, Job
 from .state_storage import WholeState
 from .state_view import ParameterState, StateByParameter, load_state, state_by_param
 from .validation import check_members
@@ -72,14 +72,14 @@ class OptimizerCore:
         self.outer, self.runtime, self.comm, self.world = optimizer, runtime, runtime.comm, runtime.topology.world
         self.replicated = runtime.config.row.optimizer is Placement.REPLICATED
         self.inner = inner_copy(optimizer)
-        alone, columns = whole_parameters(optimizer), declared_columns(optimizer)
-        self.maker = RunMaker(self.replicated, self.inner.state, runtime.tiers, alone, columns)
+        self.maker = RunMaker(self.replicated, self.inner.state, runtime.tiers, whole_parameters(optimizer))
         self.whole = WholeStepper(inner_copy(optimizer), runtime.topology.shards, runtime.tiers, self.replicated)
         self.host: HostStepper | None = None
         if runtime.config.offload_optimizer.tier is not Tier.DEVICE:
             given = runtime.config.offload_optimizer.fused  # whether the host steps with fused kernels; None: where it is best
             fused = (runtime.tiers.separate or matches(optimizer)) if given is None else given
             self.host = HostStepper(inner_copy(optimizer), runtime.config.offload_optimizer, runtime.tiers, fused)
+        self.device = DeviceStepper(inner_copy(optimizer), runtime.tiers, matches(optimizer))
         self.delayed: DelayedStep | None = None
         if self.host is not None and runtime.config.delayed_update is not None:
             self.delayed = DelayedStep(self.host)
@@ -304,7 +304,8 @@ class OptimizerCore:
         runs = [run for run in self.all_runs if id(run.group) in stepped and run.active]
         runs, whole = [run for run in runs if not run.whole], [run for run in runs if run.whole]
         options, attributes = list[Options](), Options()
-        if self.host is not None or whole:
+        slabs = [run for run in runs if run.tensor is None and not run.offloaded]
+        if self.host is not None or slabs or whole:
             # The host restores them before each chunk, so that a class which counts its steps there counts one step, not one per
             # chunk. They are copies since schedulers write into a tensor of a learning rate while a delayed update runs.
             own = vars(self.inner).items()
@@ -313,8 +314,10 @@ class OptimizerCore:
         hosted = [any(run.tensor is None and not run.whole for run in runs) for runs in self.runs]
         with self.maker.ready(runs):
             step_on_device(self.inner, hosted, self.comm.device)
+        if slabs:
+            self.device.step(self._jobs(slabs, options, attributes))
         if self.host is not None:
-            self._step_on_host(runs, options, attributes)
+            self._step_on_host([run for run in runs if run.offloaded], options, attributes)
         if whole:
             number_of = {id(run): number for number, runs in enumerate(self.runs) for run in runs}
             numbers = [number_of[id(run)] for run in whole]
@@ -323,7 +326,9 @@ class OptimizerCore:
                 self.inner.param_groups[number].update(changed)
         self._copy_options(self.inner, self.outer)  # some classes count their steps in options or attributes
         for group in groups:
-            if group.masters.rest is not None and group.offload.tier is Tier.DEVICE:
+            if group.masters.split and not self.replicated:
+                group.values.forget()  # a fetched copy has the old values
+            elif group.masters.rest is not None and group.offload.tier is Tier.DEVICE:
                 self._put_values(group, self.maker.stepped(group))
             if group.gradients.replicated:
                 group.gradients.apply_factor()  # since p.grad is a view of it
@@ -340,27 +345,32 @@ class OptimizerCore:
             rest = group.values.rest
             rest.store(0, stepped if rest.resident else stepped.to(rest.dtype))  # round first, then move fewer bytes
 
-    def _step_on_host(self, runs: list[Run], options_of: list[Options], attributes: Options) -> None:
-        """Step the offloaded runs, in the order of the model, at once or as a delayed update."""
+    def _jobs(self, runs: list[Run], options: list[Options], attributes: Options, publish: bool = False) -> list[Job]:
+        """Return the jobs of stepping runs slab by slab. options: by the optimizer's groups."""
+        of_run = {id(run): each for runs, each in zip(self.runs, options, strict=True) for run in runs}
+        number, jobs = self.runtime.progress.steps, []
+        for run in runs:
+            grads = run.group.gradients
+            jobs.append(Job(run, of_run[id(run)], attributes, grads.resting(), grads.factor, publish, number))
+        return jobs
+
+    def _step_on_host(self, runs: list[Run], options: list[Options], attributes: Options) -> None:
+        """Step the offloaded runs, in the order of the model, at once or as a delayed update. options: by the optimizer's groups."""
         assert self.host is not None
-        options = {id(run): o for group, o in zip(self.runs, options_of, strict=True) for run in group}
-        offloaded = [run for run in runs if run.tensor is None]
-        grads = {id(run.group): run.group.gradients for run in offloaded}
+        grads = {id(run.group): run.group.gradients for run in runs}
         for buffer in grads.values():
             buffer.land()
+        jobs = self._jobs(runs, options, attributes, publish=True)
         warm_up = self.runtime.config.delayed_update
         if warm_up is None or self.runtime.progress.steps < warm_up:
-            rested = [(run, grads[id(run.group)]) for run in offloaded]
-            self.host.step([Job(run, options[id(run)], attributes, grad.rest, grad.factor) for run, grad in rested])
+            self.host.step(jobs)
             return
-        factors = {key: buffer.factor for key, buffer in grads.items()}
         rests = {key: buffer.hand_over() for key, buffer in grads.items()}
-        for run in offloaded:
-            run.group.active = [False] * len(run.group.specs)
+        for job in jobs:
+            job.run.group.active = [False] * len(job.run.group.specs)
+            job.gradient, job.publish = rests[id(job.run.group)], False
         assert self.delayed is not None
-        self.delayed.start(
-            [Job(r, options[id(r)], attributes, rests[id(r.group)], factors[id(r.group)], publish=False) for r in offloaded]
-        )
+        self.delayed.start(jobs)
 
     def _publish_delayed(self) -> list[ParamGroup]:
         """Write the masters of the delayed update into the parameters; return the groups that it has stepped."""

@@ -17,7 +17,7 @@ from ..memory.ledger import OPTIMIZER
 from ..offload.storage import CodedRest, Rest, Tiers
 from ..tensor.home import DerivedHome
 from ..tensor.sharded_tensor import ShardedTensor
-from ..tensor.state_column import StateColumn, is_column
+from ..tensor.state_column import is_column
 from ..utils import torch_compat
 from ..zero.parameter import ParamHome
 from ..zero.unit import ParamGroup
@@ -87,13 +87,10 @@ class DeviceStates:
 
 
 class ColumnStates:
-    """States of elements [start, stop) of the columns of a group's shard, and the run's own scalars.
+    """States of elements [start, stop) of the columns of a group's shard, and the run's own scalars."""
 
-    declared: by name, the columns that the optimizer's class keeps encoded.
-    """
-
-    def __init__(self, group: ParamGroup, tiers: Tiers, declared: dict[str, StateColumn], start: int, stop: int) -> None:
-        self.group, self.tiers, self.declared, self.start, self.stop = group, tiers, declared, start, stop
+    def __init__(self, group: ParamGroup, tiers: Tiers, start: int, stop: int) -> None:
+        self.group, self.tiers, self.start, self.stop = group, tiers, start, stop
         self.names: list[str] | None = None  # names of this run's columns; None before the first step
         self.scalars: State = {}
 
@@ -101,7 +98,7 @@ class ColumnStates:
         """Return the Rest of a column; the first call makes it. dtype: the dtype in which the optimizer sees the state."""
         columns = self.group.columns
         if name not in columns:
-            layout, column = self.group.layout, self.declared.get(name) or StateColumn(name)
+            layout, column = self.group.layout, self.group.plan.column(name)
             numel = layout.numel if self.group.masters.whole else layout.shard_numel
             rest = self.tiers.rest(OPTIMIZER, self.group.offload, column.count(numel), column.dtype or dtype)
             columns[name] = rest if column.plain(dtype) else CodedRest(rest, column, numel, dtype)
@@ -151,7 +148,7 @@ class ColumnStates:
 
     def cut(self, start: int, stop: int, part: Tensor | None) -> ColumnStates:
         """Return the states of elements [start, stop) of the run."""
-        cut = ColumnStates(self.group, self.tiers, self.declared, self.start + start, self.start + stop)
+        cut = ColumnStates(self.group, self.tiers, self.start + start, self.start + stop)
         cut.names = None if self.names is None else list(self.names)
         cut.scalars = fresh(self.scalars)
         return cut

@@ -29,7 +29,8 @@ class StateColumn:
 
     dtype: None for the dtype of the stepped values. encode: the optimizer's tensor (n,) -> the values at rest; decode: the
     reverse. Both take whole blocks, and their results are cast. encode(decode(x)) must be x, so that a state which is saved and
-    loaded keeps its bits; zeros must decode to zeros, since new states are zero-filled.
+    loaded keeps its bits; zeros must decode to zeros, since new states are zero-filled. noisy: encode with stochastic rounding, as
+    steps do: it also takes noise (n,), uniform from 0 to 1.
     """
 
     name: str
@@ -38,6 +39,7 @@ class StateColumn:
     elements: int = 1
     encode: Callable[[Tensor], Tensor] = _as_it_is
     decode: Callable[[Tensor], Tensor] = _as_it_is
+    noisy: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
         assert 0 < self.elements <= _MOST_ELEMENTS and _MOST_ELEMENTS % self.elements == 0 and self.values > 0
@@ -58,6 +60,27 @@ class StateColumn:
     def plain(self, stepped: torch.dtype) -> bool:
         """Return True where the optimizer's tensor rests as it is."""
         return self.encode is self.decode is _as_it_is and self.dtype in (None, stepped)
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """The columns of one parameter's states.
+
+    columns: those that its first step makes, for plans of memory; unnamed ones for a class whose states are not known.
+    make: returns the column of a state by its name, which the first step tells; None: as the optimizer has it.
+    """
+
+    columns: tuple[StateColumn, ...] = ()
+    make: Callable[[str], StateColumn] | None = None
+
+    @property
+    def coded(self) -> bool:
+        """True where some state rests in another form than the optimizer has it."""
+        return self.make is not None
+
+    def column(self, name: str) -> StateColumn:
+        """Return the column of a state of this name."""
+        return StateColumn(name) if self.make is None else self.make(name)
 
 
 def is_column(value: object, shape: tuple[int, ...]) -> TypeGuard[Tensor]:

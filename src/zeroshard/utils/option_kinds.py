@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, TypeGuard, TypeVar
 
+import torch
+
 from ..errors import ConfigError
 
 _T = TypeVar("_T")
@@ -48,6 +50,22 @@ LENGTH = Kind("a number of at least 0", lambda value: is_number(value) and value
 SKIPS = Kind("a whole number of at least 1, or inf", lambda value: value == math.inf or (is_whole(value) and value >= 1))
 COUNT = Kind("a whole number of at least 0", is_count)
 BOUND = Kind("a whole number of at least 0, or inf for no bound", lambda value: is_count(value) or value == math.inf)
+
+
+def _are_units(value: object) -> bool:
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return all(isinstance(item, (str, type)) for item in value)
+    return isinstance(value, str) or callable(value)
+
+
+def _are_dtypes(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(key, str) and isinstance(dtype, torch.dtype) and dtype.is_floating_point for key, dtype in value.items()
+    )
+
+
+UNITS = Kind("'auto', 'model', 'leaf', a tuple of classes or names, or a function (name, module) -> bool", _are_units)
+DTYPES = Kind("{class name or name pattern: floating-point dtype}", _are_dtypes)
 MAX_SECONDS = 2_000_000  # 23 days: sockets count milliseconds in 31 bits
 SECONDS = Kind(
     f"a number of seconds above 0, at most {MAX_SECONDS:,}",

@@ -31,7 +31,7 @@ from ..utils.torch_compat import FakeTensorMode, without_fake_logs
 from .auto_wrap import partition
 from .parameter import ParamSpec
 from .rank_consistency import optimizer_groups
-from .shard_model import Builder, state_columns
+from .shard_model import Builder, state_plans
 
 AUTO = "auto"
 _UNKNOWN = 1 / 3  # fraction of the device left for activations if no sample tells their size
@@ -117,7 +117,7 @@ def _held(
 ) -> dict[Tier, int]:  # fmt: skip
     """Return the bytes that one rank would hold, by tier; on a CPU, bytes of the host count as the device's."""
     tiers = Tiers(comm, Ledger())
-    tiers.state_columns = state_columns(optimizer)
+    tiers.state_plans = state_plans(config, optimizer, specs)
     near = comm.nodes.count(comm.nodes[comm.rank])
     comms = imagined_topology(config, comm.world_size, near, tiers.separate, comm.copies, parts)
     builder = Builder(config, comms, tiers, optimizer_groups(optimizer), 0)

@@ -428,6 +428,13 @@ class GradientBuffer:
     def _at_rest(self, start: int, stop: int) -> Tensor:
         return self.rest.load(start, stop) if self.carry is None else self.carry[start:stop]
 
+    def resting(self) -> Rest:
+        """Return where the reduced shard (REPLICATED: the whole gradient) rests, not yet multiplied by `factor`."""
+        self.land()
+        if self.replicated:
+            return self.tiers.over(self.full)
+        return self.rest if self.carry is None else self.tiers.over(self.carry)
+
     def in_step(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Return elements [start, stop) of the reduced shard (REPLICATED: of the whole gradient) in the optimizer's dtype.
 

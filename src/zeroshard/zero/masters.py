@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..offload.storage import Rest
+from ..offload.storage import Rest, SplitRest
 from ..tensor.flat_layout import round_up
 from ..utils import torch_compat
 
@@ -36,6 +36,17 @@ class Masters:
     def stepped(self) -> Rest:
         """Tensor at rest that the optimizer steps: masters if there are any, else the values."""
         return self.rest if self.rest is not None else self.group.values.rest
+
+    @property
+    def of_runs(self) -> Rest:
+        """Tensor at rest of which the optimizer's runs are ranges: `stepped`, or the whole values of a replicated optimizer."""
+        values = self.group.values
+        return values.tiers.over(values.full) if self.whole and self.rest is None else self.stepped
+
+    @property
+    def split(self) -> bool:
+        """True where the values are the upper half of the masters, so that a step writes both at once."""
+        return isinstance(self.rest, SplitRest)
 
     def precise(self) -> Tensor | None:
         """Return the shard's masters (shard_numel,); None if there are none, or they are whole, off the device or out of date."""

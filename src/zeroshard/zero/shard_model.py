@@ -7,7 +7,7 @@ the sharded parameter, and its old tensor becomes the compute parameter over the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -20,16 +20,18 @@ from ..comm.mesh.compressed import CompressedGathers
 from ..comm.mesh.topology import Topology, needed
 from ..comm.pool import BufferPool, StagingPool
 from ..config import Config, Offload, Placement, Tier
-from ..errors import ConfigError, HostMemoryError, OffloadIOError
+from ..errors import ConfigError, HostMemoryError, OffloadIOError, did_you_mean
 from ..memory.estimate import BUFFERS, LANDINGS, Buffers, Group, Need, Place, needs, rests_away, shortage
 from ..memory.host_memory import keep_freed_memory, limits
 from ..memory.ledger import GATHERED, GRADIENTS, MASTERS, Ledger
-from ..offload.storage import Tiers
+from ..offload.storage import SplitRest, Tiers
 from ..tensor.attributes import attributes_of
 from ..tensor.flat_layout import ALIGNMENT, FlatLayout, round_up
 from ..tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
-from ..tensor.state_column import StateColumn, declared_columns
+from ..tensor.state_codecs import Formats
+from ..tensor.state_column import StateColumn, StatePlan, declared_columns
 from ..utils import torch_compat
+from ..utils.state_format import StateFormat
 from ..utils.torch_compat import carry_hooks, swap
 from .auto_wrap import ROOT, UnitPlan, partition
 from .flat_buffer import GradientBuffer, ParameterBuffer
@@ -43,29 +45,59 @@ from .user_hooks import adopt
 Pair = tuple[list[ParamSpec], FlatLayout]  # a bucket (the parameters of one group) and its layout
 
 
-# number of states as large as the parameter, by class of optimizer (subclasses included) and its options
-_COLUMNS: dict[str, Callable[[dict], int]] = {
-    "Adagrad": lambda options: 1,
-    "ASGD": lambda options: 1,
-    "Lion": lambda options: 1,
-    "Muon": lambda options: 1 if options.get("use_muon", True) else 2,
-    "SGD": lambda options: int(options.get("momentum", 0) != 0),
-    "RMSprop": lambda options: 1 + int(options.get("momentum", 0) > 0) + bool(options.get("centered")),
-    "Adam": lambda options: 2 + bool(options.get("amsgrad")),
-    "AdamW": lambda options: 2 + bool(options.get("amsgrad")),
+_ADAM = ("exp_avg", "exp_avg_sq")
+# names of states as large as the parameter, by class of optimizer (subclasses included) and its options
+_COLUMNS: dict[str, Callable[[dict], tuple[str, ...]]] = {
+    "Adagrad": lambda options: ("sum",),
+    "ASGD": lambda options: ("ax",),
+    "Lion": lambda options: ("exp_avg",),
+    "Muon": lambda options: ("momentum_buffer",) if options.get("use_muon", True) else _ADAM,
+    "SGD": lambda options: ("momentum_buffer",) * (options.get("momentum", 0) != 0),
+    "RMSprop": lambda options: (
+        "square_avg",
+        *("momentum_buffer",) * (options.get("momentum", 0) > 0),
+        *("grad_avg",) * bool(options.get("centered")),
+    ),
+    "Adam": lambda options: _ADAM + ("max_exp_avg_sq",) * bool(options.get("amsgrad")),
+    "AdamW": lambda options: _ADAM + ("max_exp_avg_sq",) * bool(options.get("amsgrad")),
 }
 
 
-def state_columns(optimizer: torch.optim.Optimizer | None) -> dict[int, tuple[StateColumn, ...]]:
-    """Return id of each parameter -> the columns that its first step makes: 2 for an unknown class; only declared ones named."""
+def state_plans(config: Config, optimizer: torch.optim.Optimizer | None, specs: list[ParamSpec]) -> dict[int, StatePlan]:
+    """Return id of each parameter -> its plan of states; for an unknown class, two of a first step's states without names.
+
+    Raise ConfigError if `optimizer_states` names a state that a known class does not keep.
+    """
     if optimizer is None:
         return {}
-    known = (_COLUMNS[cls.__name__] for cls in type(optimizer).__mro__ if cls.__name__ in _COLUMNS)
-    count = next(known, lambda options: 2)
-    declared = tuple(declared_columns(optimizer).values())
-    columns = [(*declared, *[StateColumn("")] * (count(group) - len(declared))) for group in optimizer.param_groups]
-    pairs = zip(optimizer.param_groups, columns, strict=True)
-    return {id(param): each for group, each in pairs for param in group["params"]}
+    known = next((_COLUMNS[cls.__name__] for cls in type(optimizer).__mro__ if cls.__name__ in _COLUMNS), None)
+    declared, given = tuple(declared_columns(optimizer).values()), config.optimizer_states
+    by_name = tuple(given.items()) if isinstance(given, Mapping) else ()
+    others = given if isinstance(given, StateFormat) else None
+    spec_of = {id(spec.original): spec for spec in specs}
+    plans: dict[int, StatePlan] = {}
+    for group in optimizer.param_groups:
+        names = known(group) if known is not None else tuple(column.name for column in declared) or ("", "")
+        for name, _ in by_name:
+            if known is not None and name not in names:
+                raise ConfigError(
+                    f"optimizer_states: {type(optimizer).__name__} keeps {', '.join(names) or 'no such states'}, not {name!r}."
+                    f"{did_you_mean(name, names)}"
+                )
+        for param in group["params"]:
+            spec = spec_of.get(id(param))
+            kept = [] if spec is None else [(name, form) for name, form in by_name if not _spared(form, spec)]
+            rest = None if others is None or spec is None or _spared(others, spec) else others
+            codes = any(form.format != "fp32" for form in (*dict(kept).values(), *filter(None, (rest,))))
+            make = Formats(declared, tuple(kept), rest) if declared or codes else None
+            plans[id(param)] = StatePlan(tuple(StateColumn(n) if make is None else make(n) for n in names), make)
+    return plans
+
+
+def _spared(form: StateFormat, spec: ParamSpec) -> bool:
+    """Return whether a parameter keeps fp32 states: a small one, no matrix, one that the format exempts, or an embedding."""
+    embeds = any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module, _ in spec.owners)
+    return embeds or form.spares(spec.whole_name, math.prod(spec.whole_shape), len(spec.whole_shape))
 
 
 def open_tiers(
@@ -80,7 +112,7 @@ def open_tiers(
     elif config.keep_host_memory and comm.device.type == "cpu":
         keep_freed_memory()
     tiers = Tiers(comm, ledger)
-    tiers.state_columns = state_columns(optimizer)
+    tiers.state_plans = state_plans(config, optimizer, specs)
     if not comm.imagined:  # the host's memory that parameters and states take until their values are in the buffers
         values: list[Any] = [s.original._local if isinstance(s.original, ShardedTensor) else s.original for s in specs]
         states = optimizer.state.values() if optimizer is not None else ()
@@ -118,33 +150,36 @@ class Builder:
         self.tag = serial << 20  # number of the newest buffer: each model has 2**20 numbers of its own
         self.pool: StagingPool | None = None
         self._sharded = config.row.parameter is Placement.SHARDED
-        # id of a trainable bucket's first spec -> dtype of gradients at rest, tier of masters and states, dtype of masters or None
+        # id of a trainable bucket's first spec -> dtype of gradients at rest, tier of masters and states, dtype of masters or None (int16: split)
         self._states: dict[int, tuple[torch.dtype, Offload, torch.dtype | None]] = {}
         self.replaced: dict[int, nn.Parameter] = {}  # id of a given parameter -> the object that took its place
 
     def _lay_out(self, plans: list[UnitPlan]) -> list[list[Pair]]:
         """Return the buckets and layouts of each unit; plan the states of the trainable ones.
 
-        A unit's parameters are in buckets by dtype, requires_grad, whole at rest, quantized, and cut along model axes. Within a
-        bucket they are sorted by optimizer group, matrices before vectors.
+        A unit's parameters are in buckets by dtype, requires_grad, whole at rest, quantized, cut along model axes, and format of
+        states. Within a bucket they are sorted by optimizer group, matrices before vectors.
         """
         config, room = self.config, self.config.model_persistence_threshold
         for spec in sorted((spec for plan in plans for spec in plan.specs), key=lambda spec: spec.number):
             numel = math.prod(spec.shape)  # small parameters stay whole at rest, the model's first ones while there is room
             spec.whole = self._sharded and numel <= min(config.param_persistence_threshold, room)
             room -= numel * spec.whole
-        columns = {column for each in self.tiers.state_columns.values() for column in each}
-        alignment = math.lcm(ALIGNMENT, *(column.elements for column in columns))
+        plans_of = self.tiers.state_plans
         units: list[list[Pair]] = []
         for plan in plans:
             buckets: dict[tuple, list[ParamSpec]] = {}
             for spec in plan.specs:
                 packs = self.topology.packs(spec.name, len(spec.shape))
                 axes = spec.distribution.axes if spec.distribution is not None else ()
-                buckets.setdefault((str(spec.dtype), spec.requires_grad, spec.whole, packs, axes), []).append(spec)
+                states = plans_of.get(id(spec.original), StatePlan())
+                key = (str(spec.dtype), spec.requires_grad, spec.whole, packs, axes, states if states.coded else None)
+                buckets.setdefault(key, []).append(spec)
             units.append([])
             for bucket in buckets.values():
                 bucket.sort(key=lambda s: (self.group_of.get(id(s.original), -1), len(s.shape) < 2))
+                columns = plans_of.get(id(bucket[0].original), StatePlan()).columns
+                alignment = math.lcm(ALIGNMENT, *(column.elements for column in columns))
                 layout = FlatLayout.build([spec.shape for spec in bucket], self.comm.world_size, alignment)
                 units[-1].append((bucket, layout))
         self._plan_states([pair for unit in units for pair in unit if pair[0][0].requires_grad])
@@ -172,7 +207,9 @@ class Builder:
             rounded = values.tier is Tier.DEVICE and not sharded and self._values_comm(spec, layout) is not self.comm
             needed_anyway = away or rounded or (steps_on_host and config.delayed_update is not None)
             gradient_dtype = spec.dtype if spec.dtype == torch.float64 else config.gradient_dtype
-            self._states[id(spec)] = gradient_dtype, offload, torch.float32 if low else spec.dtype if needed_anyway else None
+            split = low and config.master_weights == "split" and spec.dtype == torch.bfloat16
+            master = torch.int16 if split else torch.float32 if low else spec.dtype if needed_anyway else None
+            self._states[id(spec)] = gradient_dtype, offload, master
 
     def needs(self, plans: list[UnitPlan]) -> dict[Place, int]:
         """Return the bytes that this rank would hold, gathered units included. Nothing is allocated, and `build` may follow."""
@@ -269,7 +306,7 @@ class Builder:
     def _needs(self, pairs: list[Pair]) -> dict[Place, int]:
         """Return the bytes that this rank will hold, without gathered units."""
         found = needs(self.config, self.tiers.separate, [self._group_need(bucket, layout) for bucket, layout in pairs])
-        if not self.tiers.state_columns:  # no optimizer: gradients on the device take no memory before the first backward
+        if not self.tiers.state_plans:  # no optimizer: gradients on the device take no memory before the first backward
             found.pop((GRADIENTS, Tier.DEVICE, None), None)
         # secondary shards, partial sums between hops, quantized buffers, and quantization errors that are kept
         values, slices = [], []
@@ -282,7 +319,8 @@ class Builder:
         return found
 
     def _group_need(self, bucket: list[ParamSpec], layout: FlatLayout) -> Group:
-        dtype, columns = bucket[0].dtype, [self.tiers.state_columns.get(id(spec.original), ()) for spec in bucket]
+        plans = [self.tiers.state_plans.get(id(spec.original), StatePlan()) for spec in bucket]
+        dtype, columns = bucket[0].dtype, [plan.columns for plan in plans]
         if not bucket[0].requires_grad:  # frozen: no gradient, masters or states
             return Group(layout.numel, layout.shard_numel, dtype, whole=bucket[0].whole)
         states, unpadded = self._states[id(bucket[0])], round_up(layout.slots[-1].stop, layout.alignment)
@@ -316,6 +354,10 @@ class Builder:
             if master_dtype is not None:
                 numel = layout.numel if group.masters.whole else layout.shard_numel
                 group.masters.rest = self.tiers.rest(MASTERS, group.offload, numel, master_dtype)
+                if master_dtype is torch.int16:
+                    high = self.tiers.over(values.full) if group.masters.whole else values.rest
+                    group.masters.rest = SplitRest(high, group.masters.rest)
+            group.plan = self.tiers.state_plans.get(id(bucket[0].original), group.plan)
         for index, spec in enumerate(bucket):
             self._place(group, index, spec)
         return group

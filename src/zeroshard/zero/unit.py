@@ -32,6 +32,7 @@ from ..offload.storage import Rest
 from ..tensor.flat_layout import FlatLayout
 from ..tensor.released_parameter import AwayParameter, ReleasedParameter
 from ..tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data
+from ..tensor.state_column import StatePlan
 from ..tensor.tiled_parameter import Tile
 from ..utils import torch_compat
 from ..utils.autograd import memory_of
@@ -76,7 +77,8 @@ class ParamGroup:
     values: ParameterBuffer
     grads: GradientBuffer | None
     offload: Offload = Offload()  # tier of masters and optimizer states
-    columns: dict[str, Rest] = field(default_factory=dict)  # offloaded optimizer states of the shard, by name
+    plan: StatePlan = field(default_factory=StatePlan)  # forms in which optimizer states rest
+    columns: dict[str, Rest] = field(default_factory=dict)  # offloaded or coded optimizer states of the shard, by name
     averages: list[Rest] = field(default_factory=list)  # moving averages of the shard, one for each zs.ema
     params: list[nn.Parameter] = field(default_factory=list)
     compute: list[nn.Parameter] = field(default_factory=list)

@@ -1,0 +1,231 @@
+"""Codecs of optimizer states: a code of 4 or 8 bits for each element, and one scale for each block of elements.
+
+    as stepped   x0 ..... x255 | x256 ... x511 |        fp32
+    at rest      c0 ..... c255 s | c0 ..... c255 s |    int8: 260 bytes for 256 elements
+
+Levels are close to each other near zero, as in the dynamic maps of 8-bit Adam (Dettmers et al., arXiv 2110.02861, section 1.3), and
+computed by a power instead of looked up, which vectorises on every device. With r the root of the block's largest value:
+
+    first moments    x = y |y|   y = r c / 127         c = -127 ... 127     smallest level 6e-5 of the largest
+    second moments   x = y^4     y = r (c + 1) / 256   c = 0 ... 255        smallest level 2e-10 of the largest, and no zero:
+
+a second moment that is rounded to zero would let the next update explode (Li et al., arXiv 2309.01507, section 4.1). 4 bits have the
+same powers. fp8 (e4m3) has relative precision by itself; second moments rest as their square roots, so that their range suffices.
+
+A scale is cut to 12 bits of mantissa. What is decoded is therefore encoded to the same bytes again: the largest value of a
+block gives the same scale, whatever the last bits of the power are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..utils.state_format import StateFormat
+from .state_column import StateColumn
+
+# states that are sums or means of squares: at least 0, and a divisor of the update
+_SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "exp_inf"})
+_SCALE_NBYTES = 4
+_E4M3_TOP, _E4M3_LEAST = 448.0, 2.0**-9
+
+Round = Callable[[Tensor, int], Tensor]  # (levels, power) -> whole numbers
+
+
+@functools.cache
+def coded_column(name: str, form: StateFormat) -> StateColumn:
+    """Return the column of a state of this name in a format. Equal arguments give the same object."""
+    if form.format == "fp32":
+        return StateColumn(name)
+    if form.format == "bf16":
+        return StateColumn(name, torch.bfloat16, noisy=_bf16_noisy if form.stochastic_rounding else None)
+    squares = name in _SQUARES
+    codec: type[_Codec] = {"int8": _Int8, "int4": _Int4, "fp8": _Fp8}[form.format]
+    made = codec(form.block, squares)
+    return StateColumn(
+        name,
+        torch.uint8,
+        made.values,
+        form.block,
+        made.encode,
+        made.decode,
+        made.encode_noisy if form.stochastic_rounding else None,
+    )
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Maker of columns (StatePlan.make): those that the optimizer's class declares, else a format by name, or the same for all."""
+
+    declared: tuple[StateColumn, ...] = ()
+    by_name: tuple[tuple[str, StateFormat], ...] = ()
+    others: StateFormat | None = None
+
+    def __call__(self, name: str) -> StateColumn:
+        """Return the column of a state of this name."""
+        if found := [column for column in self.declared if column.name == name]:
+            return found[0]
+        form = dict(self.by_name).get(name, self.others)
+        return StateColumn(name) if form is None else coded_column(name, form)
+
+
+def _bf16_noisy(values: Tensor, noise: Tensor) -> Tensor:
+    """Round fp32 values to bf16 at random: noise (n,), from 0 to 1, is added to the 16 bits that go."""
+    bits = values.float().view(torch.int32) + (noise * 65536).to(torch.int32)
+    return (bits & -65536).view(torch.float32).to(torch.bfloat16)
+
+
+def _scales(largest: Tensor) -> Tensor:
+    """Return scales cut to 12 bits of mantissa, so that a largest value a few units in the last place off gives the same."""
+    raised = largest * (1 + 2.0**-18)
+    return (raised.view(torch.int32) & -(1 << 12)).view(torch.float32)
+
+
+def _inverse(scales: Tensor, top: float) -> Tensor:
+    """Return top / scales; 0 for blocks of zeros."""
+    return torch.where(scales > 0, top / scales, scales)
+
+
+def _nearest(levels: Tensor, power: int) -> Tensor:
+    return levels.round_()
+
+
+def _at_random(noise: Tensor) -> Round:
+    """Return a rounding whose mean, in the values that the levels stand for, is the value itself."""
+
+    def rounded(levels: Tensor, power: int) -> Tensor:
+        low = levels.floor()
+        below, above = low**power, (low + 1) ** power
+        return low + (levels**power > below + noise.view_as(levels) * (above - below))
+
+    return rounded
+
+
+class _Codec:
+    """Codec of blocks of `block` elements. squares: for values of at least 0 that have no level at zero."""
+
+    bits = 8
+
+    def __init__(self, block: int, squares: bool) -> None:
+        self.block, self.squares = block, squares
+        self.codes_nbytes = block * self.bits // 8
+        self.values = self.codes_nbytes + _SCALE_NBYTES
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Return the bytes at rest of whole blocks, each value rounded to the nearest level."""
+        return self._encode(values, _nearest)
+
+    def encode_noisy(self, values: Tensor, noise: Tensor) -> Tensor:
+        """Return the bytes at rest of whole blocks, rounded at random. noise (n,): uniform from 0 to 1."""
+        return self._encode(values, _at_random(noise))
+
+    def _encode(self, values: Tensor, rounded: Round) -> Tensor:
+        rows = values.to(torch.float32).view(-1, self.block)
+        coded = torch.empty(rows.shape[0], self.values, dtype=torch.uint8, device=values.device)
+        scales = self._put(rows, coded[:, : self.codes_nbytes], rounded)
+        coded[:, self.codes_nbytes :].view(torch.float32).copy_(scales)
+        return coded.view(-1)
+
+    def decode(self, coded: Tensor) -> Tensor:
+        """Return the fp32 values of whole blocks."""
+        rows = coded.view(-1, self.values)
+        return self._get(rows[:, : self.codes_nbytes], rows[:, self.codes_nbytes :].view(torch.float32)).view(-1)
+
+    def _put(self, rows: Tensor, codes: Tensor, rounded: Round) -> Tensor:
+        """Write the codes of rows (blocks, block) to `codes`, uint8; return the scales (blocks, 1)."""
+        raise NotImplementedError
+
+    def _get(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Return the values (blocks, block) of codes."""
+        raise NotImplementedError
+
+
+class _Power(_Codec):
+    """Levels y |y| for signed values, y^4 for squares."""
+
+    top: int  # the largest code of signed values
+
+    def _levels(self, rows: Tensor, rounded: Round) -> tuple[Tensor, Tensor]:
+        """Return the levels of rows, whole numbers in fp32 (signed: -top ... top; squares: 1 ... 2^bits), and the scales."""
+        if self.squares:
+            roots = rows.sqrt().sqrt_()
+            scales = _scales(roots.amax(1, keepdim=True))
+            levels = rounded(roots.mul_(_inverse(scales, 2.0**self.bits)), 4).clamp_(1, 1 << self.bits)
+            return levels, scales
+        roots = rows.abs().sqrt_()
+        scales = _scales(roots.amax(1, keepdim=True))
+        levels = rounded(roots.mul_(_inverse(scales, self.top)), 2).clamp_(max=self.top)
+        return torch.copysign(levels, rows, out=levels), scales
+
+    def _values(self, levels: Tensor, scales: Tensor) -> Tensor:
+        """Return the values of levels, which it overwrites."""
+        if self.squares:
+            levels.mul_(scales / 2.0**self.bits)
+            return levels.mul_(levels).mul_(levels)
+        levels.mul_(scales / self.top)
+        return levels.mul_(levels.abs())
+
+
+class _Int8(_Power):
+    top = 127
+
+    def _put(self, rows: Tensor, codes: Tensor, rounded: Round) -> Tensor:
+        levels, scales = self._levels(rows, rounded)
+        codes.view(torch.int8).copy_(levels.sub_(129) if self.squares else levels)  # int8: its conversion is vectorised
+        return scales
+
+    def _get(self, codes: Tensor, scales: Tensor) -> Tensor:
+        levels = codes.view(torch.int8).float()
+        return self._values(levels.add_(129) if self.squares else levels, scales)
+
+
+class _Int4(_Power):
+    """The first half of a block is in the low bits of its bytes, the second half in the high ones."""
+
+    bits, top = 4, 7
+
+    def _put(self, rows: Tensor, codes: Tensor, rounded: Round) -> Tensor:
+        levels, scales = self._levels(rows, rounded)
+        numbers = levels.sub_(1) if self.squares else levels.add_(8)
+        half = self.block // 2
+        codes.copy_(numbers[:, half:].mul_(16).add_(numbers[:, :half]))
+        return scales
+
+    def _get(self, codes: Tensor, scales: Tensor) -> Tensor:
+        numbers = torch.cat([codes & 15, codes >> 4], 1).float()
+        return self._values(numbers.add_(1) if self.squares else numbers.sub_(8), scales)
+
+
+class _Fp8(_Codec):
+    """Codes of e4m3; squares rest as their roots, of which none is zero."""
+
+    def _put(self, rows: Tensor, codes: Tensor, rounded: Round) -> Tensor:
+        values = rows.sqrt() if self.squares else rows
+        scales = _scales(values.abs().amax(1, keepdim=True))
+        scaled = values * _inverse(scales, _E4M3_TOP)
+        if rounded is not _nearest:
+            scaled = self._rounded(scaled, rounded)
+        scaled.clamp_(_E4M3_LEAST if self.squares else -_E4M3_TOP, _E4M3_TOP)
+        codes.copy_(scaled.to(torch.float8_e4m3fn).view(torch.uint8))
+        return scales
+
+    def _rounded(self, scaled: Tensor, rounded: Round) -> Tensor:
+        """Round to multiples of the distance between neighbouring numbers of e4m3, which have 3 bits of mantissa."""
+        exponents = torch.frexp(scaled).exponent.clamp_(min=-5)  # 2^-9 apart below 2^-6
+        steps = torch.ldexp(torch.ones_like(scaled), exponents - 4)
+        levels = rounded((scaled.abs() / steps), 2 if self.squares else 1)
+        return torch.copysign(levels * steps, scaled)
+
+    def _get(self, codes: Tensor, scales: Tensor) -> Tensor:
+        table = _e4m3(codes.device)  # torch's own conversion is no vectorised one on CPUs
+        values = table.index_select(0, codes.reshape(-1).int()).view(codes.shape).mul_(scales / _E4M3_TOP)
+        return values.mul_(values) if self.squares else values
+
+
+@functools.cache
+def _e4m3(device: torch.device) -> Tensor:
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().to(device)

@@ -1,0 +1,109 @@
+"""Stretches: elements that rest in another form than the optimizer steps, opened and closed chunk by chunk.
+
+at rest   | chunk | chunk | chunk |
+            open |  ^ close                  only one chunk at a time has the optimizer's form, and stays in cache
+          fp32 (n,) -> step -> fp32 (n,)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .state_column import StateColumn
+
+Noise = Callable[[int, int], Tensor]  # (start, stop) -> uniform numbers from 0 to 1, one for each of these elements
+
+_MOST_LOW = (1 << 15) - 1
+
+
+class Stretch(ABC):
+    """Elements in the memory of the device that steps them."""
+
+    @abstractmethod
+    def numel(self) -> int:
+        """Return the number of elements."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes at rest."""
+
+    @abstractmethod
+    def part(self, start: int, stop: int) -> Stretch:
+        """Return the stretch of elements [start, stop), over the same memory."""
+
+    @abstractmethod
+    def open(self) -> Tensor:
+        """Return the elements (n,) as the optimizer has them: a copy."""
+
+    @abstractmethod
+    def close(self, values: Tensor) -> None:
+        """Set the elements (n,)."""
+
+    def split(self, size: int) -> list[Stretch]:
+        """Return stretches of `size` elements each, the last one of what is left, as `Tensor.split` does."""
+        numel = self.numel()
+        return [self.part(start, min(start + size, numel)) for start in range(0, max(numel, 1), size)]
+
+
+class CodedStretch(Stretch):
+    """Elements of a state in whole blocks. noise: for stochastic rounding, by elements of this stretch."""
+
+    def __init__(
+        self, coded: Tensor, column: StateColumn, dtype: torch.dtype, noise: Noise | None = None, start: int = 0
+    ) -> None:
+        self.coded, self.column, self.dtype, self.noise, self.start = coded, column, dtype, noise, start
+
+    def numel(self) -> int:
+        return self.coded.numel() // self.column.values * self.column.elements
+
+    @property
+    def nbytes(self) -> int:
+        return self.coded.nbytes
+
+    def part(self, start: int, stop: int) -> CodedStretch:
+        coded = self.coded[self.column.count(start) : self.column.count(stop)]
+        return CodedStretch(coded, self.column, self.dtype, self.noise, self.start + start)
+
+    def open(self) -> Tensor:
+        return self.column.decode(self.coded).to(self.dtype)
+
+    def close(self, values: Tensor) -> None:
+        noisy, encode = self.column.noisy, self.column.encode
+        if noisy is not None and self.noise is not None:
+            self.coded.copy_(noisy(values, self.noise(self.start, self.start + values.numel())))
+        else:
+            self.coded.copy_(encode(values))
+
+
+class SplitStretch(Stretch):
+    """fp32 values as bf16 numbers, rounded to nearest even, and the differences of the two bit patterns, from -2^15 to 2^15.
+
+    2^15 does not fit 16 bits: a value half-way between an even number below it and the next one loses its last bit, so that the
+    bf16 number stays the one that fp32 masters give.
+    """
+
+    def __init__(self, high: Tensor, low: Tensor) -> None:
+        self.high, self.low = high, low
+
+    def numel(self) -> int:
+        return self.low.numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.high.nbytes + self.low.nbytes
+
+    def part(self, start: int, stop: int) -> SplitStretch:
+        return SplitStretch(self.high[start:stop], self.low[start:stop])
+
+    def open(self) -> Tensor:
+        return (self.high.view(torch.int16).to(torch.int32) * 65536 + self.low).view(torch.float32)
+
+    def close(self, values: Tensor) -> None:
+        self.high.copy_(values)
+        low = values.view(torch.int32) - self.high.view(torch.int16).to(torch.int32) * 65536
+        self.low.copy_(low.clamp_(-_MOST_LOW - 1, _MOST_LOW))
