@@ -6,8 +6,8 @@
 Levels are close to each other near zero, as in the dynamic maps of 8-bit Adam (Dettmers et al., arXiv 2110.02861, section 1.3), and
 computed by a power instead of looked up, which vectorises on every device. With r the root of the block's largest value:
 
-    first moments    x = y |y|   y = r c / 127         c = -127 ... 127     smallest level 6e-5 of the largest
-    second moments   x = y^4     y = r (c + 1) / 256   c = 0 ... 255        smallest level 2e-10 of the largest, and no zero:
+    first moments    x = y |y|   y = r c / 127               c = -127 ... 127    smallest level 6e-5 of the largest
+    second moments   x = y^4     y = r (c + 0.5) / 255.5     c = 0 ... 255       smallest level 1e-11 of the largest, no zero:
 
 a second moment that is rounded to zero would let the next update explode (Li et al., arXiv 2309.01507, section 4.1). 4 bits have the
 same powers. fp8 (e4m3) has relative precision by itself; second moments rest as their square roots, so that their range suffices.
@@ -19,6 +19,7 @@ block gives the same scale, whatever the last bits of the power are.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,7 +34,8 @@ _SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_
 _SCALE_NBYTES = 4
 _E4M3_TOP, _E4M3_LEAST = 448.0, 2.0**-9
 
-Round = Callable[[Tensor, int], Tensor]  # (levels, power) -> whole numbers
+# (codes before rounding, power, distance of levels from codes, largest code) -> codes
+Round = Callable[[Tensor, int, float, float], Tensor]
 
 
 @functools.cache
@@ -90,17 +92,17 @@ def _inverse(scales: Tensor, top: float) -> Tensor:
     return torch.where(scales > 0, top / scales, scales)
 
 
-def _nearest(levels: Tensor, power: int) -> Tensor:
-    return levels.round_()
+def _nearest(codes: Tensor, power: int, shift: float, last: float) -> Tensor:
+    return codes.round_()
 
 
 def _at_random(noise: Tensor) -> Round:
-    """Return a rounding whose mean, in the values that the levels stand for, is the value itself."""
+    """Return a rounding whose mean, in the values that the codes stand for, is the value itself."""
 
-    def rounded(levels: Tensor, power: int) -> Tensor:
-        low = levels.floor()
-        below, above = low**power, (low + 1) ** power
-        return low + (levels**power > below + noise.view_as(levels) * (above - below))
+    def rounded(codes: Tensor, power: int, shift: float, last: float) -> Tensor:
+        low = codes.floor().clamp_(min=0.0)
+        below, above = (low + shift) ** power, (low + shift + 1) ** power
+        return (low + ((codes + shift) ** power > below + noise.view_as(codes) * (above - below))).clamp_(max=last)
 
     return rounded
 
@@ -145,28 +147,27 @@ class _Codec:
 
 
 class _Power(_Codec):
-    """Levels y |y| for signed values, y^4 for squares."""
+    """Levels y |y| for signed values, y^4 for squares. Codes are whole numbers: -top ... top, or 0 ... 2^bits - 1 for squares."""
 
-    top: int  # the largest code of signed values
+    top: int
 
-    def _levels(self, rows: Tensor, rounded: Round) -> tuple[Tensor, Tensor]:
-        """Return the levels of rows, whole numbers in fp32 (signed: -top ... top; squares: 1 ... 2^bits), and the scales."""
+    def _codes(self, rows: Tensor, rounded: Round) -> tuple[Tensor, Tensor]:
+        """Return the codes of rows, in fp32, and the scales. A largest value is at most 2^-12 above its scale: no code is too large."""
         if self.squares:
-            roots = rows.sqrt().sqrt_()
+            roots, last = rows.sqrt().sqrt_(), 2.0**self.bits - 1
             scales = _scales(roots.amax(1, keepdim=True))
-            levels = rounded(roots.mul_(_inverse(scales, 2.0**self.bits)), 4).clamp_(1, 1 << self.bits)
-            return levels, scales
+            return rounded(roots.mul_(_inverse(scales, last + 0.5)).sub_(0.5), 4, 0.5, last), scales
         roots = rows.abs().sqrt_()
         scales = _scales(roots.amax(1, keepdim=True))
-        levels = rounded(roots.mul_(_inverse(scales, self.top)), 2).clamp_(max=self.top)
-        return torch.copysign(levels, rows, out=levels), scales
+        codes = rounded(roots.mul_(_inverse(scales, self.top)), 2, 0.0, self.top)
+        return torch.copysign(codes, rows, out=codes), scales
 
-    def _values(self, levels: Tensor, scales: Tensor) -> Tensor:
-        """Return the values of levels, which it overwrites."""
+    def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Return the values of codes, which it overwrites."""
         if self.squares:
-            levels.mul_(scales / 2.0**self.bits)
+            levels = codes.add_(0.5).mul_(scales / (2.0**self.bits - 0.5))
             return levels.mul_(levels).mul_(levels)
-        levels.mul_(scales / self.top)
+        levels = codes.mul_(scales / self.top)
         return levels.mul_(levels.abs())
 
 
@@ -174,13 +175,13 @@ class _Int8(_Power):
     top = 127
 
     def _put(self, rows: Tensor, codes: Tensor, rounded: Round) -> Tensor:
-        levels, scales = self._levels(rows, rounded)
-        codes.view(torch.int8).copy_(levels.sub_(129) if self.squares else levels)  # int8: its conversion is vectorised
+        found, scales = self._codes(rows, rounded)
+        codes.view(torch.int8).copy_(found.sub_(128) if self.squares else found)  # int8: its conversion is vectorised
         return scales
 
     def _get(self, codes: Tensor, scales: Tensor) -> Tensor:
-        levels = codes.view(torch.int8).float()
-        return self._values(levels.add_(129) if self.squares else levels, scales)
+        found = codes.view(torch.int8).float()
+        return self._values(found.add_(128) if self.squares else found, scales)
 
 
 class _Int4(_Power):
@@ -189,15 +190,14 @@ class _Int4(_Power):
     bits, top = 4, 7
 
     def _put(self, rows: Tensor, codes: Tensor, rounded: Round) -> Tensor:
-        levels, scales = self._levels(rows, rounded)
-        numbers = levels.sub_(1) if self.squares else levels.add_(8)
-        half = self.block // 2
+        found, scales = self._codes(rows, rounded)
+        numbers, half = found if self.squares else found.add_(8), self.block // 2
         codes.copy_(numbers[:, half:].mul_(16).add_(numbers[:, :half]))
         return scales
 
     def _get(self, codes: Tensor, scales: Tensor) -> Tensor:
-        numbers = torch.cat([codes & 15, codes >> 4], 1).float()
-        return self._values(numbers.add_(1) if self.squares else numbers.sub_(8), scales)
+        found = torch.cat([codes & 15, codes >> 4], 1).float()
+        return self._values(found if self.squares else found.sub_(8), scales)
 
 
 class _Fp8(_Codec):
@@ -217,7 +217,7 @@ class _Fp8(_Codec):
         """Round to multiples of the distance between neighbouring numbers of e4m3, which have 3 bits of mantissa."""
         exponents = torch.frexp(scaled).exponent.clamp_(min=-5)  # 2^-9 apart below 2^-6
         steps = torch.ldexp(torch.ones_like(scaled), exponents - 4)
-        levels = rounded((scaled.abs() / steps), 2 if self.squares else 1)
+        levels = rounded(scaled.abs() / steps, 2 if self.squares else 1, 0.0, math.inf)
         return torch.copysign(levels * steps, scaled)
 
     def _get(self, codes: Tensor, scales: Tensor) -> Tensor:
