@@ -44,7 +44,7 @@ def test_every_public_name_is_in_the_reference_once():
     assert set(shown) == public, f"missing: {sorted(public - set(shown))}; not public: {sorted(set(shown) - public)}"
 
 
-@pytest.mark.parametrize("cls", [zs.Config, zs.Offload, zs.Compression], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [zs.Config, zs.Offload, zs.Compression, zs.StateFormat], ids=lambda cls: cls.__name__)
 def test_docstrings_of_options_name_each_field_once(cls):
     site_hooks = pytest.importorskip("site_hooks", reason="mkdocs needs Python 3.11.5")
     named = [name for names in site_hooks.entries(inspect.getdoc(cls)) for name in names]

@@ -417,8 +417,14 @@ class Config:
         object.__setattr__(self, "optimizer_states", StateFormat.of(self.optimizer_states))
         self._normalise_offload()
         self._normalise_communication()
-        if self.master_weights == "split":
-            self._check_split()
+        rounds = self.zero_quantized_weights is not None and self.row.parameter is not Placement.SHARDED
+        clashes = {
+            f"precision={self.precision!r}: use precision='bf16', of which fp32 has the exponent": self.precision != "bf16",
+            "delayed_update, which steps masters while forward reads the parameters": self.delayed_update is not None,
+            f"zero_quantized_weights at stage {self.stage}, which rounds the parameters: use stage 3": rounds,
+        }
+        for why in (why for why, clashing in clashes.items() if clashing and self.master_weights == "split"):
+            raise ConfigError(f"master_weights='split' does not go with {why}; or use master_weights=True.")
 
     def _normalise_offload(self) -> None:
         for name in ("offload_optimizer", "offload_gradient", "offload_param"):
@@ -466,18 +472,6 @@ class Config:
             )
         if self.zero_quantized_weights is not None and self.row.optimizer is not Placement.SHARDED:
             raise ConfigError("zero_quantized_weights needs stage 1, 2 or 3: at stage 0 no parameters are sent.")
-
-    def _check_split(self) -> None:
-        """Raise ConfigError where masters can not share the parameters' bits."""
-        why = None
-        if self.precision != "bf16":
-            why = f"precision={self.precision!r}: use precision='bf16', of which fp32 has the exponent"
-        elif self.delayed_update is not None:
-            why = "delayed_update, which steps masters while forward reads the parameters"
-        elif self.zero_quantized_weights is not None and self.row.parameter is not Placement.SHARDED:
-            why = f"zero_quantized_weights at stage {self.stage}, which rounds the parameters: use stage 3"
-        if why is not None:
-            raise ConfigError(f"master_weights='split' does not go with {why}; or use master_weights=True.")
 
     def farther(self) -> Iterator[dict[str, Any]]:
         """Yield the options that lead to each of CHOICES with no lower stage and no nearer tiers than here, in their order."""

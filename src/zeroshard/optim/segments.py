@@ -101,17 +101,14 @@ class RunMaker:
 
     @contextmanager
     def ready(self, runs: list[Run]) -> Iterator[None]:
-        """Context in which tensors of runs on the device have gradients, and the inner optimizer has their decoded columns."""
-        on_device = [(run, run.tensor) for run in runs if run.tensor is not None]
-        for run, tensor in on_device:
-            tensor.grad = run.group.gradients.in_step(run.start, run.stop, tensor.dtype)
-            if isinstance(run.states, ColumnStates) and (held := run.states.load()):
-                self.state[tensor] = {k: v.load(run.start, run.stop) if isinstance(v, Rest) else v for k, v in held.items()}
+        """Context in which the tensors of runs on the device have gradients."""
+        tensors = [run.tensor for run in runs if run.tensor is not None]
+        for run in runs:
+            if run.tensor is not None:
+                run.tensor.grad = run.group.gradients.in_step(run.start, run.stop, run.tensor.dtype)
         yield
-        for run, tensor in on_device:
+        for tensor in tensors:
             tensor.grad = None
-            if isinstance(run.states, ColumnStates) and (entries := self.state.pop(tensor, None)):
-                run.states.save(entries)
 
     def stepped(self, group: ParamGroup) -> Tensor:
         """Return the tensor on the device of which runs are views: the masters where there are any, else the values."""
