@@ -4,6 +4,7 @@ Compared with plain torch on one process, bit for bit, where each state is round
 """
 
 import copy
+import json
 import math
 import zlib
 
@@ -166,6 +167,41 @@ def test_training_goes_on_at_another_world_size(stage, device, separate, strict_
     plain = run_threads(2, first)[0]
     again = run_threads(1, second)[0]
     assert not differences(again[0], plain[0]) and not state_differences(again[1], plain[1])
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("int8", "int8"), ("int4", None), ("bf16", "int8"), (None, "int8"), ("fp8", "bf16"), ("int8", "int4")]
+)
+@pytest.mark.parametrize("verify", [True, "before", False])
+def test_checkpoints_have_states_as_they_rest_and_load_into_any_other_format(saved, loaded, verify, tmp_path):
+    form = {name: name and zs.StateFormat(name, block=64, min_numel=100) for name in (saved, loaded)}
+
+    def first(rank):
+        model, optimizer = sharded("AdamW", 3, "none", None, optimizer_states=form[saved])
+        take_steps(model, optimizer, rank, 2, range(2))
+        zs.save(tmp_path / "saved", model, optimizer).wait()
+        states = zs.full_optimizer_state(model)
+        zs.close(model)
+        return states
+
+    def second(rank):
+        model, optimizer = sharded("AdamW", 2, "cpu", None, optimizer_states=form[loaded])
+        zs.load(tmp_path / "saved", model, optimizer, verify=verify)
+        states = zs.full_optimizer_state(model)
+        zs.close(model)
+        return states
+
+    before, after = run_threads(2, first)[0], run_threads(3, second)[0]
+    (path,) = (tmp_path / "saved").rglob("manifest.json")
+    manifest = json.loads(path.read_text())
+    keys = {tensor["keys"][-1] for name, tensor in manifest["tensors"].items() if name.startswith("optim.state.layers.0.weight")}
+    label = {"bf16": "", None: ""}.get(saved, f"@{saved}/64")
+    assert {f"exp_avg{label}", f"exp_avg_sq{label}"} <= keys and manifest["version"] == (2 if label else 1)
+    if loaded is not None:
+        for name in CODED:
+            for state in ("exp_avg", "exp_avg_sq"):
+                before[name][state] = rounded(name, state, before[name][state], form[loaded])
+    assert not state_differences(after, before)
 
 
 def settle_ties(model, optimizer):

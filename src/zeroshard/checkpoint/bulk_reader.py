@@ -34,7 +34,7 @@ from ..comm.pool import BufferPool
 from ..errors import CheckpointCorrupt, CheckpointError, OffloadIOError
 from ..memory.io.aligned import ALIGN, bytes_of, round_up
 from ..memory.io.async_file import Engine, File, Handle, open_file
-from ..memory.io.tensor_reader import Stored, StoredTensor, Stretch
+from ..memory.io.tensor_reader import Stored, StoredCoded, StoredTensor, Stretch
 from .manifest import Manifest
 from .rank_file import BUFFER_NBYTES, DIGEST_NBYTES, compare_digests
 
@@ -88,6 +88,7 @@ class Bulk:
         self.manifest, self.room = manifest, room
         self.entries = {folder / file.name: file for file in manifest.files}
         self.wanted: dict[Path, list[_Wanted]] = {}
+        self._coded: list[tuple[StoredCoded, Tensor, int, Tensor]] = []  # (tensor, its bytes once read, first element, values)
         self._engine, self._files = Engine(), dict[Path, File]()
         self._ahead: dict[tuple[Path, int, int], _Landing] = {}
         self._under_way: deque[_Landing] = deque()
@@ -113,7 +114,11 @@ class Bulk:
     def add(self, stored: Stored, start: int, out: Tensor) -> None:
         """Note a read of elements [start, start + n) of a stored tensor into `out` (n,); on meta: for a later `Kept.read`."""
         for at, first, place in stored.parts(start, out):
-            if place.numel():
+            if isinstance(at, StoredCoded):
+                begin, coded = at.around(first, place)
+                self.add(at.coded, begin, coded)
+                self._coded += [] if place.is_meta else [(at, coded, first, place)]
+            elif place.numel():
                 self.wanted.setdefault(at.path, []).append(_wanted(at, first, place))
 
     @torch.no_grad()
@@ -138,7 +143,9 @@ class Bulk:
                 assert delivered == nbytes, f"{path}: {delivered} of {nbytes} bytes"
         except OffloadIOError as error:
             raise CheckpointError(f"{error}. Nothing was changed.") from None
-        self.wanted = {}
+        for stored, coded, first, place in self._coded:
+            stored.decode(coded, first, place)
+        self.wanted, self._coded = {}, []
         return kept
 
     def begin(self, path: Path, begin: int, memory: Tensor, kept: bool) -> _Landing:
@@ -257,6 +264,11 @@ class Kept:
     def read(self, stored: Stored, start: int, out: Tensor) -> None:
         """Fill `out` (n,) with elements [start, start + n) of a stored tensor. Raises OSError, OffloadIOError, CheckpointCorrupt."""
         for at, first, place in stored.parts(start, out):
+            if isinstance(at, StoredCoded):
+                at_byte, coded = at.around(first, place)
+                self.read(at.coded, at_byte, coded)
+                at.decode(coded, first, place)
+                continue
             if not place.numel():
                 continue
             wanted = deque([_wanted(at, first, place)])

@@ -22,8 +22,9 @@ from . import dcp
 from .directory import MANIFEST, sync, write_whole
 from .fingerprint import totals
 from .rank_file import DIGEST_NBYTES, FileLayout, digest_count, digests_of
+from .state_map import CODED
 
-FORMAT, VERSION, DIGEST = "zeroshard-checkpoint", 1, "xxh3-64"
+FORMAT, VERSION, DIGEST = "zeroshard-checkpoint", 2, "xxh3-64"  # version 1 has no encoded states
 _FACTS = ("step", "world_size", "stage", "precision", "optimizer", "trained_only", "per_rank", "time", "zeroshard", "torch")
 
 
@@ -88,7 +89,7 @@ class Manifest:
         files = [vars(file) for file in self.files]
         head = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION if any(CODED in t.keys[-1] for t in self.tensors.values()) else 1,
             **self.facts,
             "digest": DIGEST,
             "digest_nbytes": DIGEST_NBYTES,

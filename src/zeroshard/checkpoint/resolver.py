@@ -17,8 +17,9 @@ from torch import nn
 from ..comm.base import DirectComm
 from ..comm.codec import exchange_values
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, CheckpointReadError, ModelMismatch, ZeroshardError
-from ..memory.io.tensor_reader import Stored, StoredBoxes, StoredTensor
+from ..memory.io.tensor_reader import Stored, StoredBoxes, StoredCoded, StoredTensor
 from ..tensor.chunks import overlap
+from ..tensor.state_codecs import labelled_column
 from ..zero.parameter import ParamSpec
 from . import directory as places
 from . import module_state, safetensors
@@ -149,7 +150,8 @@ def _small_blocks(manifest: Manifest) -> list[tuple[FileEntry, int]]:
         if not small and name.startswith(holding.STATE):  # a state without one value for each element (step, ...)
             *_, parameter, key = entry.keys
             of = manifest.tensors.get(f"{holding.MODEL}{parameter}")
-            small = key in (manifest.scalars or ()) or of is None or of.shape != entry.shape
+            encoded = holding.CODED in key
+            small = key in (manifest.scalars or ()) or of is None or (of.shape != entry.shape and not encoded)
         if small:
             stretches += [(box.file, box.offset, box.nbytes) for box in entry.boxes]
     return _blocks(manifest, stretches)
@@ -338,7 +340,7 @@ def open_own(
             opened.model[name.removeprefix(holding.MODEL)] = stored
         elif name.startswith(holding.STATE):
             *_, parameter, key = entry.keys
-            opened.states.setdefault(parameter, {})[key] = stored
+            opened.states.setdefault(parameter, {})[key.partition(holding.CODED)[0]] = _decoded(stored, manifest, parameter, key)
         elif name.startswith(holding.SLICES):
             _, extra, parameter = entry.keys
             opened.slices.setdefault(extra, {})[parameter] = stored
@@ -355,6 +357,14 @@ def open_own(
         opened.same_ranks = world_size == manifest.facts["world_size"] and mesh == manifest.facts.get("mesh")
         _add_values(opened, manifest, rank, trusted)
     return opened
+
+
+def _decoded(stored: Stored, manifest: Manifest, parameter: str, key: str) -> Stored:
+    """Return an optimizer state with its values; one that was saved encoded has the label of its encoding in its key."""
+    name, coded, label = key.partition(holding.CODED)
+    if not coded:
+        return stored
+    return StoredCoded(stored, labelled_column(name, label), manifest.tensors[f"{holding.MODEL}{parameter}"].shape)
 
 
 def _add_values(opened: Opened, manifest: Manifest, rank: int, trusted: bool) -> None:

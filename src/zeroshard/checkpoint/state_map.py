@@ -2,6 +2,7 @@
 
     model.<name>              parameters (fp32 masters where there are any) and persistent buffers
     optim.state.<name>.<key>  optimizer states: of the parameter's shape, or one number for each parameter (step)
+    optim.state.<name>.<key>@<label>    the bytes of an encoded state (uint8); label: its encoding, as int8/256
     optim.param_groups        options of the groups with the names of their members
     zeroshard.state           steps taken, loss scale
     zeroshard.rng.<rank>      random generators
@@ -19,7 +20,7 @@ import math
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from ..config import Tier
 from ..errors import ConfigError
-from ..offload.storage import MemoryRest, Rest
+from ..offload.storage import CodedRest, MemoryRest, Rest
 from ..optim.sharded_optimizer import OptimizerCore
 from ..tensor.chunks import Box, boxes_of
 from ..tensor.tiled_parameter import Part
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 MODEL, STATE, GROUPS, OWN, RNG, EXTRA, SLICES = (
     "model.", "optim.state.", "optim.param_groups", "zeroshard.state", "zeroshard.rng.", "extra.", "slices.",
 )  # fmt: skip
+CODED = "@"  # between the name of an optimizer state and the label of its encoding
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,23 @@ def _place(group: ParamGroup, index: int, keys: tuple[str, ...], dtype: torch.dt
     return Place(".".join(keys), keys, dtype, spec.whole_shape, home.start, home.stop, spec.part)
 
 
+def _as_it_rests(place: Place, rest: Rest, begin: int) -> tuple[Place, Rest, int]:
+    """Return the place of a state, its Rest and position in it, of the bytes at rest where the state is encoded.
+
+    A state of which a rank has a part along model axes is saved decoded, since other ranks' parts may cut its blocks.
+    """
+    if not isinstance(rest, CodedRest) or place.part is not None:
+        return place, rest, begin
+    column, inner = rest.column, rest.inner
+    if column.elements == 1 and not column.label and inner.dtype.is_floating_point and column.values == 1:
+        return replace(place, dtype=inner.dtype), inner, begin  # a dtype of its own, which a load converts
+    if not column.label:
+        return place, rest, begin
+    start, stop, numel = (column.count(column.blocks(0, each)[1]) for each in (place.start, place.stop, math.prod(place.shape)))
+    keys = (*place.keys[:-1], f"{place.keys[-1]}{CODED}{column.label}")
+    return Place(".".join(keys), keys, torch.uint8, (numel,), start, stop), inner, column.count(begin)
+
+
 def _first(group: ParamGroup, index: int) -> bool:
     """Return whether this rank writes a parameter's single values (step): the rank with its first element does, or rank 0."""
     home, numel, part = group.homes[index], math.prod(group.specs[index].shape), group.specs[index].part
@@ -197,7 +216,8 @@ def _add_states(contents: Contents, runtime: Runtime, core: OptimizerCore, names
                     if home.stop > home.start or first:
                         place = _place(run.group, index, ("optim", "state", key), value.dtype)
                         rest, begin = run.place(value, index)
-                        contents.add(place, rest, begin + (home.start if core.replicated else 0), guarded=not core.replicated)
+                        begin += home.start if core.replicated else 0
+                        contents.add(*_as_it_rests(place, rest, begin), guarded=not core.replicated)
                     continue
                 contents.scalars.add(key)
                 if first:  # one rank writes the number for the whole parameter

@@ -309,8 +309,7 @@ class CodedRest(Rest):
 
     def decode(self, coded: Tensor, start: int, out: Tensor) -> None:
         """Fill `out` (n,) with elements [start, start + n), cut out of the blocks around them."""
-        skipped = start % self.column.elements  # elements of the first block before `start`
-        out.copy_(self.column.decode(coded)[skipped : skipped + out.numel()])
+        out.copy_(self.column.decoded(coded, start, out.numel()))
 
     def write(self, start: int, source: Tensor) -> Work:
         return self.inner.write(*self._encoded(start, source)) if source.numel() else OVER

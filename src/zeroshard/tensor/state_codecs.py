@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError
 from ..utils.state_format import StateFormat
 from .state_column import StateColumn
 
@@ -56,7 +57,17 @@ def coded_column(name: str, form: StateFormat) -> StateColumn:
         made.encode,
         made.decode,
         made.encode_noisy if form.stochastic_rounding else None,
+        f"{form.format}/{form.block}",
     )
+
+
+def labelled_column(name: str, label: str) -> StateColumn:
+    """Return the column of a state by the label of its encoding, "int8/256". Raise ValueError for an unknown one."""
+    form, _, block = label.partition("/")
+    try:
+        return coded_column(name, StateFormat(form, int(block)))
+    except ConfigError as error:
+        raise ValueError(f"{name} is encoded as {label!r}, which this version does not know") from error
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ class StateColumn:
     dtype: None for the dtype of the stepped values. encode: the optimizer's tensor (n,) -> the values at rest; decode: the
     reverse. Both take whole blocks, and their results are cast. encode(decode(x)) must be x, so that a state which is saved and
     loaded keeps its bits; zeros must decode to zeros, since new states are zero-filled. noisy: encode with stochastic rounding, as
-    steps do: it also takes noise (n,), uniform from 0 to 1.
+    steps do: it also takes noise (n,), uniform from 0 to 1. label: the name of the encoding in checkpoints (state_codecs.py:
+    labelled_column); "": they have decoded values.
     """
 
     name: str
@@ -40,6 +41,7 @@ class StateColumn:
     encode: Callable[[Tensor], Tensor] = _as_it_is
     decode: Callable[[Tensor], Tensor] = _as_it_is
     noisy: Callable[[Tensor, Tensor], Tensor] | None = None
+    label: str = ""
 
     def __post_init__(self) -> None:
         assert 0 < self.elements <= _MOST_ELEMENTS and _MOST_ELEMENTS % self.elements == 0 and self.values > 0
@@ -56,6 +58,11 @@ class StateColumn:
     def blocks(self, start: int, stop: int) -> tuple[int, int]:
         """Return the least range of whole blocks around elements [start, stop)."""
         return start // self.elements * self.elements, -(-stop // self.elements) * self.elements
+
+    def decoded(self, coded: Tensor, start: int, numel: int) -> Tensor:
+        """Return elements [start, start + numel), cut out of the blocks around them: `coded`."""
+        skipped = start % self.elements  # elements of the first block before `start`
+        return self.decode(coded)[skipped : skipped + numel]
 
     def plain(self, stepped: torch.dtype) -> bool:
         """Return True where the optimizer's tensor rests as it is."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ...tensor.chunks import Box
+from ...tensor.state_column import StateColumn
 from ...tensor.tiled_parameter import Part
 from .aligned import bytes_of
 
@@ -170,6 +171,31 @@ class StoredBoxes(Stored):
 
     def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
         return self.rows._parts(start, out)
+
+
+@dataclass(frozen=True)
+class StoredCoded(Stored):
+    """An optimizer state that is stored encoded, as one stored tensor of bytes, and read decoded."""
+
+    coded: Stored
+    column: StateColumn
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    def fill(self, start: int, out: Tensor) -> None:
+        """Fill `out` (n,) with the values of elements from `start` on. Raises OSError."""
+        at, coded = self.around(start, out)
+        self.coded.read(at, coded)
+        self.decode(coded, start, out)
+
+    def around(self, start: int, out: Tensor) -> tuple[int, Tensor]:
+        """Return the position of the blocks around elements [start, start + n), and memory for them; on meta if `out` is."""
+        begin, end = map(self.column.count, self.column.blocks(start, start + out.numel()))
+        return begin, torch.empty(end - begin, dtype=torch.uint8, device="meta" if out.is_meta else "cpu")
+
+    def decode(self, coded: Tensor, start: int, out: Tensor) -> None:
+        """Fill `out` (n,) with elements from `start` on, of which `coded` has the blocks."""
+        out.copy_(self.column.decoded(coded, start, out.numel()))
 
 
 @dataclass(frozen=True)
