@@ -214,7 +214,7 @@ def test_must_7_the_version(odd, tmp_path):
     path = zs.save(tmp_path, model, optimizer, name="x").path
     rewritten(path, lambda body: body.update(of_tomorrow=[1]))
     assert zs.load(tmp_path, model, optimizer).path == path
-    rewritten(path, lambda body: body.update(version=2))
+    rewritten(path, lambda body: body.update(version=3))
     with pytest.raises(zs.CheckpointError, match="newer version of zeroshard"):
         zs.load(tmp_path, model, optimizer)
     zs.close(model)
