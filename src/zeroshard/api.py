@@ -27,6 +27,7 @@ from .memory.ledger import Ledger
 from .optim.parameter_access import whole_states
 from .optim.sharded_optimizer import OptimizerCore, ShardedOptimizer, shard_optimizer
 from .optim.state_view import state_by_param
+from .optim.take_over import TakeOver
 from .optim.validation import check_optimizer
 from .tensor import distributed
 from .tensor.sharded_tensor import ShardedTensor
@@ -79,7 +80,8 @@ def shard(
     Args:
         model: any nn.Module with dense parameters. It may be built under `zs.init()` or on the meta device.
         optimizer: any elementwise torch.optim optimizer over the model's parameters, or a class declared by `zs.whole_matrix`.
-            None for inference.
+            AdamW, Adam and Lion of bitsandbytes and torchao become torch's (or zs.Lion), with `optimizer_states` of their
+            width. None for inference.
         config: a Config, or the path of a file that `zeroshard plan --auto` wrote. Options given by name override it; they are
             the fields of Config (stage, precision, units, max_grad_norm, ...) and `preset`.
         comm: the ranks over which to shard. "auto", "shared" (ranks of one host, through memory) and "dist" (torch.distributed)
@@ -112,12 +114,16 @@ def shard(
     config = Config.build(config, **options)
     _check_arguments(model, optimizer)
     axes = axes_of(mesh, comm, distributed.find(model))
-    local = distributed.Localised(model, optimizer)
+    local, taken = distributed.Localised(model, optimizer), TakeOver(optimizer)
     try:
+        config = taken.begin(model, config)
         _shard(model, optimizer, config, axes, local, weights, (sample,) if auto else None, planned)
     except BaseException:
+        taken.undo()
         local.undo()  # put the user's DTensors back
         raise
+    if taken.note and runtime_of(model).comm.rank == 0:
+        print(f"zeroshard: {taken.note}", file=sys.stderr)
     return model, optimizer
 
 

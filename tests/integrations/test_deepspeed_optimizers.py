@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from engine_kit import batches, config
+from engine_kit import net as small
 from torch import nn
 
 import zeroshard as zs
+import zeroshard.deepspeed as deepspeed
 from zeroshard.integrations.deepspeed import cpu_optimizers as ours
 from zeroshard.integrations.deepspeed.stand_ins import FusedLamb, NotSupported
 from zeroshard.optim.cpu_kernels import matches
@@ -100,3 +103,49 @@ def test_variants_that_no_kernel_has_are_refused(cls):
 def test_lamb_says_what_to_use_instead():
     with pytest.raises(NotSupported, match="FusedAdam"):
         FusedLamb(model().parameters(), lr=1e-3)
+
+
+LOW = {"enabled": True, "bf16_master_weights_and_grads": True}
+STATES16 = {"bf16_optimizer_states": True}
+ON_HOST = {"offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("bf16", "zero", "params", "masters", "dtype"),
+    [
+        (LOW, ON_HOST, {}, "split", torch.float32),
+        (LOW, ON_HOST, {"fp32_optimizer_states": False}, False, torch.bfloat16),
+        (LOW | STATES16, ON_HOST, {}, False, torch.bfloat16),
+        (LOW | STATES16, {}, {"fp32_optimizer_states": True}, False, torch.bfloat16),
+    ],
+    ids=["fp32 states", "low CPUAdam", "on the host", "on the device"],
+)
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_bf16_masters_have_states_of_the_dtype_that_deepspeed_gives_them(stage, own, bf16, zero, params, masters, dtype):
+    given = config(stage, 2, 1, 0.0, bf16=bf16, optimizer={"type": "AdamW", "params": {"lr": 1e-2, **params}})
+    given["zero_optimization"].update(zero)
+    states = params.get("fp32_optimizer_states", masters == "split" or not zero)
+
+    def work(rank):
+        net = small()
+        optimizer = ours.DeepSpeedCPUAdam(net.parameters(), lr=1e-2, fp32_optimizer_states=states) if own else None
+        engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=given)
+        for step in batches(2, 1):
+            engine.backward(engine(*step[0][rank]))
+            engine.step()
+        assert engine.module._zeroshard.config.master_weights == masters
+        found = zs.full_optimizer_state(engine.module)
+        return {found[name][state].dtype for name in found for state in ("exp_avg", "exp_avg_sq")}
+
+    assert run_threads(2, work) == [{dtype}] * 2
+
+
+def test_an_optimizer_for_fp32_states_is_refused_where_the_configuration_says_bf16():
+    given = config(2, 1, 1, 0.0, bf16=LOW | STATES16)
+    given["zero_optimization"].update(ON_HOST)
+    net = small()
+    with pytest.raises(
+        AssertionError, match="DeepSpeedCPUAdam was made for fp32 states: make it with fp32_optimizer_states=False"
+    ):
+        deepspeed.initialize(model=net, optimizer=ours.DeepSpeedCPUAdam(net.parameters()), config=given)

@@ -285,6 +285,11 @@ def test_offload_below_its_stage_is_said():
             AssertionError,
             "needs bf16.bf16_master_weights_and_grads",
         ),
+        (
+            {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+            AssertionError,
+            "offload_optimizer with device cpu or nvme: add it, or set bf16.bf16_optimizer_states too",
+        ),
         ({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}, ValueError, 'gradient_allreduce_op "sum"'),
         ({"gradient_allreduce_op": "max"}, ValueError, "gradient_allreduce_op"),
         ({"communication_data_type": "int8"}, ValueError, "communication_data_type: expected fp32, fp16 or bf16"),

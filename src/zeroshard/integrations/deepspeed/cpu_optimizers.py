@@ -2,8 +2,8 @@
 
 DeepSpeed's classes for the host and for the device are the same here: `zero_optimization.offload_optimizer` determines the tier
 of the states, and so whether host or device steps them. The classes set fused=True, so a step has the bits of torch's fused step,
-also when the host steps offloaded states (optim/cpu_kernels.py). States have the dtype of the stepped values: fp32 for masters,
-the parameters' if the configuration has no masters; `fp32_optimizer_states` is kept as an attribute without effect.
+also when the host steps offloaded states (optim/cpu_kernels.py). States are fp32; `fp32_optimizer_states=False` makes them bf16
+where masters are (bf16_master_weights_and_grads), as in DeepSpeed.
 
 bias_correction=False and amsgrad=True raise ConfigError: torch's fused step lacks the first, and DeepSpeed the second.
 """

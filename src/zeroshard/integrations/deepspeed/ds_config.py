@@ -329,6 +329,11 @@ class DeepSpeedConfig:
         assert not bf16.bf16_optimizer_states or bf16.bf16_master_weights_and_grads, (
             "bf16.bf16_optimizer_states needs bf16.bf16_master_weights_and_grads: set both, or neither."
         )
+        fp32_states = bf16.enabled and bf16.bf16_master_weights_and_grads and not bf16.bf16_optimizer_states
+        assert not fp32_states or self.offloads("offload_optimizer"), (
+            "bf16.bf16_master_weights_and_grads without bf16.bf16_optimizer_states keeps states in fp32, which needs "
+            "zero_optimization.offload_optimizer with device cpu or nvme: add it, or set bf16.bf16_optimizer_states too."
+        )
         assert self.param_dtype in (None, "auto") or dtype_of("data_types.param_dtype", self.param_dtype) is self.model_dtype, (
             f"data_types.param_dtype is {self.param_dtype}, the enabled precision {self.model_dtype}: leave it out, or enable "
             "its section."

@@ -189,6 +189,8 @@ def _prepare(
         param.use_muon = param.dim() == 2 and not any(word in name.lower() for word in ("embed", "lm_head"))  # type: ignore[attr-defined]
     basic = _basic_optimizer(model, optimizer, model_parameters, config)
     options = shard_options(config)
+    low = options.get("master_weights") == "split" and getattr(basic, "fp32_optimizer_states", None) is False
+    options |= {"master_weights": False} if low else {}  # the script's own optimizer asks for states as the bf16 masters
     if basic is None:
         options = {key: value for key, value in options.items() if not key.startswith(("offload_optimizer", "offload_gradient"))}
         options["stage"] = 3 if options["stage"] == 3 else 0  # without an optimizer, stages 1 and 2 have nothing to shard
@@ -231,6 +233,11 @@ def _basic_optimizer(
             return build_optimizer(config, parameters)
         except TypeError as error:
             raise DeepSpeedConfigError(f"optimizer.params of {config.optimizer_name}: {error}.") from error
+    states = config.bfloat16_config.bf16_optimizer_states and config.offloads("offload_optimizer")
+    assert not states or not getattr(basic, "fp32_optimizer_states", False), (
+        f"bf16.bf16_optimizer_states with offload_optimizer: {type(basic).__name__} was made for fp32 states: "
+        "make it with fp32_optimizer_states=False, or leave bf16_optimizer_states out."
+    )
     torchs = not type(basic).__module__.startswith("zeroshard")
     if torchs and config.zero_force_ds_cpu_optimizer and config.offloads("offload_optimizer"):
         raise ZeRORuntimeException(

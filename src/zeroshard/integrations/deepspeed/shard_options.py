@@ -71,8 +71,10 @@ def _skips_nonfinite(config: DeepSpeedConfig) -> bool:
 
 def _precision(config: DeepSpeedConfig) -> dict[str, object]:
     fp16, bf16 = config.float16_config, config.bfloat16_config
+    if bf16.enabled and bf16.bf16_master_weights_and_grads:
+        return {"precision": "bf16", "master_weights": "split" if fp32_states(config) else False}
     if bf16.enabled:
-        return {"precision": "bf16", **({"master_weights": False} if bf16.bf16_master_weights_and_grads else {})}
+        return {"precision": "bf16"}
     if not fp16.enabled:
         return {"precision": "fp32"}
     options: dict[str, object] = {"precision": "fp16"}
@@ -87,6 +89,16 @@ def _precision(config: DeepSpeedConfig) -> dict[str, object]:
         "consecutive_hysteresis": fp16.consecutive_hysteresis,
         "min_loss_scale": float(fp16.min_loss_scale),
     }
+
+
+def fp32_states(config: DeepSpeedConfig) -> bool:
+    """Return whether optimizer states are fp32 where masters are bf16; states of fp32 masters are in any case.
+
+    DeepSpeed keeps bf16 masters and fp32 states by rounding the masters after each step. `master_weights="split"` takes as many
+    bytes, since the masters share the parameters' 16 bits, and does not round.
+    """
+    given = without_auto(config.optimizer_params or {}).get("fp32_optimizer_states")
+    return not config.bfloat16_config.bf16_optimizer_states and given is not False
 
 
 def _stage3(zero: Section) -> dict[str, object]:
@@ -175,7 +187,8 @@ def build_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) -> torch
                 parameters, **({} if given.get("torch_adam") else _ADAM) | params
             )
         if config.offloads("offload_optimizer"):
-            return DeepSpeedCPUAdam(parameters, adamw_mode=decoupled, **{**_ADAM, **params})
+            states = fp32_states(config)
+            return DeepSpeedCPUAdam(parameters, adamw_mode=decoupled, fp32_optimizer_states=states, **{**_ADAM, **params})
         return FusedAdam(parameters, adam_w_mode=decoupled, **{**_ADAM, **params})
     if low == "lion":
         return Lion(parameters, **{**_LION, **params})

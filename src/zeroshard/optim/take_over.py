@@ -1,0 +1,134 @@
+"""Optimizers of bitsandbytes and torchao, whose states rest in 8 or 4 bits, become torch's AdamW or Adam, or zs.Lion, at zs.shard.
+
+Their classes divide the tensor that they step into blocks, and keep scales beside the codes. A rank gives them flat slices, so blocks
+would begin elsewhere at each world size, and codes and scales would be taken for states of one value per element. zeroshard's own
+formats do the same without that: the object of the user, to which schedulers refer, gets torch's class, and the configuration the
+format of the same width. The packages are not imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import Config
+from ..errors import ConfigError
+from ..utils.state_format import StateFormat
+from .lion import Lion
+
+_MODULES = ("bitsandbytes.optim.", "torchao.optim.adam", "torchao.prototype.low_bit_optim.adam")
+# the step of bitsandbytes' Adam has decoupled weight decay, as its AdamW has
+_CLASSES: dict[str, dict[str, type[torch.optim.Optimizer]]] = {
+    "bitsandbytes": {"AdamW": torch.optim.AdamW, "Adam": torch.optim.AdamW, "Lion": Lion},
+    "torchao": {"_AdamW": torch.optim.AdamW, "AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam},
+}
+_ELEMENTWISE = ("SGD", "RMSprop", "Adagrad")  # of bitsandbytes, with states in 32 bits
+_WIDTHS = {"32bit": "fp32", "8bit": "int8", "4bit": "int4", "Fp8": "fp8"}  # endings of class names
+_NOT_STEPPED: dict[str, tuple[object, str]] = {  # settings of a step that ours lacks: the value that switches it off, a remedy
+    "max_unorm": (0.0, "leave it out"),
+    "skip_zeros": (False, "leave it out"),
+    "percentile_clipping": (100, "use zs.shard(max_grad_norm=...)"),
+    "bf16_stochastic_round": (False, "leave it out, since fp32 masters keep what it is for"),
+}
+
+
+class TakeOver:
+    """The change of an optimizer's class to one of torch's, if it is of bitsandbytes or torchao; `undo` is the inverse.
+
+    note: what was changed, in a sentence; "" if nothing was.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self.optimizer, self.note = optimizer, ""
+        self._before: tuple[type, dict[str, Any], list[set[str]]] | None = None
+
+    def begin(self, model: nn.Module, config: Config) -> Config:
+        """Change the object's class, and return the configuration with the format of its states, unless it has one.
+
+        Raise ConfigError, with nothing changed, for a class or an option without a counterpart here, and after a first step.
+        """
+        optimizer, theirs = (
+            self.optimizer,
+            next((cls for cls in type(self.optimizer).__mro__ if cls.__module__.startswith(_MODULES)), None),
+        )
+        if optimizer is None or theirs is None:
+            return config
+        library, base, form = _described(optimizer, theirs)
+        known = _CLASSES[library].get(base) if theirs is type(optimizer) else None
+        mine: Any = known or getattr(torch.optim, base, torch.optim.AdamW)
+        name, instead = f"{type(optimizer).__name__} of {library}", f"{'zs' if mine is Lion else 'torch.optim'}.{mine.__name__}"
+        given = "" if form.format == "fp32" else f", optimizer_states={form.format!r}"
+        remedy = f"Write {instead}(...) in its place, and zs.shard(model, optimizer{given}, ...)."
+        if base in _ELEMENTWISE and form.format == "fp32" and config.optimizer_states is None:
+            return config  # its own step is taken
+        if known is None:
+            raise ConfigError(
+                f"optimizer: {name} would step the flat slices that each rank has otherwise than whole parameters, or keep states that cannot be cut. {remedy}"
+            )
+        if optimizer.state:
+            raise ConfigError(
+                f"optimizer: {name} has states already, in a format of {library}: call zs.shard() before the first step and before "
+                f"load_state_dict(). {remedy}"
+            )
+        for option, (off, way) in _NOT_STEPPED.items():
+            value = getattr(optimizer, option, getattr(getattr(optimizer, "args", None), option, off))
+            if value != off:
+                raise ConfigError(f"optimizer: {option}={value!r} of {name} has no counterpart in {instead}: {way}. {remedy}")
+        form = dataclasses.replace(form, exempt=_exempt(optimizer, model, name))
+        options = inspect.signature(mine).parameters
+        made = mine([{k: v for k, v in group.items() if k in options} for group in optimizer.param_groups])
+        self._before = type(optimizer), optimizer.defaults, [set(group) for group in optimizer.param_groups]
+        optimizer.__class__, optimizer.defaults = mine, made.defaults
+        for group, completed in zip(optimizer.param_groups, made.param_groups, strict=True):
+            for key, value in completed.items():
+                group.setdefault(key, value)
+        self.note = f"optimizer: {name} is stepped as {instead}"
+        if config.optimizer_states is None and form.format != "fp32":
+            self.note += f" with optimizer_states=zs.{form}"
+            return dataclasses.replace(config, optimizer_states=form)
+        return config
+
+    def undo(self) -> None:
+        """Give the optimizer its own class and options back."""
+        if self.optimizer is None or self._before is None:
+            return
+        self.optimizer.__class__, self.optimizer.defaults, keys = self._before
+        for group, own in zip(self.optimizer.param_groups, keys, strict=True):
+            for key in group.keys() - own:
+                del group[key]
+
+
+def _described(optimizer: Any, cls: type) -> tuple[str, str, StateFormat]:
+    """Return the library of a class, its name without "Paged" and the width, and the format of the states that it keeps."""
+    library = cls.__module__.partition(".")[0]
+    width = next((width for width in _WIDTHS if cls.__name__.endswith(width)), "")
+    base, form = cls.__name__.removesuffix(width).removeprefix("Paged"), _WIDTHS.get(width, "fp32")
+    block, least = getattr(optimizer, "block_size", 256), 4096
+    if library == "bitsandbytes" and (args := getattr(optimizer, "args", None)) is not None:
+        form, least = "int8" if args.optim_bits == 8 else "fp32", args.min_8bit_size
+    return library, base, StateFormat(form, block=256 if form == "fp32" else block, min_numel=least)
+
+
+def _exempt(optimizer: Any, model: nn.Module, name: str) -> tuple[str, ...]:
+    """Return the names of the parameters whose states bitsandbytes' GlobalOptimManager leaves in 32 bits. Raise for other overrides."""
+    manager = getattr(optimizer, "mng", None)
+    if manager is None:
+        return ()
+    names, found = {id(param): full for full, param in model.named_parameters()}, []
+    for number, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            given = manager.index2config.get((number, position), {}) | manager.pid2config.get(id(param), {})
+            for module, attribute, override in manager.module_weight_config_triple:
+                given |= override if getattr(module, attribute) is param else {}
+            if given.items() - {("optim_bits", 32)}:
+                raise ConfigError(
+                    f"optimizer: bitsandbytes' GlobalOptimManager overrides {given} for {names.get(id(param), 'a parameter')}, of which "
+                    f"zs.shard() takes over optim_bits=32 alone ({name}): give the parameter a group of its own with these options."
+                )
+            if given and id(param) in names:
+                found.append(names[id(param)])
+    return tuple(found)
