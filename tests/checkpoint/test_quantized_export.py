@@ -110,7 +110,8 @@ def test_a_module_without_a_configuration_gets_a_file_that_says_how_it_is_stored
     group["input_activations"] = {**weights, "strategy": "token", "dynamic": True}
     assert json.loads((tmp_path / "out" / "quantization_config.json").read_text()) == {
         "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed",
-        "config_groups": {"group_0": group}, "ignore": ["gate", "head"], "kv_cache_scheme": None, "global_compression_ratio": None,
+        "config_groups": {"group_0": group}, "ignore": ["gate", "head"], "kv_cache_scheme": None,
+        "global_compression_ratio": None,
     }  # fmt: skip
     zs.export(run[0], tmp_path / "fp8", quantize="fp8", model=Odd(), ignore=["row"])
     settings = json.loads((tmp_path / "fp8" / "quantization_config.json").read_text())
@@ -132,7 +133,8 @@ def test_a_weight_is_at_most_half_a_step_off(form, dtype, run, tmp_path):
         assert equal(got[f"{name}.weight"], plain(weight, form, dtype or torch.float32)[0])
         off = (got[f"{name}.weight"].float() * scale - weight).abs()
         half = scale / 2 if form == "int8" else torch.maximum(weight.abs() / 16, scale / 1024)
-        assert (off <= half * (1 + 1e-5)).all() and off.max() > 0
+        assert (off <= half * (1 + 1e-5)).all()
+        assert off.max() > 0 or name == "column"  # its rows are one number, which is exact
 
 
 def test_several_files_hold_the_same_and_the_index_names_all(run, tmp_path):
@@ -178,7 +180,7 @@ def test_a_part_of_the_model_is_quantized_under_its_own_names(tmp_path):
     ({"quantize": "int8", "model": nn.Embedding(2, 2)}, "there are none"),
     ({"quantize": "int8", "model": Odd(), "ignore": "gate"}, r"expected names of modules, as \['lm_head'\], got 'gate'"),
     ({"quantize": "int8", "model": Odd(), "ignore": ["talll"]}, "no nn.Linear module 'talll'. Did you mean 'tall'"),
-    ({"quantize": "int8", "config": {"model_type": "none"}}, "Transformers does not build the model of config= .* give model="),
+    ({"quantize": "int8", "config": {"model_type": "none"}}, "Transformers cannot build the model of config= .* give model="),
     ({"model": Odd()}, "they say what to quantize; give quantize= too"),
 ], ids=str)  # fmt: skip
 def test_mistakes_are_refused_before_anything_is_written(options, words, run, tmp_path):

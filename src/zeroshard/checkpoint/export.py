@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def export(
     verify: bool = True,
     quantize: str | None = None,
     model: nn.Module | None = None,
-    ignore: Iterable[str] | None = None,
+    ignore: Collection[str] | None = None,
 ) -> Exported:
     """Write the model of a checkpoint as safetensors, which `from_pretrained` reads, or as a file of torch.save.
 
@@ -97,13 +97,13 @@ def export(
         prefix: export only the part of the model whose names begin so, without the prefix: "policy." of a model that was wrapped.
         names: export only these, as they are named in the checkpoint. Files of torch.save have this order.
         verify: first read everything and compare checksums.
-        quantize: "int8" or "fp8": write the weights of nn.Linear modules in 8 bits with a scale for each output, in the format of
-            compressed-tensors, which Transformers loads and vLLM serves. Embeddings, norms, biases, routers, the head and whatever
-            is no nn.Linear module (GPT-2's Conv1D, experts in one tensor) stay as they are.
+        quantize: "int8" or "fp8": write the weights of nn.Linear modules in 8 bits with a scale for each output, in the format
+            of compressed-tensors, which Transformers loads and vLLM serves. Embeddings, norms, biases, routers, the head and
+            whatever is no nn.Linear module (GPT-2's Conv1D, experts in one tensor) stay as they are.
         model: tells the nn.Linear modules, with `quantize`; it may be on the meta device. None: Transformers builds the
             configuration's.
-        ignore: nn.Linear modules that stay, by name or its end. None: lm_head (and what Transformers calls the output embeddings),
-            gate, router, shared_expert_gate. A weight tied to anything that stays is never quantized.
+        ignore: nn.Linear modules that stay, by name or its end. None: lm_head (and what Transformers calls the output
+            embeddings), gate, router, shared_expert_gate. A weight tied to anything that stays is never quantized.
 
     Raises:
         CheckpointNotFound: there is no checkpoint. Nothing was written.
@@ -346,8 +346,8 @@ class _Exporting:
         if not scale.isfinite().all():
             row = first + int(scale.isfinite().logical_not().nonzero()[0, 0])
             raise CheckpointError(
-                f"zs.export: {name}: row {row} has a value that is not finite, or too large for {dtype}, so that it has no scale: "
-                "export an earlier checkpoint, or with another dtype=, or without quantize=."
+                f"zs.export: {name}: row {row} has a value that is not finite, or too large for {dtype}, so that it has no "
+                "scale: export an earlier checkpoint, or with another dtype=, or without quantize=."
             )
         if first == 0:
             self.scales[f"{name}_scale"] = torch.empty(shape, dtype=dtype, device="cpu")

@@ -10,7 +10,7 @@ the one that Transformers builds from the configuration, without memory. Rows ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +50,8 @@ WEIGHT_FORMATS = {"int8": WeightFormat(torch.int8, 127, "int"), "fp8": WeightFor
 
 @dataclass(frozen=True)
 class Quantization:
-    """What one export quantizes. names: tensors. ignored: nn.Linear modules that it does not. architecture: the model's class,
-    if it is one of Transformers."""
+    """What one export quantizes. names: tensors. ignored: nn.Linear modules that it does not. architecture: the model's
+    class, if it is one of Transformers."""
 
     form: WeightFormat
     names: frozenset[str]
@@ -68,7 +68,8 @@ class Quantization:
         group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
         return {
             "quant_method": "compressed-tensors", "format": f"{kind}-quantized", "quantization_status": "compressed",
-            "config_groups": {"group_0": group}, "ignore": self.ignored, "kv_cache_scheme": None, "global_compression_ratio": None,
+            "config_groups": {"group_0": group}, "ignore": self.ignored, "kv_cache_scheme": None,
+            "global_compression_ratio": None,
         }  # fmt: skip
 
     def described(self, settings: Mapping[str, Any]) -> dict[str, object]:
@@ -79,14 +80,14 @@ class Quantization:
 
 @dataclass(frozen=True)
 class Quantize:
-    """The arguments of `zs.export` that say what to quantize. model: whose nn.Linear modules; None: that of the configuration."""
+    """The arguments of `zs.export` that say what to quantize. model: whose nn.Linear modules; None: the configuration's."""
 
     form: str
     model: nn.Module | None
     ignore: tuple[str, ...]
 
     @classmethod
-    def of(cls, quantize: object, model: object, ignore: Iterable[str] | None, format: str) -> Quantize | None:
+    def of(cls, quantize: object, model: object, ignore: Collection[str] | None, format: str) -> Quantize | None:
         """Check the arguments; return None if nothing is to be quantized. Raises ConfigError."""
         if quantize is None:
             if model is not None or ignore is not None:
@@ -99,7 +100,7 @@ class Quantize:
         if model is not None and not isinstance(model, nn.Module):
             raise ConfigError(f"zs.export: model: expected a torch.nn.Module, or None, got {type(model).__name__}.")
         ignore = IGNORED if ignore is None else ignore
-        if isinstance(ignore, str) or not isinstance(ignore, Iterable) or not all(isinstance(each, str) for each in ignore):
+        if isinstance(ignore, str) or not isinstance(ignore, Collection) or not all(isinstance(each, str) for each in ignore):
             raise ConfigError(f"zs.export: ignore: expected names of modules, as ['lm_head'], got {ignore!r}.")
         return cls(quantize, model, tuple(ignore))
 
@@ -133,12 +134,12 @@ class Quantize:
                 raise ConfigError(f"zs.export: quantize: {name} ({dtype}) is quantized already; export it without quantize=.")
         if not names:
             raise ConfigError(
-                f"zs.export: quantize: the export has none of the weights that would be quantized: those of nn.Linear modules of "
-                f"{type(model).__name__}, but for ignored and tied ones: {first_of(sorted(weights)) or 'there are none'}. The "
-                f"export has {first_of(opened.model)}. Give the model of this checkpoint (config=, model=), or prefix=, ignore=."
+                f"zs.export: quantize: the export has none of the weights that would be quantized: those of nn.Linear modules "
+                f"of {type(model).__name__}, but for ignored and tied ones: {first_of(sorted(weights)) or 'there are none'}. "
+                f"The export has {first_of(opened.model)}. Give the model of this checkpoint (config=, model=), or prefix=, "
+                "ignore=."
             )
-        quantized = {name.removesuffix(".weight") for name in names}
-        quantized |= {alias.removesuffix(".weight") for name in names for alias in ties.get(name, ())}
+        quantized = {each.rpartition(".")[0] for name in names for each in (name, *ties.get(name, ()))}
         architecture = type(model).__name__ if hasattr(model, "get_output_embeddings") else None
         return Quantization(
             WEIGHT_FORMATS[self.form], frozenset(names), [name for name in modules if name not in quantized], architecture
@@ -174,8 +175,8 @@ def _model_of(settings: Mapping[str, Any]) -> nn.Module:
         import transformers
     except ModuleNotFoundError:
         raise ConfigError(
-            f"zs.export: quantize: Transformers tells the nn.Linear modules of a configuration, and is not installed: pip install "
-            f"transformers, or {other}."
+            "zs.export: quantize: Transformers tells the nn.Linear modules of a configuration, and is not installed: pip "
+            f"install transformers, or {other}."
         ) from None
     fields = {key: value for key, value in settings.items() if key not in ("model_type", "quantization_config")}
     try:
@@ -185,4 +186,4 @@ def _model_of(settings: Mapping[str, Any]) -> nn.Module:
             return made(config)
     except Exception as error:
         what = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        raise ConfigError(f"zs.export: quantize: Transformers does not build the model of config= ({what}); {other}.") from error
+        raise ConfigError(f"zs.export: quantize: Transformers cannot build the model of config= ({what}); {other}.") from error
