@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import sys
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.checkpoint import export as exporting
 from zeroshard.cli import main
 from zeroshard.testing import run_threads
 
@@ -84,7 +84,9 @@ def read(folder):
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_codes_and_scales_are_those_of_one_process_at_every_stage(stage, world, tmp_path, monkeypatch):
     state = run_threads(world, lambda rank: train(rank, tmp_path / "run", stage=stage))[0]
-    monkeypatch.setattr(exporting, "_CHUNK_NUMEL", 12)  # a row of `tall` at a time, none of `row` within it
+    monkeypatch.setattr(
+        sys.modules[zs.export.__module__], "_CHUNK_NUMEL", 12
+    )  # a row of `tall` at a time, none of `row` within it
     for form in LARGEST:
         done = zs.export(tmp_path / "run", tmp_path / form, quantize=form, model=Odd())
         got = read(tmp_path / form)
@@ -196,7 +198,7 @@ def test_what_has_no_scale_or_has_one_already_is_refused_and_leaves_nothing(run,
     torch.save(state, tmp_path / "nan.pt")
     with pytest.raises(zs.CheckpointError, match=r"tall.weight: row 3 has a value that is not finite.*without quantize="):
         zs.export(tmp_path / "nan.pt", tmp_path / "out", quantize="fp8", model=Odd())
-    with pytest.raises(zs.ConfigError, match=r"wide.weight \(torch.int8\) is quantized already; export it without quantize="):
+    with pytest.raises(zs.ConfigError, match=r"column.weight \(torch.int8\) is quantized already; export it without quantize="):
         zs.export(tmp_path / "once", tmp_path / "out", quantize="int8", model=Odd())
     assert sorted(os.listdir(tmp_path)) == ["nan.pt", "once", "run"]
 
@@ -206,12 +208,12 @@ def test_what_has_no_scale_or_has_one_already_is_refused_and_leaves_nothing(run,
 
 def test_the_command_quantizes_a_model_of_ones_own(run, tmp_path, capsys, monkeypatch):
     (tmp_path / "mine.py").write_text(
-        "import torch\ndef wide():\n    return torch.nn.ModuleDict({'wide': torch.nn.Linear(7, 5)})\n"
+        "import torch\ndef tall():\n    return torch.nn.ModuleDict({'tall': torch.nn.Linear(5, 13)})\n"
     )
     monkeypatch.chdir(tmp_path)
-    assert main(["export", "run", "out", "--quantize", "int8", "--model", "mine:wide", "--ignore", "lm_head,gate"]) == 0
+    assert main(["export", "run", "out", "--quantize", "int8", "--model", "mine:tall", "--ignore", "lm_head,gate"]) == 0
     assert "tensors (1 of them in int8)" in capsys.readouterr().out
-    assert read(tmp_path / "out")["wide.weight"].dtype is torch.int8
+    assert read(tmp_path / "out")["tall.weight"].dtype is torch.int8
     assert main(["export", "run", "more", "--quantize", "int8"]) == 2
     assert "give config=, a Hugging Face configuration, or model=" in capsys.readouterr().err
 
