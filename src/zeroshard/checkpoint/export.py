@@ -15,18 +15,20 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..errors import CheckpointError, ConfigError, did_you_mean
 from ..memory.io.tensor_reader import Stored, StoredTensor
 from ..utils.dtypes import casts_to
 from . import dcp
 from .directory import absolute, sync
+from .quantized import Quantization, Quantize
 from .resolver import Alone, use_any
 from .safetensors import SAFETENSORS_NAMES, SafetensorsFile
 from .source import Opened, Untrusted, first_of
@@ -48,6 +50,7 @@ class Exported:
         numel: elements of all tensors.
         ties: another name of a tensor -> the name under which it was written.
         trained_only: whether the checkpoint had only the trained parameters.
+        quantized: how many of the tensors are quantized weights; each has a scale beside it, which is a tensor too.
     """
 
     path: Path
@@ -57,6 +60,7 @@ class Exported:
     numel: int
     ties: dict[str, str]
     trained_only: bool
+    quantized: int = 0
 
 
 def export(
@@ -71,6 +75,9 @@ def export(
     prefix: str = "",
     names: Iterable[str] | None = None,
     verify: bool = True,
+    quantize: str | None = None,
+    model: nn.Module | None = None,
+    ignore: Collection[str] | None = None,
 ) -> Exported:
     """Write the model of a checkpoint as safetensors, which `from_pretrained` reads, or as a file of torch.save.
 
@@ -90,28 +97,36 @@ def export(
         prefix: export only the part of the model whose names begin so, without the prefix: "policy." of a model that was wrapped.
         names: export only these, as they are named in the checkpoint. Files of torch.save have this order.
         verify: first read everything and compare checksums.
+        quantize: "int8" or "fp8": write the weights of nn.Linear modules in 8 bits with a scale for each output, in the format
+            of compressed-tensors, which Transformers loads and vLLM serves. Embeddings, norms, biases, routers, the head and
+            whatever is no nn.Linear module (GPT-2's Conv1D, experts in one tensor) stay as they are.
+        model: tells the nn.Linear modules, with `quantize`; it may be on the meta device. None: Transformers builds the
+            configuration's.
+        ignore: nn.Linear modules that stay, by name or its end. None: lm_head (and what Transformers calls the output
+            embeddings), gate, router, shared_expert_gate. A weight tied to anything that stays is never quantized.
 
     Raises:
         CheckpointNotFound: there is no checkpoint. Nothing was written.
         CheckpointCorrupt: a file is damaged. Nothing was written.
-        CheckpointError: `out` exists. Nothing was written.
+        CheckpointError: `out` exists, or a weight to quantize is not finite. Nothing was written.
         CheckpointWriteError: the disk is full, read-only, ... What was written is removed.
         ConfigError: an argument is wrong, or the format cannot store a tensor.
     """
     target = _check_arguments(out, dtype, format, max_shard_nbytes, config)
+    quantizing = Quantize.of(quantize, model, ignore, format)
     settings = None if config is None else _read_config(config)
     names = None if names is None else list(names)
 
     def write(opened: Opened) -> Exported:
         _select(opened, names, prefix)
-        return _write(opened, target, dtype, format, max_shard_nbytes, settings)
+        return _write(opened, target, dtype, format, max_shard_nbytes, settings, quantizing)
 
     return use_any(Alone(), path, name, write, verify=verify, values=False)
 
 
 def _write(
     opened: Opened, target: Path, dtype: torch.dtype | None, format: str, max_shard_nbytes: int,
-    settings: dict[str, object] | None,
+    settings: dict[str, object] | None, quantizing: Quantize | None,
 ) -> Exported:  # fmt: skip
     """Write an opened checkpoint to a hidden name and rename it to `target`; remove everything after an error."""
     if settings is None and format == "safetensors" and CONFIG in opened.shared_extras:
@@ -122,7 +137,8 @@ def _write(
                 f"zs.export: {opened.path}: extra[{CONFIG!r}] is an object of a class that torch does not load by itself: give "
                 f"config= (model.config, or a config.json), and save extra={{{CONFIG!r}: model.config.to_dict()}}."
             ) from None
-    exporting = _Exporting(opened, dtype, format, _read_objects(opened, format))
+    quantization = None if quantizing is None else quantizing.choose(opened, settings)
+    exporting = _Exporting(opened, dtype, format, _read_objects(opened, format), quantization)
     scratch = target.with_name(f".{target.name}.{secrets.token_hex(3)}.tmp")
     with write_errors(target, exporting.nbytes, "zs.export"):
         try:
@@ -145,7 +161,10 @@ def _write(
                 shutil.rmtree(scratch, ignore_errors=True)
             raise
     written = sum((target if format == "torch" else target / name).stat().st_size for name in names)
-    return Exported(target, tuple(names), written, len(exporting.tensors), exporting.numel, exporting.ties, opened.trained_only)
+    return Exported(
+        target, tuple(names), written, len(exporting.tensors), exporting.numel, exporting.ties, opened.trained_only,
+        0 if quantization is None else len(quantization.names),
+    )  # fmt: skip
 
 
 def _check_arguments(out: str | os.PathLike, dtype: object, format: str, max_shard_nbytes: object, config: object) -> Path:
@@ -230,9 +249,17 @@ class _Exporting:
     """One export. tensors: name -> (dtype, shape) in the output. sources: name -> stored tensor. ties: other name -> name.
     objects: values that are no tensors, by name."""
 
-    def __init__(self, opened: Opened, dtype: torch.dtype | None, format: str, objects: dict[str, object]) -> None:
+    def __init__(
+        self,
+        opened: Opened,
+        dtype: torch.dtype | None,
+        format: str,
+        objects: dict[str, object],
+        quantization: Quantization | None,
+    ) -> None:
         """Raises ConfigError if the format cannot hold a tensor."""
-        self.dtype, self.objects = dtype, objects
+        self.dtype, self.objects, self.quantization = dtype, objects, quantization
+        self.scales: dict[str, torch.Tensor] = {}  # of the weight that was quantized last: they are written after it
         self.sources: dict[str, Stored] = {}
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self.ties = opened.tied()
@@ -246,6 +273,11 @@ class _Exporting:
                 raise ConfigError(f"zs.export: {name} is {own}, which {what} can not hold{remedy}.")
             self.sources[name] = stored
             self.tensors[name] = (own, tuple(stored.shape))
+            if quantization is not None and name in quantization.names:
+                self.tensors[name] = (quantization.form.dtype, tuple(stored.shape))
+                self.tensors[f"{name}_scale"] = (own, (stored.shape[0], 1))
+        scaled = frozenset() if quantization is None else quantization.names
+        self.ties |= {f"{alias}_scale": f"{name}_scale" for alias, name in self.ties.items() if name in scaled}
         if format == "safetensors" and _METADATA in self.tensors.keys() | self.ties.keys():
             raise ConfigError(f"zs.export: safetensors can not hold a tensor called {_METADATA!r}; use format='torch'.")
         self.sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in self.tensors.items()}  # in bytes
@@ -267,6 +299,10 @@ class _Exporting:
         if settings is not None:
             chosen = {} if self.dtype is None else dict.fromkeys(("dtype", "torch_dtype"), str(self.dtype).removeprefix("torch."))
             documents["config.json"] = {key: chosen.get(key, value) for key, value in settings.items()}
+            if self.quantization is not None:
+                documents["config.json"] |= self.quantization.described(settings)  # type: ignore[operator]
+        elif self.quantization is not None:  # no library knows the model's class, but its own program may read this
+            documents["quantization_config.json"] = self.quantization.settings
         for name, document in documents.items():
             (folder / name).write_text(json.dumps(document, indent=2) + "\n")
             sync(folder / name)
@@ -285,16 +321,38 @@ class _Exporting:
     def fill(self, path: Path, places: dict[str, StoredTensor]) -> None:
         """Write tensors to their places in a file, and sync it."""
         for name, target in places.items():
+            if name not in self.sources:
+                target.write(0, self.scales.pop(name))
+                continue
+            form = None if self.quantization is None or name not in self.quantization.names else self.quantization.form
             numel = math.prod(target.shape)
-            values = torch.empty(min(numel, _CHUNK_NUMEL), dtype=target.dtype, device="cpu")
-            for start in range(0, numel, _CHUNK_NUMEL):
-                part = values[: min(_CHUNK_NUMEL, numel - start)]
+            columns = 1 if form is None else target.shape[1]  # a row is quantized whole
+            most = max(_CHUNK_NUMEL // columns, 1) * columns
+            values = torch.empty(min(numel, most), dtype=target.dtype if form is None else torch.float32, device="cpu")
+            for start in range(0, numel, most):
+                part = values[: min(most, numel - start)]
                 try:
                     self.sources[name].read(start, part)
                 except OSError as error:
                     raise CheckpointError(f"zs.export: {name} can not be read: {error}") from error
-                target.write(start, part)
+                target.write(start, part if form is None else self._quantized(name, start // columns, part.view(-1, columns)))
         sync(path)
+
+    def _quantized(self, name: str, first: int, rows: torch.Tensor) -> torch.Tensor:
+        """Quantize some rows of a weight, of which `first` is the first, and keep their scales. Return them as (n,)."""
+        assert self.quantization is not None
+        dtype, shape = self.tensors[f"{name}_scale"]
+        codes, scale = self.quantization.form.quantize(rows, dtype)
+        if not scale.isfinite().all():
+            row = first + int(scale.isfinite().logical_not().nonzero()[0, 0])
+            raise CheckpointError(
+                f"zs.export: {name}: row {row} has a value that is not finite, or too large for {dtype}, so that it has no "
+                "scale: export an earlier checkpoint, or with another dtype=, or without quantize=."
+            )
+        if first == 0:
+            self.scales[f"{name}_scale"] = torch.empty(shape, dtype=dtype, device="cpu")
+        self.scales[f"{name}_scale"][first : first + len(rows)] = scale
+        return codes.view(-1)
 
 
 def divide(sizes: Mapping[str, int], most: int, stem: str, suffix: str) -> dict[str, list[str]]:

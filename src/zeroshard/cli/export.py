@@ -1,6 +1,7 @@
 """The command `zeroshard export`: write a checkpoint's model as safetensors for `from_pretrained`, or with torch.save.
 
 zeroshard export runs/7/checkpoints model --dtype bf16 --hf-config config.json
+zeroshard export runs/7/checkpoints served --dtype bf16 --hf-config config.json --quantize int8
 """
 
 import math
@@ -10,6 +11,7 @@ import torch
 
 import zeroshard as zs
 
+from ..planner.model_source import source_of
 from . import report_error
 from .arguments import ExitCode, Parser, UsageError
 from .sheets import megabytes, say
@@ -31,11 +33,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of a safetensors file, in GB (1e9 bytes)")
     parser.add_argument("--hf-config", help="a Hugging Face config.json to put beside the files", metavar="FILE")
     parser.add_argument("--prefix", default="", help="export only names that begin so, and remove it (default: all names)")
+    parser.add_argument(
+        "--quantize", choices=("int8", "fp8"), help="write the weights of nn.Linear modules in 8 bits, with scales"
+    )
+    parser.add_argument("--model", help="tells the nn.Linear modules if there is no configuration", metavar="MODULE:FUNCTION")
+    parser.add_argument("--ignore", help="nn.Linear modules not to quantize, as lm_head,mlp.gate", metavar="NAME,...")
     parser.add_argument("--no-verify", action="store_true", help="do not compare checksums first")
     options = parser.parse(argv)
     if not 0 < options.max_shard_gb < math.inf:
         raise UsageError(f"--max-shard-gb: expected a positive number, got {options.max_shard_gb}")
     try:
+        with torch.device("meta"):
+            model = None if options.model is None else source_of(options.model).build()
         done = zs.export(
             options.checkpoint,
             options.out,
@@ -46,10 +55,14 @@ def main(argv: Sequence[str]) -> int:
             config=options.hf_config,
             prefix=options.prefix,
             verify=not options.no_verify,
+            quantize=options.quantize,
+            model=model,
+            ignore=None if options.ignore is None else [each for each in options.ignore.split(",") if each],
         )
     except zs.ZeroshardError as error:
         return report_error(str(error))
-    print(f"{done.path}: {done.tensors} tensors, {done.numel:,} parameters, {megabytes(done.nbytes)}")
+    quantized = f" ({done.quantized} of them in {options.quantize})" if done.quantized else ""
+    print(f"{done.path}: {done.tensors} tensors{quantized}, {done.numel:,} parameters, {megabytes(done.nbytes)}")
     for file in done.files:
         say(f"  {file}")
     return ExitCode.DONE
