@@ -1,7 +1,6 @@
 """optimizer_states and master_weights="split" in plans and reports: to the byte what ranks hold."""
 
 import pytest
-import torch
 from test_against_ranks import SHAPE, adamw
 
 import zeroshard as zs
@@ -39,4 +38,9 @@ def test_a_plan_holds_and_moves_what_ranks_do(stage, tiers, form, masters, tmp_p
     for name in ("at_rest", "elsewhere", "peak", "measured_nbytes_per_step", "formula", "states", "theory_moved_per_step"):
         assert getattr(plan.report, name) == getattr(seen.report, name), name
     assert plan.report.moved.get("disk -> host") == seen.report.moved.get("disk -> host")
-    print(plan.report)
+    formats = {"int8", "int4", "exp_avg int8, exp_avg_sq bf16"}
+    told = plan.report.states.split("; ")
+    assert (told[-1] == "masters split: bf16 parameter + 16 bits") == ("master_weights" in masters)
+    if form is not None:
+        kept = "(7 of 16 parameters, 3,744 elements, keep fp32)"  # the embedding, which is the head, and norms
+        assert told[0] in [f"optimizer states {each} {kept}" for each in formats]
