@@ -2,13 +2,15 @@
 
 import dataclasses
 import json
+import re
 import threading
 
 import pytest
 
 import zeroshard as zs
 from zeroshard.cli import main
-from zeroshard.config import Tier
+from zeroshard.cli.options import parse_train
+from zeroshard.config import Tier, read_layout
 from zeroshard.planner import recorder
 from zeroshard.planner.simulator.hardware import Hardware
 from zeroshard.planner.simulator.simulate import Simulation
@@ -110,6 +112,26 @@ def test_json_is_a_summary_and_json_full_all_of_it(capsys):
     assert held["step"][Tier.HOST.value]["optimizer states"] >= 8 * 3_834_752 / 2
     assert short["peak_nbytes"]["host"] == max(sum(each.get("host", {}).values()) for each in held.values())
     assert found["plan"]["trace"]["tasks"][0]["nbytes"]
+
+
+def test_how_states_and_masters_rest(capsys, tmp_path):
+    coded = ["--stage", "2", "--optimizer-states", "int8", "--master-weights", "split"]
+    _, printed = run(capsys, "plan", *SMALL, *coded, "--json-full")
+    report = json.loads(printed)["plan"]["report"]
+    told = re.fullmatch(r"optimizer states int8 \(.* ([\d,]+) elements, keep fp32\); masters split: .*", report["states"])
+    numel, exempt = report["num_parameters"], int(told[1].replace(",", ""))
+    kept = 2 * 4 * exempt + 2 * 260 / 256 * (numel - exempt) + 2 * numel
+    assert report["formula"]["optimizer states"] == pytest.approx(kept / 2, abs=8)
+    assert main(["plan", *SMALL, *coded, "--precision", "fp32"]) == 2
+    assert "master_weights='split' does not go with precision='fp32'" in capsys.readouterr().err
+    path = tmp_path / "layout.json"
+    run(capsys, "plan", *SMALL, *coded, "--mesh", "dp=2", "--auto", "--global-batch", "2", "--write-config", str(path))
+    assert {"optimizer_states": "int8", "master_weights": "split"}.items() <= read_layout(path)["shard"].items()
+    for options in (["--config", str(path)], [*coded, "--precision", "bf16"]):
+        trained = parse_train(options).sharding()
+        assert trained.optimizer_states == zs.StateFormat("int8") and trained.master_weights == "split"
+    given = parse_train(["--config", str(path), "--optimizer-states", "bf16", "--master-weights", "none"]).sharding()
+    assert given.optimizer_states == zs.StateFormat("bf16") and given.master_weights is False
 
 
 def test_a_model_that_reads_no_tokens_is_fed_by_an_example(capsys, tmp_path, monkeypatch):

@@ -45,6 +45,11 @@ def test_the_first_stage_that_fits(monkeypatch, capfd, mib, stage):
     assert said.count("stage='auto'") == 1 and f"stage {stage} takes" in said
 
 
+def test_states_in_8_bits_are_counted_as_such(monkeypatch):
+    """Where fp32 states need stage 2 (above), 8 bits, a quarter of 2 MiB, fit at stage 1."""
+    assert choose(monkeypatch, 15 * MIB, optimizer_states="int8") == [(1, [])] * 2
+
+
 @pytest.mark.parametrize(("gib", "chosen"), [(20, (1, "none")), (1.2, (2, "none")), (0.7, (3, "none")), (0.68, (3, "nvme"))])
 def test_large_models_on_imagined_ranks(monkeypatch, tmp_path, gib, chosen):
     """537 MB of parameters over 8 ranks of one host; a disk is used where a folder is given and nothing else fits."""

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -21,6 +21,7 @@ from ..planner.models import CASE_STUDIES, CaseStudy, GPTConfig
 from ..planner.models.presets import SCALES
 from ..utils.axes import cuts_model, planned_otherwise
 from ..utils.compression import CODECS, GRADIENT_CODECS
+from ..utils.state_format import FORMATS
 from .arguments import Parser, UsageError, add_options
 from .mesh_axes import MeshAxes
 
@@ -32,10 +33,12 @@ SIZES = {  # name -> layers, dim, heads
 PRECISIONS = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
 OFFLOADS = ("none", "cpu", "nvme")
+MASTERS: dict[str, bool | Literal["split"]] = {"fp32": True, "split": "split", "none": False}  # -> zs.shard's master_weights
 # names of torch.distributed.pipelining
 SCHEDULES = ("gpipe", "1f1b", "loopedbfs", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev")
 _PLANNED = {  # option -> its name in zs.shard
-    **{name: name for name in ("stage", "precision", "offload_optimizer", "offload_gradient", "offload_param", "offload_path", "shard_size")},
+    **{name: name for name in ("stage", "precision", "offload_optimizer", "offload_gradient", "offload_param", "offload_path", "shard_size",
+                             "optimizer_states", "master_weights")},
     "hpz": "zero_hpz_partition_size", "quantized_weights": "zero_quantized_weights", "quantized_gradients": "zero_quantized_gradients",
 }  # fmt: skip
 OFFLOAD_PATH = "runs"  # default folder of offload to nvme, in the working directory
@@ -67,7 +70,7 @@ class RunOptions:
 
     stage: int | None = option(None, "ZeRO stage (default: 3)", choices=(0, 1, 2, 3), type=int, group=COMMON)
     precision: str | None = option(
-        None, "fp32, bf16 or fp16; master weights are fp32 (default: bf16 on GPUs, fp32 on CPUs)", choices=PRECISIONS,
+        None, "fp32, bf16 or fp16 (default: bf16 on GPUs, fp32 on CPUs)", choices=PRECISIONS,
         metavar="DTYPE", group=COMMON,
     )  # fmt: skip
     mesh: str | None = option(None, "ranks along each axis: dp=2,pp=2,tp=2", metavar="AXES", group=MESH)
@@ -81,6 +84,14 @@ class RunOptions:
     checkpoint_activations: bool = option(False, "keep inputs of blocks, recompute the rest", action="store_true", group=MEMORY)
     max_live_parameters: int = option(0, "elements kept gathered for backward", type=int, group=MEMORY)
     prefetch_bucket_size: int | None = option(None, "elements gathered ahead (default: 64 MiB)", type=int, group=MEMORY)
+    optimizer_states: str | None = option(
+        None, f"format of optimizer states at rest: {', '.join(FORMATS)} (default: fp32); norms, biases, embeddings keep fp32",
+        choices=FORMATS, metavar="FORMAT", group=MEMORY,
+    )  # fmt: skip
+    master_weights: str | None = option(
+        None, "fp32; split: the bf16 parameter and 16 bits more; none: step the parameters themselves (default: fp32)",
+        choices=tuple(MASTERS), metavar="NAME", group=MEMORY,
+    )  # fmt: skip
     offload_optimizer: str | None = option(
         None, "TIER of optimizer states: none, cpu (host memory) or nvme (files)", **_TIER, group=OFFLOAD
     )
@@ -252,6 +263,8 @@ class TrainOptions(RunOptions):
             delayed_update=self.delayed_update,
             max_live_parameters=self.max_live_parameters,
             prefetch_bucket_size=self.prefetch_bucket_size,
+            optimizer_states=self.optimizer_states,
+            master_weights=MASTERS[self.master_weights or "fp32"],
             shard_size=self.shard_size,
             zero_hpz_partition_size=self.hpz,
             zero_quantized_weights=self._packed(self.quantized_weights),
@@ -358,6 +371,8 @@ def _of_plan(chosen: argparse.Namespace) -> dict[str, Any]:
     except zs.ConfigError as error:
         raise UsageError(f"--{error}") from None
     row = {name: plan["shard"][key] for name, key in _PLANNED.items() if key in plan["shard"]}
+    if "master_weights" in row:
+        row["master_weights"] = next(name for name, value in MASTERS.items() if value == row["master_weights"])
     row |= {"accumulate": plan["micro_batches"], "global_batch": plan["global_batch"], "seq": plan.get("seq", TrainOptions.seq)}
     kept = plan.get("checkpoint_activations") or {}
     row |= {"checkpoint_activations": bool(kept), "offload_activations": kept.get("offload", "none")}

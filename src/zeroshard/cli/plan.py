@@ -92,6 +92,7 @@ class Options(PlanOptions):
         found |= {"stage": self.stage} if self.stage is not None else {}
         found |= {"hpz": self.hpz} if self.hpz > 1 else {}
         found |= {"shard_size": self.shard_size} if self.shard_size is not None else {}
+        found |= {name: request.options[name] for name in ("optimizer_states", "master_weights") if name in request.options}
         found |= {"prefetch_nbytes": request.config.prefetch_limit_nbytes} if self.prefetch_bucket_size is not None else {}
         return found | ({"checkpointing": "blocks"} if self.checkpoint_activations else {})
 

@@ -10,7 +10,7 @@ from ..planner.request import FLAGS, Request
 from ..planner.simulator.hardware import Hardware
 from .arguments import Parser, UsageError, add_options
 from .mesh_axes import MeshAxes
-from .options import COMMON, MEMORY, MESH, NETWORK, OFFLOAD, RunOptions, option
+from .options import COMMON, MASTERS, MEMORY, MESH, NETWORK, OFFLOAD, RunOptions, option
 
 RENAMED = {  # old name of an option -> new name
     "--device": "--hardware (--device is a torch device, of zeroshard train)", "--batch": "--micro-batch",
@@ -19,7 +19,7 @@ RENAMED = {  # old name of an option -> new name
 OUTPUT = "output"  # a heading of --help, as COMMON
 _SHARD = {flag: option for option, flag in FLAGS.items()}
 _SAME = ("stage", "precision", "offload_optimizer", "offload_gradient", "offload_param", "shard_size", "hierarchical",
-         "max_live_parameters", "max_unit_numel", "prefetch_bucket_size", "delayed_update")  # fmt: skip
+         "max_live_parameters", "max_unit_numel", "prefetch_bucket_size", "delayed_update", "optimizer_states")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,9 @@ class PlanOptions(RunOptions):
 
     def _shard(self, hardware: Hardware) -> dict[str, Any]:
         given = {_SHARD.get(name, name): getattr(self, name) for name in (*_SAME, *_SHARD)}
-        usual = {"max_live_parameters": 0, "zero_hpz_partition_size": 1}
+        if self.master_weights is not None:
+            given["master_weights"] = MASTERS[self.master_weights]
+        usual = {"max_live_parameters": 0, "zero_hpz_partition_size": 1, "master_weights": True}
         found = {name: value for name, value in given.items() if value not in (None, "none") and value != usual.get(name, ...)}
         found.setdefault("stage", 3)
         found.setdefault("precision", "bf16" if hardware.separate else "fp32")

@@ -28,7 +28,6 @@ from .ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 PAGE_NBYTES = 4096  # regions on disk and mapped memory begin at multiples of this
 BUFFERS = "buffers"
 STAGING_BUFFERS = 2  # of gradients: one is being filled while the other is being reduced
-LANDINGS = STAGING_BUFFERS + 1
 _CATEGORIES = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER, BUFFERS)
 
 Place = tuple[str, Tier, str | None]  # category, tier, folder on disk
@@ -68,12 +67,12 @@ def rests_away(tier: Tier, separate: bool) -> bool:
 class Buffers:
     """Sizes of buffers of constant size, through which gradients are sent and shards pass between tiers.
 
-    sent, fetched: (bytes, count, most) of the pools of gradients and of gathered shards. landed_nbytes: of each landing.
+    sent, fetched: (bytes, count, most) of the pools of gradients and of gathered shards. landed: (bytes, count) of landings.
     """
 
     sent: tuple[int, int, int] = (0, 0, 0)
     fetched: tuple[int, int, int] | None = None
-    landed_nbytes: int = 0
+    landed: tuple[int, int] = (0, 0)
 
     @classmethod
     def of(cls, config: Config, separate: bool, groups: Sequence[Group]) -> Buffers:
@@ -84,13 +83,15 @@ class Buffers:
             if group.gradient is not None and (row.gradient is Placement.SHARDED or send != group.gradient):
                 sent.append(group.numel * send.itemsize)
         limit = min(len(sent), 64)
-        sizes.sent = (max(sent, default=0), min(STAGING_BUFFERS, limit), limit)
+        forms = {frozenset((c.dtype, c.values) for c in group.columns) for group in groups if group.gradient is not None}
+        count = STAGING_BUFFERS + (len(forms) > 1)  # units then have two groups (coded states apart), filled at the same time
+        sizes.sent = (max(sent, default=0), min(count, limit), limit)
         fetched = [group.shard_numel * group.dtype.itemsize for group in groups if not group.whole]
         if row.parameter is Placement.SHARDED and fetched and rests_away(config.offload_param.tier, separate):
             count = min(max(config.offload_param.buffer_count // 2, 2), len(fetched))
             sizes.fetched = (max(fetched), count, min(len(fetched), 64))
         if row.gradient is Placement.SHARDED and rests_away(config.offload_gradient.tier, separate):
-            sizes.landed_nbytes = max(each.shard_numel * max(4, (each.gradient or each.dtype).itemsize) for each in groups)
+            sizes.landed = (max(each.shard_numel * max(4, (each.gradient or each.dtype).itemsize) for each in groups), count + 1)
         return sizes
 
 
@@ -125,13 +126,12 @@ def needs(config: Config, separate: bool, groups: Sequence[Group], repeated: boo
             add(OPTIMIZER, group.states, column.nbytes(stepped, group.stepped))
     sizes = Buffers.of(config, separate, groups)
     fetched = 0 if sizes.fetched is None else sizes.fetched[0] * sizes.fetched[1]
-    found[BUFFERS, Tier.DEVICE, None] += sizes.sent[0] * sizes.sent[1] + LANDINGS * sizes.landed_nbytes + fetched
+    landed = sizes.landed[0] * sizes.landed[1]
+    found[BUFFERS, Tier.DEVICE, None] += sizes.sent[0] * sizes.sent[1] + landed + fetched
     found[BUFFERS, Tier.HOST, None] += _arena_nbytes(config, separate, groups)
     if separate:
         passing = repeated or config.offload_gradient.tier is Tier.DISK
-        found[BUFFERS, Tier.HOST, None] += LANDINGS * sizes.landed_nbytes * passing + fetched * (
-            config.offload_param.tier is Tier.DISK
-        )
+        found[BUFFERS, Tier.HOST, None] += landed * passing + fetched * (config.offload_param.tier is Tier.DISK)
     return dict(found)
 
 

@@ -21,7 +21,7 @@ from ..comm.mesh.topology import Topology, needed
 from ..comm.pool import BufferPool, StagingPool
 from ..config import Config, Offload, Placement, Tier
 from ..errors import ConfigError, HostMemoryError, OffloadIOError, did_you_mean
-from ..memory.estimate import BUFFERS, LANDINGS, Buffers, Group, Need, Place, needs, rests_away, shortage
+from ..memory.estimate import BUFFERS, Buffers, Group, Need, Place, needs, rests_away, shortage
 from ..memory.host_memory import keep_freed_memory, limits
 from ..memory.ledger import GATHERED, GRADIENTS, MASTERS, Ledger
 from ..offload.storage import SplitRest, Tiers
@@ -237,10 +237,10 @@ class Builder:
             tiers.staging = StagingPool(self.comm, ledger, *sizes.fetched)
             if tiers.separate:
                 tiers.slots = BufferPool(ledger, count, nbytes, tiers.host_buffer, Tier.HOST)
-        if sizes.landed_nbytes:
-            nbytes = sizes.landed_nbytes
-            tiers.landings = BufferPool(ledger, LANDINGS, nbytes, tiers.device_buffer, Tier.DEVICE)
-            tiers.arrivals = BufferPool(ledger, LANDINGS, nbytes, tiers.host_buffer, Tier.HOST)
+        nbytes, count = sizes.landed
+        if nbytes:
+            tiers.landings = BufferPool(ledger, count, nbytes, tiers.device_buffer, Tier.DEVICE)
+            tiers.arrivals = BufferPool(ledger, count, nbytes, tiers.host_buffer, Tier.HOST)
         units = []
         for number, (plan, unit) in enumerate(zip(plans, laid_out, strict=True)):
             groups = [self._group(plan, bucket, layout) for bucket, layout in unit]

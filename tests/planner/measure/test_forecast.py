@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.config import Tier
-from zeroshard.optim import cpu_kernels, offloaded_step
+from zeroshard.optim import cpu_kernels, slab_step
 from zeroshard.planner.measure import forecast as module
 from zeroshard.planner.measure import probe
 from zeroshard.planner.measure.forecast import DISK, DISK_BESIDE, HOST_STEP, Forecast, _predict, _Work, forecast
@@ -21,6 +22,8 @@ from zeroshard.zero.runtime import runtime_of
 
 BATCHES = token_batches(3, 2, 2)
 NVME = {"stage": 3, "offload_optimizer": "nvme", "offload_gradient": "nvme", "offload_param": "nvme"}
+FORM = zs.StateFormat("int8", block=64, min_numel=100)
+CODED = {"precision": "bf16", "master_weights": "split", "optimizer_states": FORM}
 MODES = {
     "no offload": {"stage": 2},
     "cpu": {"stage": 2, "offload_optimizer": "cpu", "precision": "bf16"},
@@ -29,6 +32,14 @@ MODES = {
     "all on nvme": {**NVME, "precision": "bf16"},
     "param": {"stage": 3, "offload_param": "nvme"},
     "fp16": {"stage": 3, "offload_optimizer": "cpu", "precision": "fp16"},
+    "coded": {"stage": 2, **CODED},
+    "coded, replicated": {"stage": 0, "optimizer_states": FORM},
+    "coded at random, cpu": {
+        "stage": 2,
+        "offload_optimizer": "cpu",
+        "optimizer_states": dataclasses.replace(FORM, stochastic_rounding=True),
+    },
+    "coded, nvme": {"stage": 3, "offload_optimizer": "nvme", **CODED},
 }
 
 
@@ -126,6 +137,7 @@ REHEARSED = {
     "bf16 is added in fp32": (SEPARATE, True, 2),
     "its own class": ({**SEPARATE, "offload_optimizer": {"device": "cpu", "fused": False}}, True, 1),
     "the device is the host": ({**SEPARATE, "offload_optimizer": {"device": "cpu", "fused": True}}, False, 1),
+    "coded on the device": ({"stage": 2, "max_grad_norm": 1.0, **CODED}, False, 1),
 }
 
 
@@ -147,10 +159,10 @@ def test_what_is_measured_is_the_step_that_runs(name, monkeypatch, strict_device
 
         monkeypatch.setattr(owner, attribute, call)
 
-    for place, owner in (("rehearsed", probe), ("run", offloaded_step)):
+    for place, owner in (("rehearsed", probe), ("run", slab_step)):
         watch(place, owner, "step_stretch", lambda args: args[2], lambda args, kwargs: kwargs["scale"])
     watch("rehearsed", probe.Rehearsal, "_step_class", lambda args: args[2], lambda args, kwargs: args[0].factor)
-    watch("run", offloaded_step.HostStepper, "_step_class", lambda args: args[3], lambda args, kwargs: args[1].factor)
+    watch("run", slab_step.SlabStepper, "_step_class", lambda args: args[3], lambda args, kwargs: args[1].factor)
 
     monkeypatch.setattr(module, "copy_rates", lambda tiers: (1e9, 1e9))  # strict devices copy no bytes
 
@@ -197,6 +209,13 @@ def test_the_bytes_of_a_step_are_counted(tmp_path):
     work = run_threads(2, counted, {"stage": 3, "offload_param": "nvme", **path})[0]
     assert (work.reads, work.writes, work.waited) == (0, 0, 4 * numel)  # stepped on the device, then stored
     assert run_threads(2, counted, {"stage": 2, "offload_optimizer": "cpu"})[0] == _Work(stepped_numel=numel)
+    coded = {"precision": "bf16", "optimizer_states": "int8", "master_weights": "split"}
+    assert run_threads(2, counted, {"stage": 2, **coded})[0] == _Work(stepped_numel=numel)
+    work = run_threads(2, counted, {"stage": 3, "offload_optimizer": "nvme", **coded, **path})[0]
+    kept = 2 * 260 / 256 + 2  # bytes of an element: two states in blocks of 256 with a scale, the lower half of a master
+    assert (work.reads, work.writes, work.room) == (kept * numel, kept * numel, kept * (numel + 2048))
+    work = run_threads(2, counted, {**NVME, **coded, **path})[0]
+    assert (work.reads, work.writes) == ((kept + 4 + 2) * numel, (kept + 2) * numel)  # gradients; parameters are upper halves
 
 
 def predicted(work, rates, compute_s, **options):

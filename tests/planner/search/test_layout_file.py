@@ -29,6 +29,8 @@ LAYOUTS = {
     "offloaded": Layout(dp=4, stage=3, optimizer=DISK, gradient=DISK, parameter=HOST, checkpointing="host"),
     "nodes": Layout(dp=4, stage=3, node_size=2, hpz=2, hops="two", quantized_weights="int8", quantized_gradients="int4"),
     "units": Layout(dp=4, stage=3, max_unit_numel=1000, prefetch_nbytes=0, checkpointing="blocks"),
+    "states": Layout(dp=4, stage=2, optimizer_states="int8", master_weights="split"),
+    "no masters": Layout(dp=4, stage=1, optimizer_states="bf16", master_weights=False),
     "groups": Layout(dp=4, stage=3, node_size=2, shard_size=2),
     "mesh": Layout(dp=2, pp=2, tp=2, stage=1, micro_batches=4, checkpointing="partitioned"),
 }
@@ -58,6 +60,8 @@ def test_all_readers_come_to_the_same_options(name, tmp_path):
         "offload_optimizer",
         "offload_gradient",
         "offload_param",
+        "optimizer_states",
+        "master_weights",
         "max_unit_numel",
         "prefetch_nbytes",
         "hierarchical",
@@ -85,6 +89,8 @@ def test_all_readers_come_to_the_same_options(name, tmp_path):
         "zero_hpz_partition_size",
         "shard_size",
         "gradient_dtype",
+        "optimizer_states",
+        "master_weights",
         "max_unit_numel",
         "prefetch_nbytes",
         "hierarchical",
@@ -157,11 +163,14 @@ def test_a_file_that_was_edited_into_nonsense_says_where(edit, tmp_path):
         read_layout(tmp_path / "layout.json")
 
 
-@pytest.mark.parametrize("shard", [{"stagee": 2}, {"stage": "2"}])
-def test_options_in_a_file_are_those_of_zs_shard(shard, tmp_path):
+@pytest.mark.parametrize(
+    ("shard", "named"),
+    [({"stagee": 2}, "stage"), ({"stage": "2"}, "stage"), ({"optimizer_states": "int9"}, "did you mean 'int8'")],
+)
+def test_options_in_a_file_are_those_of_zs_shard(shard, named, tmp_path):
     plan = {"shard": shard, "mesh": {"dp": 2}, "micro_batch": 1, "micro_batches": 1, "global_batch": 2}
     (tmp_path / "layout.json").write_text(json.dumps({"zeroshard": plan}))
-    with pytest.raises(ConfigError, match="layout.json: shard: .*stage"):
+    with pytest.raises(ConfigError, match=f"(?i)layout.json: shard: .*{named}"):
         read_layout(tmp_path / "layout.json")
 
 

@@ -75,6 +75,7 @@ def test_search_and_simulation_say_the_same_seconds(name, capsys, tmp_path):
 SHAPE = GPTConfig(vocab_size=2000, seq_len=32, dim=128, layers=4, heads=4, bias=True)
 HOST = {"optimizer": Tier.HOST, "gradient": Tier.HOST}
 CPU = {"precision": "fp32", "separate": False}
+CODED = {"optimizer_states": "int8", "master_weights": "split"}
 
 
 def held_for_auto(layout, monkeypatch):
@@ -107,7 +108,8 @@ def held_for_auto(layout, monkeypatch):
 @pytest.mark.parametrize("layout", [
     Layout(dp=4, stage=0), Layout(dp=6, stage=1), Layout(dp=4, stage=2, **HOST), Layout(dp=4), Layout(dp=4, prefetch_nbytes=0),
     Layout(dp=8, node_size=4), Layout(dp=8, node_size=4, hpz=4), Layout(dp=8, node_size=4, shard_size=4), Layout(dp=4, **CPU),
-    Layout(dp=8, stage=2, node_size=4, **CPU),
+    Layout(dp=8, stage=2, node_size=4, **CPU), Layout(dp=4, **CODED), Layout(dp=6, stage=1, optimizer_states="int4"),
+    Layout(dp=4, stage=2, **HOST, **CODED), Layout(dp=4, stage=0, master_weights=False, optimizer_states="bf16"),
 ], ids=lambda layout: f"{layout}, {layout.dp} of {layout.node_size}, {layout.precision}, ahead {layout.prefetch_nbytes}")  # fmt: skip
 def test_a_dry_run_a_formula_and_stage_auto_count_the_same_bytes(layout, monkeypatch):
     found = plan(

@@ -12,6 +12,7 @@ ZeRO-Infinity, arXiv 2104.07857, section 4 (efficiency from bandwidth and arithm
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -127,16 +128,17 @@ class _Work:
                 work.stepped_numel += numel
             for link, itemsize in pass_itemsizes(runtime, group).items():
                 if Tier.DISK in link:
-                    work.passing += accumulate * itemsize * numel
+                    work.passing += round(accumulate * itemsize * numel)
             for link, itemsize in step_itemsizes(runtime, group).items():
+                nbytes = round(itemsize * numel)
                 if Tier.DISK not in link:
-                    work.copied[link] = work.copied.get(link, 0) + itemsize * numel
+                    work.copied[link] = work.copied.get(link, 0) + nbytes
                 elif on_device:  # a step on the device loads its states before and stores them after
-                    work.waited += itemsize * numel
+                    work.waited += nbytes
                 elif link[0] is Tier.DISK:
-                    work.reads += itemsize * numel
+                    work.reads += nbytes
                 else:
-                    work.writes += itemsize * numel
+                    work.writes += nbytes
         return work
 
 
@@ -152,13 +154,13 @@ def _room(runtime: Runtime) -> int:
         return 0
     core = runtime.optimizer.core if runtime.optimizer is not None else None
     slabs = []  # for each slab: bytes that can be read ahead, bytes of buffers, bytes written
-    for run in (run for runs in core.runs for run in runs if run.tensor is None and run.numel) if core is not None else ():
+    for run in (run for run in core.all_runs if run.offloaded and run.numel) if core is not None else ():
         moved = step_itemsizes(runtime, run.group)
         reads, writes = moved.get((Tier.DISK, Tier.HOST), 0), moved.get((Tier.HOST, Tier.DISK), 0)
         gradient = run.group.gradients.rest
         early = reads - (gradient.dtype.itemsize if gradient.tier is Tier.DISK else 0)
-        count = max(-(-run.numel * max(reads, writes) // offload.buffer_nbytes), 1)
-        slabs += [tuple(run.numel // count * each for each in (early, max(reads, writes), writes))] * count
+        count = max(math.ceil(run.numel * max(reads, writes) / offload.buffer_nbytes), 1)
+        slabs += [tuple(round(run.numel // count * each) for each in (early, max(reads, writes), writes))] * count
     left, ahead = offload.buffer_count * offload.buffer_nbytes, 0
     for early, held, _ in slabs:
         left -= held
@@ -253,7 +255,7 @@ def _rehearsal(runtime: Runtime, accumulate: int) -> Rehearsal:
         (run, options)
         for runs, options in zip(core.runs, core.outer.param_groups, strict=True)
         for run in runs
-        if run.tensor is None or not runtime.tiers.separate
+        if run.offloaded or not runtime.tiers.separate
     ]
     run, options = max(runs, key=lambda pair: pair[0].numel)
     return Rehearsal(core, run, options, accumulate)

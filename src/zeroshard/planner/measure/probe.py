@@ -21,13 +21,15 @@ from ...config import Tier
 from ...memory.io.aligned import empty_aligned
 from ...memory.io.async_file import Engine, Handle
 from ...offload.gradient_offload import NarrowRest
-from ...offload.storage import Tiers
+from ...offload.storage import SplitRest, Tiers
 from ...optim.cpu_kernels import TEAM_CHUNK_NUMEL, Kernel, step_stretch, stepping_threads
 from ...optim.inner_optimizer import inner_copy
-from ...optim.offloaded_step import HostStepper, Job
+from ...optim.offloaded_step import HostStepper
 from ...optim.segments import Run
 from ...optim.sharded_optimizer import OptimizerCore
+from ...optim.slab_step import Job, SlabStepper, hashed_uniform
 from ...tensor.state_column import is_column
+from ...tensor.stretch import CodedStretch, SplitStretch, Stretch
 from ..simulator.disk_bandwidth import hidden_file, noise
 
 _PROBE_S = 0.4
@@ -41,31 +43,39 @@ _DEPTH = 12  # requests in flight: about as many bytes as a step's buffers hold
 class Rehearsal:
     """Rehearsal of one run's step on zeros, with its group's options and the threads that will do it; `advance` does a stretch.
 
-    host: the stepper, if the run's states are offloaded. threads: number of threads of each step.
+    States and masters that rest in another form are opened and closed in it. stepper: of runs that are stepped slab by slab; its
+    threads and scratch memory are used. threads: number of threads of each step.
     """
 
     def __init__(self, core: OptimizerCore, run: Run, options: dict, accumulate: int = 1) -> None:
         """options: those of the run's optimizer group. accumulate: number of backwards in a step."""
         self.inner, self.options = inner_copy(core.inner), dict(options)
-        stepped, values, grads = run.group.masters.stepped, run.group.values, run.group.gradients
+        self.plan, masters, values, grads = run.group.plan, run.group.masters, run.group.values, run.group.gradients
         numel = min(_NUMEL, max(run.numel, 1 << 16))
-        self.param = torch.zeros(numel, dtype=stepped.dtype, device="cpu")
+        self.dtype = masters.stepped.dtype  # in which values and states are stepped
+        self.param: Tensor | Stretch = torch.zeros(numel, dtype=self.dtype, device="cpu")
+        if isinstance(masters.rest, SplitRest):
+            halves = (torch.zeros(numel, dtype=half.dtype, device="cpu") for half in (masters.rest.high, masters.rest.low))
+            self.param = SplitStretch(*halves)
         # a gradient of a single backward is not added to anything, and keeps the dtype in which it was sent
         narrow = grads.rest.narrow.dtype if isinstance(grads.rest, NarrowRest) and accumulate == 1 else grads.dtype
         self.grad = torch.full((numel,), 1e-3, dtype=narrow, device="cpu")
         clips = core.runtime.config.max_grad_norm is not None or core.runtime.progress.scaler is not None
         self.factor = 0.5 if clips and grads.departure is not None else 1.0
-        self.out = torch.zeros(numel, dtype=values.dtype, device="cpu") if stepped is not values.rest else None
-        self.host: HostStepper | None = core.host if run.tensor is None else None
-        self.threads = torch.get_num_threads() if self.host is None else self.host.threads
+        separate = masters.stepped is not values.rest and not masters.split
+        self.out = torch.zeros(numel, dtype=values.dtype, device="cpu") if separate else None
+        self.stepper: SlabStepper | None = core.host if run.offloaded else core.device if run.tensor is None else None
+        self.threads = torch.get_num_threads() if self.stepper is None else self.stepper.threads
         self.kernel: Kernel | None = None
         self.chunk = _CHUNK_NUMEL
-        if self.host is not None:
+        if self.stepper is not None:
             job = Job(run, self.options, {}, grads.rest)
-            self.kernel = self.host.kernel(job)
+            self.kernel = self.stepper.kernel(job)
             if self.kernel is not None:
-                self.chunk = min(self.host.slab_numel(job), max(_STRETCH_NUMEL, 2 * self.threads * TEAM_CHUNK_NUMEL))
-        self.columns: dict[str, Tensor] = {}
+                self.chunk = max(_STRETCH_NUMEL, 2 * self.threads * TEAM_CHUNK_NUMEL)
+                if isinstance(self.stepper, HostStepper):
+                    self.chunk = min(self.stepper.slab_numel(job), self.chunk)
+        self.columns: dict[str, Tensor | Stretch] = {}
         self.scalars: dict = {}
         starts = range(0, numel, self.chunk)
         self._parts = itertools.cycle([slice(start, min(start + self.chunk, numel)) for start in starts])
@@ -76,37 +86,56 @@ class Rehearsal:
     def advance(self) -> int:
         """Step the next stretch. Return its number of parameters."""
         # it uses the scratch memory and threads of the host's step, and so must not run at the same time
-        with stepping_threads(self.threads), nullcontext() if self.host is None else self.host.turn:
+        turn = self.stepper.turn if isinstance(self.stepper, HostStepper) else nullcontext()
+        with stepping_threads(self.threads), turn:
             part = next(self._parts)
-            param, grad = self.param[part], self.grad[part]
+            param, grad = _part(self.param, part), self.grad[part]
             out = None if self.out is None else self.out[part]
             state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.scalars.items()}
-            state |= {name: column[part] for name, column in self.columns.items()}
+            state |= {name: _part(column, part) for name, column in self.columns.items()}
             if self.kernel is not None:
-                assert self.host is not None
+                assert self.stepper is not None
                 step_stretch(
                     self.kernel, param, grad, state, self.options,
-                    scale=self.factor, out=out, scratch=self.host.scratch, team=self.host.team,
+                    scale=self.factor, out=out, scratch=self.stepper.scratch, team=self.stepper.team,
                 )  # fmt: skip
             else:
                 state = self._step_class(param, grad, state)
-                if out is not None:
+                if out is not None and isinstance(param, Tensor):
                     out.copy_(param)
-            if not self.scalars and not self.columns:  # columns with the names and dtypes of the states that the first step made
+            if not self.scalars and not self.columns:  # columns of the states that the first step made
                 for name, value in state.items():
-                    if is_column(value, tuple(param.shape)):
-                        self.columns[name] = torch.zeros(self.param.numel(), dtype=value.dtype, device="cpu")
+                    if is_column(value, (grad.numel(),)):
+                        self.columns[name] = self._column(name, value.dtype)
                     else:
                         self.scalars[name] = value
-            return param.numel()
+            return grad.numel()
 
-    def _step_class(self, param: Tensor, grad: Tensor, state: dict) -> dict:
-        leaf = nn.Parameter(param)
-        leaf.grad = grad.to(param.dtype) if self.factor == 1.0 else grad.to(param.dtype) * self.factor
+    def _column(self, name: str, dtype: torch.dtype) -> Tensor | Stretch:
+        """Return zeros in the form in which a state rests. dtype: as the optimizer has it."""
+        column, numel = self.plan.column(name), self.grad.numel()
+        if column.plain(dtype):
+            return torch.zeros(numel, dtype=dtype, device="cpu")
+        coded = torch.zeros(column.count(numel), dtype=column.dtype or dtype, device="cpu")
+        return CodedStretch(coded, column, dtype, lambda start, stop: hashed_uniform(0, start, stop, coded.device))
+
+    def _step_class(self, param: Tensor | Stretch, grad: Tensor, state: dict) -> dict:
+        closed = {"": param, **state}
+        opened = {name: each.open() if isinstance(each, Stretch) else each for name, each in closed.items()}
+        leaf = nn.Parameter(opened.pop(""))
+        leaf.grad = grad.to(self.dtype) if self.factor == 1.0 else grad.to(self.dtype) * self.factor
         self.inner.param_groups = [{**self.options, "params": [leaf]}]
-        self.inner.state = defaultdict(dict, {leaf: state} if state else {})
+        self.inner.state = defaultdict(dict, {leaf: opened} if opened else {})
         self.inner.step()
-        return self.inner.state[leaf]
+        stepped = self.inner.state[leaf]
+        for name, each in closed.items():
+            if isinstance(each, Stretch):
+                each.close(stepped[name] if name else leaf.detach())
+        return stepped
+
+
+def _part(whole: Tensor | Stretch, part: slice) -> Tensor | Stretch:
+    return whole.part(part.start, part.stop) if isinstance(whole, Stretch) else whole[part]
 
 
 def step_rate(rehearsal: Rehearsal) -> float:

@@ -4,7 +4,8 @@ Formulas (ZeRO, arXiv 1910.02054, sections 5 and 7; N ranks, Psi parameters, p b
 
     parameters        p Psi, sharded p Psi / N
     gradients         g Psi, sharded g Psi / N
-    optimizer states  K Psi, sharded K Psi / N        K: bytes of fp32 masters (4), if there are any, and of moments
+    optimizer states  K Psi, sharded K Psi / N        K: bytes of masters (fp32: 4; split: 2), if there are any, and of moments, of
+                                                      each ParamGroup by itself: matrices may rest in 8 bits beside fp32 norms
     sent per step     stages 0, 1, 2: 2 Psi (N-1)/N elements; stage 3: 3 Psi (N-1)/N
                       with two hops, groups or quantization: docs/learn/network.md
     moved per step    between tiers, of every state that rests on another tier, for Psi / N elements: parameters 2 p for
@@ -22,7 +23,9 @@ from ...comm.base import Comm
 from ...comm.control import Sent
 from ...config import PRECISIONS, Placement, Tier
 from ...memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, RESIDUALS, SECONDARY, STAGING, Traffic
+from ...offload.storage import SplitRest
 from ...optim.segments import state_tensors
+from ...utils.state_format import StateFormat
 from ...zero.runtime import Runtime, runtime_of
 from ...zero.unit import ParamGroup
 
@@ -50,6 +53,7 @@ class Report:
         lost: what packing gradients has lost and error feedback keeps.
         compression_errors: relative error of what was packed, by unit, when it was last measured.
         numbers: the dtypes of the parameters.
+        states: how optimizer states and masters rest, where this is not as the optimizer has them.
         deviations: sentences on options that have no effect in this run.
     """
 
@@ -76,6 +80,7 @@ class Report:
     compression_errors: dict[str, float]
     units: int
     numbers: str
+    states: str
     deviations: tuple[str, ...]
 
     def to_dict(self) -> dict:
@@ -87,7 +92,11 @@ class Report:
             f"stage {self.stage}, rank {self.rank} of {self.world_size}, {self.numbers}, "
             f"{self.num_parameters:,} parameters in {self.units} units, {self.steps} steps"
         )
-        lines = [head, f"{'bytes per rank':<20}{'measured':>16}{'formula':>16}{'plain DDP':>16}"]
+        lines = [
+            head,
+            *[self.states] * bool(self.states),
+            f"{'bytes per rank':<20}{'measured':>16}{'formula':>16}{'plain DDP':>16}",
+        ]
         lines += [f"{name:<20}{self.at_rest[name]:>16,}{self.formula[name]:>16,}{self.ddp[name]:>16,}" for name in STATES]
         totals = [sum(part.values()) for part in (self.at_rest, self.formula, self.ddp)]
         lines.append(f"{'total':<20}{totals[0]:>16,}{totals[1]:>16,}{totals[2]:>16,}")
@@ -145,6 +154,7 @@ def report(model: nn.Module) -> Report:
         compression_errors=dict(runtime.topology.errors.found),
         units=len(runtime.units),
         numbers=_numbers(runtime),
+        states=_resting_states(runtime),
         deviations=tuple(runtime.schedule.notes),
     )
 
@@ -152,14 +162,38 @@ def report(model: nn.Module) -> Report:
 def _numbers(runtime: Runtime) -> str:
     """Describe the parameters' dtypes, as "bf16 and fp32", the most frequent first (precision="fp32" keeps a model's own)."""
     numels: dict[str, int] = {}
-    known = {dtype: name for name, dtype in PRECISIONS.items()}
     for group in runtime.groups:
-        name = known.get(group.values.dtype, str(group.values.dtype).removeprefix("torch."))
+        name = _short(group.values.dtype)
         numels[name] = numels.get(name, 0) + group.layout.true_numel
     names = " and ".join(sorted(numels, key=lambda name: -numels[name]))
     given = " as the model was given" if runtime.config.precision == "fp32" and names != "fp32" else ""
     low = any(g.trainable and g.masters.rest is None and g.values.dtype.itemsize < 4 for g in runtime.groups)
     return f"{names}{given}{', without fp32 masters' if low and runtime.optimizer is not None else ''}"
+
+
+def _resting_states(runtime: Runtime) -> str:
+    """Describe the formats of optimizer states, with the parameters that are exempt, and of masters; "" for those of torch."""
+    if runtime.optimizer is None:
+        return ""
+    given, stepped = runtime.config.optimizer_states, runtime.optimizer.core.group_of
+    forms = {"": given} if isinstance(given, StateFormat) else dict(given or {})
+    formats = [f"{name} {form.format}".strip() for name, form in forms.items() if form.format != "fp32"]
+    told = []
+    if formats:
+        members = [(group, slot.numel) for group in runtime.groups if group.trainable
+                   for param, slot in zip(group.params, group.layout.slots, strict=True) if id(param) in stepped]  # fmt: skip
+        exempt = [(group, numel) for group, numel in members if not group.plan.coded]
+        dtypes = " and ".join(dict.fromkeys(_short(group.masters.stepped.dtype) for group, _ in exempt))
+        numel = sum(numel for _, numel in exempt)
+        keep = f" ({len(exempt)} of {len(members)} parameters, {numel:,} elements, keep {dtypes})" if exempt else ""
+        told.append(f"optimizer states {', '.join(formats)}{keep}")
+    if any(group.masters.split for group in runtime.groups):
+        told.append("masters split: bf16 parameter + 16 bits")
+    return "; ".join(told)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {known: name for name, known in PRECISIONS.items()}.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def _formula(runtime: Runtime, sharded: bool) -> dict[str, int]:
@@ -169,13 +203,10 @@ def _formula(runtime: Runtime, sharded: bool) -> dict[str, int]:
     def held(placement: Placement, nbytes: int) -> int:
         return -(-nbytes // world) if sharded and placement is Placement.SHARDED else nbytes
 
-    moments = 0.0  # bytes of optimizer moments per stepped element, from the states that exist
+    plain = 0.0  # bytes per element of states that the inner optimizer keeps itself, from those that exist
     if runtime.optimizer is not None:
-        first = next(iter(runtime.optimizer.core.inner.state.items()), None)
-        if first is not None:
-            moments = float(sum(column.itemsize for column in state_tensors({first[0]: first[1]})))
-        else:
-            moments = next((_column_itemsize(group) for group in runtime.groups if group.columns), 0.0)
+        for tensor, entries in list(runtime.optimizer.core.inner.state.items())[:1]:
+            plain = float(sum(column.itemsize for column in state_tensors({tensor: entries})))
     totals = dict.fromkeys(STATES, 0)
     for group in runtime.groups:
         numel = group.layout.true_numel
@@ -184,13 +215,14 @@ def _formula(runtime: Runtime, sharded: bool) -> dict[str, int]:
         )
         if group.grads is not None:
             totals[GRADIENTS] += held(row.gradient, numel * group.grads.dtype.itemsize)
-            master = 4 if group.masters.rest is not None else 0
+            master = group.masters.rest.nbytes_of(1) if group.masters.rest is not None else 0
+            moments = _column_itemsize(group) if group.columns or group.plan.coded else plain
             totals[OPTIMIZER] += held(row.optimizer, int(numel * (master + moments)))
     return totals
 
 
 def _column_itemsize(group: ParamGroup) -> float:
-    """Return the bytes per element of a group's columns at rest."""
+    """Return the bytes per element of a group's columns at rest: 0 before its first step."""
     return sum(column.nbytes / column.numel for column in group.columns.values())
 
 
@@ -223,13 +255,13 @@ def theory_moved_per_step(runtime: Runtime) -> dict[str, int]:
         for moved in (pass_itemsizes(runtime, group), step_itemsizes(runtime, group)):
             for (source, target), itemsize in moved.items():
                 link = f"{source.value} -> {target.value}"
-                totals[link] = totals.get(link, 0) + numel * itemsize
+                totals[link] = totals.get(link, 0) + round(numel * itemsize)
     return totals
 
 
-def pass_itemsizes(runtime: Runtime, group: ParamGroup) -> dict[Link, int]:
+def pass_itemsizes(runtime: Runtime, group: ParamGroup) -> dict[Link, float]:
     """Return the bytes per element of the shard that one forward and backward move, by link."""
-    moved: dict[Link, int] = {}
+    moved: dict[Link, float] = {}
     if group.values.staged:
         _move(moved, runtime, group.values.tier, Tier.DEVICE, 2 * group.values.dtype.itemsize)
     if group.grads is not None and group.grads.departure is not None:
@@ -240,27 +272,29 @@ def pass_itemsizes(runtime: Runtime, group: ParamGroup) -> dict[Link, int]:
     return moved
 
 
-def step_itemsizes(runtime: Runtime, group: ParamGroup) -> dict[Link, int]:
+def step_itemsizes(runtime: Runtime, group: ParamGroup) -> dict[Link, float]:
     """Return the bytes per element of the shard that optimizer.step() moves, by link."""
-    moved: dict[Link, int] = {}
+    moved: dict[Link, float] = {}
     if group.grads is None or runtime.optimizer is None:
         return moved
-    values, gradient = group.values.rest, group.grads.rest
-    stepped = group.masters.stepped
+    values, gradient, masters = group.values.rest, group.grads.rest, group.masters
     here = Tier.DEVICE if group.offload.tier is Tier.DEVICE else Tier.HOST  # the tier that steps it
-    states = int(_column_itemsize(group)) or 2 * 4  # before the first step: as Adam
+    states = _column_itemsize(group) or sum(
+        column.nbytes(column.elements, masters.stepped.dtype) / column.elements for column in group.plan.columns
+    )  # before the first step: those that it will make
     if group.offload.tier is Tier.DISK:
         _move(moved, runtime, Tier.DISK, here, states)
         _move(moved, runtime, here, Tier.DISK, states)
     _move(moved, runtime, gradient.tier, here, gradient.dtype.itemsize)
-    _move(moved, runtime, stepped.tier, here, stepped.dtype.itemsize)
-    _move(moved, runtime, here, stepped.tier, stepped.dtype.itemsize)
-    if stepped is not values:
+    for stepped in (masters.rest.high, masters.rest.low) if isinstance(masters.rest, SplitRest) else (masters.stepped,):
+        _move(moved, runtime, stepped.tier, here, stepped.dtype.itemsize)
+        _move(moved, runtime, here, stepped.tier, stepped.dtype.itemsize)
+    if masters.stepped is not values and not masters.split:
         _move(moved, runtime, here, values.tier, values.dtype.itemsize)
     return moved
 
 
-def _move(moved: dict[Link, int], runtime: Runtime, source: Tier, target: Tier, itemsize: int) -> None:
+def _move(moved: dict[Link, float], runtime: Runtime, source: Tier, target: Tier, itemsize: float) -> None:
     """Count a transfer on each link between two tiers. On a CPU, where device and host are one memory, they have no link."""
     path = [Tier.DEVICE, Tier.HOST, Tier.DISK]
     begin, end = path.index(source), path.index(target)

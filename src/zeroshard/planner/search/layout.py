@@ -17,7 +17,10 @@ from ...comm.mesh.topology import Topology, imagined_topology
 from ...config import DEVICE_NAMES, PRECISIONS, STAGES, STATES, Config, Tier
 from ...errors import ConfigError, did_you_mean
 from ...memory.estimate import rests_away
+from ...tensor.state_codecs import coded_column
+from ...tensor.state_column import StateColumn
 from ...utils.axes import DP, PLANNED, TP
+from ...utils.state_format import FORMATS, StateFormat
 from ..simulator.trace import Resource
 
 # a way to keep activations -> zs.checkpoint_activations: not called, called, or called with options
@@ -46,7 +49,8 @@ class Layout:
         Where prefetch_nbytes is None, computation waits for each gather and reduction (overlap=False).
     node_size: ranks of a node. hops: a collective across nodes takes "two", the default, or "one" (hierarchical=False), where the
         bytes are those sent to each peer directly; the simulator makes rings of them.
-    gradient_itemsize: bytes of a gradient's element at rest. state_itemsize: of an element's optimizer states, without masters.
+    optimizer_states: the format in which they rest, by its name. master_weights: see Config.
+    gradient_itemsize: bytes of a gradient's element at rest. state_itemsize: of an element's fp32 optimizer states, without masters.
     separate: the device has a memory of its own. rings: reductions go around rings of ranks, as in published runs; in this
         library each rank sends to each directly (comm/base.py:collect). stops_early: a recomputed forward ends where backward has
         all that it needs, as in torch's checkpoints; those of Megatron-LM and DeepSpeed repeat all of it.
@@ -72,6 +76,8 @@ class Layout:
     hops: str = "two"
     prefetch_nbytes: int | None = Config.prefetch_nbytes
     max_unit_numel: int | None = None
+    optimizer_states: str | None = None
+    master_weights: bool | str = True
     gradient_itemsize: int = 4
     state_itemsize: int = 8
     separate: bool = True
@@ -84,6 +90,8 @@ class Layout:
             "hops": ("one", "two"),
             "stage": tuple(STAGES),
             "precision": tuple(PRECISIONS),
+            "optimizer_states": (None, *FORMATS),
+            "master_weights": (True, False, "split"),
         }
         for name, known in choices.items():
             value, words = getattr(self, name), list(map(str, known))
@@ -117,10 +125,31 @@ class Layout:
         return self.shard_size or self.dp
 
     @property
-    def has_masters(self) -> bool:
-        """True if fp32 masters are stepped: in lower precisions, and in fp32 if the step cannot reach the parameters."""
+    def master(self) -> torch.dtype | None:
+        """Dtype of masters (int16: the lower halves of split ones): in lower precisions, and if the step can not reach the parameters."""
+        if self.precision != "fp32" and self.master_weights:
+            return torch.int16 if self.master_weights == "split" else torch.float32
         steps_on_host, away = self.optimizer is not Tier.DEVICE, rests_away(self.parameter, self.separate)
-        return self.precision != "fp32" or ((self.separate and self.parameter is Tier.DEVICE) if steps_on_host else away)
+        needed = (self.separate and self.parameter is Tier.DEVICE) if steps_on_host else away
+        return self.compute_dtype if needed else None
+
+    @property
+    def state_format(self) -> StateFormat | None:
+        """The format in which the optimizer states of most matrices rest; None: as the optimizer has them."""
+        form = None if self.optimizer_states is None else StateFormat(self.optimizer_states)
+        return None if form is None or form.format == "fp32" else form
+
+    def columns(self, coded: bool) -> tuple[StateColumn, ...]:
+        """Return the optimizer states of a parameter. coded: they rest in `state_format`."""
+        form = self.state_format if coded else None
+        column = StateColumn("") if form is None else coded_column("exp_avg", form)
+        return (column,) * (self.state_itemsize // 4)
+
+    def kept_itemsize(self, coded: bool) -> float:
+        """Return the bytes at rest of an element's masters and optimizer states: coded or as the optimizer has them."""
+        stepped = torch.float32 if self.master_weights else self.compute_dtype
+        states = sum(column.nbytes(column.elements, stepped) / column.elements for column in self.columns(coded))
+        return states + (0 if self.master is None else self.master.itemsize)
 
     @property
     def steps_on(self) -> Resource:
@@ -158,6 +187,7 @@ class Layout:
         named: dict[str, object] = {
             "shard_size": self.shard_size, "zero_hpz_partition_size": self.hpz if self.hpz > 1 else None, "max_unit_numel": self.max_unit_numel,
             "zero_quantized_weights": self.quantized_weights, "zero_quantized_gradients": self.quantized_gradients,
+            "optimizer_states": self.optimizer_states, "master_weights": None if self.master_weights is True else self.master_weights,
         }  # fmt: skip
         if self.prefetch_nbytes != Config.prefetch_nbytes:
             named |= {"overlap": False} if self.prefetch_nbytes is None else {"prefetch_nbytes": self.prefetch_nbytes}
@@ -179,6 +209,8 @@ class Layout:
         words += [f"groups of {self.shard_size}"] * (self.shard_size is not None) + [f"hpZ {self.hpz}"] * (self.hpz > 1)
         packed = {"weights": self.quantized_weights, "gradients": self.quantized_gradients}
         words += [f"{what} in {codec}" for what, codec in packed.items() if codec]
+        words += [f"optimizer states in {self.optimizer_states}"] * (self.state_format is not None)
+        words += ["masters split" if self.master_weights else "no masters"] * (self.master_weights is not True)
         words.append(f"{self.micro_batches} x {self.micro_batch} sequences a rank")
         return ", ".join(words) + _CHECKPOINT_WORDS[self.checkpointing]
 

@@ -9,13 +9,10 @@ import functools
 from collections import defaultdict
 from dataclasses import replace
 
-import torch
-
 from ...comm.mesh.topology import needed
 from ...config import Config, Placement, Tier
 from ...memory.estimate import BUFFERS, Group, needs, rests_away
 from ...memory.ledger import GATHERED, GRADIENTS, PARTIAL, SECONDARY, STAGING
-from ...tensor.state_column import StateColumn
 from ...zero.prefetch import most_gathered
 from ..plan import ACTIVATIONS, Held, fullest, memories
 from .layout import Layout, comms_of, packed_nbytes
@@ -25,7 +22,8 @@ from .profile import Profile, homes_of
 def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, dict[str, int]]:
     """Return the bytes of a rank of a stage, by tier and category of memory/ledger.py, at the fullest moment of the device.
 
-    Model states are those of the runtime to the byte. Activations are estimates, without the allocator's holes and what the
+    Model states are those of the runtime to the byte where the profile knows single parameters (those of GPTs); of other models it
+    knows units alone, whose norms and biases count as matrices where optimizer states are coded. Activations are estimates, without the allocator's holes and what the
     model's formulas leave out (buffers, masks). The context of the device is `Hardware.overhead_nbytes`.
     """
     # all that the states do not depend on is left out, so that the layouts of a search share them
@@ -44,20 +42,16 @@ def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, di
 @functools.lru_cache(maxsize=4096)
 def _states_of(profile: Profile, layout: Layout, stage: int) -> dict[Tier, dict[str, int]]:
     """Return the bytes of `memory_of` without activations: what the runtime counts before it allocates (zero/shard_model.py)."""
-    config, away = Config(**layout.options(path="/")), rests_away(layout.parameter, layout.separate)
+    config, form, away = Config(**layout.options(path="/")), layout.state_format, rests_away(layout.parameter, layout.separate)
     comms, gradient = comms_of(layout), layout.gradient_dtype
     units = profile.stages(layout.pp)[stage]
     held: dict[Tier, dict[str, int]] = {tier: defaultdict(int) for tier in Tier}
     homes = homes_of(units, layout.max_unit_numel)
-    states = (
-        config.offload_optimizer,
-        torch.float32 if layout.has_masters else None,
-        (StateColumn(""),) * (layout.state_itemsize // 4),
-    )
     groups, values, slices = [], [], []
     for home in homes:
-        for size, unpadded in zip(home.shards(layout.tp, layout.shards), home.shards(layout.tp, 1), strict=True):
-            numel = size * layout.shards
+        shards = home.shards(layout.tp, layout.shards, form), home.shards(layout.tp, 1, form), home.buffers(layout.tp, form)
+        for size, unpadded, (_, coded) in zip(*shards, strict=True):
+            numel, states = size * layout.shards, (config.offload_optimizer, layout.master, layout.columns(coded))
             groups.append(Group(numel, size, config.compute_dtype, gradient, *states, unpadded=unpadded))
             values.append((comms.values_of(home.packs, numel), (size, config.compute_dtype)))
             slices.append((comms.gradients_of(home.packs, numel), (size, config.compute_dtype)))
@@ -71,7 +65,7 @@ def _states_of(profile: Profile, layout: Layout, stage: int) -> dict[Tier, dict[
         device[SECONDARY] = round(whole / layout.hpz * packed_nbytes(layout.quantized_weights, layout.itemsize))
     device[STAGING] += max(needed(values, slices) - device[SECONDARY], 0)
     if config.row.parameter is Placement.SHARDED and layout.shards > 1 and (away or not comms.shards.copies):
-        sizes = {home.name: sum(home.shards(layout.tp, layout.shards)) * layout.shards * layout.itemsize for home in homes}
+        sizes = {home.name: sum(home.shards(layout.tp, layout.shards, form)) * layout.shards * layout.itemsize for home in homes}
         apart: dict[str, list[str]] = defaultdict(list)  # of each home, or of a split one its parts: the names
         for home in (home for home in homes if not home.held):
             apart[home.origin or home.name].append(home.name)

@@ -10,6 +10,7 @@ the whole part. A unit's *home* is the one whose flat buffers hold its parameter
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,9 @@ from dataclasses import dataclass, replace
 from ...config import Tier
 from ...errors import ConfigError
 from ...tensor.flat_layout import ALIGNMENT, round_up
+from ...tensor.state_codecs import coded_column
 from ...utils.axes import TP, cuts_model
+from ...utils.state_format import StateFormat
 from ...zero.auto_wrap import LARGE_FRACTION, ROOT
 from ..models.gpt import NGRAM_LENGTHS, GPTConfig
 from ..plan import ACTIVATIONS, Plan
@@ -83,6 +86,13 @@ class UnitProfile:
         """Number of elements of its parameters, over all ranks of tp."""
         return sum(self.cut) + sum(self.whole)
 
+    def matrices(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Return those of its parameters (`cut` or `whole`) that are matrices of products, not vectors or embeddings.
+
+        A unit without flops has none. Biases and norms of a block have few elements beside its largest matrix.
+        """
+        return tuple(n for n in sizes if self.flops and n * n > 16 * max((*self.cut, *self.whole)))
+
     def saved_nbytes(self, itemsize: int, tp: int = 1) -> float:
         """Return the bytes per token that a forward keeps for backward."""
         return itemsize * (self.saved_cut / tp + self.saved_whole) + 4 * self.saved_fp32 / tp
@@ -103,24 +113,43 @@ class UnitProfile:
 
 @dataclass(frozen=True)
 class Home:
-    """A unit of zs.shard: parameters that are gathered and reduced together. origin: of a part, the name of the split unit."""
+    """A unit of zs.shard: parameters that are gathered and reduced together. origin: of a part, the name of the split unit.
+
+    matrices: those of `cut`, and of `whole`, whose optimizer states may rest coded.
+    """
 
     name: str
     cut: tuple[int, ...]
     whole: tuple[int, ...]
     packs: bool
     origin: str = ""
+    matrices: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     @property
     def held(self) -> bool:
         """True if it stays gathered for a whole pass."""
         return self.name == ROOT
 
-    def shards(self, tp: int, dp: int) -> tuple[int, ...]:
-        """Return the elements of one rank's shard of each flat buffer, which has dp times as many (tensor/flat_layout.py)."""
-        groups = [[n // tp for n in self.cut], self.whole] if tp > 1 else [[*self.cut, *self.whole]]
-        totals = [sum(round_up(n, ALIGNMENT) for n in group) for group in groups if group]
-        return tuple(round_up(-(-total // dp), ALIGNMENT) for total in totals)
+    def buffers(self, tp: int, form: StateFormat | None = None) -> list[tuple[list[int], bool]]:
+        """Return the elements of the parameters of each flat buffer, and whether their optimizer states rest in the format `form`.
+
+        Matrices of less than `min_numel` elements and all other parameters have a buffer, and fp32 states, of their own.
+        """
+        found: dict[tuple[bool, bool], list[int]] = {}  # by: coded, divided over tp
+        for sizes, matrices, parts in ((self.cut, self.matrices[0], tp), (self.whole, self.matrices[1], 1)):
+            coded = Counter(n for n in matrices if form is not None and n >= form.min_numel)
+            for which, members in ((True, coded), (False, Counter(sizes) - coded)):
+                found.setdefault((which, parts > 1), []).extend(n // parts for n in members.elements())
+        return [(members, which) for (which, _), members in found.items() if members]
+
+    def shards(self, tp: int, dp: int, form: StateFormat | None = None) -> tuple[int, ...]:
+        """Return the elements of one rank's shard of each of `buffers`, which has dp times as many (tensor/flat_layout.py)."""
+        found = []
+        for sizes, coded in self.buffers(tp, form):
+            block = coded_column("exp_avg", form).elements if coded and form is not None else 1
+            alignment = math.lcm(ALIGNMENT, block)
+            found.append(round_up(-(-sum(round_up(n, alignment) for n in sizes) // dp), alignment))
+        return tuple(found)
 
 
 def homes_of(units: Sequence[UnitProfile], max_unit_numel: int | None = None) -> list[Home]:
@@ -132,10 +161,11 @@ def homes_of(units: Sequence[UnitProfile], max_unit_numel: int | None = None) ->
     for unit in units:
         if unit.cut or unit.whole:
             found.setdefault(unit.home or unit.name, []).append(unit)
-    homes = [
-        Home(name, sum((u.cut for u in members), ()), sum((u.whole for u in members), ()), all(u.packs for u in members))
-        for name, members in found.items()
-    ]
+    homes = []
+    for name, members in found.items():
+        cut, whole = sum((u.cut for u in members), ()), sum((u.whole for u in members), ())
+        matrices = sum((u.matrices(u.cut) for u in members), ()), sum((u.matrices(u.whole) for u in members), ())
+        homes.append(Home(name, cut, whole, all(u.packs for u in members), matrices=matrices))
     split: list[Home] = []
     for home in homes:
         numel = sum(home.cut) + sum(home.whole)
@@ -147,7 +177,9 @@ def homes_of(units: Sequence[UnitProfile], max_unit_numel: int | None = None) ->
         parts += [((), (n,)) for n in home.whole if n > small]
         rest = tuple(n for n in home.cut if n <= small), tuple(n for n in home.whole if n <= small)
         parts += [rest] if any(rest) else []
-        split += [Home(f"{home.name}.{at}", cut, whole, home.packs, home.name) for at, (cut, whole) in enumerate(parts)]
+        for at, (cut, whole) in enumerate(parts):
+            matrices = tuple(n for n in cut if n in home.matrices[0]), tuple(n for n in whole if n in home.matrices[1])
+            split.append(Home(f"{home.name}.{at}", cut, whole, home.packs, home.name, matrices))
     return sorted(split, key=lambda home: not home.held)
 
 

@@ -44,14 +44,17 @@ def attention_of(units: Sequence[UnitProfile], seq: int, tokens: float, backward
 class Sizes:
     """The elements and bytes of homes of equal size that travel, on one rank of a layout.
 
-    shards: elements of the shard of each flat buffer; own: of all. numel: of the whole buffers, with their padding. gather, again,
+    shards: elements of the shard of each flat buffer; own: of all. numel: of the whole buffers, with their padding. states: bytes of
+    the shards' masters and optimizer states. gather, again,
     reduce: what is sent, hop after hop, by the first gather of a step, by later ones, and to reduce. packs_weights,
     packs_gradients: whether values are packed before; weight, gradient: bytes of an element then.
     """
 
     def __init__(self, layout: Layout, home: Home) -> None:
-        self.shards = home.shards(layout.tp, layout.shards)
+        self.shards = home.shards(layout.tp, layout.shards, layout.state_format)
         self.own = sum(self.shards)
+        coded = [which for _, which in home.buffers(layout.tp, layout.state_format)]
+        self.states = sum(size * layout.kept_itemsize(which) for size, which in zip(self.shards, coded, strict=True))
         self.numel = self.own * layout.shards
         comms, wholes = comms_of(layout), [numel * layout.shards for numel in self.shards]
         self.packs_weights = any(comms.values_of(home.packs, numel) is not comms.shards for numel in wholes)
@@ -88,9 +91,10 @@ class Stage:
         self.profile, self.layout, self.stage, self.row = profile, layout, stage, STAGES[layout.stage]
         self.units = profile.stages(layout.pp)[stage]
         self.homes = homes_of(self.units)
-        alike = {(home.cut, home.whole, home.packs): home for home in self.homes}  # blocks are: their sizes are computed once
+        # blocks are alike: their sizes are computed once
+        alike = {(home.cut, home.whole, home.packs, home.matrices): home for home in self.homes}
         known = {shape: Sizes(layout, home) for shape, home in alike.items()}
-        self.sizes = {home.name: known[home.cut, home.whole, home.packs] for home in self.homes}
+        self.sizes = {home.name: known[home.cut, home.whole, home.packs, home.matrices] for home in self.homes}
         self.stretches = self._stretches(groups)
         self.tokens = layout.micro_batch * profile.seq
         self.trace = Trace(rank=stage * layout.dp * layout.tp, axes=layout.mesh, node_size=layout.node_size)
@@ -103,7 +107,6 @@ class Stage:
         self.starts: list[tuple[int, ...]] = []  # the task that ends each visit: fetches ahead start after an earlier one
         self.early: dict[str, tuple[int, ...]] = {}  # tasks that read states ahead, by home
         self.sharded = self.row.parameter is Placement.SHARDED
-        self.state_itemsize = layout.state_itemsize + 4 * layout.has_masters  # of an element's masters and optimizer states
         self.to_stages = Resource.BETWEEN if layout.dp * layout.tp >= layout.node_size else Resource.INSIDE
 
     def _stretches(self, groups: int | None) -> list[Stretch]:
@@ -133,7 +136,7 @@ class Stage:
         warm = min(ahead, count)
         if self.layout.optimizer is Tier.DISK:  # the first states to step are read beside forward and backward
             name = self.homes[0].name
-            read = {Resource.READ: self.sizes[name].own * self.state_itemsize}
+            read = {Resource.READ: self.sizes[name].states}
             self.early[name] = (self._add(f"read states {name}", "forward", read, (), unit=name),)
         for number in range(warm):
             self._forward(number)
@@ -349,9 +352,10 @@ class Stage:
         steps: list[int] = []
         for home in self.homes:
             sizes = self.sizes[home.name]
-            numel = sizes.own if self.row.optimizer is Placement.SHARDED else sizes.numel
-            states = numel * self.state_itemsize
-            own = numel * (lay.gradient_itemsize + lay.itemsize * (1 if lay.precision != "fp32" else 2))
+            held = 1 if self.row.optimizer is Placement.SHARDED else lay.shards
+            numel, states = sizes.own * held, sizes.states * held
+            writes_only = lay.precision != "fp32" and lay.master_weights is True  # the step does not read the parameters
+            own = numel * (lay.gradient_itemsize + lay.itemsize * (1 if writes_only else 2))
             moved = 2 * states + own + _STEP_NBYTES * numel if lay.steps_on is Resource.DEVICE else states + own
             if lay.optimizer is Tier.DEVICE:
                 work, name = {Resource.DEVICE: moved}, home.name

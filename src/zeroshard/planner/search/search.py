@@ -216,6 +216,8 @@ def _variants(
             given = {**common, **states, **extra, **fixed}
             # a fixed field may lead to what zs.shard refuses: secondary shards need two hops and no groups, both divide dp
             refused = given.get("hpz", 1) > 1 and (given.get("shard_size") is not None or given.get("hops") == "one")
+            # split masters are the parameters, which packing would round
+            refused = refused or (given.get("master_weights") == "split" and stage < 3 and "quantized_weights" in given)
             refused = refused or bool(dp % given.get("hpz", 1) or dp % (given.get("shard_size") or 1))
             if not refused and all(given[name] == value for name, value in (common | states).items()):
                 yield Layout(**given)
@@ -284,7 +286,7 @@ def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: in
     if spread and lay.gradient is not Tier.DEVICE and lay.separate:
         links[Resource.DOWN] += reduces * seconds({Resource.DOWN: own * lay.itemsize})[Resource.DOWN]
     states = own if row.optimizer is Placement.SHARDED else whole
-    itemsize = lay.state_itemsize + 4 * lay.has_masters
+    itemsize = lay.kept_itemsize(coded=True)  # embeddings and vectors take more: it is a bound
     moved = states * (2 * itemsize + lay.gradient_itemsize + lay.itemsize)
     tail = max(seconds({lay.steps_on: moved}, numel=states).values())
     if lay.optimizer is Tier.DISK:
