@@ -94,7 +94,8 @@ def _call(rank: int, peer: int, place: Place, deadline: float) -> socket.socket:
             sock.setblocking(False)  # a full backlog raises BlockingIOError at once
             sock.connect(place[0])
             if _process_of(sock) != (place[1], os.geteuid()):
-                raise PeerFailed(peer, "another process answers at its address", "connecting")
+                why = "another process answers at its address (or this system, as gVisor, does not tell which: use comm='dist')"
+                raise PeerFailed(peer, why, "connecting")
             sock.sendall(_RANK.pack(rank))  # into an empty buffer: it does not block
             return sock
         except (BlockingIOError, ConnectionResetError, BrokenPipeError):
