@@ -147,7 +147,7 @@ class Quantize:
 
     def _linears(self, model: nn.Module) -> tuple[set[str], list[str]]:
         """Return the names of the weights that may be quantized, and of all nn.Linear modules. Raises ConfigError."""
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        head = getattr(model, "get_output_embeddings", lambda: None)()  # of a model of Transformers
         modules = [name for name, module in _named(model) if isinstance(module, nn.Linear)]
         known = {".".join(parts[at:]) for parts in (name.split(".") for name in modules) for at in range(len(parts))}
         if unknown := [each for each in self.ignore if each not in known and each not in IGNORED]:
