@@ -50,8 +50,8 @@ WEIGHT_FORMATS = {"int8": WeightFormat(torch.int8, 127, "int"), "fp8": WeightFor
 
 @dataclass(frozen=True)
 class Quantization:
-    """What one export quantizes. names: tensors. ignored: nn.Linear modules that it does not. architecture: the model's
-    class, if it is one of Transformers."""
+    """The choice of one export. names: tensors to quantize. ignored: nn.Linear modules that stay as they are. architecture: the
+    model's class, if it is one of Transformers."""
 
     form: WeightFormat
     names: frozenset[str]
