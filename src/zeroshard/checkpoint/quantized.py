@@ -50,8 +50,8 @@ WEIGHT_FORMATS = {"int8": WeightFormat(torch.int8, 127, "int"), "fp8": WeightFor
 
 @dataclass(frozen=True)
 class Quantization:
-    """What one export quantizes. names: tensors. ignored: nn.Linear modules that it does not. architecture: the model's
-    class, if it is one of Transformers."""
+    """The choice of one export. names: tensors to quantize. ignored: nn.Linear modules that stay as they are. architecture: the
+    model's class, if it is one of Transformers."""
 
     form: WeightFormat
     names: frozenset[str]
@@ -147,7 +147,7 @@ class Quantize:
 
     def _linears(self, model: nn.Module) -> tuple[set[str], list[str]]:
         """Return the names of the weights that may be quantized, and of all nn.Linear modules. Raises ConfigError."""
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        head = getattr(model, "get_output_embeddings", lambda: None)()  # of a model of Transformers
         modules = [name for name, module in _named(model) if isinstance(module, nn.Linear)]
         known = {".".join(parts[at:]) for parts in (name.split(".") for name in modules) for at in range(len(parts))}
         if unknown := [each for each in self.ignore if each not in known and each not in IGNORED]:
