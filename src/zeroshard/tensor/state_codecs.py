@@ -173,7 +173,7 @@ class _Power(_Codec):
         codes = rounded(roots.mul_(_inverse(scales, self.top)), 2, 0.0, self.top)
         return torch.copysign(codes, rows, out=codes), scales
 
-    def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
+    def _expanded(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Return the values of codes, which it overwrites."""
         if self.squares:
             levels = codes.add_(0.5).mul_(scales / (2.0**self.bits - 0.5))
@@ -192,7 +192,7 @@ class _Int8(_Power):
 
     def _get(self, codes: Tensor, scales: Tensor) -> Tensor:
         found = codes.view(torch.int8).float()
-        return self._values(found.add_(128) if self.squares else found, scales)
+        return self._expanded(found.add_(128) if self.squares else found, scales)
 
 
 class _Int4(_Power):
@@ -208,7 +208,7 @@ class _Int4(_Power):
 
     def _get(self, codes: Tensor, scales: Tensor) -> Tensor:
         found = torch.cat([codes & 15, codes >> 4], 1).float()
-        return self._values(found if self.squares else found.sub_(8), scales)
+        return self._expanded(found if self.squares else found.sub_(8), scales)
 
 
 class _Fp8(_Codec):
