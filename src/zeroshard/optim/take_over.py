@@ -1,9 +1,9 @@
-"""Optimizers of bitsandbytes and torchao, whose states rest in 8 or 4 bits, become torch's AdamW or Adam, or zs.Lion, at zs.shard.
+"""Optimizers of bitsandbytes and torchao, with states in 8 or 4 bits, become torch's AdamW or Adam, or zs.Lion, at zs.shard.
 
-Their classes divide the tensor that they step into blocks, and keep scales beside the codes. A rank gives them flat slices, so blocks
-would begin elsewhere at each world size, and codes and scales would be taken for states of one value per element. zeroshard's own
-formats do the same without that: the object of the user, to which schedulers refer, gets torch's class, and the configuration the
-format of the same width. The packages are not imported.
+Their classes divide the tensor that they step into blocks, and keep scales beside the codes. A rank would give them flat
+slices: blocks would begin elsewhere at each world size, and scales, which are no states of one value per element, would be
+taken for equal on all ranks. So the object of the user, to which schedulers refer, gets torch's class, and the configuration
+the format of the same width. The packages are not imported.
 """
 
 from __future__ import annotations
@@ -51,10 +51,8 @@ class TakeOver:
 
         Raise ConfigError, with nothing changed, for a class or an option without a counterpart here, and after a first step.
         """
-        optimizer, theirs = (
-            self.optimizer,
-            next((cls for cls in type(self.optimizer).__mro__ if cls.__module__.startswith(_MODULES)), None),
-        )
+        optimizer = self.optimizer
+        theirs = next((cls for cls in type(optimizer).__mro__ if cls.__module__.startswith(_MODULES)), None)
         if optimizer is None or theirs is None:
             return config
         library, base, form = _described(optimizer, theirs)
@@ -67,12 +65,13 @@ class TakeOver:
             return config  # its own step is taken
         if known is None:
             raise ConfigError(
-                f"optimizer: {name} would step the flat slices that each rank has otherwise than whole parameters, or keep states that cannot be cut. {remedy}"
+                f"optimizer: {name} would step the flat slices that each rank has otherwise than whole parameters, or keep "
+                f"states that cannot be cut. {remedy}"
             )
         if optimizer.state:
             raise ConfigError(
-                f"optimizer: {name} has states already, in a format of {library}: call zs.shard() before the first step and before "
-                f"load_state_dict(). {remedy}"
+                f"optimizer: {name} has states already, in a format of {library}: call zs.shard() before the first step and "
+                f"before load_state_dict(). {remedy}"
             )
         for option, (off, way) in _NOT_STEPPED.items():
             value = getattr(optimizer, option, getattr(getattr(optimizer, "args", None), option, off))
@@ -114,7 +113,7 @@ def _described(optimizer: Any, cls: type) -> tuple[str, str, StateFormat]:
 
 
 def _exempt(optimizer: Any, model: nn.Module, name: str) -> tuple[str, ...]:
-    """Return the names of the parameters whose states bitsandbytes' GlobalOptimManager leaves in 32 bits. Raise for other overrides."""
+    """Return names of parameters whose states bitsandbytes' GlobalOptimManager leaves in 32 bits; raise for other overrides."""
     manager = getattr(optimizer, "mng", None)
     if manager is None:
         return ()
@@ -126,8 +125,8 @@ def _exempt(optimizer: Any, model: nn.Module, name: str) -> tuple[str, ...]:
                 given |= override if getattr(module, attribute) is param else {}
             if given.items() - {("optim_bits", 32)}:
                 raise ConfigError(
-                    f"optimizer: bitsandbytes' GlobalOptimManager overrides {given} for {names.get(id(param), 'a parameter')}, of which "
-                    f"zs.shard() takes over optim_bits=32 alone ({name}): give the parameter a group of its own with these options."
+                    f"optimizer: bitsandbytes' GlobalOptimManager overrides {given} for {names.get(id(param), 'a parameter')} "
+                    f"({name}), and zs.shard() takes over optim_bits=32 alone: give it a parameter group of its own instead."
                 )
             if given and id(param) in names:
                 found.append(names[id(param)])
