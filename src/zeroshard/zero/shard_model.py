@@ -97,6 +97,7 @@ def state_plans(config: Config, optimizer: torch.optim.Optimizer | None, specs: 
 def _spared(form: StateFormat, spec: ParamSpec) -> bool:
     """Return whether a parameter keeps fp32 states: a small one, no matrix, one that the format exempts, or an embedding."""
     embeds = any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module, _ in spec.owners)
+    embeds |= getattr(spec.original, "unit_of_its_own", False)  # tied to another pipeline stage's, which may be an embedding
     return embeds or form.spares(spec.whole_name, math.prod(spec.whole_shape), len(spec.whole_shape))
 
 
