@@ -26,7 +26,7 @@ def test_the_options_are_the_fields_of_config_and_take_what_is_kept():
     for name, annotation in ConfigFields.__annotations__.items():
         taken = annotation.__forward_arg__
         assert taken.endswith(" | None"), name
-        for kind in kept[name].replace("torch.dtype]", "str | torch.dtype]").split(" | "):
+        for kind in kept[name].replace("torch.dtype]", "str | torch.dtype]").replace("StateFormat]", "object]").split(" | "):
             assert kind in taken or (kind, "float" in taken) == ("int", True), f"{name}: {kind} is kept, {taken} is taken"
 
 

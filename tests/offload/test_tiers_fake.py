@@ -35,7 +35,7 @@ from zeroshard.comm.fake import FakeComm
 from zeroshard.comm.streams import Streams
 from zeroshard.config import Offload, Tier
 from zeroshard.memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, STAGING
-from zeroshard.optim import cpu_kernels, offloaded_step
+from zeroshard.optim import cpu_kernels, slab_step
 from zeroshard.planner.models.gpt import GPT, GPTConfig
 from zeroshard.zero.runtime import Runtime, runtime_of
 
@@ -192,7 +192,7 @@ def test_a_trillion_parameters_on_disk_take_a_few_units_of_device_memory(monkeyp
     reduced. Shards in passing are 1 / N of a block each: 4 on their way up (bf16), 3 on their way down (4 bytes an element).
     """
     monkeypatch.setattr(cpu_kernels, "CHUNK_NUMEL", 1 << 40)
-    monkeypatch.setattr(offloaded_step, "CHUNK_NUMEL", 1 << 40)
+    monkeypatch.setattr(slab_step, "CHUNK_NUMEL", 1 << 40)
     world_size, disks, buffers = 1024, ("nvme", "nvme", "nvme"), {"buffer_nbytes": 1 << 34}
     with FakeTensorMode():
         model, optimizer, tokens = build(TRILLION, world_size, disks, Checkpointed, buffers, stage=3, prefetch_nbytes=0)

@@ -18,7 +18,7 @@ from offloading import DEVICES, LARGE, MODEL, TASK, TINY, assert_same, plain_loo
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.optim import cpu_kernels, offloaded_step
+from zeroshard.optim import cpu_kernels, offloaded_step, slab_step
 from zeroshard.testing import run_threads
 
 
@@ -26,9 +26,9 @@ from zeroshard.testing import run_threads
 def small_pieces(monkeypatch):
     """Slabs and chunks so small that the models here have many of both."""
     monkeypatch.setattr(offloaded_step, "_SLAB_MULTIPLE", 1024)
-    monkeypatch.setattr(offloaded_step, "_CLASS_CHUNK_NUMEL", 512)
+    monkeypatch.setattr(slab_step, "_CLASS_CHUNK_NUMEL", 512)
     monkeypatch.setattr(cpu_kernels, "CHUNK_NUMEL", 512)
-    monkeypatch.setattr(offloaded_step, "CHUNK_NUMEL", 512)
+    monkeypatch.setattr(slab_step, "CHUNK_NUMEL", 512)
 
 
 # -- all pairs of choices ----------------------------------------------------------------------------------------

@@ -85,12 +85,10 @@ class RunOptions:
     max_live_parameters: int = option(0, "elements kept gathered for backward", type=int, group=MEMORY)
     prefetch_bucket_size: int | None = option(None, "elements gathered ahead (default: 64 MiB)", type=int, group=MEMORY)
     optimizer_states: str | None = option(
-        None, f"format of optimizer states at rest: {', '.join(FORMATS)} (default: fp32); norms, biases, embeddings keep fp32",
-        choices=FORMATS, metavar="FORMAT", group=MEMORY,
+        None, f"{', '.join(FORMATS)} (default: fp32)", choices=FORMATS, metavar="FORMAT", group=MEMORY
     )  # fmt: skip
     master_weights: str | None = option(
-        None, "fp32; split: the bf16 parameter and 16 bits more; none: step the parameters themselves (default: fp32)",
-        choices=tuple(MASTERS), metavar="NAME", group=MEMORY,
+        None, f"{', '.join(MASTERS)} (default: fp32)", choices=tuple(MASTERS), metavar="NAME", group=MEMORY
     )  # fmt: skip
     offload_optimizer: str | None = option(
         None, "TIER of optimizer states: none, cpu (host memory) or nvme (files)", **_TIER, group=OFFLOAD
@@ -154,7 +152,7 @@ class TrainOptions(RunOptions):
     lr: float = option(3e-3, "highest learning rate", type=float, group=_TRAINING)
     weight_decay: float = option(0.1, "decay of AdamW", type=float, group=_TRAINING)
     max_grad_norm: float = option(1.0, "clip to this norm; 0: never", type=float, group=_TRAINING)
-    seed: int = option(0, "seed of weights, batches and the sample", type=int, group=_TRAINING)
+    seed: int = option(0, "seed of weights and batches", type=int, group=_TRAINING)
     eval_every: int = option(200, "steps between evaluations", type=int, group=_TRAINING)
     eval_bytes: int = option(65536, "bytes of held-out text", type=int, group=_TRAINING)
     threads: int | None = option(None, "CPU threads of a rank (default: cores / ranks)", type=int, group=_TRAINING)
@@ -165,7 +163,7 @@ class TrainOptions(RunOptions):
         None, "go on with the newest checkpoint of this run (default: of --out, else of the newest run)", nargs="?", const="",
         metavar="DIR", group=_OUTPUT,
     )  # fmt: skip
-    sample_bytes: int = option(300, "bytes that the model writes at the end", type=int, group=_OUTPUT)
+    sample_bytes: int = option(300, "bytes of the sample at the end", type=int, group=_OUTPUT)
     prompt: str | None = option(None, "start of the sample (default: 'def ')", group=_OUTPUT)
     tile_max_bytes: int | None = option(None, "cut larger weights into tiles of this size", type=int, group=MEMORY)
     offload_path: str | None = option(

@@ -38,7 +38,8 @@ class Group:
     """A flat buffer to be made: `numel` elements of `dtype`, `shard_numel` of them on each rank.
 
     gradient: dtype in which its gradient rests (None: frozen). states: the tier of masters and optimizer states. master: dtype of
-    a master copy, or None; int16: the lower halves of masters whose upper halves are the values. columns: the optimizer states per element. whole: every rank has all values, at any stage.
+    a master copy, or None; int16: the lower halves of masters whose upper halves are the values. columns: the optimizer states.
+    whole: every rank has all values, at any stage.
     unpadded: elements without the padding at the end, which is not stepped where a rank steps all; 0: there is no padding.
     """
 
@@ -84,14 +85,17 @@ class Buffers:
                 sent.append(group.numel * send.itemsize)
         limit = min(len(sent), 64)
         forms = {frozenset((c.dtype, c.values) for c in group.columns) for group in groups if group.gradient is not None}
-        count = STAGING_BUFFERS + (len(forms) > 1)  # units then have two groups (coded states apart), filled at the same time
-        sizes.sent = (max(sent, default=0), min(count, limit), limit)
+        buffers = STAGING_BUFFERS + (len(forms) > 1)  # units then have two groups (coded states apart), filled at the same time
+        sizes.sent = (max(sent, default=0), min(buffers, limit), limit)
         fetched = [group.shard_numel * group.dtype.itemsize for group in groups if not group.whole]
         if row.parameter is Placement.SHARDED and fetched and rests_away(config.offload_param.tier, separate):
             count = min(max(config.offload_param.buffer_count // 2, 2), len(fetched))
             sizes.fetched = (max(fetched), count, min(len(fetched), 64))
         if row.gradient is Placement.SHARDED and rests_away(config.offload_gradient.tier, separate):
-            sizes.landed = (max(each.shard_numel * max(4, (each.gradient or each.dtype).itemsize) for each in groups), count + 1)
+            sizes.landed = (
+                max(each.shard_numel * max(4, (each.gradient or each.dtype).itemsize) for each in groups),
+                buffers + 1,
+            )
         return sizes
 
 

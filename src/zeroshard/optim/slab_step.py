@@ -99,9 +99,10 @@ class Slab:
 class SlabStepper(ABC):
     """Steps slabs. Its subclasses bring their parts to the memory in which they are stepped, and back."""
 
-    def __init__(self, inner: torch.optim.Optimizer, tiers: Tiers, fused: bool, threads: int, chunk: int = _CLASS_CHUNK_NUMEL):
-        """chunk: elements that the optimizer's own class steps at a time."""
-        self.inner, self.tiers, self.fused, self.threads, self.chunk = inner, tiers, fused, threads, chunk
+    def __init__(self, inner: torch.optim.Optimizer, tiers: Tiers, fused: bool, threads: int, chunk: int | None = None):
+        """chunk: elements that the optimizer's own class steps at a time; None: on a CPU."""
+        self.inner, self.tiers, self.fused, self.threads = inner, tiers, fused, threads
+        self.chunk = chunk or _CLASS_CHUNK_NUMEL
         self.scratch = torch.empty(CHUNK_NUMEL * threads if fused else 0, device="cpu")
         self.team = Team(1 if tiers.comm.imagined else threads)  # fake tensors belong to one thread
 
@@ -237,7 +238,7 @@ class DeviceStepper(SlabStepper):
     """Steps runs on the device of which states or masters rest there in another form than they are stepped."""
 
     def __init__(self, inner: torch.optim.Optimizer, tiers: Tiers, fused: bool) -> None:
-        chunk = _DEVICE_CHUNK_NUMEL if tiers.separate else _CLASS_CHUNK_NUMEL
+        chunk = _DEVICE_CHUNK_NUMEL if tiers.separate else None
         super().__init__(inner, tiers, fused and not tiers.separate, torch.get_num_threads(), chunk)
 
     def step(self, jobs: list[Job]) -> None:
