@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..utils.state_format import StateFormat
-from .state_column import StateColumn
+from .state_column import Codec, Scratch, StateColumn
 
 # states that are sums or means of squares: at least 0, and a divisor of the update
 _SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "exp_inf"})
@@ -58,6 +58,7 @@ def coded_column(name: str, form: StateFormat) -> StateColumn:
         made.decode,
         made.encode_noisy if form.stochastic_rounding else None,
         f"{form.format}/{form.block}",
+        made,
     )
 
 
@@ -118,42 +119,50 @@ def _at_random(noise: Tensor) -> Round:
     return rounded
 
 
-class _Codec:
+class _Codec(Codec):
     """Codec of blocks of `block` elements. squares: for values of at least 0 that have no level at zero."""
 
     bits = 8
 
     def __init__(self, block: int, squares: bool) -> None:
-        self.block, self.squares = block, squares
+        self.block, self.squares, self.scratch = block, squares, Scratch()
         self.codes_nbytes = block * self.bits // 8
         self.values = self.codes_nbytes + _SCALE_NBYTES
 
     def encode(self, values: Tensor) -> Tensor:
         """Return the bytes at rest of whole blocks, each value rounded to the nearest level."""
-        return self._encode(values, _nearest)
+        return self._encoded(values, None)
 
     def encode_noisy(self, values: Tensor, noise: Tensor) -> Tensor:
         """Return the bytes at rest of whole blocks, rounded at random. noise (n,): uniform from 0 to 1."""
-        return self._encode(values, _at_random(noise))
+        return self._encoded(values, noise)
 
-    def _encode(self, values: Tensor, rounded: Round) -> Tensor:
-        rows = values.to(torch.float32).view(-1, self.block)
-        coded = torch.empty(rows.shape[0], self.values, dtype=torch.uint8, device=values.device)
-        scales = self._put(rows, coded[:, : self.codes_nbytes], rounded)
-        coded[:, self.codes_nbytes :].view(torch.float32).copy_(scales)
-        return coded.view(-1)
+    def _encoded(self, values: Tensor, noise: Tensor | None) -> Tensor:
+        coded = torch.empty(values.numel() // self.block * self.values, dtype=torch.uint8, device=values.device)
+        self.write(values, coded, noise)
+        return coded
 
     def decode(self, coded: Tensor) -> Tensor:
         """Return the fp32 values of whole blocks."""
+        out = torch.empty(coded.numel() // self.values * self.block, device=coded.device)
+        self.read(coded, out)
+        return out
+
+    def write(self, values: Tensor, coded: Tensor, noise: Tensor | None = None) -> None:
+        rows, out = values.to(torch.float32).view(-1, self.block), coded.view(-1, self.values)
+        scales = self._put(rows, out[:, : self.codes_nbytes], _nearest if noise is None else _at_random(noise))
+        out[:, self.codes_nbytes :].view(torch.float32).copy_(scales)
+
+    def read(self, coded: Tensor, out: Tensor) -> None:
         rows = coded.view(-1, self.values)
-        return self._get(rows[:, : self.codes_nbytes], rows[:, self.codes_nbytes :].view(torch.float32)).view(-1)
+        self._get(rows[:, : self.codes_nbytes], rows[:, self.codes_nbytes :].view(torch.float32), out.view(-1, self.block))
 
     def _put(self, rows: Tensor, codes: Tensor, rounded: Round) -> Tensor:
         """Write the codes of rows (blocks, block) to `codes`, uint8; return the scales (blocks, 1)."""
         raise NotImplementedError
 
-    def _get(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Return the values (blocks, block) of codes."""
+    def _get(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        """Write the values (blocks, block) of codes to `out`, fp32."""
         raise NotImplementedError
 
 
@@ -164,22 +173,24 @@ class _Power(_Codec):
 
     def _codes(self, rows: Tensor, rounded: Round) -> tuple[Tensor, Tensor]:
         """Return the codes of rows, in fp32, and the scales. A largest value is at most 2^-12 above its scale: no code is too large."""
+        roots = self.scratch.like(rows, "roots")
         if self.squares:
-            roots, last = rows.sqrt().sqrt_(), 2.0**self.bits - 1
-            scales = _scales(roots.amax(1, keepdim=True))
+            torch.sqrt(rows, out=roots).sqrt_()
+            last, scales = 2.0**self.bits - 1, _scales(roots.amax(1, keepdim=True))
             return rounded(roots.mul_(_inverse(scales, last + 0.5)).sub_(0.5), 4, 0.5, last), scales
-        roots = rows.abs().sqrt_()
+        torch.abs(rows, out=roots).sqrt_()
         scales = _scales(roots.amax(1, keepdim=True))
         codes = rounded(roots.mul_(_inverse(scales, self.top)), 2, 0.0, self.top)
         return torch.copysign(codes, rows, out=codes), scales
 
-    def _expanded(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Return the values of codes, which it overwrites."""
+    def _expand(self, codes: Tensor, scales: Tensor) -> None:
+        """Replace codes by their values."""
         if self.squares:
             levels = codes.add_(0.5).mul_(scales / (2.0**self.bits - 0.5))
-            return levels.mul_(levels).mul_(levels)
-        levels = codes.mul_(scales / self.top)
-        return levels.mul_(levels.abs())
+            levels.mul_(levels).mul_(levels)
+        else:
+            levels = codes.mul_(scales / self.top)
+            levels.mul_(torch.abs(levels, out=self.scratch.like(levels, "roots")))
 
 
 class _Int8(_Power):
@@ -190,9 +201,9 @@ class _Int8(_Power):
         codes.view(torch.int8).copy_(found.sub_(128) if self.squares else found)  # int8: its conversion is vectorised
         return scales
 
-    def _get(self, codes: Tensor, scales: Tensor) -> Tensor:
-        found = codes.view(torch.int8).float()
-        return self._expanded(found.add_(128) if self.squares else found, scales)
+    def _get(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        out.copy_(codes.view(torch.int8))
+        self._expand(out.add_(128) if self.squares else out, scales)
 
 
 class _Int4(_Power):
@@ -206,18 +217,24 @@ class _Int4(_Power):
         codes.copy_(numbers[:, half:].mul_(16).add_(numbers[:, :half]))
         return scales
 
-    def _get(self, codes: Tensor, scales: Tensor) -> Tensor:
-        found = torch.cat([codes & 15, codes >> 4], 1).float()
-        return self._expanded(found if self.squares else found.sub_(8), scales)
+    def _get(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        half = self.block // 2
+        out[:, :half].copy_(codes & 15)
+        out[:, half:].copy_(codes >> 4)
+        self._expand(out if self.squares else out.sub_(8), scales)
 
 
 class _Fp8(_Codec):
     """Codes of e4m3; squares rest as their roots, of which none is zero."""
 
     def _put(self, rows: Tensor, codes: Tensor, rounded: Round) -> Tensor:
-        values = rows.sqrt() if self.squares else rows
-        scales = _scales(values.abs().amax(1, keepdim=True))
-        scaled = values * _inverse(scales, _E4M3_TOP)
+        values = self.scratch.like(rows, "roots")
+        if self.squares:
+            torch.sqrt(rows, out=values)
+        else:
+            values.copy_(rows)
+        scales = _scales(torch.maximum(values.amax(1, keepdim=True), -values.amin(1, keepdim=True)))
+        scaled = values.mul_(_inverse(scales, _E4M3_TOP))
         if rounded is not _nearest:
             scaled = self._rounded(scaled, rounded)
         scaled.clamp_(_E4M3_LEAST if self.squares else -_E4M3_TOP, _E4M3_TOP)
@@ -231,10 +248,13 @@ class _Fp8(_Codec):
         levels = rounded(scaled.abs() / steps, 2 if self.squares else 1, 0.0, math.inf)
         return torch.copysign(levels * steps, scaled)
 
-    def _get(self, codes: Tensor, scales: Tensor) -> Tensor:
-        table = _e4m3(codes.device)  # torch's own conversion is no vectorised one on CPUs
-        values = table.index_select(0, codes.reshape(-1).int()).view(codes.shape).mul_(scales / _E4M3_TOP)
-        return values.mul_(values) if self.squares else values
+    def _get(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        numbers = self.scratch.like(out, "numbers", torch.int32).copy_(codes)
+        # torch's own conversion of e4m3 is no vectorised one on CPUs
+        torch.index_select(_e4m3(codes.device), 0, numbers.view(-1), out=out.view(-1))
+        out.mul_(scales / _E4M3_TOP)
+        if self.squares:
+            out.mul_(out)
 
 
 @functools.cache

@@ -9,18 +9,55 @@ All other states (`step`) are scalars: they belong to a run, or to a whole param
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
+
+from ..utils.torch_compat import FakeTensor
 
 _MOST_ELEMENTS = 4096  # of one block: a step on the host works on slabs that begin at multiples of this
 
 
 def _as_it_is(values: Tensor) -> Tensor:
     return values
+
+
+class Codec(Protocol):
+    """Encoding and decoding from memory to memory, in which a step opens and closes chunks."""
+
+    def write(self, values: Tensor, coded: Tensor, noise: Tensor | None = None) -> None:
+        """Encode whole blocks, `values` (n,), to `coded`. noise (n,): for stochastic rounding."""
+
+    def read(self, coded: Tensor, out: Tensor) -> None:
+        """Decode whole blocks to `out` (n,), fp32."""
+
+
+class Scratch:
+    """Memory of intermediate values on CPUs, for each thread its own: the C library would map and return it for each chunk.
+
+    A tensor is valid until the same thread asks for the same name again.
+    """
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+
+    def like(self, tensor: Tensor, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return memory of a tensor's shape, not initialised."""
+        return self.flat(tensor.numel(), name, dtype, tensor).view(tensor.shape)
+
+    def flat(self, numel: int, name: str, dtype: torch.dtype, beside: Tensor) -> Tensor:
+        """Return memory (numel,) on the device of the tensor `beside`, not initialised."""
+        if beside.device.type != "cpu" or isinstance(beside, FakeTensor):
+            return torch.empty(numel, dtype=dtype, device=beside.device)
+        kept: Tensor | None = getattr(self._own, name, None)
+        if kept is None or kept.numel() < numel:
+            kept = torch.empty(numel, dtype=dtype, device="cpu")
+            setattr(self._own, name, kept)
+        return kept[:numel]
 
 
 @dataclass(frozen=True)
@@ -31,7 +68,7 @@ class StateColumn:
     reverse. Both take whole blocks, and their results are cast. encode(decode(x)) must be x, so that a state which is saved and
     loaded keeps its bits; zeros must decode to zeros, since new states are zero-filled. noisy: encode with stochastic rounding, as
     steps do: it also takes noise (n,), uniform from 0 to 1. label: the name of the encoding in checkpoints (state_codecs.py:
-    labelled_column); "": they have decoded values.
+    labelled_column); "": they have decoded values. codec: the same encoding from memory to memory.
     """
 
     name: str
@@ -42,6 +79,7 @@ class StateColumn:
     decode: Callable[[Tensor], Tensor] = _as_it_is
     noisy: Callable[[Tensor, Tensor], Tensor] | None = None
     label: str = ""
+    codec: Codec | None = None
 
     def __post_init__(self) -> None:
         assert 0 < self.elements <= _MOST_ELEMENTS and _MOST_ELEMENTS % self.elements == 0 and self.values > 0

@@ -13,10 +13,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .state_column import StateColumn
+from .state_column import Scratch, StateColumn
 
 Noise = Callable[[int, int], Tensor]  # (start, stop) -> uniform numbers from 0 to 1, one for each of these elements
 
+_SCRATCH = Scratch()
 _MOST_LOW = (1 << 15) - 1
 
 
@@ -38,7 +39,7 @@ class Stretch(ABC):
 
     @abstractmethod
     def open(self) -> Tensor:
-        """Return the elements (n,) as the optimizer has them: a copy."""
+        """Return the elements (n,) as the optimizer has them: a copy, valid until this thread opens the next stretch of its kind."""
 
     @abstractmethod
     def close(self, values: Tensor) -> None:
@@ -70,14 +71,23 @@ class CodedStretch(Stretch):
         return CodedStretch(coded, self.column, self.dtype, self.noise, self.start + start)
 
     def open(self) -> Tensor:
-        return self.column.decode(self.coded).to(self.dtype)
+        codec = self.column.codec
+        if codec is None or self.dtype is not torch.float32:
+            return self.column.decode(self.coded).to(self.dtype, copy=True)
+        out = _SCRATCH.flat(self.numel(), self.column.name, torch.float32, self.coded)
+        codec.read(self.coded, out)
+        return out
 
     def close(self, values: Tensor) -> None:
-        noisy, encode = self.column.noisy, self.column.encode
+        noisy, codec, noise = self.column.noisy, self.column.codec, None
         if noisy is not None and self.noise is not None:
-            self.coded.copy_(noisy(values, self.noise(self.start, self.start + values.numel())))
+            noise = self.noise(self.start, self.start + values.numel())
+        if codec is not None:
+            codec.write(values, self.coded, noise)
+        elif noisy is not None and noise is not None:
+            self.coded.copy_(noisy(values, noise))
         else:
-            self.coded.copy_(encode(values))
+            self.coded.copy_(self.column.encode(values))
 
 
 class SplitStretch(Stretch):
@@ -101,9 +111,11 @@ class SplitStretch(Stretch):
         return SplitStretch(self.high[start:stop], self.low[start:stop])
 
     def open(self) -> Tensor:
-        return (self.high.view(torch.int16).to(torch.int32) * 65536 + self.low).view(torch.float32)
+        bits = _SCRATCH.flat(self.numel(), "(halves)", torch.int32, self.low).copy_(self.high.view(torch.int16))
+        return bits.mul_(65536).add_(self.low).view(torch.float32)
 
     def close(self, values: Tensor) -> None:
         self.high.copy_(values)
-        low = values.view(torch.int32) - self.high.view(torch.int16).to(torch.int32) * 65536
+        low = _SCRATCH.flat(self.numel(), "(low)", torch.int32, self.low).copy_(self.high.view(torch.int16)).mul_(65536)
+        torch.sub(values.view(torch.int32), low, out=low)
         self.low.copy_(low.clamp_(-_MOST_LOW - 1, _MOST_LOW))
