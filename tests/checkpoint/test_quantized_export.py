@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -256,10 +255,6 @@ def test_matrices_that_are_no_linear_modules_are_not_quantized(tmp_path):
         zs.export(tmp_path / "run", tmp_path / "out", quantize="int8")
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("compressed_tensors") is None,
-    reason="Transformers loads quantized weights with the library compressed-tensors: pip install compressed-tensors",
-)
 @pytest.mark.parametrize(("form", "tied", "most"), [("int8", False, 0.02), ("int8", True, 0.02), ("fp8", False, 0.05)])
 def test_transformers_loads_it_and_logits_are_near(form, tied, most, tmp_path):
     transformers = save_llama(tmp_path / "run", tied)

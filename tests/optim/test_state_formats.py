@@ -249,6 +249,24 @@ def test_split_masters_are_those_of_fp32(stage, device, separate, states, strict
     run_threads(2, rank_run)
 
 
+def test_what_was_loaded_is_the_callers_own():
+    """The memory in which a thread opens chunks is for steps alone: a load of other elements does not change an earlier one's."""
+
+    def rank_run(rank):
+        model, optimizer = sharded("AdamW", 3, "none", None, precision="bf16", master_weights="split", optimizer_states=FORM)
+        take_steps(model, optimizer, rank, 2, [0])
+        group = next(group for group in runtime_of(model).groups if group.plan.coded)
+        for rest in (group.masters.rest, *group.columns.values()):
+            first = rest.load(0, 64)
+            kept = first.clone()
+            assert not torch.equal(rest.load(64, 128), kept) and torch.equal(first, kept)
+            rest.store(64, torch.full((64,), 0.5))
+            assert torch.equal(first, kept) and torch.equal(rest.load(0, 64), kept)
+        zs.close(model)
+
+    run_threads(2, rank_run)
+
+
 def test_halves_of_masters():
     """All values come back, except those half-way above an even bf16 number, which lose their last bit and no other."""
     bits = torch.cat(

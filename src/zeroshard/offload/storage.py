@@ -356,12 +356,14 @@ class SplitRest(Rest):
         return OVER
 
     def load(self, start: int, stop: int) -> Tensor:
-        return SplitStretch(self.high.load(start, stop), self.low.load(start, stop)).open()
+        low = self.low.load(start, stop)
+        return SplitStretch(self.high.load(start, stop), low).join(torch.empty_like(low, dtype=torch.int32))
 
     def store(self, start: int, source: Tensor) -> None:
         numel = source.numel()
         halves = [torch.empty(numel, dtype=dtype, device=source.device) for dtype in (torch.bfloat16, torch.int16)]
-        SplitStretch(*halves).close(source.detach().view(-1).float())
+        values = source.detach().view(-1).float()
+        SplitStretch(*halves).cut(values, torch.empty_like(values, dtype=torch.int32))
         self.high.store(start, halves[0])
         self.low.store(start, halves[1])
 

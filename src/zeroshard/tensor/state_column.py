@@ -19,6 +19,9 @@ from torch import Tensor
 
 from ..utils.torch_compat import FakeTensor
 
+_MOST_KEPT = (
+    1 << 19
+)  # elements of scratch memory that a thread keeps: more than a chunk has; whole shards get memory of their own
 _MOST_ELEMENTS = 4096  # of one block: a step on the host works on slabs that begin at multiples of this
 
 
@@ -51,7 +54,7 @@ class Scratch:
 
     def flat(self, numel: int, name: str, dtype: torch.dtype, beside: Tensor) -> Tensor:
         """Return memory (numel,) on the device of the tensor `beside`, not initialised."""
-        if beside.device.type != "cpu" or isinstance(beside, FakeTensor):
+        if beside.device.type != "cpu" or isinstance(beside, FakeTensor) or numel > _MOST_KEPT:
             return torch.empty(numel, dtype=dtype, device=beside.device)
         kept: Tensor | None = getattr(self._own, name, None)
         if kept is None or kept.numel() < numel:

@@ -111,11 +111,18 @@ class SplitStretch(Stretch):
         return SplitStretch(self.high[start:stop], self.low[start:stop])
 
     def open(self) -> Tensor:
-        bits = _SCRATCH.flat(self.numel(), "(halves)", torch.int32, self.low).copy_(self.high.view(torch.int16))
-        return bits.mul_(65536).add_(self.low).view(torch.float32)
+        return self.join(_SCRATCH.flat(self.numel(), "(halves)", torch.int32, self.low))
 
     def close(self, values: Tensor) -> None:
+        self.cut(values, _SCRATCH.flat(self.numel(), "(low)", torch.int32, self.low))
+
+    def join(self, bits: Tensor) -> Tensor:
+        """Return the elements (n,), in the memory of `bits` (n,), int32."""
+        return bits.copy_(self.high.view(torch.int16)).mul_(65536).add_(self.low).view(torch.float32)
+
+    def cut(self, values: Tensor, bits: Tensor) -> None:
+        """Set the elements (n,). bits: memory (n,), int32, for intermediate values."""
         self.high.copy_(values)
-        low = _SCRATCH.flat(self.numel(), "(low)", torch.int32, self.low).copy_(self.high.view(torch.int16)).mul_(65536)
-        torch.sub(values.view(torch.int32), low, out=low)
-        self.low.copy_(low.clamp_(-_MOST_LOW - 1, _MOST_LOW))
+        bits.copy_(self.high.view(torch.int16)).mul_(65536)
+        torch.sub(values.view(torch.int32), bits, out=bits)
+        self.low.copy_(bits.clamp_(-_MOST_LOW - 1, _MOST_LOW))
