@@ -290,7 +290,7 @@ class Config:
     reduce_dtype: dtype in which gradients are sent; None: the precision's. Sums are always computed in fp32.
     master_weights: keep fp32 masters and states if the precision is below fp32. False: the optimizer steps the low-precision
         parameters with states of their dtype, and rank 0 prints a line. "split" (bf16): the masters are the parameters and 16
-        more bits each, 2 bytes less; the bits are those of fp32 masters, except half-way between two parameters (1 in 65,536).
+        more bits each, 2 bytes less; one value in 131,072, half-way between two bf16 numbers, loses its last bit.
     optimizer_states: format in which optimizer states rest, on every tier: "fp32", "bf16", "fp8", "int8", "int4", a
         zs.StateFormat, or a mapping from names of states to these, {"exp_avg": "int8"}. Norms, biases, embeddings and small
         parameters keep fp32 states.
@@ -419,7 +419,7 @@ class Config:
         self._normalise_communication()
         rounds = self.zero_quantized_weights is not None and self.row.parameter is not Placement.SHARDED
         clashes = {
-            f"precision={self.precision!r}: use precision='bf16', of which fp32 has the exponent": self.precision != "bf16",
+            f"precision={self.precision!r}: use precision='bf16', which has the exponent of fp32": self.precision != "bf16",
             "delayed_update, which steps masters while forward reads the parameters": self.delayed_update is not None,
             f"zero_quantized_weights at stage {self.stage}, which rounds the parameters: use stage 3": rounds,
         }

@@ -100,8 +100,8 @@ def export(
         quantize: "int8" or "fp8": write the weights of nn.Linear modules in 8 bits with a scale for each output, in the format
             of compressed-tensors, which Transformers loads and vLLM serves. Embeddings, norms, biases, routers, the head and
             whatever is no nn.Linear module (GPT-2's Conv1D, experts in one tensor) stay as they are.
-        model: tells the nn.Linear modules, with `quantize`; it may be on the meta device. None: Transformers builds the
-            configuration's.
+        model: with `quantize`, whose nn.Linear modules to quantize; may be on the meta device. None: Transformers builds
+            the model of the configuration.
         ignore: nn.Linear modules that stay, by name or its end. None: lm_head (and what Transformers calls the output
             embeddings), gate, router, shared_expert_gate. A weight tied to anything that stays is never quantized.
 

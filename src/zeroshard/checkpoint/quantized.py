@@ -4,8 +4,8 @@
     NAME.weight_scale    (rows, 1): the largest |w| of the row / 127 (int8) or 448 (fp8)
     config.json          quantization_config: how the weights of which modules are stored, and which stay as they are
 
-A checkpoint has names and shapes alone, so a module says which of its matrices are those of nn.Linear: the user's own, or
-the one that Transformers builds from the configuration, without memory. Rows are quantized alone, a few at a time.
+A checkpoint has names and shapes alone, so a module says which matrices are those of nn.Linear: the user's own, or the one
+that Transformers builds from the configuration, without memory. Each row is quantized by itself, a few rows at a time.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ def _model_of(settings: Mapping[str, Any]) -> nn.Module:
         import transformers
     except ModuleNotFoundError:
         raise ConfigError(
-            "zs.export: quantize: Transformers tells the nn.Linear modules of a configuration, and is not installed: pip "
-            f"install transformers, or {other}."
+            "zs.export: quantize: Transformers, which builds the model of a configuration, is not installed: pip install "
+            f"transformers, or {other}."
         ) from None
     fields = {key: value for key, value in settings.items() if key not in ("model_type", "quantization_config")}
     try:

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--quantize", choices=("int8", "fp8"), help="write the weights of nn.Linear modules in 8 bits, with scales"
     )
-    parser.add_argument("--model", help="tells the nn.Linear modules if there is no configuration", metavar="MODULE:FUNCTION")
+    parser.add_argument("--model", help="whose nn.Linear modules to quantize, if not --hf-config's", metavar="MODULE:FUNCTION")
     parser.add_argument("--ignore", help="nn.Linear modules not to quantize, as lm_head,mlp.gate", metavar="NAME,...")
     parser.add_argument("--no-verify", action="store_true", help="do not compare checksums first")
     options = parser.parse(argv)

@@ -33,7 +33,7 @@ from .state_storage import ColumnStates
 
 _STEPPED, _GRADIENT, _VALUES = "(stepped)", "(gradient)", "(values)"  # names of the parts of a slab that are not states
 _CLASS_CHUNK_NUMEL = 1 << 18  # for an optimizer's own class, whose step has an overhead of some 0.15 ms
-_DEVICE_CHUNK_NUMEL = 1 << 24  # the same on a device with a memory of its own
+_DEVICE_CHUNK_NUMEL = 1 << 24  # the same, on a device with a memory of its own
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class Job:
     options: of the run's parameter group; attributes: the numbers that the optimizer's class keeps on itself; both as they were
     before the step. gradient: where the gradient rests, not yet multiplied by `factor`. publish: also write the parameters.
     number: that of the step, on which stochastic rounding depends. names, scalars: of the run's states after the step (names
-    None: no chunk of a first step has been computed).
+    None: nothing of the run has been stepped).
     """
 
     run: Run
@@ -97,10 +97,10 @@ class Slab:
 
 
 class SlabStepper(ABC):
-    """Steps slabs. Its subclasses bring their parts to the memory in which they are stepped, and back."""
+    """Steps slabs. Subclasses bring the parts of a slab to the memory in which it is stepped, and write them back."""
 
     def __init__(self, inner: torch.optim.Optimizer, tiers: Tiers, fused: bool, threads: int, chunk: int | None = None):
-        """chunk: elements that the optimizer's own class steps at a time; None: on a CPU."""
+        """chunk: elements that the optimizer's own class steps at a time; None: as many as suit a CPU."""
         self.inner, self.tiers, self.fused, self.threads = inner, tiers, fused, threads
         self.chunk = chunk or _CLASS_CHUNK_NUMEL
         self.scratch = torch.empty(CHUNK_NUMEL * threads if fused else 0, device="cpu")
@@ -235,7 +235,7 @@ def _put(part: Tensor | Stretch, start: int, stop: int, value: Tensor) -> None:
 
 
 class DeviceStepper(SlabStepper):
-    """Steps runs on the device of which states or masters rest there in another form than they are stepped."""
+    """Steps, on the device, the runs whose states or masters rest there in another form than the optimizer steps."""
 
     def __init__(self, inner: torch.optim.Optimizer, tiers: Tiers, fused: bool) -> None:
         chunk = _DEVICE_CHUNK_NUMEL if tiers.separate else None
@@ -262,7 +262,7 @@ class DeviceStepper(SlabStepper):
 class _Noise:
     """Noise for the stochastic rounding of one state in a slab: a hash of step, parameter, state and element.
 
-    So it does not depend on how parameters are cut, and needs no generator whose state checkpoints would have to keep.
+    So the noise does not depend on how parameters are cut, and checkpoints need not keep the state of a generator.
     """
 
     def __init__(self, slab: Slab, state: str) -> None:

@@ -1,9 +1,9 @@
-"""Optimizers of bitsandbytes and torchao, with states in 8 or 4 bits, become torch's AdamW or Adam, or zs.Lion, at zs.shard.
+"""zs.shard turns AdamW, Adam and Lion of bitsandbytes and torchao, in 32, 8 or 4 bits, into torch's classes or zs.Lion.
 
-Their classes divide the tensor that they step into blocks, and keep scales beside the codes. A rank would give them flat
-slices: blocks would begin elsewhere at each world size, and scales, which are no states of one value per element, would be
-taken for equal on all ranks. So the object of the user, to which schedulers refer, gets torch's class, and the configuration
-the format of the same width. The packages are not imported.
+Those of 8 and 4 bits divide the tensor that they step into blocks, and keep scales beside the codes. A rank would give them
+flat slices: blocks would begin elsewhere at each world size, and zeroshard, which cuts states of one value per element, would
+take the scales to be equal on all ranks. So the user's object, to which schedulers refer, gets the other class, and
+`optimizer_states` the format of the same width. The packages are not imported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CLASSES: dict[str, dict[str, type[torch.optim.Optimizer]]] = {
 }
 _ELEMENTWISE = ("SGD", "RMSprop", "Adagrad")  # of bitsandbytes, with states in 32 bits
 _WIDTHS = {"32bit": "fp32", "8bit": "int8", "4bit": "int4", "Fp8": "fp8"}  # endings of class names
-_NOT_STEPPED: dict[str, tuple[object, str]] = {  # settings of a step that ours lacks: the value that switches it off, a remedy
+_NOT_STEPPED: dict[str, tuple[object, str]] = {  # settings that our step lacks -> the value that is off, a remedy
     "max_unorm": (0.0, "leave it out"),
     "skip_zeros": (False, "leave it out"),
     "percentile_clipping": (100, "use zs.shard(max_grad_norm=...)"),
@@ -37,7 +37,7 @@ _NOT_STEPPED: dict[str, tuple[object, str]] = {  # settings of a step that ours 
 
 
 class TakeOver:
-    """The change of an optimizer's class to one of torch's, if it is of bitsandbytes or torchao; `undo` is the inverse.
+    """The change of an optimizer of bitsandbytes or torchao to a class of torch, or zs.Lion; `undo` is the inverse.
 
     note: what was changed, in a sentence; "" if nothing was.
     """

@@ -3,17 +3,18 @@
     as stepped   x0 ..... x255 | x256 ... x511 |        fp32
     at rest      c0 ..... c255 s | c0 ..... c255 s |    int8: 260 bytes for 256 elements
 
-Levels are close to each other near zero, as in the dynamic maps of 8-bit Adam (Dettmers et al., arXiv 2110.02861, section 1.3), and
-computed by a power instead of looked up, which vectorises on every device. With r the root of the block's largest value:
+Levels are close to each other near zero, as in the dynamic maps of 8-bit Adam (Dettmers et al., arXiv 2110.02861, section 1.3),
+and computed by a power instead of looked up, which vectorises on every device. With r the square root (second moments: the
+fourth root) of the block's largest magnitude:
 
     first moments    x = y |y|   y = r c / 127               c = -127 ... 127    smallest level 6e-5 of the largest
     second moments   x = y^4     y = r (c + 0.5) / 255.5     c = 0 ... 255       smallest level 1e-11 of the largest, no zero:
 
-a second moment that is rounded to zero would let the next update explode (Li et al., arXiv 2309.01507, section 4.1). 4 bits have the
-same powers. fp8 (e4m3) has relative precision by itself; second moments rest as their square roots, so that their range suffices.
+a second moment that is rounded to zero would let the next update explode (Li et al., arXiv 2309.01507, section 4.1). int4 has
+the same powers. fp8 (e4m3) has relative precision as it is; second moments rest as square roots, to fit its range.
 
-A scale is cut to 12 bits of mantissa. What is decoded is therefore encoded to the same bytes again: the largest value of a
-block gives the same scale, whatever the last bits of the power are.
+A scale is cut to 12 significant bits. So decoded values are encoded to the same bytes again: the largest value of a block gives
+the same scale, whichever way the power has rounded its last bits.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_
 _SCALE_NBYTES = 4
 _E4M3_TOP, _E4M3_LEAST = 448.0, 2.0**-9
 
-# (codes before rounding, power, distance of levels from codes, largest code) -> codes
+# (codes before rounding, power, shift, largest code) -> codes; the level of a code is (code + shift) ** power
 Round = Callable[[Tensor, int, float, float], Tensor]
 
 
@@ -94,7 +95,7 @@ def _bf16_noisy(values: Tensor, noise: Tensor) -> Tensor:
 
 
 def _scales(largest: Tensor) -> Tensor:
-    """Return scales cut to 12 bits of mantissa, so that a largest value a few units in the last place off gives the same."""
+    """Return scales cut to 12 significant bits: a largest value a few units in the last place off gives the same scale."""
     raised = largest * (1 + 2.0**-18)
     return (raised.view(torch.int32) & -(1 << 12)).view(torch.float32)
 
@@ -172,7 +173,7 @@ class _Power(_Codec):
     top: int
 
     def _codes(self, rows: Tensor, rounded: Round) -> tuple[Tensor, Tensor]:
-        """Return the codes of rows, in fp32, and the scales. A largest value is at most 2^-12 above its scale: no code is too large."""
+        """Return the codes of rows, in fp32, and the scales. Roots exceed it by 2^-11 of it at most: no code is too large."""
         roots = self.scratch.like(rows, "roots")
         if self.squares:
             torch.sqrt(rows, out=roots).sqrt_()
@@ -250,7 +251,7 @@ class _Fp8(_Codec):
 
     def _get(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
         numbers = self.scratch.like(out, "numbers", torch.int32).copy_(codes)
-        # torch's own conversion of e4m3 is no vectorised one on CPUs
+        # torch's own conversion from e4m3 is not vectorised on CPUs
         torch.index_select(_e4m3(codes.device), 0, numbers.view(-1), out=out.view(-1))
         out.mul_(scales / _E4M3_TOP)
         if self.squares:

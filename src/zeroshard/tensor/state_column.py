@@ -71,7 +71,7 @@ class StateColumn:
     reverse. Both take whole blocks, and their results are cast. encode(decode(x)) must be x, so that a state which is saved and
     loaded keeps its bits; zeros must decode to zeros, since new states are zero-filled. noisy: encode with stochastic rounding, as
     steps do: it also takes noise (n,), uniform from 0 to 1. label: the name of the encoding in checkpoints (state_codecs.py:
-    labelled_column); "": they have decoded values. codec: the same encoding from memory to memory.
+    labelled_column); "": checkpoints hold decoded values. codec: the same encoding from memory to memory.
     """
 
     name: str

@@ -52,7 +52,7 @@ class Stretch(ABC):
 
 
 class CodedStretch(Stretch):
-    """Elements of a state in whole blocks. noise: for stochastic rounding, by elements of this stretch."""
+    """Elements of a state in whole blocks. noise: for stochastic rounding; its elements count from `start` on."""
 
     def __init__(
         self, coded: Tensor, column: StateColumn, dtype: torch.dtype, noise: Noise | None = None, start: int = 0
@@ -91,10 +91,10 @@ class CodedStretch(Stretch):
 
 
 class SplitStretch(Stretch):
-    """fp32 values as bf16 numbers, rounded to nearest even, and the differences of the two bit patterns, from -2^15 to 2^15.
+    """fp32 values as bf16 numbers (high), rounded to nearest even, and what these lack of the fp32 bits (low), -2^15 to 2^15.
 
-    2^15 does not fit 16 bits: a value half-way between an even number below it and the next one loses its last bit, so that the
-    bf16 number stays the one that fp32 masters give.
+    2^15, which does not fit int16, is that of values half-way between an even bf16 number below them and the next one: these
+    lose their last bit, so that the bf16 number stays the one to which fp32 masters are rounded.
     """
 
     def __init__(self, high: Tensor, low: Tensor) -> None:

@@ -27,15 +27,15 @@ _FIELDS = {
 class StateFormat:
     """The format in which optimizer states rest. Options of this type also accept a str, which is the `format`.
 
-    The optimizer computes in the dtype of the stepped values; a state is decoded before its step and encoded after it.
+    A state is decoded before its step, in the dtype of the stepped values, and encoded after it.
 
     format: "fp32": as the optimizer has them; "bf16"; "fp8" (e4m3), "int8", "int4": with one fp32 scale for each block.
     block: elements that share a scale: a power of two from 32 to 4096. Blocks begin with each parameter; no rank's shard and no
         transfer cuts a block, so that stages and world sizes compute the same bits.
     stochastic_rounding: round up or down at random, so that the mean of many roundings is the value itself. The random numbers
-        depend on the step, the parameter and the element alone.
-    min_numel: parameters with fewer elements keep fp32 states, as all do that are no matrices (norms, biases).
-    exempt: name patterns of further parameters with fp32 states. Embeddings always have them: bitsandbytes found 8-bit states of
+        depend on the step, the parameter, the state and the element alone.
+    min_numel: parameters with fewer elements keep fp32 states, as do all of fewer than two dimensions (norms, biases).
+    exempt: name patterns of further parameters with fp32 states. Embeddings always have them: 8-bit states made
         embeddings unstable (arXiv 2110.02861, section 2.3).
     """
 

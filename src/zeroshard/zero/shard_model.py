@@ -151,7 +151,8 @@ class Builder:
         self.tag = serial << 20  # number of the newest buffer: each model has 2**20 numbers of its own
         self.pool: StagingPool | None = None
         self._sharded = config.row.parameter is Placement.SHARDED
-        # id of a trainable bucket's first spec -> dtype of gradients at rest, tier of masters and states, dtype of masters or None (int16: split)
+        # id of a trainable bucket's first spec -> dtype of gradients at rest, tier of masters and states, dtype of masters
+        # (int16: split) or None
         self._states: dict[int, tuple[torch.dtype, Offload, torch.dtype | None]] = {}
         self.replaced: dict[int, nn.Parameter] = {}  # id of a given parameter -> the object that took its place
 

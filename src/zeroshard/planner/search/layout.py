@@ -126,7 +126,7 @@ class Layout:
 
     @property
     def master(self) -> torch.dtype | None:
-        """Dtype of masters (int16: the lower halves of split ones): in lower precisions, and if the step can not reach the parameters."""
+        """Dtype of masters (int16: the lower halves of split ones); None: the optimizer steps the parameters themselves."""
         if self.precision != "fp32" and self.master_weights:
             return torch.int16 if self.master_weights == "split" else torch.float32
         steps_on_host, away = self.optimizer is not Tier.DEVICE, rests_away(self.parameter, self.separate)

@@ -22,9 +22,10 @@ from .profile import Profile, homes_of
 def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, dict[str, int]]:
     """Return the bytes of a rank of a stage, by tier and category of memory/ledger.py, at the fullest moment of the device.
 
-    Model states are those of the runtime to the byte where the profile knows single parameters (those of GPTs); of other models it
-    knows units alone, whose norms and biases count as matrices where optimizer states are coded. Activations are estimates, without the allocator's holes and what the
-    model's formulas leave out (buffers, masks). The context of the device is `Hardware.overhead_nbytes`.
+    Model states are those of the runtime to the byte where the profile knows single parameters (those of GPTs). Of other models
+    it knows units alone: their norms and biases count as matrices where optimizer states are coded. Activations are estimates,
+    without the allocator's holes and what the model's formulas leave out (buffers, masks). The context of the device is
+    `Hardware.overhead_nbytes`.
     """
     # all that the states do not depend on is left out, so that the layouts of a search share them
     few = replace(layout, micro_batch=1, micro_batches=min(layout.micro_batches, 2), checkpointing="none")
