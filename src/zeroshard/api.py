@@ -33,6 +33,7 @@ from .tensor import distributed
 from .tensor.sharded_tensor import ShardedTensor
 from .tensor.tiled_parameter import join, parts_in
 from .zero import hooks, init_context
+from .zero.along_axis import connect
 from .zero.auto_stage import choose, is_auto
 from .zero.auto_wrap import check_lazy, collect, device_of
 from .zero.closing import close as close
@@ -154,7 +155,10 @@ def _shard(
     if not config.master_weights and config.precision != "fp32" and group.rank == 0:
         print(f"zeroshard: no fp32 master weights: parameters and states are {config.precision}", file=sys.stderr)
     stored, found = open_weights(world, group, weights, model, specs) if weights is not None else ({}, {})
-    agree_on_initial_values(group, peers, model, specs, parameters=weights is None, buffers=config.agree_buffers)
+    divided = None
+    if axes.divided is not None:
+        divided = group.subgroup(axes.divided.groups), [spec for spec in specs if axes.divides(spec.distribution)]
+    agree_on_initial_values(group, peers, model, specs, parameters=weights is None, buffers=config.agree_buffers, divided=divided)
     made_on_meta = {spec.name for spec in specs if spec.original.is_meta}
 
     # lay out, build buffers, place parameters in them; from here on the model changes
@@ -162,12 +166,13 @@ def _shard(
     ledger, progress = Ledger(), Progress(config)
     tiers = open_tiers(config, group, ledger, specs, optimizer)
     comms = Topology.flat(group, peers, world, axes)
-    comms = topology.open_topology(config, comms, ledger, lambda steps: progress.steps >= steps, axes.parts)
-    units, pool = build_units(model, optimizer, config, comms, tiers, specs)
+    comms = topology.open_topology(config, comms, ledger, lambda steps: progress.steps >= steps, axes.parts, axes.divided)
+    units = build_units(model, optimizer, config, comms, tiers, specs)
 
     # attach hooks, initialise or load parameters of the meta device, make the optimizer a sharded one
-    runtime = Runtime(model, config, comms, units, pool, tiers, progress)
+    runtime = Runtime(model, config, comms, units, tiers, progress)
     object.__setattr__(model, "_zeroshard", runtime)
+    connect(runtime, axes.lines)
     hooks.attach(runtime)
     init_context.give_values(model, device, made_on_meta, stored if weights is not None else None)
     if weights is not None:  # last: the initialisation of a buffer may have written its module's parameters

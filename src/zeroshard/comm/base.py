@@ -5,6 +5,7 @@ Words: a *region* is a flat tensor with a memory of its own; where ranks share a
 
     gather   shards of every rank -> one whole tensor             (all-gather: sharded -> replicated)
     collect  my slice of every rank's whole tensor, in rank order (all-to-all: the first half of a reduction)
+    exchange (`DirectComm.all_to_all`)   the part of every rank's tensor that is for this rank; parts may differ in length
     reduce   whole tensors of every rank -> the sum of my shard   (reduce-scatter: partial -> sharded)
 
 Reductions sum in fp32 in rank order, in whatever dtype values were sent: the result does not depend on timing or backend. Comms
@@ -261,6 +262,11 @@ class Comm(Group, ABC):
         return self.collect(source, combine, tag=tag, label=label)
 
 
+def parts_of(tensor: Tensor, counts: Sequence[int] | None, ranks: int) -> list[Tensor]:
+    """Return the parts of a flat tensor for `Comm.all_to_all`: `counts[r]` elements for rank r, or equal parts."""
+    return list(tensor.split(list(counts) if counts is not None else [tensor.numel() // ranks] * ranks))
+
+
 class DirectComm(Control, Comm):
     """A Comm that reaches its ranks itself, not over other Comms: collectives and control messages.
 
@@ -285,6 +291,17 @@ class DirectComm(Control, Comm):
         group.rank, group.world_size = mine.index(self.rank), len(mine)
         group.ranks, group.nodes = [self.ranks[rank] for rank in mine], [self.nodes[rank] for rank in mine]
         return group
+
+    def all_to_all(
+        self, output: Tensor, input: Tensor, output_counts: Sequence[int] | None = None, input_counts: Sequence[int] | None = None,
+        label: str = "all-to-all",
+    ) -> Collective:  # fmt: skip
+        """Start to send part r of `input` to rank r, for every r; part r of `output` is then what rank r sent to this rank.
+
+        output, input: flat, contiguous, of one dtype on this Comm's device. output_counts, input_counts: number of elements of each
+        part, by rank; None: equal parts. All ranks call this in the same order; `input` may be overwritten after `wait`.
+        """
+        raise NotImplementedError
 
     def join(self, local: DirectComm) -> None:
         """Let every wait in either communicator, this one or `local` (of this host's ranks), also let the other one progress."""

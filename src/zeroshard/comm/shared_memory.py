@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ..memory.ledger import making
-from .base import Collective, Combine, Outcome, Region
+from .base import Collective, Combine, Outcome, Region, parts_of
+from .control import Sent
 from .hub import Hub
 from .streams import streams_for
 from .transport import Transport
@@ -50,6 +51,9 @@ class SharedComm(Hub):
         self.ranks, self.nodes = self.numbers, [0] * self.world_size
         self.fence = Fence(self.members)
         self._fences = {self.members: self.fence}  # those of the subgroups, too
+        self._outboxes: dict[
+            tuple[int, ...], list[Tensor]
+        ] = {}  # by members: memory of each rank, for what it sends in `all_to_all`
         self.device, self.streams = device, streams_for(device)
 
     def subgroup(self, parts: Sequence[Sequence[int]], apart: bool = False) -> SharedComm:
@@ -64,15 +68,19 @@ class SharedComm(Hub):
 
     def allocate(self, numel: int, dtype: torch.dtype, *, whole: bool) -> Region:
         self.fence.writing = True  # new memory is about to be written: peers may read it after the next fence
+        wholes = [part.view(dtype) for part in self._mapped(numel * dtype.itemsize)]
+        shards = [part.view(self.world_size, -1)[peer] if whole else part for peer, part in enumerate(wholes)]
+        return Region(wholes[self.rank], list(shards), list(wholes) if whole else [])
+
+    def _mapped(self, nbytes: int) -> list[Tensor]:
+        """Return new memory of each rank, (nbytes,) uint8, which all of them can read and write (collective)."""
         with making():
-            mine, handle = self.transport.export(numel * dtype.itemsize)
+            mine, handle = self.transport.export(nbytes)
         handles = self._meet_all(handle, self.members, "allocate")
         memory = [mine if peer == self.rank else self.transport.open(other) for peer, other in enumerate(handles)]
         self._meet_all(None, self.members, "memory opened")  # no rank needs the handle any more
         self.transport.forget(handle)
-        wholes = [part.view(dtype) for part in memory]
-        shards = [part.view(self.world_size, -1)[peer] if whole else part for peer, part in enumerate(wholes)]
-        return Region(wholes[self.rank], list(shards), list(wholes) if whole else [])
+        return memory
 
     def allocate_common(self, numel: int, dtype: torch.dtype) -> Region | None:
         self.fence.writing = True
@@ -122,6 +130,26 @@ class SharedComm(Hub):
 
         work = self.meet("reduce", tag, source.number, label, compute)
         work.sent = self.sent(numel * source.tensor.itemsize)
+        return work
+
+    def all_to_all(
+        self, output: Tensor, input: Tensor, output_counts: Sequence[int] | None = None, input_counts: Sequence[int] | None = None,
+        label: str = "all-to-all",
+    ) -> Collective:  # fmt: skip
+        given, taken = (parts_of(t, c, self.world_size) for t, c in ((input, input_counts), (output, output_counts)))
+        work, itemsize = Collective(), input.itemsize
+        # peers have read what the outbox had before: they have entered this exchange
+        everyone = self._meet_all([part.numel() for part in given], self.members, label)
+        nbytes = max(map(sum, everyone)) * itemsize
+        outboxes = self._outboxes.setdefault(self.members, [])
+        if not outboxes or nbytes > outboxes[0].numel():  # the same on all ranks
+            outboxes[:] = self._mapped(max(nbytes + nbytes // 4, 4096))  # room for the changing counts of further exchanges
+        outboxes[self.rank][: input.nbytes].view(input.dtype).copy_(input)
+        self._meet_all(None, self.members, f"{label}: written")
+        for outbox, part, counts in zip(outboxes, taken, everyone, strict=True):
+            begin = sum(counts[: self.rank]) * itemsize
+            part.copy_(outbox[begin : begin + part.nbytes].view(part.dtype))
+        work.sent = Sent(sum(part.nbytes for rank, part in enumerate(given) if rank != self.rank))
         return work
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Bytes sent per mesh axis in a step: tensor parallelism's collectives, activations between stages, and ZeRO's own.
+"""Bytes sent per mesh axis in a step: tensor parallelism's collectives, tokens to experts, activations between stages, ZeRO's own.
 
 Only the second step is counted (the first may allocate buffers). A dispatch mode sees every functional collective of torch, and
 adds the bytes that this rank would send in a ring (docs/learn/network.md): n (N - 1) / N for an all-gather or reduce-scatter of n
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from ..utils.axes import role
 from ..utils.torch_compat import TorchDispatchMode
 from ..zero.runtime import runtime_of
+from .experts import EXCHANGE, DividedExperts
 from .pipeline import Pipeline
 
 _COUNTED_STEP = 1
@@ -91,5 +92,8 @@ class Traffic:
         return self._found | {axis: after[axis] - before for axis, before in self._before.items()}
 
     def _totals(self) -> dict[str, float]:
-        zero = sum(entry.nbytes for runtime in self.runtimes for entry in runtime.tiers.ledger.traffic.values())
-        return ({} if self.pipeline is None else {"pp": float(self.pipeline.sent_nbytes)}) | {"dp": float(zero)}
+        entries = [pair for runtime in self.runtimes for pair in runtime.tiers.ledger.traffic.items()]
+        sent = {} if self.pipeline is None else {"pp": float(self.pipeline.sent_nbytes)}
+        if any(isinstance(each, DividedExperts) for runtime in self.runtimes for each in runtime.model.modules()):
+            sent["ep"] = float(sum(entry.nbytes for kind, entry in entries if kind == EXCHANGE))
+        return sent | {"dp": float(sum(entry.nbytes for kind, entry in entries if kind != EXCHANGE))}

@@ -21,7 +21,11 @@ class Axis:
     cuts_parameters: each holds a box of the tensors that are DTensors over the axis ("boxes"), or other parameters ("whole"); if
     "no", all hold the same ones. shards_states: ZeRO shards over the axis; if neither, its ranks are replicas. cuts_batch: each
     reads another part of the batch. gradient: that of a parameter is the "mean" or the "sum" over the axis. ZeRO reduces along
-    axes that cut no parameters; along the others, DTensors and the pipeline do.
+    axes that cut the batch or no parameters; along the others, DTensors and the pipeline do.
+
+    Where an axis cuts parameters and the batch, both holds: of the parameters that it does not cut, ZeRO shards the states over it,
+    and reduces the gradients. Of those that it cuts (experts), a rank's gradient has come from the tokens of all ranks along the
+    axis: it is their sum, which ZeRO reduces over the other axes alone and turns into the mean over this one, too.
     """
 
     name: str
@@ -29,6 +33,11 @@ class Axis:
     shards_states: bool
     cuts_batch: bool
     gradient: Literal["mean", "sum"]
+
+    @property
+    def is_data(self) -> bool:
+        """Return whether ranks along the axis are data-parallel, with respect to the parameters that it does not cut."""
+        return self.cuts_batch or self.cuts_parameters == "no"
 
 
 AXES = {
@@ -39,7 +48,7 @@ AXES = {
         Axis("dp_replicate", "no",            False,         True,       "mean"),
         Axis("dp_shard",     "no",            True,          True,       "mean"),
         Axis(TP,             "boxes",         False,         False,      "sum"),
-        Axis(EP,             "boxes",         False,         False,      "sum"),
+        Axis(EP,             "boxes",         True,          True,       "mean"),
         Axis(PP,             "whole",         False,         False,      "sum"),
     )
 }  # fmt: skip

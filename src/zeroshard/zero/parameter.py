@@ -85,7 +85,10 @@ class ParamHome(Home):
     @property
     def meeting(self) -> Comm:
         runtime = self.group.runtime
-        return self.comm if runtime is None or runtime.topology.peers is runtime.comm else runtime.topology.peers
+        if runtime is None:
+            return self.comm
+        others = runtime.topology.peers is not runtime.comm or self.group.topology is not runtime.topology
+        return runtime.topology.peers if others else self.comm
 
     @property
     def counts(self) -> bool:
@@ -173,7 +176,7 @@ class ParamHome(Home):
                     "Call backward first, or to_local() again."
                 )
             around = (self.start, math.prod(shape) - self.stop)
-            parts = self.comm.world_size / runtime.topology.summed  # the reduction divides by them
+            parts = self.comm.world_size / self.group.topology.summed  # the reduction divides by them
             return F.pad(grad * parts, around).view(shape)
 
         return arrive

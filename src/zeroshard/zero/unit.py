@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..comm.base import Collective, Comm
+from ..comm.mesh.topology import Topology
 from ..config import Offload
 from ..errors import ModelChanged, ShardedAccessError, ShardedWriteError
 from ..offload.storage import Rest
@@ -67,13 +68,14 @@ _ALLOWED = {
 class ParamGroup:
     """The parameters of a unit that share dtype and requires_grad: one flat buffer each for values and gradients.
 
+    topology: the ranks over which it is sharded and reduced: of `Topology.divided` for experts along an axis that cuts the batch.
     params: parameters that the user sees, sharded or ordinary. compute: the compute parameters, which autograd sees.
     active: for each parameter, whether any rank had a gradient for it since the last zero_grad (the same on every rank).
     """
 
     specs: list[ParamSpec]
     layout: FlatLayout
-    comm: Comm
+    topology: Topology
     values: ParameterBuffer
     grads: GradientBuffer | None
     offload: Offload = Offload()  # tier of masters and optimizer states
@@ -90,6 +92,7 @@ class ParamGroup:
     own_references: int = 0  # number of references to the gathered memory that this library holds
 
     def __post_init__(self) -> None:
+        self.comm: Comm = self.topology.shards
         self.homes = [ParamHome(self, index) for index in range(len(self.specs))]
         self.active = [False] * len(self.specs)
         self.masters = Masters(self)

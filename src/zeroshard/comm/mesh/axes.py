@@ -3,6 +3,7 @@
 A *place* is a position along the model axes: all ranks of a place have the same part of the model. In a mesh ("pp", "dp", "tp"):
 
 control    the ranks of this rank's place (along dp)       gather, reduce, agree on the next operation
+divided    of these, the ranks with the same experts       gather and reduce experts (in a mesh with ep: along dp, without ep)
 peers      the ranks of its stage (along dp and tp)        hold parts of the same parameters: norms of tensors
 world      all ranks of the mesh                           one optimizer step: norm, verdict, checkpoints, failures
 """
@@ -13,7 +14,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +33,20 @@ Parts = list[list[int]]
 
 
 @dataclass(frozen=True)
+class Divided:
+    """The data-parallel ranks grouped by the experts that they hold, as indices in a place (see `Axes`).
+
+    axes: the axes that cut experts. groups: the ranks with the same experts. parts: as `Axes.parts`, in a group. summed: number of
+    ranks over which a group's gradients are summed, not averaged; below 1 where they are sums over the tokens of all groups.
+    """
+
+    axes: frozenset[str]
+    groups: Parts
+    parts: Parts | None
+    summed: float
+
+
+@dataclass(frozen=True)
 class Axes:
     """The ranks of a mesh grouped by the part of the model that they have, as indices among the ranks of `world`.
 
@@ -39,6 +54,8 @@ class Axes:
     parallelism replicates states, the groups over which states are sharded, as indices in a place. copies: names of model axes
     along which this rank is not the first: it has copies of parameters that are not cut along one of them, and another rank
     counts and saves these. summed: number of data-parallel ranks over which gradients are summed, not averaged.
+    divided: the ranks that hold the same parameters where an axis of data parallelism cuts parameters (experts); None: no axis
+    does. lines: by name of such an axis, the ranks along each line of it.
     """
 
     choice: backend_select.Choice | None
@@ -46,7 +63,9 @@ class Axes:
     stages: Parts | None = None
     parts: Parts | None = None
     copies: frozenset[str] = frozenset()
-    summed: int = 1
+    summed: float = 1
+    divided: Divided | None = None
+    lines: Mapping[str, Parts] = field(default_factory=dict)
 
     def open(self, device: torch.device, stall_timeout_s: float) -> tuple[DirectComm, DirectComm, DirectComm]:
         """Return (control, peers, world) of this rank (collective where there are model axes)."""
@@ -56,6 +75,10 @@ class Axes:
         control = world.subgroup(self.places, apart=True)
         peers = world if self.stages is None or len(self.stages) < 2 else world.subgroup(self.stages, apart=True)
         return control, peers, world
+
+    def divides(self, distribution: Distribution | None) -> bool:
+        """Return whether data-parallel ranks hold different parts of a parameter: see `Topology.divided`."""
+        return self.divided is not None and distribution is not None and bool(self.divided.axes & set(distribution.axes))
 
     def counts(self, distribution: Distribution | None) -> bool:
         """Return True on exactly one of the ranks that have the same part of a parameter along the model axes."""
@@ -115,8 +138,9 @@ def _split(mesh: DeviceMesh) -> Axes:
     """Return the Axes of a mesh. The row of each axis (utils/axes.py) says whether it cuts parameters and shards states."""
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     rows = [role(name) for name in names]
-    model = [dim for dim, row in enumerate(rows) if row.cuts_parameters != "no"]
-    data = [dim for dim in range(mesh.ndim) if dim not in model]
+    data = [dim for dim, row in enumerate(rows) if row.is_data]
+    model = [dim for dim in range(mesh.ndim) if dim not in data]
+    cuts = [dim for dim in data if rows[dim].cuts_parameters != "no"]  # experts
     shards = [dim for dim in data if rows[dim].shards_states] or data
     if any(names[dim] not in AXES for dim in data):
         shards = data[-1:]  # by their order: the outer one replicates
@@ -131,7 +155,7 @@ def _split(mesh: DeviceMesh) -> Axes:
         return math.prod(mesh.shape[dim] for dim in dims)
 
     summed = size([dim for dim in data if rows[dim].gradient == "sum"])
-    if len(data) == mesh.ndim == 1:  # `backend_select` makes the Comm of a 1-D mesh
+    if len(data) == mesh.ndim == 1 and not cuts:  # `backend_select` makes the Comm of a 1-D mesh
         return Axes(mesh, summed=summed)
     everyone = sorted(mesh.mesh.flatten().tolist())
     choice: backend_select.Choice | None = None
@@ -149,7 +173,18 @@ def _split(mesh: DeviceMesh) -> Axes:
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     copies = frozenset(names[dim] for dim in model if dim not in whole and coordinate[dim] > 0)
-    return Axes(choice, by_place.tolist() if model else None, stages, parts, copies, summed)
+    divided, lines = None, {}
+    if cuts:
+        order = [*replicas, *shards]  # of a place's ranks
+        place = (torch.arange(size(data)) if model else by_place).view([mesh.shape[dim] for dim in order])
+        others = [dim for dim in order if dim not in cuts]
+        groups = place.permute([order.index(dim) for dim in (*cuts, *others)]).reshape(size(cuts), -1)
+        shares = size([dim for dim in shards if dim not in cuts])
+        inside = torch.arange(size(others)).view(-1, shares).tolist() if replicas else None
+        mean = size([dim for dim in cuts if rows[dim].gradient == "mean"])
+        divided = Divided(frozenset(names[dim] for dim in cuts), groups.tolist(), inside, summed / mean)
+        lines = {names[dim]: ranks.movedim(dim, -1).reshape(-1, mesh.shape[dim]).tolist() for dim in cuts}
+    return Axes(choice, by_place.tolist() if model else None, stages, parts, copies, summed, divided, lines)
 
 
 @dataclass(frozen=True)

@@ -198,10 +198,10 @@ def _short(dtype: torch.dtype) -> str:
 
 def _formula(runtime: Runtime, sharded: bool) -> dict[str, int]:
     """Return bytes by model state, by the stage's formula (sharded=False: with everything replicated)."""
-    row, world = runtime.config.row, runtime.topology.shards.world_size
+    row = runtime.config.row
 
     def held(placement: Placement, nbytes: int) -> int:
-        return -(-nbytes // world) if sharded and placement is Placement.SHARDED else nbytes
+        return -(-nbytes // group.comm.world_size) if sharded and placement is Placement.SHARDED else nbytes
 
     plain = 0.0  # bytes per element of states that the inner optimizer keeps itself, from those that exist
     if runtime.optimizer is not None:
@@ -251,7 +251,7 @@ def theory_moved_per_step(runtime: Runtime) -> dict[str, int]:
     """Return the bytes that one rank moves between tiers in a step of one backward, by link, by formula."""
     totals: dict[str, int] = {}
     for group in runtime.groups:
-        numel = -(-group.layout.true_numel // runtime.topology.shards.world_size)
+        numel = -(-group.layout.true_numel // group.comm.world_size)
         for moved in (pass_itemsizes(runtime, group), step_itemsizes(runtime, group)):
             for (source, target), itemsize in moved.items():
                 link = f"{source.value} -> {target.value}"
