@@ -4,8 +4,10 @@ A world of four processes goes through all cells; each test looks at what a cell
 """
 
 import functools
+import tempfile
 import traceback
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -138,14 +140,62 @@ def run_cell(cell, mesh, rank):
     zs.close(model)
 
 
+def whole(model):
+    """Everything that training goes on with."""
+    states = {f"{n}.{k}": torch.as_tensor(v) for n, e in zs.full_optimizer_state(model).items() for k, v in e.items()}
+    return {**zs.full_state_dict(model, masters=True), **states}
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def checkpoints(rank, meshes, folder, stage, options):
+    """What dp 2 x ep 2 saves loads at dp 1 x ep 4 and at dp 4, and the reverse; exports have the model's own names."""
+    cell, meshes = Cell("Mixtral", (2, 2), stage), {**meshes, None: None}
+    model, optimizer = sharded(meshes[2, 2], "Mixtral", stage=stage, **options)
+    train(model, optimizer, rank, cell, range(2))
+    zs.save(folder / "ep2", model, optimizer)
+    saved = whole(model)
+    zs.save_safetensors(model, folder / "ep2.safetensors", dtype=torch.float32)
+    streamed = {k: v for part in zs.stream_full_tensors(model, max_nbytes=5000, masters=True) for k, v in part.items()}
+    same(streamed, zs.full_state_dict(model, masters=True))
+    further, _ = train(model, optimizer, rank, cell, [2])
+    for where, mesh in meshes.items():
+        other = make("Mixtral")
+        with torch.no_grad():
+            other.lm_head.weight.zero_()
+        model, optimizer = sharded(mesh, "Mixtral", model=other, stage=stage, **options)
+        zs.load(folder / "ep2", model, optimizer)
+        same(whole(model), saved)
+        zs.save(folder / f"again{where}", model, optimizer)
+        assert train(model, optimizer, rank, cell, [2])[0] == pytest.approx(further, rel=1e-3 if options else 1e-6)
+        model, optimizer = sharded(meshes[2, 2], "Mixtral", stage=stage, **options)
+        zs.load(folder / f"again{where}", model, optimizer)
+        same(whole(model), saved)
+        with torch.device("meta"):
+            bare = make("Mixtral") if stage == 3 else None
+        if bare is not None:
+            if mesh is not None:
+                zs.divide_experts(bare, mesh["ep"])
+            bare, _ = zs.shard(bare, None, mesh=mesh, stage=3, weights=folder / "ep2.safetensors")
+            for name, value in zs.full_state_dict(bare).items():
+                assert torch.equal(value, saved[name]), name
+
+
 def _on_ranks(rank, ranks, cells, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     meshes = {shape: init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep")) for shape in ((2, 2), (1, 4))}
     found = {}
-    for name, body in [(cell.name, functools.partial(run_cell, cell, meshes[cell.axes])) for cell in cells]:
+    bodies = {cell.name: functools.partial(run_cell, cell, meshes[cell.axes], rank) for cell in cells}
+    bodies["checkpoints 1"] = functools.partial(checkpoints, rank, meshes, folder / "1", 1, {})
+    bodies["checkpoints 3"] = functools.partial(checkpoints, rank, meshes, folder / "3", 3, {"precision": "bf16"})
+    for name, body in bodies.items():
         try:
-            found[name] = body(rank)
+            found[name] = body()
         except Exception:
             found[name] = traceback.format_exc()
             break  # ranks may stand in different places now
@@ -156,12 +206,23 @@ def _on_ranks(rank, ranks, cells, folder):
 def results():
     import transformers  # noqa: F401  # before the ranks are forked
 
-    return run_processes(_on_ranks, WORLD, CELLS, None, timeout_s=300)
+    with tempfile.TemporaryDirectory() as folder:
+        return run_processes(_on_ranks, WORLD, CELLS, Path(folder), timeout_s=300)
+
+
+def check(name):
+    for found in results():
+        assert name in found, f"another cell failed before: {list(found)[-1]}"
+        assert found[name] is None, found[name]
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_equal_to_one_process(cell):
-    for found in results():
-        assert cell.name in found, f"another cell failed before: {list(found)[-1]}"
-        assert found[cell.name] is None, found[cell.name]
+    check(cell.name)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stage", [1, 3])
+def test_checkpoints_are_of_the_whole_model(stage):
+    check(f"checkpoints {stage}")
