@@ -28,6 +28,7 @@ SECONDARY = "secondary shards"
 RESIDUALS = "lost in compression"
 STAGING = "staging"
 PARTIAL = "partial gradients"
+EXCHANGE = "exchange"  # kind of traffic: of tokens and experts; the others are ZeRO's
 
 
 class Listener(Protocol):

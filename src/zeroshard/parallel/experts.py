@@ -34,12 +34,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..activations.experts import Idle, are_experts, why_not
 from ..errors import ConfigError, did_you_mean
+from ..memory.ledger import EXCHANGE
 from ..tensor.distributed import is_distributed
 from ..utils import torch_compat
 from ..zero.along_axis import AlongAxis, Line
 from .router_loss import over_all_ranks
-
-EXCHANGE = "exchange"  # kind of traffic in the ledger
 
 
 @dataclass

@@ -106,8 +106,8 @@ def parallelize(
         own = stages_of(mesh["pp"].get_local_rank(), sizes["pp"], per_rank, name)
         modules = cut_stages(model, sizes["pp"] * per_rank, own, cuts=cuts, example=example)
     for module in modules:
-        _divide_part(module, mesh, divided, capacity_factor)
         _apply_part(module, mesh, chosen, sequence_parallel, loss_parallel)
+        _divide_part(module, mesh, divided, capacity_factor)
     made = [None] * len(modules) if optimizer is None else _optimizers(optimizer, modules, mesh)
     pairs: list[tuple[nn.Module, torch.optim.Optimizer | None]] = [
         api.shard(module, each, config=config, mesh=mesh) for module, each in zip(modules, made, strict=True)

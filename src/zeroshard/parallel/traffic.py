@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ..memory.ledger import EXCHANGE
 from ..utils.axes import role
 from ..utils.torch_compat import TorchDispatchMode
 from ..zero.runtime import runtime_of
-from .experts import EXCHANGE, DividedExperts
+from .experts import DividedExperts
 from .pipeline import Pipeline
 
 _COUNTED_STEP = 1

@@ -22,7 +22,19 @@ from torch import nn
 from ...comm.base import Comm
 from ...comm.control import Sent
 from ...config import PRECISIONS, Placement, Tier
-from ...memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, RESIDUALS, SECONDARY, STAGING, Traffic
+from ...memory.ledger import (
+    EXCHANGE,
+    GATHERED,
+    GRADIENTS,
+    MASTERS,
+    OPTIMIZER,
+    PARAMETERS,
+    PARTIAL,
+    RESIDUALS,
+    SECONDARY,
+    STAGING,
+    Traffic,
+)
 from ...offload.storage import SplitRest
 from ...optim.segments import state_tensors
 from ...utils.state_format import StateFormat
@@ -128,7 +140,8 @@ def report(model: nn.Module) -> Report:
     states = {name: ledger.now[name] + sum(held.get(name, 0) for held in elsewhere.values())
               for name in (PARAMETERS, GRADIENTS, OPTIMIZER, MASTERS)}  # fmt: skip
     states[OPTIMIZER] += states.pop(MASTERS)
-    sent, between = (sum(getattr(t, name) for t in ledger.traffic.values()) for name in ("nbytes", "between"))
+    zero = [entry for kind, entry in ledger.traffic.items() if kind != EXCHANGE]  # ZeRO's, as the formula
+    sent, between = (sum(getattr(entry, name) for entry in zero) for name in ("nbytes", "between"))
     theory, steps = theory_sent_per_step(runtime), max(runtime.progress.steps, 1)
     return Report(
         stage=runtime.config.stage,
