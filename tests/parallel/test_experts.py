@@ -13,10 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import seeding
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
+from zeroshard.comm import backend_select
 from zeroshard.comm.launch import run_processes
+from zeroshard.memory.ledger import EXCHANGE
+from zeroshard.testing import imagined_mesh, run_threads
+from zeroshard.zero.runtime import runtime_of
 
 WORLD, STEPS, TOKENS, ROWS, SEQ = 4, 6, 64, 2, 8
 adam = functools.partial(torch.optim.Adam, lr=1e-2, eps=1e-3)  # a small eps would magnify the rounding of tiny gradients
@@ -185,6 +190,90 @@ def checkpoints(rank, meshes, folder, stage, options):
                 assert torch.equal(value, saved[name]), name
 
 
+class Net(nn.Module):
+    """One layer of experts of a user's own, chosen by the first element of a token. The loss is a mean over tokens."""
+
+    def __init__(self, experts=8):
+        super().__init__()
+        self.mix, self.experts = nn.Linear(4, 4), Own(experts)
+
+    def forward(self, x, wanted):
+        """x (T, 4), wanted (T, K): the experts."""
+        return self.experts(self.mix(x), wanted, torch.full(wanted.shape, 0.5)).square().sum(dim=-1).mean()
+
+
+class Own(nn.Module):
+    def __init__(self, experts):
+        super().__init__()
+        self.num_experts, self.weight = experts, nn.Parameter(torch.randn(experts, 4, 4))
+
+    def forward(self, x, wanted, shares):
+        return (torch.einsum("th,tkhf->tkf", x, self.weight[wanted]).tanh() * shares.unsqueeze(-1)).sum(dim=1)
+
+
+def net(experts=8):
+    with seeding(1):
+        return Net(experts)
+
+
+def routes(rank, mesh, stage):
+    """Experts without tokens, ranks without tokens, all tokens to one expert, one token; bytes and memory."""
+    tables = {
+        "one expert": [[[3], [3]]] * WORLD,
+        "one token": [[[5]], [[0]], [[5]], [[2]]],
+        "two idle ranks": [[[0, 1], [1, 0]]] * WORLD,
+        "even": [[[0, 2], [4, 6]], [[1, 3], [5, 7]]] * 2,
+    }
+    for name, table in tables.items():
+        generator = torch.Generator().manual_seed(0)
+        inputs = [(torch.randn(len(rows), 4, generator=generator), torch.tensor(rows)) for rows in table]
+        one, model = net(), zs.divide_experts(net(), mesh["ep"], experts=["experts"])
+        one(*map(torch.cat, zip(*inputs, strict=True))).backward()
+        model, _ = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh, stage=stage)
+        model(*inputs[rank]).backward()
+        for key, gradient in zs.full_gradients(model).items():
+            assert torch.allclose(gradient, dict(one.named_parameters())[key].grad, atol=1e-6), (name, key)
+        # rows travel to other ranks and back, and so do their gradients; what a rank sends back has come to it
+        mine, place = mesh["ep"].mesh.tolist(), mesh["ep"].get_local_rank()
+        rows = [[sum(e // (8 // len(mine)) == to for row in table[r] for e in row) for to in range(len(mine))] for r in mine]
+        away = sum(rows[place]) + sum(row[place] for row in rows) - 2 * rows[place][place]
+        ledger = runtime_of(model).tiers.ledger
+        assert ledger.traffic[EXCHANGE].nbytes == 2 * away * 4 * 4, name  # 4 elements of 4 bytes
+        busiest = [sum(row[to] for row in rows) for to in range(len(mine))]
+        assert zs.expert_imbalance(model)["experts"] == max(busiest) * len(mine) / sum(busiest)
+        held = sum(group.values.nbytes for group in runtime_of(model).groups if group.topology.cut)
+        assert held == 8 * 4 * 4 * 4 / mesh["ep"].size() / (mesh["dp"].size() if stage == 3 else 1)
+        with pytest.raises(zs.ConfigError, match="zs.join: .*use zs.stop_together"), zs.join(model):
+            pass
+        zs.close(model)
+
+
+def capacity(rank, mesh):
+    """Of 4 choices each, an expert takes ceil(0.5 * 4 tokens * 1 choice / 2 experts) = 1, the first of the batch."""
+    model = zs.divide_experts(net(2), mesh["ep"], experts=["experts"], capacity_factor=0.5)
+    model, _ = zs.shard(model, None, mesh=mesh)
+    x, wanted = torch.randn(4, 4, generator=torch.Generator().manual_seed(rank)), torch.tensor([[0], [1], [0], [1]])
+    kept, own = torch.tensor([[0.5], [0.5], [0], [0]]), net(2)
+    assert torch.allclose(model(x, wanted), own.experts(own.mix(x), wanted, kept).square().sum(dim=-1).mean(), atol=1e-6)
+
+
+def beside(rank, axes):
+    """zs.parallelize with ep beside tp or pp."""
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    run = zs.parallelize(make("Mixtral"), mesh, optimizer=adam, stage=1, micro_batches=2, max_grad_norm=0.1)
+    losses, expected = [], one_process("Mixtral", 1, 0.1, ())
+    for step in range(STEPS):
+        tokens = micro_batches(step, 1)[0].chunk(2)[mesh["ep"].get_local_rank()]
+        loss = run.step(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).detach().clone()
+        dist.all_reduce(loss, group=mesh["ep"].get_group())
+        losses.append(loss.item() / 2)
+    assert losses == pytest.approx(expected[0], rel=1e-6)
+    for name, value in zs.full_state_dict(run.model).items():
+        assert torch.allclose(value, expected[2][name], rtol=0, atol=1e-5), name
+    assert "ep: " in run.report() and "experts: the busiest rank computed 1." in run.report()
+    run.close()
+
+
 def _on_ranks(rank, ranks, cells, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -193,6 +282,11 @@ def _on_ranks(rank, ranks, cells, folder):
     bodies = {cell.name: functools.partial(run_cell, cell, meshes[cell.axes], rank) for cell in cells}
     bodies["checkpoints 1"] = functools.partial(checkpoints, rank, meshes, folder / "1", 1, {})
     bodies["checkpoints 3"] = functools.partial(checkpoints, rank, meshes, folder / "3", 3, {"precision": "bf16"})
+    for stage, shape in ((0, (2, 2)), (3, (2, 2)), (3, (1, 4))):
+        bodies[f"routes {stage} {shape}"] = functools.partial(routes, rank, meshes[shape], stage)
+    bodies["capacity"] = functools.partial(capacity, rank, meshes[2, 2])
+    for axes in ({"ep": 2, "dp": 1, "tp": 2}, {"pp": 2, "dp": 1, "ep": 2}):
+        bodies[f"beside {axes}"] = functools.partial(beside, rank, axes)
     for name, body in bodies.items():
         try:
             found[name] = body()
@@ -226,3 +320,60 @@ def test_equal_to_one_process(cell):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_checkpoints_are_of_the_whole_model(stage):
     check(f"checkpoints {stage}")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stage, shape", [(0, (2, 2)), (3, (2, 2)), (3, (1, 4))])
+def test_any_route_has_the_gradients_of_one_process(stage, shape):
+    check(f"routes {stage} {shape}")
+
+
+@pytest.mark.processes
+def test_choices_beyond_the_capacity_get_zeros():
+    check("capacity")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("axes", [{"ep": 2, "dp": 1, "tp": 2}, {"pp": 2, "dp": 1, "ep": 2}], ids=str)
+def test_beside_other_axes(axes):
+    check(f"beside {axes}")
+
+
+def test_parts_of_any_length_are_exchanged():
+    counts = [[0, 3, 1], [2, 0, 0], [1, 1, 0]]  # from rank, to rank
+
+    def on_rank(rank):
+        comm, found = backend_select.current(None, torch.device("cpu"), 60.0), []
+        for scale in (1, 4000):  # the second outgrows the memory of the first
+            sent, came = ([scale * n for n in each] for each in (counts[rank], [row[rank] for row in counts]))
+            work = comm.all_to_all(out := torch.full((sum(came),), -1), torch.full((sum(sent),), rank), came, sent)
+            work.wait()
+            assert out.tolist() == [r for r, n in enumerate(came) for _ in range(n)]
+            found.append(sum(work.sent) == 8 * (sum(sent) - sent[rank]))
+        equal = torch.empty(3, dtype=torch.bfloat16)
+        comm.all_to_all(equal, torch.arange(3, dtype=torch.bfloat16) + 3 * rank).wait()
+        return all(found) and equal.tolist() == [rank, rank + 3, rank + 6]
+
+    assert run_threads(3, on_rank) == [True] * 3
+
+
+BAD = {
+    "experts has 6 experts, which 4 ranks do not divide: take an axis of 3 ranks": (6, {"experts": ["experts"]}),
+    "Net has no module of experts of Transformers' interface to divide over 4 ranks: name": (8, {}),
+    "experts: Net has no module named 'expert'. Did you mean 'experts'": (8, {"experts": ["expert"]}),
+    r"mix \(Linear\) has no num_experts: expected": (8, {"experts": ["mix"]}),
+    "capacity_factor: expected a number above 0, .*got 0": (8, {"experts": ["experts"], "capacity_factor": 0}),
+}
+
+
+@pytest.mark.parametrize("sentence", BAD)
+def test_what_can_not_be_divided(sentence):
+    experts, options = BAD[sentence]
+    with imagined_mesh({"dp": 1, "ep": 4}) as mesh:
+        model = net(experts)
+        before = dict(model.named_parameters())
+        with pytest.raises(zs.ConfigError, match=sentence):
+            zs.divide_experts(model, mesh["ep"], **options)
+        assert all(param is before[name] for name, param in model.named_parameters()) and type(model.experts) is Own
+        with pytest.raises(zs.ConfigError, match=r"expected one axis of a mesh, such as mesh\['ep'\]"):
+            zs.divide_experts(model, mesh)
