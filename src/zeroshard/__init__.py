@@ -27,6 +27,7 @@ from .checkpoint import Exported, Inspection, Loaded, Save, export, inspect_chec
 from .checkpoint.safetensors import save_safetensors
 from .config import Config, Offload, Tier
 from .data.sampler import ShardedSampler
+from .data.sequence import SequenceLoader, shard_sequence
 from .data.uneven import join, stop_together
 from .errors import (
     BaseModelMismatch,
@@ -138,11 +139,11 @@ __all__ = [
     "CheckpointMismatch", "CheckpointNotFound", "CheckpointReadError", "CheckpointWriteError", "CollectiveMismatch",
     "Compression", "Config", "ConfigError", "DeviceMemoryError",
     "Exported", "Forecast", "HostMemoryError", "Inspection", "Lion", "Loaded", "ModelChanged", "ModelClosed",
-    "ModelMismatch", "Muon", "NonFiniteError", "Offload", "OffloadIOError", "PeerFailed", "Report", "Save",
+    "ModelMismatch", "Muon", "NonFiniteError", "Offload", "OffloadIOError", "PeerFailed", "Report", "Save", "SequenceLoader",
     "ShardedAccessError", "ShardedSampler", "ShardedWriteError", "StallError", "StateFormat", "StatesAway", "StepRecord", "SwapError",
     "ThreadsMet", "Tier", "ZeroshardError", "__version__", "accumulate", "activation_report", "backward", "checkpoint_activations",
     "clip_grad_norm_", "close", "ema", "export", "forecast", "full_gradients", "full_optimizer_state", "full_optimizer_state_dict",
     "full_state_dict", "gathered", "gradient_of", "init", "inspect_checkpoint", "io", "join", "load", "offload_states", "register_forward",
-    "reload_states", "report", "save", "save_safetensors", "shard", "state_of", "stop_together", "stream_full_tensors", "tile",
+    "reload_states", "report", "save", "save_safetensors", "shard", "shard_sequence", "state_of", "stop_together", "stream_full_tensors", "tile",
     "tiled_cross_entropy", "value_of", "whole_matrix",
 ]  # fmt: skip

@@ -3,9 +3,10 @@
 Words: a *region* is a flat tensor with a memory of its own; where ranks share a host, peers can read it. A
 *whole* region has world_size shards, of which the rank's own is authoritative; a *shard* region is one shard.
 
-    gather   shards of every rank -> one whole tensor             (all-gather: sharded -> replicated)
-    collect  my slice of every rank's whole tensor, in rank order (all-to-all: the first half of a reduction)
-    reduce   whole tensors of every rank -> the sum of my shard   (reduce-scatter: partial -> sharded)
+    gather      shards of every rank -> one whole tensor             (all-gather: sharded -> replicated)
+    collect     my slice of every rank's whole tensor, in rank order (all-to-all: the first half of a reduction)
+    reduce      whole tensors of every rank -> the sum of my shard   (reduce-scatter: partial -> sharded)
+    all_to_all  row r of my tensor -> rank r                         (activations: in order, of the ranks of a DirectComm)
 
 Reductions sum in fp32 in rank order, in whatever dtype values were sent: the result does not depend on timing or backend. Comms
 that work over others (comm/mesh: two hops, replicas, compression) have these collectives; a `DirectComm`, which reaches its ranks
@@ -285,6 +286,24 @@ class DirectComm(Control, Comm):
         group.rank, group.world_size = mine.index(self.rank), len(mine)
         group.ranks, group.nodes = [self.ranks[rank] for rank in mine], [self.nodes[rank] for rank in mine]
         return group
+
+    def all_to_all(self, out: Tensor, given: Tensor, label: str) -> Collective:
+        """Start an all-to-all: out[r] = row [this rank] of rank r's `given`. Both are contiguous, (world_size, n), of one dtype.
+
+        Ranks start them in the same order. `out` may be read, and `given` be written, after `wait`.
+        """
+
+        def combine(parts: list[Tensor]) -> None:
+            for row, part in zip(out, parts, strict=True):
+                row.copy_(part)
+
+        # tags of models begin at 2**20 (zero/shard_model.py)
+        return self.collect(self.private(given.view(-1), whole=True), combine, tag=0, label=label)
+
+    @property
+    def mail_nbytes(self) -> int:
+        """Bytes of memory of this rank that peers read in `all_to_all`."""
+        return 0
 
     def join(self, local: DirectComm) -> None:
         """Let every wait in either communicator, this one or `local` (of this host's ranks), also let the other one progress."""

@@ -296,6 +296,19 @@ class DistComm(DirectComm):
         work.sent = self.sent(rows[self.rank].nbytes)
         return work
 
+    def all_to_all(self, out: Tensor, given: Tensor, label: str) -> Collective:
+        self.progress.note(label)
+        with _Explained(self, label):
+            if self.ordered:
+                works = [dist.all_to_all_single(out, given, group=self._data, async_op=True)]
+            else:  # tag 1: see the tags of `collect`; those of models begin at 2**20 (zero/shard_model.py)
+                works = [dist.irecv(out[p], self.ranks[p], self._data, tag=1) for p in self._peers()]
+                works += [dist.isend(given[p], self.ranks[p], self._data, tag=1) for p in self._peers()]
+                out[self.rank].copy_(given[self.rank])
+        work = _DistWork(self, works, label)
+        work.sent = self.sent(given[self.rank].nbytes)
+        return work
+
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.world_size) if peer != self.rank]
 

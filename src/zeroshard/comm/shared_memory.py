@@ -51,10 +51,11 @@ class SharedComm(Hub):
         self.fence = Fence(self.members)
         self._fences = {self.members: self.fence}  # those of the subgroups, too
         self.device, self.streams = device, streams_for(device)
+        self._mail: tuple[Region, Collective] | None = None  # what peers read in `all_to_all`, and the last one
 
     def subgroup(self, parts: Sequence[Sequence[int]], apart: bool = False) -> SharedComm:
         group = super().subgroup(parts)
-        group._serial = 0
+        group._serial, group._mail = 0, None
         group.members = tuple(map(self.numbers.index, group.ranks))
         if apart:  # else its shards are written at the same times as those of this group
             group.fence = self._fences.setdefault(group.members, Fence(group.members))
@@ -123,6 +124,32 @@ class SharedComm(Hub):
         work = self.meet("reduce", tag, source.number, label, compute)
         work.sent = self.sent(numel * source.tensor.itemsize)
         return work
+
+    def all_to_all(self, out: Tensor, given: Tensor, label: str) -> Collective:
+        self.progress.note(label)
+        if self._mail is not None:
+            self._mail[1].drain()  # else a peer may still read what the last one has sent
+        if self.mail_nbytes < given.nbytes:  # equal on all ranks, so that all allocate
+            self._mail = None
+            region = self.allocate(given.nbytes, torch.uint8, whole=True)
+        else:
+            assert self._mail is not None
+            region = self._mail[0]
+        region.tensor[: given.nbytes].view(given.dtype).copy_(given.view(-1))
+        wholes = [whole[: given.nbytes].view(given.dtype).view_as(given) for whole in region.wholes if whole is not None]
+
+        def compute(_: dict[int, int]) -> None:
+            for row, whole in zip(out, wholes, strict=True):
+                row.copy_(whole[self.rank])
+
+        work = self.meet("all-to-all", 0, 0, label, compute)
+        work.sent = self.sent(given[self.rank].nbytes)
+        self._mail = region, work
+        return work
+
+    @property
+    def mail_nbytes(self) -> int:
+        return 0 if self._mail is None else self._mail[0].tensor.nbytes
 
     @staticmethod
     def _numbered(source: Region, number: int) -> Region:
