@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from .activations import ulysses
+from .activations import sequence_parallel
 from .checkpoint import safetensors as streaming
 from .checkpoint.resolver import open_weights
 from .comm import backend_select
@@ -146,7 +146,7 @@ def _shard(
     check_optimizer(optimizer, specs, config.delayed_update is not None)
     device = device_of(specs)
     if axes.sequences is not None:
-        ulysses.check(model, len(axes.sequences[0]))
+        sequence_parallel.check(model, len(axes.sequences[0]))
 
     # open communicators; the checks that follow are collective, and make sure of equal models, options and values
     group, peers, world = axes.open(device, config.stall_timeout_s)
@@ -175,7 +175,7 @@ def _shard(
     object.__setattr__(model, "_zeroshard", runtime)
     hooks.attach(runtime)
     if axes.sequences is not None:
-        ulysses.attach(runtime, world.subgroup(axes.sequences, apart=True))
+        sequence_parallel.attach(runtime, world.subgroup(axes.sequences, apart=True))
     init_context.give_values(model, device, made_on_meta, stored if weights is not None else None)
     if weights is not None:  # last: the initialisation of a buffer may have written its module's parameters
         streaming.stream(runtime, found, stored)

@@ -32,7 +32,7 @@ _local = threading.local()  # .stack: the _Forward of each running forward of a 
 
 @dataclass(frozen=True)
 class _Forward:
-    """What a model's forward was given, of whole sequences. padding: (B, S), 1 or True for tokens; positions: (B, S) if packed."""
+    """The inputs of a model's forward, of whole sequences. padding: (B, S), 1 or True for tokens; positions: (B, S) if packed."""
 
     sequence: SequenceParallel
     padding: Tensor | None

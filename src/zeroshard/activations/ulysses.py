@@ -3,9 +3,7 @@
     tokens of rank r, all heads  --all-to-all-->  all tokens, heads of rank r  --attention-->  --all-to-all-->  as before
 
 Everything but attention computes each token by itself. Both all-to-alls are differentiable: the backward of one is the other.
-`attach` puts them around the attention of Transformers' models, by its registry (transformers_attention.py), and of any other
-module that calls torch.nn.functional.scaled_dot_product_attention: a TorchFunctionMode is active while such a module runs, also
-where a checkpoint runs it again in backward.
+sequence_parallel.py puts them around the attention of a model.
 
 Source: arXiv 2309.14509, sections 3.1 and 3.2.
 """
@@ -14,32 +12,27 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.overrides import TorchFunctionMode
 
 from ..comm.base import DirectComm
 from ..errors import ConfigError
-from ..memory.ledger import STAGING, Ledger
-from ..zero.runtime import Runtime
+from ..memory.ledger import SEQUENCE, STAGING, Ledger
 
-TRAFFIC = "all-to-all along sp"
-
-_of_module: weakref.WeakKeyDictionary[nn.Module, SequenceParallel] = weakref.WeakKeyDictionary()
-_local = threading.local()  # .inside: attention over whole sequences runs; .depth: forwards in which the mode is active
+of_module: weakref.WeakKeyDictionary[nn.Module, SequenceParallel] = weakref.WeakKeyDictionary()
+_local = threading.local()  # .inside: attention over whole sequences runs
 
 
 def sequence_of(module: nn.Module) -> SequenceParallel | None:
     """Return the SequenceParallel of a module of a model that was sharded over an axis sp, or None."""
-    return _of_module.get(module)
+    return of_module.get(module)
 
 
 class SequenceParallel:
@@ -69,7 +62,7 @@ class SequenceParallel:
             rows.unflatten(1, part.shape[1:]).copy_(part)
         work = self.comm.all_to_all(out, given, label)
         work.wait()
-        self.ledger.sent(TRAFFIC, work.sent, label)
+        self.ledger.sent(SEQUENCE, work.sent, label)
         if self.comm.mail_nbytes != self._held:
             self.ledger.strike(STAGING, self._held)
             self._held = self.comm.mail_nbytes
@@ -114,10 +107,15 @@ class SequenceParallel:
         """Return this rank's tokens of all heads, for its heads of all tokens. heads, tokens: these dimensions of `out`."""
         return _Swap.apply(self, tokens, heads, "attention: to tokens", out)[0]
 
+    @property
+    def is_inside(self) -> bool:
+        """True while this thread is in `inside`."""
+        return getattr(_local, "inside", False)
+
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
         """Context of the attention over whole sequences, in which scaled_dot_product_attention is torch's own."""
-        before, _local.inside = getattr(_local, "inside", False), True
+        before, _local.inside = self.is_inside, True
         try:
             yield
         finally:
@@ -168,108 +166,3 @@ class _Swap(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         scatter, gather = ctx.dims
         return None, None, None, None, *ctx.sequence.swap(grads, gather, scatter, f"{ctx.label}, backward")
-
-
-class _Attention(TorchFunctionMode):
-    """Mode in which scaled_dot_product_attention is over whole sequences."""
-
-    def __init__(self, sequence: SequenceParallel) -> None:
-        super().__init__()
-        self.sequence = sequence
-
-    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is F.scaled_dot_product_attention and not getattr(_local, "inside", False):
-            return self.sequence.attention(*args, **(kwargs or {}))
-        if func is F.multi_head_attention_forward:
-            raise ConfigError(
-                "sp: nn.MultiheadAttention computes its attention without leaving a place for the exchange of heads. Call "
-                "F.scaled_dot_product_attention(query, key, value, is_causal=...) in a module of your own."
-            )
-        return func(*args, **(kwargs or {}))
-
-
-# -- a model -------------------------------------------------------------------------------------------------------
-
-
-def check(model: nn.Module, size: int) -> None:
-    """Raise ConfigError if a model can not be sharded over `size` ranks along sp."""
-    for name, module in model.named_modules():
-        if _pretrained(module):
-            from . import transformers_attention
-
-            transformers_attention.check(name, module, size)
-
-
-def attach(runtime: Runtime, comm: DirectComm) -> None:
-    """Let the attention of a sharded model be over whole sequences. comm: the ranks along sp of this rank's place."""
-    sequence = SequenceParallel(comm, runtime.tiers.ledger)
-    covered: set[nn.Module] = set()
-    for module in runtime.model.modules():
-        _of_module[module] = sequence
-        if _pretrained(module):
-            from . import transformers_attention
-
-            runtime.handles += transformers_attention.attach(module, sequence)
-            covered.update(module.modules())
-    for module in runtime.model.modules():
-        if module not in covered and not type(module).__module__.startswith("torch.nn.modules"):
-            runtime.handles += _with_mode(module, sequence)
-    runtime.handles += [_Detached(runtime.model), runtime.model.register_forward_hook(_expect_calls(sequence, bool(covered)))]
-    runtime.topology.notes.append(f"sequence parallelism: attention over the tokens of {sequence.size} ranks along sp (Ulysses)")
-
-
-def _pretrained(module: nn.Module) -> bool:
-    transformers = sys.modules.get("transformers.modeling_utils")
-    return transformers is not None and isinstance(module, transformers.PreTrainedModel)
-
-
-def _with_mode(module: nn.Module, sequence: SequenceParallel) -> list[Any]:
-    """Return the handles of hooks between which the mode is active; nested modules do not enter it again."""
-
-    @torch.compiler.disable
-    def before(*_: object) -> None:
-        _local.depth = getattr(_local, "depth", 0) + 1
-        if _local.depth == 1:
-            _local.mode = _Attention(sequence)
-            _local.mode.__enter__()
-
-    @torch.compiler.disable
-    def after(*_: object) -> None:
-        _local.depth -= 1
-        if _local.depth == 0:
-            _local.mode.__exit__(None, None, None)
-
-    return [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
-
-
-def _expect_calls(sequence: SequenceParallel, pretrained: bool) -> Callable[..., None]:
-    """Return a forward hook that looks once, after a model's first forward, whether attention was exchanged in it."""
-    forwards = 0
-
-    def after(*_: object) -> None:
-        nonlocal forwards
-        forwards += 1
-        if forwards > 1 or sequence.calls:
-            return
-        text = (
-            "the mesh has an axis sp, and the forward called no F.scaled_dot_product_attention and no attention of Transformers' "
-            "registry: each token is computed without those of other ranks"
-        )
-        if pretrained:
-            raise ConfigError(f"sp: {text}. Shard this model over dp and tp.")
-        if sequence.comm.ranks[sequence.rank] == 0:
-            print(f"zeroshard: {text}", file=sys.stderr)
-
-    return after
-
-
-class _Detached:
-    """Handle whose removal makes the modules of a model ordinary again."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def remove(self) -> None:
-        """Forget the modules on close."""
-        for module in self.model.modules():
-            _of_module.pop(module, None)

@@ -28,6 +28,7 @@ SECONDARY = "secondary shards"
 RESIDUALS = "lost in compression"
 STAGING = "staging"
 PARTIAL = "partial gradients"
+SEQUENCE = "all-to-all along sp"  # a kind of collective: of activations, all others are of model states
 
 
 class Listener(Protocol):

@@ -22,7 +22,19 @@ from torch import nn
 from ...comm.base import Comm
 from ...comm.control import Sent
 from ...config import PRECISIONS, Placement, Tier
-from ...memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, RESIDUALS, SECONDARY, STAGING, Traffic
+from ...memory.ledger import (
+    GATHERED,
+    GRADIENTS,
+    MASTERS,
+    OPTIMIZER,
+    PARAMETERS,
+    PARTIAL,
+    RESIDUALS,
+    SECONDARY,
+    SEQUENCE,
+    STAGING,
+    Traffic,
+)
 from ...offload.storage import SplitRest
 from ...optim.segments import state_tensors
 from ...utils.state_format import StateFormat
@@ -46,7 +58,7 @@ class Report:
         theory_moved_per_step: what one backward and step move, by link and by formula.
         communication: number and bytes of the collectives so far, by kind.
         theory_nbytes_per_step: what this rank sends in a step, by formula.
-        measured_nbytes_per_step: what this rank has sent in a step.
+        measured_nbytes_per_step: what this rank has sent in a step, activations along sp apart.
         theory_between_nbytes_per_step: the part of it that goes to other nodes, by formula.
         measured_between_nbytes_per_step: the part of it that went to other nodes.
         secondary: secondary shards (hpZ).
@@ -112,6 +124,8 @@ class Report:
         if self.theory_between_nbytes_per_step:
             measured, theory = self.measured_between_nbytes_per_step, self.theory_between_nbytes_per_step
             lines.append(f"of them between nodes: {measured:,} bytes (theory {theory:,})")
+        if (sequences := self.communication.get(SEQUENCE)) is not None:
+            lines.append(f"sent along sp per step: {sequences.nbytes // max(self.steps, 1):,} bytes of activations")
         held = {"secondary shards": self.secondary, "kept for error feedback": self.lost}
         lines += [f"{name}: {nbytes:,} bytes" for name, nbytes in held.items() if nbytes]
         worst = sorted(self.compression_errors.items(), key=lambda item: -item[1])[:3]
@@ -128,7 +142,9 @@ def report(model: nn.Module) -> Report:
     states = {name: ledger.now[name] + sum(held.get(name, 0) for held in elsewhere.values())
               for name in (PARAMETERS, GRADIENTS, OPTIMIZER, MASTERS)}  # fmt: skip
     states[OPTIMIZER] += states.pop(MASTERS)
-    sent, between = (sum(getattr(t, name) for t in ledger.traffic.values()) for name in ("nbytes", "between"))
+    sent, between = (
+        sum(getattr(t, name) for kind, t in ledger.traffic.items() if kind != SEQUENCE) for name in ("nbytes", "between")
+    )
     theory, steps = theory_sent_per_step(runtime), max(runtime.progress.steps, 1)
     return Report(
         stage=runtime.config.stage,
