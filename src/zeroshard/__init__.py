@@ -78,6 +78,7 @@ sys.modules[f"{__name__}.io"] = io  # zeroshard.io is public, wherever its folde
 
 if TYPE_CHECKING:
     from .parallel import tensor_parallel as tensor_parallel
+    from .parallel.long_context import long_context as long_context
     from .parallel.parallelize import Parallel as Parallel
     from .parallel.parallelize import parallelize as parallelize
     from .parallel.pipeline import Pipeline as Pipeline
@@ -92,7 +93,7 @@ if TYPE_CHECKING:
 _LATER = {  # what takes a second to import, by name: where it is
     "parallelize": ".parallel.parallelize", "Parallel": ".parallel.parallelize", "Pipeline": ".parallel.pipeline",
     "cut_stages": ".parallel.stages", "stages_of": ".parallel.pipeline", "styles_for": ".parallel.styles",
-    "tensor_parallel": ".parallel.tensor_parallel", "plan": ".planner.dry_run", "Plan": ".planner.plan",
+    "tensor_parallel": ".parallel.tensor_parallel", "long_context": ".parallel.long_context", "plan": ".planner.dry_run", "Plan": ".planner.plan",
     "Forecast": ".planner.measure.forecast", "forecast": ".planner.measure.forecast", "Report": ".planner.measure.report", "report": ".planner.measure.report",
 }  # fmt: skip
 

@@ -69,7 +69,7 @@ def check(name: str, model: Any, size: int) -> None:
 def attach(model: Any, sequence: SequenceParallel) -> list[Any]:
     """Let a Transformers model attend to whole sequences; return handles whose removal undoes that."""
     _wrap_registries()
-    names = list(inspect.signature(model.forward).parameters)
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
 
     def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
