@@ -3,10 +3,10 @@
 Words: a *region* is a flat tensor with a memory of its own; where ranks share a host, peers can read it. A
 *whole* region has world_size shards, of which the rank's own is authoritative; a *shard* region is one shard.
 
-    gather   shards of every rank -> one whole tensor             (all-gather: sharded -> replicated)
-    collect  my slice of every rank's whole tensor, in rank order (all-to-all: the first half of a reduction)
-    exchange (`DirectComm.all_to_all`)   the part of every rank's tensor that is for this rank; parts may differ in length
-    reduce   whole tensors of every rank -> the sum of my shard   (reduce-scatter: partial -> sharded)
+    gather      shards of every rank -> one whole tensor             (all-gather: sharded -> replicated)
+    collect     my slice of every rank's whole tensor, in rank order (all-to-all: the first half of a reduction)
+    reduce      whole tensors of every rank -> the sum of my shard   (reduce-scatter: partial -> sharded)
+    all_to_all  part r of my tensor -> rank r                        (activations, among the ranks of a DirectComm)
 
 Reductions sum in fp32 in rank order, in whatever dtype values were sent: the result does not depend on timing or backend. Comms
 that work over others (comm/mesh: two hops, replicas, compression) have these collectives; a `DirectComm`, which reaches its ranks
@@ -292,6 +292,7 @@ class DirectComm(Control, Comm):
         group.ranks, group.nodes = [self.ranks[rank] for rank in mine], [self.nodes[rank] for rank in mine]
         return group
 
+    @abstractmethod
     def all_to_all(
         self, output: Tensor, input: Tensor, output_counts: Sequence[int] | None = None, input_counts: Sequence[int] | None = None,
         label: str = "all-to-all",
@@ -301,7 +302,11 @@ class DirectComm(Control, Comm):
         output, input: flat, contiguous, of one dtype on this Comm's device. output_counts, input_counts: number of elements of each
         part, by rank; None: equal parts. All ranks call this in the same order; `input` may be overwritten after `wait`.
         """
-        raise NotImplementedError
+
+    @property
+    def mail_nbytes(self) -> int:
+        """Bytes of memory of this rank that peers read in `all_to_all`."""
+        return 0
 
     def join(self, local: DirectComm) -> None:
         """Let every wait in either communicator, this one or `local` (of this host's ranks), also let the other one progress."""

@@ -306,12 +306,12 @@ class DistComm(DirectComm):
             if self.ordered:
                 into, out = ([part.numel() for part in parts] for parts in (taken, given))
                 works = [dist.all_to_all_single(output, input, into, out, group=self._data, async_op=True)]
-            else:  # gathers and reductions have larger tags
-                pairs = [(part, p, dist.irecv) for p, part in enumerate(taken)] + [
-                    (part, p, dist.isend) for p, part in enumerate(given)
-                ]
+            else:  # tags of models begin at 2**20 (zero/shard_model.py)
                 works = [
-                    move(part, self.ranks[p], self._data, tag=1) for part, p, move in pairs if p != self.rank and part.numel()
+                    move(parts[p], self.ranks[p], self._data, tag=1)
+                    for parts, move in ((taken, dist.irecv), (given, dist.isend))
+                    for p in self._peers()
+                    if parts[p].numel()
                 ]
                 taken[self.rank].copy_(given[self.rank])
         work = _DistWork(self, works, label)

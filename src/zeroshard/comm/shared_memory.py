@@ -51,14 +51,14 @@ class SharedComm(Hub):
         self.ranks, self.nodes = self.numbers, [0] * self.world_size
         self.fence = Fence(self.members)
         self._fences = {self.members: self.fence}  # those of the subgroups, too
-        self._outboxes: dict[
-            tuple[int, ...], list[Tensor]
-        ] = {}  # by members: memory of each rank, for what it sends in `all_to_all`
         self.device, self.streams = device, streams_for(device)
+        self._mail: tuple[list[Tensor], Collective] | None = (
+            None  # memory of each rank, which peers read in `all_to_all`; the last one
+        )
 
     def subgroup(self, parts: Sequence[Sequence[int]], apart: bool = False) -> SharedComm:
         group = super().subgroup(parts)
-        group._serial = 0
+        group._serial, group._mail = 0, None
         group.members = tuple(map(self.numbers.index, group.ranks))
         if apart:  # else its shards are written at the same times as those of this group
             group.fence = self._fences.setdefault(group.members, Fence(group.members))
@@ -136,21 +136,37 @@ class SharedComm(Hub):
         self, output: Tensor, input: Tensor, output_counts: Sequence[int] | None = None, input_counts: Sequence[int] | None = None,
         label: str = "all-to-all",
     ) -> Collective:  # fmt: skip
+        self.progress.note(label)
         given, taken = (parts_of(t, c, self.world_size) for t, c in ((input, input_counts), (output, output_counts)))
-        work, itemsize = Collective(), input.itemsize
-        # peers have read what the outbox had before: they have entered this exchange
-        everyone = self._meet_all([part.numel() for part in given], self.members, label)
-        nbytes = max(map(sum, everyone)) * itemsize
-        outboxes = self._outboxes.setdefault(self.members, [])
-        if not outboxes or nbytes > outboxes[0].numel():  # the same on all ranks
-            outboxes[:] = self._mapped(max(nbytes + nbytes // 4, 4096))  # room for the changing counts of further exchanges
-        outboxes[self.rank][: input.nbytes].view(input.dtype).copy_(input)
-        self._meet_all(None, self.members, f"{label}: written")
-        for outbox, part, counts in zip(outboxes, taken, everyone, strict=True):
-            begin = sum(counts[: self.rank]) * itemsize
-            part.copy_(outbox[begin : begin + part.nbytes].view(part.dtype))
+        if self._mail is not None:
+            self._mail[1].drain()  # else a peer may still read what the last one has sent
+        if input_counts is None:
+            nbytes, begins = input.nbytes, [self.rank * given[0].nbytes] * self.world_size
+        else:  # where this rank's part begins in what each peer sends
+            everyone = self._meet_all(list(input_counts), self.members, f"{label}: counts")
+            nbytes = max(map(sum, everyone)) * input.itemsize
+            begins = [sum(counts[: self.rank]) * input.itemsize for counts in everyone]
+        if self.mail_nbytes < nbytes:  # on all ranks, so that all allocate
+            self._mail = None
+            nbytes += 0 if input_counts is None else nbytes // 4 + 4096  # further counts will be others
+            memory = self._mapped(-(-nbytes // 16) * 16)
+        else:
+            assert self._mail is not None
+            memory = self._mail[0]
+        memory[self.rank][: input.nbytes].view(input.dtype).copy_(input.view(-1))
+
+        def compute(_: dict[int, int]) -> None:
+            for part, sent, begin in zip(taken, memory, begins, strict=True):
+                part.copy_(sent[begin : begin + part.nbytes].view(part.dtype))
+
+        work = self.meet("all-to-all", 0, 0, label, compute)
         work.sent = Sent(sum(part.nbytes for rank, part in enumerate(given) if rank != self.rank))
+        self._mail = memory, work
         return work
+
+    @property
+    def mail_nbytes(self) -> int:
+        return 0 if self._mail is None else self._mail[0][self.rank].nbytes
 
     @staticmethod
     def _numbered(source: Region, number: int) -> Region:

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..memory.ledger import EXCHANGE
+from ..memory.ledger import OF_ACTIVATIONS
 from ..utils.axes import role
 from ..utils.torch_compat import TorchDispatchMode
 from ..zero.runtime import runtime_of
-from .experts import DividedExperts
 from .pipeline import Pipeline
 
 _COUNTED_STEP = 1
@@ -86,15 +85,16 @@ class Traffic:
 
     @property
     def counted(self) -> dict[str, float]:
-        """Bytes by axis ("tp", "ep", "pp", "dp"); empty before the second step."""
+        """Bytes by axis ("tp", "ep", "sp", "pp", "dp"); empty before the second step."""
         if not self._before:
             return {}
         after = self._after or self._totals()
-        return self._found | {axis: after[axis] - before for axis, before in self._before.items()}
+        return self._found | {axis: total - self._before.get(axis, 0.0) for axis, total in after.items()}
 
     def _totals(self) -> dict[str, float]:
         entries = [pair for runtime in self.runtimes for pair in runtime.tiers.ledger.traffic.items()]
-        sent = {} if self.pipeline is None else {"pp": float(self.pipeline.sent_nbytes)}
-        if any(isinstance(each, DividedExperts) for runtime in self.runtimes for each in runtime.model.modules()):
-            sent["ep"] = float(sum(entry.nbytes for kind, entry in entries if kind == EXCHANGE))
-        return sent | {"dp": float(sum(entry.nbytes for kind, entry in entries if kind != EXCHANGE))}
+        sent = {"dp": 0.0} if self.pipeline is None else {"dp": 0.0, "pp": float(self.pipeline.sent_nbytes)}
+        for kind, entry in entries:
+            axis = OF_ACTIVATIONS.get(kind, "dp")
+            sent[axis] = sent.get(axis, 0.0) + entry.nbytes
+        return sent

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-DP, TP, EP, PP = "dp", "tp", "ep", "pp"
+DP, TP, EP, PP, SP = "dp", "tp", "ep", "pp", "sp"
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ AXES = {
         Axis(TP,             "boxes",         False,         False,      "sum"),
         Axis(EP,             "boxes",         True,          True,       "mean"),
         Axis(PP,             "whole",         False,         False,      "sum"),
+        Axis(SP,             "no",            True,          True,       "mean"),  # the batch along its tokens
     )
 }  # fmt: skip
 MODEL_AXES = tuple(axis.name for axis in AXES.values() if axis.cuts_parameters != "no")
@@ -59,6 +60,11 @@ PLANNED = (PP, DP, TP)  # axes of a layout, outermost first
 def role(name: str) -> Axis:
     """Return the row of an axis. An axis of another name is one of data parallelism."""
     return AXES.get(name, AXES[DP])
+
+
+def reads_other_sequences(name: str) -> bool:
+    """Return whether ranks along an axis read other sequences; along sp they read other tokens of the same sequences."""
+    return role(name).cuts_batch and name != SP
 
 
 def planned_sizes(axes: Mapping[str, int]) -> dict[str, int]:

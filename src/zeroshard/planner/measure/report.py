@@ -23,10 +23,10 @@ from ...comm.base import Comm
 from ...comm.control import Sent
 from ...config import PRECISIONS, Placement, Tier
 from ...memory.ledger import (
-    EXCHANGE,
     GATHERED,
     GRADIENTS,
     MASTERS,
+    OF_ACTIVATIONS,
     OPTIMIZER,
     PARAMETERS,
     PARTIAL,
@@ -58,7 +58,7 @@ class Report:
         theory_moved_per_step: what one backward and step move, by link and by formula.
         communication: number and bytes of the collectives so far, by kind.
         theory_nbytes_per_step: what this rank sends in a step, by formula.
-        measured_nbytes_per_step: what this rank has sent in a step.
+        measured_nbytes_per_step: what this rank has sent in a step, activations along sp apart.
         theory_between_nbytes_per_step: the part of it that goes to other nodes, by formula.
         measured_between_nbytes_per_step: the part of it that went to other nodes.
         secondary: secondary shards (hpZ).
@@ -124,6 +124,10 @@ class Report:
         if self.theory_between_nbytes_per_step:
             measured, theory = self.measured_between_nbytes_per_step, self.theory_between_nbytes_per_step
             lines.append(f"of them between nodes: {measured:,} bytes (theory {theory:,})")
+        for kind, axis in OF_ACTIVATIONS.items():
+            if kind in self.communication:
+                nbytes = self.communication[kind].nbytes // max(self.steps, 1)
+                lines.append(f"sent along {axis} per step: {nbytes:,} bytes of activations")
         held = {"secondary shards": self.secondary, "kept for error feedback": self.lost}
         lines += [f"{name}: {nbytes:,} bytes" for name, nbytes in held.items() if nbytes]
         worst = sorted(self.compression_errors.items(), key=lambda item: -item[1])[:3]
@@ -140,7 +144,7 @@ def report(model: nn.Module) -> Report:
     states = {name: ledger.now[name] + sum(held.get(name, 0) for held in elsewhere.values())
               for name in (PARAMETERS, GRADIENTS, OPTIMIZER, MASTERS)}  # fmt: skip
     states[OPTIMIZER] += states.pop(MASTERS)
-    zero = [entry for kind, entry in ledger.traffic.items() if kind != EXCHANGE]  # ZeRO's, as the formula
+    zero = [entry for kind, entry in ledger.traffic.items() if kind not in OF_ACTIVATIONS]  # of model states, as the formula
     sent, between = (sum(getattr(entry, name) for entry in zero) for name in ("nbytes", "between"))
     theory, steps = theory_sent_per_step(runtime), max(runtime.progress.steps, 1)
     return Report(
