@@ -40,11 +40,10 @@ from zeroshard.optim import cpu_kernels
 from zeroshard.utils.sheets import PLAIN
 
 from .micro import Case, measure, one_line
-from .tables import BYTES, SPEED, Bound, Measured
+from .tables import BYTES, MIB, SPEED, Bound, Measured
 
 UNITS, OPTIMIZER_UNITS, DIM = 32, 30, 32  # units of 11 parameters in forward and backward, of 10 in the step; their width
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-MIB = 1 << 20
 DD_BLOCKS_MIB = (1, 4, 16)
 FIO_RUNS = (("libaio", 1, 8), ("libaio", 4, 4), ("psync", 4, 1))  # I/O engine, block in MiB, queue depth
 

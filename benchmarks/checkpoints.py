@@ -102,9 +102,8 @@ def _take_turn(kept: Kept, folder: Path, nbytes: int, team: Team) -> None:
     os.sync()
     round_s["save"] = max(end for _, end in saved) - min(begin for begin, _ in saved) + time.monotonic() - begin
     kept.nbytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    if ours:
-        alone_s = sum([*bulk, bulk_s()]) / 2
-        round_s["the file engine alone"] = alone_s * kept.nbytes / nbytes  # of as many bytes as the checkpoint has
+    if ours:  # the mean of before and after, for as many bytes as the checkpoint has
+        round_s["the file engine alone"] = (bulk[0] + bulk_s()) / 2 * kept.nbytes / nbytes
     settle()
     drop_page_cache()
     begin = time.monotonic()

@@ -248,8 +248,8 @@ def table(section: str, title: str, workload: Workload, outcomes: list[Outcome])
     compared = compared_losses(outcomes)
     wrong = [pair for pair in compared if pair[2] > LOSS_TOLERANCE[pair[0].contender.precision]]
     for outcome, reference, difference in wrong:
-        told = f"losses of {outcome.contender.label} differ from {reference.contender.label}'s by {difference:.1e}"
-        found.notes.append((told, BAD))
+        names = outcome.contender.label, reference.contender.label
+        found.notes.append((f"losses of {names[0]} differ from {names[1]}'s by {difference:.1e}", BAD))
     if compared and not wrong:
         found.notes.append((f"losses: all contenders agree (to {max(d for *_, d in compared):.0e})", GOOD))
     found.broken = bool(wrong) or any(o.failed for o in outcomes)
