@@ -51,13 +51,8 @@ def option(default: Any, text: str, **settings: Any) -> Any:
 
 _TIER: dict[str, Any] = {"choices": OFFLOADS, "metavar": "TIER"}
 # headings of --help
-COMMON, MESH, MEMORY, OFFLOAD, NETWORK = (
-    "common options",
-    "tensor and pipeline parallelism",
-    "memory of a device",
-    "offload",
-    "communication",
-)
+COMMON, MESH, MEMORY = "common options", "tensor and pipeline parallelism", "memory of a device"
+OFFLOAD, NETWORK = "offload", "communication"
 _MODEL, _TRAINING, _OUTPUT = "model and text", "training", "checkpoints and the sample"
 
 

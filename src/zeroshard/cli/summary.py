@@ -16,7 +16,7 @@ from ..utils.sheets import PLAIN, Sheet
 from .artefacts import RunFolder
 from .options import TrainOptions
 from .ranks import Ranks
-from .sheets import megabytes, panel, say, show
+from .sheets import megabytes, say, show
 from .trainer import StepResult
 
 STAGES = {
@@ -77,7 +77,7 @@ def opening(options: TrainOptions, ranks: Ranks, corpus: Corpus) -> None:
             f"optimizer states on {away.offload_optimizer.tier.value}, gradients on {away.offload_gradient.tier.value}, "
             f"parameters on {away.offload_param.tier.value}"
         )
-    panel("zeroshard train", "\n".join(lines))
+    show(Sheet("zeroshard train", rows=[[line] for line in lines]))
 
 
 def closing(folder: RunFolder, report: zs.Report, outcome: Outcome) -> None:
@@ -96,7 +96,7 @@ def closing(folder: RunFolder, report: zs.Report, outcome: Outcome) -> None:
             show(sheet)
             say()
     if outcome.sample:
-        panel("a sample of the model", outcome.sample)
+        show(Sheet("a sample of the model", rows=[[line] for line in outcome.sample.splitlines()]))
     bits = f"{outcome.scores['after_training']:.3f} bits per byte of the whole held-out text"
     print(f"{bits} after {last.step:,} steps; results in {folder.path}/")
     for path in sorted(folder.path.iterdir()):

@@ -5,11 +5,11 @@ from collections import Counter
 
 import pytest
 import torch
+from case_studies import formula, micro_batch_of
 from torch._subclasses.fake_tensor import FakeTensorMode
+from volumes import rows
 
 import zeroshard as zs
-from benchmarks.case_studies import formula, micro_batch_of
-from benchmarks.volumes import rows
 from zeroshard.comm.fake import FakeComm
 from zeroshard.config import Tier
 from zeroshard.errors import ConfigError
@@ -111,7 +111,7 @@ def test_a_trace_sends_over_each_link_what_the_runtime_sends(name, dp, node_size
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_volumes_are_those_of_docs_communication(name):
-    """Which benchmarks/volumes.py counts on imagined ranks, in units of the parameters' bytes."""
+    """Which tests/support/volumes.py counts on imagined ranks, in units of the parameters' bytes."""
     row = next(row for row in rows(8) if row.name == name)
     matrices = Profile("matrices", tuple(UnitProfile(f"{i}", whole=(1 << 20,), packs=True, flops=1.0) for i in range(4)), seq=1)
     layout = Layout(dp=64, node_size=8, **{"hops": "two", **OPTIONS[name]})
@@ -123,7 +123,7 @@ def test_volumes_are_those_of_docs_communication(name):
 
 @pytest.mark.parametrize("study", sorted(CASE_STUDIES))
 def test_meshes_hold_and_send_what_the_case_studies_do(study):
-    """benchmarks/case_studies.py, which equals the runtime to the byte at full size."""
+    """tests/support/case_studies.py, which equals the runtime to the byte at full size."""
     case = CASE_STUDIES[study]
     layout = Layout(
         dp=case.layout.dp, pp=case.layout.pp, tp=case.layout.tp, stage=case.layout.stage, precision=case.layout.precision,
