@@ -26,10 +26,11 @@ from torch import Tensor, nn
 
 from ..comm.base import DirectComm
 from ..comm.codec import exchange_values
+from ..config import Tier
 from ..errors import ConfigError, OffloadIOError
 from ..memory.io.aligned import bytes_of, empty
 from ..memory.io.tensor_reader import CHUNK_NBYTES, Bulk, Stored, StoredTensor
-from ..offload.storage import Rest
+from ..offload.storage import MemoryRest, Rest
 from ..tensor.tiled_parameter import Part, part_of, whole_name
 from ..utils.dtypes import casts_to
 from ..utils.work import OVER, Work
@@ -408,8 +409,8 @@ def _ranges(runtime: Runtime, file: SafetensorsFile, listing: _Listing) -> Itera
     for name, part, source in listing.sources:
         if isinstance(source, Tensor):
             if topology.world.rank == topology.stages[topology.stage][0]:
-                rest, begin, start, stop = runtime.tiers.over(source.detach().contiguous().view(-1)), 0, 0, source.numel()
-                yield from _placed(file.places[name].cut(part), start, stop, rest, begin)
+                whole = MemoryRest(source.detach().to("cpu").contiguous().view(-1), Tier.HOST, runtime.tiers)
+                yield from _placed(file.places[name].cut(part), 0, whole.numel, whole, 0)
             continue
         group, index = source
         home, rest, begin = group.homes[index], group.values.rest, group.homes[index].begin
