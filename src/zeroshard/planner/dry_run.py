@@ -26,7 +26,8 @@ from torch.utils.hooks import RemovableHandle
 from .. import api
 from ..activations.checkpoint import checkpoint_activations
 from ..activations.storage import CHECKPOINTS
-from ..checkpoint.rank_file import ROTATING, staging
+from ..checkpoint.file_writer import ROTATING
+from ..checkpoint.rank_file import staging
 from ..checkpoint.saving import save
 from ..comm.fake import FakeComm, Imagination, imagination
 from ..config import Config, Tier

@@ -10,6 +10,7 @@ and converts a gradient of other placements (a partial sum, with sequence parall
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,6 +76,14 @@ class Distribution:
             part = Part(dim, start, stop, tuple(extents), maps, part)  # the part of earlier axes is around it
             extents[dim] = maps * (stop - start)  # further axes cut this shard
         return part
+
+    @cached_property
+    def stretch(self) -> int:
+        """Elements of each rank's shard (the last ones may have fewer) if shards are stretches of the flattened parameter, else 0."""
+        cut = [(size, at) for size, at in zip(self.mesh.shape, self.placements, strict=True) if not at.is_replicate()]
+        if len(cut) != 1 or cut[0][1].dim != 0 or getattr(cut[0][1], "split_factor", 1) != 1:  # type: ignore[attr-defined]
+            return 0
+        return -(-self.shape[0] // cut[0][0]) * math.prod(self.shape[1:])
 
     def wrap(self, local: Tensor) -> DTensor:
         """Return the DTensor over this rank's shard, in the shard's autograd graph."""

@@ -68,7 +68,7 @@ def labelled_column(name: str, label: str) -> StateColumn:
     form, _, block = label.partition("/")
     try:
         return coded_column(name, StateFormat(form, int(block)))
-    except ConfigError as error:
+    except (ConfigError, ValueError) as error:
         raise ValueError(f"{name} is encoded as {label!r}, which this version does not know") from error
 
 
