@@ -53,6 +53,8 @@ class PlanOptions(RunOptions):
         hardware = Hardware.named(self.hardware)
         source, axes = source_of(self.model), MeshAxes() if self.mesh is None else MeshAxes.parse(self.mesh)
         model = axes.pp * axes.tp
+        if axes.ep > 1:
+            raise UsageError("--mesh: a plan has the axes dp, pp and tp; its formulas and dry runs know no ep")
         if self.mesh is None:
             axes = MeshAxes(dp=self.ranks or hardware.devices_per_node)
         elif self.ranks is not None and "dp" not in self.mesh and self.ranks % model == 0:
