@@ -73,8 +73,8 @@ class RunOptions:
         None, "fp32, bf16 or fp16 (default: bf16 on GPUs, fp32 on CPUs)", choices=PRECISIONS,
         metavar="DTYPE", group=COMMON,
     )  # fmt: skip
-    mesh: str | None = option(None, "ranks along each axis: dp=2,pp=2,tp=2; ep: experts", metavar="AXES", group=MESH)
-    accumulate: int | None = option(None, "micro-batches of a step (default: 1; pp: 2 a stage)", type=int, group=COMMON)
+    mesh: str | None = option(None, "ranks along pp, dp, ep, tp: dp=2,tp=2", metavar="AXES", group=MESH)
+    accumulate: int | None = option(None, "micro-batches of a step (default: 1; pp: 2 each)", type=int, group=COMMON)
     schedule: str | None = option(
         None, f"order of micro-batches in stages of pp: {', '.join(SCHEDULES)} (default: 1f1b)", choices=SCHEDULES,
         type=str.lower, metavar="NAME", group=MESH,
@@ -96,7 +96,7 @@ class RunOptions:
     offload_gradient: str | None = option(None, "TIER of gradients (cpu if states are offloaded)", **_TIER, group=OFFLOAD)
     offload_param: str | None = option(None, "TIER of parameters", **_TIER, group=OFFLOAD)
     offload_activations: str = option("none", "TIER of kept inputs of blocks", **_TIER, group=OFFLOAD)
-    delayed_update: int | None = option(None, "step on the host beside computation, after N steps", type=int, group=OFFLOAD)
+    delayed_update: int | None = option(None, "host steps beside computation, after N steps", type=int, group=OFFLOAD)
     shard_size: int | None = option(None, "shard over groups of N ranks (HSDP, MiCS)", type=int, group=NETWORK)
     hpz: int = option(1, "ranks of a secondary shard (hpZ)", type=int, group=NETWORK)
     quantized_weights: str | None = option(
@@ -147,7 +147,7 @@ class TrainOptions(RunOptions):
     layers: int | None = option(None, "blocks, instead of those of --size", type=int, group=_MODEL)
     dim: int | None = option(None, "width, instead of that of --size", type=int, group=_MODEL)
     heads: int | None = option(None, "attention heads, instead of those of --size", type=int, group=_MODEL)
-    experts: int = option(0, "experts of each block in place of its MLP, 2 for each token; 0: none", type=int, group=_MODEL)
+    experts: int = option(0, "experts of a block; 0: an MLP", type=int, group=_MODEL)
     ngram_rows: int = option(8192, "rows of an n-gram table; 0: none", type=int, group=_MODEL)
     seq: int = option(256, "bytes of a sequence", type=int, group=_MODEL)
     lr: float = option(3e-3, "highest learning rate", type=float, group=_TRAINING)
