@@ -19,7 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroshard as zs
 from zeroshard.comm import backend_select
 from zeroshard.comm.launch import run_processes
+from zeroshard.config import Tier
 from zeroshard.memory.ledger import EXCHANGE
+from zeroshard.planner.models import GPT, GPTConfig
 from zeroshard.testing import imagined_mesh, run_threads
 from zeroshard.zero.runtime import runtime_of
 
@@ -333,6 +335,28 @@ def test_parts_of_any_length_are_exchanged():
         return all(found) and equal.tolist() == [rank, rank + 3, rank + 6]
 
     assert run_threads(3, on_rank) == [True] * 3
+
+
+@pytest.mark.parametrize("dp, ep", [(2, 2), (1, 4)])
+def test_a_plan_has_the_bytes_of_experts_and_of_their_exchange(dp, ep):
+    config = GPTConfig(vocab_size=64, seq_len=16, dim=16, layers=2, heads=2, experts=8)
+    names = ["blocks.*.mlp.experts"]
+    plans = [
+        zs.plan(
+            lambda: GPT(config),
+            axes=axes,
+            batch=(2, 16),
+            stage=1,
+            separate=False,
+            parallel={"experts": names} if len(axes) > 1 else {},
+        )
+        for axes in ({"dp": 4}, {"dp": dp, "ep": ep})
+    ]
+    whole, divided = (plan.phases[-1].held[Tier.DEVICE]["parameters"] for plan in plans)
+    experts = 2 * 8 * (64 * 16 + 16 * 64) * 4  # layers, experts, matrices, bytes
+    assert whole - divided == experts * (ep - 1) // ep
+    rows = 2 * 16 * 2  # tokens, choices
+    assert plans[1].sent["ep"] == 4 * 2 * rows * (ep - 1) // ep * 16 * 4  # four ways, layers, width, bytes
 
 
 BAD = {

@@ -103,16 +103,21 @@ class DividedExperts(AlongAxis):
             order, experts = self._within_capacity(order, experts, len(hidden), index.shape[-1])
         counts = self._counts(experts)
         told = line.comm.exchange(struct.pack(f"<{self.everywhere}I", *counts), f"{label}: tokens of each")
-        table = torch.tensor([struct.unpack(f"<{self.everywhere}I", row) for row in told]).view(ranks, ranks, -1)
-        sent, received = table[line.comm.rank].sum(-1).tolist(), table[:, line.comm.rank].sum(-1).tolist()
-        self.load.rows = [a + b for a, b in zip(self.load.rows, table.sum((0, 2)).tolist(), strict=True)]
+        table = [self._by_rank(struct.unpack(f"<{self.everywhere}I", row)) for row in told]  # rank -> rank -> its experts
+        mine = [row[line.comm.rank] for row in table]
+        sent, received = [sum(part) for part in table[line.comm.rank]], [sum(part) for part in mine]
+        self.load.rows = [rows + sum(sum(row[to]) for row in table) for to, rows in enumerate(self.load.rows)]
         rows = _Travel.apply(hidden[order // index.shape[-1]], line, sent, received, f"{label}: dispatch")
         # rows have come by rank, and of each rank by expert
-        local = torch.arange(self.num_experts).repeat(ranks).repeat_interleave(table[:, line.comm.rank].flatten())
-        computed = self._compute(rows, local.to(rows.device))
+        repeats = torch.tensor([count for part in mine for count in part], device=rows.device)
+        local = torch.arange(self.num_experts, device=rows.device).repeat(ranks)
+        computed = self._compute(rows, local.repeat_interleave(repeats, output_size=sum(received)))
         back = _Travel.apply(computed, line, received, sent, f"{label}: combine")
         chosen = back.new_zeros(index.numel(), back.shape[-1]).index_copy(0, order, back)  # zeros: choices beyond the capacity
         return (chosen.unflatten(0, index.shape) * weights.unsqueeze(-1)).sum(dim=-2).to(hidden.dtype)
+
+    def _by_rank(self, counts: Sequence[int]) -> list[Sequence[int]]:
+        return [counts[first : first + self.num_experts] for first in range(0, self.everywhere, self.num_experts)]
 
     def _counts(self, experts: Tensor) -> list[int]:
         """Return the number of this rank's rows for each expert; on imagined ranks, whose tensors have no values, equal ones."""
@@ -125,6 +130,9 @@ class DividedExperts(AlongAxis):
         """Keep the first choices of each expert, in the order of the batch, as many as it has capacity for."""
         assert self.capacity_factor is not None
         most = math.ceil(self.capacity_factor * tokens * choices / self.everywhere)
+        if self.line.comm.imagined:  # nobody knows which, but how many an even routing would keep
+            kept_rows = min(most * self.everywhere, len(order))
+            return order[:kept_rows], experts[:kept_rows]
         first = torch.searchsorted(experts, torch.arange(self.everywhere, device=experts.device))
         kept = torch.arange(len(experts), device=experts.device) - first[experts] < most
         return order[kept], experts[kept]
