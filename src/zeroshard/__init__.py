@@ -78,6 +78,7 @@ sys.modules[f"{__name__}.io"] = io  # zeroshard.io is public, wherever its folde
 
 if TYPE_CHECKING:
     from .parallel import tensor_parallel as tensor_parallel
+    from .parallel.experts import Experts as Experts
     from .parallel.experts import divide_experts as divide_experts
     from .parallel.experts import expert_imbalance as expert_imbalance
     from .parallel.long_context import long_context as long_context
@@ -95,7 +96,8 @@ if TYPE_CHECKING:
 _LATER = {  # what takes a second to import, by name: where it is
     "parallelize": ".parallel.parallelize", "Parallel": ".parallel.parallelize", "Pipeline": ".parallel.pipeline",
     "cut_stages": ".parallel.stages", "stages_of": ".parallel.pipeline", "styles_for": ".parallel.styles",
-    "divide_experts": ".parallel.experts", "expert_imbalance": ".parallel.experts", "long_context": ".parallel.long_context",
+    "Experts": ".parallel.experts", "divide_experts": ".parallel.experts", "expert_imbalance": ".parallel.experts",
+    "long_context": ".parallel.long_context",
     "tensor_parallel": ".parallel.tensor_parallel", "plan": ".planner.dry_run", "Plan": ".planner.plan",
     "Forecast": ".planner.measure.forecast", "forecast": ".planner.measure.forecast", "Report": ".planner.measure.report", "report": ".planner.measure.report",
 }  # fmt: skip

@@ -12,45 +12,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import seeding
-from torch import nn
+from expert_kit import TOKENS, Own, make, net
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
 from zeroshard.comm import backend_select
 from zeroshard.comm.launch import run_processes
+from zeroshard.config import Tier
 from zeroshard.memory.ledger import EXCHANGE
+from zeroshard.planner.models import GPT, GPTConfig
 from zeroshard.testing import imagined_mesh, run_threads
 from zeroshard.zero.runtime import runtime_of
 
-WORLD, STEPS, TOKENS, ROWS, SEQ = 4, 6, 64, 2, 8
+WORLD, STEPS, ROWS, SEQ = 4, 6, 2, 8
 adam = functools.partial(torch.optim.Adam, lr=1e-2, eps=1e-3)  # a small eps would magnify the rounding of tiny gradients
-COMMON = {
-    "vocab_size": TOKENS, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "use_cache": False, "attn_implementation": "eager", "tie_word_embeddings": False,
-}  # fmt: skip
-FAMILIES = {
-    "Mixtral": {"num_local_experts": 8},
-    "Qwen3Moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 4},
-    "DeepseekV3": {
-        "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16,
-        "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
-        "v_head_dim": 4, "num_key_value_heads": 4,
-    },
-    "GptOss": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 4, "layer_types": ["full_attention"] * 2},
-}  # fmt: skip
-
-
-def make(family, **options):
-    import transformers
-
-    with seeding(0):
-        config = getattr(transformers, f"{family}Config")(**{**COMMON, **FAMILIES[family], **options})
-        model = getattr(transformers, f"{family}ForCausalLM")(config)
-        with torch.no_grad():
-            for param in model.parameters():  # routers that choose experts unevenly, biases that are not 0
-                param.add_(torch.randn_like(param) * 0.1)
-    return model
 
 
 @dataclass(frozen=True)
@@ -190,33 +166,12 @@ def checkpoints(rank, meshes, folder, stage, options):
                 assert torch.equal(value, saved[name]), name
 
 
-class Net(nn.Module):
-    """One layer of experts of a user's own, chosen by the first element of a token. The loss is a mean over tokens."""
-
-    def __init__(self, experts=8):
-        super().__init__()
-        self.mix, self.experts = nn.Linear(4, 4), Own(experts)
-
-    def forward(self, x, wanted):
-        """x (T, 4), wanted (T, K): the experts."""
-        return self.experts(self.mix(x), wanted, torch.full(wanted.shape, 0.5)).square().sum(dim=-1).mean()
+ROUTES = [  # stage, axes, experts in a list
+    (0, (2, 2), False), (3, (2, 2), False), (3, (1, 4), False), (1, (2, 2), True), (3, (1, 4), True),
+]  # fmt: skip
 
 
-class Own(nn.Module):
-    def __init__(self, experts):
-        super().__init__()
-        self.num_experts, self.weight = experts, nn.Parameter(torch.randn(experts, 4, 4))
-
-    def forward(self, x, wanted, shares):
-        return (torch.einsum("th,tkhf->tkf", x, self.weight[wanted]).tanh() * shares.unsqueeze(-1)).sum(dim=1)
-
-
-def net(experts=8):
-    with seeding(1):
-        return Net(experts)
-
-
-def routes(rank, mesh, stage):
+def routes(rank, mesh, stage, listed):
     """Experts without tokens, ranks without tokens, all tokens to one expert, one token; bytes and memory."""
     tables = {
         "one expert": [[[3], [3]]] * WORLD,
@@ -227,7 +182,7 @@ def routes(rank, mesh, stage):
     for name, table in tables.items():
         generator = torch.Generator().manual_seed(0)
         inputs = [(torch.randn(len(rows), 4, generator=generator), torch.tensor(rows)) for rows in table]
-        one, model = net(), zs.divide_experts(net(), mesh["ep"], experts=["experts"])
+        one, model = net(listed=listed), zs.divide_experts(net(listed=listed), mesh["ep"], experts=["experts"])
         one(*map(torch.cat, zip(*inputs, strict=True))).backward()
         model, _ = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh, stage=stage)
         model(*inputs[rank]).backward()
@@ -242,10 +197,35 @@ def routes(rank, mesh, stage):
         busiest = [sum(row[to] for row in rows) for to in range(len(mine))]
         assert zs.expert_imbalance(model)["experts"] == max(busiest) * len(mine) / sum(busiest)
         held = sum(group.values.nbytes for group in runtime_of(model).groups if group.topology.cut)
-        assert held == 8 * 4 * 4 * 4 / mesh["ep"].size() / (mesh["dp"].size() if stage == 3 else 1)
+        numel = sum(param.numel() for param in one.experts.parameters())
+        assert listed or held == 4 * numel / mesh["ep"].size() / (
+            mesh["dp"].size() if stage == 3 else 1
+        )  # of a list with padding
+        if listed and name == "even":
+            list_is_saved_by_its_names(model, one)
         with pytest.raises(zs.ConfigError, match="zs.join: .*use zs.stop_together"), zs.join(model):
             pass
         zs.close(model)
+
+
+def list_is_saved_by_its_names(model, one):
+    with tempfile.TemporaryDirectory() as own:
+        told = [own]
+        dist.broadcast_object_list(told)
+        folder = told[0]
+        zs.save(folder, model)
+        zs.save_safetensors(model, f"{folder}/model.safetensors")
+        kept = {name: value.clone() for name, value in zs.full_state_dict(model).items()}
+        assert kept.keys() == one.state_dict().keys()
+        assert all(torch.equal(kept[name], value) for name, value in one.state_dict().items())
+        stored = load_file(f"{folder}/model.safetensors")
+        assert stored.keys() == kept.keys() and all(torch.equal(stored[name], value) for name, value in kept.items())
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        zs.load(folder, model)
+        assert all(torch.equal(kept[name], value) for name, value in zs.full_state_dict(model).items())
+        dist.barrier()
 
 
 def capacity(rank, mesh):
@@ -282,8 +262,8 @@ def _on_ranks(rank, ranks, cells, folder):
     bodies = {cell.name: functools.partial(run_cell, cell, meshes[cell.axes], rank) for cell in cells}
     bodies["checkpoints 1"] = functools.partial(checkpoints, rank, meshes, folder / "1", 1, {})
     bodies["checkpoints 3"] = functools.partial(checkpoints, rank, meshes, folder / "3", 3, {"precision": "bf16"})
-    for stage, shape in ((0, (2, 2)), (3, (2, 2)), (3, (1, 4))):
-        bodies[f"routes {stage} {shape}"] = functools.partial(routes, rank, meshes[shape], stage)
+    for stage, shape, listed in ROUTES:
+        bodies[f"routes {stage} {shape} {listed}"] = functools.partial(routes, rank, meshes[shape], stage, listed)
     bodies["capacity"] = functools.partial(capacity, rank, meshes[2, 2])
     for axes in ({"ep": 2, "dp": 1, "tp": 2}, {"pp": 2, "dp": 1, "ep": 2}):
         bodies[f"beside {axes}"] = functools.partial(beside, rank, axes)
@@ -323,9 +303,9 @@ def test_checkpoints_are_of_the_whole_model(stage):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("stage, shape", [(0, (2, 2)), (3, (2, 2)), (3, (1, 4))])
-def test_any_route_has_the_gradients_of_one_process(stage, shape):
-    check(f"routes {stage} {shape}")
+@pytest.mark.parametrize("stage, shape, listed", ROUTES)
+def test_any_route_has_the_gradients_of_one_process(stage, shape, listed):
+    check(f"routes {stage} {shape} {listed}")
 
 
 @pytest.mark.processes
@@ -355,6 +335,28 @@ def test_parts_of_any_length_are_exchanged():
         return all(found) and equal.tolist() == [rank, rank + 3, rank + 6]
 
     assert run_threads(3, on_rank) == [True] * 3
+
+
+@pytest.mark.parametrize("dp, ep", [(2, 2), (1, 4)])
+def test_a_plan_has_the_bytes_of_experts_and_of_their_exchange(dp, ep):
+    config = GPTConfig(vocab_size=64, seq_len=16, dim=16, layers=2, heads=2, experts=8)
+    names = ["blocks.*.mlp.experts"]
+    plans = [
+        zs.plan(
+            lambda: GPT(config),
+            axes=axes,
+            batch=(2, 16),
+            stage=1,
+            separate=False,
+            parallel={"experts": names} if len(axes) > 1 else {},
+        )
+        for axes in ({"dp": 4}, {"dp": dp, "ep": ep})
+    ]
+    whole, divided = (plan.phases[-1].held[Tier.DEVICE]["parameters"] for plan in plans)
+    experts = 2 * 8 * (64 * 16 + 16 * 64) * 4  # layers, experts, matrices, bytes
+    assert whole - divided == experts * (ep - 1) // ep
+    rows = 2 * 16 * 2  # tokens, choices
+    assert plans[1].sent["ep"] == 4 * 2 * rows * (ep - 1) // ep * 16 * 4  # four ways, layers, width, bytes
 
 
 BAD = {

@@ -114,6 +114,8 @@ def _planned(options: Options) -> int:
     with working("the model is made"):
         request = options.request()
         if options.auto:
+            if "ep" in request.axes:
+                raise UsageError("--auto: expected a --mesh without ep: the search knows dp, pp and tp")
             batch = options.global_batch or request.axes["dp"] * request.rows * request.micro_batches
             request, plans, layouts = _fastest(request, batch, options.fixed(request), options.lossy)
             if options.write_config is not None:
@@ -128,7 +130,7 @@ def _planned(options: Options) -> int:
     text, brief = not (options.json or options.json_full), options.brief or quiet()
     if text:  # print the verdict before the search for remedies, which takes seconds
         print(tables.headline(request, verdict) if brief else tables.page(verdict.plan, verdict), flush=True)
-    look = not (verdict.fits or brief or options.auto) and options.try_seconds > 0
+    look = not (verdict.fits or brief or options.auto or "ep" in request.axes) and options.try_seconds > 0
     found: list[Remedy] = []
     if look:
         with working("looking for changes that make it fit"):

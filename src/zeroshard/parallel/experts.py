@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..activations.experts import Idle, are_experts, why_not
 from ..errors import ConfigError, did_you_mean
 from ..memory.ledger import EXCHANGE
-from ..tensor.distributed import is_distributed
+from ..tensor.distributed import Owned, is_distributed
 from ..utils import torch_compat
 from ..zero.along_axis import AlongAxis, Line
 from .router_loss import over_all_ranks
@@ -43,7 +43,7 @@ from .router_loss import over_all_ranks
 
 @dataclass
 class Load:
-    """Number of rows (choices of a token and an expert) that each rank along the axis has computed, since the last `clear`."""
+    """Number of rows (choices of a token and an expert) that each rank along the axis has computed so far."""
 
     rows: list[int]
 
@@ -103,16 +103,21 @@ class DividedExperts(AlongAxis):
             order, experts = self._within_capacity(order, experts, len(hidden), index.shape[-1])
         counts = self._counts(experts)
         told = line.comm.exchange(struct.pack(f"<{self.everywhere}I", *counts), f"{label}: tokens of each")
-        table = torch.tensor([struct.unpack(f"<{self.everywhere}I", row) for row in told]).view(ranks, ranks, -1)
-        sent, received = table[line.comm.rank].sum(-1).tolist(), table[:, line.comm.rank].sum(-1).tolist()
-        self.load.rows = [a + b for a, b in zip(self.load.rows, table.sum((0, 2)).tolist(), strict=True)]
+        table = [self._by_rank(struct.unpack(f"<{self.everywhere}I", row)) for row in told]  # rank -> rank -> its experts
+        mine = [row[line.comm.rank] for row in table]
+        sent, received = [sum(part) for part in table[line.comm.rank]], [sum(part) for part in mine]
+        self.load.rows = [rows + sum(sum(row[to]) for row in table) for to, rows in enumerate(self.load.rows)]
         rows = _Travel.apply(hidden[order // index.shape[-1]], line, sent, received, f"{label}: dispatch")
         # rows have come by rank, and of each rank by expert
-        local = torch.arange(self.num_experts).repeat(ranks).repeat_interleave(table[:, line.comm.rank].flatten())
-        computed = self._compute(rows, local.to(rows.device))
+        repeats = torch.tensor([count for part in mine for count in part], device=rows.device)
+        local = torch.arange(self.num_experts, device=rows.device).repeat(ranks)
+        computed = self._compute(rows, local.repeat_interleave(repeats, output_size=sum(received)))
         back = _Travel.apply(computed, line, received, sent, f"{label}: combine")
         chosen = back.new_zeros(index.numel(), back.shape[-1]).index_copy(0, order, back)  # zeros: choices beyond the capacity
         return (chosen.unflatten(0, index.shape) * weights.unsqueeze(-1)).sum(dim=-2).to(hidden.dtype)
+
+    def _by_rank(self, counts: Sequence[int]) -> list[Sequence[int]]:
+        return [counts[first : first + self.num_experts] for first in range(0, self.everywhere, self.num_experts)]
 
     def _counts(self, experts: Tensor) -> list[int]:
         """Return the number of this rank's rows for each expert; on imagined ranks, whose tensors have no values, equal ones."""
@@ -125,6 +130,9 @@ class DividedExperts(AlongAxis):
         """Keep the first choices of each expert, in the order of the batch, as many as it has capacity for."""
         assert self.capacity_factor is not None
         most = math.ceil(self.capacity_factor * tokens * choices / self.everywhere)
+        if self.line.comm.imagined:  # nobody knows which, but how many an even routing would keep
+            kept_rows = min(most * self.everywhere, len(order))
+            return order[:kept_rows], experts[:kept_rows]
         first = torch.searchsorted(experts, torch.arange(self.everywhere, device=experts.device))
         kept = torch.arange(len(experts), device=experts.device) - first[experts] < most
         return order[kept], experts[kept]
@@ -133,7 +141,7 @@ class DividedExperts(AlongAxis):
         """Return the outputs of this rank's experts `local` (S,) for rows (S, H), by the forward of the experts' class."""
         own = {name: param for name, param in torch_compat.own_parameters(self).items() if param is not None}
         shards = {name: param.to_local() if is_distributed(param) else param for name, param in own.items()}
-        if not len(rows):
+        if not len(rows) and shards:
             return Idle.apply(rows, *shards.values())
         self.__dict__.update(shards)  # found before the DTensors of the same names
         try:
@@ -149,6 +157,29 @@ class DividedExperts(AlongAxis):
         return _blank, (self.stands_for,), self.__dict__
 
 
+class Experts(nn.ModuleList):
+    """A list of experts with the interface of experts, for `divide_experts`; each is a module (S, H) -> (S, H).
+
+        self.experts = zs.Experts(MLP() for _ in range(8))       # names: experts.0.up.weight, ...
+        out = self.experts(hidden, index, weights)               # (T, H) for hidden (T, H), index and weights (T, K)
+
+    The result is the sum over k of weight * expert(hidden). All experts run, also on no tokens, so that ranks use the same units.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module] | None = None) -> None:
+        super().__init__(modules)
+        self.num_experts, self.first = len(self), 0  # of this rank, if they are divided
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Return (T, H) for hidden (T, H), index (T, K) in 0 .. num_experts - 1, weights (T, K)."""
+        experts, order = index.flatten().sort(stable=True)
+        counts = torch.bincount(experts, minlength=self.num_experts).tolist()
+        parts = hidden[order // index.shape[-1]].split(counts)
+        rows = torch.cat([self[self.first + number](part) for number, part in enumerate(parts)])
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return (rows[back].unflatten(0, index.shape) * weights.unsqueeze(-1)).sum(dim=-2).to(hidden.dtype)
+
+
 @functools.cache
 def _divided_class(cls: type[nn.Module]) -> type[DividedExperts]:
     return type(f"Divided{cls.__name__}", (DividedExperts, cls), {"stands_for": cls, "__module__": __name__})
@@ -162,11 +193,11 @@ def _blank(cls: type[nn.Module]) -> DividedExperts:
 def experts_of(model: nn.Module, names: Iterable[str] | None = None) -> dict[str, nn.Module]:
     """Return the modules of experts of a model, by name.
 
-    names: patterns of names of modules; None: all with Transformers' common interface of experts. Raises ConfigError for a
-    pattern that matches no module.
+    names: patterns of names of modules; None: all with Transformers' common interface of experts, and all `Experts`. Raises
+    ConfigError for a pattern that matches no module.
     """
     if names is None:
-        return {name: module for name, module in model.named_modules() if are_experts(module)}
+        return {n: module for n, module in model.named_modules() if are_experts(module) or isinstance(module, Experts)}
     known, found = dict(model.named_modules()), dict[str, nn.Module]()
     for pattern in [names] if isinstance(names, str) else names:
         matching = {name: module for name, module in known.items() if fnmatchcase(name, pattern)}
@@ -184,9 +215,9 @@ def divide_experts(
     Args:
         model: a model with modules of experts: the same on every rank, or on the meta device. Its optimizer is made afterwards.
         mesh: the ranks over which each module's experts are divided: mesh["ep"]. They read different tokens.
-        experts: names of the modules of experts, or patterns; None: all those of Transformers. Such a module has `num_experts` and
-            parameters whose first dimension are the experts; its forward(hidden (T, H), index (T, K), weights (T, K)) returns the sum
-            over k of weight * expert(hidden), for any number of experts.
+        experts: names of the modules of experts, or patterns; None: all those of Transformers, and all `zs.Experts`. Another such
+            module has `num_experts` and parameters whose first dimension are the experts; its forward(hidden (T, H), index (T, K),
+            weights (T, K)) returns the sum over k of weight * expert(hidden), for any number of experts.
         capacity_factor: each rank sends an expert at most ceil(factor * T * K / experts) of its tokens, the first of its batch;
             further ones get zeros from that expert. None: every token reaches its experts.
 
@@ -221,7 +252,7 @@ def divisible(
 
 def _check(module: nn.Module, name: str, ranks: int) -> None:
     """Raise ConfigError if a module of experts can not be divided over `ranks` ranks."""
-    count = getattr(module, "num_experts", None)
+    count = len(module) if isinstance(module, Experts) else getattr(module, "num_experts", None)
     if not isinstance(count, int):
         raise ConfigError(
             f"{name} ({type(module).__name__}) has no num_experts: expected a module whose parameters have the experts as their first "
@@ -238,12 +269,20 @@ def _check(module: nn.Module, name: str, ranks: int) -> None:
         raise ConfigError(
             f"{name} has DTensors already: divide its experts before other axes cut the model, or by one axis alone."
         )
-    if (reason := why_not(module, name)) is not None:
+    if isinstance(module, Experts):
+        wrong = [key for key, param in module.named_parameters() if not param.dim()] + [key for key, _ in module.named_buffers()]
+        if wrong:
+            raise ConfigError(
+                f"{name} has scalar parameters or buffers in its experts, which can not be divided: {', '.join(wrong[:3])}."
+            )
+    elif (reason := why_not(module, name)) is not None:
         raise ConfigError(f"its experts can not be divided: {reason}.")
 
 
 def _divide(module: nn.Module, mesh: DeviceMesh, capacity_factor: float | None) -> None:
     """Leave a module this rank's experts, and let its forward send tokens."""
+    if isinstance(module, Experts):
+        module.num_experts = len(module)
     from torch.distributed.tensor import DTensor, Shard
 
     everywhere, ranks = int(module.num_experts), mesh.size()  # type: ignore[arg-type]
@@ -256,11 +295,30 @@ def _divide(module: nn.Module, mesh: DeviceMesh, capacity_factor: float | None) 
         shard = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=param.stride())
         parameters[attribute] = nn.Parameter(shard, requires_grad=param.requires_grad)
         parameters[attribute].__dict__.update(param.__dict__)
+    if isinstance(module, Experts):
+        module.first = rank * own
+        for number, expert in enumerate(module):
+            _give_to(expert, mesh, number // own)
     module.__class__ = _divided_class(type(module))  # type: ignore[arg-type]
     divided = cast(DividedExperts, module)
     divided.axis = (mesh.mesh_dim_names or ("",))[0]
     divided.num_experts, divided.everywhere, divided.capacity_factor = own, everywhere, capacity_factor
     divided.load = Load([0] * ranks)
+
+
+def _give_to(expert: nn.Module, mesh: DeviceMesh, owner: int) -> None:
+    """Leave the parameters of one expert to one rank along the axis; the others keep them without elements."""
+    for module in expert.modules():
+        parameters = torch_compat.own_parameters(module)
+        for attribute, param in parameters.items():
+            if param is None:
+                continue
+            distribution = Owned(mesh, (), tuple(param.shape), param.stride(), owner)
+            kept = param
+            if distribution.absent:
+                kept = parameters[attribute] = nn.Parameter(param.detach()[:0].clone(), requires_grad=param.requires_grad)
+                kept.__dict__.update(param.__dict__)
+            kept.__dict__["_distribution"] = distribution
 
 
 def expert_imbalance(model: nn.Module) -> dict[str, float]:

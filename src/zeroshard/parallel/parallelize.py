@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -174,7 +175,7 @@ def _optimizer(make: MakeOptimizer, module: nn.Module) -> torch.optim.Optimizer:
 def _check_planned(path: str | os.PathLike, planned: Mapping[str, int], mesh: DeviceMesh) -> None:
     """Raise ConfigError if a planned layout has other model axes than the mesh; print on rank 0 if only the ranks differ."""
     sizes = _sizes(mesh)
-    text = planned_otherwise(path, planned, {"dp": mesh.size() // (sizes["pp"] * sizes["tp"]), **sizes})
+    text = planned_otherwise(path, planned, {"dp": mesh.size() // math.prod(sizes.values()), **sizes})
     if other_model_axes(planned, sizes):
         raise ConfigError(text)
     if text and mesh.get_rank() == 0:

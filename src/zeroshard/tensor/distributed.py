@@ -52,6 +52,11 @@ class Distribution:
                 )
         return cls(tensor.device_mesh, tensor.placements, tuple(tensor.shape), tensor.stride())
 
+    @property
+    def absent(self) -> bool:
+        """Return whether this rank has no part of the parameter, which then has no gradient here."""
+        return False
+
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """Names of the mesh axes along which the parameter is cut."""
@@ -104,6 +109,33 @@ class Distribution:
         if is_distributed(value):
             return value.redistribute(self.mesh, self.placements).to_local()
         return self.part.of(value) if self.part is not None and tuple(value.shape) == self.shape else value
+
+
+@dataclass(frozen=True, eq=False)
+class Owned(Distribution):
+    """Distribution of a parameter that one rank of a mesh of one axis has whole, and the others without elements: (0, ...)."""
+
+    owner: int
+
+    @property
+    def absent(self) -> bool:
+        return self.mesh.get_local_rank() != self.owner
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(self.mesh.mesh_dim_names or ())
+
+    @cached_property
+    def part(self) -> Part | None:
+        return Part(0, self.shape[0] if self.absent else 0, self.shape[0], self.shape)
+
+    def wrap(self, local: Tensor) -> Tensor:  # type: ignore[override]  # torch has no DTensor that is cut so
+        return local
+
+    def whole(self, local: Tensor) -> Tensor:
+        value = local.detach().new_empty(self.shape) if self.absent else local.detach().clone()
+        torch.distributed.broadcast(value, group=self.mesh.get_group(), group_src=self.owner)
+        return value
 
 
 def in_state_dicts(model: nn.Module) -> list[RemovableHandle]:

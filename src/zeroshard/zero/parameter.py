@@ -45,6 +45,11 @@ class ParamSpec:
         """Position of this parameter in a larger one, of which it is a part (a tile, a tensor-parallel shard); None: whole."""
         return self.distribution.part if self.distribution is not None else part_of(*self.owners[0])
 
+    @property
+    def absent(self) -> bool:
+        """True if this rank has no part of the parameter."""
+        return self.distribution is not None and self.distribution.absent
+
     def complete(self, value: Tensor) -> Tensor:
         """Return the whole of a tensor of the parameter's shape (collective over model axes if the parameter is distributed)."""
         return value if self.distribution is None else self.distribution.whole(value)

@@ -62,7 +62,7 @@ def _described(
     parameters, kinds, placed = [], ["no optimizer"], []
     for spec in specs:
         tied = f", tied {len(spec.owners)} times" if len(spec.owners) > 1 else ""
-        parameters.append(f"{spec.name} {_kind(spec.original)}{'' if spec.requires_grad else ' frozen'}{tied}")
+        parameters.append(f"{spec.name} {_kind(spec.original, spec.whole_shape)}{'' if spec.requires_grad else ' frozen'}{tied}")
     if optimizer is not None:
         kinds = [f"{type(optimizer).__name__} with {len(optimizer.param_groups)} parameter groups"]
         for number, group in enumerate(optimizer.param_groups):
@@ -91,9 +91,9 @@ def _described(
     }
 
 
-def _kind(tensor: Tensor) -> str:
+def _kind(tensor: Tensor, shape: tuple[int, ...] | None = None) -> str:
     where = " on meta" if tensor.is_meta else " sharded" if isinstance(tensor, ShardedTensor) else ""
-    return f"{tuple(tensor.shape)} {tensor.dtype}{where}"
+    return f"{shape or tuple(tensor.shape)} {tensor.dtype}{where}"
 
 
 def _comparable(value: object) -> str | None:

@@ -273,7 +273,9 @@ class Unit:
         # a gather needs other ranks to take part, unless this rank copies from shared memory by itself
         self.meets = any(not g.values.comm.copies for g in self.gathered)
         self.trainable = [g for g in groups if g.trainable]
-        self.num_params, self._tile = sum(len(group.specs) for group in groups), isinstance(modules[0], Tile)
+        # parameters of which this rank has no part (experts of other ranks) get no gradient
+        self._here = [p for group in groups for p, s in zip(group.params, group.specs, strict=True) if not s.absent]
+        self.num_params, self._tile = len(self._here), isinstance(modules[0], Tile)
         self.expect()
         self._works: list[Collective] = []
         for group in groups:
@@ -309,7 +311,7 @@ class Unit:
 
     def expect(self) -> None:
         """Count the gradients that a backward brings; call it again after requires_grad of a parameter was switched."""
-        self.expected = sum(param.requires_grad for group in self.groups for param in group.params)
+        self.expected = sum(param.requires_grad for param in self._here)
 
     @property
     def marked(self) -> bool:
