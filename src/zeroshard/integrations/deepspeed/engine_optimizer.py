@@ -326,6 +326,7 @@ class ParameterOffload:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._remove_module_hooks()
+        partition.show_external_parameters(module)
         self._register_deepspeed_module(module)
 
     def _register_deepspeed_module(self, module: nn.Module, count: object = None) -> None:

@@ -305,13 +305,21 @@ class GatheredParameters:
 
 
 def register_external_parameter(module: nn.Module, parameter: Tensor) -> None:
-    """Register that a module's forward uses another module's parameter; zeroshard does not need it.
+    """Register that a module's forward uses another module's parameter; zeroshard does not need it, `ds_external_parameters()` lists it.
 
     Raises RuntimeError if `parameter` is not an nn.Parameter.
     """
     if not isinstance(parameter, nn.Parameter):
         raise RuntimeError(f"register_external_parameter: expected an nn.Parameter, got {type(parameter).__name__}.")
-    module.__dict__.setdefault("_external_params", {})[id(parameter)] = parameter
+    show_external_parameters(module)
+    module.__dict__["_external_params"][id(parameter)] = parameter
+
+
+def show_external_parameters(module: Any) -> None:
+    """Give a module the method `ds_external_parameters()`, which trl calls."""
+    if not hasattr(module, "_external_params"):
+        module._external_params = {}
+        module.ds_external_parameters = types.MethodType(lambda self: self._external_params.items(), module)
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

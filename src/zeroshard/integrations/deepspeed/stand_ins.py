@@ -105,6 +105,7 @@ init_inference = _refused("init_inference", _INFER)
 replace_transformer_layer = _refused("replace_transformer_layer", _INFER)
 tp_model_init = _refused("tp_model_init", _AUTOTP)
 set_autotp_mode = _refused("set_autotp_mode", _AUTOTP)
+get_cuda_rng_tracker = _refused("get_cuda_rng_tracker", "there is no tensor parallelism here; use torch's generators.")
 
 # -- deepspeed.moe.utils: a model without MoE layers has no expert parameters ---------------------------------------------
 

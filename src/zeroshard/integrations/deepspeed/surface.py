@@ -34,8 +34,8 @@ _TABLE = {
     "checkpoint checkpoint.constants": "utilities: UNIVERSAL_CHECKPOINT_INFO",
     "checkpoint.ds_to_universal": "zero_to_fp32: main=convert_to_universal",
     "checkpoint.utils": "utilities: clone_tensors_for_torch_save get_model_ckpt_name_for_rank",
-    "checkpointing runtime.activation_checkpointing.checkpointing": "activation: checkpoint configure get_cuda_rng_tracker "
-    "is_configured model_parallel_cuda_manual_seed non_reentrant_checkpoint=checkpoint reset",
+    "checkpointing runtime.activation_checkpointing.checkpointing": "activation: checkpoint configure is_configured "
+    "model_parallel_cuda_manual_seed non_reentrant_checkpoint=checkpoint reset; stand_ins: get_cuda_rng_tracker",
     "comm comm.comm": "communication: ReduceOp __getattr__ all_gather all_gather_into_tensor all_gather_object all_reduce "
     "all_to_all all_to_all_single allgather_fn barrier broadcast broadcast_object_list configure destroy_process_group gather "
     "get_global_rank get_local_rank get_rank get_world_group get_world_size has_all_gather_into_tensor "
