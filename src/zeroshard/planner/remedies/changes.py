@@ -147,39 +147,40 @@ def _checkpoint_program(before: Request, after: Request) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """A row of CHANGES. frees: what a rank holds less of. offers: yields changed requests. options: of zs.shard, which it sets.
+    """A row of CHANGES. frees: what a rank holds less of. offers: yields changed requests.
 
-    flags, program: return what the change is in words of the command line, and of the program; nothing where it is not made.
+    flags, program: return what was changed in words of the command line, and of the program; nothing where this row changed nothing.
     """
 
     frees: str
     offers: Callable[[Request], Iterator[Request]]
-    options: tuple[str, ...] = ()
-    _flags: Callable[[Request, Request], list[str]] | None = None
-    _program: Callable[[Request, Request], str] | None = None
+    flags: Callable[[Request, Request], list[str]]
+    program: Callable[[Request, Request], str]
 
-    def flags(self, before: Request, after: Request) -> list[str]:
-        if self._flags is not None:
-            return self._flags(before, after)
-        return [f"--{FLAGS.get(name, name).replace('_', '-')} {value}" for name, value in self._set(before, after).items()]
 
-    def program(self, before: Request, after: Request) -> str:
-        if self._program is not None:
-            return self._program(before, after)
-        found = self._set(before, after)
+def _of_shard(frees: str, offers: Callable[[Request], Iterator[Request]], *options: str) -> Change:
+    """Return a row that sets options of zs.shard."""
+
+    def chosen(before: Request, after: Request) -> dict[str, object]:
+        return {name: value for name, value in changes(before, after).items() if name in options}
+
+    def flags(before: Request, after: Request) -> list[str]:
+        return [f"--{FLAGS.get(name, name).replace('_', '-')} {value}" for name, value in chosen(before, after).items()]
+
+    def program(before: Request, after: Request) -> str:
+        found = chosen(before, after)
         return f"zs.shard(..., {written(found)})" if found else ""
 
-    def _set(self, before: Request, after: Request) -> dict[str, object]:
-        return {name: value for name, value in changes(before, after).items() if name in self.options}
+    return Change(frees, offers, flags, program)
 
 
 CHANGES = (
-    Change("model states", _meshes, _flags=_mesh_flags, _program=_mesh_program),
-    Change("model states", _states, (*STATES, "stage")),
-    Change(ACTIVATIONS, _rows, _flags=_rows_flags, _program=_rows_program),
-    Change(ACTIVATIONS, _checkpoints, _flags=_checkpoint_flags, _program=_checkpoint_program),
-    Change("gathered parameters", _units, ("max_unit_numel",)),
-    Change("secondary shards", _kept_in_nodes, ("shard_size", "zero_hpz_partition_size", "zero_quantized_weights")),
+    Change("model states", _meshes, _mesh_flags, _mesh_program),
+    _of_shard("model states", _states, *STATES, "stage"),
+    Change(ACTIVATIONS, _rows, _rows_flags, _rows_program),
+    Change(ACTIVATIONS, _checkpoints, _checkpoint_flags, _checkpoint_program),
+    _of_shard("gathered parameters", _units, "max_unit_numel"),
+    _of_shard("secondary shards", _kept_in_nodes, "shard_size", "zero_hpz_partition_size", "zero_quantized_weights"),
 )
 
 

@@ -72,6 +72,7 @@ def step_seconds(
     backward; else all tasks follow one another. loads: in place of those of `loads_of`. One micro-batch fills a pipeline and
     empties it; where nothing is sent beside computation, a stage has reduced its gradients before it hands the last one on.
     """
+    beside = beside and layout.prefetch_nbytes is not None
     passes, each, tails, slowest = [], [], [], Resource.DEVICE
     for load in loads or loads_of(profile, layout):
         chain, once, tail, lanes = _sums(load, hardware, beside)
@@ -193,7 +194,7 @@ def _hops(name: str, phase: str, hops: list[Hop], times: int, more: Mapping[str,
 
 
 class _Computation:
-    """What a rank of a stage computes for a micro-batch, and what the ranks of tp and the stages tell each other meanwhile."""
+    """Lists what a rank of a stage computes for a micro-batch, and what ranks of tp and stages send each other meanwhile."""
 
     def __init__(self, profile: Profile, layout: Layout, stage: int) -> None:
         self.profile, self.layout, self.stage = profile, layout, stage
@@ -216,10 +217,8 @@ class _Computation:
         self._sum("backward", unit, times, max(unit.tp_reduces - lay.stops_early, 0))
         kept = self.tokens * unit.boundary * lay.itemsize / (lay.tp if lay.checkpointing == "partitioned" else 1)
         if lay.checkpointing == "host":
-            self.parts += [
-                (Task("keep", "forward", {Resource.DOWN: kept}), times),
-                (Task("fetch", "backward", {Resource.UP: kept}), times),
-            ]
+            self.parts.append((Task("keep", "forward", {Resource.DOWN: kept}), times))
+            self.parts.append((Task("fetch", "backward", {Resource.UP: kept}), times))
         if lay.checkpointing == "partitioned" and lay.tp > 1:
             sent = self._tp_nbytes(kept * (lay.tp - 1))
             self.parts.append((Task("gather input", "backward", sent, axis=TP, peers=lay.tp), times))
@@ -276,7 +275,7 @@ def _to_stages(layout: Layout) -> Resource:
 
 
 class _Sharding:
-    """What a rank of a stage gathers, reduces and steps: for each micro-batch, and once in a step."""
+    """Lists what a rank of a stage gathers, reduces and steps: for each micro-batch, and once in a step."""
 
     def __init__(self, profile: Profile, layout: Layout, stage: int) -> None:
         self.layout, self.row = layout, STAGES[layout.stage]
@@ -309,9 +308,8 @@ class _Sharding:
             self.each += [(Task(name, "forward", {way: nbytes}, **more), count) for name, way in ways.items()]
         self.each += _hops("gather", "forward", sizes.again, count, more)
         if sizes.gather != sizes.again:  # later gathers of a step read secondary shards
-            self.once += _hops("gather", "forward", sizes.gather, times, more) + _hops(
-                "gather", "forward", sizes.again, -times, more
-            )
+            self.once += _hops("gather", "forward", sizes.gather, times, more)
+            self.once += _hops("gather", "forward", sizes.again, -times, more)
         if sizes.packs_weights:
             # a kernel that packs or unpacks reads and writes each byte once (comm/codecs/triton_kernels.py); a secondary shard rests packed
             pack, unpack = nbytes + sizes.own * sizes.weight, sizes.numel * (sizes.weight + lay.itemsize)
@@ -324,19 +322,13 @@ class _Sharding:
         lay = self.layout
         parts = self.once if lay.held else self.each
         if sizes.packs_gradients:
-            pack, unpack = (
-                sizes.numel * (lay.itemsize + sizes.gradient),
-                sizes.numel * sizes.gradient + sizes.own * lay.gradient_itemsize,
-            )
-            parts.append((Task("pack", "backward", {Resource.DEVICE: pack + unpack}, kernels=2), times))
+            nbytes = sizes.numel * (lay.itemsize + 2 * sizes.gradient) + sizes.own * lay.gradient_itemsize
+            parts.append((Task("pack", "backward", {Resource.DEVICE: nbytes}, kernels=2), times))
         parts += _hops("reduce", "backward", sizes.reduce, times, {**more, "distinct": not lay.rings})
         if self.row.gradient is Placement.SHARDED and rests_away(lay.gradient, lay.separate):
-            if lay.separate:
-                parts.append((Task("leave", "backward", {Resource.DOWN: sizes.own * lay.itemsize}, **more), times))
-            if lay.gradient is Tier.DISK:
-                parts.append(
-                    (Task("write gradient", "backward", {Resource.WRITE: sizes.own * lay.gradient_itemsize}, **more), times)
-                )
+            ways = {Resource.DOWN: lay.itemsize} if lay.separate else {}
+            ways |= {Resource.WRITE: lay.gradient_itemsize} if lay.gradient is Tier.DISK else {}
+            parts += [(Task("leave", "backward", {way: sizes.own * size}, **more), times) for way, size in ways.items()]
 
     def _update(self, sizes: Sizes, times: int, more: Mapping[str, Any]) -> None:
         """Add the optimizer's step of a home's shard on its tier, and the gathers of parameters that rest whole."""
@@ -347,14 +339,15 @@ class _Sharding:
         own = numel * (lay.gradient_itemsize + lay.itemsize * (1 if writes_only else 2))
         moved = 2 * states + own + _STEP_NBYTES * numel if lay.steps_on is Resource.DEVICE else states + own
         kernels = int(lay.optimizer is Tier.DEVICE)
-        found = [Task("step", "step", {lay.steps_on: moved}, kernels=kernels, numel=numel)]
+        self.once.append((Task("step", "step", {lay.steps_on: moved}, kernels=kernels, numel=numel, **more), times))
+        ways: list[tuple[Resource, float]] = []
         if lay.optimizer is Tier.DISK:
-            read = states + numel * lay.gradient_itemsize * (lay.gradient is Tier.DISK)
-            found += [Task("read states", "step", {Resource.READ: read}), Task("write states", "step", {Resource.WRITE: states})]
-        if lay.optimizer is not Tier.DEVICE and lay.parameter is Tier.DISK:
-            found.append(Task("write", "step", {Resource.WRITE: numel * lay.itemsize}))
-        elif lay.optimizer is not Tier.DEVICE and lay.parameter is Tier.DEVICE and lay.separate:
-            found.append(Task("up", "step", {Resource.UP: numel * lay.itemsize}))
-        self.once += [(replace(task, **more), times) for task in found]
+            ways += [
+                (Resource.READ, states + numel * lay.gradient_itemsize * (lay.gradient is Tier.DISK)),
+                (Resource.WRITE, states),
+            ]
+        if lay.optimizer is not Tier.DEVICE and (lay.parameter is Tier.DISK or (lay.parameter is Tier.DEVICE and lay.separate)):
+            ways.append((Resource.WRITE if lay.parameter is Tier.DISK else Resource.UP, numel * lay.itemsize))
+        self.once += [(Task("move states", "step", {way: nbytes}, **more), times) for way, nbytes in ways]
         if self.row.parameter is not Placement.SHARDED and self.row.optimizer is Placement.SHARDED:
             self.once += _hops("publish", "step", sizes.gather, times, more)
