@@ -25,9 +25,7 @@ from ..planner import tables
 from ..planner.plan import Plan
 from ..planner.remedies.remedy import Remedy, remedies
 from ..planner.request import Request, Verdict, gib, judge
-from ..planner.search.layout import Layout
 from ..planner.search.layout_file import write_config
-from ..planner.search.requested import of_layout, profile_of
 from ..planner.search.search import Found, search
 from ..planner.simulator.simulate import Simulation
 from ..planner.simulator.spread import rate_with_spread, said_of, seconds_with_spread, two_digits
@@ -117,7 +115,8 @@ def _planned(options: Options) -> int:
             if "ep" in request.axes:
                 raise UsageError("--auto: expected a --mesh without ep: the search knows dp, pp and tp")
             batch = options.global_batch or request.axes["dp"] * request.rows * request.micro_batches
-            request, plans, layouts = _fastest(request, batch, options.fixed(request), options.lossy)
+            layouts = search(request, batch, fixed=options.fixed(request), lossy=options.lossy)
+            request, plans = layouts.best.request, list(layouts.best.plans)
             if options.write_config is not None:
                 write_config(layouts, options.write_config, offload_path=options.offload_path)
         else:
@@ -164,27 +163,6 @@ def _print(
     print("\n".join(notes), end="\n" * bool(notes))
     if layouts is not None:
         print(f"Seconds: {said_of(layouts.hardware.spread)}")
-
-
-def _fastest(request: Request, global_batch: int, fixed: dict[str, Any], lossy: bool) -> tuple[Request, list[Plan], Found]:
-    """Search for the fastest layout of a request; return its request, its plans, and the search's result. Raises ConfigError."""
-    made: dict[Layout, tuple[Request, list[Plan]]] = {}
-
-    def verify(layout: Layout) -> Plan:
-        chosen = of_layout(request, layout)
-        made[layout] = chosen, chosen.plans()
-        return judge(made[layout][1], request.hardware).plan
-
-    def simulated(layout: Layout) -> Simulation:
-        chosen, plans = made[layout]
-        return chosen.simulated(plans)
-
-    fixed = {"node_size": request.ranks_of_node, **fixed}
-    found = search(
-        profile_of(request), request.hardware, request.ranks, global_batch, precision=request.config.precision, fixed=fixed, lossy=lossy,
-        verify=verify, simulated=simulated,
-    )  # fmt: skip
-    return *made[found.best.layout], found
 
 
 def _layouts(found: Found) -> Sheet:

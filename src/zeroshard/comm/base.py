@@ -20,7 +20,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,13 @@ class Region:
     common: bool = False
     number: int = 0  # equal on every rank; for a staging buffer, its index in a pool of equal buffers
     siblings: Callable[[int], Region] | None = None  # number -> the pool's buffer of that number, which a peer may have taken
+
+
+class Hop(NamedTuple):
+    """One of the collectives that make a gather or a reduction. sent: by this rank. peers: number of ranks that meet in it."""
+
+    sent: Sent
+    peers: int
 
 
 Outcome = tuple[float | None, tuple[int, ...]]  # a reduction's `Collective.square_sum` and `Collective.culprits`
@@ -220,17 +227,17 @@ class Comm(Group, ABC):
         told = dict(zip(self.control.ranks, self.control.exchange(payload, label), strict=True))
         return [told[rank] for rank in self.ranks]
 
-    def hops(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> list[Sent]:
-        """Return the bytes that this rank sends, hop after hop, for a collective of shards of `numel` elements.
+    def hops(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> list[Hop]:
+        """Return what this rank sends, hop after hop, for a collective of shards of `numel` elements.
 
         kind: "gather", "gather again" (the shards were not written since an earlier gather) or "reduce". tag: the tag of a
         reduction, if its parameters were announced by `expect`.
         """
-        return [self.sent(numel * dtype.itemsize)]
+        return [Hop(self.sent(numel * dtype.itemsize), self.world_size)]
 
     def volume(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> Sent:
         """Return the bytes that this rank sends for such a collective, in all hops together."""
-        return Sent(*(sum(each) for each in zip(*self.hops(kind, numel, dtype, tag), strict=True)))
+        return Sent(*(sum(each) for each in zip(*(hop.sent for hop in self.hops(kind, numel, dtype, tag)), strict=True)))
 
     @abstractmethod
     def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Collective:
