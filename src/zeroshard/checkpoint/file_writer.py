@@ -33,6 +33,7 @@ BUFFER_NBYTES = 16 << 20
 FIRST_NBYTES = 4 << 20  # filled part of a synchronous save's first buffer: the disk is idle until it is full
 ROTATING = 4  # buffers that a synchronous save uses, even if a snapshot has left more
 DIGEST_NBYTES = 1 << 20
+_CACHED_NBYTES = 1 << 20  # buffers of files that are written through the page cache
 _PIECE_ALIGN = 64  # alignment in a buffer of a range that does not follow the one before
 
 
@@ -249,7 +250,7 @@ def write_ranges(path: Path, ranges: Iterable[Range]) -> None:
     It is written through the page cache: several ranks may write a file together, and direct I/O, which writes whole blocks,
     needs one writer.
     """
-    pool = BufferPool(Ledger(), 0, FIRST_NBYTES, empty_aligned, Tier.HOST)
+    pool = BufferPool(Ledger(), 0, _CACHED_NBYTES, empty_aligned, Tier.HOST)
     pool.grow(ROTATING)
     with Engine() as engine:
         writer = FileWriter(open_file(path, path.stat().st_size, direct=False), ranges, engine, pool)
