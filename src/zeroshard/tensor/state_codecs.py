@@ -3,24 +3,32 @@
     as stepped   x0 ..... x255 | x256 ... x511 |        fp32
     at rest      c0 ..... c255 s | c0 ..... c255 s |    int8: 260 bytes for 256 elements
 
-Levels are close to each other near zero, as in the dynamic maps of 8-bit Adam (Dettmers et al., arXiv 2110.02861, section 1.3),
-and computed by a power instead of looked up, which vectorises on every device. With r the square root (second moments: the
-fourth root) of the block's largest magnitude:
+A code is a small floating-point number, so levels are close to each other near zero, as in the dynamic maps of 8-bit Adam
+(Dettmers et al., arXiv 2110.02861, section 1.3). With e bits of exponent and m of mantissa, by the scale of its block:
 
-    first moments    x = y |y|   y = r c / 127               c = -127 ... 127    smallest level 6e-5 of the largest
-    second moments   x = y^4     y = r (c + 0.5) / 255.5     c = 0 ... 255       smallest level 1e-11 of the largest, no zero:
+                 exponent, mantissa   distance of levels        largest / smallest level but zero
+    int8  first moments     3, 4      1/32 to 1/16 of a value   2.0e3, and zero
+          squares           4, 4      the same                  1.0e6
+    fp8   first moments     4, 3      1/16 to 1/8               2.5e5
+          squares           5, 3      the same                  1.7e10
+    int4  first moments     2, 1      1/4 to 1/2                12
+          squares           3, 1      the same                  450
 
-a second moment that is rounded to zero would let the next update explode (Li et al., arXiv 2309.01507, section 4.1). int4 has
-the same powers. fp8 (e4m3) has relative precision as it is; second moments rest as square roots, to fit its range.
+Levels of second moments lie half a step higher, so that none is zero: a second moment that is rounded to zero would let the next
+update explode (Li et al., arXiv 2309.01507, section 4.1).
 
-A scale is cut to 12 significant bits. So decoded values are encoded to the same bytes again: the largest value of a block gives
-the same scale, whichever way the power has rounded its last bits.
+The exponents are the lowest of a half-precision number's. So a processor's conversion between fp32 and fp16 does most of the
+work, and 16-bit integers the rest; powers, roots and tables take several times as long (docs/log.md).
+
+A scale is cut to 12 significant bits, and multiplied by a level without rounding. So decoded values are encoded to the same bytes
+again: the largest value of a block gives the same scale.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -28,6 +36,8 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..utils.state_format import StateFormat
+from ..utils.torch_compat import FakeTensor
+from ..utils.triton import has_triton
 from .state_column import Codec, Scratch, StateColumn
 
 # states that are sums or means of squares: at least 0, and a divisor of the update
@@ -60,7 +70,7 @@ def coded_column(name: str, form: StateFormat) -> StateColumn:
 
 
 def labelled_column(name: str, label: str) -> StateColumn:
-    """Return the column of a state by the label of its encoding, "int8/256". Raise ValueError for an unknown one."""
+    """Return the column of a state by the label of its encoding, "e3m4/256". Raise ValueError for an unknown one."""
     _, _, block = label.partition("/")
     try:
         columns = [coded_column(name, StateFormat(form, int(block))) for form in _PARTS]
@@ -94,9 +104,13 @@ def _bf16_noisy(values: Tensor, noise: Tensor) -> Tensor:
     return (bits & -65536).view(torch.float32).to(torch.bfloat16)
 
 
-def _cut(scales: Tensor) -> Tensor:
-    """Return positive numbers cut to 12 significant bits."""
-    return scales.view(torch.int32).bitwise_and_(-1 << 12).view(torch.float32)
+def _triton_for(codes: Tensor) -> ModuleType | None:
+    """Return the module of Triton's kernels where these codes allow them, else None: torch's operators give the same bytes."""
+    if not codes.is_cuda or isinstance(codes, FakeTensor) or not has_triton(codes.device):
+        return None
+    from . import triton_state_codecs
+
+    return triton_state_codecs
 
 
 class _Memory(NamedTuple):
@@ -133,7 +147,7 @@ class FloatCodec(Codec):
         self.codes_nbytes = block * bits // 8
         self.values = self.codes_nbytes + _SCALE_NBYTES
         self.shift = 10 - mantissa  # bits of a half number's mantissa that a code lacks
-        unused = 0 if squares else 5 - exponent  # bits of a half number's exponent that are always 0
+        self.unused = unused = 0 if squares else 5 - exponent  # bits of a half number's exponent that are always 0
         # of a code's last bit; half of it; the sign; a multiplier by which unused bits go; the bits below a code after that; the
         # bits that stay when a code with a sign has become 16 bits
         self.constants = (
@@ -141,6 +155,7 @@ class FloatCodec(Codec):
         )  # fmt: skip
         # the largest level as a half number, whose exponent 31 would be infinity; the levels of squares lie half a step higher
         self.top = (2 - 2.0 ** -(mantissa + squares)) * 2.0 ** (min(2**exponent - 1, 30) - 15)
+        self.factor = (1 + 2.0**-18) / self.top  # scales, which are cut, stay the same if the largest value is rounded
 
     def encode(self, values: Tensor) -> Tensor:
         """Return the bytes at rest of whole blocks, each value rounded to the nearest level."""
@@ -171,15 +186,18 @@ class FloatCodec(Codec):
         return _Memory(
             flat(numel, "scaled", torch.float32).view(-1, self.block), halves, halves.view(torch.int16),
             flat(numel, "signs", torch.int16).view(-1, self.block), scales, scales.view(torch.int32), inverse,
-            torch.tensor((1 + 2.0**-18) / self.top, device="cpu"), torch.tensor(0x7FFFF000, dtype=torch.int32, device="cpu"),
+            torch.tensor(self.factor, device="cpu"), torch.tensor(0x7FFFF000, dtype=torch.int32, device="cpu"),
             *torch.tensor(self.constants, dtype=torch.int16, device="cpu").unbind(),
         )  # fmt: skip
 
     def write(self, values: Tensor, codes: Tensor, scales: Tensor, noise: Tensor | None = None) -> None:
-        memory = self.scratch.kept(values.numel(), codes, self._memory)
-        rows, largest, inverse, numbers = values.view(-1, self.block), memory.scales, memory.inverse, memory.numbers
+        rows = values.view(-1, self.block)
         if rows.dtype is not torch.float32:
             rows = rows.float()
+        if noise is None and (kernels := _triton_for(codes)) is not None:
+            return kernels.write(self, rows, codes, scales)
+        memory = self.scratch.kept(values.numel(), codes, self._memory)
+        largest, inverse, numbers = memory.scales, memory.inverse, memory.numbers
         torch.amax(rows, 1, keepdim=True, out=largest)
         if not self.squares:
             torch.maximum(largest, torch.amin(rows, 1, keepdim=True, out=inverse).neg_(), out=largest)
@@ -201,8 +219,11 @@ class FloatCodec(Codec):
         codes.copy_(numbers)
 
     def read(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        values = out.view(-1, self.block)
+        if (kernels := _triton_for(codes)) is not None:
+            return kernels.read(self, codes, scales, values)
         memory = self.scratch.kept(out.numel(), codes, self._memory)
-        numbers, values = memory.numbers, out.view(-1, self.block)
+        numbers = memory.numbers
         if self.packed:
             half = self.block // 2
             numbers[:, :half].copy_(codes & 15 if self.squares else (codes << 4) >> 4)
@@ -220,5 +241,7 @@ class FloatCodec(Codec):
         """Round to one of the two next levels at random, with the value itself as the mean."""
         middle = 1 << self.shift - 1 if self.squares else 0
         below = (scaled.abs().half().view(torch.int16) - middle).clamp_(min=0) >> self.shift << self.shift
-        low, high = ((below + more).view(torch.float16).float().clamp_(max=self.top) for more in (middle, middle + (1 << self.shift)))
+        low, high = (
+            (below + more).view(torch.float16).float().clamp_(max=self.top) for more in (middle, middle + (1 << self.shift))
+        )
         return torch.copysign(torch.where(scaled.abs() - low > noise * (high - low), high, low), scaled)

@@ -82,7 +82,9 @@ class CodedStretch(Stretch):
             return super().split(size)
         # torch's split makes all views at once: those of chunks, made one by one, take as long as a part of the arithmetic
         parts = zip(
-            self.coded.split(self.column.count(size)), *(view.split(size // self.column.elements) for view in self.views), strict=True
+            self.coded.split(self.column.count(size)),
+            *(view.split(size // self.column.elements) for view in self.views),
+            strict=True,
         )
         return [
             CodedStretch(coded, self.column, self.dtype, self.noise, self.start + number * size, (codes, scales))
