@@ -1,4 +1,4 @@
-"""Whether Triton's kernels can be used. Nothing requires Triton: torch's kernels give the same bytes."""
+"""The test for Triton. Nothing requires Triton: torch's kernels give the same bytes."""
 
 from __future__ import annotations
 
