@@ -110,7 +110,7 @@ def read(path, world, base=MODEL, **options):
 def relabel(folder, old, new):
     """Change the labels of encoded states in a manifest, whose checksum is then right again."""
     manifest = Manifest.read(folder)
-    for name in [name for name in manifest.tensors if "@int8/64" in name]:
+    for name in [name for name in manifest.tensors if "m4/64" in name]:
         entry = manifest.tensors.pop(name)
         keys = (*entry.keys[:-1], entry.keys[-1].replace(old, new))
         manifest.tensors[".".join(keys)] = replace(entry, keys=keys)
@@ -119,7 +119,7 @@ def relabel(folder, old, new):
 
 def flip(folder):
     """A bit in the middle of an encoded blob."""
-    at = next(entry.boxes[0] for name, entry in Manifest.read(folder).tensors.items() if "2.weight.exp_avg@int8/64" in name)
+    at = next(entry.boxes[0] for name, entry in Manifest.read(folder).tensors.items() if "2.weight.exp_avg@e3m4/64" in name)
     path, middle = folder / Manifest.read(folder).files[at.file].name, at.data + at.box.numel // 2
     content = path.read_bytes()
     path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
@@ -130,7 +130,7 @@ DAMAGES = {  # what is done to the folder, which file is named, what else is sai
     "truncated": (lambda folder: os.truncate(folder / "rank-00002.distcp", 1000), "rank-00002", "found 1,000 bytes"),
     "missing": (lambda folder: (folder / "rank-00003.distcp").unlink(), "rank-00003", "found no file"),
     "block": (lambda folder: relabel(folder, "/64", "/128"), "manifest.json", "blocks of 128"),
-    "format": (lambda folder: relabel(folder, "int8", "int9"), "manifest.json", "another checkpoint"),
+    "format": (lambda folder: relabel(folder, "m4", "m9"), "manifest.json", "another checkpoint"),
 }
 
 
@@ -294,6 +294,8 @@ def test_parts_of_whole_blocks_are_saved_as_they_rest_and_others_decoded(form, t
     tensors = json.loads((tmp_path / "x" / "manifest.json").read_text())["tensors"]
     kinds = {name.partition("exp_avg")[2]: tensor["dtype"] for name, tensor in tensors.items() if f"{ROWS}.exp_avg" in name}
     others = {tensor["dtype"] for name, tensor in tensors.items() if f"{COLUMNS}.exp_avg" in name}
-    label, kind, other = {"int8": ("@int8/64", "uint8", "float32"), "bf16": ("", "bfloat16", "bfloat16")}[form]
-    assert kinds == {label: kind, f"_sq{label}": kind} and others == {other}
+    kept, kind, other = {
+        "int8": (("@e3m4/64", "_sq@e4m4/64"), "uint8", "float32"), "bf16": (("", "_sq"), "bfloat16", "bfloat16")
+    }[form]  # fmt: skip
+    assert kinds == dict.fromkeys(kept, kind) and others == {other}
     assert_same(read(tmp_path, 3, net(), form=form), (held[0], encoded(held[1], form)))

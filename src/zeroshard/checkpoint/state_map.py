@@ -2,7 +2,7 @@
 
     model.<name>              parameters (fp32 masters where there are any) and persistent buffers
     optim.state.<name>.<key>  optimizer states: of the parameter's shape, or one number for each parameter (step)
-    optim.state.<name>.<key>@<label>    the bytes of an encoded state (uint8); label: its encoding, as int8/256
+    optim.state.<name>.<key>@<label>    the bytes of an encoded state (uint8); label: its encoding, as e3m4/256
     optim.param_groups        options of the groups with the names of their members
     zeroshard.state           steps taken, loss scale
     zeroshard.rng.<rank>      random generators
