@@ -51,9 +51,8 @@ class SharedComm(Hub):
         self.ranks, self.nodes = self.numbers, [0] * self.world_size
         self.fence = Fence(self.members)
         self._fences = {self.members: self.fence}  # those of the subgroups, too
-        self._outboxes: dict[
-            tuple[int, ...], list[Tensor]
-        ] = {}  # by members: memory of each rank, for what it sends in `all_to_all`
+        # by members: memory of each rank, for what it sends in `all_to_all`
+        self._outboxes: dict[tuple[int, ...], list[Tensor]] = {}
         self.device, self.streams = device, streams_for(device)
 
     def subgroup(self, parts: Sequence[Sequence[int]], apart: bool = False) -> SharedComm:
@@ -133,8 +132,8 @@ class SharedComm(Hub):
         return work
 
     def all_to_all(
-        self, output: Tensor, input: Tensor, output_counts: Sequence[int] | None = None, input_counts: Sequence[int] | None = None,
-        label: str = "all-to-all",
+        self, output: Tensor, input: Tensor, label: str = "all-to-all", output_counts: Sequence[int] | None = None,
+        input_counts: Sequence[int] | None = None,
     ) -> Collective:  # fmt: skip
         given, taken = (parts_of(t, c, self.world_size) for t, c in ((input, input_counts), (output, output_counts)))
         work, itemsize = Collective(), input.itemsize
@@ -144,7 +143,7 @@ class SharedComm(Hub):
         outboxes = self._outboxes.setdefault(self.members, [])
         if not outboxes or nbytes > outboxes[0].numel():  # the same on all ranks
             outboxes[:] = self._mapped(max(nbytes + nbytes // 4, 4096))  # room for the changing counts of further exchanges
-        outboxes[self.rank][: input.nbytes].view(input.dtype).copy_(input)
+        outboxes[self.rank][: input.nbytes].view(input.dtype).copy_(input.view(-1))
         self._meet_all(None, self.members, f"{label}: written")
         for outbox, part, counts in zip(outboxes, taken, everyone, strict=True):
             begin = sum(counts[: self.rank]) * itemsize

@@ -75,7 +75,7 @@ def _travel(rows: Tensor, line: Line, sent: Sequence[int], received: Sequence[in
     width = rows.shape[-1]
     found = rows.new_empty(sum(received), width)
     into, out = ([count * width for count in each] for each in (received, sent))
-    work = line.comm.all_to_all(found.view(-1), rows.contiguous().view(-1), into, out, label)
+    work = line.comm.all_to_all(found, rows.contiguous(), label, into, out)
     work.wait()
     line.ledger.sent(EXCHANGE, work.sent, label)
     return found
