@@ -60,7 +60,7 @@ class SequenceParallel:
         parts = [tensor.unflatten(scatter, (size, -1)).movedim(scatter, 0) for tensor in tensors]  # (size, ...)
         for part, rows in zip(parts, given.split(sizes, dim=1), strict=True):
             rows.unflatten(1, part.shape[1:]).copy_(part)
-        work = self.comm.all_to_all(out.view(-1), given.view(-1), label=label)
+        work = self.comm.all_to_all(out, given, label)
         work.wait()
         self.ledger.sent(SEQUENCE, work.sent, label)
         if self.comm.mail_nbytes != self._held:
