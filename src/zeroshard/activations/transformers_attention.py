@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from .ulysses import SequenceParallel, sequence_of
+from .ulysses import SequenceParallel, active_in
 
 _EAGER = "zeroshard_eager"
 _LAYERS = ("full_attention", "sliding_attention", "dense", "sparse", "moe")  # whose tokens meet in attention only
@@ -71,7 +71,9 @@ def attach(model: Any, sequence: SequenceParallel) -> list[Any]:
     _wrap_registries()
     names = list(inspect.signature(type(model).forward).parameters)[1:]
 
-    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if active_in(module) is None:
+            return None
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
         stack = _stack()
         stack.append(stack[-1] if stack else _begin(module, sequence, kwargs))  # models nest: the outermost one begins
@@ -151,7 +153,7 @@ def _attend(
     function: Callable, flash: bool, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Call an attention function of the registry for whole sequences and this rank's heads. query: (B, H, S / n, D)."""
-    sequence = sequence_of(module)
+    sequence = active_in(module)
     assert sequence is not None
     if any(kwargs.get(name) is not None for name in ("position_bias", "s_aux")) or getattr(module, "sinks", None) is not None:
         raise ConfigError(
@@ -227,7 +229,7 @@ def _wrap_registries() -> None:
 def _wrapped_attention(function: Callable, flash: bool) -> Callable:
     @functools.wraps(function)
     def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if sequence_of(module) is None:
+        if active_in(module) is None:
             return function(module, *args, **kwargs)
         return _attend(function, flash, module, *args, **kwargs)
 

@@ -35,11 +35,19 @@ def sequence_of(module: nn.Module) -> SequenceParallel | None:
     return of_module.get(module)
 
 
+def active_in(module: nn.Module) -> SequenceParallel | None:
+    """Return the SequenceParallel by which a module's attention is exchanged now, or None."""
+    sequence = of_module.get(module)
+    return None if sequence is None or (sequence.only_in_training and not module.training) else sequence
+
+
 class SequenceParallel:
     """The ranks along sp of this rank's place, which have the tokens of the same sequences, and a model's exchanges among them.
 
-    calls: attentions so far. Threads: as the Comm.
+    calls: attentions so far. only_in_training: a model in evaluation mode attends to this rank's tokens alone. Threads: as the Comm.
     """
+
+    only_in_training = False
 
     def __init__(self, comm: DirectComm, ledger: Ledger) -> None:
         self.comm, self.ledger = comm, ledger

@@ -51,6 +51,14 @@ def shard_sequence(batch: Mapping[str, Any] | Tensor, where: Where, *, shift_lab
     """
     rank, size, comm = _place(where)
     entries: dict[str, Any] = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
+    if comm is not None:
+        _check_same(entries, comm)
+    found = cut(entries, rank, size, shift_labels=shift_labels, pad_token_id=pad_token_id)
+    return found["input_ids"] if isinstance(batch, Tensor) else found
+
+
+def cut(entries: dict[str, Any], rank: int, size: int, *, shift_labels: bool, pad_token_id: int = 0) -> dict[str, Any]:
+    """Return the tokens of rank `rank` of `size` of a batch, as `shard_sequence` does (not collective)."""
     sequences = _sequences(entries)
     tokens = sequences.shape[1]
     mask, labels = entries.get("attention_mask"), entries.get("labels")
@@ -59,8 +67,6 @@ def shard_sequence(batch: Mapping[str, Any] | Tensor, where: Where, *, shift_lab
             f"zs.shard_sequence: attention_mask: expected shape {tuple(sequences.shape[:2])} (batch, tokens), got {tuple(mask.shape)}. Masks of "
             "each layer are made from it after the cut."
         )
-    if comm is not None:
-        _check_same(entries, comm)
     if entries.get("position_ids") is None:
         entries["position_ids"] = torch.arange(tokens, device=sequences.device).repeat(sequences.shape[0], 1)
     if shift_labels and labels is not None and labels.shape == sequences.shape[:2]:
@@ -79,8 +85,7 @@ def shard_sequence(batch: Mapping[str, Any] | Tensor, where: Where, *, shift_lab
             value = torch.cat([value, _filling(name, value, dim, added, pad_token_id)], dim=dim)
         return value.chunk(size, dim)[rank].contiguous()
 
-    found = {name: own(name, value) for name, value in entries.items()}
-    return found["input_ids"] if isinstance(batch, Tensor) else found
+    return {name: own(name, value) for name, value in entries.items()}
 
 
 def _place(where: Where) -> tuple[int, int, DirectComm | None]:

@@ -111,7 +111,7 @@ _TABLE = {
     "runtime.pipe.topology": "stand_ins: PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology",
     "runtime.precision_config": "ds_config: get_bfloat16_config get_float16_config; sections: DeepSpeedBF16Config "
     "DeepSpeedFP16Config",
-    "runtime.sequence_parallel.ulysses_sp": "stand_ins: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
+    "runtime.sequence_parallel.ulysses_sp": "sequence: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     "runtime.swap_tensor": "stand_ins: MIN_SWAPPABLE_BYTES",
     "runtime.torch_autocast": "utilities: PARAM_COMM_DTYPE_ATTR_NAME autocast_if_enabled get_comm_dtype has_comm_dtype",
     "runtime.utils": "utilities: DummyOptim check_internal_apis_for_count_used_parameters copy_to_device "
@@ -148,8 +148,8 @@ _TABLE = {
     "_get_data_parallel_rank _get_data_parallel_world_size _get_expert_data_parallel_group_dict "
     "_get_expert_model_parallel_world_size _get_expert_parallel_group_dict _get_model_parallel_world_size "
     "_get_sequence_data_parallel_group _get_sequence_data_parallel_rank _get_sequence_data_parallel_world_size "
-    "_get_sequence_parallel_group _get_sequence_parallel_rank _get_sequence_parallel_world_size "
-    f"_get_zero_param_intra_parallel_group {_GROUPS}",
+    f"_get_zero_param_intra_parallel_group {_GROUPS}; sequence: _get_sequence_parallel_group _get_sequence_parallel_rank "
+    "_get_sequence_parallel_world_size",
     "utils.init_on_device": "utilities: OnDevice",
     "utils.logging": "logs: get_current_level get_dist_msg get_log_level_from_string log_dist log_dist_once log_levels logger "
     "print_dist set_log_level_from_string should_log_le warning_once",

@@ -45,10 +45,10 @@ def _get_data_parallel_group_ranks() -> range:
 get_data_parallel_group = _get_data_parallel_group = _get_sequence_data_parallel_group = dist.get_world_group
 get_data_parallel_world_size = _get_data_parallel_world_size = _get_sequence_data_parallel_world_size = dist.get_world_size
 get_data_parallel_rank = _get_data_parallel_rank = _get_sequence_data_parallel_rank = dist.get_rank
-_get_sequence_parallel_world_size = _get_model_parallel_world_size = get_model_parallel_world_size = always(1)
+_get_model_parallel_world_size = get_model_parallel_world_size = always(1)
 get_tensor_model_parallel_world_size = _get_expert_model_parallel_world_size = always(1)
-_get_sequence_parallel_rank = get_model_parallel_rank = get_tensor_model_parallel_rank = _get_broadcast_src_rank = always(0)
-_get_sequence_parallel_group = get_model_parallel_group = get_tensor_model_parallel_group = always(None)
+get_model_parallel_rank = get_tensor_model_parallel_rank = _get_broadcast_src_rank = always(0)
+get_model_parallel_group = get_tensor_model_parallel_group = always(None)
 _get_zero_param_intra_parallel_group = always(None)
 _get_expert_parallel_group_dict = _get_expert_data_parallel_group_dict = always(dict[str, object]())
 
