@@ -9,7 +9,7 @@ import argparse
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -308,12 +308,12 @@ class TrainOptions(RunOptions):
             try:
                 self.axes.check_ranks(world_size)
             except UsageError as error:
-                if self.config is None or read_layout(self.config)["mesh"] != asdict(self.axes):
+                if self.config is None or read_layout(self.config)["mesh"] != self.axes.planned:
                     raise
                 again = f"--ranks {world_size} --auto --global-batch {self.global_batch} --write-config {self.config}"
                 told = f"the mesh is that of --config {self.config}: plan again with `zeroshard plan MODEL {again}`"
                 raise UsageError(f"{error}; {told}") from None
-        readers, word = (self.axes.dp, "dp") if self.axes.cuts_model else (world_size, "ranks")
+        readers, word = (self.axes.dp, "dp") if self.axes.cuts_model or self.axes.sp > 1 else (world_size, "ranks")
         parts = readers * self.accumulate
         if self.global_batch % parts:
             above = (self.global_batch // parts + 1) * parts
@@ -324,7 +324,7 @@ class TrainOptions(RunOptions):
 
     def planned_otherwise(self, world_size: int) -> str:
         """Return a sentence that says so if the file of `config` was made for other numbers of ranks; else ""."""
-        axes = asdict(self.axes) if self.mesh is not None else {"dp": world_size}
+        axes = self.axes.planned if self.mesh is not None else {"dp": world_size}
         return "" if self.config is None else planned_otherwise(self.config, read_layout(self.config), axes)
 
 
@@ -351,6 +351,8 @@ def _other_defaults(chosen: argparse.Namespace) -> dict[str, Any]:
     row |= _of_plan(chosen) if chosen.config is not None else {}
     mesh = chosen.mesh or row.get("mesh")
     axes = MeshAxes() if mesh is None else MeshAxes.parse(mesh)
+    if axes.sp > 1:
+        row.setdefault("global_batch", math.lcm(8, axes.dp))
     if axes.cuts_model:
         row["sample_bytes"] = 0
         row.setdefault("accumulate", 2 * axes.pp if axes.pp > 1 else 1)

@@ -52,6 +52,8 @@ class PlanOptions(RunOptions):
         """Return the planner's request. Raises UsageError, and ConfigError for the model, the hardware or options of zs.shard."""
         hardware = Hardware.named(self.hardware)
         source, axes = source_of(self.model), MeshAxes() if self.mesh is None else MeshAxes.parse(self.mesh)
+        if axes.sp > 1:
+            raise UsageError(f"--mesh: expected axes dp, pp and tp, which can be planned, got {self.mesh!r}; leave out sp")
         model = axes.pp * axes.tp
         if self.mesh is None:
             axes = MeshAxes(dp=self.ranks or hardware.devices_per_node)

@@ -10,6 +10,7 @@ Neighbouring ranks are along sp.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -80,28 +81,31 @@ def _world() -> object:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
-_latest: list[SequenceGroups] = []  # of this process, at most one: deepspeed.utils.groups asks for it
+_here = threading.local()  # .groups: the latest, for which deepspeed.utils.groups asks; ranks may be threads
 
 
 def groups_of(size: int, only_in_training: bool = False) -> SequenceGroups:
     """Return the groups of `size` ranks along sp, which deepspeed.utils.groups then returns as well (collective if they are new)."""
-    known = bool(_latest) and _latest[0].size == size and _latest[0].world is not None
-    if not (known and _latest[0].world is _world()):  # another process group, or ranks that are threads
-        _latest[:] = [SequenceGroups(size)]
-    _latest[0].only_in_training = only_in_training
-    return _latest[0]
+    groups = getattr(_here, "groups", None)
+    if groups is None or groups.size != size or groups.world is not _world():  # another process group
+        groups = _here.groups = SequenceGroups(size)
+    groups.only_in_training = only_in_training
+    return groups
 
 
 def _get_sequence_parallel_group() -> Any:
-    return _latest[0].get_sequence_parallel_group() if _latest else None
+    groups = getattr(_here, "groups", None)
+    return None if groups is None else groups.get_sequence_parallel_group()
 
 
 def _get_sequence_parallel_world_size() -> int:
-    return _latest[0].size if _latest else 1
+    groups = getattr(_here, "groups", None)
+    return 1 if groups is None else groups.get_sequence_parallel_world_size()
 
 
 def _get_sequence_parallel_rank() -> int:
-    return backend_select.rank_and_size()[0] % _get_sequence_parallel_world_size()
+    groups = getattr(_here, "groups", None)
+    return 0 if groups is None else groups.get_sequence_parallel_rank()
 
 
 class UlyssesSPAttentionHF(nn.Module):
