@@ -27,7 +27,7 @@ from .ulysses import SequenceParallel, active_in
 _EAGER = "zeroshard_eager"
 _LAYERS = ("full_attention", "sliding_attention", "dense", "sparse", "moe")  # whose tokens meet in attention only
 _LOCK = threading.Lock()  # of the registries, since ranks may be threads
-_local = threading.local()  # .stack: the _Forward of each running forward of a model, by which masks are made
+_local = threading.local()  # .stack: the _Forward of each running forward of a model, by which masks are made; None: torch's own
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,12 @@ def attach(model: Any, sequence: SequenceParallel) -> list[Any]:
     names = list(inspect.signature(type(model).forward).parameters)[1:]
 
     def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if active_in(module) is None:
+        stack = _stack()
+        if stack or active_in(module) is None:  # models nest: the outermost one begins
+            stack.append(stack[-1] if stack else None)
             return None
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
-        stack = _stack()
-        stack.append(stack[-1] if stack else _begin(module, sequence, kwargs))  # models nest: the outermost one begins
+        stack.append(_begin(module, sequence, kwargs))
         return (), kwargs
 
     def after(*_: object) -> None:
@@ -92,7 +93,7 @@ def attach(model: Any, sequence: SequenceParallel) -> list[Any]:
     return handles
 
 
-def _stack() -> list[_Forward]:
+def _stack() -> list[_Forward | None]:
     return _local.__dict__.setdefault("stack", [])
 
 
@@ -114,7 +115,7 @@ def _begin(model: nn.Module, sequence: SequenceParallel, kwargs: dict) -> _Forwa
     if kwargs.get("use_cache") is None:
         kwargs["use_cache"] = False  # as Transformers reads it: a cache is for generation, and packed sequences are found without
     if mask is not None:
-        return _Forward(sequence, sequence.whole(mask, "padding mask").bool(), None)
+        return _Forward(sequence, sequence.whole(mask.to(torch.uint8), "padding mask").bool(), None)
     if positions.ndim != 2:
         return _Forward(sequence, None, None)
     whole = sequence.whole(positions, "positions")
@@ -129,9 +130,10 @@ def _begin(model: nn.Module, sequence: SequenceParallel, kwargs: dict) -> _Forwa
 
 def _mask(function: Callable, **kwargs: Any) -> Any:
     """Call a mask function of the registry: in a forward over an axis sp, for whole sequences."""
-    if not _stack():
+    forward = _stack()[-1] if _stack() else None
+    if forward is None:
         return function(**kwargs)
-    forward, length = _stack()[-1], kwargs["q_length"]
+    length = kwargs["q_length"]
     if kwargs["kv_length"] != length:
         raise ConfigError(
             f"sp: a mask of {length} queries and {kwargs['kv_length']} keys: attention must be of sequences to themselves."

@@ -86,6 +86,7 @@ class SequenceParallel:
 
     # -- attention -------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Return query (B, H / n, S, D), key and value (B, K' / n, S, D) for this rank's tokens (B, H, S / n, D), (B, K, S / n, D).
 
@@ -111,6 +112,7 @@ class SequenceParallel:
             key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
         return list(_Swap.apply(self, 1, 2, "attention: to heads", query, key, value))
 
+    @torch.compiler.disable
     def to_tokens(self, out: Tensor, heads: int, tokens: int) -> Tensor:
         """Return this rank's tokens of all heads, for its heads of all tokens. heads, tokens: these dimensions of `out`."""
         return _Swap.apply(self, tokens, heads, "attention: to tokens", out)[0]

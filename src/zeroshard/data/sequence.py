@@ -21,6 +21,7 @@ from ..comm.base import DirectComm
 from ..comm.mesh.axes import NamedRanks, place_along
 from ..errors import ConfigError
 from ..utils.axes import SP
+from ..zero.runtime import runtime_of
 
 if TYPE_CHECKING:
     Where = nn.Module | DeviceMesh | Mapping[str, int]
@@ -47,7 +48,10 @@ def shard_sequence(batch: Mapping[str, Any] | Tensor, where: Where, *, shift_lab
             mask is given, it is 0. Without shift_labels a mask is made.
 
     The result has `position_ids`, made if missing: (batch, tokens / sp). A batch without an axis sp gets them, and shifted labels,
-    too. Raises ConfigError where ranks have different batches, or a mask is not of shape (batch, tokens).
+    too.
+
+    Raises ConfigError where ranks have different batches, or a mask is not of shape (batch, tokens),
+    and ZeroshardError for a model that is not sharded.
     """
     rank, size, comm = _place(where)
     entries: dict[str, Any] = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
@@ -91,7 +95,7 @@ def cut(entries: dict[str, Any], rank: int, size: int, *, shift_labels: bool, pa
 def _place(where: Where) -> tuple[int, int, DirectComm | None]:
     """Return (rank, size, Comm) along sp; without a Comm where only the mesh is known."""
     if isinstance(where, nn.Module):
-        sequence = sequence_of(where)
+        sequence, _ = sequence_of(where), runtime_of(where)  # raises where the model is not sharded
         return (sequence.rank, sequence.size, sequence.comm) if sequence is not None else (0, 1, None)
     if not isinstance(where, (Mapping, DeviceMesh)):
         raise ConfigError(f"zs.shard_sequence: expected a sharded model or a mesh, got {type(where).__name__}.")
