@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
+from ..utils.axes import SP
 from .ulysses import SequenceParallel, active_in
 
 _EAGER = "zeroshard_eager"
@@ -115,11 +116,11 @@ def _begin(model: nn.Module, sequence: SequenceParallel, kwargs: dict) -> _Forwa
     if kwargs.get("use_cache") is None:
         kwargs["use_cache"] = False  # as Transformers reads it: a cache is for generation, and packed sequences are found without
     if mask is not None:
-        return _Forward(sequence, sequence.whole(mask.to(torch.uint8), "padding mask").bool(), None)
+        return _Forward(sequence, sequence.whole(mask.to(torch.uint8), f"{SP} all-gather padding").bool(), None)
     if positions.ndim != 2:
         return _Forward(sequence, None, None)
-    whole = sequence.whole(positions, "positions")
-    if bool((whole.diff(dim=-1) == 1).all()):
+    whole = sequence.whole(positions, f"{SP} all-gather positions")
+    if sequence.comm.imagined or bool((whole.diff(dim=-1) == 1).all()):
         return _Forward(sequence, None, None)
     tokens = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
     kwargs["attention_mask"] = torch.ones(
@@ -167,7 +168,7 @@ def _attend(
     if isinstance(mask, Tensor) and mask.ndim == 4:
         mask = sequence.heads_of(mask, heads, query.shape[2])
     if flash and kwargs.get("position_ids") is not None:  # flash attention finds packed sequences by them
-        kwargs["position_ids"] = sequence.whole(kwargs["position_ids"], "positions")
+        kwargs["position_ids"] = sequence.whole(kwargs["position_ids"], f"{SP} all-gather positions")
     groups = query.shape[1] // key.shape[1]
     if getattr(module, "num_key_value_groups", groups) != groups:  # key and value heads were repeated
         module = _WithGroups(module, groups)

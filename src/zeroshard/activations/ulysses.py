@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from ..comm.base import DirectComm
 from ..errors import ConfigError
 from ..memory.ledger import SEQUENCE, STAGING, Ledger
+from ..utils.axes import SP
 
 of_module: weakref.WeakKeyDictionary[nn.Module, SequenceParallel] = weakref.WeakKeyDictionary()
 _local = threading.local()  # .inside: attention over whole sequences runs
@@ -110,12 +111,12 @@ class SequenceParallel:
         times = size // math.gcd(key.shape[1], size)
         if times > 1:
             key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
-        return list(_Swap.apply(self, 1, 2, "attention: to heads", query, key, value))
+        return list(_Swap.apply(self, 1, 2, f"{SP} all-to-all to heads", query, key, value))
 
     @torch.compiler.disable
     def to_tokens(self, out: Tensor, heads: int, tokens: int) -> Tensor:
         """Return this rank's tokens of all heads, for its heads of all tokens. heads, tokens: these dimensions of `out`."""
-        return _Swap.apply(self, tokens, heads, "attention: to tokens", out)[0]
+        return _Swap.apply(self, tokens, heads, f"{SP} all-to-all to tokens", out)[0]
 
     @property
     def is_inside(self) -> bool:
@@ -175,4 +176,4 @@ class _Swap(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         scatter, gather = ctx.dims
-        return None, None, None, None, *ctx.sequence.swap(grads, gather, scatter, f"{ctx.label}, backward")
+        return None, None, None, None, *ctx.sequence.swap(grads, gather, scatter, f"{ctx.label} in backward")

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..planner.model_source import example_of, source_of
@@ -52,19 +52,21 @@ class PlanOptions(RunOptions):
         """Return the planner's request. Raises UsageError, and ConfigError for the model, the hardware or options of zs.shard."""
         hardware = Hardware.named(self.hardware)
         source, axes = source_of(self.model), MeshAxes() if self.mesh is None else MeshAxes.parse(self.mesh)
-        if axes.sp > 1:
-            raise UsageError(f"--mesh: expected axes dp, pp and tp, which can be planned, got {self.mesh!r}; leave out sp")
-        model = axes.pp * axes.tp
+        if axes.sp > 1 and (getattr(self, "auto", False) or getattr(self, "sweep", None)):
+            raise UsageError(
+                f"--mesh: expected no sp with --auto or --sweep, which vary dp, pp and tp, got {self.mesh!r}; leave out one of them"
+            )
+        model = axes.pp * axes.tp * axes.sp
         if self.mesh is None:
             axes = MeshAxes(dp=self.ranks or hardware.devices_per_node)
         elif self.ranks is not None and "dp" not in self.mesh and self.ranks % model == 0:
-            axes = MeshAxes(axes.pp, self.ranks // model, axes.tp)  # the rest is data parallel
+            axes = replace(axes, dp=self.ranks // model)  # the rest is data parallel
         elif self.ranks is not None:
             axes.check_ranks(self.ranks)
         if self.example is not None:
             source = example_of(source, self.example)
-            if axes.pp * axes.tp > 1 or self.seq is not None:
-                raise UsageError("--example: expected neither --seq nor --mesh with pp or tp, which are for models of tokens")
+            if model > 1 or self.seq is not None:
+                raise UsageError("--example: expected neither --seq nor --mesh with pp, tp or sp, which are for models of tokens")
         if self.shard_size is not None and axes.dp % self.shard_size:
             raise UsageError(f"--shard-size: expected a divisor of the {axes.dp} ranks of dp, got {self.shard_size}")
         for name in ("schedule", "sequence_parallel", "partition_activations"):
@@ -77,7 +79,7 @@ class PlanOptions(RunOptions):
             checkpointing |= {"offload": self.offload_activations} if self.offload_activations != "none" else {}
             checkpointing |= {"path": "."} if self.offload_activations == "nvme" else {}
         request = Request(
-            source, hardware, {"pp": axes.pp, "dp": axes.dp, "tp": axes.tp}, self.micro_batch, self.seq or source.default_seq,
+            source, hardware, axes.planned | ({"sp": axes.sp} if axes.sp > 1 else {}), self.micro_batch, self.seq or source.default_seq,
             self.accumulate or (2 * axes.pp if axes.pp > 1 else 1), self.node_size, self._shard(hardware), checkpointing,
             {name: getattr(self, name) for name in ("schedule", "sequence_parallel") if getattr(self, name)},
         )  # fmt: skip
