@@ -123,9 +123,8 @@ def _begin(model: nn.Module, sequence: SequenceParallel, kwargs: dict) -> _Forwa
     if sequence.comm.imagined or bool((whole.diff(dim=-1) == 1).all()):
         return _Forward(sequence, None, None)
     tokens = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
-    kwargs["attention_mask"] = torch.ones(
-        tokens.shape[:2], dtype=torch.bool, device=whole.device
-    )  # else it looks at this rank's positions
+    # without a mask the model would find packed sequences in this rank's positions alone
+    kwargs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=whole.device)
     return _Forward(sequence, None, whole.expand(tokens.shape[0], -1))
 
 
