@@ -78,6 +78,8 @@ def attach(model: Any, sequence: SequenceParallel) -> list[Any]:
             stack.append(stack[-1] if stack else None)
             return None
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        if "use_cache" in names and kwargs.get("use_cache") is None:
+            kwargs["use_cache"] = False  # a cache is for generation, and masks of packed sequences are made without one only
         stack.append(_begin(module, sequence, kwargs))
         return (), kwargs
 
@@ -113,8 +115,6 @@ def _begin(model: nn.Module, sequence: SequenceParallel, kwargs: dict) -> _Forwa
         raise ConfigError(
             f"{what}: attention_mask: expected (batch, tokens), got {found}. Masks of each layer are made from it here."
         )
-    if kwargs.get("use_cache") is None:
-        kwargs["use_cache"] = False  # as Transformers reads it: a cache is for generation, and packed sequences are found without
     if mask is not None:
         return _Forward(sequence, sequence.whole(mask.to(torch.uint8), f"{SP} all-gather padding").bool(), None)
     if positions.ndim != 2:

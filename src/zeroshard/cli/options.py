@@ -73,7 +73,7 @@ class RunOptions:
         None, "fp32, bf16 or fp16 (default: bf16 on GPUs, fp32 on CPUs)", choices=PRECISIONS,
         metavar="DTYPE", group=COMMON,
     )  # fmt: skip
-    mesh: str | None = option(None, "ranks along each axis: dp=2,pp=2,tp=2", metavar="AXES", group=MESH)
+    mesh: str | None = option(None, "ranks along each axis: dp=2,pp=2,tp=2 or dp=2,sp=2", metavar="AXES", group=MESH)
     accumulate: int | None = option(None, "micro-batches of a step (default: 1; pp: 2 a stage)", type=int, group=COMMON)
     schedule: str | None = option(
         None, f"order of micro-batches in stages of pp: {', '.join(SCHEDULES)} (default: 1f1b)", choices=SCHEDULES,
