@@ -76,7 +76,7 @@ def cut(entries: dict[str, Any], rank: int, size: int, *, shift_labels: bool, pa
     if shift_labels and labels is not None and labels.shape == sequences.shape[:2]:
         labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], dim=1)
         entries["labels"] = entries["shift_labels"] = labels
-        entries["num_items_in_batch"] = (labels != IGNORED).sum().float() / size
+        entries["num_items_in_batch"] = (labels != IGNORED).sum().item() / size  # no tensor, which precision="bf16" would round
     added = -tokens % size
     if added and not shift_labels and mask is None:  # tokens of a causal model see none that come after them
         entries["attention_mask"] = torch.ones(sequences.shape[:2], dtype=torch.long, device=sequences.device)

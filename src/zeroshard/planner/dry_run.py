@@ -442,14 +442,14 @@ def _next_own_token(model: nn.Module, tokens: Tensor) -> Tensor:
     """Return the loss of this rank's part of the tokens."""
     sequence = sequence_of(model)
     assert sequence is not None and tokens.shape[1] % sequence.size == 0, "the request has checked that sp divides the tokens"
-    part = cut({"input_ids": tokens, "labels": tokens}, sequence.rank, sequence.size, shift_labels=True)
+    part = cut({"input_ids": tokens}, sequence.rank, sequence.size, shift_labels=False)
     if (
         "own" in inspect.signature(type(model).forward).parameters
     ):  # a model of this library, which reads the tokens before its own
         length = tokens.shape[1] // sequence.size
-        return model(tokens, part["shift_labels"], own=slice(sequence.rank * length, (sequence.rank + 1) * length))
+        return model(tokens, part["input_ids"], own=slice(sequence.rank * length, (sequence.rank + 1) * length))
     logits = model(input_ids=part["input_ids"], position_ids=part["position_ids"]).logits
-    return F.cross_entropy(logits.flatten(0, 1).float(), part["shift_labels"].flatten())
+    return F.cross_entropy(logits.flatten(0, 1).float(), part["input_ids"].flatten())
 
 
 def _next_token(model: nn.Module, tokens: Tensor) -> Tensor:
