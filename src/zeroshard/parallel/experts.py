@@ -34,7 +34,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..activations.experts import Idle, are_experts, why_not
 from ..errors import ConfigError, did_you_mean
-from ..memory.ledger import EXCHANGE
 from ..tensor.distributed import Owned, is_distributed
 from ..tensor.tiled_parameter import Tile, Tiled
 from ..utils import torch_compat
@@ -75,9 +74,7 @@ def _travel(rows: Tensor, line: Line, sent: Sequence[int], received: Sequence[in
     width = rows.shape[-1]
     found = rows.new_empty(sum(received), width)
     into, out = ([count * width for count in each] for each in (received, sent))
-    work = line.comm.all_to_all(found, rows.contiguous(), label, into, out)
-    work.wait()
-    line.ledger.sent(EXCHANGE, work.sent, label)
+    line.all_to_all(found, rows.contiguous(), label, into, out)
     return found
 
 
