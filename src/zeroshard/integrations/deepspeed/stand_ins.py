@@ -70,7 +70,10 @@ class ZeRORuntimeException(Exception):
 # -- parallelism other than data ----------------------------------------------------------------------------------
 
 _PIPE = "shard the whole model with stage 3 instead of cutting it into pipeline stages: ranks then hold 1/N of every layer."
-_MOE = "write the experts as ordinary modules (or take a model of transformers); stage 3 shards them as all others."
+_MOE = (
+    "write the experts as ordinary modules (or take a model of transformers); stage 3 shards them as all others, and zs.divide_experts "
+    "divides zs.Experts over an axis ep."
+)
 _SEQUENCE = "long sequences: zs.tile and zs.tiled_cross_entropy, and activation checkpoints with partition or offload."
 _INFER = "call deepspeed.initialize without an optimizer (stage 3), or export the model to an inference engine."
 
