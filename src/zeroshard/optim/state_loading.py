@@ -81,7 +81,7 @@ class Restoring:
 
     @property
     def all_noted(self) -> bool:
-        """Whether `note` registers the reads of all states. Those in columns, encoded or not, are read by `put` alone, in chunks."""
+        """True if `note` registers the reads of all states; those in columns, encoded or not, are read by `put` alone, in chunks."""
         return all(isinstance(run.states, DeviceStates) for _, run, _ in self.runs)
 
     @torch.no_grad()
