@@ -13,6 +13,7 @@ The package reads from top to bottom:
     micro_benchmark.py        turns of contenders in one process, and a fresh process for a function
     statistics.py, tables.py  medians, ratios per round, bounds; goals and verdicts, tables as cells
     host_overhead.py, cpu_adam.py, codecs.py, disk.py    micro-benchmarks in one process
+    state_formats.py, state_quality.py    optimizer states in fewer bits: bytes, time, losses; curves of losses
     checkpoints.py, gpu.py    saving and loading; one GPU: speed on each tier, and the largest models
     network.py, parallel.py   a slow link between two nodes (nodes.py); a mesh of 8 ranks
     report.py, pictures.py    the columns of each table, the goals; results.json, results.md; the pictures

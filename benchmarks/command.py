@@ -33,7 +33,20 @@ from zeroshard.cli.sheets import drawn, say, show
 from zeroshard.errors import SwapError
 from zeroshard.memory.io.swap_folder import SwapFolder
 
-from . import checkpoints, codecs, cpu_adam, disk, gpu, host_overhead, network, parallel, pictures, report, statistics
+from . import (
+    checkpoints,
+    codecs,
+    cpu_adam,
+    disk,
+    gpu,
+    host_overhead,
+    network,
+    parallel,
+    pictures,
+    report,
+    state_formats,
+    statistics,
+)
 from .micro_benchmark import Unmeasured, apart
 from .plan import CONTENDERS, MESH_CONTENDERS, PRECISIONS, TIER_CONTENDERS, Contender, ModelShape, Rounds, Workload, select
 from .race import race
@@ -193,6 +206,9 @@ def _run(section: str, plan: Plan) -> object:
     if section == "codecs":
         say("quantization beside memory copies and whole-tensor arithmetic")
         return apart(codecs.measure, log_file=logs / "codecs.log")
+    if section == "states":
+        say("optimizer states in 16, 8 and 4 bits beside torchao and bitsandbytes")
+        return apart(state_formats.measure, log_file=logs / "states.log")
     if section == "disk":
         say("file engine beside dd and fio")
         return apart(disk.run, path, log_file=logs / "disk.log")

@@ -1,14 +1,14 @@
 """The results of a run as tables on the terminal, as results.md for documents, and as results.json for programs.
 
 SECTIONS says of each section how to show what it measured, and which goals it has; the columns of races, and their goals
-(GOALS), are here. The other sections have theirs in their files (host_overhead.py, cpu_adam.py, codecs.py, disk.py,
-checkpoints.py, network.py).
+(GOALS), are here. The other sections have theirs in their files (host_overhead.py, cpu_adam.py, codecs.py, state_formats.py,
+disk.py, checkpoints.py, network.py).
 
 results.json (schema 2): `machine`, `versions`, `workload`, `rounds`; `contenders`, one entry per contender with
 `status` ("ran", "skipped: why", "failed: why"), seconds per step, ratios, processor time, memory in bytes,
 losses; `core_share`, the part of a core that a rank got (near 1 on a quiet machine); `tiers`, the same as `contenders`
-with bytes moved, disk speeds and bounds by round; `host_work`; `hostadam`, `codecs`, `disk`, `checkpoints`, `network`: the
-results of these sections; `parallel`: as `contenders`, on a mesh of ranks; `gpu`: contenders and the largest models, or the
+with bytes moved, disk speeds and bounds by round; `host_work`; `hostadam`, `codecs`, `states`, `disk`, `checkpoints`,
+`network`: the results of these sections; `parallel`: as `contenders`, on a mesh of ranks; `gpu`: contenders and the largest models, or the
 reason why there are none; `goals`. A value that was not measured is null.
 """
 
@@ -28,7 +28,7 @@ from typing import Any
 
 from zeroshard.utils.sheets import BAD, GOOD, PLAIN, WARNING, Note, Sheet
 
-from . import checkpoints, codecs, cpu_adam, disk, gpu, network, parallel, statistics
+from . import checkpoints, codecs, cpu_adam, disk, gpu, network, parallel, state_formats, statistics
 from .overlap import Overlap
 from .plan import ModelShape, Rounds, Workload
 from .race import Outcome
@@ -60,6 +60,7 @@ GOALS: dict[str, tuple[tuple[Any, ...], ...]] = {
         ("stage 3 / DDP, step time", 1.00, time_ratio, "zs3", "ddp"),
         ("stage 3 / FSDP2, step time", 0.70, time_ratio, "zs3", "fsdp2"),
         ("stage 3 / DeepSpeed 3, step time", 0.45, time_ratio, "zs3", "ds3"),
+        ("stage 3 with int8 states / with fp32 states, step time", 1.05, time_ratio, "zs3-int8", "zs3"),
         ("stage 3 by zeroshard.deepspeed / by zs.shard, step time", 1.05, time_ratio, "engine3", "zs3"),
         ("stage 3 by zeroshard.deepspeed / DeepSpeed 3, step time", 0.50, time_ratio, "engine3", "ds3"),
         ("stage 3 bf16 / FSDP2 bf16, step time", 0.75, time_ratio, "zs3-bf16", "fsdp2-bf16"),
@@ -196,7 +197,7 @@ def _loss_notes(outcomes: list[Outcome]) -> list[Note]:
     return [
         (f"losses of {o.contender.label} differ from {reference.contender.label}'s by {d:.1e}", BAD)
         for o, reference, d in compared
-        if d > statistics.LOSS_TOLERANCE[o.contender.precision]
+        if d > statistics.loss_tolerance(o.contender)
     ]
 
 
@@ -252,6 +253,9 @@ SECTIONS = {  # in the order in which they are run
         lambda found: [goal for rows in found.values() for goal in cpu_adam.goals(rows)],
     ),
     "codecs": Section("quantization on the host beside memory copies", lambda _, found: [codecs.sheet(found)], codecs.goals),
+    "states": Section(
+        "AdamW's states in 16, 8 and 4 bits beside torchao and bitsandbytes", lambda _, found: [state_formats.sheet(found)]
+    ),
     "disk": Section("the file engine beside dd and fio", lambda _, found: [disk.sheet(found)], disk.goals),
     "checkpoints": Section(
         "saving and loading beside DCP with FSDP2 and DeepSpeed", lambda _, found: map(checkpoints.sheet, found), _goals_of_each
@@ -300,7 +304,7 @@ def write_json(results: Results, path: Path) -> None:
         "core_share": statistics.core_share([*outcomes, *tiers], results.workload.ranks),
         "tiers": {"rounds": asdict(results.tiers_rounds) if results.tiers_rounds else None, **race(tiers)} if tiers else None,
         "host_work": asdict(host) | {"unit_ms": {n: host.unit_ms(n) for n in host.step_ms if n != "plain"}} if host else None,
-        **{name: section(name, lambda rows: rows) for name in ("hostadam", "codecs", "disk")},
+        **{name: section(name, lambda rows: rows) for name in ("hostadam", "codecs", "states", "disk")},
         "checkpoints": {kepts.size: asdict(kepts) for kepts in found.get("checkpoints", [])},
         "network": section("network", lambda crossings: [asdict(crossing) for crossing in crossings]),
         "parallel": section("parallel", lambda of: {"workload": asdict(parallel.WORKLOAD), **race(of)}),

@@ -107,7 +107,7 @@ def test_deepspeed_is_skipped_where_it_is_not_installed(monkeypatch, tmp_path, c
         (["--only", "fsdp3"], "got 'fsdp3'"),
         (
             ["--sections", "tpu"],
-            "expected --sections among cpu, tiers, host, hostadam, codecs, disk, checkpoints, network, parallel, gpu, got tpu",
+            "expected --sections among cpu, tiers, host, hostadam, codecs, states, disk, checkpoints, network, parallel, gpu, got tpu",
         ),
         (["--path", "/nowhere"], "--path: .*/nowhere does not exist"),
         (["--rounds", "0"], "expected --rounds"),

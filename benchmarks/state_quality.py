@@ -1,0 +1,160 @@
+"""Losses with optimizer states in each format: curves of a small GPT over the quickstart's text, and a fine-tuning.
+
+    python -m benchmarks.state_quality OUT --seeds 0,1     1,000 steps of twelve variants, one after the other: 10 minutes a seed
+    python -m benchmarks.state_quality OUT --draw          only the picture of OUT/state-quality.json: OUT/state-quality.png
+
+One process, one thread, 4 sequences of 128 bytes a step; every hundred steps the loss of 32 KiB of text that is held out, in bits a
+byte. A fine-tuning begins with weights that 400 steps of fp32 states have trained on the first half of the text, and takes 400
+steps on the second half with a tenth of the learning rate, and new states.
+
+zs.shard offers neither one scale for a whole tensor nor coded states of embeddings. `Recoded`, torch's AdamW whose states pass
+through a codec after each step, stands for these variants; tests/benchmarks/test_state_formats.py compares its weights with those
+of zs.shard, which are equal in all bits, in the formats that both have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zeroshard as zs
+from zeroshard.cli.sheets import say, show
+from zeroshard.data.text import read_corpus
+from zeroshard.planner.models import GPTConfig
+from zeroshard.tensor.state_codecs import coded_column
+from zeroshard.utils.state_format import FORMATS
+
+from .pictures import picture
+from .state_formats import HELD_OUT_NBYTES, OPTIONS, Make, Run, ours
+from .tables import Column, sheet_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SHAPE = GPTConfig(seq_len=128, dim=128, layers=3, heads=4, ngram_rows=4096)  # 0.6M parameters in blocks, 1.6M in embeddings
+STEPS, ROWS, BETWEEN = 1000, 4, 100
+TUNING_STEPS, TUNING_SLOWER = 400, 10
+FILE = "state-quality.json"
+CODED = FORMATS[1:]
+
+
+class Recoded(torch.optim.AdamW):
+    """torch's AdamW whose moments are encoded and decoded after each step. block: elements of a scale; None: all of a tensor."""
+
+    def __init__(self, form: str, model: nn.Module, *, block: int | None = 256, embeddings: bool = False) -> None:
+        super().__init__(model.parameters(), fused=True, **OPTIONS)
+        tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding) and not embeddings}
+        self.coded = [p for p in model.parameters() if p.dim() > 1 and p.numel() >= 4096 and id(p) not in tables]
+        self.form, self.block = form, block
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for param in self.coded:
+            for name in ("exp_avg", "exp_avg_sq"):
+                values: Tensor = self.state[param][name]
+                known: Any = coded_column(name, zs.StateFormat(self.form)).codec
+                codec = type(known)(self.block or values.numel(), known.squares)
+                flat = F.pad(values.view(-1), (0, -values.numel() % codec.block))
+                values.copy_(codec.decode(codec.encode(flat))[: values.numel()].view_as(values))
+        return loss
+
+
+VARIANTS: dict[str, Make] = {
+    **{name: partial(ours, name) for name in FORMATS},
+    "int4, stochastic": partial(ours, zs.StateFormat("int4", stochastic_rounding=True)),
+    "int4, blocks of 128": partial(ours, zs.StateFormat("int4", block=128)),
+    **{f"{form}, one scale a tensor": partial(Recoded, form, block=None) for form in ("fp8", "int8", "int4")},
+    **{f"{form}, embeddings too": partial(Recoded, form, embeddings=True) for form in ("int8", "int4")},
+}
+
+
+def measure(seed: int) -> dict[str, list[float]]:
+    """Train all variants from one seed; return the bits a held-out byte every BETWEEN steps, by variant.
+
+    The keys of fine-tunings begin with "tuned, "; "tuned, start" has the loss before them, at index 0.
+    """
+    corpus, losses = read_corpus(), {}
+    held_out, half = corpus.held_out[:HELD_OUT_NBYTES], corpus.train.numel() // 2
+    new = partial(Run, shape=SHAPE, rows=ROWS, seed=seed)
+
+    def curve(run: Run, steps: int) -> list[float]:
+        return [run.loss(held_out) for _ in range(0, steps, BETWEEN) if run.steps(BETWEEN)]
+
+    for name, make in VARIANTS.items():
+        losses[name] = curve(new(make, corpus.train), STEPS)
+        say(f"seed {seed}: {name}: {losses[name][-1]:.4f}")
+    before = new(partial(ours, "fp32"), corpus.train[:half])
+    losses["tuned, start"] = curve(before, TUNING_STEPS)[-1:]
+    start = zs.full_state_dict(before.model)
+    for name in FORMATS:
+        run = new(partial(ours, name), corpus.train[half:], start=start)
+        for group in run.optimizer.param_groups:
+            group["lr"] /= TUNING_SLOWER
+        losses[f"tuned, {name}"] = curve(run, TUNING_STEPS)
+        say(f"seed {seed}: tuned, {name}: {losses[f'tuned, {name}'][-1]:.4f}")
+    return losses
+
+
+def worse(losses: dict[str, list[float]], name: str) -> list[float]:
+    """Return by how much the losses of a variant are above those of fp32 states, as parts of the latter."""
+    plain = losses["tuned, fp32" if name.startswith("tuned, ") else "fp32"]
+    return [loss / least - 1 for loss, least in zip(losses[name], plain, strict=True)]
+
+
+def draw(found: dict[str, dict[str, list[float]]], path: Path) -> None:
+    """Draw the curves over fp32's, the mean of all seeds: the formats, and the variants."""
+
+    def panel(names: list[str], axis: Axes) -> None:
+        for name in names:
+            curves = [worse(losses, name) for losses in found.values()]
+            means = [100 * sum(values) / len(values) for values in zip(*curves, strict=True)]
+            axis.plot(list(accumulate([BETWEEN] * len(means))), means, label=name, marker=".")
+        axis.axhline(0, color="black", lw=0.8)
+        axis.set_xlabel("steps")
+        axis.set_ylim(-1, 2)
+        axis.set_ylabel("held-out loss over that of fp32 states, %")
+        axis.legend(fontsize=7, frameon=False)
+
+    variants = [name for name in VARIANTS if name not in FORMATS]
+    tuned = [f"tuned, {name}" for name in CODED]
+    title = f"AdamW's states in fewer bits, a GPT on Python's standard library, mean of {len(found)} seeds"
+    picture(path, title, [partial(panel, names) for names in (list(CODED), variants, tuned)], (13, 4))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.state_quality", description="Losses with states in each format.")
+    parser.add_argument("out", type=Path, help="folder of the results; seeds that it has are not run again")
+    parser.add_argument("--seeds", default="0", help="separated by commas")
+    parser.add_argument("--draw", action="store_true", help="only draw what the folder has")
+    given = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    given.out.mkdir(parents=True, exist_ok=True)
+    file = given.out / FILE
+    found: dict[str, dict[str, list[float]]] = json.loads(file.read_text()) if file.exists() else {}
+    for seed in [] if given.draw else [seed for seed in given.seeds.split(",") if seed not in found]:
+        found[seed] = measure(int(seed))
+        file.write_text(json.dumps(found, indent=1) + "\n")
+    names = [name for name in found[min(found)] if len(found[min(found)][name]) > 1]
+    columns = [Column("", lambda name: name)]
+    for seed, losses in found.items():
+        columns.append(Column(f"bits a byte, seed {seed}", lambda name, losses=losses: losses[name][-1], ".4f"))  # type: ignore[misc]
+        columns.append(Column("to fp32", lambda name, losses=losses: worse(losses, name)[-1], "+.2%"))  # type: ignore[misc]
+    table = sheet_of("Losses with optimizer states in fewer bits", columns, names)
+    show(table)
+    (given.out / "state-quality.md").write_text(table.markdown())
+    draw(found, given.out / "state-quality.png")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
