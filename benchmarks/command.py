@@ -208,7 +208,7 @@ def _run(section: str, plan: Plan) -> object:
         return apart(codecs.measure, log_file=logs / "codecs.log")
     if section == "states":
         say("optimizer states in 16, 8 and 4 bits beside torchao and bitsandbytes")
-        return apart(state_formats.measure, log_file=logs / "states.log")
+        return apart(state_formats.measure_section, log_file=logs / "states.log")
     if section == "disk":
         say("file engine beside dd and fio")
         return apart(disk.run, path, log_file=logs / "disk.log")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -35,7 +36,7 @@ from .tables import Column, sheet_of
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 PEERS = (*(("torchao", name) for name in ("AdamW8bit", "AdamWFp8", "AdamW4bit")), ("bitsandbytes", "AdamW8bit"))
-SHAPE = GPTConfig(seq_len=64, dim=384, layers=6, heads=6)
+SHAPE = GPTConfig(seq_len=32, dim=384, layers=6, heads=6)
 TURN = 10  # steps
 HELD_OUT_NBYTES = 1 << 15
 COLUMNS = (
@@ -70,6 +71,7 @@ class Run:
         self.model: nn.Module = GPT(shape)
         if start is not None:
             self.model.load_state_dict(start)
+        self.numel = sum(param.numel() for param in self.model.parameters())
         self.optimizer, self.batches, self.taken = make(self.model), Batches(text, shape.seq_len, rows, seed), 0
 
     def steps(self, count: int) -> list[tuple[float, float]]:
@@ -101,7 +103,7 @@ class Run:
         else:
             tensors = _plain(value for states in self.optimizer.state.values() for value in states.values())
             nbytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.dim()}.values())
-        return nbytes / sum(param.numel() for param in self.model.parameters())
+        return nbytes / self.numel
 
 
 def _plain(values: Iterable[object]) -> Iterator[Tensor]:
@@ -143,7 +145,7 @@ def _peers() -> tuple[dict[str, Make], dict[str, str], str]:
 def measure(steps: int = 300, seed: int = 0) -> list[dict[str, Any]]:
     """Train every contender in turns of TURN steps on one thread; return one row for each.
 
-    Keys: name; state_nbytes: bytes a parameter; ms, cpu_ms: medians of optimizer.step(); ratio: its processor time to that of
+    Keys: name; numel: parameters; steps; state_nbytes: bytes a parameter; ms, cpu_ms: medians of optimizer.step(); ratio: its processor time to that of
     fp32; loss: bits a held-out byte; worse: its relative difference to fp32's. A peer that cannot run has name and skipped.
     """
     torch.set_num_threads(1)
@@ -158,7 +160,7 @@ def measure(steps: int = 300, seed: int = 0) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name, run in runs.items():
         rows.append({
-            "name": name, "state_nbytes": run.state_nbytes(),
+            "name": name, "numel": run.numel, "steps": run.taken, "state_nbytes": run.state_nbytes(),
             "ms": 1e3 * median(wall for turn in samples[name] for wall, _ in turn), "cpu_ms": 1e3 * median(cpu[name]),
             "ratio": median_ratio(cpu[name], cpu["fp32"]), "loss": losses[name], "worse": losses[name] / losses["fp32"] - 1,
         })  # fmt: skip
@@ -166,8 +168,17 @@ def measure(steps: int = 300, seed: int = 0) -> list[dict[str, Any]]:
     return rows + ([{"name": "torchao", "note": note}] if note else [])
 
 
+def measure_section() -> list[dict[str, Any]]:
+    """Return the rows of `measure` in a process that `apart` has started: a single process, though it has a rank's environment."""
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    return measure()
+
+
 def sheet(rows: list[dict[str, Any]]) -> Sheet:
     """Return the rows of one `measure` as a table."""
     notes = [(NOTE, PLAIN), *((f"{row['name']}: skipped: {row['skipped']}", WARNING) for row in rows if "skipped" in row)]
     notes += [(row["note"], WARNING) for row in rows if "note" in row]
-    return sheet_of("States of AdamW, a GPT of 10.8M parameters, 1 thread", COLUMNS, [row for row in rows if "ms" in row], notes)
+    measured = [row for row in rows if "ms" in row]
+    title = f"States of AdamW, a GPT of {measured[0]['numel'] / 1e6:.1f}M parameters, {measured[0]['steps']} steps, 1 thread"
+    return sheet_of(title, COLUMNS, measured, notes)

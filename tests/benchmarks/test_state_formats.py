@@ -41,7 +41,10 @@ def test_the_stand_in_has_the_bits_of_zs_shard_and_its_variants_have_others(form
 def test_the_section_has_bytes_times_and_losses_and_names_missing_peers(monkeypatch):
     monkeypatch.setattr(state_formats, "SHAPE", TINY)
     monkeypatch.setattr(state_formats, "PEERS", (("nowhere", "AdamW8bit"),))
-    rows = state_formats.measure(steps=2 * state_formats.TURN)
+    monkeypatch.setattr(state_formats, "measure", partial(state_formats.measure, steps=2 * state_formats.TURN))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():  # of the process in which the command runs a section
+        monkeypatch.setenv(name, value)
+    rows = state_formats.measure_section()
     by_name = {row["name"]: row for row in rows}
     assert by_name["fp32"]["state_nbytes"] == 8 and by_name["fp32"]["ratio"] == 1 and by_name["fp32"]["worse"] == 0
     matrices = 12 * 64 * 64 + 256 * 64  # the block's, and the head
