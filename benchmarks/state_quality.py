@@ -1,6 +1,6 @@
 """Losses with optimizer states in each format: curves of a small GPT over the quickstart's text, and a fine-tuning.
 
-    python -m benchmarks.state_quality OUT --seeds 0       1,000 steps of twelve variants, one after the other: 2 minutes a seed
+    python -m benchmarks.state_quality OUT --seeds 0       1,000 steps of twelve variants, one after the other: 3 minutes a seed
     python -m benchmarks.state_quality OUT --draw          only the table and picture of what OUT/state-quality.json has so far
 
 One process, one thread, 4 sequences of 64 bytes a step; every hundred steps the loss of 32 KiB of text that is held out, in bits a
