@@ -32,12 +32,11 @@ from zeroshard.checkpoint.state_map import collect
 from zeroshard.utils import torch_compat
 from zeroshard.zero.runtime import runtime_of
 
-from .overlap import Recorder
 from .plan import Contender, Workload
 from .workload import blocks, build_model, build_optimizer, optimizer_options
 
 Bytes = dict[str, int]
-Background = tuple[Callable[[], float], Callable[[], object]]
+Background = tuple[Callable[[], float], Callable[[], object]]  # seconds that training was held up so far; wait for the end
 
 # What zeroshard's contenders offload, or keep in fewer bits, as options of zs.shard.
 OFFLOADS: dict[str, dict[str, str]] = {
@@ -53,8 +52,7 @@ _QUIET_S, _QUIET_LIMIT_S = 0.1, 30.0  # files are quiet when no transfer has beg
 
 @dataclass(frozen=True)
 class Keeper:
-    """The functions by which a contender saves and loads. save, load: path -> None. in_background: starts a save to a path and
-    returns two functions: one returns the seconds that training has been held up so far, the other waits until the save ends."""
+    """The functions by which a contender saves to, and loads from, a path. in_background: starts a save."""
 
     save: Callable[[str], object]
     load: Callable[[str], object]
@@ -73,7 +71,6 @@ class Trainer:
         moved: returns the bytes moved between tiers so far, by link ("host -> disk").
         quiet: waits until this rank neither reads nor writes files.
         keeper: returns the functions that save and load (`Keeper`).
-        recorder: returns a context that records copies and computation on CUDA (overlap.py); None without offload.
         close: removes the files of what is offloaded to disk.
         place: the rank's index along dp, which chooses its batches; None: its rank.
     """
@@ -83,7 +80,6 @@ class Trainer:
     settings: dict[str, object] = field(default_factory=dict)
     moved: Callable[[], Bytes] = dict
     quiet: Callable[[], None] = lambda: None
-    recorder: Callable[[], Recorder] | None = None
     close: Callable[[], None] = lambda: None
     keeper: Callable[[], Keeper] | None = None
     place: int | None = None
@@ -143,10 +139,9 @@ def _build_fsdp2(contender: Contender, workload: Workload) -> Trainer:
     fully_shard(model, **options)
     if workload.meta:
         _fill(model.to_empty(device="cpu" if contender.offload else workload.device))
-    settings: dict[str, object] = {"pin_memory": on_cuda} if contender.offload else {}
     optimizer = build_optimizer(model.parameters(), workload)
-    keeper = functools.partial(fsdp2_keeper, model, optimizer)
-    return Trainer(plain_step(model, optimizer), settings=settings, keeper=keeper)
+    settings: dict[str, object] = {"pin_memory": on_cuda} if contender.offload else {}
+    return Trainer(plain_step(model, optimizer), settings=settings, keeper=functools.partial(fsdp2_keeper, model, optimizer))
 
 
 @torch.no_grad()
@@ -203,13 +198,15 @@ def _build_zeroshard(contender: Contender, workload: Workload) -> Trainer:
 
     def quiet() -> None:
         """Wait until prefetching of the next step's states has ended; `poll` drives it, as forward and backward would."""
-        before, deadline = _file_nbytes(), time.monotonic() + _QUIET_LIMIT_S
+        before, deadline = None, time.monotonic() + _QUIET_LIMIT_S
         while time.monotonic() < deadline:
             optimizer.core.poll()  # type: ignore[attr-defined]  # sharded optimizers have `core`
-            time.sleep(_QUIET_S)
-            if (now := _file_nbytes()) == before:
+            # the kernel counts when a transfer begins; rchar and wchar count what this reading of the file adds
+            now = [line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith(("read_b", "write_b"))]
+            if now == before:
                 return
             before = now
+            time.sleep(_QUIET_S)
 
     return Trainer(
         plain_step(model, optimizer),
@@ -217,19 +214,9 @@ def _build_zeroshard(contender: Contender, workload: Workload) -> Trainer:
         settings=dict(offload),
         moved=lambda: dict(zs.report(model).moved),
         quiet=quiet if contender.on_disk else lambda: None,
-        recorder=functools.partial(Recorder, runtime_of(model)) if contender.offload else None,
         keeper=functools.partial(zeroshard_keeper, model, optimizer),
         close=runtime_of(model).tiers.close,  # nobody needs the values: remove the files without reading them back
     )
-
-
-def _file_nbytes() -> list[str] | None:
-    """Return the kernel's lines with the bytes that this process has read and written; it counts when a transfer begins."""
-    try:
-        lines = Path("/proc/self/io").read_text().splitlines()
-    except OSError:
-        return None  # not Linux: `quiet` waits once
-    return [line for line in lines if line.startswith(("read_bytes", "write_bytes"))]
 
 
 BUILDERS: dict[str, Callable[[Contender, Workload], Trainer]] = {  # by kind; each needs the process group to exist already
@@ -244,8 +231,6 @@ BUILDERS: dict[str, Callable[[Contender, Workload], Trainer]] = {  # by kind; ea
 
 
 # ------------------------------------------------------------------------------------------------ saving and loading
-
-# DeepSpeed does not sync its files to the disk, so whoever times it must; checkpoints.py does so for all contenders alike.
 
 
 def zeroshard_keeper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Keeper:

@@ -14,18 +14,22 @@ import dataclasses
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from zeroshard.cli.sheets import say
 from zeroshard.memory.host_memory import available_nbytes
+from zeroshard.utils.sheets import PLAIN
 
 from .plan import Contender, ModelShape, Rounds, Workload
-from .race import Outcome, missing_reason, race
+from .race import Outcome, missing_reason, race, table
+from .tables import Measured, Row
+from .worker import parameter_count
 from .worker_group import Team, TeamFailed
 
 # Some 320M parameters, so that model states (18 bytes a parameter) outweigh activations.
@@ -64,7 +68,7 @@ class Largest:
 
     @property
     def numel(self) -> int | None:
-        return None if self.fits is None else parameters(dataclasses.replace(WIDE_SHAPE, layers=self.fits))
+        return None if self.fits is None else parameter_count(Workload(dataclasses.replace(WIDE_SHAPE, layers=self.fits)))
 
 
 def search(
@@ -94,12 +98,6 @@ def search(
     return found
 
 
-def parameters(shape: ModelShape) -> int:
-    """Return the number of parameters of the GPT: two embeddings, the head, blocks of two norms and 12 dim^2, the last norm."""
-    per_layer = 12 * shape.dim**2 + 2 * shape.dim
-    return (2 * shape.vocab_size + shape.seq_len + 1) * shape.dim + shape.layers * per_layer
-
-
 def step_flops(workload: Workload) -> float:
     """Return the floating-point operations of one rank's step; see the head of this file."""
     s = workload.shape
@@ -116,47 +114,61 @@ def first_layers(contender: Contender, room: tuple[int, int, int]) -> int:
     return max(1, int(min(limits)))
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The results of both parts: the race's workload and outcomes, and the largest model of each contender, by its name."""
-
-    workload: Workload
-    outcomes: list[Outcome]
-    largest: dict[str, Largest] = field(default_factory=dict)
-
-
-def measure(rounds: Rounds, seed: int, swap_path: str | None, out: Path, search_s: float) -> Measured:
+def measure(rounds: Rounds, seed: int, swap_path: str | None, out: Path, search_s: float) -> list[Measured]:
     """Run the race on one GPU, then search for the largest model of each contender that offloads or is zeroshard's.
 
-    One that cannot run has fits=None, and the reason in why. search_s: seconds for each; 0: no search.
+    Returns the tables of both. search_s: seconds for each search; 0: none.
     """
     device_nbytes = torch.cuda.mem_get_info()[1]
     layers = min(SHAPE.layers, max(1, device_nbytes >> 31))  # states of sleeping contenders stay on the device
     how: dict[str, Any] = {"ranks": 1, "seed": seed, "device": "cuda", "swap_path": swap_path}
     workload = Workload(dataclasses.replace(SHAPE, layers=layers), sequences=4, **how)
     rounds = dataclasses.replace(rounds, steps=max(rounds.steps, 10), lead_in=1)
-    say(f"GPU, bf16: {len(CONTENDERS)} contenders on one rank")
-    found = Measured(workload, race(list(CONTENDERS), workload, rounds, out / "logs-gpu"))
+    found = [race_table(workload, race(list(CONTENDERS), workload, rounds, out / "logs-gpu"))]
     if not search_s:
         return found
     say("GPU: the largest model of each")
-    wide = Workload(WIDE_SHAPE, sequences=1, meta=True, checkpoint=True, **how)
+    wide, largest = Workload(WIDE_SHAPE, sequences=1, meta=True, checkpoint=True, **how), dict[str, Largest]()
     for contender in (*TIERS, *PEERS):
         if missing := missing_reason(contender, wide):
-            found.largest[contender.name] = Largest(why=missing)
+            largest[contender.label] = Largest(why=missing)
             continue
         disk_nbytes = shutil.disk_usage(swap_path).free if swap_path else 0
         room = (device_nbytes, available_nbytes() or 0, disk_nbytes)
         attempt = partial(trial, contender, wide, room[1], out / "logs-largest")
-        found.largest[contender.name] = search(attempt, first_layers(contender, room), search_s)
-        say(f"  {contender.name:18s} {describe(found.largest[contender.name])}")
+        largest[contender.label] = search(attempt, first_layers(contender, room), search_s)
+        say(f"  {contender.name:18s} {describe(largest[contender.label])}")
+    return [*found, largest_table(largest)]
+
+
+def race_table(workload: Workload, outcomes: list[Outcome]) -> Measured:
+    """Return the table of the race, with arithmetic and the overlap of copies and kernels."""
+    found, flops = table("gpu", "GPU", workload, outcomes), step_flops(workload)
+    overlaps = {o.contender.label: o.overlap for o in outcomes if o.overlap is not None}
+    for row in found.rows:
+        row.facts["TFLOPS"] = round(flops / median(row.seconds) / 1e12, 1)
+        if overlap := overlaps.get(row.name):
+            shares = {"beside kernels %": overlap.fraction(), "up %": overlap.fraction("up"), "down %": overlap.fraction("down")}
+            row.facts["copies ms"] = round(sum(overlap.copies_ms.values()), 1)
+            row.facts |= {name: round(100 * share) for name, share in shares.items() if share is not None}
+    found.notes.append(("copies: between device and host in 2 steps; the share of their time during which a kernel ran.", PLAIN))
     return found
+
+
+def largest_table(largest: dict[str, Largest]) -> Measured:
+    """Return the table of the largest models, by contender."""
+    rows = [
+        Row(name, [], facts={"G parameters": round(each.numel / 1e9, 2), "layers": each.fits} if each.fits and each.numel else {})
+        for name, each in largest.items()
+    ]
+    title = f"GPU: largest model trained (dim {WIDE_SHAPE.dim}, {WIDE_SHAPE.seq_len} tokens, checkpointed blocks, 2 steps)"
+    return Measured(title, rows, notes=[(f"{name}: {describe(each)}", PLAIN) for name, each in largest.items()])
 
 
 def trial(contender: Contender, workload: Workload, host_nbytes: int, log_dir: Path, layers: int) -> str | None:
     """Try so many layers in a process of its own; return None if they train, else the reason why not."""
     shape = dataclasses.replace(workload.shape, layers=layers)
-    needed = STATE_NBYTES[contender.offload][1] * parameters(shape)
+    needed = STATE_NBYTES[contender.offload][1] * parameter_count(Workload(shape))
     if needed > 0.9 * host_nbytes:  # the kernel would kill a process, perhaps not ours
         return f"{needed / 2**30:.0f} GiB of host memory needed, {host_nbytes / 2**30:.0f} available"
     team = Team(contender, dataclasses.replace(workload, shape=shape), log_dir)

@@ -33,11 +33,6 @@ def reset_peak_rss() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def rss_nbytes() -> int | None:
-    """Return the current RSS of this process, in bytes."""
-    return field_nbytes("VmRSS")
-
-
 def pss_nbytes(pid: int) -> int | None:
     """Return the current PSS (proportional set size) of a process, in bytes; None if it cannot be read."""
     return field_nbytes("Pss", f"/proc/{pid}/smaps_rollup")

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import quantiles
 from typing import TYPE_CHECKING, Any
 
-from . import statistics
-from .race import Outcome
-from .tables import MIB
+from .tables import Measured
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = {
-    "zs": "#1b7f79", "engine": "#4fb3a5", "ddp": "#8d99ae", "ddp+zero": "#8d99ae", "replicate": "#8d99ae",
-    "fsdp2": "#d98324", "ds": "#a44a3f", "local": "#cccccc",
+COLOURS = {  # by the beginning of a contender's label
+    "zeroshard.deepspeed": "#4fb3a5", "zeroshard": "#1b7f79", "FSDP2": "#d98324", "DeepSpeed": "#a44a3f",
+    "no exchange": "#cccccc", "": "#8d99ae",
 }  # fmt: skip
 
 
@@ -31,13 +30,13 @@ def picture(path: Path, title: str, panels: Sequence[Callable[[Axes], object]], 
     figure.savefig(path, dpi=130)
 
 
-def draw(outcomes: list[Outcome], title: str, path: Path) -> bool:
-    """Draw the contenders that were measured; return False, and write no file, if there are none."""
-    shown = [o for o in outcomes if o.ran and o.rounds_step_s]
+def draw(tables: list[Measured], title: str, path: Path) -> bool:
+    """Draw the contenders of a race's tables; return False, and write no file, if there are none."""
+    shown = [row for measured in tables for row in measured.rows if row.seconds and {"GPU MiB", "RSS MiB"} & row.facts.keys()]
     if not shown:
         return False
-    colours = [COLOURS[o.contender.kind] for o in shown]
-    spreads = [statistics.step_spread(o) for o in shown]
+    colours = [next(colour for name, colour in COLOURS.items() if row.name.startswith(name)) for row in shown]
+    spreads = [quantiles(row.seconds, n=4, method="inclusive") if len(row.seconds) > 1 else row.seconds * 3 for row in shown]
 
     def bars(axis: Axes, values: list[float], label: str, **look: Any) -> None:
         drawn = axis.barh(range(len(shown)), values, color=colours, **look)
@@ -46,20 +45,20 @@ def draw(outcomes: list[Outcome], title: str, path: Path) -> bool:
         axis.margins(x=0.12)
 
     def times(axis: Axes) -> None:
-        errors = [[1e3 * (s.median - s.q1) for s in spreads], [1e3 * (s.q3 - s.median) for s in spreads]]
-        values = [1e3 * s.median for s in spreads]
+        errors = [[1e3 * (middle - q1) for q1, middle, _ in spreads], [1e3 * (q3 - middle) for _, middle, q3 in spreads]]
+        values = [1e3 * middle for _, middle, _ in spreads]
         bars(axis, values, "step time, ms (median and quartiles)", xerr=errors, error_kw={"lw": 1, "capsize": 2})
-        axis.set_yticks(range(len(shown)), [o.contender.label for o in shown])
+        axis.set_yticks(range(len(shown)), [row.name for row in shown])
         axis.invert_yaxis()
 
     def memory(axis: Axes) -> None:
         """Draw bars of GPU memory where it was measured, else of RSS, with PSS as a darker bar inside."""
-        if any(o.cuda_peak for o in shown):
-            bars(axis, [(o.cuda_peak or 0) / MIB for o in shown], "peak allocated GPU memory, MiB")
+        if any("GPU MiB" in row.facts for row in shown):
+            bars(axis, [row.facts.get("GPU MiB", 0) for row in shown], "peak allocated GPU memory, MiB")
             return
         label = "peak resident memory per rank, MiB (thick: RSS, thin: PSS)"
-        bars(axis, [(o.peak_rss or 0) / MIB for o in shown], label, alpha=0.45)
-        axis.barh(range(len(shown)), [(o.peak_pss or 0) / MIB for o in shown], color=colours, height=0.45)
+        bars(axis, [row.facts["RSS MiB"] for row in shown], label, alpha=0.45)
+        axis.barh(range(len(shown)), [row.facts.get("PSS MiB", 0) for row in shown], color=colours, height=0.45)
 
     picture(path, title, [times, memory], (13, 1.6 + 0.42 * len(shown)))
     return True

@@ -75,7 +75,7 @@ CONTENDERS = (
     *(Contender("ds", stage) for stage in (3, 2, 1)),
     *(Contender("ddp+zero"), Contender("local")),
     *(Contender("zs", stage, "bf16") for stage in (2, 3)),
-    *(Contender(kind, precision="bf16") for kind in ("ddp", "fsdp2", "local")),
+    *(Contender(kind, precision="bf16") for kind in ("ddp", "fsdp2")),
 )
 
 # The race of the tiers: contenders that offload, and the same without offload.
@@ -92,7 +92,6 @@ TIER_CONTENDERS = (
 MESH_CONTENDERS = (*(Contender("zs", stage) for stage in (1, 2, 3)), Contender("fsdp2"), Contender("replicate"))
 
 QUICK = ("zs2", "zs3", "ddp", "fsdp2", "zs3-bf16", "fsdp2-bf16")
-ON_REQUEST = ("local-bf16",)  # run only when named
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ def select(
     """
     chosen = [c for c in among if c.precision in precisions]
     if not only:
-        return [c for c in chosen if (c.name in QUICK if quick else c.name not in ON_REQUEST)]
+        return [c for c in chosen if not quick or c.name in QUICK]
     everybody = dict.fromkeys((*CONTENDERS, *TIER_CONTENDERS, *MESH_CONTENDERS))
     known = {alias for c in everybody for alias in _aliases(c)}
     for name in only:

@@ -1,7 +1,7 @@
 """A comparison of predictions with reality: memory and time by a dry run, and by two ranks of this machine.
 
     python -m benchmarks.predictions                              ten configurations, some three minutes
-    python -m benchmarks.predictions --only gpt-3 --details       those whose names contain gpt-3, with categories of bytes
+    python -m benchmarks.predictions --only gpt-3                 those whose names contain gpt-3
     python -m benchmarks.predictions --time hardware.toml         seconds too, by a file that `zeroshard calibrate` wrote
     python -m benchmarks.predictions --time now                   the same, calibrated before and after each; six minutes
 
@@ -79,15 +79,12 @@ class Case:
     checkpointing: bool = False
     whole: bool = False  # True: each rank builds the model with values; False: on the meta device
 
-    def shard_options(self, folder: str) -> dict[str, Any]:
-        """Return the options for zs.shard."""
-        return {key: folder if value == FOLDER else value for key, value in self.options.items()}
-
     def settings(self, folder: str) -> dict[str, Any]:
         """Return the arguments for `zs.plan` and `observe`."""
+        options = {key: folder if value == FOLDER else value for key, value in self.options.items()}
         return {
             "batch": self.batch, "micro_batches": self.micro_batches, "hold": True, "checkpointing": self.checkpointing, "name": self.name,
-            "whole": self.whole, **self.shard_options(folder),
+            "whole": self.whole, **options,
         }  # fmt: skip
 
 
@@ -106,17 +103,10 @@ CASES = (
 )
 
 
-@dataclass(frozen=True)
-class Run:
-    """The measurements of one rank of a real run.
-
-    grown_nbytes: highest growth of resident memory, by phase. steps: of each step but the first (seconds, processor seconds).
-    load: the machine's load average over the last minute.
-    """
-
-    grown_nbytes: dict[str, int]
-    steps: list[tuple[float, float]]
-    load: float
+Run = tuple[
+    dict[str, int], list[tuple[float, float]], float
+]  # a rank's growth of resident memory by phase; seconds and processor
+# seconds of each step but the first; the machine's load over the last minute
 
 
 def measure(rank: int, world_size: int, case: Case, folder: str, steps: int) -> tuple[Run, Plan]:
@@ -127,23 +117,31 @@ def measure(rank: int, world_size: int, case: Case, folder: str, steps: int) -> 
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # freed memory goes back to the system
     dist.barrier()
-    resident = Resident()
-    taken = train(case, folder, 1 + steps, resident)
-    load = os.getloadavg()[0]
-    return Run(resident.grown, taken[1:], load), observe(case.model, ranks=world_size, rank=rank, **case.settings(folder))
+    before, grown = _own_nbytes("VmRSS"), dict[str, int]()
+    memory.reset_peak_rss()
+
+    def note(phase: str) -> None:
+        """Enter the highest growth since the last call for a phase."""
+        grown[phase] = max(grown.get(phase, 0), _own_nbytes("VmHWM") - before)
+        memory.reset_peak_rss()
+
+    taken = train(case, folder, 1 + steps, note)
+    run = grown, taken[1:], os.getloadavg()[0]
+    return run, observe(case.model, ranks=world_size, rank=rank, **case.settings(folder))
 
 
-def train(case: Case, folder: str, steps: int, resident: Resident | None = None) -> list[tuple[float, float]]:
-    """Train some steps, and save if `resident` is given. Return of each step (seconds, processor seconds of this process)."""
+def train(case: Case, folder: str, steps: int, note: Callable[[str], None] | None = None) -> list[tuple[float, float]]:
+    """Train some steps; return of each (seconds, processor seconds of this process). note: called after each phase, a save too."""
     with contextlib.nullcontext() if case.whole else torch.device("meta"):
         model = case.model()
     optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer = zs.shard(model, optimizer, **case.shard_options(folder))
+    options = {key: folder if value == FOLDER else value for key, value in case.options.items()}
+    model, optimizer = zs.shard(model, optimizer, **options)
     if case.checkpointing:
         checkpoint_activations(model)
-    note = resident.note if resident is not None else lambda phase: None
-    note("load")
     taken = []
+    if note is not None:
+        note("load")
     for step in range(steps):
         dist.barrier()
         begin, cores = time.perf_counter(), time.process_time()
@@ -156,25 +154,13 @@ def train(case: Case, folder: str, steps: int, resident: Resident | None = None)
         optimizer.step()
         optimizer.zero_grad()
         taken.append((time.perf_counter() - begin, time.process_time() - cores))
-        note("step" if step else "first step")
-    if resident is not None:
+        if note is not None:
+            note("step" if step else "first step")
+    if note is not None:
         zs.save(f"{folder}/saved", model, optimizer)
         note("save")
     zs.close(model, restore=False)
     return taken
-
-
-class Resident:
-    """The growth of this process's resident memory since the object was made, by phase."""
-
-    def __init__(self) -> None:
-        self.before, self.grown = _own_nbytes("VmRSS"), dict[str, int]()
-        memory.reset_peak_rss()
-
-    def note(self, phase: str) -> None:
-        """Enter the highest growth since the last call for a phase."""
-        self.grown[phase] = max(self.grown.get(phase, 0), _own_nbytes("VmHWM") - self.before)
-        memory.reset_peak_rss()
 
 
 def _own_nbytes(resident: str) -> int:
@@ -189,49 +175,45 @@ def main() -> int:
     """Run the command line and print the tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.predictions", description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="configurations whose names contain this")
-    parser.add_argument("--details", action="store_true", help="each category of bytes in each phase")
     parser.add_argument("--time", metavar="HARDWARE", help=f"seconds a step, too: a name or a file of hardware, or {NOW!r}")
     given = parser.parse_args()
     share_imports(["torch.distributed", "transformers", "benchmarks.worker", "zeroshard.planner.dry_run"])
     rows: list[tuple[str, ...]] = []
-    before = _hardware(given.time)
-    for case in CASES:
-        if given.only not in case.name:
-            continue
+
+    def hardware() -> Hardware | None:
+        if given.time != NOW:
+            return Hardware.named(given.time) if given.time else None
+        with tempfile.TemporaryDirectory() as folder:
+            return calibrate(RANKS, folder)
+
+    def compare(case: Case, label: str, planned: float, seen: float, form: str = ",.0f") -> None:
+        first = not rows or all(row[0] != case.name for row in rows)
+        error = f"{planned / seen - 1:+.1%}" if seen else ""
+        rows.append((case.name if first else "", label, f"{planned:{form}}", f"{seen:{form}}", error))
+
+    before = hardware()
+    for case in (case for case in CASES if given.only in case.name):
         with tempfile.TemporaryDirectory() as folder:
             plan = zs.plan(case.model, ranks=RANKS, separate=False, **case.settings(folder))
             found = run_processes(measure, RANKS, case, folder, STEPS if before else 1, timeout_s=LIMIT_S)
         runs, seen = [run for run, _ in found], found[0][1]
-        if given.details:
-            show(_details(case.name, plan, seen, runs))
-        phases = [[nbytes for phase, nbytes in run.grown_nbytes.items() if phase != "save"] for run in runs]
+        grown = [[nbytes for phase, nbytes in run[0].items() if phase != "save"] for run in runs]
         saving = sum(plan.peak(tier, ("save",)) for tier in (Tier.DEVICE, Tier.HOST))
-        for label, planned, real in (
-            ("entered", _nbytes(plan, (ACTIVATIONS, KEPT)), _nbytes(seen, (ACTIVATIONS, KEPT))),
-            ("live", _nbytes(plan, (KEPT,)), _nbytes(seen, (KEPT,))),
-            ("resident", _nbytes(plan), fmean(map(max, phases))),
-            ("resident, saving", saving, fmean(run.grown_nbytes["save"] for run in runs)),
-        ):
-            rows.append((case.name if label == "entered" else "", label, *_compared(planned, real)))
+        compare(case, "entered", _nbytes(plan, (ACTIVATIONS, KEPT)), _nbytes(seen, (ACTIVATIONS, KEPT)))
+        compare(case, "live", _nbytes(plan, (KEPT,)), _nbytes(seen, (KEPT,)))
+        compare(case, "resident", _nbytes(plan), fmean(map(max, grown)))
+        compare(case, "resident, saving", saving, fmean(run[0]["save"] for run in runs))
         if before is not None:
-            after = (_hardware(NOW) if given.time == NOW else None) or before
+            after = (hardware() if given.time == NOW else None) or before
             simulated = [simulate(plan.trace, each) for each in (before, after)]
             cores = before.lane(Resource.DEVICE)
             predicted = fmean(each.step_s for each in simulated), fmean(each.busy[cores] for each in simulated)
             before = after
             for which, name in enumerate(("wall", "processor")):
-                seconds = median(step[which] for run in runs for step in run.steps)
-                told = _compared(predicted[which], seconds, ".2f")
-                rows.append(("", f"seconds, {name} (load {runs[0].load:.1f})", *told))
+                seconds = median(step[which] for _, steps, _ in runs for step in steps)
+                compare(case, f"seconds, {name} (load {runs[0][2]:.1f})", predicted[which], seconds, ".2f")
     show(Sheet("prediction and reality", ("configuration", "of", "predicted", "measured", ""), rows))
     return 0
-
-
-def _hardware(name: str | None) -> Hardware | None:
-    if name != NOW:
-        return Hardware.named(name) if name else None
-    with tempfile.TemporaryDirectory() as folder:
-        return calibrate(RANKS, folder)
 
 
 def _nbytes(plan: Plan, without: tuple[str, ...] = ()) -> int:
@@ -241,22 +223,6 @@ def _nbytes(plan: Plan, without: tuple[str, ...] = ()) -> int:
         sum(nbytes for tier in (Tier.DEVICE, Tier.HOST) for name, nbytes in held.get(tier, {}).items() if name not in without)
         for held in phases
     )
-
-
-def _details(name: str, plan: Plan, seen: Plan, runs: list[Run]) -> Sheet:
-    rows = []
-    for mine, real in zip(plan.phases, seen.phases, strict=True):
-        for tier in Tier:
-            held, truly = (each.held.get(tier, {}) for each in (mine, real))
-            pairs = {key: (held.get(key, 0), truly.get(key, 0)) for key in sorted({*held, *truly})}
-            rows += [(mine.name, f"{tier.value} {key}", *_compared(*pair)) for key, pair in pairs.items() if any(pair)]
-        if grown := [run.grown_nbytes[mine.name] for run in runs if mine.name in run.grown_nbytes]:
-            rows.append((mine.name, "resident", *_compared(mine.nbytes(Tier.DEVICE) + mine.nbytes(Tier.HOST), fmean(grown))))
-    return Sheet(name, ("phase", "of", "predicted", "measured", ""), rows)
-
-
-def _compared(planned: float, seen: float, form: str = ",.0f") -> tuple[str, str, str]:
-    return f"{planned:{form}}", f"{seen:{form}}", f"{planned / seen - 1:+.1%}" if seen else ""
 
 
 if __name__ == "__main__":

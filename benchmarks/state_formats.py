@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib import metadata
-from operator import itemgetter
 from statistics import median
 from typing import Any
 
@@ -28,30 +27,19 @@ from torch import Tensor, nn
 import zeroshard as zs
 from zeroshard.data.text import Batches, held_out_windows, read_corpus
 from zeroshard.planner.models import GPT, GPTConfig
-from zeroshard.utils.sheets import PLAIN, WARNING, Sheet
+from zeroshard.utils.sheets import PLAIN, WARNING
 from zeroshard.utils.state_format import FORMATS
 
-from .micro_benchmark import median_ratio, one_line, take_turns
-from .tables import Column, sheet_of
+from .micro import Case, measure, one_line
+from .tables import Measured
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 PEERS = (*(("torchao", name) for name in ("AdamW8bit", "AdamWFp8", "AdamW4bit")), ("bitsandbytes", "AdamW8bit"))
 SHAPE = GPTConfig(seq_len=32, dim=384, layers=6, heads=6)
 TURN = 10  # steps
 HELD_OUT_NBYTES = 1 << 15
-COLUMNS = (
-    Column("", itemgetter("name")),
-    Column("states, bytes a parameter", itemgetter("state_nbytes"), ".3f"),
-    Column("step ms", itemgetter("ms"), ".1f"),
-    Column("cpu ms", itemgetter("cpu_ms"), ".1f"),
-    Column("/ fp32", itemgetter("ratio"), ".2f"),
-    Column("bits a byte", itemgetter("loss"), ".4f"),
-    Column("to fp32", itemgetter("worse"), "+.2%"),
-)
-NOTE = (
-    "step: optimizer.step() alone, median. cpu, / fp32: its processor time, and the median of the ratios within a round.\n"
-    "bits a byte: of held-out text after the last step."
-)
+BYTES, LOSS = "states, bytes a parameter", "bits a held-out byte"
+NOTE = "ms, / fp32: processor time of optimizer.step(). Losses: of held-out text after the last step."
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -74,17 +62,17 @@ class Run:
         self.numel = sum(param.numel() for param in self.model.parameters())
         self.optimizer, self.batches, self.taken = make(self.model), Batches(text, shape.seq_len, rows, seed), 0
 
-    def steps(self, count: int) -> list[tuple[float, float]]:
-        """Take steps; return the seconds and the processor seconds that each spent in optimizer.step()."""
+    def steps(self, count: int) -> float:
+        """Take steps; return the median of the processor seconds that each spent in optimizer.step()."""
         times = []
         for _ in range(count):
             self.model(*self.batches.rows(self.taken, 0, self.batches.batch)).backward()
-            wall, cpu = time.perf_counter(), time.process_time()
+            begin = time.process_time()
             self.optimizer.step()
-            times.append((time.perf_counter() - wall, time.process_time() - cpu))
+            times.append(time.process_time() - begin)
             self.optimizer.zero_grad()
             self.taken += 1
-        return times
+        return median(times)
 
     @torch.no_grad()
     def loss(self, text: Tensor) -> float:
@@ -125,7 +113,7 @@ def _peers() -> tuple[dict[str, Make], dict[str, str], str]:
             peer = getattr(importlib.import_module(f"{library}.optim"), cls)
             name = f"{library} {metadata.version(library)} {cls}"
         except (ImportError, AttributeError, OSError) as error:
-            reasons[f"{library} {cls}"] = one_line(error)
+            reasons[f"{library} {cls}"] = f"skipped: {one_line(error)}"
             continue
         makes[name] = lambda model, peer=peer: peer(model.parameters(), **OPTIONS)  # type: ignore[misc]
         trial = partial(Run, makes[name], torch.zeros(1 << 10, dtype=torch.uint8), shape=SHAPE, rows=1, seed=0)
@@ -137,48 +125,30 @@ def _peers() -> tuple[dict[str, Make], dict[str, str], str]:
                 trial().steps(1)
                 note = f"torchao's steps ran as eager operators, since compiling failed: {one_line(error)}"
             except Exception as error:
-                reasons[name] = one_line(error)
+                reasons[name] = f"skipped: {one_line(error)}"
                 del makes[name]
     return makes, reasons, note
 
 
-def measure(steps: int = 300, seed: int = 0) -> list[dict[str, Any]]:
-    """Train every contender in turns of TURN steps on one thread; return one row for each.
+def states(steps: int = 300, seed: int = 0) -> list[Measured]:
+    """Train every contender in turns of TURN steps on one thread; the times are processor seconds of optimizer.step().
 
-    Keys: name; numel: parameters; steps; state_nbytes: bytes a parameter; ms, cpu_ms: medians of optimizer.step(); ratio: its processor time to that of
-    fp32; loss: bits a held-out byte; worse: its relative difference to fp32's. A peer that cannot run has name and skipped.
+    `apart` runs this in a rank's environment, though it is a single process: the environment is changed.
     """
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
     torch.set_num_threads(1)
     corpus = read_corpus()
     peers, reasons, note = _peers()
     makes = {**{name: partial(ours, name) for name in FORMATS}, **peers}
     runs = {name: Run(make, corpus.train, shape=SHAPE, rows=1, seed=seed) for name, make in makes.items()}
-    samples = take_turns({name: partial(run.steps, TURN) for name, run in runs.items()}, steps // TURN)
-    held_out = corpus.held_out[:HELD_OUT_NBYTES]
-    losses = {name: run.loss(held_out) for name, run in runs.items()}
-    cpu = {name: [median(cpu for _, cpu in turn) for turn in turns] for name, turns in samples.items()}
-    rows: list[dict[str, Any]] = []
-    for name, run in runs.items():
-        rows.append({
-            "name": name, "numel": run.numel, "steps": run.taken, "state_nbytes": run.state_nbytes(),
-            "ms": 1e3 * median(wall for turn in samples[name] for wall, _ in turn), "cpu_ms": 1e3 * median(cpu[name]),
-            "ratio": median_ratio(cpu[name], cpu["fp32"]), "loss": losses[name], "worse": losses[name] / losses["fp32"] - 1,
-        })  # fmt: skip
-    rows += [{"name": name, "skipped": why} for name, why in reasons.items()]
-    return rows + ([{"name": "torchao", "note": note}] if note else [])
-
-
-def measure_section() -> list[dict[str, Any]]:
-    """Return the rows of `measure` in a process that `apart` has started: a single process, though it has a rank's environment."""
-    for name in ("RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)
-    return measure()
-
-
-def sheet(rows: list[dict[str, Any]]) -> Sheet:
-    """Return the rows of one `measure` as a table."""
-    notes = [(NOTE, PLAIN), *((f"{row['name']}: skipped: {row['skipped']}", WARNING) for row in rows if "skipped" in row)]
-    notes += [(row["note"], WARNING) for row in rows if "note" in row]
-    measured = [row for row in rows if "ms" in row]
-    title = f"States of AdamW, a GPT of {measured[0]['numel'] / 1e6:.1f}M parameters, {measured[0]['steps']} steps, 1 thread"
-    return sheet_of(title, COLUMNS, measured, notes)
+    cases = [Case(name, partial(run.steps, TURN), own_clock=True) for name, run in runs.items()]
+    title = f"States of AdamW, a GPT of {runs['fp32'].numel / 1e6:.1f}M parameters, {steps // TURN * TURN} steps, 1 thread"
+    found = measure(title, cases, steps // TURN, warmup=0)
+    losses = {name: run.loss(corpus.held_out[:HELD_OUT_NBYTES]) for name, run in runs.items()}
+    for row in found.rows:
+        above = 100 * (losses[row.name] / losses["fp32"] - 1)
+        row.facts = {BYTES: runs[row.name].state_nbytes(), LOSS: losses[row.name], "over fp32's, %": above}
+    found.skipped = reasons
+    found.notes = [(NOTE, PLAIN), *([(note, WARNING)] if note else [])]
+    return [found]

@@ -30,12 +30,12 @@ import zeroshard as zs
 from zeroshard.cli.sheets import say, show
 from zeroshard.data.text import read_corpus
 from zeroshard.planner.models import GPTConfig
-from zeroshard.tensor.state_codecs import coded_column
+from zeroshard.tensor.state_codecs import FloatCodec, coded_column
 from zeroshard.utils.state_format import FORMATS
 
 from .pictures import picture
 from .state_formats import HELD_OUT_NBYTES, OPTIONS, Make, Run, ours
-from .tables import Column, sheet_of
+from .tables import Measured, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,7 +63,7 @@ class Recoded(torch.optim.AdamW):
             for name in ("exp_avg", "exp_avg_sq"):
                 values: Tensor = self.state[param][name]
                 known: Any = coded_column(name, zs.StateFormat(self.form)).codec
-                codec = type(known)(self.block or values.numel(), known.squares)
+                codec = FloatCodec(self.block or values.numel(), known.exponent, known.mantissa, known.squares)
                 flat = F.pad(values.view(-1), (0, -values.numel() % codec.block))
                 values.copy_(codec.decode(codec.encode(flat))[: values.numel()].view_as(values))
         return loss
@@ -149,11 +149,12 @@ def main(argv: list[str] | None = None) -> int:
             file.write_text(json.dumps(found, indent=1) + "\n")
             say(f"seed {seed}: {name}: {losses[-1]:.4f}")
     names = [name for name in NAMES if all(name in losses for losses in found.values())]
-    columns = [Column("", lambda name: name)]
-    for seed, losses in found.items():
-        columns.append(Column(f"bits a byte, seed {seed}", lambda name, losses=losses: losses[name][-1], ".4f"))  # type: ignore[misc]
-        columns.append(Column("to fp32", lambda name, losses=losses: worse(losses, name)[-1], "+.2%"))  # type: ignore[misc]
-    table = sheet_of("Losses with optimizer states in fewer bits", columns, names)
+    rows = [Row(name, []) for name in names]
+    for row in rows:
+        for seed, losses in found.items():
+            row.facts[f"bits a byte, seed {seed}"] = round(losses[row.name][-1], 4)
+            row.facts[f"over fp32's, %, seed {seed}"] = round(100 * worse(losses, row.name)[-1], 2)
+    table = Measured("Losses with optimizer states in fewer bits", rows).sheet()
     show(table)
     (given.out / "state-quality.md").write_text(table.markdown())
     draw(found, given.out / "state-quality.png")

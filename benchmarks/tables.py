@@ -1,17 +1,21 @@
-"""The goals of a run with their verdicts, and sheets (tables of text cells) made from columns.
+"""The form in which every section reports: a table of rows with times by round, ratios of rows within a round, and goals.
 
-A *column* says how to show a value of an item; a sheet has a row for each item. A value that was not measured is shown as "-".
+A `Row` is what one case or contender gave; a `Bound` is a goal on the ratio of two rows; `Measured` is one table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
-from zeroshard.utils.sheets import Note, Sheet
+from zeroshard.utils.sheets import PLAIN, WARNING, Note, Sheet
 
-MIB, GB = 2**20, 1e9
+from .statistics import median_ratio
+
+MIB = 2**20
+TIME, SPEED, BYTES = "time", "speed", "bytes a second"  # what a Bound compares, if not one of the facts
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,6 @@ class Goal:
     text: str
     value: float | None
     limit: float
-    section: str  # "race", "host", "tiers", "hostadam", "codecs", "disk", "checkpoints", "network" or "parallel"
     at_least: bool = False  # the goal is value >= limit; else value <= limit
 
     @property
@@ -32,33 +35,105 @@ class Goal:
         return "met" if met else "missed"
 
 
+@dataclass
+class Row:
+    """The seconds of one case, by round. nbytes: read and written in that time. facts: further columns of its line."""
+
+    name: str
+    seconds: list[float]
+    nbytes: float | None = None
+    facts: dict[str, float] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
-class Column:
-    """A column. value: item -> value to show, None if not measured; it is multiplied by `scale`, then formatted with `form`."""
+class Bound:
+    """A goal on the ratio of two rows: at most `limit` of their times or of a fact, or at least `limit` of SPEED or BYTES.
 
-    heading: str
-    value: Callable[[Any], Any]
-    form: str = ""
-    scale: float = 1
+    theirs: names of peers, of which the fastest counts; less: name of the row whose time is taken off both."""
 
-    def cell(self, item: object) -> str:
-        value = self.value(item)
-        return "-" if value is None else format(value if self.scale == 1 else value * self.scale, self.form)
-
-
-def sheet_of(title: str, columns: Iterable[Column], items: Iterable[object], notes: Iterable[Note] = ()) -> Sheet:
-    """Return a sheet with a row for each item."""
-    columns = tuple(columns)
-    rows = [[column.cell(item) for column in columns] for item in items]
-    return Sheet(title, tuple(column.heading for column in columns), rows, numbers=True, notes=list(notes))
+    text: str
+    ours: str
+    theirs: tuple[str, ...]
+    limit: float
+    what: str = TIME
+    less: str = ""
 
 
-def goals_sheet(goals: Iterable[Goal], notes: Iterable[Note] = ()) -> Sheet:
+@dataclass
+class Measured:
+    """One table of measurements.
+
+    Attributes:
+        peers: columns of ratios, by heading the name of the row that times are compared with.
+        skipped: why a row is missing, by its name: "skipped: why", "failed: why".
+        more: goals that are not on the ratio of two rows.
+        details: what only results.json shows.
+        broken: True if a contender failed, or losses differ.
+    """
+
+    title: str
+    rows: list[Row]
+    bounds: Sequence[Bound] = ()
+    peers: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+    more: list[Goal] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
+    broken: bool = False
+
+    def row(self, name: str) -> Row | None:
+        """Return the row of that name; None where it was not measured."""
+        return next((row for row in self.rows if row.name == name), None)
+
+    @property
+    def goals(self) -> list[Goal]:
+        """The goals with their measured values."""
+        return [Goal(b.text, self._ratio(b), b.limit, b.what in (SPEED, BYTES)) for b in self.bounds] + self.more
+
+    def _ratio(self, bound: Bound) -> float | None:
+        """Return the ratio of a bound, for times the median of the ratios within a round; None where a row is missing."""
+        ours, less = self.row(bound.ours), self.row(bound.less)
+        peers = [row for name in bound.theirs if (row := self.row(name)) is not None]
+        if ours is None or not peers or (bound.less and less is None):
+            return None
+        theirs = min(peers, key=lambda row: median(row.seconds))
+        if less is not None:
+            rounds = zip(ours.seconds, theirs.seconds, less.seconds, strict=True)
+            return median((a - c) / (b - c) for a, b, c in rounds)
+        if bound.what == TIME:
+            return median_ratio(ours.seconds, theirs.seconds)
+        if bound.what in (SPEED, BYTES):
+            moved = ours.nbytes / theirs.nbytes if bound.what == BYTES and ours.nbytes and theirs.nbytes else 1.0
+            return moved * median_ratio(theirs.seconds, ours.seconds)
+        found = [row.facts.get(bound.what) for row in (ours, theirs)]
+        return found[0] / found[1] if found[0] and found[1] else None
+
+    def sheet(self) -> Sheet:
+        """Return the table: median time, bytes, times over those of the peers, and facts. "-": not measured."""
+        peers = {heading: row for heading, name in self.peers.items() if (row := self.row(name)) is not None}
+        facts = list(dict.fromkeys(name for row in self.rows for name in row.facts))
+        timed, moved = any(row.seconds for row in self.rows), any(row.nbytes is not None for row in self.rows)
+        lines = []
+        for row in self.rows:
+            line = [row.name, f"{1e3 * median(row.seconds):.5g}" if row.seconds else "-"][: 1 + timed]
+            if moved:
+                line += (
+                    ["-"] * 2
+                    if row.nbytes is None
+                    else [f"{row.nbytes / 1e6:.2f}", f"{row.nbytes / median(row.seconds) / 1e9:.2f}"]
+                )
+            line += [f"{median_ratio(row.seconds, peer.seconds):.2f}" for peer in peers.values()]
+            lines.append(line + [f"{row.facts[name]:.6g}" if name in row.facts else "-" for name in facts])
+        header = ["", *["ms"] * timed, *["MB", "GB/s"] * moved, *peers, *facts]
+        notes = [(f"{heading}: time over that of {row.name}, within a round.", PLAIN) for heading, row in peers.items()]
+        missing = [(f"{name} {why}", WARNING) for name, why in self.skipped.items()]
+        return Sheet(self.title, header, lines, numbers=True, notes=[*notes, *self.notes, *missing])
+
+
+def goals_sheet(goals: Iterable[Goal]) -> Sheet:
     """Return the table of goals with their verdicts."""
-    columns = (
-        Column("", lambda goal: goal.text),
-        Column("measured", lambda goal: goal.value, ".3f"),
-        Column("goal", lambda goal: f"{'>=' if goal.at_least else '<='} {goal.limit:.2f}"),
-        Column("", lambda goal: goal.verdict),
-    )
-    return sheet_of("Goals", columns, goals, notes)
+    rows = [
+        [g.text, "-" if g.value is None else f"{g.value:.3f}", f"{'>=' if g.at_least else '<='} {g.limit:.2f}", g.verdict]
+        for g in goals
+    ]
+    return Sheet("Goals", ("", "measured", "goal", ""), rows, numbers=True)

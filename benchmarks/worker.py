@@ -4,11 +4,11 @@ Messages from the controller and their answers (an exception is answered by `Fai
 
     ("turn", first_step, steps, lead_in)  -> Turn     timed steps, after `lead_in` untimed ones
     ("memory", first_step, steps)         -> Memory   untimed steps, after a reset of the memory's high-water mark
-    ("overlap", first_step, steps)        -> Overlap  untimed steps with an event around each copy (CUDA)
+    ("overlap", first_step, steps)        -> Overlap  untimed steps under the profiler (CUDA)
     ("disk", phase)                       -> Burst    reads, writes, or both, as fast as possible
-    ("save" | "load" | ..., path)         -> Saved, None, ...; see checkpoints.py
+    ("save" | "load" | ..., path)         -> seconds; see checkpoints.py
     ("quit",)                             -> (none)
-    at the start                          -> Ready
+    at the start                          -> seconds since its begin, settings, number of parameters
 
 Output of the libraries goes to the rank's log file.
 """
@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import resource
 import sys
 import time
 import traceback
@@ -27,33 +26,16 @@ from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 from zeroshard.planner.simulator.disk_bandwidth import Burst, DiskBursts, write_bulk
 
 from . import contenders, memory, parallel
 from .contenders import Keeper
-from .micro_benchmark import divert_output, one_line
+from .micro import divert_output, one_line
 from .overlap import Overlap
 from .plan import Contender, Workload
 from .workload import batch, build_model
-
-
-@dataclass(frozen=True)
-class Post:
-    """The arguments of one worker. meeting_file: of the group's file store; log_file: for the output of its process."""
-
-    contender: Contender
-    workload: Workload
-    rank: int
-    meeting_file: str
-    log_file: str
-
-
-@dataclass(frozen=True)
-class Ready:
-    setup_s: float
-    settings: dict[str, object]
-    numel: int
 
 
 @dataclass(frozen=True)
@@ -64,28 +46,17 @@ class Turn:
     ends: tuple[float, ...]  # one per step; on CUDA one per turn, since a sync per step would slow it
     losses: tuple[float, ...]
     cpu_s: float  # of all threads of this rank, user and system
-    system_s: float
-    minor_faults: int
     moved: dict[str, float] = field(default_factory=dict)  # bytes a step between tiers, by link
 
 
 @dataclass(frozen=True)
 class Memory:
-    peak_rss: int | None  # while stepping
-    life_peak_rss: int | None  # since the process began: includes building the whole model
-    baseline_rss: int | None  # after the imports, before the model
-    cuda_peak: int | None  # peak of allocated CUDA memory while stepping
+    """The memory of one rank while stepping: resident, and allocated on CUDA; its model states between steps."""
+
+    peak_rss: int | None
+    cuda_peak: int | None
     at_rest: dict[str, dict[str, int]] | None
     losses: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Saved:
-    """One rank's save. Times are CLOCK_MONOTONIC. extra_nbytes: growth of resident memory during the save, at its peak."""
-
-    begin: float
-    end: float
-    extra_nbytes: int
 
 
 @dataclass(frozen=True)
@@ -95,23 +66,23 @@ class Failure:
     summary: str
 
 
-def serve(pipe: Connection, post: Post) -> None:
-    """Run the worker process: answer messages until "quit"."""
-    divert_output(post.log_file)
-    rank = None
+def serve(pipe: Connection, contender: Contender, workload: Workload, rank: int, meeting_file: str, log_file: str) -> None:
+    """Run the worker process: answer messages until "quit". meeting_file: of the group's file store."""
+    divert_output(log_file)
+    worker = None
     try:
-        rank = _Rank(pipe, post)
+        worker = _Rank(pipe, contender, workload, rank, meeting_file)
         while (message := pipe.recv())[0] != "quit":
-            pipe.send(getattr(rank, message[0])(*message[1:]))
+            pipe.send(getattr(worker, message[0])(*message[1:]))
     except EOFError:
         pass  # the controller is gone
     except BaseException as error:
         traceback.print_exc()
         pipe.send(Failure(one_line(error)))
     finally:
-        if rank is not None:
+        if worker is not None:
             try:
-                rank.trainer.close()
+                worker.trainer.close()
             except Exception:
                 traceback.print_exc()
         # Skip destructors: those of a process group may wait for a peer that has ended.
@@ -123,34 +94,31 @@ def serve(pipe: Connection, post: Post) -> None:
 class _Rank:
     """The state of a worker between messages; a message names the method that answers it."""
 
-    def __init__(self, pipe: Connection, post: Post) -> None:
-        begun, rank, workload = time.monotonic(), post.rank, post.workload
-        self.post, self.workload, self._on_cuda = post, workload, workload.device == "cuda"
+    def __init__(self, pipe: Connection, contender: Contender, workload: Workload, rank: int, meeting_file: str) -> None:
+        begun = time.monotonic()
+        self.rank, self.workload, self._on_cuda = rank, workload, workload.device == "cuda"
         if workload.pin_cores:
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[rank % len(cores)]})
-        if post.contender.kind == "ds":
+        if contender.kind == "ds":
             os.environ["DS_ACCELERATOR"] = workload.device
-        # as torchrun sets them
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        os.environ |= {"WORLD_SIZE": str(workload.ranks), "LOCAL_WORLD_SIZE": str(workload.ranks)}
+        os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))  # as torchrun sets them
+        os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(workload.ranks))
         torch.set_num_threads(1)
         if self._on_cuda:
             torch.cuda.set_device(rank)
-        backend, method = "nccl" if self._on_cuda else "gloo", f"file://{post.meeting_file}"
+        backend, method = "nccl" if self._on_cuda else "gloo", f"file://{meeting_file}"
         dist.init_process_group(backend, init_method=method, rank=rank, world_size=workload.ranks)
-        self.baseline_rss = memory.peak_rss_nbytes()
-        build = parallel.build if workload.mesh else contenders.BUILDERS[post.contender.kind]
-        self.trainer = build(post.contender, workload)
+        build = parallel.build if workload.mesh else contenders.BUILDERS[contender.kind]
+        self.trainer = build(contender, workload)
         self._probe: DiskBursts | None = None
-        pipe.send(Ready(time.monotonic() - begun, self.trainer.settings, parameter_count(workload)))
+        pipe.send((time.monotonic() - begun, self.trainer.settings, parameter_count(workload)))
 
     def turn(self, first_step: int, steps: int, lead_in: int = 0) -> Turn:
         batches = self._batches(first_step, lead_in + steps)
         moved_before, ends = self.trainer.moved(), []
         losses = [self.trainer.step(*pair) for pair in batches[:lead_in]]
-        before = resource.getrusage(resource.RUSAGE_SELF)
-        start = time.monotonic()
+        start, cpu_before = time.monotonic(), time.process_time()
         for tokens, targets in batches[lead_in:]:
             losses.append(self.trainer.step(tokens, targets))
             if not self._on_cuda:
@@ -158,37 +126,29 @@ class _Rank:
         if self._on_cuda:
             torch.cuda.synchronize()
             ends.append(time.monotonic())
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        user, system = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
-        faults = after.ru_minflt - before.ru_minflt
+        cpu_s = time.process_time() - cpu_before
         self.trainer.quiet()
         if self._on_cuda:
             torch.cuda.empty_cache()  # the other contenders use the same device
         moved = {link: (now - moved_before.get(link, 0)) / len(batches) for link, now in self.trainer.moved().items()}
-        return Turn(start, tuple(ends), tuple(float(x) for x in losses), user + system, system, faults, moved)
+        return Turn(start, tuple(ends), tuple(float(x) for x in losses), cpu_s, moved)
 
     def memory(self, first_step: int, steps: int) -> Memory:
-        life_peak = memory.peak_rss_nbytes()
         memory.reset_peak_rss()
         if self._on_cuda:
             torch.cuda.reset_peak_memory_stats()
         losses = tuple(float(self.trainer.step(*b)) for b in self._batches(first_step, steps))
         cuda_peak = torch.cuda.max_memory_allocated() if self._on_cuda else None
-        peak = memory.peak_rss_nbytes()
-        life_peak = max(life_peak, peak) if life_peak is not None and peak is not None else None
-        return Memory(peak, life_peak, self.baseline_rss, cuda_peak, self.trainer.at_rest(), losses)
+        return Memory(memory.peak_rss_nbytes(), cuda_peak, self.trainer.at_rest(), losses)
 
-    def overlap(self, first_step: int, steps: int) -> Overlap | None:
-        """Record copies and computation of some steps; None without CUDA, or if the trainer has no recorder."""
+    def overlap(self, first_step: int, steps: int) -> Overlap:
         batches = self._batches(first_step, steps)
-        if self.trainer.recorder is None or not self._on_cuda:
-            return None
         torch.cuda.synchronize()
-        with self.trainer.recorder() as recorder:
+        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
             for pair in batches:
                 self.trainer.step(*pair)
-        torch.cuda.synchronize()
-        return recorder.overlap()
+            torch.cuda.synchronize()
+        return Overlap.of(recorded.events())
 
     def disk(self, phase: str) -> Burst:
         assert self.workload.swap_path is not None
@@ -201,33 +161,24 @@ class _Rank:
         assert self.trainer.keeper is not None
         return self.trainer.keeper()
 
-    def save(self, path: str) -> Saved:
-        """Save a checkpoint; return its times and the growth of memory."""
+    def save(self, path: str) -> tuple[float, float]:
+        """Save a checkpoint; return begin and end, by CLOCK_MONOTONIC."""
         keeper = self.keeper
-        memory.reset_peak_rss()
-        before = memory.peak_rss_nbytes() or 0
         begin = time.monotonic()
         keeper.save(path)
-        end = time.monotonic()
-        return Saved(begin, end, (memory.peak_rss_nbytes() or 0) - before)
+        return begin, time.monotonic()
 
     def load(self, path: str) -> None:
+        """Load the checkpoint at a path."""
         self.keeper.load(path)
 
-    def save_in_background(self, path: str) -> tuple[float, float]:
-        """Return the seconds that a background save holds training up, and by which it and the next step exceed a step.
-
-        Returns when the checkpoint is complete.
-        """
-        first, second = self._batches(0, 2)
-        begin = time.monotonic()
-        self.trainer.step(*first)
-        step_s, begin = time.monotonic() - begin, time.monotonic()
+    def save_in_background(self, path: str) -> float:
+        """Save in the background of a step; return the seconds for which training was held up, when the save is complete."""
+        (pair,) = self._batches(0, 1)
         held, wait = self.keeper.in_background(path)  # type: ignore[misc]
-        self.trainer.step(*second)
-        lost_s = time.monotonic() - begin - step_s
+        self.trainer.step(*pair)
         wait()
-        return held(), lost_s
+        return held()
 
     def copy_states(self) -> float:
         """Return the seconds of copying this rank's states to touched memory: once, as in a save; repeated copies are faster."""
@@ -244,7 +195,7 @@ class _Rank:
         return write_bulk(self.workload.swap_path, nbytes)
 
     def _batches(self, first_step: int, steps: int) -> list:
-        place = self.post.rank if self.trainer.place is None else self.trainer.place
+        place = self.rank if self.trainer.place is None else self.trainer.place
         return [batch(self.workload, first_step + i, place) for i in range(steps)]
 
 

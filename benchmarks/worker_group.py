@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 from unittest import mock
 
 from zeroshard.utils import torch_compat
@@ -50,8 +50,8 @@ class Team:
             for rank in range(workload.ranks):
                 here, there = context.Pipe()
                 log_file = str(log_dir / f"{contender.name}.{rank}.log")
-                post = worker.Post(contender, workload, rank, meeting_file, log_file)
-                process = context.Process(target=worker.serve, args=(there, post), daemon=True)
+                given = (there, contender, workload, rank, meeting_file, log_file)
+                process = context.Process(target=worker.serve, args=given, daemon=True)
                 process.start()
                 there.close()
                 self._pipes.append(here)
@@ -124,14 +124,6 @@ class Team:
         raise TeamFailed(reason)
 
 
-class Record(Protocol):
-    """An object with the measurements of a contender, or the reason why there are none."""
-
-    contender: Contender
-
-    def fail(self, why: str) -> None: ...
-
-
 class Teams(dict[str, Team]):
     """The teams that still run, by contender name; leaving the context ends their processes."""
 
@@ -142,8 +134,8 @@ class Teams(dict[str, Team]):
         for team in self.values():
             team.close()
 
-    def attempt(self, record: Record, action: Callable[[Team], object]) -> None:
-        """Call `action` with the contender's team if it still runs. If it fails, note that in `record` and remove the team."""
+    def attempt(self, record: Any, action: Callable[[Team], object]) -> None:
+        """Call `action` with the team of record.contender if it still runs. If it fails, tell `record.fail` and remove the team."""
         name = record.contender.name
         if name in self:
             try:

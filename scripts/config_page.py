@@ -13,9 +13,9 @@ def markdown() -> str:
     lines = [
         "# DeepSpeed's configuration: every key", "",
         "Honoured: the key does what it says. Noted: the key is accepted, and one line on stderr says why it changes nothing.",
-        "Refused: the key is an error, which names it and what to do; where its value means *off* it is accepted. A key that is",
-        "not in this table is an error if it resembles one that is, or if its section is typed (`fp16`, `bf16`,",
-        "`zero_optimization`, the monitors); else it is noted.", "",
+        "Refused: the key is an error, which names it and what to do; where its value means *off* it is accepted. A section that",
+        "is refused is refused with all its keys, which have no rows here. A key that is not in this table is an error if it",
+        "resembles one that is, or if its section is typed (`fp16`, `bf16`, `zero_optimization`, the monitors); else it is noted.", "",
         "`zeroshard check ds_config.json` judges the keys of a file: it calls honoured ones *served* or *translated* (to the",
         "option that it shows), and noted ones *ignored*. `scripts/config_page.py` makes this page.", "",
         "| key | default | what it is | what that means |", "|---|---|---|---|",

@@ -80,24 +80,18 @@ def main(argv: Sequence[str]) -> int:
         unexplained += [(name, cell) for cell in table.unexplained]
         if options.out is not None:
             try:
-                _write(table, options.out)
+                options.out.mkdir(parents=True, exist_ok=True)
+                (options.out / f"{name}.md").write_text(table.markdown())
+                (options.out / f"{name}.csv").write_text(table.csv())
+                drawn(options.out / f"{name}.png", draw, table, options.out / f"{name}.png")
             except OSError as error:
                 return report_error(f"--out {options.out}: {error.strerror}; name a folder that can be written")
+            print("written: " + ", ".join(map(str, sorted(options.out.glob(f"{name}.*")))))
         say()
     for name, cell in unexplained:
         where = f"{name}, {cell.row}, {cell.column}".rstrip(", ")
         print(f"zeroshard: error: {where}: expected {cell.printed}, got {cell.computed}", file=sys.stderr)
     return ExitCode.NO if unexplained else ExitCode.DONE
-
-
-def _write(table: Table, folder: Path) -> None:
-    """Write <name>.md, <name>.csv and, if the table has a figure and matplotlib is installed, <name>.png. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{table.name}.md").write_text(table.markdown())
-    (folder / f"{table.name}.csv").write_text(table.csv())
-    picture = folder / f"{table.name}.png"
-    drawn(picture, draw, table, picture)
-    print("written: " + ", ".join(map(str, sorted(folder.glob(f"{table.name}.*")))))
 
 
 # ------------------------------------------------------------------------------------- figures: bars and curves, as PNG

@@ -58,9 +58,9 @@ def efficiency(intensity: float, bandwidth: float, peak: float) -> float:
     return intensity * bandwidth / (intensity * bandwidth + peak)
 
 
-def intensities(batch: int, hidden: int = 8192, interval: int = 1) -> dict[str, float]:
+def intensities(batch: int, hidden: int = 8192) -> dict[str, float]:
     """Return flops a byte of parameters and gradients, of optimizer states, and of activation checkpoints (section 4.1)."""
-    return {"parameters": SEQ * batch, "states": SEQ * batch / 4, "checkpoints": 24 * hidden * interval}
+    return {"parameters": SEQ * batch, "states": SEQ * batch / 4, "checkpoints": 24 * hidden}
 
 
 def fig6b() -> Table:

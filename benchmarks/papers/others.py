@@ -12,10 +12,9 @@ from dataclasses import replace
 from zeroshard.config import Tier
 from zeroshard.planner.models.gpt import GPTConfig
 from zeroshard.planner.search.layout import Layout
+from zeroshard.planner.search.load import loads_of, step_seconds
 from zeroshard.planner.search.profile import Profile
-from zeroshard.planner.search.schedule import trace_of
 from zeroshard.planner.simulator.hardware import Hardware
-from zeroshard.planner.simulator.simulate import simulate
 
 from .table import SIMULATED, WITHIN, Cell, Row, Table, near, printed, rank_correlation
 from .throughput import REDUCED, as_published, of_2019
@@ -42,16 +41,6 @@ _WHY = {
 }
 
 
-def step_seconds(profile: Profile, layout: Layout, hardware: Hardware, beside: bool, reduced: float = 1.0) -> float:
-    """Return the simulated seconds of a step. Of many micro-batches few are simulated: each further one adds the same time."""
-    full, more = layout.pp + 1, layout.pp + 5
-    if layout.micro_batches > more:
-        first, last = (step_seconds(profile, replace(layout, micro_batches=n), hardware, beside, reduced) for n in (full, more))
-        return last + (layout.micro_batches - more) * (last - first) / (more - full)
-    traces = trace_of(profile, layout, groups=1 if layout.pp > 1 else None)
-    return simulate(traces if beside else [as_published(trace, reduced=reduced) for trace in traces], hardware).step_s
-
-
 def tflops(row: Row) -> float:
     """Return the simulated TFLOPS a device of a run, with the operations counted as the row's source counts them."""
     names = ("gpus", "tp", "pp", "layers", "hidden", "heads", "vocab", "seq", "stage", "micro_batch", "sequences")
@@ -74,7 +63,8 @@ def tflops(row: Row) -> float:
     blocks = sum(unit.flops for unit in profile.blocks)
     ways = {"8P": 8 * profile.numel, "repeated": 4 * blocks + 3 * (profile.flops - blocks), "model": 3 * profile.flops}
     reduced = REDUCED if row["kernels"] == "eager" and row["beside"] == "no" else 1.0
-    seconds = step_seconds(profile, layout, hardware, row["beside"] == "yes", reduced)
+    loads = [as_published(load, reduced=reduced) for load in loads_of(profile, layout)]
+    seconds, _ = step_seconds(profile, layout, hardware, row["beside"] == "yes", loads)
     return ways[row["count"]] * layout.sequences * seq / gpus / seconds / 1e12
 
 

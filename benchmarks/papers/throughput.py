@@ -1,12 +1,12 @@
 """The TFLOPS a device of published configurations, by simulating a step: ZeRO, figures 2, 3, 7, 8; ZeRO-Infinity, figure 5.
 
-    configuration --Profile.of_shape, trace_of--> tasks of a rank --as_published--> tasks --simulate on `v100-32gb`--> seconds
+    configuration --Profile.of_shape, loads_of--> tasks of a rank --as_published--> tasks --step_seconds on `v100-32gb`--> seconds
 
 Devices and links are those of simulator/hardware.toml, which gives the source of each number; none is from these charts. One
 number, `REDUCED`, was fitted to ZeRO's nine bars of figure 2: it is little more than the least with which all are within 20%.
-`as_published` has the differences of these runs from this library: no communication overlapped with computation (Megatron-LM
-reduces gradients after backward, and so did DeepSpeed unless overlap_comm was set), and Megatron-LM recomputes all of a block,
-including its last all-reduce.
+They differ from runs of this library: no communication was overlapped with computation (Megatron-LM reduced gradients after
+backward, and so did DeepSpeed unless overlap_comm was set), so the seconds of all tasks add up; and Megatron-LM recomputes all of
+a block, including its last all-reduce.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from zeroshard.config import Tier
 from zeroshard.planner.models.gpt import GPTConfig
 from zeroshard.planner.search.layout import Layout
+from zeroshard.planner.search.load import Load, Part, loads_of, step_seconds
 from zeroshard.planner.search.profile import Profile
-from zeroshard.planner.search.schedule import trace_of
 from zeroshard.planner.simulator.hardware import Curve, Hardware
-from zeroshard.planner.simulator.simulate import kind_of, simulate
-from zeroshard.planner.simulator.trace import Resource, Trace
+from zeroshard.planner.simulator.simulate import SAYS, kind_of
+from zeroshard.planner.simulator.trace import Resource
 
 from .table import SIMULATED, WITHIN, Cell, Row, Table, bounded, printed, rank_correlation, stated
 
@@ -90,14 +90,18 @@ def of_2019(hardware: Hardware) -> Hardware:
     return replace(hardware, device=replace(hardware.device, efficiency=_PRODUCTS, attention=None), links=links)
 
 
-def as_published(trace: Trace, kept: int = 1, reduced: float = 1.0) -> Trace:
-    """Return the trace with one task after the other. kept: ranks that share each copy to the host (Pa). reduced: REDUCED."""
-    times = {"keep": 1 / kept, "fetch": 1 / kept, "reduce": reduced, "publish": reduced}
-    tasks = []
-    for number, task in enumerate(trace.tasks):
-        nbytes = {resource: amount * times.get(kind_of(task), 1.0) for resource, amount in task.nbytes.items()}
-        tasks.append(replace(task, nbytes=nbytes, after=(number - 1,) if number else ()))
-    return replace(trace, tasks=tasks)
+def as_published(load: Load, kept: int = 1, reduced: float = 1.0) -> Load:
+    """Return the load as the run had it. kept: ranks that share each copy to the host (Pa). reduced: REDUCED."""
+    factors = {"keep": 1 / kept, "fetch": 1 / kept, "reduce": reduced, "publish": reduced}
+
+    def changed(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+        found = []
+        for task, times in parts:
+            factor = factors.get(kind_of(task), 1.0)
+            found.append((replace(task, nbytes={resource: amount * factor for resource, amount in task.nbytes.items()}), times))
+        return tuple(found)
+
+    return replace(load, each=changed(load.each), once=changed(load.once))
 
 
 @functools.lru_cache(maxsize=256)
@@ -107,9 +111,11 @@ def tflops(configuration: Configuration, published: bool = True) -> float:
     published: without overlap of communication, as the run was; else with the overlap of this library's runtime.
     """
     profile, layout = configuration.profile, replace(configuration.layout, stops_early=not published, hops="one", rings=True)
-    (trace,) = trace_of(profile, layout)
-    found = simulate(as_published(trace, configuration.mp, REDUCED) if published else trace, of_2019(Hardware.named(HARDWARE)))
-    return 8 * profile.numel * layout.micro_batch * SEQ / layout.tp / found.step_s / 1e12
+    loads = loads_of(profile, layout)
+    if published:
+        loads = [as_published(load, configuration.mp, REDUCED) for load in loads]
+    step_s, _ = step_seconds(profile, layout, of_2019(Hardware.named(HARDWARE)), beside=not published, loads=loads)
+    return 8 * profile.numel * layout.micro_batch * SEQ / layout.tp / step_s / 1e12
 
 
 def _figure(name: str, number: str, title: str, label: Callable[[Configuration], str]) -> Table:
@@ -210,9 +216,9 @@ def infinity_fig5() -> Table:
         )  # fmt: skip
         shape = GPTConfig(51200, SEQ, int(row["hidden"]), int(row["layers"]), 64, bias=True, tied=True)
         profile = Profile.of_shape(shape, row["params"], kernels="fused")
-        (trace,), label = trace_of(profile, layout), f"{row['params']}, {row['gpus']} devices"
-        found = [simulate(each, of_2019(Hardware.named(HARDWARE))) for each in (as_published(trace), trace)]
-        value, beside = (8 * profile.numel * batch * SEQ / mp / each.step_s / 1e12 for each in found)
+        label, hardware = f"{row['params']}, {row['gpus']} devices", of_2019(Hardware.named(HARDWARE))
+        found = [step_seconds(profile, layout, hardware, beside) for beside in (False, True)]
+        value, beside = (8 * profile.numel * batch * SEQ / mp / step_s / 1e12 for step_s, _ in found)
         least, text = stated("infinity_100B")["value"], f"{value:.1f}"
         if row["gpus"] == "16" and row["params"] in ("10B", "50B", "100B"):
             cells.append(bounded(label, _RATE, f"> {least}", float(text), SIMULATED))
@@ -220,7 +226,7 @@ def infinity_fig5() -> Table:
             told = {"5T": "infinity_5T", "10T": "infinity_10T", "20T": "infinity_20T"}.get(row["params"])
             cells.append(Cell(label, _RATE, stated(told)["value"] if told else "", text, SIMULATED, WITHIN))
         cells.append(Cell(label, "sent beside computation", "", f"{beside:.1f}", SIMULATED))
-        cells.append(Cell(label, "then bound by", "", found[1].bound.partition(":")[0].removeprefix("bound by "), SIMULATED))
+        cells.append(Cell(label, "then bound by", "", SAYS[found[1][1]], SIMULATED))
         totals[row["params"]] = value * int(row["gpus"]) / 1e3
     most, best = stated("infinity_petaflops")["value"], max(totals.values())
     cells.append(bounded("most of 512 devices", "PFLOPS", f"> {most}", best, SIMULATED))

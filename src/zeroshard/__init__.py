@@ -27,6 +27,7 @@ from .checkpoint import Exported, Inspection, Loaded, Save, export, inspect_chec
 from .checkpoint.safetensors import save_safetensors
 from .config import Config, Offload, Tier
 from .data.sampler import ShardedSampler
+from .data.sequence import SequenceLoader, shard_sequence
 from .data.uneven import join, stop_together
 from .errors import (
     BaseModelMismatch,
@@ -77,6 +78,10 @@ sys.modules[f"{__name__}.io"] = io  # zeroshard.io is public, wherever its folde
 
 if TYPE_CHECKING:
     from .parallel import tensor_parallel as tensor_parallel
+    from .parallel.experts import Experts as Experts
+    from .parallel.experts import divide_experts as divide_experts
+    from .parallel.experts import expert_imbalance as expert_imbalance
+    from .parallel.long_context import long_context as long_context
     from .parallel.parallelize import Parallel as Parallel
     from .parallel.parallelize import parallelize as parallelize
     from .parallel.pipeline import Pipeline as Pipeline
@@ -91,6 +96,8 @@ if TYPE_CHECKING:
 _LATER = {  # what takes a second to import, by name: where it is
     "parallelize": ".parallel.parallelize", "Parallel": ".parallel.parallelize", "Pipeline": ".parallel.pipeline",
     "cut_stages": ".parallel.stages", "stages_of": ".parallel.pipeline", "styles_for": ".parallel.styles",
+    "Experts": ".parallel.experts", "divide_experts": ".parallel.experts", "expert_imbalance": ".parallel.experts",
+    "long_context": ".parallel.long_context",
     "tensor_parallel": ".parallel.tensor_parallel", "plan": ".planner.dry_run", "Plan": ".planner.plan",
     "Forecast": ".planner.measure.forecast", "forecast": ".planner.measure.forecast", "Report": ".planner.measure.report", "report": ".planner.measure.report",
 }  # fmt: skip
@@ -138,11 +145,11 @@ __all__ = [
     "CheckpointMismatch", "CheckpointNotFound", "CheckpointReadError", "CheckpointWriteError", "CollectiveMismatch",
     "Compression", "Config", "ConfigError", "DeviceMemoryError",
     "Exported", "Forecast", "HostMemoryError", "Inspection", "Lion", "Loaded", "ModelChanged", "ModelClosed",
-    "ModelMismatch", "Muon", "NonFiniteError", "Offload", "OffloadIOError", "PeerFailed", "Report", "Save",
+    "ModelMismatch", "Muon", "NonFiniteError", "Offload", "OffloadIOError", "PeerFailed", "Report", "Save", "SequenceLoader",
     "ShardedAccessError", "ShardedSampler", "ShardedWriteError", "StallError", "StateFormat", "StatesAway", "StepRecord", "SwapError",
     "ThreadsMet", "Tier", "ZeroshardError", "__version__", "accumulate", "activation_report", "backward", "checkpoint_activations",
     "clip_grad_norm_", "close", "ema", "export", "forecast", "full_gradients", "full_optimizer_state", "full_optimizer_state_dict",
     "full_state_dict", "gathered", "gradient_of", "init", "inspect_checkpoint", "io", "join", "load", "offload_states", "register_forward",
-    "reload_states", "report", "save", "save_safetensors", "shard", "state_of", "stop_together", "stream_full_tensors", "tile",
+    "reload_states", "report", "save", "save_safetensors", "shard", "shard_sequence", "state_of", "stop_together", "stream_full_tensors", "tile",
     "tiled_cross_entropy", "value_of", "whole_matrix",
 ]  # fmt: skip

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
+from .activations import sequence_parallel
 from .checkpoint import safetensors as streaming
 from .checkpoint.resolver import open_weights
 from .comm import backend_select
@@ -32,7 +33,9 @@ from .optim.validation import check_optimizer
 from .tensor import distributed
 from .tensor.sharded_tensor import ShardedTensor
 from .tensor.tiled_parameter import join, parts_in
+from .utils.axes import SP
 from .zero import hooks, init_context
+from .zero.along_axis import connect
 from .zero.auto_stage import choose, is_auto
 from .zero.auto_wrap import check_lazy, collect, device_of
 from .zero.closing import close as close
@@ -59,20 +62,20 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 @overload
 def shard(
     model: ModelT, optimizer: OptimizerT, *, config: Config | str | os.PathLike | None = None, comm: backend_select.Choice | None = None,
-    mesh: DeviceMesh | None = None, weights: str | os.PathLike | None = None, sample: object = None, **options: Unpack[ShardOptions],
+    mesh: DeviceMesh | Mapping[str, int] | None = None, weights: str | os.PathLike | None = None, sample: object = None, **options: Unpack[ShardOptions],
 ) -> tuple[ModelT, OptimizerT]: ...  # fmt: skip
 
 
 @overload
 def shard(
     model: ModelT, optimizer: None = None, *, config: Config | str | os.PathLike | None = None, comm: backend_select.Choice | None = None,
-    mesh: DeviceMesh | None = None, weights: str | os.PathLike | None = None, sample: object = None, **options: Unpack[ShardOptions],
+    mesh: DeviceMesh | Mapping[str, int] | None = None, weights: str | os.PathLike | None = None, sample: object = None, **options: Unpack[ShardOptions],
 ) -> tuple[ModelT, None]: ...  # fmt: skip
 
 
 def shard(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, config: Config | str | os.PathLike | None = None,
-    comm: backend_select.Choice | None = None, mesh: DeviceMesh | None = None, weights: str | os.PathLike | None = None,
+    comm: backend_select.Choice | None = None, mesh: DeviceMesh | Mapping[str, int] | None = None, weights: str | os.PathLike | None = None,
     sample: object = None, **options: Unpack[ShardOptions],
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:  # fmt: skip
     """Shard a model and its optimizer over the data-parallel ranks, in place, and return both.
@@ -87,8 +90,10 @@ def shard(
         comm: the ranks over which to shard. "auto", "shared" (ranks of one host, through memory) and "dist" (torch.distributed)
             mean all ranks. A process group, or a 1-D DeviceMesh (mesh["dp"]), means its ranks, and only these call shard.
         mesh: a DeviceMesh in the place of `comm`. Axes named "tp", "ep" and "pp" belong to tensor, expert and pipeline
-            parallelism, and the model consists of their DTensors or stages. States are sharded over the other axis, and
-            replicated along "dp_replicate" (HSDP); of two axes with other names, or without names, along the outer one.
+            parallelism, and the model consists of their DTensors or stages. Along "sp" ranks have other tokens of the same
+            sequences (`zs.shard_sequence`), and attention is over whole sequences. States are sharded over the other axes,
+            sp included, and replicated along "dp_replicate" (HSDP); of two axes with other names, or without names, along the
+            outer one. A mapping {"dp": 2, "sp": 2} stands for the mesh of all ranks, where no axis cuts the model.
         weights: a safetensors file or folder, or any other checkpoint that `zs.load` takes. Each rank reads only its slices.
         sample: for stage="auto": an input of the model (or a tuple or mapping of inputs) of the size of a micro-batch. A forward
             on fake tensors measures the activations, and shard chooses the first stage and tiers with which the model fits.
@@ -142,6 +147,8 @@ def _shard(
     check_sharing(model, specs)
     check_optimizer(optimizer, specs, config.delayed_update is not None)
     device = device_of(specs)
+    if axes.size(SP) > 1:
+        sequence_parallel.check(model, axes.size(SP))
 
     # open communicators; the checks that follow are collective, and make sure of equal models, options and values
     group, peers, world = axes.open(device, config.stall_timeout_s)
@@ -154,7 +161,10 @@ def _shard(
     if not config.master_weights and config.precision != "fp32" and group.rank == 0:
         print(f"zeroshard: no fp32 master weights: parameters and states are {config.precision}", file=sys.stderr)
     stored, found = open_weights(world, group, weights, model, specs) if weights is not None else ({}, {})
-    agree_on_initial_values(group, peers, model, specs, parameters=weights is None, buffers=config.agree_buffers)
+    divided = None
+    if axes.divided is not None:
+        divided = group.subgroup(axes.divided.groups), [spec for spec in specs if axes.divides(spec.distribution)]
+    agree_on_initial_values(group, peers, model, specs, parameters=weights is None, buffers=config.agree_buffers, divided=divided)
     made_on_meta = {spec.name for spec in specs if spec.original.is_meta}
 
     # lay out, build buffers, place parameters in them; from here on the model changes
@@ -162,13 +172,16 @@ def _shard(
     ledger, progress = Ledger(), Progress(config)
     tiers = open_tiers(config, group, ledger, specs, optimizer)
     comms = Topology.flat(group, peers, world, axes)
-    comms = topology.open_topology(config, comms, ledger, lambda steps: progress.steps >= steps, axes.parts)
-    units, pool = build_units(model, optimizer, config, comms, tiers, specs)
+    comms = topology.open_topology(config, comms, ledger, lambda steps: progress.steps >= steps, axes.parts, axes.divided)
+    units = build_units(model, optimizer, config, comms, tiers, specs)
 
     # attach hooks, initialise or load parameters of the meta device, make the optimizer a sharded one
-    runtime = Runtime(model, config, comms, units, pool, tiers, progress)
+    runtime = Runtime(model, config, comms, units, tiers, progress)
     object.__setattr__(model, "_zeroshard", runtime)
+    connect(runtime, axes.lines)
     hooks.attach(runtime)
+    if axes.size(SP) > 1:
+        sequence_parallel.attach(runtime, world.subgroup(axes.lines[SP], apart=True))
     init_context.give_values(model, device, made_on_meta, stored if weights is not None else None)
     if weights is not None:  # last: the initialisation of a buffer may have written its module's parameters
         streaming.stream(runtime, found, stored)

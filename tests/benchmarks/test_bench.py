@@ -9,18 +9,15 @@ import time
 import pytest
 from bench_kit import TINY, outcome
 
-from benchmarks import host_overhead, pictures, plan, race, report, statistics
+from benchmarks import cases, pictures, plan, race, report, statistics
 from benchmarks.command import main
-from benchmarks.micro_benchmark import Unmeasured, apart, take_turns
+from benchmarks.micro import Unmeasured, apart, take_turns
 from benchmarks.plan import Contender, Rounds, Workload
 from benchmarks.race import Outcome
+from benchmarks.tables import BYTES, SPEED, Bound, Measured, Row
 from benchmarks.worker import Turn
 from zeroshard.cli.arguments import UsageError
 from zeroshard.cli.sheets import show
-
-
-def test_every_kind_has_a_colour():
-    assert pictures.COLOURS.keys() == plan.LABELS.keys()
 
 
 def test_selection_knows_names_kinds_and_precisions():
@@ -29,42 +26,62 @@ def test_selection_knows_names_kinds_and_precisions():
     assert [c.name for c in plan.select(("fsdp2-bf16",), ("fp32", "bf16"))] == ["fsdp2-bf16"]
     assert [c.name for c in plan.select(("ds",), ("fp32",))] == ["ds3", "ds2", "ds1"]
     assert [c.name for c in plan.select((), ("fp32", "bf16"), quick=True)] == list(plan.QUICK)
-    assert "local-bf16" not in [c.name for c in plan.select((), ("fp32", "bf16"))]
     with pytest.raises(ValueError, match="expected contenders among .*got 'fsdp3'"):
         plan.select(("fsdp3",), ("fp32",))
 
 
 def test_step_time_runs_from_last_end_to_last_end():
     # Rank 1 is late in step 0 and early in step 1: the turn takes 4 s, and its steps must add up to that.
-    turns = [Turn(10.0, (11.0, 14.0), (0.0, 0.0), 0, 0, 0), Turn(10.5, (13.0, 13.5), (0.0, 0.0), 0, 0, 0)]
+    turns = [Turn(10.0, (11.0, 14.0), (0.0, 0.0), 0), Turn(10.5, (13.0, 13.5), (0.0, 0.0), 0)]
     assert race.step_times(turns, 2) == [3.0, 1.0]
-    one_end = [Turn(10.0, (14.0,), (0.0, 0.0), 0, 0, 0)]
+    one_end = [Turn(10.0, (14.0,), (0.0, 0.0), 0)]
     assert race.step_times(one_end, 2) == [2.0, 2.0]
+
+
+def goals_of(section: str, *outcomes: Outcome) -> dict[str, tuple[float | None, str]]:
+    """Values and verdicts."""
+    goals = race.table(section, "title", Workload(), list(outcomes)).goals
+    return {goal.text: (goal.value, goal.verdict) for goal in goals}
 
 
 def test_ratio_is_taken_per_round():
     # The machine is three times slower in the second round, and in the third one contender alone stumbles.
     ours = outcome("zs3", [[0.5, 0.5], [1.5, 1.5], [9.0, 9.0]])
     theirs = outcome("ddp", [[1.0, 1.0], [3.0, 3.0], [1.0, 1.0]])
-    assert statistics.time_ratio([ours, theirs], "zs3", "ddp") == 0.5
-    assert statistics.time_ratio([ours, theirs], "zs3", "fsdp2") is None
+    goals = goals_of("cpu", ours, theirs)
+    assert goals["stage 3 / DDP, step time"] == (0.5, "met")
+    assert goals["stage 3 / FSDP2, step time"] == (None, "not measured")
+    assert race.table("cpu", "title", Workload(), [ours, theirs]).sheet().rows[0][:3] == ["zeroshard 3", "1500", "0.50"]
 
 
-def test_goals_say_met_missed_and_not_measured():
-    outcomes = [
+def test_goals_say_met_and_missed():
+    goals = goals_of(
+        "cpu",
         outcome("zs3", [[0.5]], at_rest={"measured": {"all": 102}, "formula": {"all": 100}}),
         outcome("ddp", [[1.0]]),
         outcome("fsdp2", [[0.6]], peak_rss=50 << 20),
-    ]
-    steps, optimizers = {"plain": 1.0, "fsdp2": 33.0, "zeroshard": 5.0}, {"fsdp2 fused": 8.0, "fsdp2 foreach": 9.0}
-    host = host_overhead.HostWork(steps, optimizers)
-    verdicts = {goal.text: goal.verdict for goal in report.goals_of("race", outcomes) + host.goals}
-    assert verdicts["stage 3 / DDP, step time"] == "met"
-    assert verdicts["stage 3 / FSDP2, step time"] == "missed"
-    assert verdicts["stage 3 / FSDP2, peak resident memory"] == "missed"
-    assert verdicts["model states at rest, difference from the formula"] == "missed"
-    assert verdicts["host work per unit and step / FSDP2"] == "met"  # 4 / 32 against 32 / 32
-    assert verdicts["optimizer step and clipping / FSDP2"] == "not measured"
+    )
+    assert goals["stage 3 / FSDP2, step time"][1] == goals["stage 3 / FSDP2, peak resident memory"][1] == "missed"
+    assert goals["model states at rest, difference from the formula"] == (0.02, "missed")
+
+
+def test_bounds_compare_times_speeds_bytes_and_what_lies_above_another_row():
+    rows = [Row("ours", [2.0, 4.0], 30.0), Row("slow", [9.0, 9.0]), Row("fast", [4.0, 8.0], 20.0), Row("plain", [1.0, 2.0])]
+    peers = ("slow", "fast", "absent")  # the fastest counts
+    bounds = [Bound(what, "ours", peers, 0.5, what) for what in ("time", SPEED, BYTES)]
+    bounds += [Bound("above", "ours", peers, 0.5, less="plain"), Bound("none", "ours", ("absent",), 0.5)]
+    goals = {goal.text: (goal.value, goal.verdict) for goal in Measured("title", rows, bounds).goals}
+    assert goals["time"] == (0.5, "met") and goals[SPEED] == (2.0, "met") and goals[BYTES] == (3.0, "met")
+    assert goals["above"] == (pytest.approx(1 / 3), "met") and goals["none"] == (None, "not measured")
+
+
+@pytest.mark.processes
+def test_the_cases_of_host_work_run_and_are_judged(tmp_path):
+    passes, steps = apart(cases.host, 2, log_file=tmp_path / "log")
+    assert {row.name for row in passes.rows} == {"plain", "fsdp2", "zeroshard"} and not passes.skipped and not steps.skipped
+    assert [row.name for row in steps.rows] == ["plain", "fsdp2", "zeroshard", "fsdp2 foreach", "fsdp2 one by one"]
+    assert all(goal.value is not None for goal in passes.goals + steps.goals)
+    assert passes.row("zeroshard").facts["ms a unit, without plain"] > 0
 
 
 def test_a_busy_machine_is_noticed():
@@ -74,25 +91,31 @@ def test_a_busy_machine_is_noticed():
 
 def test_losses_that_differ_are_found():
     same, other = outcome("ddp", [[1.0]]), outcome("zs3", [[1.0]], losses=[2.0, 1.1])
-    assert statistics.losses_agree([same, outcome("fsdp2", [[1.0]])])
-    assert not statistics.losses_agree([same, other])
-    assert not statistics.losses_agree([same, outcome("zs3", [[1.0]], losses=[float("nan"), 1.0])])
-    assert statistics.losses_agree([same]) is None
+    assert not race.table("cpu", "title", Workload(), [same, outcome("fsdp2", [[1.0]])]).broken
+    for wrong in (other, outcome("zs3", [[1.0]], losses=[float("nan"), 1.0])):
+        measured = race.table("cpu", "title", Workload(), [same, wrong])
+        assert measured.broken and any("losses of zeroshard 3 differ from DDP's" in text for text, _ in measured.notes)
+    assert not race.table("cpu", "title", Workload(), [same]).broken
+    for final, broken in ((1.002, False), (1.1, True)):  # int8 states change losses, by a little
+        states = Outcome(Contender("zs", 3, offload="int8"), losses=[2.0, final], rounds_step_s=[[1.0]])
+        assert race.table("cpu", "title", Workload(), [same, states]).broken is broken
 
 
 def test_results_are_written_and_missing_numbers_stay_missing(tmp_path, capsys):
     outcomes = [outcome("ddp", [[1.0, 1.2]]), Outcome(Contender("ds", 3), skipped="deepspeed is not installed")]
-    results = report.Results(Workload(TINY), Rounds(), found={"cpu": outcomes}, skipped={"gpu": "no CUDA device"})
+    measured = race.table("cpu", "title", Workload(TINY), outcomes)
+    results = report.Results(Workload(TINY), Rounds(), found={"cpu": [measured]}, skipped={"gpu": "no CUDA device"})
     for sheet in results.sheets():
         show(sheet)
     text = capsys.readouterr().out
     assert "DeepSpeed 3 skipped: deepspeed is not installed" in text and "no CUDA device" in text
-    report.write_json(results, tmp_path / "results.json")
+    report.write(results, tmp_path)
     document = json.loads((tmp_path / "results.json").read_text())
-    assert document["contenders"]["ddp"]["step_s"]["median"] == pytest.approx(1.1)
-    assert document["contenders"]["ds3"]["status"].startswith("skipped") and document["host_work"] is None
+    (found,) = document["sections"]["cpu"]
+    assert found["rows"][0]["seconds"] == [pytest.approx(1.1)] and found["skipped"]["DeepSpeed 3"].startswith("skipped")
+    assert found["details"]["DDP"]["losses"] == [2.0, 1.0]
     assert all(goal["verdict"] == "not measured" for goal in document["goals"])
-    assert pictures.draw(outcomes, "title", tmp_path / "plot.png") and (tmp_path / "plot.png").stat().st_size > 0
+    assert pictures.draw([measured], "title", tmp_path / "plot.png") and (tmp_path / "plot.png").stat().st_size > 0
 
 
 def test_deepspeed_is_skipped_where_it_is_not_installed(monkeypatch, tmp_path, capsys):
@@ -107,7 +130,7 @@ def test_deepspeed_is_skipped_where_it_is_not_installed(monkeypatch, tmp_path, c
         (["--only", "fsdp3"], "got 'fsdp3'"),
         (
             ["--sections", "tpu"],
-            "expected --sections among cpu, tiers, host, hostadam, codecs, states, disk, checkpoints, network, parallel, gpu, got tpu",
+            "expected --sections among cpu, tiers, host, hostadam, states, disk, checkpoints, parallel, gpu, got tpu",
         ),
         (["--path", "/nowhere"], "--path: .*/nowhere does not exist"),
         (["--rounds", "0"], "expected --rounds"),
@@ -157,8 +180,7 @@ def test_a_tiny_race_over_a_mesh(tmp_path, forked_teams):
     workload = Workload(TINY, sequences=2, ranks=2, mesh=(2, 1, 1), micro_batches=2)
     contenders = plan.select(("zs1", "fsdp2"), ("fp32",), among=plan.MESH_CONTENDERS)
     outcomes = race.race(contenders, workload, Rounds(warmup=1, rounds=1, steps=1, memory_steps=1), tmp_path)
-    assert all(o.ran and o.peak_pss_sum > 0 for o in outcomes) and statistics.losses_agree(outcomes), [o.status for o in outcomes]
-    results = report.Results(workload, Rounds(), found={"parallel": outcomes}, skipped={"gpu": report.NOT_ASKED})
-    race_sheet, goals = results.sheets()
-    assert [row[0] for row in race_sheet.rows] == ["zeroshard 1", "FSDP2"] and "PSS, all" in race_sheet.header
-    assert [goal.verdict == "not measured" for goal in results.goals] == [False, False, True, True]  # stage 2 took no part
+    measured = race.table("parallel", "A mesh", workload, outcomes)
+    assert all(o.ran and o.peak_pss_sum > 0 for o in outcomes) and not measured.broken, [o.status for o in outcomes]
+    assert [row.name for row in measured.rows] == ["zeroshard 1", "FSDP2"] and "PSS MiB, all" in measured.sheet().header
+    assert [goal.verdict == "not measured" for goal in measured.goals] == [False, False, True, True]  # stage 2 took no part

@@ -8,25 +8,21 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import time
+from types import SimpleNamespace
 
 import pytest
-import torch
 from bench_kit import TINY, outcome
+from torch.autograd import DeviceType
 
-import zeroshard as zs
-from benchmarks import disk as disk_bench
-from benchmarks import gpu, plan, race, report, statistics, worker
+from benchmarks import cases, gpu, plan, race, report, statistics
 from benchmarks.command import swap_folder
-from benchmarks.overlap import Overlap, Recorder, covered, union
+from benchmarks.overlap import Overlap
 from benchmarks.plan import Contender, Rounds, Workload
 from benchmarks.race import Outcome
 from zeroshard.cli.arguments import UsageError
 from zeroshard.cli.sheets import show
 from zeroshard.memory.io.filesystems import MEMORY_FILESYSTEMS, filesystem_of
-from zeroshard.planner.models.gpt import GPT, GPTConfig
 from zeroshard.planner.simulator.disk_bandwidth import Burst, DiskSpeed, bandwidth
-from zeroshard.zero.runtime import runtime_of
 
 
 def tier_outcome(name: str, rounds_step_s: list[list[float]], **fields) -> Outcome:
@@ -60,46 +56,31 @@ def test_disk_goal_takes_the_longer_of_bound_and_memory_in_each_round():
     )
     memory = tier_outcome("zs3", [[0.5], [1.0], [0.5]])
     assert statistics.bounds_s(disk) == [1.0, 0.25, 1.0]
-    assert statistics.disk_ratio([disk, memory]) == pytest.approx(1.0)  # bound, memory, and one round that stumbles
-    assert statistics.bound_ratio(disk) == pytest.approx(2.3) and statistics.bound_ratio(memory) is None
-    goals = {g.text.split(" / ")[1]: g.verdict for g in report.goals_of("tiers", [disk, memory])}
-    assert goals["DeepSpeed 3 offload, step time"] == "not measured"
-    assert statistics.disk_ratio([memory]) is None
+    measured = race.table("tiers", "Tiers", Workload(), [disk, memory])
+    assert measured.row(race.DISK_LIMIT).seconds == [1.15, 1.1, 1.15]
+    assert measured.row("zeroshard 3 opt. disk").facts["/ bound"] == 2.3 and "/ bound" not in measured.row("zeroshard 3").facts
+    goals = [(goal.value, goal.verdict) for goal in measured.goals]
+    assert goals == [(None, "not measured")] * 2 + [(pytest.approx(1.0), "met")]  # bound, memory, and one round that stumbles
 
 
-def test_copies_inside_computation_are_counted_once_for_each_copy():
-    assert union([(3, 4), (0, 1), (0.5, 2), (4, 4)]) == [(0, 2), (3, 4)]
-    compute = [(0.0, 10.0), (20.0, 30.0)]
-    assert covered([(5.0, 15.0), (18.0, 22.0), (40.0, 41.0)], compute) == 7.0
-    both = Overlap.of(compute, {"up": [(5.0, 15.0)], "down": [(5.0, 10.0)]}, {"up": 8, "down": 4})
-    assert both.inside_ms == {"up": 5.0, "down": 5.0} and both.fraction() == pytest.approx(10 / 15)
-    assert Overlap.of(compute, {"up": [], "down": []}, {}).fraction() is None
+def event(name: str, begin: float, end: float, device: DeviceType = DeviceType.CUDA, annotation: bool = False) -> SimpleNamespace:
+    """What torch's profiler gives; milliseconds."""
+    times = SimpleNamespace(start=1e3 * begin, end=1e3 * end)
+    return SimpleNamespace(name=name, device_type=device, is_user_annotation=annotation, time_range=times)
 
 
-class ClockRecorder(Recorder):
-    """Host time in place of events."""
-
-    def mark(self, stream=None):
-        return time.perf_counter()
-
-    def since_origin(self, event):
-        return 1e3 * (event - self.origin)
-
-
-def test_recorder_marks_forward_and_backward_of_every_unit_and_goes():
-    model = GPT(GPTConfig(vocab_size=16, seq_len=8, dim=16, layers=3, heads=2))
-    model, optimizer = zs.shard(model, torch.optim.AdamW(model.parameters()), stage=3, offload_optimizer="cpu")
-    runtime, tokens = runtime_of(model), torch.zeros(1, 8, dtype=torch.long)
-    before = model(tokens, tokens)
-    before.backward()
-    with ClockRecorder(runtime) as recorder:
-        model(tokens, tokens).backward()
-    seen = recorder.overlap()
-    assert len(recorder.pieces) == 2 * 4 and seen.compute_ms > 0  # embedding, three blocks; head, three blocks
-    assert seen.fraction() is None  # the host's memory is the device's
-    held = vars(runtime).keys() | vars(runtime.prefetcher).keys() | vars(runtime.comm.streams).keys()
-    assert not {"_open", "staged", "copy"} & held
-    zs.close(model)
+def test_copies_beside_kernels_are_counted_once_for_each_copy():
+    kernels = [event("gemm", 0.0, 6.0), event("gelu", 4.0, 10.0), event("gemm", 20.0, 30.0)]
+    others = [
+        event("Memset (Device)", 10.0, 20.0),
+        event("step", 0.0, 99.0, annotation=True),
+        event("aten::mm", 0, 99, DeviceType.CPU),
+    ]
+    copies = [event("Memcpy HtoD (Pinned -> Device)", 5.0, 15.0), event("Memcpy DtoH (Device -> Pinned)", 18.0, 22.0)]
+    both = Overlap.of([*kernels, *others, *copies, event("Memcpy DtoD (Device -> Device)", 0.0, 40.0)])
+    assert both.copies_ms == {"up": 10.0, "down": 4.0} and both.inside_ms == {"up": 5.0, "down": 2.0}
+    assert both.fraction() == pytest.approx(7 / 14) and both.fraction("up") == 0.5
+    assert Overlap.of(kernels).fraction() is None
 
 
 @pytest.mark.parametrize("first", [1, 3, 40, 1000])
@@ -119,7 +100,6 @@ def test_search_ends_where_nothing_fits_and_where_time_is_over():
 
 def test_gpu_arithmetic():
     workload = Workload(shape=gpu.SHAPE, sequences=4)
-    assert gpu.parameters(gpu.SHAPE) == worker.parameter_count(workload)
     assert gpu.step_flops(workload) / (4 * 1024) == pytest.approx(6 * (20 * 12 * 1024**2 + 32768 * 1024) + 6 * 20 * 1024 * 1024)
     room = (80 << 30, 100 << 30, 10 << 30)  # device, host, disk
     guess = {c.offload: gpu.first_layers(c, room) for c in gpu.TIERS}
@@ -132,7 +112,7 @@ def test_a_trial_that_the_host_could_not_hold_is_not_begun(monkeypatch, tmp_path
     assert "GiB of host memory needed, 1 available" in why
 
 
-def test_every_section_is_shown_and_written(tmp_path, capsys):
+def test_the_tables_of_tiers_and_of_the_gpu_are_shown(tmp_path, capsys):
     disk = {"disk -> host": 2e6, "host -> disk": 1e6}
     tiers = [
         tier_outcome("zs3", [[1.0]]),
@@ -140,46 +120,30 @@ def test_every_section_is_shown_and_written(tmp_path, capsys):
         tier_outcome("zs3-disk", [[1.2]], moved=[disk], disk=[DiskSpeed(1e9, 1e9, 2e9)]),
         Outcome(Contender("fsdp2", offload="offload"), failed="rank 0: RuntimeError: cannot"),
     ]
-    row = {"name": "zeroshard", "what": "the job | all", "threads": 1, "core_share": 0.5, "ms": 2.0, "bytes_per_parameter": 28,
-           "gb_s": 8.0, "g_parameters_s": 0.3, "ratio": 1.0}  # fmt: skip
-    copy = {**row, "name": "memory copy", "gb_s": 10.0, "g_parameters_s": None, "ratio": None}
-    one = {"gb_per_s": {"engine": [2.0], "dd bs=1M": [1.0]}, "median": {"engine": 2.0, "dd bs=1M": 1.0}, "ratio": 2.0}
-    hostadam = {1: [row, copy, {"name": "deepspeed", "skipped": "no compiler"}]}
-    files = {"nbytes": 1 << 30, "rounds": 1, "direct": True, "write": one, "read": {**one, "ratio": None}}
-    seen = Overlap.of([(0.0, 4.0)], {"up": [(2.0, 6.0)], "down": []}, {"up": 4, "down": 0})
+    seen = Overlap({"up": 4.0, "down": 0.0}, {"up": 2.0, "down": 0.0})
     on_gpu = [tier_outcome("zs3-host-bf16", [[0.5]], cuda_peak=1 << 30, overlap=seen), tier_outcome("local-bf16", [[0.1]])]
     workload = Workload(shape=gpu.SHAPE, sequences=4, ranks=1, device="cuda")
-    largest = {
-        "zs3-host-bf16": gpu.Largest(10, 12, True, "out of memory", 5),
-        "ds3-offload-bf16": gpu.Largest(why="not installed"),
-    }
-    pack = {"name": "int8 pack", "ms": 1.0, "bytes_per_value": 5.0, "gb_s": 8.0, "of_copy": 0.6, "over_whole": 1.5}
+    largest = {"zeroshard 3 all host": gpu.Largest(10, 12, True, "no memory", 5), "DeepSpeed 3": gpu.Largest(why="not installed")}
     found = {
-        "tiers": tiers,
-        "hostadam": hostadam,
-        "disk": files,
-        "codecs": [pack],
-        "gpu": gpu.Measured(workload, on_gpu, largest),
+        "tiers": [race.table("tiers", "Tiers", Workload(), tiers)],
+        "gpu": [gpu.race_table(workload, on_gpu), gpu.largest_table(largest)],
     }
-    results = report.Results(Workload(), Rounds(), Rounds(lead_in=1), found)
+    results = report.Results(Workload(), Rounds(), found)
+    assert found["tiers"][0].broken and not found["gpu"][0].broken
     for sheet in results.sheets():
         show(sheet)
-    report.write_markdown(results, tmp_path / "results.md")
+    report.write(results, tmp_path)
     for text in (capsys.readouterr().out, (tmp_path / "results.md").read_text()):
-        assert "FSDP2 offload failed: rank 0: RuntimeError: cannot" in text and "deepspeed: skipped: no compiler" in text
-        assert "none trained: not installed" in text and "this process got 50% of its cores" in text
-    assert "| zeroshard 3 opt. disk | 1200 | 1200-1200 | 1.20 | 3 | 2 | 800.00 |" in text  # 3 MB, side by side 2 GB/s
-    assert "| zeroshard 3 all host bf16 | 15.0 | 4.0 | 50% | 50% | - |" in text and "the job \\| all" in text
-    report.write_json(results, tmp_path / "results.json")
+        assert "FSDP2 offload failed: rank 0: RuntimeError: cannot" in text and "none trained: not installed" in text
+        assert "12 layers: no memory" in text
+    # 3 MB, side by side 2 GB/s: 1.5 ms
+    assert "| zeroshard 3 opt. disk | 1200 | 1.20 | 1 | 100 | 1 | 3 | 1.5 | 800 | 1 | 1 | 2 |" in text
     document = json.loads((tmp_path / "results.json").read_text())
     verdicts = {goal["text"]: goal["verdict"] for goal in document["goals"]}
-    assert verdicts["host Adam, 1 thread: bytes/s of the update over bytes/s of a memory copy"] == "missed"
-    assert verdicts["file engine / best of dd and fio, write"] == "met"
-    assert verdicts["int8 pack: bytes/s over a memory copy's"] == "met"
-    assert verdicts["int8 pack: speed over whole tensors"] == "missed" and document["codecs"] == [pack]
-    assert verdicts["file engine / best of dd and fio, read"] == "not measured"
-    assert verdicts["stage 3, optimizer on disk / max(1.15 bound, 1.1 in memory), step time"] == "missed"
-    assert document["gpu"]["largest"]["zs3-host-bf16"]["numel"] == gpu.parameters(dataclasses.replace(gpu.WIDE_SHAPE, layers=10))
+    assert verdicts["stage 3, optimizer on disk / max(1.15 bound of opt. disk, 1.1 in memory), step time"] == "missed"
+    row = document["sections"]["gpu"][0]["rows"][0]
+    assert row["facts"]["beside kernels %"] == row["facts"]["up %"] == 50 and row["facts"]["copies ms"] == 4.0
+    assert document["sections"]["gpu"][1]["rows"][0]["facts"]["layers"] == 10
 
 
 def test_swap_folder_is_on_a_disk_and_goes(tmp_path):
@@ -205,7 +169,7 @@ def test_a_tiny_race_of_the_tiers(tmp_path):
     contenders = [Contender("zs", 3, offload="disk"), Contender("fsdp2", offload="offload")]
     disk, fsdp2 = race.race(contenders, workload, rounds, tmp_path)
     assert disk.ran and fsdp2.ran, (disk.failed, fsdp2.failed)
-    assert statistics.losses_agree([disk, fsdp2]) and len(disk.losses) == 1 + 3 + 1
+    assert not race.table("tiers", "Tiers", workload, [disk, fsdp2]).broken and len(disk.losses) == 1 + 3 + 1
     states = sum(disk.at_rest["measured"].values())
     for moved, speed in zip(disk.moved, disk.disk, strict=True):
         assert moved["disk -> host"] == moved["host -> disk"] and 0 < moved["disk -> host"] < 2 * states
@@ -216,11 +180,10 @@ def test_a_tiny_race_of_the_tiers(tmp_path):
 def test_the_benchmark_of_the_file_engine_runs_and_leaves_nothing(tmp_path, monkeypatch):
     if filesystem_of(tmp_path) in MEMORY_FILESYSTEMS:
         pytest.skip("no disk")  # dd and the engine are compared by direct I/O, which memory has none of
-    monkeypatch.setattr(disk_bench, "DD_BLOCKS_MIB", (4,))
-    monkeypatch.setattr(disk_bench, "FIO_RUNS", (("psync", 4, 1),))
+    monkeypatch.setattr(cases, "DD_BLOCKS_MIB", (4,))
+    monkeypatch.setattr(cases, "FIO_RUNS", (("psync", 4, 1),))
     before = sorted(tmp_path.iterdir())
-    result = disk_bench.run(tmp_path, nbytes=16 << 20, rounds=1)
+    written, read = cases.disk(tmp_path, nbytes=16 << 20, rounds=1)
     assert sorted(tmp_path.iterdir()) == before
-    assert result["write"]["ratio"] > 0 and result["read"]["median"]["engine"] > 0
-    assert [goal.verdict in ("met", "missed") for goal in disk_bench.goals(result)] == [True, True]
-    assert "engine" in disk_bench.sheet(result).markdown()
+    assert [goal.verdict in ("met", "missed") for goal in written.goals + read.goals] == [True, True]
+    assert "| engine |" in written.sheet().markdown() and "dd bs=4M" in {row.name for row in read.rows}

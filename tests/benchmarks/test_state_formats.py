@@ -8,8 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import report, state_formats, state_quality
-from benchmarks.plan import Rounds, Workload
+from benchmarks import state_formats, state_quality
 from benchmarks.state_formats import Run
 from zeroshard.planner.models import GPTConfig
 
@@ -41,20 +40,18 @@ def test_the_stand_in_has_the_bits_of_zs_shard_and_its_variants_have_others(form
 def test_the_section_has_bytes_times_and_losses_and_names_missing_peers(monkeypatch):
     monkeypatch.setattr(state_formats, "SHAPE", TINY)
     monkeypatch.setattr(state_formats, "PEERS", (("nowhere", "AdamW8bit"),))
-    monkeypatch.setattr(state_formats, "measure", partial(state_formats.measure, steps=2 * state_formats.TURN))
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():  # of the process in which the command runs a section
         monkeypatch.setenv(name, value)
-    rows = state_formats.measure_section()
-    by_name = {row["name"]: row for row in rows}
-    assert by_name["fp32"]["state_nbytes"] == 8 and by_name["fp32"]["ratio"] == 1 and by_name["fp32"]["worse"] == 0
+    (measured,) = state_formats.states(steps=2 * state_formats.TURN)
+    facts = {row.name: row.facts for row in measured.rows}
+    nbytes = {name: fact[state_formats.BYTES] for name, fact in facts.items()}
     matrices = 12 * 64 * 64 + 256 * 64  # the block's, and the head
     share = matrices / sum(param.numel() for param in trained(partial(state_formats.ours, "fp32")).model.parameters())
-    assert by_name["int8"]["state_nbytes"] == pytest.approx(8 - share * (8 - 2 * 260 / 256))
-    assert all(row["loss"] < 8 for row in rows if "loss" in row) and by_name["int4"]["loss"] != by_name["fp32"]["loss"]
-    assert by_name["nowhere AdamW8bit"]["skipped"].startswith("ModuleNotFoundError")
-    results = report.Results(Workload(), Rounds(), found={"states": rows})
-    (shown,) = results.sheets()
-    assert "nowhere AdamW8bit: skipped" in shown.markdown() and "| int4 " in shown.markdown()
+    assert nbytes["fp32"] == 8 and nbytes["int8"] == pytest.approx(8 - share * (8 - 2 * 260 / 256))
+    losses = {name: fact[state_formats.LOSS] for name, fact in facts.items()}
+    assert max(losses.values()) < 8 and losses["int4"] != losses["fp32"] and all(len(row.seconds) == 2 for row in measured.rows)
+    assert measured.skipped["nowhere AdamW8bit"].startswith("skipped: ModuleNotFoundError")
+    assert "nowhere AdamW8bit skipped" in (text := measured.sheet().markdown()) and "| int4 " in text and "/ fp32" in text
 
 
 def test_bytes_of_states_are_counted_in_the_parts_of_a_tensor_and_shared_tables_once():

@@ -22,7 +22,7 @@ from offloading import tiers
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.checkpoint import bulk_reader, rank_file, resolver, writing
+from zeroshard.checkpoint import bulk_reader, file_writer, rank_file, resolver, writing
 from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint import manifest as listing
 from zeroshard.checkpoint.heartbeat import together
@@ -67,7 +67,7 @@ def impatient(monkeypatch):
 
 def on_rank_1(self, *_) -> bool:
     """Whether a method of a FileWriter is that of rank 1."""
-    return isinstance(self, rank_file.FileWriter) and "rank-00001" in self.file.path
+    return isinstance(self, file_writer.FileWriter) and "rank-00001" in self.file.path
 
 
 def slow(patch: pytest.MonkeyPatch, owner: type, name: str, where: Callable = on_rank_1) -> None:
@@ -77,7 +77,7 @@ def slow(patch: pytest.MonkeyPatch, owner: type, name: str, where: Callable = on
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("where", [
-    (rank_file.FileWriter, "fill"), (rank_file.FileWriter, "finish"), (places.Draft, "publish", lambda draft: True),
+    (file_writer.FileWriter, "fill"), (file_writer.FileWriter, "finish"), (places.Draft, "publish", lambda draft: True),
 ], ids=["copying", "writing", "publishing"])  # fmt: skip
 def test_a_slow_disk_of_one_rank_is_waited_for(where, asynchronous, tmp_path, monkeypatch, impatient):
     """Much longer than the stall timeout, and without a sign of the file."""
@@ -124,7 +124,7 @@ def test_a_slow_disk_is_waited_for_where_there_are_no_locks(tmp_path, monkeypatc
         return errors
 
     monkeypatch.setattr(writing, "_SIGN_S", 0.1)
-    slow(monkeypatch, rank_file.FileWriter, "finish")
+    slow(monkeypatch, file_writer.FileWriter, "finish")
     for first, second in run_threads(2, rank_run):
         assert first is None
         assert isinstance(second, zs.CheckpointError) and "ranks [1] ended before they had written" in str(second), second
@@ -224,18 +224,18 @@ def raises(error: BaseException, when=lambda *args: True):
 
 FAULTS = {  # where, what replaces it, which error is told
     "copying": (
-        rank_file.FileWriter,
+        file_writer.FileWriter,
         "fill",
         raises(RuntimeError("out of the device"), on_rank_1),
         "rank 1 failed: RuntimeError",
     ),
-    "memory": (rank_file.BufferPool, "grow", raises(MemoryError()), "rank 0 failed: MemoryError$"),
+    "memory": (file_writer.BufferPool, "grow", raises(MemoryError()), "rank 0 failed: MemoryError$"),
     "listing": (listing, "join", raises(AssertionError("not covered")), "rank 0 failed: AssertionError: not covered"),
     "manifest": (listing, "write", raises(MemoryError("no room")), "rank 0 failed: MemoryError: no room"),
     "collecting": (writing.holding, "collect", raises(KeyError("place")), "rank 0 failed: KeyError: 'place'"),
     "draft": (places, "sweep", raises(ValueError("what is that")), "rank 0 failed: ValueError: what is that"),
     "writing": (
-        rank_file.FileWriter,
+        file_writer.FileWriter,
         "finish",
         raises(RuntimeError("no more"), on_rank_1),
         "rank 1 failed: RuntimeError: no more",
@@ -408,21 +408,21 @@ def test_whatever_ends_the_writer_ends_the_save(where, asynchronous, tmp_path, m
     model, optimizer = build(model)
     with monkeypatch.context() as patch:
         if where == "write":
-            patch.setattr(rank_file.Engine, "write", raises(RuntimeError("can't start new thread"))(rank_file.Engine.write))
+            patch.setattr(file_writer.Engine, "write", raises(RuntimeError("can't start new thread"))(file_writer.Engine.write))
         else:
-            patch.setattr(rank_file.xxhash, "xxh3_64_hexdigest", raises(MemoryError("digest"))(None))
+            patch.setattr(file_writer.xxhash, "xxh3_64_hexdigest", raises(MemoryError("digest"))(None))
         with pytest.raises(zs.CheckpointError, match="rank 0 failed: (RuntimeError: can't start|MemoryError: digest)"):
             zs.save(tmp_path, model, optimizer, name="x", asynchronous=asynchronous).wait()
     pool = runtime_of(model).gate.saver.pool
     assert names(tmp_path) == [] and pool.free == pool.count
     path = zs.save(tmp_path, model, optimizer, name="x", asynchronous=asynchronous).wait()
-    assert len(Manifest.read(path).files[0].digests) == rank_file.digest_count((path / "rank-00000.distcp").stat().st_size)
+    assert len(Manifest.read(path).files[0].digests) == file_writer.digest_count((path / "rank-00000.distcp").stat().st_size)
     zs.close(model)
 
 
 def test_a_file_of_which_not_all_was_written_is_not_published(tmp_path, monkeypatch):
     model, optimizer = made()
-    monkeypatch.setattr(rank_file, "digests_of", lambda memory: ())
+    monkeypatch.setattr(file_writer, "digests_of", lambda memory: ())
     with pytest.raises(zs.CheckpointError, match="only 0 of 1 MiB were written"):
         zs.save(tmp_path, model, optimizer)
     assert names(tmp_path) == []
@@ -449,7 +449,7 @@ def test_buffers_are_counted_as_they_are_made():
         made.append(torch.empty(1))
         return made[-1]
 
-    pool = rank_file.BufferPool(Ledger(), 0, rank_file.BUFFER_NBYTES, make, Tier.HOST)
+    pool = file_writer.BufferPool(Ledger(), 0, file_writer.BUFFER_NBYTES, make, Tier.HOST)
     with pytest.raises(MemoryError):
         pool.grow(4)
     assert pool.count == pool.free == 2
@@ -546,7 +546,7 @@ def test_closing_a_model_whose_save_failed_leaves_nothing(tmp_path, monkeypatch,
         zs.save(tmp_path, model, optimizer, name="x", asynchronous=True)
         zs.close(model)
 
-    monkeypatch.setattr(rank_file.FileWriter, "finish", raises(MemoryError("mine"), on_rank_1)(rank_file.FileWriter.finish))
+    monkeypatch.setattr(file_writer.FileWriter, "finish", raises(MemoryError("mine"), on_rank_1)(file_writer.FileWriter.finish))
     before = len(os.listdir("/proc/self/fd"))
     run_threads(2, rank_run)
     assert names(tmp_path) == [] and len(os.listdir("/proc/self/fd")) <= before  # less: what an earlier test left

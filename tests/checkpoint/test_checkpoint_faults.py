@@ -18,8 +18,8 @@ from helpers import seeded, token_batches
 
 import zeroshard as zs
 from zeroshard.checkpoint import directory as places
+from zeroshard.checkpoint import file_writer, saving, writing
 from zeroshard.checkpoint import manifest as listing
-from zeroshard.checkpoint import rank_file, saving, writing
 from zeroshard.checkpoint.saving import saver_of
 from zeroshard.memory.io import async_file
 from zeroshard.testing import run_threads
@@ -38,8 +38,8 @@ def no_space(ranks: tuple[int, ...], patch: pytest.MonkeyPatch) -> int:
             raise zs.OffloadIOError(str(path), 0, errno.ENOSPC, f"making {nbytes} bytes")
         return plain(path, nbytes, **options)
 
-    plain = rank_file.open_file
-    patch.setattr(rank_file, "open_file", full)
+    plain = writing.open_file
+    patch.setattr(writing, "open_file", full)
     return errno.ENOSPC
 
 
@@ -48,8 +48,8 @@ def vanishing(patch: pytest.MonkeyPatch) -> int:
         shutil.rmtree(Path(self.file.path).parent, ignore_errors=True)
         plain(self)
 
-    plain = rank_file.FileWriter.finish
-    patch.setattr(rank_file.FileWriter, "finish", finish)
+    plain = file_writer.FileWriter.finish
+    patch.setattr(file_writer.FileWriter, "finish", finish)
     return errno.ENOENT
 
 
@@ -262,7 +262,7 @@ def test_b07_a_rank_lost_before_there_is_a_file_spares_the_others_writing(tmp_pa
     """What is known to be in vain is not written, however slowly the disk gave the space."""
     saves: list[writing.Writing] = []
     ended = threading.Event()
-    opened, make = writing.Writing._open, rank_file.open_file
+    opened, make = writing.Writing._open, writing.open_file
 
     def _open(self):
         if self.comm.rank == 1:
@@ -286,7 +286,7 @@ def test_b07_a_rank_lost_before_there_is_a_file_spares_the_others_writing(tmp_pa
         model, optimizer = build("tied")
         runtime_of(model).comm.exchange(b"", "built")
         if rank == 0:
-            monkeypatch.setattr(writing.Writing, "_open", _open), monkeypatch.setattr(rank_file, "open_file", slow)
+            monkeypatch.setattr(writing.Writing, "_open", _open), monkeypatch.setattr(writing, "open_file", slow)
         runtime_of(model).comm.exchange(b"", "armed")
         error = raised_by(lambda: zs.save(tmp_path, model, optimizer))
         ended.set()
@@ -326,7 +326,7 @@ def test_b07_a_failed_save_beside_training_is_told_once_by_the_next(tmp_path, mo
         zs.save(tmp_path, model, optimizer, name="first")
         saver = saver_of(runtime_of(model))
         saver.engine.close()
-        saver.engine = rank_file.Engine(calls=(calls := Faulty()))
+        saver.engine = file_writer.Engine(calls=(calls := Faulty()))
         calls.arm("write", errno.EIO) if rank == 1 else None
         zs.save(tmp_path, model, optimizer, name="second", asynchronous=True)
         error = raised_by(lambda: zs.save(tmp_path, model, optimizer, name="third"))
@@ -360,7 +360,7 @@ def test_a_folder_that_is_removed_while_a_save_begins_is_a_write_error(tmp_path,
 
 def test_a_reason_that_takes_long_to_write_is_what_is_told(tmp_path, monkeypatch):
     """Meanwhile rank 0, which looks fifty times a second, does not take that rank for dead."""
-    plain, plain_finish = places.write_whole, rank_file.FileWriter.finish
+    plain, plain_finish = places.write_whole, file_writer.FileWriter.finish
 
     def write_whole(path, *args, **options) -> None:
         time.sleep(0.5 if path.suffix == ".failed" else 0)
@@ -378,7 +378,7 @@ def test_a_reason_that_takes_long_to_write_is_what_is_told(tmp_path, monkeypatch
         return error
 
     monkeypatch.setattr(places, "write_whole", write_whole)
-    monkeypatch.setattr(rank_file.FileWriter, "finish", finish)
+    monkeypatch.setattr(file_writer.FileWriter, "finish", finish)
     for error in run_threads(2, rank_run):
         assert "rank 1 failed: RuntimeError: no more" in str(error), repr(error)
     assert list(tmp_path.iterdir()) == []

@@ -27,7 +27,7 @@ from residence import Peak
 
 import zeroshard as zs
 from zeroshard.checkpoint import directory as places
-from zeroshard.checkpoint.rank_file import BUFFER_NBYTES, ROTATING
+from zeroshard.checkpoint.file_writer import BUFFER_NBYTES, ROTATING
 from zeroshard.comm.launch import run_processes
 from zeroshard.memory.io.async_file import Syscalls
 

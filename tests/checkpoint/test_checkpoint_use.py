@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import zeroshard as zs
 from zeroshard.checkpoint import directory as places
-from zeroshard.checkpoint import rank_file, writing
+from zeroshard.checkpoint import file_writer, rank_file, writing
 from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of
 
@@ -46,13 +46,13 @@ def gate(monkeypatch):
     """While it is shut, files are not written: what is saved beside training is then surely still in buffers."""
     opened = threading.Event()
     opened.set()
-    plain = rank_file.FileWriter.finish
+    plain = file_writer.FileWriter.finish
 
     def later(self) -> None:
         assert opened.wait(30)
         plain(self)
 
-    monkeypatch.setattr(rank_file.FileWriter, "finish", later)
+    monkeypatch.setattr(file_writer.FileWriter, "finish", later)
     return opened
 
 
@@ -484,24 +484,24 @@ def test_a_save_that_is_waited_for_copies_little_ahead(tmp_path, monkeypatch):
     """Of the many buffers that a snapshot has left it uses as many as a first save: copying on would only hold up the writing."""
     monkeypatch.setattr(rank_file, "BUFFER_NBYTES", 1 << 20), monkeypatch.setattr(writing, "BUFFER_NBYTES", 1 << 20)
     used: list[int] = []
-    plain = rank_file.FileWriter.buffer
+    plain = file_writer.FileWriter.buffer
 
     def buffer(self):
         found = plain(self)
         used.append(self.pool.count - self.pool.free)
         return found
 
-    monkeypatch.setattr(rank_file.FileWriter, "buffer", buffer)
+    monkeypatch.setattr(file_writer.FileWriter, "buffer", buffer)
 
     plain_model = torch.nn.Linear(1024, 2048)
     model, optimizer = zs.shard(plain_model, torch.optim.AdamW(plain_model.parameters()))
     model(torch.ones(1, 1024)).sum().backward()
     optimizer.step()
     zs.save(tmp_path, model, optimizer, name="a", asynchronous=True).wait()
-    assert runtime_of(model).gate.saver.pool.count > 2 * rank_file.ROTATING and max(used) > rank_file.ROTATING
+    assert runtime_of(model).gate.saver.pool.count > 2 * file_writer.ROTATING and max(used) > file_writer.ROTATING
     used.clear()
     zs.save(tmp_path, model, optimizer, name="b")
-    assert len(used) > 2 * rank_file.ROTATING and max(used) <= rank_file.ROTATING
+    assert len(used) > 2 * file_writer.ROTATING and max(used) <= file_writer.ROTATING
     expected = snapshot(model, optimizer)
     zs.close(model)
     monkeypatch.undo()

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.checkpoint import safetensors
+from zeroshard.checkpoint import file_writer, safetensors
 from zeroshard.comm.launch import run_processes
+from zeroshard.memory.io.async_file import Engine, Syscalls
 from zeroshard.testing import run_threads
 
 BATCHES = [step[0] for step in token_batches(2, 1, 3)]
@@ -137,7 +138,7 @@ def refused(rank, path):
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("call", "rank"), [("posix_fallocate", 0), ("pwrite", 1), ("fsync", 1)])
+@pytest.mark.parametrize(("call", "rank"), [("posix_fallocate", 0), ("pwritev", 1), ("fsync", 1)])
 def test_a_disk_that_refuses_raises_on_every_rank_and_leaves_nothing(call, rank, tmp_path, monkeypatch):
     folder = tmp_path / "full"
     folder.mkdir()
@@ -150,7 +151,19 @@ def test_a_disk_that_refuses_raises_on_every_rank_and_leaves_nothing(call, rank,
             raise OSError(errno.ENOSPC, "No space left on device")
         return plain(fd, *arguments)
 
-    monkeypatch.setattr(os, call, refuse)
+    class Refusing(Syscalls):
+        def pwritev(self, file, buffers, offset):
+            if "full" in file.path:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().pwritev(file, buffers, offset)
+
+    def engine():  # writes in threads of its own
+        return Engine(calls=Refusing() if threading.current_thread().name == f"rank{rank}" else None)
+
+    if call == "pwritev":
+        monkeypatch.setattr(file_writer, "Engine", engine)
+    else:
+        monkeypatch.setattr(os, call, refuse)
     texts = run_threads(2, refused, old)
     assert texts[0] == texts[1]
     for word in (f"rank {rank}", "full", "ENOSPC", "free space"):

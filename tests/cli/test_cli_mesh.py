@@ -44,6 +44,9 @@ def test_axes_have_names_and_an_order_of_their_own():
     assert MeshAxes.parse(str(axes)) == axes and axes.cuts_model and not MeshAxes.parse("dp=8").cuts_model
     mesh = torch.arange(24).view(4, 3, 2)  # as init_device_mesh numbers ranks
     assert all(axes.data_place(int(mesh[p, d, t])) == d for p in range(4) for d in range(3) for t in range(2))
+    experts = MeshAxes.parse("ep=2,dp=3,tp=2")
+    assert (experts.ranks, experts.readers, str(experts)) == (12, 6, "dp=3,pp=1,tp=2,ep=2") and experts.cuts_model
+    assert [experts.data_place(rank) for rank in range(12)] == [place for place in range(6) for _ in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -59,6 +62,11 @@ def test_axes_have_names_and_an_order_of_their_own():
         (["--mesh", "pp=2,tp=2", "--ranks", "6"], ["pp x tp = 4", "try 4 or 8 ranks"]),
         (["--mesh", "pp=2,tp=2", "--ranks", "3"], ["pp x tp = 4", "try 4 ranks"]),
         (["--mesh", "tp=3"], ["tp to divide the model's 4 heads", "got tp=3", "tp=2 or tp=4"]),
+        (["--mesh", "ep=2"], ["ep to divide the model's 0 experts", "got ep=2", "try --experts 2"]),
+        (["--mesh", "ep=4", "--experts", "6"], ["ep to divide the model's 6 experts", "try --experts 8"]),
+        (["--experts", "-1"], ["--experts", "zero or a positive number", "-1"]),
+        (["--experts", "1"], ["--experts", "at least experts_per_token=2", "got 1"]),
+        (["--mesh", "ep=2,dp=2", "--experts", "4", "--global-batch", "6"], ["dp x ep x accumulate = 4 x 1 = 4", "--global-batch 8"]),
         (["--mesh", "tp=16"], ["4 heads", "the nearest: tp=4"]),
         (["--mesh", "pp=5", "--layers", "4"], ["at most as many stages", "4, got pp=5", "the nearest: pp=4"]),
         (["--mesh", "pp=2", "--accumulate", "3"], ["--global-batch", "dp x accumulate = 1 x 3 = 3", "try --global-batch 9"]),
@@ -178,6 +186,7 @@ def test_parts_of_a_model_train_as_the_whole_does(text, tmp_path, monkeypatch):
     (run,) = made
     assert run.asked == {
         "mesh": (("pp", "dp", "tp"), (2, 1, 2)), "micro_batches": 3, "schedule": "gpipe", "sequence_parallel": True, "loss_parallel": False,
+        "experts": None,
     }  # fmt: skip
     run.rows = 6
     found = [parts.held_out_loss(overlap=True), *(result.loss for result in parts.steps()), parts.held_out_loss()]

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import codecs as benchmark
 from zeroshard.comm.codecs import CODECS, ErrorFeedback, LowRank, TopK, block_quantization, codec_of
 from zeroshard.comm.sums import CHUNK_NUMEL, sum_in_rank_order
 from zeroshard.errors import ConfigError
@@ -445,22 +444,3 @@ def test_low_rank_shows_what_is_not_finite_and_forgets_it():
         reduce(low_rank, values)
         assert values.isfinite().all()
     assert values[:200].norm() > 0
-
-
-# -- the benchmark ---------------------------------------------------------------------------------------------------
-
-
-def test_the_benchmark_runs_and_judges():
-    rows = benchmark.measure(numel=4096, rounds=2)
-    by_name = {row["name"]: row for row in rows}
-    assert by_name["int8 pack"]["bytes_per_value"] == 4 + 1 + 4 / 256 and by_name["memory copy"]["of_copy"] == 1.0
-    goals = benchmark.goals(rows)
-    assert len(goals) == 12 and {goal.limit for goal in goals} == {0.5, 2.0}
-    assert len(benchmark.sheet(rows).rows) == 13
-
-
-@pytest.mark.parametrize("name", CODECS)
-def test_the_benchmark_compares_the_same_arithmetic(name):
-    values = wild(1024)
-    found = benchmark.whole_unpack(name, *benchmark.whole_pack(name, values, 256)).view(-1)
-    torch.testing.assert_close(found, round_trip(codec_of(name), values), rtol=1e-5, atol=0)

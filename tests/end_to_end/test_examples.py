@@ -122,12 +122,15 @@ RUNS = {  # program: (what has to be installed, how it is started, what its last
     "trl_sft.py": (("trl", "datasets"), ("-m", "zeroshard.deepspeed"), "model.safetensors"),
     "trl_dpo.py": (("trl", "datasets"), ("-m", "zeroshard.deepspeed"), "rewards/accuracies 1.00"),
     "three_axes.py": (("transformers",), ("-m", "torch.distributed.run", "--nproc-per-node", "1"), "sent by this rank"),
+    "expert_parallel.py": (("transformers",), ("-m", "torch.distributed.run", "--nproc-per-node", "2"), "sent per step"),
 }
 ELSEWHERE = {"lightning_strategy.py"}  # in tests/integrations/test_lightning.py: it starts two ranks
 INTO_A_FOLDER = {"export_to_hugging_face.py", "lora.py", "transformers_trainer.py", "trl_sft.py", "trl_dpo.py"}
 
 # what they do is done in tests/integrations, tests/checkpoint and tests/parallel as well
-SLOW = {"transformers_trainer.py", "accelerate_loop.py", "lora.py", "three_axes.py", "export_to_hugging_face.py"}
+SLOW = {
+    "transformers_trainer.py", "accelerate_loop.py", "lora.py", "three_axes.py", "expert_parallel.py", "export_to_hugging_face.py",
+}  # fmt: skip
 
 
 def started(command: list[str], folder: Path, **variables: str) -> str:

@@ -16,7 +16,7 @@ NUMELS = [0, 1, 33, 257, 4096, (1 << 20) + 77]
 def kernels(request, monkeypatch):
     """Which kernels serve the GPU."""
     if request.param == "torch":
-        monkeypatch.setattr(block_quantization, "_has_triton", lambda device: False)
+        monkeypatch.setattr(block_quantization, "has_triton", lambda device: False)
     elif importlib.util.find_spec("triton") is None or torch.cuda.get_device_capability() < (8, 0):
         # torch's kernels serve there: the other case
         pytest.skip("triton is not installed, or the GPU is before compute capability 8.0")

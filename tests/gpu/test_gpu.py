@@ -42,7 +42,7 @@ def test_a_process_without_a_group_trains_in_no_more_memory() -> None:
     model = _model()
     model, optimizer = zs.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3), stage=2)
     _close(_train(model, optimizer), _plain())
-    pool = runtime_of(model).reductions.pool
+    pool = runtime_of(model).tiers.pools[0]
     assert len(pool._buffers) <= pool.count
 
 
@@ -246,5 +246,5 @@ def test_memory_at_rest_is_what_the_report_says(group) -> None:
         gc.enable()
     assert max(seen[2:]) - min(seen[2:]) < 1 << 20, seen
     assert abs(seen[-1] - before - _held(model)) < max(0.1 * _held(model), 2 << 20)
-    pool = runtime_of(model).reductions.pool
+    pool = runtime_of(model).tiers.pools[0]
     assert len(pool._buffers) <= pool.count

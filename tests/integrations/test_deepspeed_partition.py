@@ -18,7 +18,7 @@ import zeroshard.deepspeed as deepspeed
 from zeroshard.comm.launch import run_processes
 from zeroshard.integrations.deepspeed import logs, partition
 from zeroshard.integrations.deepspeed.accelerator import get_accelerator
-from zeroshard.integrations.deepspeed.partition import GatheredParameters, Init, ZeroParamStatus, ZeroParamType
+from zeroshard.integrations.deepspeed.partition import GatheredParameters, Init, ZeroParamStatus
 
 BASE = seeded(Stack)
 ONES = (torch.ones(2, 7),)
@@ -53,7 +53,6 @@ DTYPES = {
     "bf16": ({"config_dict_or_path": {**STAGE3, "bf16": {"enabled": True}}}, torch.bfloat16),
     "fp16": ({"config": {**STAGE3, "fp16": {"enabled": True}}}, torch.float16),
     "given and bf16": ({"dtype": torch.float32, "config": {**STAGE3, "bf16": {"enabled": True}}}, torch.float32),
-    "none": ({"tensor_overrides": []}, torch.float32),
 }  # fmt: skip
 
 
@@ -292,12 +291,7 @@ def test_what_a_partitioned_parameter_shows():
                 (module.weight.ds_status, module.weight.ds_id, weight.ds_status, weight.ds_active_sub_modules)
             )
         )
-        assert (weight.ds_shape, weight.ds_numel, weight.ds_persist, weight.ds_param_type) == (
-            weight.shape,
-            98,
-            False,
-            ZeroParamType.PARTITIONED,
-        )
+        assert (weight.ds_shape, weight.ds_numel, weight.ds_persist) == (weight.shape, 98, False)
         assert weight.ds_tensor.shape == (weight.ds_tensor.ds_numel,) and weight.partition_numel() == 49
         assert weight.ds_summary()["status"] == "NOT_AVAILABLE" and weight.ds_summary()["ds_shape"] == (14, 7)
         model(*ONES)

@@ -10,7 +10,7 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.integrations.deepspeed import accelerator as acc
-from zeroshard.integrations.deepspeed import communication, leaf_modules, logs, monitor, op_builders, stand_ins, utilities
+from zeroshard.integrations.deepspeed import communication, leaf_modules, logs, monitor, stand_ins, utilities
 from zeroshard.testing import run_threads
 
 # -- leaf modules ------------------------------------------------------------------------------------------------
@@ -36,7 +36,6 @@ def test_leaf_modules_are_marked_by_class_name_and_base():
         assert leaf_modules.get_z3_leaf_modules(model) == marked
         assert leaf_modules.unset_z3_leaf_modules(model, [given]) == marked and not leaf_modules.get_z3_leaf_modules(model)
     assert len(leaf_modules.set_z3_leaf_modules(model, [nn.Linear, Expert])) == 8  # derived ones too, each once
-    assert not leaf_modules.z3_leaf_parameter(model[0].gate.weight)
 
 
 def test_leaf_modules_by_name_and_suffix():
@@ -173,7 +172,6 @@ def test_the_cpu_as_an_accelerator(afresh, monkeypatch):
         device.synchronize()
     with pytest.raises(AttributeError, match="zeroshard.deepspeed has no frobnicate"):
         device.frobnicate  # noqa: B018
-    assert device.create_op_builder("CPUAdamBuilder").is_compatible() and device.get_op_builder("Nothing") is None
 
 
 def test_accelerators_that_are_not_served(afresh, monkeypatch):
@@ -191,9 +189,9 @@ def test_cuda_by_name_without_a_device():
     device = acc.CUDA_Accelerator()
     assert device.device_name() == "cuda" and device.device_name(1) == "cuda:1" and device.communication_backend_name() == "nccl"
     assert device.Stream is torch.cuda.Stream and device.device_count is torch.cuda.device_count
-    env = {}
-    device.set_visible_devices_envs(env, [0, 2])
-    assert env == {"CUDA_VISIBLE_DEVICES": "0,2"} and not device.on_accelerator(torch.zeros(1))
+    assert not device.on_accelerator(torch.zeros(1))
+    with pytest.raises(AttributeError, match="the cuda accelerator of zeroshard.deepspeed has no frobnicate"):
+        device.frobnicate  # noqa: B018
 
 
 @pytest.mark.gpu
@@ -211,8 +209,6 @@ def test_cuda_as_an_accelerator():
     assert torch.equal(state, device.get_rng_state())
     with device.stream(device.Stream()):
         device.Event().record()
-    device.range_push("x")
-    device.range_pop()
     device.reset_peak_memory_stats()
     assert device.is_pinned(device.pin_memory(torch.zeros(3)))
 
@@ -232,7 +228,6 @@ def test_messages_by_rank(said):
     logs.logger.warning_once("once")
     assert sorted(said[:3]) == ["[Rank 0] all from 0", "[Rank 1] all from 1", "[Rank 1] one from 1"]
     assert said[3:] == ["[Rank -1] alone", "once"]
-    assert logs.should_log_le("warning") and not logs.should_log_le("info")
     with pytest.raises(ValueError, match="loud"):
         logs.set_log_level_from_string("loud")
 
@@ -242,8 +237,8 @@ def test_groups_are_those_of_data_parallelism():
         communication.barrier()
         assert communication.is_initialized() and communication.get_rank() == rank
         return (
-            utilities._get_data_parallel_world_size(),
-            utilities._get_data_parallel_rank(),
+            utilities.get_data_parallel_world_size(),
+            utilities.get_data_parallel_rank(),
             utilities._get_sequence_parallel_world_size(),
         )
 
@@ -282,14 +277,6 @@ def test_small_helpers(capsys, tmp_path):
     assert capsys.readouterr().out == ""
     utilities.see_memory_usage("here", force=True)
     assert "here\nMA " in (out := capsys.readouterr().out) and "percent" in out
-    moved = utilities.move_to_device({"a": [torch.zeros(1)], "b": 3}, "meta")
-    assert moved["a"][0].is_meta and moved["b"] == 3
-    assert utilities.get_global_norm([3.0, torch.tensor(4.0)]) == 5.0 and utilities.get_global_norm([1.0, -1]) == float("inf")
-    assert utilities.get_tensor_bytes({"a": [torch.zeros(2), 1]}) == 8
-    utilities.recursive_setattr(model := nn.Sequential(Block()), "0.gate", new := nn.Identity())
-    assert utilities.recursive_getattr(model, "0.gate") is new
-    with pytest.raises(RuntimeError):
-        utilities.get_only_unique_item([1, 2])
 
 
 # -- builders and stand-ins --------------------------------------------------------------------------------------
@@ -305,13 +292,13 @@ def test_builders_tell_what_pure_python_does():
         "AsyncIOBuilder",
         "PinMemoryBuilder",
     ):
-        builder = getattr(op_builders, name)
-        assert builder().is_compatible() and builder().load() and op_builders.compatible_ops[builder.NAME]
-    assert hasattr(op_builders.CPUAdamBuilder().load(), "DeepSpeedCPUAdam")
-    assert not op_builders.compatible_ops[op_builders.FusedLambBuilder.NAME]
+        builder = getattr(stand_ins, name)
+        assert builder().is_compatible() and builder().load() and stand_ins.compatible_ops[builder.NAME]
+    assert hasattr(stand_ins.CPUAdamBuilder().load(), "DeepSpeedCPUAdam")
+    assert not stand_ins.compatible_ops[stand_ins.FusedLambBuilder.NAME]
     with pytest.raises(zs.ConfigError, match="InferenceBuilder.*is_compatible"):
-        op_builders.InferenceBuilder().load()
-    info = op_builders.torch_info
+        stand_ins.InferenceBuilder().load()
+    info = utilities.torch_info
     assert torch.__version__.startswith(info["version"]) and int(info["cuda_version"].split(".")[0]) >= 0
 
 

@@ -15,7 +15,7 @@ from torch import nn
 import zeroshard as zs
 import zeroshard.deepspeed as deepspeed
 from zeroshard.errors import BaseModelMismatch, CheckpointError, CheckpointMismatch, CheckpointNotFound
-from zeroshard.integrations.deepspeed import checkpoints, whole_weights, zero_to_fp32
+from zeroshard.integrations.deepspeed import checkpoints, zero_to_fp32
 from zeroshard.integrations.deepspeed.zero_to_fp32 import convert_to_universal
 from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of
@@ -171,7 +171,7 @@ def tied_step(engine, rank=0):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_whole_weights_on_rank_0(stage, tmp_path, monkeypatch):
-    monkeypatch.setattr(whole_weights, "_STREAM_NBYTES", 200)
+    monkeypatch.setattr(checkpoints, "_STREAM_NBYTES", 200)
     if stage == 3:
         monkeypatch.setattr("zeroshard.api.full_state_dict", None)  # it would gather everything at once
 
@@ -366,22 +366,14 @@ def test_the_script(tmp_path):
     assert all(torch.equal(value, WEIGHTS[name]) for name, value in zs.full_state_dict(opened).items())
 
 
-def test_lazily(tmp_path):
+def test_whole_weights_beside_the_checkpoint(tmp_path):
     engine = tied_engine(1, 1)
     engine.save_checkpoint(tmp_path)
-    lazy = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path, lazy_mode=True)
-    assert lazy["head.weight"] is lazy["embedding.weight"] and not isinstance(lazy["scale"], torch.Tensor)
-    state = zero_to_fp32.to_torch_tensor(lazy, dtype="bfloat16")
-    assert state.keys() == set(TIED) and state["seen"].dtype == torch.int64 and state["scale"].dtype == torch.bfloat16
-    assert all(torch.equal(lazy[name].contiguous(), value) for name, value in zs.full_state_dict(engine.module).items())
-    assert zero_to_fp32.to_torch_tensor(lazy, return_empty_tensor=True)["frozen.weight"].shape == (6, 6)
-    for dtype, safe in (("fp8", False), (torch.float16, True)):
-        if dtype == "fp8":
-            with pytest.raises(ValueError, match="float32, float16 or bfloat16"):
-                zero_to_fp32.convert_zero_checkpoint_to_state_dict(tmp_path, tmp_path / "x", dtype)
-            continue
-        for _ in range(2):  # what is there is replaced
-            zero_to_fp32.convert_zero_checkpoint_to_state_dict(tmp_path, tmp_path, dtype, safe_serialization=safe)
+    state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert state.keys() == set(TIED) and state["seen"].dtype == torch.int64 and state["head.weight"] is state["embedding.weight"]
+    assert all(torch.equal(state[name], value) for name, value in zs.full_state_dict(engine.module).items())
+    for _ in range(2):  # what is there is replaced
+        zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path, safe_serialization=True)
     assert (tmp_path / "model.safetensors").exists() and not list(tmp_path.glob(".zero_to_fp32*"))
     for bad in ("5QB", "-1", 0):
         with pytest.raises(ValueError, match="max_shard_size"):

@@ -66,23 +66,6 @@ def test_the_flat_groups_of_stage_3_are_equal_parts_of_each_parameter():
     assert place == runs[0][0].numel() == runs[0][1].numel()
 
 
-def test_the_norms_of_the_groups_follow_what_is_written_into_gradients():
-    def body(rank):
-        engine, optimizer, *_ = deepspeed.initialize(model=net(), config=config(3, 2, 1))
-        engine.backward(engine(*batches(2, 1)[0][0][rank]))
-        before, norms = optimizer._get_norm_groups(), []
-        for param in engine.module.parameters():
-            norms.append(deepspeed.utils.safe_get_full_grad(param).norm())
-            deepspeed.utils.safe_set_full_grad(param, deepspeed.utils.safe_get_full_grad(param) / 2)
-        after = optimizer._get_norm_groups()
-        engine.step()
-        assert engine.get_global_grad_norm() == pytest.approx(after[0].item(), rel=1e-5)
-        return before[0].item(), after[0].item(), torch.stack(norms).norm().item()
-
-    for before, after, expected in run_threads(2, body):
-        assert (before, after) == pytest.approx((expected, expected / 2), rel=1e-5)
-
-
 def test_the_throughput_timer_shows_when_it_measures():
     engine, *_ = deepspeed.initialize(model=net(), config=config(1, 1, 1))
     timer = engine.tput_timer
@@ -197,19 +180,16 @@ def test_names_of_checkpoint_files(stage, model, tmp_path):
     def body(rank):
         engine, *_ = deepspeed.initialize(model=net().bfloat16(), config=config(stage, 2, 1, bf16={"enabled": True}))
         engine.save_checkpoint(tmp_path, tag="here")
-        return engine._get_ckpt_name(tmp_path, "here"), engine._get_zero_ckpt_name(tmp_path, "here")
 
-    names = run_threads(2, body)
-    optimizers = [str(tmp_path / "here" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt") for rank in (0, 1)]
-    assert names == [(str(tmp_path / "here" / model), name) for name in optimizers]
-    assert {path.name for path in (tmp_path / "here").glob("*.pt")} == {model, *(name.rpartition("/")[2] for name in optimizers)}
+    run_threads(2, body)
+    optimizers = {f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)}
+    assert {path.name for path in (tmp_path / "here").glob("*.pt")} == {model, *optimizers}
 
 
 def test_programs_call_and_replace_steps_of_deepspeeds(tmp_path, monkeypatch):
     """Those that write checkpoints themselves, put the script elsewhere, or take off the hooks of stage 3."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     engine, optimizer, *_ = deepspeed.initialize(model=model, config=config(3, 1, 1))
-    assert engine._get_buffer_names() == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
     engine._copy_recovery_script(tmp_path)
     assert (tmp_path / "zero_to_fp32.py").is_file()
     copied = []
@@ -220,17 +200,6 @@ def test_programs_call_and_replace_steps_of_deepspeeds(tmp_path, monkeypatch):
     assert optimizer.parameter_offload.forward_hooks == optimizer.parameter_offload.backward_hooks == []
 
 
-@pytest.mark.parametrize(
-    ("ranks", "group", "said", "refused"),
-    [(1, None, "8", True), (8, None, "8", False), (1, None, "1", False), (1, None, None, False), (1, None, "some", False), (1, "mine", "8", False)],
-)  # fmt: skip
-def test_a_group_of_one_rank_that_nobody_chose(ranks, group, said, refused):
-    from zeroshard.deepspeed.runtime.zero.partition_parameters import _contradicting_single_rank_pg_error as contradiction
-
-    told = contradiction(ranks, group, {} if said is None else {"WORLD_SIZE": said})
-    assert (told is not None) == refused and (told is None or ("WORLD_SIZE=8" in told and "init_distributed" in told))
-
-
 def test_zero_init_refuses_a_group_that_contradicts_the_launcher(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="the process group has one rank"):
@@ -238,9 +207,6 @@ def test_zero_init_refuses_a_group_that_contradicts_the_launcher(monkeypatch):
 
 
 def test_the_log_level_of_the_configuration():
-    from zeroshard.deepspeed.runtime.config import get_log_level
-
-    assert get_log_level({}) is None and get_log_level({"log_level": "ERROR"}) == "ERROR"
     level = deepspeed.utils.logger.level
     try:
         engine, *_ = deepspeed.initialize(model=net(), config=config(1, 1, 1, log_level="ERROR"))
@@ -276,22 +242,13 @@ def test_the_loss_scaler_is_read_as_it_changes(stage):
     )
     engine, optimizer, *_ = deepspeed.initialize(model=net(), config=given)
     scaler, told = optimizer.loss_scaler, []
-    assert (scaler.scale_window, scaler.min_scale, scaler.scale_factor, scaler.dynamic, scaler.cur_hysteresis) == (
-        2,
-        4.0,
-        2.0,
-        True,
-        1,
-    )
+    assert scaler.dynamic and optimizer.dynamic_loss_scale and optimizer.needs_scaler() and scaler.patience == 1
     x, y = batches(1, 1)[0][0][0]
     for factor in (1.0, 1.0, 1.0, float("inf")):
-        told.append((scaler.cur_iter, scaler.cur_scale, scaler.loss_scale))
+        told.append((scaler.scale, optimizer.cur_scale, optimizer.loss_scale))
         engine.backward(engine(x.half(), y.half()) * factor)
         engine.step()
-    assert told == [(0, 256, 256), (1, 256, 256), (2, 256, 256), (3, 512, 512)] and (scaler.cur_iter, scaler.cur_scale) == (
-        4,
-        256,
-    )
+    assert told == [(256,) * 3] * 3 + [(512,) * 3] and scaler.scale == 256
     assert deepspeed.initialize(model=net(), config=config(stage, 1, 1))[1].loss_scaler is None
 
 

@@ -74,9 +74,9 @@ def test_reductions_do_not_wait_for_the_end_of_the_first_backward(stage, group):
     """Then no more buffers come to life than are to go round, and later steps reduce in the order of the first."""
     model, optimizer = built(stage=stage, comm=ordered(waits_on_host=False))
     runtime = runtime_of(model)
-    assert len(runtime.units) > runtime.reductions.pool.count
+    assert len(runtime.units) > runtime.tiers.pools[0].count
     trained(model, optimizer)
-    assert len(runtime.reductions.pool._buffers) == runtime.reductions.pool.count
+    assert len(runtime.tiers.pools[0]._buffers) == runtime.tiers.pools[0].count
     plain = seeded(OddGPT)
     for name, value in trained(plain, adamw(plain.parameters())).state_dict().items():
         torch.testing.assert_close(zs.full_state_dict(model)[name], value, rtol=1e-5, atol=1e-6)
@@ -84,7 +84,7 @@ def test_reductions_do_not_wait_for_the_end_of_the_first_backward(stage, group):
 
 def test_one_process_makes_no_buffers_that_it_does_not_need():
     model, _ = built(stage=2)
-    pool = runtime_of(model).reductions.pool
+    pool = runtime_of(model).tiers.pools[0]
     assert len(pool._buffers) == pool.count < len(runtime_of(model).units)
 
 

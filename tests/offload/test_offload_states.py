@@ -10,7 +10,7 @@ from private_ranks import PostOffice, PrivateComm
 from residence import in_own_process
 
 import zeroshard as zs
-from benchmarks.memory import rss_nbytes
+from benchmarks.memory import field_nbytes
 from zeroshard.comm import pool
 from zeroshard.comm.launch import run_processes
 from zeroshard.config import Offload, Tier
@@ -283,9 +283,9 @@ def test_resident_memory_falls(stage, tmp_path):
     optimizer.zero_grad()
     zs.offload_states(model, device=_folder(tmp_path))  # buffers of the file engine are made
     zs.reload_states(model)
-    before, held = rss_nbytes(), _resident(model)[0]
+    before, held = field_nbytes("VmRSS"), _resident(model)[0]
     zs.offload_states(model, device=_folder(tmp_path))
-    fallen = before - rss_nbytes()
+    fallen = before - field_nbytes("VmRSS")
     assert _resident(model) == (0, 48 << 20), _resident(model)
     assert fallen > 60 << 20, f"{fallen:,} bytes fewer, of {held:,}"
     size = sum(file.stat().st_blocks for file in tmp_path.rglob("states-*")) * 512
@@ -307,9 +307,9 @@ def _shared(rank, world_size, folder):
     optimizer.step()
     optimizer.zero_grad()
     values = zs.full_state_dict(model)
-    before = rss_nbytes()
+    before = field_nbytes("VmRSS")
     zs.offload_states(model, device=_folder(folder))
-    fallen = before - rss_nbytes()
+    fallen = before - field_nbytes("VmRSS")
     zs.reload_states(model)
     assert all(torch.equal(value, values[name]) for name, value in zs.full_state_dict(model).items())
     model(torch.ones(1, 1024)).backward()

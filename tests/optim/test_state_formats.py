@@ -195,8 +195,9 @@ def test_checkpoints_have_states_as_they_rest_and_load_into_any_other_format(sav
     (path,) = (tmp_path / "saved").rglob("manifest.json")
     manifest = json.loads(path.read_text())
     keys = {tensor["keys"][-1] for name, tensor in manifest["tensors"].items() if name.startswith("optim.state.layers.0.weight")}
-    label = {"bf16": "", None: ""}.get(saved, f"@{saved}/64")
-    assert {f"exp_avg{label}", f"exp_avg_sq{label}"} <= keys and manifest["version"] == (2 if label else 1)
+    labels = {"int8": ("@e3m4/64", "@e4m4/64"), "int4": ("@e2m1/64", "@e3m1/64"), "fp8": ("@e4m3/64", "@e5m3/64")}
+    first_moment, squares = labels.get(saved, ("", ""))
+    assert {f"exp_avg{first_moment}", f"exp_avg_sq{squares}"} <= keys and manifest["version"] == (2 if squares else 1)
     if loaded is not None:
         for name in CODED:
             for state in ("exp_avg", "exp_avg_sq"):
@@ -300,7 +301,7 @@ def test_what_was_decoded_is_encoded_to_the_same_bytes(name, state):
     assert coded.nbytes == column.nbytes(values.numel(), torch.float32)
     largest = values.view(-1, 256).abs().amax(1)
     error = (decoded - values).view(-1, 256).abs().amax(1)
-    bound = {"bf16": 2**-8, "fp8": 2**-3, "int8": 2 / 127, "int4": 0.15}[name]
+    bound = {"bf16": 2**-8, "fp8": 2**-3, "int8": 1 / 60, "int4": 0.17}[name]
     assert (error <= largest * bound).all()
     if state == "exp_avg_sq":
         assert (decoded[values > 1e-37] > 0).all()  # a divisor of the update

@@ -185,7 +185,7 @@ def test_each_is_stepped_by_one_rank_and_the_work_is_balanced(monkeypatch):
     plain, seen = whole_matrix.WholeStepper._step_class, []
 
     def counted(self, job, *args):
-        seen.append((self.comm.rank, job.group.specs[job.index].name, job.numel))
+        seen.append((job.group.comm.rank, job.group.specs[job.index].name, job.numel))
         return plain(self, job, *args)
 
     monkeypatch.setattr(whole_matrix.WholeStepper, "_step_class", counted)

@@ -1,6 +1,6 @@
 """The published runs on imagined ranks: memory of a rank and bytes along each axis are the closed formulas, to the byte.
 
-The formulas stand in benchmarks.case_studies, written out from numbers of the publications. Here widths, tokens and
+The formulas stand in tests/support/case_studies.py, written out from numbers of the publications. Here widths, tokens and
 meshes are the published ones and blocks are few; ZEROSHARD_SLOW=1 runs all blocks, of a first, a middle and the last stage.
 """
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from case_studies import blocks_of, count, formula
 from torch import nn
 
 import zeroshard as zs
-from benchmarks.case_studies import blocks_of, count, formula
 from zeroshard.planner.models import CASE_STUDIES, GPT, GPTConfig
 from zeroshard.testing import imagined_mesh
 

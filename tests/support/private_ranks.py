@@ -7,8 +7,8 @@ from collections import defaultdict
 
 import torch
 
-from zeroshard.comm.base import Collective, DirectComm, Region
-from zeroshard.comm.control import operation
+from zeroshard.comm.base import Collective, DirectComm, Region, parts_of
+from zeroshard.comm.control import Sent, operation
 
 PATIENCE_S = 10
 
@@ -138,6 +138,20 @@ class PrivateComm(DirectComm):
             source.tensor, lambda: combine(self._receive(number, label, own)), lambda: self._arrived(number), self.ordered
         )
         work.sent = self.sent(own.nbytes)
+        return work
+
+    def all_to_all(self, output, input, output_counts=None, input_counts=None, label="all-to-all") -> Collective:
+        given, taken = (parts_of(t, c, self.world_size) for t, c in ((input, input_counts), (output, output_counts)))
+        number = self._number(("all-to-all",))
+        self._send(number, label, [part.clone() for part in given])
+        own = given[self.rank].clone()
+
+        def finish() -> None:
+            for part, came in zip(taken, self._receive(number, label, own), strict=True):
+                part.copy_(came)
+
+        work = Delivery(input, finish, lambda: self._arrived(number), self.ordered)
+        work.sent = Sent(sum(part.nbytes for peer, part in enumerate(given) if peer != self.rank))
         return work
 
     def exchange(self, payload: bytes, label: str) -> list[bytes]:

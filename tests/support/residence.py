@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.memory import peak_rss_nbytes, reset_peak_rss, rss_nbytes
+from benchmarks.memory import field_nbytes, peak_rss_nbytes, reset_peak_rss
 from zeroshard.comm.launch import run_processes
 
 
@@ -51,7 +51,7 @@ class Peak:
 
     def __enter__(self) -> Peak:
         reset_peak_rss()
-        self._before = rss_nbytes()
+        self._before = field_nbytes("VmRSS")
         return self
 
     def __exit__(self, *_: object) -> None:

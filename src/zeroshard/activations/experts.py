@@ -33,7 +33,7 @@ class ExpertsTile(Tile):
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return (S, H) for hidden (S, H), index (S, 1) relative to the tile's first expert, weights (S, 1)."""
         if not len(hidden):
-            return _Idle.apply(hidden, *torch_compat.own_parameters(self).values())
+            return Idle.apply(hidden, *torch_compat.own_parameters(self).values())
         return super().forward(hidden, index, weights)
 
     def __reduce_ex__(self, protocol: object) -> tuple:
@@ -67,8 +67,8 @@ class TiledExperts(Tiled):
         return f"{self.stands_for.__name__}, {self.num_experts} experts, in tiles of them"
 
 
-class _Idle(torch.autograd.Function):
-    """Identity for a tile without tokens, which gives its parameters gradients of zeros."""
+class Idle(torch.autograd.Function):
+    """Identity for a tile, or a rank, without tokens, which gives its parameters gradients of zeros."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *params: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def why_not(module: nn.Module, name: str) -> str | None:
         common = [each for each, _ in tensors if kind == "buffers" or "." in each]
         if common:
             return f"{name} has {kind} that its experts share: {', '.join(common)}"
-    return f"the experts of {name} are spread over ranks already" if module._is_expert_parallel else None
+    return f"the experts of {name} are spread over ranks already" if getattr(module, "_is_expert_parallel", False) else None
 
 
 def make_tiles(module: nn.Module, weights: dict[str, list[nn.Parameter]], parts: dict[str, list[Part]]) -> list[ExpertsTile]:

@@ -35,7 +35,6 @@ _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _NAME_NBYTES = 220  # filesystems allow 255; drafts and scratch files have longer names
 _OLD = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{6}\.old")
 _DRAFT = re.compile(r"\..+\.[0-9a-f]{6}\.draft")  # only drafts end so: exports and other scratch files end in .tmp
-_EARLIER_DRAFT = re.compile(r"\..+\.[0-9a-f]{6}\.tmp")  # drafts of earlier versions; only a folder with a lock is one
 _BOTH = "latest-two"  # file in a draft that becomes `latest` until the draft is renamed
 _DATA = "rank-*.distcp"  # data files of zs.save; other writers of DCP's format use other names
 _TAKEN = "{} exists; save with overwrite=True, another step or name."
@@ -235,8 +234,7 @@ def _started(pid: int) -> str:
 def sweep(root: Path) -> None:
     """Remove abandoned drafts and the old folders of replaced checkpoints."""
     for path in sorted(root.glob(".*")):
-        ours = _DRAFT.fullmatch(path.name) or (_EARLIER_DRAFT.fullmatch(path.name) and (path / LOCK).is_file())
-        if ours and (path.is_symlink() or (path.is_dir() and abandoned(path))):
+        if _DRAFT.fullmatch(path.name) and (path.is_symlink() or (path.is_dir() and abandoned(path))):
             remove(path)
     for path in sorted(root.glob(".*.old")):
         found = _OLD.fullmatch(path.name)

@@ -9,14 +9,16 @@ The output is written under a hidden name and renamed when all of it is on the d
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import secrets
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,13 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError, ConfigError, did_you_mean
+from ..memory.io.aligned import bytes_of
 from ..memory.io.tensor_reader import Stored, StoredTensor
 from ..utils.dtypes import casts_to
+from ..utils.work import OVER, Work
 from . import dcp
 from .directory import absolute, sync
+from .file_writer import Elements, Range, write_ranges
 from .quantized import Quantization, Quantize
 from .resolver import Alone, use_any
 from .safetensors import SAFETENSORS_NAMES, SafetensorsFile
@@ -144,12 +149,12 @@ def _write(
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             if format == "torch":
-                exporting.reserve(scratch.parent)
                 places = dcp.make_state_dict_file(scratch, exporting.tensors, exporting.ties, exporting.objects)
-                exporting.fill(scratch, places)
+                with open(scratch, "r+b") as file:  # rather than to find a disk too small after minutes of writing
+                    os.posix_fallocate(file.fileno(), 0, scratch.stat().st_size)
+                write_ranges(scratch, exporting.ranges(places))
             else:
                 scratch.mkdir()
-                exporting.reserve(scratch)
                 exporting.write_safetensors(scratch, max_shard_nbytes, settings)
             names = [target.name] if format == "torch" else sorted(file.name for file in scratch.iterdir())
             os.replace(scratch, target)
@@ -287,11 +292,13 @@ class _Exporting:
         """Write a folder of safetensors files, index and config; the configuration names the chosen dtype."""
         documents: dict[str, object] = {}
         shards = divide(self.sizes, max_shard_nbytes, "model", ".safetensors")
+        files = []
         for name, names in shards.items():
             metadata = {"format": "pt"} | {alias: first for alias, first in self.ties.items() if first in names}
-            file = SafetensorsFile.of(folder / name, {each: self.tensors[each] for each in names}, metadata)
-            file.create()
-            self.fill(file.path, file.places)
+            files.append(SafetensorsFile.of(folder / name, {each: self.tensors[each] for each in names}, metadata))
+            files[-1].create()
+        for file in files:
+            write_ranges(file.path, itertools.chain([(0, file.header)], self.ranges(file.places)))
         if len(shards) > 1:
             weight_map = {name: file for file, names in shards.items() for name in names}
             total = {"total_size": self.nbytes, "total_parameters": self.numel}
@@ -308,51 +315,46 @@ class _Exporting:
             sync(folder / name)
         sync(folder)
 
-    def reserve(self, folder: Path) -> None:
-        """Raise OSError now if the disk is too small, rather than after minutes of writing."""
-        probe = folder / f".{secrets.token_hex(3)}.tmp"
-        try:
-            with open(probe, "wb") as file:
-                if hasattr(os, "posix_fallocate") and self.nbytes:
-                    os.posix_fallocate(file.fileno(), 0, self.nbytes)
-        finally:
-            probe.unlink(missing_ok=True)
-
-    def fill(self, path: Path, places: dict[str, StoredTensor]) -> None:
-        """Write tensors to their places in a file, and sync it."""
+    def ranges(self, places: dict[str, StoredTensor]) -> Iterator[Range]:
+        """Yield the ranges of a file for tensors that lie there at these places."""
         for name, target in places.items():
-            if name not in self.sources:
-                target.write(0, self.scales.pop(name))
-                continue
-            form = None if self.quantization is None or name not in self.quantization.names else self.quantization.form
-            numel = math.prod(target.shape)
-            columns = 1 if form is None else target.shape[1]  # a row is quantized whole
-            most = max(_CHUNK_NUMEL // columns, 1) * columns
-            values = torch.empty(min(numel, most), dtype=target.dtype if form is None else torch.float32, device="cpu")
-            for start in range(0, numel, most):
-                part = values[: min(most, numel - start)]
-                try:
-                    self.sources[name].read(start, part)
-                except OSError as error:
-                    raise CheckpointError(f"zs.export: {name} can not be read: {error}") from error
-                target.write(start, part if form is None else self._quantized(name, start // columns, part.view(-1, columns)))
-        sync(path)
+            if name in self.sources:
+                yield target.offset, Elements(target.dtype, math.prod(target.shape), partial(self._read, name))
+            else:  # the scales of the weight before
+                scales = self.scales.pop(name)
+                yield target.offset, bytes(bytes_of(scales))
 
-    def _quantized(self, name: str, first: int, rows: torch.Tensor) -> torch.Tensor:
-        """Quantize some rows of a weight, of which `first` is the first, and keep their scales. Return them as (n,)."""
+    def _read(self, name: str, first: int, out: torch.Tensor) -> Work:
+        """Fill `out` (n,) with elements of a tensor of the output, from number `first` on."""
+        try:
+            if self.quantization is not None and name in self.quantization.names:
+                self._quantize(name, first, out)
+            else:
+                self.sources[name].read(first, out)
+        except OSError as error:
+            raise CheckpointError(f"zs.export: {name} can not be read: {error}") from error
+        return OVER
+
+    def _quantize(self, name: str, first: int, out: torch.Tensor) -> None:
+        """Fill `out` (n,) with codes of a weight, whose rows are quantized whole, and keep the scales of these."""
         assert self.quantization is not None
-        dtype, shape = self.tensors[f"{name}_scale"]
-        codes, scale = self.quantization.form.quantize(rows, dtype)
-        if not scale.isfinite().all():
-            row = first + int(scale.isfinite().logical_not().nonzero()[0, 0])
-            raise CheckpointError(
-                f"zs.export: {name}: row {row} has a value that is not finite, or too large for {dtype}, so that it has no "
-                "scale: export an earlier checkpoint, or with another dtype=, or without quantize=."
-            )
-        if first == 0:
-            self.scales[f"{name}_scale"] = torch.empty(shape, dtype=dtype, device="cpu")
-        self.scales[f"{name}_scale"][first : first + len(rows)] = scale
-        return codes.view(-1)
+        (dtype, shape), columns = self.tensors[f"{name}_scale"], self.tensors[name][1][1]
+        scales = self.scales.setdefault(f"{name}_scale", torch.empty(shape, dtype=dtype, device="cpu"))
+        stop, most = first + out.numel(), max(_CHUNK_NUMEL // columns, 1)
+        for row in range(first // columns, -(-stop // columns), most):
+            begin, end = row * columns, min(row + most, shape[0], -(-stop // columns)) * columns
+            values = torch.empty(end - begin, dtype=torch.float32, device="cpu")
+            self.sources[name].read(begin, values)
+            codes, scale = self.quantization.form.quantize(values.view(-1, columns), dtype)
+            if not scale.isfinite().all():
+                which = row + int(scale.isfinite().logical_not().nonzero()[0, 0])
+                raise CheckpointError(
+                    f"zs.export: {name}: row {which} has a value that is not finite, or too large for {dtype}, so that it has no "
+                    "scale: export an earlier checkpoint, or with another dtype=, or without quantize=."
+                )
+            scales[row : row + len(scale)] = scale
+            low, high = max(begin, first), min(end, stop)
+            out[low - first : high - first] = codes.view(-1)[low - begin : high - begin]
 
 
 def divide(sizes: Mapping[str, int], most: int, stem: str, suffix: str) -> dict[str, list[str]]:

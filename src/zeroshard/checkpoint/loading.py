@@ -3,15 +3,15 @@
     find -> read the manifest -> compare names and shapes -> read slices, verify checksums -> put them into place
 
 The model changes only in the last step, after all others have passed on every rank. Each rank reads its own slices (of replicated
-states: whole tensors): new optimizer states into new tensors, everything else into buffers of the model's saves, or twice if no
-buffer is free (bulk_reader.py). If states rest on host or disk, a pass over all files first verifies the checksums.
+states: whole tensors): new optimizer states into new tensors, everything else into copies, or twice if there is no memory for
+these (bulk_reader.py). If states rest on host or disk, a pass over all files first verifies the checksums.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from ..zero.unit import ParamGroup
 from . import directory as places
 from . import module_state, safetensors
 from . import state_map as holding
-from .bulk_reader import Bulk, Reading, Room
+from .bulk_reader import Bulk, Reading
 from .fingerprint import Identity, identities, totals
 from .heartbeat import telling
 from .manifest import Manifest
@@ -89,9 +89,9 @@ def load(
         optimizer: the model's optimizer; None leaves optimizer states as they are.
         extra: by name, the objects that `zs.save` was given. `load_state_dict` is called for objects that have it; saved plain
             values are in `Loaded.extra`. `check_state_dict(state)`, if an object has it, is called before anything changes.
-        verify: True compares all checksums during the first read, before anything changes; blocks that can not be kept in memory
-            until then are read, and compared, again. "before" reads all files once more, before the load; so does True if states
-            rest on another tier. False compares sizes only.
+        verify: True compares all checksums during the first read, before anything changes; what can not be kept in memory until
+            then is read again. "before" reads all files once more, before the load; so does True if states rest on another tier.
+            False compares sizes only.
         rng: restore the random generators, if there are as many ranks in the same mesh. Otherwise each rank's generators are
             seeded from rank 0's saved state (ranks along tp and ep with the same seed). `Loaded.rng` says which.
         trusted: unpickle any object in `extra`. Objects of your own classes need it, and can run code. Without it, load raises
@@ -128,24 +128,16 @@ def _put(
     """Find the checkpoint, compare it with the model, load it (collective). Return the `_Loading` and the saved extras."""
     world, mesh = runtime.topology.world, runtime.topology.mesh
 
-    def bulk_of(folder: Path, manifest: Manifest) -> Bulk:
-        held.close()  # the reader of a checkpoint that has been removed meanwhile gives its buffers back
-        bulk = Bulk(folder, manifest, Room(saver_of(runtime).pool))
-        held.callback(bulk.close)
-        if _all_wanted(runtime, stages.core, manifest) and manifest.facts["world_size"] == world.world_size:
-            bulk.ahead(folder / manifest.files[world.rank].name)  # the file that probably has this rank's tensors
-        return bulk
-
     def put(opened: Opened) -> tuple[_Loading, dict[str, object]]:
-        loading = _Loading(runtime, stages, opened, strict)
+        loading = _Loading(runtime, stages, opened, strict, verify)
         extras = agreed(world, "zs.load: comparing", partial(loading.compare, wanted), opened.path)
         loading.check_base()
-        loading.put()  # if a running job removes the checkpoint, the next one is loaded over what is loaded so far
+        with closing(loading.reading):
+            loading.put()  # if a running job removes the checkpoint, the next one is loaded over what is loaded so far
         return loading, extras
 
-    with ExitStack() as held:
-        in_bulk = bulk_of if verify is True else None
-        return use_any(world, path, name, put, verify=bool(verify), trusted=trusted, in_bulk=in_bulk, mesh=mesh)
+    how = "small" if verify is True else bool(verify)
+    return use_any(world, path, name, put, verify=how, trusted=trusted, mesh=mesh)
 
 
 def _agree(
@@ -188,8 +180,10 @@ def _all_wanted(runtime: Runtime, core: OptimizerCore | None, manifest: Manifest
 class _Loading:
     """One load on one rank: compare the checkpoint with the model, and load it."""
 
-    def __init__(self, runtime: Runtime, stages: Stages, opened: Opened, strict: bool) -> None:
+    def __init__(self, runtime: Runtime, stages: Stages, opened: Opened, strict: bool, verify: bool | str) -> None:
         self.runtime, self.stages, self.core, self.opened, self.strict = runtime, stages, stages.core, opened, strict
+        # of a checkpoint of which only small blocks are verified so far
+        self.unverified = opened.manifest if verify is True else None
         self.comm = runtime.topology.world
         self.aliases: dict[str, str] = {}  # another name of a parameter -> its name
         self.found: dict[str, Stored] = {}  # parameter -> where it is stored
@@ -235,10 +229,10 @@ class _Loading:
     def _compare_model(self) -> tuple[list[str], list[str]]:
         """Note where parameters are stored. Return the problems of parameters and buffers, and what to do about missing ones."""
         opened, runtime = self.opened, self.runtime
-        if (bulk := opened.bulk) is not None:  # comparing reads expanded buffers, so their checksums come first
+        if (manifest := self.unverified) is not None:  # comparing reads expanded buffers, so their checksums come first
             expanded = [name for buffer in safetensors.others_of(runtime.model)[0] if buffer.expanded for name in buffer.names]
             stored = [f"{holding.MODEL}{opened.saved_names.get(name, name)}" for name in expanded]
-            check_tensors(opened.path, bulk.manifest, [name for name in stored if name in bulk.manifest.tensors])
+            check_tensors(opened.path, manifest, [name for name in stored if name in manifest.tensors])
         specs = [spec for group in runtime.groups for spec in group.specs]
         fit = module_state.compare(runtime.model, specs, opened.model, runtime.comm, self._by_stages or not opened.ours)
         self.found = fit.found
@@ -422,11 +416,11 @@ class _Loading:
 
     def verify(self) -> None:
         """Verify checksums, while reading into memory or in a pass over all files (collective). Raises CheckpointError."""
-        bulk, path, comm, here = self.opened.bulk, self.opened.path, self.comm, ranks_here(self.comm.world_size)
-        if bulk is None:
+        manifest, path, comm, here = self.unverified, self.opened.path, self.comm, ranks_here(self.comm.world_size)
+        if manifest is None:
             return
-        if not _all_wanted(self.runtime, self.core, bulk.manifest):
-            agreed(comm, "zs.load: checksums", lambda: check_digests(path, bulk.manifest, comm.rank, comm.world_size), path)
+        if not _all_wanted(self.runtime, self.core, manifest):
+            agreed(comm, "zs.load: checksums", lambda: check_digests(path, manifest, comm.rank, comm.world_size), path)
             return
         taken = 0  # bytes of host memory that new optimizer states take
 
@@ -439,13 +433,14 @@ class _Loading:
             return taken == nbytes
 
         def read() -> None:
+            bulk = self.reading.bulk = Bulk(path, manifest, saver_of(self.runtime).pool)
             safetensors.note(self.runtime, self.found, self.opened.model, bulk)
             if self.core is not None:
                 self._restore().note(bulk, has)
             available = available_nbytes()
             most = sys.maxsize if available is None else int(available / here / _SPARE) - taken
             with hinted(path):
-                self.reading.kept = bulk.read(most)
+                bulk.read(most)
 
         agreed(comm, "zs.load: reading", read, path)
 

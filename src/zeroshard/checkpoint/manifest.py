@@ -20,8 +20,9 @@ from ..errors import CheckpointCorrupt, CheckpointError
 from ..tensor.chunks import Box
 from . import dcp
 from .directory import MANIFEST, sync, write_whole
+from .file_writer import DIGEST_NBYTES, digest_count, digests_of
 from .fingerprint import totals
-from .rank_file import DIGEST_NBYTES, FileLayout, digest_count, digests_of
+from .rank_file import FileLayout
 from .state_map import CODED
 
 FORMAT, VERSION, DIGEST = "zeroshard-checkpoint", 2, "xxh3-64"  # version 1 has no encoded states
@@ -47,6 +48,12 @@ class TensorEntry:
     shape: tuple[int, ...]
     keys: tuple[str, ...]
     boxes: list[StoredBox]
+
+    @classmethod
+    def of(cls, told: dict[str, Any]) -> TensorEntry:
+        """Return the entry of its JSON, which `_tensors_json` has made."""
+        boxes = [StoredBox(f, d, o, n, Box(tuple(at), tuple(size))) for f, d, o, n, at, size in told["boxes"]]
+        return cls(getattr(torch, told["dtype"]), tuple(told["shape"]), tuple(told["keys"]), boxes)
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,7 @@ class Manifest:
             "frozen": self.frozen,
             **({} if self.scalars is None else {"scalars": self.scalars}),
         }
-        tensors = _json(_tensors_json(self.tensors)) if tensors is None else tensors
+        tensors = _json(_tensors_json(dict(sorted(self.tensors.items())))) if tensors is None else tensors
         # one object, joined as text since `tensors` may be cached text
         text = f'{_json(head)[:-1]},"tensors":{tensors},{_json(tail)[1:-1]}'
         return f'{text},"checksum":"{xxhash.xxh3_64_hexdigest(text.encode())}"}}\n'.encode()
@@ -148,10 +155,7 @@ class Manifest:
             if len(file.digests) != digest_count(file.nbytes):
                 wanted = f"{digest_count(file.nbytes)} checksums of the {file.nbytes:,} bytes of {file.name}"
                 raise CheckpointCorrupt(str(path), 0, wanted, str(len(file.digests)))
-        tensors = {}
-        for name, t in body.pop("tensors").items():
-            boxes = [StoredBox(f, d, o, n, Box(tuple(at), tuple(size))) for f, d, o, n, at, size in t["boxes"]]
-            tensors[name] = TensorEntry(getattr(torch, t["dtype"]), tuple(t["shape"]), tuple(t["keys"]), boxes)
+        tensors = {name: TensorEntry.of(told) for name, told in body.pop("tensors").items()}
         objects = {name: ObjectEntry(*entry) for name, entry in body.pop("objects").items()}
         return cls(body, files, tensors, objects, body.pop("ties"), body.pop("frozen"), body.pop("scalars", None))
 
@@ -168,7 +172,7 @@ def _tensors_json(tensors: dict[str, TensorEntry]) -> dict[str, object]:
             "keys": t.keys,
             "boxes": [(b.file, b.data, b.offset, b.nbytes, b.box.offsets, b.box.sizes) for b in t.boxes],
         }
-        for name, t in sorted(tensors.items())
+        for name, t in tensors.items()
     }
 
 
@@ -199,14 +203,14 @@ def _check_places(path: Path, manifest: Manifest) -> None:
             raise CheckpointCorrupt(str(path), 0, f"all {shape.numel():,} elements of {name}", f"{covered:,}")
 
 
-def tensors_of(layout: FileLayout) -> bytes:
-    """Return the JSON of the places of tensors in a rank's file. Equal layouts give equal bytes."""
-    tensors: dict[str, Any] = {}
+def tensors_of(layout: FileLayout, file: int) -> bytes:
+    """Return the JSON of the places of tensors in a rank's file. Equal layouts give equal bytes. file: its number, the rank's."""
+    tensors: dict[str, TensorEntry] = {}
     for blob in layout.blobs:
         place = layout.places[blob.place]
-        entry = tensors.setdefault(place.name, {"dtype": str(place.dtype), "shape": place.shape, "keys": place.keys, "boxes": []})
-        entry["boxes"].append((blob.data, blob.offset, blob.nbytes, blob.box.offsets, blob.box.sizes))
-    return _json(tensors).encode()
+        entry = tensors.setdefault(place.name, TensorEntry(place.dtype, place.shape, place.keys, []))
+        entry.boxes.append(StoredBox(file, blob.data, blob.offset, blob.nbytes, blob.box))
+    return _json(_tensors_json(tensors)).encode()
 
 
 def part_of(layout: FileLayout, name: str, digests: list[str], extra: dict[str, object]) -> bytes:
@@ -234,12 +238,8 @@ class Listed:
     def take(self, digests: list[str], told: list[bytes]) -> None:
         """Replace the cache by the `tensors_of` of all ranks. Raise CheckpointError if boxes do not add up to their tensors."""
         self.digests, tensors = [], dict[str, TensorEntry]()  # no digests: if this raises, the cache must not match the next save
-        for number, part in enumerate(told):
-            for name, t in json.loads(part).items():
-                dtype = getattr(torch, t["dtype"].removeprefix("torch."))
-                entry = tensors.setdefault(name, TensorEntry(dtype, tuple(t["shape"]), tuple(t["keys"]), []))
-                for data, offset, nbytes, at, sizes in t["boxes"]:
-                    entry.boxes.append(StoredBox(number, data, offset, nbytes, Box(tuple(at), tuple(sizes))))
+        for name, of_rank in ((name, TensorEntry.of(each)) for part in told for name, each in json.loads(part).items()):
+            tensors.setdefault(name, replace(of_rank, boxes=[])).boxes.extend(of_rank.boxes)
         for name, entry in tensors.items():
             entry.boxes.sort(key=lambda stored: stored.box.offsets)
             covered = sum(stored.box.numel for stored in entry.boxes)
@@ -248,7 +248,7 @@ class Listed:
                     f"zs.save: {name}: {covered:,} elements of {entry.shape}. Of a tiled layer this is what is left where some tiles have "
                     "never been stepped (their p.grad was None): drop the gradients of all tiles of a layer, or of none."
                 )
-        self.tensors, self.text, self._made_of = tensors, _json(_tensors_json(tensors)), ()
+        self.tensors, self.text, self._made_of = tensors, _json(_tensors_json(dict(sorted(tensors.items())))), ()
         self.digests = digests
 
     def metadata(self, manifest: Manifest) -> bytes:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,11 +23,10 @@ from ..zero.parameter import ParamSpec
 from . import directory as places
 from . import module_state, safetensors
 from . import state_map as holding
-from .bulk_reader import Bulk
+from .file_writer import DIGEST_NBYTES, compare_digests
 from .heartbeat import together
 from .importers import RECOGNISED, open_foreign, recognise
 from .manifest import FileEntry, Manifest
-from .rank_file import DIGEST_NBYTES, compare_digests
 from .source import Opened, Untrusted, load_object
 
 LOOKS = 5  # attempts to open a checkpoint: a running job may remove it meanwhile, and then the next one is opened
@@ -222,16 +220,14 @@ def open_any(
 
 def use_any(
     comm: DirectComm | Alone, path: str | os.PathLike, name: str | None, use: Callable[[Opened], T], *,
-    verify: bool = True, trusted: bool = False, values: bool = True,
-    in_bulk: Callable[[Path, Manifest], Bulk] | None = None, mesh: Mapping[str, object] | None = None,
+    verify: bool | str = True, trusted: bool = False, values: bool = True, mesh: Mapping[str, object] | None = None,
 ) -> T:  # fmt: skip
     """Open the checkpoint that rank 0 finds, of zs.save or of another library, and return what `use` makes of it (collective).
 
     If a run removes the checkpoint while it is opened or used, the next one is opened, and `use` called with that.
 
-    verify, values: see `open_own`; other formats have no checksums.
-    in_bulk: makes the bulk reader (`Opened.bulk`) from the manifest. Then only small blocks are verified here; the reader
-        verifies the others, or the caller by `check_digests`.
+    verify: compare all checksums; "small": of small blocks only, since the caller verifies the others (bulk_reader.py, or
+        `check_digests`). Other formats have none. values: see `open_own`.
     mesh: the ranks' mesh (`Topology.mesh`). Per-rank states (extras, random generators) are restored only if the saved mesh
         is equal to it.
 
@@ -251,7 +247,7 @@ def use_any(
     for looks in range(LOOKS, 0, -1):
         folder = find_checkpoint(comm, path, name)
         try:
-            return use(_open_found(comm, folder, verify, trusted, values, in_bulk, mesh))
+            return use(_open_found(comm, folder, verify, trusted, values, mesh))
         except CheckpointError:
             if looks == 1 or comm.failure is not None:
                 raise
@@ -262,8 +258,7 @@ def use_any(
 
 
 def _open_found(
-    comm: DirectComm | Alone, folder: Path, verify: bool, trusted: bool, values: bool,
-    in_bulk: Callable[[Path, Manifest], Bulk] | None, mesh: Mapping[str, object] | None,
+    comm: DirectComm | Alone, folder: Path, verify: bool | str, trusted: bool, values: bool, mesh: Mapping[str, object] | None,
 ) -> Opened:  # fmt: skip
     """Open a checkpoint of zs.save after checking its sizes and (verify) checksums (collective)."""
 
@@ -272,21 +267,11 @@ def _open_found(
             return Manifest.read(folder)
 
     manifest = agreed(comm, "zs.load: manifest", read, folder)
-    ranks, bulk = (comm.rank, comm.world_size), None
-    if in_bulk is not None and hasattr(os, "posix_fadvise"):
-        # ask for small blocks before any rank reads ahead, since the small reads would queue behind that
-        for name, blocks in itertools.groupby(_small_blocks(manifest), key=lambda block: block[0].name):
-            with suppress(OSError), open(folder / name, "rb", buffering=0) as file:  # the later reads raise it
-                for _, number in blocks:
-                    os.posix_fadvise(file.fileno(), number * DIGEST_NBYTES, DIGEST_NBYTES, os.POSIX_FADV_WILLNEED)
     agreed(comm, "zs.load: sizes", lambda: check_sizes(folder, manifest), folder)
-    if in_bulk is not None:
-        bulk = agreed(comm, "zs.load: reading ahead", lambda: in_bulk(folder, manifest), folder)
+    ranks = comm.rank, comm.world_size
     if verify:
-        agreed(comm, "zs.load: checksums", lambda: check_digests(folder, manifest, *ranks, bulk is not None), folder)
-    opened = agreed(comm, "zs.load: open", lambda: open_own(folder, manifest, *ranks, trusted, values, mesh), folder)
-    opened.bulk = bulk
-    return opened
+        agreed(comm, "zs.load: checksums", lambda: check_digests(folder, manifest, *ranks, verify == "small"), folder)
+    return agreed(comm, "zs.load: open", lambda: open_own(folder, manifest, *ranks, trusted, values, mesh), folder)
 
 
 def open_weights(
@@ -324,6 +309,7 @@ def open_own(
 ) -> Opened:  # fmt: skip
     """Open a checkpoint of zs.save for one of `world_size` ranks. values: also read plain values (groups, extras, ...)."""
     opened = Opened(folder, "zeroshard", {}, step=int(manifest.facts["step"]), facts=manifest.facts, ties=manifest.ties)
+    opened.manifest = manifest
     opened.optimizer, opened.trained_only = manifest.facts["optimizer"], manifest.facts["trained_only"]
     opened.frozen, opened.scalars = manifest.frozen, manifest.scalars
     paths = [folder / file.name for file in manifest.files]
@@ -340,7 +326,9 @@ def open_own(
             opened.model[name.removeprefix(holding.MODEL)] = stored
         elif name.startswith(holding.STATE):
             *_, parameter, key = entry.keys
-            opened.states.setdefault(parameter, {})[key.partition(holding.CODED)[0]] = _decoded(stored, manifest, parameter, key)
+            opened.states.setdefault(parameter, {})[key.partition(holding.CODED)[0]] = _decoded(
+                stored, folder, manifest, parameter, key
+            )
         elif name.startswith(holding.SLICES):
             _, extra, parameter = entry.keys
             opened.slices.setdefault(extra, {})[parameter] = stored
@@ -359,12 +347,27 @@ def open_own(
     return opened
 
 
-def _decoded(stored: Stored, manifest: Manifest, parameter: str, key: str) -> Stored:
-    """Return an optimizer state with its values; one that was saved encoded has the label of its encoding in its key."""
+def _decoded(stored: Stored, folder: Path, manifest: Manifest, parameter: str, key: str) -> Stored:
+    """Return an optimizer state with its values; one that was saved encoded has the label of its encoding in its key.
+
+    Raises CheckpointError for an encoding that is not known, CheckpointCorrupt where the bytes are not those of the parameter's blocks.
+    """
     name, coded, label = key.partition(holding.CODED)
     if not coded:
         return stored
-    return StoredCoded(stored, labelled_column(name, label), manifest.tensors[f"{holding.MODEL}{parameter}"].shape)
+    path, shape = folder / places.MANIFEST, manifest.tensors[f"{holding.MODEL}{parameter}"].shape
+    try:
+        column = labelled_column(name, label)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path}: {parameter}: {error}: update zeroshard, or load another checkpoint (name=); nothing was changed."
+        ) from None
+    nbytes = column.nbytes(torch.Size(shape).numel(), torch.float32)
+    if (stored.dtype, stored.numel) != (torch.uint8, nbytes):
+        wanted = f"{nbytes:,} bytes of {name} of {parameter} in blocks of {column.elements} ({label})"
+        with hinted(folder):
+            raise CheckpointCorrupt(str(path), 0, wanted, f"{stored.numel:,} elements of {stored.dtype}")
+    return StoredCoded(stored, column, shape)
 
 
 def _add_values(opened: Opened, manifest: Manifest, rank: int, trusted: bool) -> None:

@@ -4,8 +4,8 @@
     ranks       rank 0                                        rank 0 | rank 1    rank 0 | rank 1   rank 0
 
 length is 8 bytes, little-endian; the header is JSON; raw bytes without gaps follow. A folder of several files has an index
-`model.safetensors.index.json` {weight_map: {name: file}}. A file has a temporary name until it is complete. It is written through
-the page cache, unlike a rank's own file (rank_file.py): blocks of it belong to several ranks, and direct I/O needs one writer.
+`model.safetensors.index.json` {weight_map: {name: file}}. A file has a temporary name until it is complete. It is written by
+`file_writer.write_ranges`, each rank its own ranges.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import math
 import os
 import secrets
 import struct
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from errno import EIO, EISDIR
 from pathlib import Path
@@ -26,17 +26,21 @@ from torch import Tensor, nn
 
 from ..comm.base import DirectComm
 from ..comm.codec import exchange_values
+from ..config import Tier
 from ..errors import ConfigError, OffloadIOError
 from ..memory.io.aligned import bytes_of, empty
 from ..memory.io.tensor_reader import CHUNK_NBYTES, Bulk, Stored, StoredTensor
+from ..offload.storage import MemoryRest, Rest
 from ..tensor.tiled_parameter import Part, part_of, whole_name
 from ..utils.dtypes import casts_to
+from ..utils.work import OVER, Work
 from ..zero.parameter import ParamSpec
 from ..zero.rank_consistency import distinct
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.shard_model import write_value
 from ..zero.unit import ParamGroup
 from .directory import sync
+from .file_writer import Elements, Range, write_ranges
 from .heartbeat import raise_first
 
 SAFETENSORS_DTYPES = {
@@ -92,8 +96,13 @@ class Buffer:
         """Return whether it is expanded, and the stored values differ where the buffer's elements share memory."""
         if not self.expanded:
             return False
-        value = _read_buffer(self.tensor, at)
+        value = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device="cpu")
+        at.read(0, value.view(-1))
         return not torch.equal(distinct(value, self.tensor).expand_as(value), value)
+
+    def put(self, values: Tensor) -> None:
+        """Set the buffer to `values` (n,)."""
+        distinct(self.tensor, self.tensor).copy_(distinct(values.view(self.tensor.shape), self.tensor))
 
 
 def others_of(model: nn.Module) -> tuple[list[Buffer], dict[str, Tensor]]:
@@ -123,23 +132,9 @@ def stream(runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored]
     computed: also load tensors that hooks compute for the state dict.
     """
     runtime.comm.fence_write()
-    for group, index, at in _found(runtime, found):
-        place = group.place(index) if group.values.sharded and group.masters.rest is None else None
-        if place is None:
-            value = _read(group, index, at)
-            if not group.values.sharded:
-                write_value(group, index, value.view(group.specs[index].shape))
-                group.put_whole(index)
-                continue
-            group.set_local(index, value)
-            if group.masters.rest is not None:
-                group.masters.rest.store(group.homes[index].begin, value)
-        else:
-            at.read(group.homes[index].start, place)
-    for buffer in others_of(runtime.model)[0]:
-        if (found_at := buffer.stored_in(stored)) is not None:
-            value = _read_buffer(buffer.tensor, found_at)
-            distinct(buffer.tensor, buffer.tensor).copy_(distinct(value, buffer.tensor))
+    for at, start, values, put in _reads(runtime, found, stored, "cpu"):
+        at.read(start, values)
+        put(values)
     runtime.comm.fence_read()
     if computed:
         give_computed(runtime.model, read_computed(runtime.model, stored))
@@ -147,48 +142,49 @@ def stream(runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored]
 
 def note(runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored], bulk: Bulk) -> None:
     """Tell `bulk` what `stream` and `read_computed` will read."""
-    for group, index, at in _found(runtime, found):
-        _read(group, index, at, bulk)
-    for buffer in others_of(runtime.model)[0]:
-        if (found_at := buffer.stored_in(stored)) is not None:
-            _read_buffer(buffer.tensor, found_at, bulk)
+    for at, start, values, _ in _reads(runtime, found, stored, "meta"):
+        bulk.add(at, start, values)
     read_computed(runtime.model, stored, bulk)
 
 
-def _found(runtime: Runtime, found: dict[str, Stored]) -> Iterator[tuple[ParamGroup, int, Stored]]:
-    for group in runtime.groups:
-        for index, spec in enumerate(group.specs):
-            if spec.name in found:
-                yield group, index, found[spec.name]
+def _reads(
+    runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored], device: str
+) -> Iterator[tuple[Stored, int, Tensor, Callable[[Tensor], object]]]:
+    """Yield what this rank loads: (stored tensor, first element, memory for the elements (n,), what puts them into place)."""
+    every = ((group, index, spec) for group in runtime.groups for index, spec in enumerate(group.specs))
+    for group, index, spec in every:
+        home, masters, at = group.homes[index], group.masters.rest, found.get(spec.name)
+        if at is None:
+            continue
 
+        def put_whole(values: Tensor, group: ParamGroup = group, index: int = index) -> None:
+            write_value(group, index, values.view(group.specs[index].shape))
+            group.put_whole(index)
 
-def _read(group: ParamGroup, index: int, at: Stored, bulk: Bulk | None = None) -> Tensor:
-    """Return this rank's slice of a parameter, (n,); all of it if replicated. In fp32 if a master can hold what the file has."""
-    home, spec = group.homes[index], group.specs[index]
-    if not group.values.sharded:
-        return _filled(math.prod(at.shape), at.dtype, at, 0, bulk)
-    exact = group.masters.rest is not None and at.dtype != spec.dtype
-    return _filled(home.stop - home.start, torch.float32 if exact else spec.dtype, at, home.start, bulk)
+        def put_slice(values: Tensor, group: ParamGroup = group, index: int = index) -> None:
+            group.set_local(index, values)
+            if group.masters.rest is not None:
+                group.masters.rest.store(group.homes[index].begin, values)
 
-
-def _read_buffer(buffer: Tensor, at: Stored, bulk: Bulk | None = None) -> Tensor:
-    return _filled(buffer.numel(), buffer.dtype, at, 0, bulk).view(buffer.shape)
-
-
-def _filled(numel: int, dtype: torch.dtype, at: Stored, start: int, bulk: Bulk | None) -> Tensor:
-    """Return elements [start, start + numel) of a stored tensor. If `bulk` is given, only tell it, and return a meta tensor."""
-    value = empty(numel, dtype, "cpu" if bulk is None else "meta")
-    if bulk is None:
-        at.read(start, value)
-    else:
-        bulk.add(at, start, value)
-    return value
+        if not group.values.sharded:
+            yield at, 0, empty(math.prod(at.shape), at.dtype, device), put_whole
+        elif device == "cpu" and masters is None and (place := group.place(index)) is not None:
+            yield at, home.start, place, lambda values: None
+        else:  # in fp32 if a master can hold what the file has
+            dtype = torch.float32 if masters is not None and at.dtype != spec.dtype else spec.dtype
+            yield at, home.start, empty(home.stop - home.start, dtype, device), put_slice
+    for buffer in others_of(runtime.model)[0]:
+        if (at := buffer.stored_in(stored)) is not None:
+            yield at, 0, empty(buffer.tensor.numel(), buffer.tensor.dtype, device), buffer.put
 
 
 def read_computed(model: nn.Module, stored: Mapping[str, Stored], bulk: Bulk | None = None) -> dict[str, Tensor]:
     """Return the stored tensors of those that hooks compute for the state dict, by name. bulk: only tell it what will be read."""
-    wanted = {name: stored[name] for name in others_of(model)[1] if name in stored}
-    return {name: _read_buffer(torch.empty(at.shape, dtype=at.dtype, device="cpu"), at, bulk) for name, at in wanted.items()}
+    wanted, device = {name: stored[name] for name in others_of(model)[1] if name in stored}, "cpu" if bulk is None else "meta"
+    found = {name: torch.empty(at.shape, dtype=at.dtype, device=device) for name, at in wanted.items()}
+    for name, at in wanted.items():
+        at.read(0, found[name].view(-1)) if bulk is None else bulk.add(at, 0, found[name].view(-1))
+    return found
 
 
 def give_computed(model: nn.Module, values: dict[str, Tensor]) -> None:
@@ -359,84 +355,93 @@ class SafetensorsFile:
         })  # fmt: skip
 
     def create(self) -> None:
-        """Make the file at its full length, with its header. Raises OSError, also where the disk is too small."""
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        with open(fd, "wb", buffering=0) as file:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(fd, 0, self.nbytes)
-            file.write(self.header)
-            file.truncate(self.nbytes)
+        """Make the file at its full length. Raises OSError, also where the disk is too small."""
+        with open(self.path, "xb") as file:
+            os.posix_fallocate(file.fileno(), 0, self.nbytes)
 
 
 def _agreed(comm: DirectComm, file: SafetensorsFile, action: Callable[[], None]) -> None:
-    """Carry out an action; if it raises OSError on one rank, every rank raises OffloadIOError (collective)."""
+    """Carry out an action; if the disk fails on one rank, every rank raises OffloadIOError (collective)."""
     problem: Exception | None = None
     try:
         action()
-    except OSError as error:
+    except (OSError, OffloadIOError) as error:
         what = f"rank {comm.rank}: saving {file.nbytes:,} bytes"
         problem = OffloadIOError(str(file.path), 0, error.errno or EIO, what)
     raise_first(exchange_values(comm, problem, "zs.save_safetensors"), comm.rank, problem)
 
 
 def _write(runtime: Runtime, file: SafetensorsFile, listing: _Listing) -> None:
-    """Write all tensors; ranks that do not see the file send their slices, and rank 0 writes them (collective)."""
+    """Write all tensors; ranks that do not see the file send their ranges, and rank 0 writes them (collective)."""
     comm, sees = runtime.topology.world, file.path.exists()
     all_see = all(comm.exchange(b"1" if sees else b"", "zs.save_safetensors: who sees the file"))
-    slices = _slices(runtime, file, listing, CHUNK_NBYTES if all_see else CHUNK_NBYTES // comm.world_size)
+    ranges = _ranges(runtime, file, listing)
 
-    def write() -> None:
-        for name, part, start, values in slices if sees else ():
-            file.places[name].cut(part).write(start, values)
-        if sees:
-            sync(file.path)
+    def exchanged() -> Iterator[Range]:
+        """Yield the ranges of ranks that do not see the file, until no rank has more (collective)."""
+        mine = iter(()) if sees else _in_bytes(ranges, CHUNK_NBYTES // comm.world_size)
+        while sent := [each for each in exchange_values(comm, next(mine, None), "zs.save_safetensors: slices") if each]:
+            yield from sent
 
-    def send() -> None:
-        problem = None
-        while True:
-            found = None if sees else next(slices, None)
-            mine = None
-            if found is not None:
-                name, part, start, values = found
-                mine = name, None if part is None else part.plain(), start, values.dtype, bytes(bytes_of(values.contiguous()))
-            sent = [each for each in exchange_values(comm, mine, "zs.save_safetensors: slices") if each is not None]
-            if not sent:
-                break
-            try:
-                for name, told, start, dtype, raw in sent if comm.rank == 0 and problem is None else ():
-                    part = None if told is None else Part.of_plain(told)
-                    file.places[name].cut(part).write(start, torch.frombuffer(bytearray(raw), dtype=dtype))
-            except OSError as error:
-                problem = error  # raised once all ranks have sent everything, so that they stay in step
-        if problem is not None:
-            raise problem
+    def receive() -> None:
+        sent = exchanged()
+        try:
+            if comm.rank == 0:
+                write_ranges(file.path, sent)
+        finally:
+            deque(sent, maxlen=0)  # all that other ranks send, so that they stay in step
 
-    _agreed(comm, file, write)
+    _agreed(comm, file, lambda: write_ranges(file.path, ranges) if sees else None)
     if not all_see:
-        _agreed(comm, file, send)
+        _agreed(comm, file, receive)
 
 
 @torch.no_grad()
-def _slices(
-    runtime: Runtime, file: SafetensorsFile, listing: _Listing, nbytes: int
-) -> Iterator[tuple[str, Part | None, int, Tensor]]:
-    """Yield (name, part, first element in it, values (n,) on the host) of all that this rank writes, up to `nbytes` each."""
+def _ranges(runtime: Runtime, file: SafetensorsFile, listing: _Listing) -> Iterator[Range]:
+    """Yield the ranges of the file that this rank writes; rank 0 writes the header."""
     core, topology = runtime.optimizer.core if runtime.optimizer is not None else None, runtime.topology
     runtime.gate.wait()
     for group in runtime.groups:
         if group.masters.rest is not None and core is not None:
             core.refresh_masters(group)
+    if topology.world.rank == 0:
+        yield 0, file.header
     for name, part, source in listing.sources:
         if isinstance(source, Tensor):
-            if runtime.topology.world.rank == topology.stages[topology.stage][0]:
-                yield name, part, 0, source.detach().to("cpu").reshape(-1)
+            if topology.world.rank == topology.stages[topology.stage][0]:
+                whole = MemoryRest(source.detach().to("cpu").contiguous().view(-1), Tier.HOST, runtime.tiers)
+                yield from _placed(file.places[name].cut(part), 0, whole.numel, whole, 0)
             continue
         group, index = source
-        home, rest = group.homes[index], group.values.rest
-        begin = home.begin
+        home, rest, begin = group.homes[index], group.values.rest, group.homes[index].begin
         if file.places[name].dtype != rest.dtype:
             rest, begin = group.masters.slice(index)
-        step = max(nbytes // rest.dtype.itemsize, 1)
-        for done in range(0, home.stop - home.start if group.counts else 0, step):
-            count = min(step, home.stop - home.start - done)
-            yield name, part, home.start + done, rest.host(begin + done, begin + done + count)
+        if group.counts:
+            yield from _placed(file.places[name].cut(part), home.start, home.stop, rest, begin)
+
+
+def _placed(target: Stored, start: int, stop: int, rest: Rest, begin: int) -> Iterator[Range]:
+    """Yield the ranges of a file for elements [start, stop) of a tensor in it, which rest from element `begin` on."""
+    for at, first, place in target.parts(start, torch.empty(stop - start, device="meta")):
+
+        def read(number: int, out: Tensor, position: int = begin + int(place.storage_offset())) -> Work:
+            if rest.dtype == out.dtype:
+                return rest.read(position + number, out)
+            out.copy_(rest.host(position + number, position + number + out.numel()))
+            return OVER
+
+        yield at.offset + first * at.dtype.itemsize, Elements(at.dtype, place.numel(), read)
+
+
+def _in_bytes(ranges: Iterable[Range], nbytes: int) -> Iterator[tuple[int, bytes]]:
+    """Yield ranges as bytes, to be sent to another rank, up to about `nbytes` at a time."""
+    for offset, content in ranges:
+        if isinstance(content, bytes):
+            yield offset, content
+            continue
+        size = content.dtype.itemsize
+        step = max(nbytes // size, 1)
+        for first in range(0, content.numel, step):
+            values = torch.empty(min(step, content.numel - first), dtype=content.dtype, device="cpu")
+            content.read(first, values).wait()
+            yield offset + first * size, bytes(bytes_of(values))

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..memory.io.tensor_reader import Stored, StoredTensor
-from .bulk_reader import Bulk
+from .manifest import Manifest
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # stripped anywhere in a name
 _TILE = re.compile(r"\[\d+:\d+:\d+\]$")  # suffix of a name in `Opened.frozen` if only a tile was left out
@@ -89,7 +89,7 @@ class Opened:
     same_ranks: bool = False  # saved with the same number of ranks in the same mesh
     per_rank: frozenset[str] = frozenset()
     saved_names: dict[str, str] = field(default_factory=dict)  # name after `fit` -> name in the checkpoint, where they differ
-    bulk: Bulk | None = None  # reader of the tensors; None: they are read one by one
+    manifest: Manifest | None = None
     generators: dict[str, Any] | None = None  # random generators of this rank; of rank 0 unless `same_ranks`
 
     @property

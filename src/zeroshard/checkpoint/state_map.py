@@ -2,7 +2,7 @@
 
     model.<name>              parameters (fp32 masters where there are any) and persistent buffers
     optim.state.<name>.<key>  optimizer states: of the parameter's shape, or one number for each parameter (step)
-    optim.state.<name>.<key>@<label>    the bytes of an encoded state (uint8); label: its encoding, as int8/256
+    optim.state.<name>.<key>@<label>    the bytes of an encoded state (uint8); label: its encoding, as e3m4/256
     optim.param_groups        options of the groups with the names of their members
     zeroshard.state           steps taken, loss scale
     zeroshard.rng.<rank>      random generators
@@ -33,6 +33,7 @@ from ..offload.storage import CodedRest, MemoryRest, Rest
 from ..optim.sharded_optimizer import OptimizerCore
 from ..tensor.chunks import Box, boxes_of
 from ..tensor.tiled_parameter import Part
+from ..zero.parameter import ParamSpec
 from ..zero.runtime import Runtime
 from ..zero.unit import ParamGroup
 from .dcp import MAX_BLOB_NBYTES, storable
@@ -166,19 +167,25 @@ def _place(group: ParamGroup, index: int, keys: tuple[str, ...], dtype: torch.dt
     return Place(".".join(keys), keys, dtype, spec.whole_shape, home.start, home.stop, spec.part)
 
 
-def _as_it_rests(place: Place, rest: Rest, begin: int) -> tuple[Place, Rest, int]:
+def _as_it_rests(place: Place, rest: Rest, begin: int, spec: ParamSpec) -> tuple[Place, Rest, int]:
     """Return the place of a state, its Rest and position in it, of the bytes at rest where the state is encoded.
 
-    A state of which a rank has a part along model axes is saved decoded, since other ranks' parts may cut its blocks.
+    Blocks are counted from the beginning of what a rank has of the parameter along model axes. Where these are not blocks of the
+    whole parameter as well, for all ranks alike, the state is saved decoded, as that of a tile is.
     """
-    if not isinstance(rest, CodedRest) or place.part is not None:
+    if not isinstance(rest, CodedRest):
         return place, rest, begin
     column, inner = rest.column, rest.inner
     if column.elements == 1 and not column.label and inner.dtype.is_floating_point and column.values == 1:
         return replace(place, dtype=inner.dtype), inner, begin  # a dtype of its own, which a load converts
-    if not column.label:
+    before, stretch = 0, 0  # elements of the whole parameter before this part; of each part
+    if place.part is not None:
+        stretch = 0 if spec.distribution is None else spec.distribution.stretch
+        before = place.part.start * math.prod(place.shape[1:])
+    if not column.label or (place.part is not None and (not stretch or stretch % column.elements)):
         return place, rest, begin
-    start, stop, numel = (column.count(column.blocks(0, each)[1]) for each in (place.start, place.stop, math.prod(place.shape)))
+    bounds = before + place.start, before + place.stop, math.prod(place.shape)
+    start, stop, numel = (column.count(column.blocks(0, each)[1]) for each in bounds)
     keys = (*place.keys[:-1], f"{place.keys[-1]}{CODED}{column.label}")
     return Place(".".join(keys), keys, torch.uint8, (numel,), start, stop), inner, column.count(begin)
 
@@ -217,7 +224,8 @@ def _add_states(contents: Contents, runtime: Runtime, core: OptimizerCore, names
                         place = _place(run.group, index, ("optim", "state", key), value.dtype)
                         rest, begin = run.place(value, index)
                         begin += home.start if core.replicated else 0
-                        contents.add(*_as_it_rests(place, rest, begin), guarded=not core.replicated)
+                        spec = run.group.specs[index]
+                        contents.add(*_as_it_rests(place, rest, begin, spec), guarded=not core.replicated)
                     continue
                 contents.scalars.add(key)
                 if first:  # one rank writes the number for the whole parameter

@@ -32,15 +32,16 @@ import xxhash
 
 from ..comm.codec import decode, encode
 from ..errors import CheckpointError, CheckpointWriteError, ConfigError, MalformedMessage, OffloadIOError, ZeroshardError
-from ..memory.io.async_file import Engine
+from ..memory.io.async_file import Engine, open_file
 from ..utils.version import __version__
 from ..zero.runtime import Runtime
 from . import directory as places
 from . import manifest as listing
 from . import state_map as holding
+from .file_writer import BUFFER_NBYTES, ROTATING, FileWriter
 from .fingerprint import identities
 from .heartbeat import telling, together
-from .rank_file import BUFFER_NBYTES, ROTATING, FileLayout, FileWriter, staging
+from .rank_file import FileLayout, staging
 from .stages import Stages
 from .state_map import Contents
 
@@ -132,7 +133,7 @@ class Saver:
         """Return the layout of this rank's file. The last save's is used again if every tensor has kept its place."""
         if self._layout is None or self._layout.places != contents.places:
             self._layout = FileLayout.of(contents)
-            self.tensors = listing.tensors_of(self._layout)
+            self.tensors = listing.tensors_of(self._layout, self.runtime.topology.world.rank)
             self.digest = xxhash.xxh3_64_hexdigest(self.tensors)
         return self._layout.with_objects(contents.objects, extras)
 
@@ -279,7 +280,9 @@ class Writing:
         self.layout = layout = self.saver.layout(self.contents, self.extras)
         asynchronous = self.plan.asynchronous
         with self._write_errors():
-            self.writer = FileWriter(self.file, layout, self.saver.engine, self.saver.pool, eager=not asynchronous)
+            file = open_file(self.file, layout.nbytes, create=True, reserve=True)
+            ranges, pool = layout.ranges(self.contents), self.saver.pool
+            self.writer = FileWriter(file, ranges, self.saver.engine, pool, eager=not asynchronous, digested=True)
             self.held = places.hold(self.file) if asynchronous else None
         if self.in_vain:  # another rank failed before there was a writer that `_stop` could stop
             self.writer.stop()
@@ -309,7 +312,7 @@ class Writing:
         locked = all(places.held(self._file_of(rank)) for rank in range(self.comm.world_size if asks else 0))
         frozen = {name: list(vars(identity).values()) for name, identity in identities(self.contents.frozen).items()}
         self.extra = {"ties": self.contents.ties, "frozen": frozen, "scalars": sorted(self.contents.scalars)}
-        self.writer.fill(self.contents, blobs)
+        self.writer.fill(blobs)
         return locked
 
     def _file_of(self, rank: int, suffix: str = "distcp") -> Path:
@@ -390,7 +393,7 @@ class Writing:
         assert self.writer is not None
         try:
             with self.comm.streams.behind(self.mark):
-                self.writer.fill(self.contents)
+                self.writer.fill()
         finally:
             self.contents = Contents()
             save._copied.set()

@@ -79,18 +79,14 @@ def judged(given: dict[str, Any], ranks: int | None) -> list[Judgement]:
         accepted = _without(accepted, found[place].written)
     else:
         options = shard_options(_config(accepted, ranks))
-        found = [_translated(each, options) for each in found]
+        for place, each in enumerate(found):
+            option = each.key.option if each.key is not None else None
+            if each.treatment == "served" and option in options and each.text != KEYS_BELOW:
+                value = options[option]
+                if is_dataclass(value):  # zs.Offload, zs.Compression
+                    value = getattr(value, "device", None) or getattr(value, "codec", value)
+                found[place] = replace(each, treatment="translated", text=f"zs.shard({option}={value!r}): {each.text}")
     return found
-
-
-def _translated(each: Judgement, options: dict[str, Any]) -> Judgement:
-    option = each.key.option if each.key is not None else None
-    if each.treatment != "served" or option not in options or each.text == KEYS_BELOW:
-        return each
-    value = options[option]
-    if is_dataclass(value):  # zs.Offload, zs.Compression
-        value = getattr(value, "device", None) or getattr(value, "codec", value)
-    return replace(each, treatment="translated", text=f"zs.shard({option}={value!r}): {each.text}")
 
 
 def _config(given: dict[str, Any], ranks: int | None) -> DeepSpeedConfig:

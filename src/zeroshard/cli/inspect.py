@@ -99,32 +99,26 @@ def _show(run: dict[str, object] | None, found: list[zs.Inspection]) -> None:
             print("no checkpoint: train with --save-every to have some")
     if len(found) > 1 or (run is not None and found):
         header = ("checkpoint", "step", "ranks", "stage", "precision", "parameters", "size", "saved", "checksums")
-        rows = []
+        listed = []
         for one in found:
             facts = [str(one.facts.get(key, "?")) for key in ("world_size", "stage", "precision")]
             size, saved = megabytes(one.nbytes), str(one.facts.get("time", "?"))
-            rows.append((Path(one.path).name, f"{one.step}", *facts, f"{one.numel:,}", size, saved, one.checksums))
-        show(Sheet(header=header, rows=rows))
-    if (len(found) == 1 and run is None) or verbose():
-        for one in found:
-            show(_details(one))
-            show(Sheet(header=("file", "size"), rows=[(name, megabytes(nbytes)) for name, nbytes in one.files.items()]))
+            listed.append((Path(one.path).name, f"{one.step}", *facts, f"{one.numel:,}", size, saved, one.checksums))
+        show(Sheet(header=header, rows=listed))
+    for one in found if (len(found) == 1 and run is None) or verbose() else ():
+        rows: dict[str, Any] = {"format": one.kind, "step": one.step, "checksums": one.checksums}
+        rows |= {key.replace("_", " "): value for key, value in one.facts.items() if value is not None}
+        rows["parameters"] = f"{one.numel:,} in {one.tensors} tensors"
+        rows["optimizer states"] = f"{one.optimizer_tensors} tensors" if one.optimizer_tensors else "none"
+        rows |= {f"bytes: {kind}": megabytes(nbytes) for kind, nbytes in one.kinds.items()}
+        if one.ties:
+            rows["tied"] = ", ".join(f"{alias} = {name}" for alias, name in one.ties.items())
+        if one.extras:
+            rows["extras"] = ", ".join(one.extras)
+        if one.trained_only:
+            rows["trained parameters alone"] = f"yes: {one.left_out} were left out"
+        show(Sheet(one.path, rows=[(key, str(value)) for key, value in rows.items()]))
+        show(Sheet(header=("file", "size"), rows=[(name, megabytes(nbytes)) for name, nbytes in one.files.items()]))
     if found:
         number, newest = f"{len(found)} checkpoint{'s' * (len(found) > 1)}", found[-1]
         print(f"{number}, the newest of step {newest.step}: checksums {newest.checksums}")
-
-
-def _details(one: zs.Inspection) -> Sheet:
-    """Return the table of one checkpoint, one fact per row."""
-    rows = {"format": one.kind, "step": one.step, "checksums": one.checksums}
-    rows |= {key.replace("_", " "): value for key, value in one.facts.items() if value is not None}
-    rows["parameters"] = f"{one.numel:,} in {one.tensors} tensors"
-    rows["optimizer states"] = f"{one.optimizer_tensors} tensors" if one.optimizer_tensors else "none"
-    rows |= {f"bytes: {kind}": megabytes(nbytes) for kind, nbytes in one.kinds.items()}
-    if one.ties:
-        rows["tied"] = ", ".join(f"{alias} = {name}" for alias, name in one.ties.items())
-    if one.extras:
-        rows["extras"] = ", ".join(one.extras)
-    if one.trained_only:
-        rows["trained parameters alone"] = f"yes: {one.left_out} were left out"
-    return Sheet(one.path, rows=[(key, str(value)) for key, value in rows.items()])

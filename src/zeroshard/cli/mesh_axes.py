@@ -1,19 +1,20 @@
 """The option `--mesh`: the numbers of ranks along the axes of a mesh, as text on one line.
 
     dp=2,pp=2,tp=2      8 ranks; rank = (pp index x dp + dp index) x tp + tp index
+    dp=2,ep=2           4 ranks; rank = dp index x ep + ep index
 
 In whatever order the axes are given, ranks along tp, which send most, are neighbours, and ranks along pp, which send
-least, are farthest apart, so that tp stays inside of a node where possible.
+least, are farthest apart, so that tp stays inside of a node where possible. Ranks along ep stand between those of dp and tp.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..planner.models import GPTConfig
 from .arguments import UsageError, closest
 
-AXES = ("pp", "dp", "tp")  # outermost first
+AXES = ("pp", "dp", "ep", "tp")  # outermost first
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class MeshAxes:
     pp: int = 1  # pipeline stages
     dp: int = 1  # data parallelism with ZeRO: parts of the batch
     tp: int = 1  # tensor parallelism: parts of each weight
+    ep: int = 1  # expert parallelism: some of the experts; ranks along it read other parts of the batch
 
     @classmethod
     def parse(cls, text: str) -> MeshAxes:
@@ -40,31 +42,39 @@ class MeshAxes:
         return cls(**found)
 
     def __str__(self) -> str:
-        return f"dp={self.dp},pp={self.pp},tp={self.tp}"
+        return f"dp={self.dp},pp={self.pp},tp={self.tp}" + f",ep={self.ep}" * (self.ep > 1)
 
     @property
     def ranks(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.readers * self.tp
+
+    @property
+    def readers(self) -> int:
+        """Number of parts of a batch, each of which another rank along dp and ep reads."""
+        return self.dp * self.ep
 
     @property
     def cuts_model(self) -> bool:
-        """True if a rank has only a part of the model: with tensor or pipeline parallelism."""
-        return self.pp * self.tp > 1
+        """True if a rank has only a part of the model: with tensor, pipeline or expert parallelism."""
+        return self.pp * self.tp * self.ep > 1
 
     def data_place(self, rank: int) -> int:
-        """Return a rank's index along dp: that of the part of the batch that it reads."""
-        return rank // self.tp % self.dp
+        """Return a rank's index along dp and ep: that of the part of the batch that it reads."""
+        return rank // self.tp % self.readers
 
     def check_ranks(self, ranks: int) -> None:
         """Raise UsageError, which suggests a mesh or number of ranks, unless the mesh has as many ranks."""
         if ranks == self.ranks:
             return
-        model, got = self.pp * self.tp, f"--mesh: expected axes that multiply to the {ranks} ranks, got {self} = {self.ranks}"
+        model, got = (
+            self.pp * self.tp * self.ep,
+            f"--mesh: expected axes that multiply to the {ranks} ranks, got {self} = {self.ranks}",
+        )
         if ranks % model == 0:
-            raise UsageError(f"{got}; try --mesh dp={ranks // model},pp={self.pp},tp={self.tp}")
+            raise UsageError(f"{got}; try --mesh {replace(self, dp=ranks // model)}")
         below = ranks // model * model
         near = " or ".join(str(count) for count in (below, below + model) if count)
-        raise UsageError(f"{got}; pp x tp = {model} needs a multiple of it: try {near} ranks")
+        raise UsageError(f"{got}; pp x tp{' x ep' * (self.ep > 1)} = {model} needs a multiple of it: try {near} ranks")
 
     def check_model(self, shape: GPTConfig) -> None:
         """Raise UsageError unless tp divides the attention heads, and each stage of pp gets a block."""
@@ -74,6 +84,12 @@ class MeshAxes:
             raise UsageError(
                 f"--mesh: expected tp to divide the model's {shape.heads} heads, got tp={self.tp}; "
                 f"the nearest: {' or '.join(f'tp={d}' for d in sorted(near))}"
+            )
+        if self.ep > 1 and (not shape.experts or shape.experts % self.ep):
+            count = max(shape.experts, self.ep)
+            raise UsageError(
+                f"--mesh: expected ep to divide the model's {shape.experts} experts, got ep={self.ep}; "
+                f"try --experts {-(-count // self.ep) * self.ep}"
             )
         if self.pp > shape.layers:
             raise UsageError(

@@ -19,7 +19,7 @@ import zeroshard as zs
 from ..config import PRESETS, Tier, read_layout
 from ..planner.models import CASE_STUDIES, CaseStudy, GPTConfig
 from ..planner.models.presets import SCALES
-from ..utils.axes import cuts_model, planned_otherwise
+from ..utils.axes import cuts_model, planned_otherwise, planned_sizes
 from ..utils.compression import CODECS, GRADIENT_CODECS
 from ..utils.state_format import FORMATS
 from .arguments import Parser, UsageError, add_options
@@ -51,13 +51,8 @@ def option(default: Any, text: str, **settings: Any) -> Any:
 
 _TIER: dict[str, Any] = {"choices": OFFLOADS, "metavar": "TIER"}
 # headings of --help
-COMMON, MESH, MEMORY, OFFLOAD, NETWORK = (
-    "common options",
-    "tensor and pipeline parallelism",
-    "memory of a device",
-    "offload",
-    "communication",
-)
+COMMON, MESH, MEMORY = "common options", "tensor and pipeline parallelism", "memory of a device"
+OFFLOAD, NETWORK = "offload", "communication"
 _MODEL, _TRAINING, _OUTPUT = "model and text", "training", "checkpoints and the sample"
 
 
@@ -73,8 +68,8 @@ class RunOptions:
         None, "fp32, bf16 or fp16 (default: bf16 on GPUs, fp32 on CPUs)", choices=PRECISIONS,
         metavar="DTYPE", group=COMMON,
     )  # fmt: skip
-    mesh: str | None = option(None, "ranks along each axis: dp=2,pp=2,tp=2", metavar="AXES", group=MESH)
-    accumulate: int | None = option(None, "micro-batches of a step (default: 1; pp: 2 a stage)", type=int, group=COMMON)
+    mesh: str | None = option(None, "ranks along pp, dp, ep, tp: dp=2,tp=2", metavar="AXES", group=MESH)
+    accumulate: int | None = option(None, "micro-batches of a step (default: 1; pp: 2 each)", type=int, group=COMMON)
     schedule: str | None = option(
         None, f"order of micro-batches in stages of pp: {', '.join(SCHEDULES)} (default: 1f1b)", choices=SCHEDULES,
         type=str.lower, metavar="NAME", group=MESH,
@@ -96,7 +91,7 @@ class RunOptions:
     offload_gradient: str | None = option(None, "TIER of gradients (cpu if states are offloaded)", **_TIER, group=OFFLOAD)
     offload_param: str | None = option(None, "TIER of parameters", **_TIER, group=OFFLOAD)
     offload_activations: str = option("none", "TIER of kept inputs of blocks", **_TIER, group=OFFLOAD)
-    delayed_update: int | None = option(None, "step on the host beside computation, after N steps", type=int, group=OFFLOAD)
+    delayed_update: int | None = option(None, "host steps beside computation, after N steps", type=int, group=OFFLOAD)
     shard_size: int | None = option(None, "shard over groups of N ranks (HSDP, MiCS)", type=int, group=NETWORK)
     hpz: int = option(1, "ranks of a secondary shard (hpZ)", type=int, group=NETWORK)
     quantized_weights: str | None = option(
@@ -147,6 +142,7 @@ class TrainOptions(RunOptions):
     layers: int | None = option(None, "blocks, instead of those of --size", type=int, group=_MODEL)
     dim: int | None = option(None, "width, instead of that of --size", type=int, group=_MODEL)
     heads: int | None = option(None, "attention heads, instead of those of --size", type=int, group=_MODEL)
+    experts: int = option(0, "experts of a block; 0: an MLP", type=int, group=_MODEL)
     ngram_rows: int = option(8192, "rows of an n-gram table; 0: none", type=int, group=_MODEL)
     seq: int = option(256, "bytes of a sequence", type=int, group=_MODEL)
     lr: float = option(3e-3, "highest learning rate", type=float, group=_TRAINING)
@@ -186,7 +182,7 @@ class TrainOptions(RunOptions):
         self.expect("lr", 0 < self.lr < math.inf, "a positive number")
         self.expect("time_limit", self.time_limit is None or self.time_limit > 0, "a positive number")
         self.expect("weight_decay", 0 <= self.weight_decay < math.inf, "zero or a positive number")
-        for name in ("max_grad_norm", "sample_bytes", "ngram_rows", "save_every"):
+        for name in ("max_grad_norm", "sample_bytes", "ngram_rows", "save_every", "experts"):
             self.expect(name, getattr(self, name) >= 0, "zero or a positive number")
         self.expect("eval_bytes", self.eval_bytes >= 2, "at least 2")
         self.expect("seed", 0 <= self.seed < 2**63, "0 <= seed < 2^63")
@@ -235,7 +231,7 @@ class TrainOptions(RunOptions):
             layers, dim, heads = SIZES[self.size or "tiny"]
             shape = GPTConfig(vocab_size=256, layers=layers, dim=dim, heads=heads)
         given = {name: getattr(self, name) for name in ("layers", "dim", "heads") if getattr(self, name) is not None}
-        return replace(shape, seq_len=self.seq, ngram_rows=self.ngram_rows, **given)
+        return replace(shape, seq_len=self.seq, ngram_rows=self.ngram_rows, experts=self.experts, **given)
 
     @property
     def case_study(self) -> CaseStudy | None:
@@ -308,12 +304,13 @@ class TrainOptions(RunOptions):
             try:
                 self.axes.check_ranks(world_size)
             except UsageError as error:
-                if self.config is None or read_layout(self.config)["mesh"] != asdict(self.axes):
+                if self.config is None or read_layout(self.config)["mesh"] != planned_sizes(asdict(self.axes)):
                     raise
                 again = f"--ranks {world_size} --auto --global-batch {self.global_batch} --write-config {self.config}"
                 told = f"the mesh is that of --config {self.config}: plan again with `zeroshard plan MODEL {again}`"
                 raise UsageError(f"{error}; {told}") from None
-        readers, word = (self.axes.dp, "dp") if self.axes.cuts_model else (world_size, "ranks")
+        word = f"dp{' x ep' * (self.axes.ep > 1)}" if self.axes.cuts_model else "ranks"
+        readers = self.axes.readers if self.axes.cuts_model else world_size
         parts = readers * self.accumulate
         if self.global_batch % parts:
             above = (self.global_batch // parts + 1) * parts
@@ -354,7 +351,7 @@ def _other_defaults(chosen: argparse.Namespace) -> dict[str, Any]:
     if axes.cuts_model:
         row["sample_bytes"] = 0
         row.setdefault("accumulate", 2 * axes.pp if axes.pp > 1 else 1)
-        row.setdefault("global_batch", math.lcm(8, axes.dp * row["accumulate"]))
+        row.setdefault("global_batch", math.lcm(8, axes.readers * row["accumulate"]))
     ranks = chosen.ranks or row.get("ranks") or (axes.ranks if mesh is not None else 1)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     on_gpus = chosen.device != "cpu" and torch.cuda.device_count() >= ranks

@@ -25,9 +25,7 @@ from ..planner import tables
 from ..planner.plan import Plan
 from ..planner.remedies.remedy import Remedy, remedies
 from ..planner.request import Request, Verdict, gib, judge
-from ..planner.search.layout import Layout
 from ..planner.search.layout_file import write_config
-from ..planner.search.requested import of_layout, profile_of
 from ..planner.search.search import Found, search
 from ..planner.simulator.simulate import Simulation
 from ..planner.simulator.spread import rate_with_spread, said_of, seconds_with_spread, two_digits
@@ -114,8 +112,11 @@ def _planned(options: Options) -> int:
     with working("the model is made"):
         request = options.request()
         if options.auto:
+            if "ep" in request.axes:
+                raise UsageError("--auto: expected a --mesh without ep: the search knows dp, pp and tp")
             batch = options.global_batch or request.axes["dp"] * request.rows * request.micro_batches
-            request, plans, layouts = _fastest(request, batch, options.fixed(request), options.lossy)
+            layouts = search(request, batch, fixed=options.fixed(request), lossy=options.lossy)
+            request, plans = layouts.best.request, list(layouts.best.plans)
             if options.write_config is not None:
                 write_config(layouts, options.write_config, offload_path=options.offload_path)
         else:
@@ -128,7 +129,7 @@ def _planned(options: Options) -> int:
     text, brief = not (options.json or options.json_full), options.brief or quiet()
     if text:  # print the verdict before the search for remedies, which takes seconds
         print(tables.headline(request, verdict) if brief else tables.page(verdict.plan, verdict), flush=True)
-    look = not (verdict.fits or brief or options.auto) and options.try_seconds > 0
+    look = not (verdict.fits or brief or options.auto or "ep" in request.axes) and options.try_seconds > 0
     found: list[Remedy] = []
     if look:
         with working("looking for changes that make it fit"):
@@ -162,27 +163,6 @@ def _print(
     print("\n".join(notes), end="\n" * bool(notes))
     if layouts is not None:
         print(f"Seconds: {said_of(layouts.hardware.spread)}")
-
-
-def _fastest(request: Request, global_batch: int, fixed: dict[str, Any], lossy: bool) -> tuple[Request, list[Plan], Found]:
-    """Search for the fastest layout of a request; return its request, its plans, and the search's result. Raises ConfigError."""
-    made: dict[Layout, tuple[Request, list[Plan]]] = {}
-
-    def verify(layout: Layout) -> Plan:
-        chosen = of_layout(request, layout)
-        made[layout] = chosen, chosen.plans()
-        return judge(made[layout][1], request.hardware).plan
-
-    def simulated(layout: Layout) -> Simulation:
-        chosen, plans = made[layout]
-        return chosen.simulated(plans)
-
-    fixed = {"node_size": request.ranks_of_node, **fixed}
-    found = search(
-        profile_of(request), request.hardware, request.ranks, global_batch, precision=request.config.precision, fixed=fixed, lossy=lossy,
-        verify=verify, simulated=simulated,
-    )  # fmt: skip
-    return *made[found.best.layout], found
 
 
 def _layouts(found: Found) -> Sheet:

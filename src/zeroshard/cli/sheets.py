@@ -1,4 +1,4 @@
-"""The tables and panels of text on the terminal: drawn by rich if it is installed, else in plain columns.
+"""The tables of text on the terminal: drawn by rich if it is installed, else in plain columns.
 
 With `--quiet` they are not printed.
 """
@@ -49,20 +49,6 @@ def show(sheet: Sheet) -> None:
         console.print(table)
     for text, style in sheet.notes:
         console.print(text, style=style)
-
-
-def panel(title: str, text: str) -> None:
-    """Print a text in a frame on stdout."""
-    if quiet():
-        return
-    try:
-        from rich.console import Console
-        from rich.panel import Panel
-        from rich.text import Text
-    except ModuleNotFoundError:
-        print(f"-- {title} --\n{text}\n")
-        return
-    Console(highlight=False, width=width()).print(Panel(Text(text), title=title, title_align="left", expand=False))
 
 
 def say(text: str = "") -> None:

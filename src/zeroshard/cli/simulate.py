@@ -98,10 +98,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _traces(request: Request, ranks: int, rows: int) -> list[Trace]:
     """Return the traces of the request with so many ranks in all, and sequences of a micro-batch."""
-    model = request.axes["pp"] * request.axes["tp"]
+    model = request.ranks // request.axes["dp"]
     if ranks % model:
         nearest = max(ranks // model, 1) * model
-        raise UsageError(f"--sweep: expected multiples of pp x tp = {model} ranks, got {ranks}; the nearest: {nearest}")
+        names = " x ".join(axis for axis in ("pp", "tp", "ep") if axis in request.axes)
+        raise UsageError(f"--sweep: expected multiples of {names} = {model} ranks, got {ranks}; the nearest: {nearest}")
     return replace(request, axes={**request.axes, "dp": ranks // model}, rows=rows).traces()
 
 

@@ -1,5 +1,6 @@
 """The text that a run prints at its start and its end: ranks, model and data; quality, memory, communication, a sample."""
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,14 +10,14 @@ import torch
 import zeroshard as zs
 
 from ..data.text import Corpus
-from ..memory.ledger import MASTERS, OPTIMIZER, STAGING
+from ..memory.ledger import EXCHANGE, MASTERS, OPTIMIZER, STAGING
 from ..planner.measure.forecast import Forecast
 from ..planner.models import GPT
 from ..utils.sheets import PLAIN, Sheet
 from .artefacts import RunFolder
 from .options import TrainOptions
 from .ranks import Ranks
-from .sheets import megabytes, panel, say, show
+from .sheets import megabytes, say, show
 from .trainer import StepResult
 
 STAGES = {
@@ -40,6 +41,7 @@ class Outcome:
     activations: zs.ActivationReport | None  # None unless they are checkpointed
     options: TrainOptions
     sample: str
+    uneven: Mapping[str, float]  # module of divided experts -> rows of its busiest rank / mean over ranks
 
     def facts(self, report: zs.Report) -> dict[str, Any]:
         """Return the entries for report.json."""
@@ -51,6 +53,7 @@ class Outcome:
             "activations": self.activations.to_dict() if self.activations is not None else None,
             "forecast": asdict(self.forecast) if self.forecast is not None else None,
             "median_step_seconds": self.median_seconds,
+            "expert_imbalance": dict(self.uneven),
             "communication": {kind: (traffic.count, traffic.nbytes) for kind, traffic in report.communication.items()},
         }
 
@@ -77,7 +80,7 @@ def opening(options: TrainOptions, ranks: Ranks, corpus: Corpus) -> None:
             f"optimizer states on {away.offload_optimizer.tier.value}, gradients on {away.offload_gradient.tier.value}, "
             f"parameters on {away.offload_param.tier.value}"
         )
-    panel("zeroshard train", "\n".join(lines))
+    show(Sheet("zeroshard train", rows=[[line] for line in lines]))
 
 
 def closing(folder: RunFolder, report: zs.Report, outcome: Outcome) -> None:
@@ -96,7 +99,7 @@ def closing(folder: RunFolder, report: zs.Report, outcome: Outcome) -> None:
             show(sheet)
             say()
     if outcome.sample:
-        panel("a sample of the model", outcome.sample)
+        show(Sheet("a sample of the model", rows=[[line] for line in outcome.sample.splitlines()]))
     bits = f"{outcome.scores['after_training']:.3f} bits per byte of the whole held-out text"
     print(f"{bits} after {last.step:,} steps; results in {folder.path}/")
     for path in sorted(folder.path.iterdir()):
@@ -152,10 +155,13 @@ def communication(report: zs.Report, outcome: Outcome) -> list[Sheet]:
     passes = outcome.options.accumulate
     notes = [(f"Theory is for one backward pass; a step of this run had {passes}.", PLAIN)] if passes > 1 else []
     rows = [(f"one step: {kind}", f"{count:,}", megabytes(nbytes)) for kind, (count, nbytes) in outcome.step_traffic.items()]
-    measured = sum(nbytes for _, nbytes in outcome.step_traffic.values())
+    measured = sum(nbytes for kind, (_, nbytes) in outcome.step_traffic.items() if kind != EXCHANGE)
+    if outcome.uneven:
+        mean = statistics.fmean(outcome.uneven.values())
+        notes.append((f"Experts: their busiest rank has computed {mean:.3f} times the mean of tokens.", PLAIN))
     totals = report.communication.values()
     rows += [
-        ("one step, measured", "", megabytes(measured)),
+        ("one step, measured" + ", without exchange" * bool(outcome.uneven), "", megabytes(measured)),
         ("one step, theory", "", megabytes(report.theory_nbytes_per_step)),
         ("all steps and evaluations", f"{sum(t.count for t in totals):,}", megabytes(sum(t.nbytes for t in totals))),
     ]

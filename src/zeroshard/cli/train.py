@@ -95,6 +95,7 @@ def run(options: TrainOptions, ranks: Ranks) -> None:
     prompt = options.prompt or ("def " if options.data is None else "\n")
     text = trainer.sample(prompt)
     zs.save_safetensors(trainer.model, path / MODEL)
+    uneven = zs.expert_imbalance(trainer.model)
     trainer.close()
     if folder is None:
         return
@@ -105,7 +106,7 @@ def run(options: TrainOptions, ranks: Ranks) -> None:
     # the first two steps allocate states
     median_s = statistics.median(step.step_seconds for step in steps[2:] or steps)
     outcome = summary.Outcome(
-        scores, steps[-1], trainer.step_traffic, trainer.step_moved, forecast, median_s, activations, options, text
+        scores, steps[-1], trainer.step_traffic, trainer.step_moved, forecast, median_s, activations, options, text, uneven
     )
     folder.write_text("sample.txt", text + "\n")
     folder.write_plot(baselines)

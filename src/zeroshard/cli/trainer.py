@@ -5,12 +5,12 @@
 The sharding is in `build` alone; the loop is that of plain PyTorch. The heartbeat gives every rank the mean loss and
 rank 0's clock, so that all agree on the next learning rate and on the end of the run by the time limit.
 
-Where ranks have only parts of the model (`--mesh` with pp or tp), `zs.parallelize` makes a `run` that takes whole steps:
+Where ranks have only parts of the model (`--mesh` with pp, tp or ep), `zs.parallelize` makes a `run` that takes whole steps:
 
     run.step(inputs, targets) -> loss      forward and backward of all micro-batches, the optimizer's step; mean loss
     run.evaluate(inputs, targets) -> nats  without gradients; summed loss over the targets that are not IGNORED
 
-Inputs and targets, each (rows, seq), are the part of the batch for this rank's index along dp. Ranks that differ only in
+Inputs and targets, each (rows, seq), are the part of the batch for this rank's index along dp and ep. Ranks that differ only in
 pp or tp pass the same inputs and targets, and get the same result.
 """
 
@@ -90,14 +90,15 @@ def parallelize(options: TrainOptions, ranks: Ranks) -> zs.Parallel:
     """Return the run of a model of which each rank has a part. The same seed gives every rank the same weights before the cut."""
     torch.manual_seed(options.seed)
     axes = options.axes
-    mesh = init_device_mesh(ranks.device.type, tuple(getattr(axes, name) for name in AXES), mesh_dim_names=AXES)
+    sizes = {name: getattr(axes, name) for name in AXES if name != "ep" or axes.ep > 1}
+    mesh = init_device_mesh(ranks.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     with torch.device("meta" if options.scale == "full" else ranks.device):  # a published model in full may not fit on a rank
         model = GPT(options.model_config())
     make = functools.partial(torch.optim.AdamW, lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
     run = zs.parallelize(
         model, mesh, optimizer=make, config=options.sharding(), micro_batches=options.accumulate,
         sequence_parallel=options.sequence_parallel, loss_parallel=options.config is not None,  # plans count on loss_parallel
-        schedule=options.schedule,
+        schedule=options.schedule, experts=["blocks.*.mlp.experts"] if axes.ep > 1 else None,
     )  # fmt: skip
     if options.checkpoints:
         for part in run.models:
@@ -153,7 +154,7 @@ class Trainer:
     def data_place(self) -> tuple[int, int]:
         """The index of the part of each batch that this rank reads, and the number of parts."""
         axes = self.options.axes if self.options.axes.cuts_model else MeshAxes(dp=self.ranks.world_size)
-        return axes.data_place(self.ranks.rank), axes.dp
+        return axes.data_place(self.ranks.rank), axes.readers
 
     def steps(self) -> Iterator[StepResult]:
         """Train until all steps are taken or the time is used up; yield each step's result. Keeps the last step's gradients."""

@@ -3,9 +3,10 @@
 Words: a *region* is a flat tensor with a memory of its own; where ranks share a host, peers can read it. A
 *whole* region has world_size shards, of which the rank's own is authoritative; a *shard* region is one shard.
 
-    gather   shards of every rank -> one whole tensor             (all-gather: sharded -> replicated)
-    collect  my slice of every rank's whole tensor, in rank order (all-to-all: the first half of a reduction)
-    reduce   whole tensors of every rank -> the sum of my shard   (reduce-scatter: partial -> sharded)
+    gather      shards of every rank -> one whole tensor             (all-gather: sharded -> replicated)
+    collect     my slice of every rank's whole tensor, in rank order (all-to-all: the first half of a reduction)
+    reduce      whole tensors of every rank -> the sum of my shard   (reduce-scatter: partial -> sharded)
+    all_to_all  part r of my tensor -> rank r                        (activations, among the ranks of a DirectComm)
 
 Reductions sum in fp32 in rank order, in whatever dtype values were sent: the result does not depend on timing or backend. Comms
 that work over others (comm/mesh: two hops, replicas, compression) have these collectives; a `DirectComm`, which reaches its ranks
@@ -19,7 +20,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +46,13 @@ class Region:
     common: bool = False
     number: int = 0  # equal on every rank; for a staging buffer, its index in a pool of equal buffers
     siblings: Callable[[int], Region] | None = None  # number -> the pool's buffer of that number, which a peer may have taken
+
+
+class Hop(NamedTuple):
+    """One of the collectives that make a gather or a reduction. sent: by this rank. peers: number of ranks that meet in it."""
+
+    sent: Sent
+    peers: int
 
 
 Outcome = tuple[float | None, tuple[int, ...]]  # a reduction's `Collective.square_sum` and `Collective.culprits`
@@ -219,17 +227,17 @@ class Comm(Group, ABC):
         told = dict(zip(self.control.ranks, self.control.exchange(payload, label), strict=True))
         return [told[rank] for rank in self.ranks]
 
-    def hops(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> list[Sent]:
-        """Return the bytes that this rank sends, hop after hop, for a collective of shards of `numel` elements.
+    def hops(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> list[Hop]:
+        """Return what this rank sends, hop after hop, for a collective of shards of `numel` elements.
 
         kind: "gather", "gather again" (the shards were not written since an earlier gather) or "reduce". tag: the tag of a
         reduction, if its parameters were announced by `expect`.
         """
-        return [self.sent(numel * dtype.itemsize)]
+        return [Hop(self.sent(numel * dtype.itemsize), self.world_size)]
 
     def volume(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> Sent:
         """Return the bytes that this rank sends for such a collective, in all hops together."""
-        return Sent(*(sum(each) for each in zip(*self.hops(kind, numel, dtype, tag), strict=True)))
+        return Sent(*(sum(each) for each in zip(*(hop.sent for hop in self.hops(kind, numel, dtype, tag)), strict=True)))
 
     @abstractmethod
     def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Collective:
@@ -261,6 +269,11 @@ class Comm(Group, ABC):
         return self.collect(source, combine, tag=tag, label=label)
 
 
+def parts_of(tensor: Tensor, counts: Sequence[int] | None, ranks: int) -> list[Tensor]:
+    """Return the parts of a flat tensor for `Comm.all_to_all`: `counts[r]` elements for rank r, or equal parts."""
+    return list(tensor.split(list(counts) if counts is not None else [tensor.numel() // ranks] * ranks))
+
+
 class DirectComm(Control, Comm):
     """A Comm that reaches its ranks itself, not over other Comms: collectives and control messages.
 
@@ -285,6 +298,22 @@ class DirectComm(Control, Comm):
         group.rank, group.world_size = mine.index(self.rank), len(mine)
         group.ranks, group.nodes = [self.ranks[rank] for rank in mine], [self.nodes[rank] for rank in mine]
         return group
+
+    @abstractmethod
+    def all_to_all(
+        self, output: Tensor, input: Tensor, output_counts: Sequence[int] | None = None, input_counts: Sequence[int] | None = None,
+        label: str = "all-to-all",
+    ) -> Collective:  # fmt: skip
+        """Start to send part r of `input` to rank r, for every r; part r of `output` is then what rank r sent to this rank.
+
+        output, input: flat, contiguous, of one dtype on this Comm's device. output_counts, input_counts: number of elements of each
+        part, by rank; None: equal parts. All ranks call this in the same order; `input` may be overwritten after `wait`.
+        """
+
+    @property
+    def mail_nbytes(self) -> int:
+        """Bytes of memory of this rank that peers read in `all_to_all`."""
+        return 0
 
     def join(self, local: DirectComm) -> None:
         """Let every wait in either communicator, this one or `local` (of this host's ranks), also let the other one progress."""

@@ -105,6 +105,13 @@ class FakeComm(DirectComm):
         work.square_sum = 1.0  # see `Watcher.square_sums`
         return work
 
+    def all_to_all(
+        self, output: Tensor, input: Tensor, output_counts: Sequence[int] | None = None, input_counts: Sequence[int] | None = None,
+        label: str = "all-to-all",
+    ) -> Collective:  # fmt: skip
+        """Start to send the parts of `input`; all but this rank's own count, as if they were equal."""
+        return self._start(label, input.nbytes // self.world_size, distinct=True)
+
     def _start(self, label: str, nbytes: int, distinct: bool = False) -> Collective:
         sent = self.sent(nbytes)
         return _Watched(self.watcher, self.watcher.sent(label, sent, self.world_size, distinct), sent, self.ordered)

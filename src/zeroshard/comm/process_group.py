@@ -28,8 +28,8 @@ from torch import Tensor
 from ..errors import ConfigError, StallError, ZeroshardError
 from ..utils import torch_compat
 from ..utils.one_thread import Turn, one_thread
-from .base import Collective, Combine, DirectComm, Outcome, Region
-from .control import Missing, mismatch, misuse
+from .base import Collective, Combine, DirectComm, Outcome, Region, parts_of
+from .control import Missing, Sent, mismatch, misuse
 from .failure import GONE, Failure
 from .flight_recorder import describe, places_of
 from .shared_memory import SharedComm
@@ -294,6 +294,30 @@ class DistComm(DirectComm):
                 parts = [rows[p] if p == self.rank else received[p] for p in range(self.world_size)]
         work = _Collected(self, works, label, lambda: combine(parts))
         work.sent = self.sent(rows[self.rank].nbytes)
+        return work
+
+    def all_to_all(
+        self, output: Tensor, input: Tensor, output_counts: Sequence[int] | None = None, input_counts: Sequence[int] | None = None,
+        label: str = "all-to-all",
+    ) -> Collective:  # fmt: skip
+        given, taken = (parts_of(t, c, self.world_size) for t, c in ((input, input_counts), (output, output_counts)))
+        self.progress.note(label)
+        with _Explained(self, label):
+            if self.ordered:
+                into, out = ([part.numel() for part in parts] for parts in (taken, given))
+                works = [dist.all_to_all_single(output, input, into, out, group=self._data, async_op=True)]
+            else:  # tags of models begin at 2**20 (zero/shard_model.py)
+                works = [
+                    move(parts[p], self.ranks[p], self._data, tag=1)
+                    for parts, move in ((taken, dist.irecv), (given, dist.isend))
+                    for p in self._peers()
+                    if parts[p].numel()
+                ]
+                taken[self.rank].copy_(given[self.rank])
+        work = _DistWork(self, works, label)
+        far = [self.nodes[p] != self.nodes[self.rank] for p in range(self.world_size)]
+        near_nbytes = sum(part.nbytes for p, part in enumerate(given) if not far[p] and p != self.rank)
+        work.sent = Sent(near_nbytes, sum(part.nbytes for p, part in enumerate(given) if far[p]))
         return work
 
     def _peers(self) -> list[int]:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ..memory.ledger import making
-from .base import Collective, Combine, Outcome, Region
+from .base import Collective, Combine, Outcome, Region, parts_of
+from .control import Sent
 from .hub import Hub
 from .streams import streams_for
 from .transport import Transport
@@ -51,10 +52,13 @@ class SharedComm(Hub):
         self.fence = Fence(self.members)
         self._fences = {self.members: self.fence}  # those of the subgroups, too
         self.device, self.streams = device, streams_for(device)
+        self._mail: tuple[list[Tensor], Collective] | None = (
+            None  # memory of each rank, which peers read in `all_to_all`; the last one
+        )
 
     def subgroup(self, parts: Sequence[Sequence[int]], apart: bool = False) -> SharedComm:
         group = super().subgroup(parts)
-        group._serial = 0
+        group._serial, group._mail = 0, None
         group.members = tuple(map(self.numbers.index, group.ranks))
         if apart:  # else its shards are written at the same times as those of this group
             group.fence = self._fences.setdefault(group.members, Fence(group.members))
@@ -64,15 +68,19 @@ class SharedComm(Hub):
 
     def allocate(self, numel: int, dtype: torch.dtype, *, whole: bool) -> Region:
         self.fence.writing = True  # new memory is about to be written: peers may read it after the next fence
+        wholes = [part.view(dtype) for part in self._mapped(numel * dtype.itemsize)]
+        shards = [part.view(self.world_size, -1)[peer] if whole else part for peer, part in enumerate(wholes)]
+        return Region(wholes[self.rank], list(shards), list(wholes) if whole else [])
+
+    def _mapped(self, nbytes: int) -> list[Tensor]:
+        """Return new memory of each rank, (nbytes,) uint8, which all of them can read and write (collective)."""
         with making():
-            mine, handle = self.transport.export(numel * dtype.itemsize)
+            mine, handle = self.transport.export(nbytes)
         handles = self._meet_all(handle, self.members, "allocate")
         memory = [mine if peer == self.rank else self.transport.open(other) for peer, other in enumerate(handles)]
         self._meet_all(None, self.members, "memory opened")  # no rank needs the handle any more
         self.transport.forget(handle)
-        wholes = [part.view(dtype) for part in memory]
-        shards = [part.view(self.world_size, -1)[peer] if whole else part for peer, part in enumerate(wholes)]
-        return Region(wholes[self.rank], list(shards), list(wholes) if whole else [])
+        return memory
 
     def allocate_common(self, numel: int, dtype: torch.dtype) -> Region | None:
         self.fence.writing = True
@@ -123,6 +131,42 @@ class SharedComm(Hub):
         work = self.meet("reduce", tag, source.number, label, compute)
         work.sent = self.sent(numel * source.tensor.itemsize)
         return work
+
+    def all_to_all(
+        self, output: Tensor, input: Tensor, output_counts: Sequence[int] | None = None, input_counts: Sequence[int] | None = None,
+        label: str = "all-to-all",
+    ) -> Collective:  # fmt: skip
+        self.progress.note(label)
+        given, taken = (parts_of(t, c, self.world_size) for t, c in ((input, input_counts), (output, output_counts)))
+        if self._mail is not None:
+            self._mail[1].drain()  # else a peer may still read what the last one has sent
+        if input_counts is None:
+            nbytes, begins = input.nbytes, [self.rank * given[0].nbytes] * self.world_size
+        else:  # where this rank's part begins in what each peer sends
+            everyone = self._meet_all(list(input_counts), self.members, f"{label}: counts")
+            nbytes = max(map(sum, everyone)) * input.itemsize
+            begins = [sum(counts[: self.rank]) * input.itemsize for counts in everyone]
+        if self.mail_nbytes < nbytes:  # on all ranks, so that all allocate
+            self._mail = None
+            nbytes += 0 if input_counts is None else nbytes // 4 + 4096  # further counts will be others
+            memory = self._mapped(-(-nbytes // 16) * 16)
+        else:
+            assert self._mail is not None
+            memory = self._mail[0]
+        memory[self.rank][: input.nbytes].view(input.dtype).copy_(input.view(-1))
+
+        def compute(_: dict[int, int]) -> None:
+            for part, sent, begin in zip(taken, memory, begins, strict=True):
+                part.copy_(sent[begin : begin + part.nbytes].view(part.dtype))
+
+        work = self.meet("all-to-all", 0, 0, label, compute)
+        work.sent = Sent(sum(part.nbytes for rank, part in enumerate(given) if rank != self.rank))
+        self._mail = memory, work
+        return work
+
+    @property
+    def mail_nbytes(self) -> int:
+        return 0 if self._mail is None else self._mail[0][self.rank].nbytes
 
     @staticmethod
     def _numbered(source: Region, number: int) -> Region:

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Sampler
 
 from ..comm import backend_select
+from ..comm.mesh.axes import NamedRanks, place_along
 from ..errors import ConfigError
+from ..utils.axes import reads_other_sequences
 
 Batch = TypeVar("Batch")
 _POSITION = ("numel", "seed", "shuffle", "epoch", "samples")
@@ -43,7 +46,9 @@ class ShardedSampler(Sampler[int]):
         shuffle: False: the order is 0, 1, 2, ...
         drop_last: leave out the last samples if they do not go evenly into the ranks. Otherwise the first samples of the epoch
             come again, so that all ranks get equally many.
-        rank, world_size: None: those of the process group.
+        rank, world_size: None: those of the process group, or of the mesh.
+        mesh: the mesh of zs.shard. Ranks with tokens of the same sequences (along "sp"), or parts of the same model, get the same
+            samples: rank and world_size are those along the axes of data parallelism.
 
     Attributes:
         epoch: the current epoch.
@@ -52,7 +57,7 @@ class ShardedSampler(Sampler[int]):
 
     def __init__(
         self, numel: int, *, seed: int = 0, shuffle: bool = True, drop_last: bool = False, rank: int | None = None,
-        world_size: int | None = None,
+        world_size: int | None = None, mesh: DeviceMesh | Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
         for name, value in (("numel", numel), ("seed", seed), ("rank", rank), ("world_size", world_size)):
             whole = isinstance(value, Integral) and not isinstance(value, bool)
@@ -62,7 +67,13 @@ class ShardedSampler(Sampler[int]):
             raise ConfigError(f"zs.ShardedSampler: numel: expected at least one sample, got {numel}.")
         if (rank is None) != (world_size is None):
             raise ConfigError("zs.ShardedSampler: give both rank and world_size, or neither.")
-        if rank is None or world_size is None:
+        if mesh is not None and rank is not None:
+            raise ConfigError(
+                "zs.ShardedSampler: rank and world_size, or the mesh, say which samples are this rank's: give one of them."
+            )
+        if mesh is not None:
+            rank, world_size = place_along(NamedRanks.of(mesh) if isinstance(mesh, Mapping) else mesh, reads_other_sequences)
+        elif rank is None or world_size is None:
             rank, world_size = backend_select.rank_and_size()
         if not 0 <= rank < world_size:
             raise ConfigError(f"zs.ShardedSampler: expected 0 <= rank < world_size, got {rank} of {world_size}.")

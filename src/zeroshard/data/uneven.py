@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ..errors import ZeroshardError
+from ..errors import ConfigError, ZeroshardError
 from ..optim.sharded_optimizer import OptimizerCore, plain_options, take_options
 from ..zero.runtime import Runtime, runtime_of
 
@@ -52,6 +52,11 @@ def join(model: nn.Module) -> Iterator[None]:
     Join adds a collective to every forward.)
     """
     attendance = runtime_of(model).attendance
+    if runtime_of(model).topology.divided is not None:
+        raise ConfigError(
+            "zs.join: in each forward of this model all ranks exchange tokens with the experts, so that none can be without a batch: use "
+            "zs.stop_together(model, loader)."
+        )
     if attendance.joined:
         raise ZeroshardError("zs.join inside zs.join of the same model: one around the training loop is enough.")
     attendance.joined = True

@@ -29,12 +29,9 @@ if TYPE_CHECKING:
     from ..integrations.deepspeed.stand_ins import DeepSpeedOptimizer as DeepSpeedOptimizer
     from ..integrations.deepspeed.stand_ins import DeepSpeedTransformerConfig as DeepSpeedTransformerConfig
     from ..integrations.deepspeed.stand_ins import DeepSpeedTransformerLayer as DeepSpeedTransformerLayer
-    from ..integrations.deepspeed.stand_ins import DualPipeVEngine as DualPipeVEngine
-    from ..integrations.deepspeed.stand_ins import DualPipeVModule as DualPipeVModule
     from ..integrations.deepspeed.stand_ins import InferenceEngine as InferenceEngine
     from ..integrations.deepspeed.stand_ins import PipelineEngine as PipelineEngine
     from ..integrations.deepspeed.stand_ins import PipelineModule as PipelineModule
-    from ..integrations.deepspeed.stand_ins import default_inference_config as default_inference_config
     from ..integrations.deepspeed.stand_ins import init_inference as init_inference
     from ..integrations.deepspeed.stand_ins import replace_transformer_layer as replace_transformer_layer
     from ..integrations.deepspeed.stand_ins import set_autotp_mode as set_autotp_mode
@@ -42,7 +39,7 @@ if TYPE_CHECKING:
     from ..integrations.deepspeed.utilities import OnDevice as OnDevice
 
     checkpointing, comm, zero = activation, communication, partition
-    __version__ = version = __git_branch__ = git_branch = __git_hash__ = git_hash = ""
+    __version__ = version = ""
     __version_major__ = __version_minor__ = __version_patch__ = 0
 
 open_door(sys.modules[__name__])

@@ -28,6 +28,8 @@ SECONDARY = "secondary shards"
 RESIDUALS = "lost in compression"
 STAGING = "staging"
 PARTIAL = "partial gradients"
+EXCHANGE, SEQUENCE = "exchange of tokens and experts", "all-to-all along sp"
+OF_ACTIVATIONS = {EXCHANGE: "ep", SEQUENCE: "sp"}  # kinds of traffic, and their axes; the others are of model states
 
 
 class Listener(Protocol):

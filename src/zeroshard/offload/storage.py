@@ -403,7 +403,7 @@ class Tiers:
     def __init__(self, comm: DirectComm, ledger: Ledger) -> None:
         self.comm, self.ledger, self.streams = comm, ledger, comm.streams
         self.separate = self.streams.separate_host
-        self.staging: StagingPool | None = None  # device: offloaded shards that are about to be gathered
+        self.pools: list[StagingPool] = []  # device: gradients to be reduced; offloaded shards that are about to be gathered
         self.slots: BufferPool | None = None  # host: shards read from disk that are copied to a separate device
         self.landings: BufferPool | None = None  # device: reduced gradient shards that rest on another tier
         self.arrivals: BufferPool | None = None  # host: gradient shards that are then added, or written to disk
@@ -542,6 +542,6 @@ class Tiers:
             folder.engine.close()
             folder.swap.close()
         self._folders = {}
-        for pool in (self.staging, self.slots, self.landings, self.arrivals):
+        for pool in (*self.pools, self.slots, self.landings, self.arrivals):
             if pool is not None:
                 pool.close()

@@ -59,6 +59,8 @@ def _chunk_for(second_nbytes: int | None, third_nbytes: int | None) -> int:
 CHUNK_NUMEL = _chunk_for(cache_nbytes(2), cache_nbytes(3))
 # larger chunks for a team, whose threads also wait for Python's lock: 2^17 takes 103 ms, 2^16 takes 120
 TEAM_CHUNK_NUMEL = max(CHUNK_NUMEL, 1 << 17)
+# of stretches that are opened and closed: some 50 operators a chunk take 0.1 ms, of which a chunk of 2^16 would add 1.4 ns an element
+CODED_CHUNK_NUMEL = 1 << 18
 CHUNK_ALIGNMENT = 32  # elements: two AVX-512 registers, the widest step of torch's vectorised loops
 
 
@@ -254,7 +256,12 @@ def step_stretch(
     """
     numel = master.numel()
     threads = 1 if team is None else team.threads
-    if chunk is None and team is None:
+    kernel.prepare(master, grad, state)
+    rests = [isinstance(each, Stretch) for each in (master, *(state[name] for name in kernel.columns))]
+    opens = any(rests)
+    if chunk is None and opens:
+        chunk = CODED_CHUNK_NUMEL * (torch.get_num_threads() if team is None else 1)
+    elif chunk is None and team is None:
         chunk = CHUNK_NUMEL * torch.get_num_threads()
     elif chunk is None:
         chunk = CHUNK_NUMEL if threads == 1 else TEAM_CHUNK_NUMEL
@@ -262,10 +269,8 @@ def step_stretch(
     assert out is None or out.numel() == numel
     narrow = grad.dtype is not torch.float32
     casts = narrow or scale != 1.0
-    opens = isinstance(master, Stretch) or any(isinstance(state.get(name), Stretch) for name in kernel.columns)
     if kernel.passes == 1 and not casts and not opens and out is None:
         chunk = max(chunk, round_up(-(-numel // threads), CHUNK_ALIGNMENT))  # no chunk would be read a second time
-    kernel.prepare(master, grad, state)
     count = kernel.count(state)
     outs = itertools.repeat(None) if out is None else out.split(chunk)  # endless, hence strict=False below
     columns = (
@@ -288,12 +293,13 @@ def step_stretch(
                     given = part_grad
                 if scale != 1.0:
                     torch.mul(given, scale, out=part_grad)
-            opened = [each.open() if isinstance(each, Stretch) else each for each in (part, *part_columns)]
+            resting = (part, *part_columns)
+            opened = [each.open() if closed else each for each, closed in zip(resting, rests, strict=True)]
             kernel.update(opened[0], part_grad, opened[1:], count, options)
             if part_out is not None:
                 part_out.copy_(opened[0])
-            for each, stepped in zip((part, *part_columns), opened, strict=True):
-                if isinstance(each, Stretch):
+            for each, stepped, closed in zip(resting, opened, rests, strict=True):
+                if closed:
                     each.close(stepped)
 
     if team is None or threads == 1 or len(parts) == 1:

@@ -35,7 +35,8 @@ class Muon(torch.optim.Optimizer):
         adam_lr: learning rate of AdamW's groups that name none; None: lr.
 
     Raises:
-        ConfigError: a parameter has no use_muon, neither by its group nor itself; or it has use_muon=True and is not a matrix.
+        ConfigError: a parameter has no use_muon, neither by its group nor itself; or it has use_muon=True and is no matrix and no stack
+            of matrices, of three dimensions, each of which is stepped by itself.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, adam_lr: float | None = None) -> None:
@@ -54,9 +55,10 @@ class Muon(torch.optim.Optimizer):
                 told = group["use_muon"] if "use_muon" in group else param.use_muon  # noqa: SIM401  # it may have none
                 halves[bool(told)].append(param)
             for param in halves[True]:
-                if param.dim() != 2:
+                if param.dim() not in (2, 3):
                     raise ConfigError(
-                        f"zs.Muon: a parameter of shape {tuple(param.shape)} has use_muon=True: expected matrices, of 2 dimensions."
+                        f"zs.Muon: a parameter of shape {tuple(param.shape)} has use_muon=True: expected matrices, of 2 dimensions, or a stack "
+                        "of them (experts), of 3."
                     )
             for use_muon, half in halves.items():
                 defaults = {"lr": lr if use_muon or adam_lr is None else adam_lr, **(_MUON if use_muon else _ADAMW)}
@@ -79,7 +81,8 @@ class Muon(torch.optim.Optimizer):
                     self.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
                 buffers = [self.state[param]["momentum_buffer"] for param in params]
                 options = {name: group[name] for name in ("lr", *_MUON)}
-                muon(params, grads, buffers, has_complex=False, **options)
+                matrices = [_matrices(tensors) for tensors in (params, grads, buffers)]
+                muon(*matrices, has_complex=False, **options)
             elif params:
                 for param in (param for param in params if not self.state[param]):  # the first step of a parameter
                     zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
@@ -93,4 +96,9 @@ class Muon(torch.optim.Optimizer):
         return loss
 
 
-whole_matrix(Muon, where=lambda param, options: options["use_muon"])
+def _matrices(tensors: list[Tensor]) -> list[Tensor]:
+    """Return matrices, and the slices of stacks of matrices: each is stepped by itself."""
+    return [matrix for tensor in tensors for matrix in (tensor.unbind(0) if tensor.dim() == 3 else [tensor])]
+
+
+whole_matrix(Muon, where=lambda param, options: options["use_muon"], stacks=True)

@@ -212,7 +212,7 @@ def _resting(part: str, category: str, rest: Rest | None, kept: bool = True) -> 
 
 def _give_back_buffers(runtime: Runtime) -> None:
     tiers = runtime.tiers
-    for pool in (runtime.reductions.pool, tiers.staging, tiers.slots, tiers.landings, tiers.arrivals):
+    for pool in (*tiers.pools, tiers.slots, tiers.landings, tiers.arrivals):
         if pool is not None:
             pool.give_back()
     if runtime.optimizer is not None and runtime.optimizer.core.host is not None:

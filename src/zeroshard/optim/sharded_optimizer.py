@@ -73,7 +73,7 @@ class OptimizerCore:
         self.replicated = runtime.config.row.optimizer is Placement.REPLICATED
         self.inner = inner_copy(optimizer)
         self.maker = RunMaker(self.replicated, self.inner.state, runtime.tiers, whole_parameters(optimizer))
-        self.whole = WholeStepper(inner_copy(optimizer), runtime.topology.shards, runtime.tiers, self.replicated)
+        self.whole = WholeStepper(inner_copy(optimizer), runtime.tiers, self.replicated)
         self.host: HostStepper | None = None
         if runtime.config.offload_optimizer.tier is not Tier.DEVICE:
             given = runtime.config.offload_optimizer.fused  # whether the host steps with fused kernels; None: where it is best
@@ -468,7 +468,7 @@ class OptimizerCore:
         self.runtime.gate.wait()
         if self.host is not None:
             self.host.close()
-        self.whole.gather.close()
+        self.whole.close()
         self.runtime.tiers.ledger.strike(OPTIMIZER, self._state_nbytes)
         self._state_nbytes = 0
         self.inner.state.clear()

@@ -26,7 +26,7 @@ from ..tensor.state_column import is_column
 from ..tensor.stretch import CodedStretch, SplitStretch, Stretch
 from ..utils import torch_compat
 from ..utils.work import Work
-from .cpu_kernels import CHUNK_NUMEL, Kernel, Team, kernel_for, step_stretch
+from .cpu_kernels import CHUNK_NUMEL, CODED_CHUNK_NUMEL, Kernel, Team, kernel_for, step_stretch
 from .inner_optimizer import Options, State, fresh
 from .segments import Run
 from .state_storage import ColumnStates
@@ -103,7 +103,7 @@ class SlabStepper(ABC):
         """chunk: elements that the optimizer's own class steps at a time; None: as many as suit a CPU."""
         self.inner, self.tiers, self.fused, self.threads = inner, tiers, fused, threads
         self.chunk = chunk or _CLASS_CHUNK_NUMEL
-        self.scratch = torch.empty(CHUNK_NUMEL * threads if fused else 0, device="cpu")
+        self.scratch = torch.empty(max(CHUNK_NUMEL * threads, CODED_CHUNK_NUMEL) if fused else 0, device="cpu")
         self.team = Team(1 if tiers.comm.imagined else threads)  # fake tensors belong to one thread
 
     @abstractmethod

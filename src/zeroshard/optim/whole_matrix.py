@@ -41,10 +41,11 @@ _CHUNK_NBYTES = 4 << 20  # size of one rank's staging buffer
 
 Where = Callable[[Tensor, Mapping[str, Any]], bool]
 _DECLARED: dict[type, Where] = {}
+_STACKS: set[type] = set()  # classes that step each slice of a stack of matrices by itself
 _BY_NAME = {"transformers.optimization.Adafactor"}  # classes declared without importing their package
 
 
-def whole_matrix(cls: type[torch.optim.Optimizer] | None = None, *, where: Where | None = None) -> Any:
+def whole_matrix(cls: type[torch.optim.Optimizer] | None = None, *, where: Where | None = None, stacks: bool = False) -> Any:
     """Declare that an optimizer class steps each parameter independently and needs all of it. Return the class: also a decorator.
 
     Args:
@@ -52,15 +53,18 @@ def whole_matrix(cls: type[torch.optim.Optimizer] | None = None, *, where: Where
             gradient, its states and the options of its group: no norm over several parameters, no count on the optimizer itself.
         where: (parameter, options of its group) -> whether the class needs that parameter whole; its step of the others must be
             elementwise. None: it needs all parameters whole.
+        stacks: it steps parameters of three dimensions slice by slice along the first, so that ranks may hold some of the slices
+            (divided experts).
 
     torch.optim.Muon, torch.optim.Adafactor and the Adafactor of Transformers are declared already. Raises ConfigError for
     anything but an optimizer class.
     """
     if cls is None:
-        return lambda given: whole_matrix(given, where=where)
+        return lambda given: whole_matrix(given, where=where, stacks=stacks)
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise ConfigError(f"zs.whole_matrix: expected a class of torch.optim.Optimizer, got {cls!r}.")
     _DECLARED[cls] = where or (lambda param, options: True)
+    _STACKS.update([cls] if stacks else [])
     return cls
 
 
@@ -100,6 +104,14 @@ def check_whole(optimizer: torch.optim.Optimizer, specs: Sequence[ParamSpec], de
                 f"{spec.name} is a tile, and {type(optimizer).__name__} steps whole parameters: leave its module out of zs.tile(), or give "
                 "the tiles to an elementwise group."
             )
+        slices = (
+            spec.part is not None
+            and spec.part.dim == 0
+            and (spec.part.maps, spec.part.around) == (1, None)
+            and len(spec.shape) == 3
+        )
+        if slices and not _STACKS.isdisjoint(type(optimizer).__mro__):
+            continue
         if id(spec.original) in whole and spec.part is not None:
             raise ConfigError(
                 f"{spec.name} is a DTensor of shape {spec.whole_shape} of which each rank has {spec.shape}, and {type(optimizer).__name__} "
@@ -137,9 +149,9 @@ def _differs(after: object, before: object) -> bool:
 class WholeStepper:
     """Steps the runs of whole parameters."""
 
-    def __init__(self, inner: torch.optim.Optimizer, comm: Comm, tiers: Tiers, replicated: bool) -> None:
-        self.inner, self.comm, self.tiers, self.replicated = inner, comm, tiers, replicated
-        self.gather = ChunkedGather(comm, tiers.ledger, _CHUNK_NBYTES)
+    def __init__(self, inner: torch.optim.Optimizer, tiers: Tiers, replicated: bool) -> None:
+        self.inner, self.tiers, self.replicated = inner, tiers, replicated
+        self.gathers: dict[Comm, ChunkedGather] = {}  # by the ranks over which a parameter is sharded
         self.stacked: dict[tuple[str, int], int] = {}  # (state, parameter's dims) -> its leading dims of 1
 
     @torch.no_grad()
@@ -153,16 +165,22 @@ class WholeStepper:
         if self.replicated:
             for job in jobs:
                 self._step_here(job)
-        else:
-            loads = [0] * self.comm.world_size
+        for comm in dict.fromkeys(job.group.comm for job in jobs) if not self.replicated else ():
+            self.gathers.setdefault(comm, ChunkedGather(comm, self.tiers.ledger, _CHUNK_NBYTES))
+            loads = [0] * comm.world_size
             queues: list[list[Stepping]] = [[] for _ in loads]
-            for job in sorted(jobs, key=lambda job: -job.numel):
+            for job in sorted((job for job in jobs if job.group.comm is comm), key=lambda job: -job.numel):
                 job.owner = loads.index(min(loads))
                 loads[job.owner] += job.numel
                 queues[job.owner].append(job)
             for turn in zip_longest(*queues):
                 self._step_turn([job for job in turn if job is not None])
         return [job.written for job in jobs]
+
+    def close(self) -> None:
+        """Release all buffers."""
+        for gather in self.gathers.values():
+            gather.close()
 
     def _step_class(self, job: Stepping, param: Tensor, grad: Tensor, states: dict[str, Tensor]) -> tuple[Tensor, State]:
         """Step a whole parameter with the optimizer's own class; return its value and states afterwards."""
@@ -194,7 +212,7 @@ class WholeStepper:
         at = key, len(job.shape)
         if at not in self.stacked:
             self.stacked[at] = 0  # `_as_cut` overwrites it if the step below shows leading dimensions
-            first, zeros = replace(job, states={}, others={}), torch.zeros(job.numel, device=self.comm.device)
+            first, zeros = replace(job, states={}, others={}), torch.zeros(job.numel, device=job.group.comm.device)
             self._step_class(first, zeros, zeros.clone(), {})
         return self.stacked[at]
 
@@ -229,9 +247,10 @@ class WholeStepper:
                 value, after = self._step_class(job, parts[0], parts[1], dict(zip(job.states, parts[2:], strict=True)))
                 mine = job, value, after
         told = (*_told(mine[0], mine[2]), mine[0].written) if mine is not None else None
-        everyone = exchange_values(self.comm, told, "optimizer step: states of whole parameters")
+        comm = turn[0].group.comm
+        everyone = exchange_values(comm, told, "optimizer step: states of whole parameters")
         for job in turn:
-            if self.comm.imagined and job.owner != self.comm.rank:
+            if comm.imagined and job.owner != comm.rank:
                 # an imagined owner's message is that after a first step, computed outside of the dry run's modes
                 first = replace(job, states={}, others={})
                 with disable_current_modes():
@@ -245,7 +264,7 @@ class WholeStepper:
 
     def _collect(self, job: Stepping) -> list[Tensor] | None:
         """Return value, gradient and states of one parameter, whole and flat, on its owner; None elsewhere (collective)."""
-        comm, group, home, stepped = self.comm, job.group, job.group.homes[job.index], job.group.masters.stepped
+        comm, group, home, stepped = job.group.comm, job.group, job.group.homes[job.index], job.group.masters.stepped
         entries = job.run.states.load()
         places = [job.run.place(entries[key], job.index) for key in job.states]
         states = [rest.load(begin, begin + home.end - home.begin) for rest, begin in places]
@@ -266,18 +285,18 @@ class WholeStepper:
                 begin += nbytes
 
         label = f"whole {group.specs[job.index].name}"
-        self.gather.run([piece.numel * size for piece in pieces], lambda start, stop: local[start:stop], take, label)
+        self.gathers[comm].run([piece.numel * size for piece in pieces], lambda start, stop: local[start:stop], take, label)
         return whole
 
     def _give_back(self, turn: list[Stepping], mine: tuple[Stepping, Tensor, State] | None) -> None:
         """Send slices of values and states from the owners to all ranks, which store them (collective)."""
-        sizes, targets = [0] * self.comm.world_size, {}
+        comm = turn[0].group.comm
+        sizes, targets = [0] * comm.world_size, {}
         for job in turn:
             dtypes = [job.group.masters.stepped.dtype, *job.states.values()]
             sizes[job.owner] = job.numel * sum(dtype.itemsize for dtype in dtypes)
             home = job.group.homes[job.index]
-            device = self.comm.device
-            targets[job.owner] = job, [torch.empty(home.end - home.begin, dtype=dtype, device=device) for dtype in dtypes]
+            targets[job.owner] = job, [torch.empty(home.end - home.begin, dtype=dtype, device=comm.device) for dtype in dtypes]
         content = torch.empty(0, dtype=torch.uint8)
         if mine is not None:
             job, value, after = mine
@@ -291,7 +310,7 @@ class WholeStepper:
                 _lay(received, start, part.view(torch.uint8), begin + first * part.itemsize)
                 begin += job.numel * part.itemsize
 
-        self.gather.run(sizes, lambda start, stop: content[start:stop], take, "whole parameters back")
+        self.gathers[comm].run(sizes, lambda start, stop: content[start:stop], take, "whole parameters back")
         for job, parts in targets.values():
             self._store(job, parts[0], dict(zip(job.states, parts[1:], strict=True)))
 

@@ -1,14 +1,16 @@
 """zs.parallelize: distribute a model over a mesh in one call, by tensor parallelism, pipeline stages and ZeRO.
 
     whole model --cut between blocks--> this rank's stages --cut inside of blocks--> local shards --zs.shard--> over dp
-                  mesh["pp"]                                  mesh["tp"]                            mesh["dp"]
+                  mesh["pp"]                                  mesh["tp"], mesh["ep"]                mesh["dp"]
 
-Each part can be used by itself: `styles_for` and `apply`, `cut_stages` and `Pipeline`, `zs.shard`.
+Each part can be used by itself: `styles_for` and `apply`, `divide_experts`, `cut_stages` and `Pipeline`, `zs.shard`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +28,7 @@ from ..errors import ConfigError
 from ..tensor.distributed import is_distributed
 from ..utils.axes import AXES, other_model_axes, planned_otherwise
 from ..zero.runtime import runtime_of
+from .experts import divide_experts, divisible, expert_imbalance
 from .pipeline import SCHEDULES, Pipeline, schedule_class, stages_of, whole
 from .stages import StandIn, cut_stages
 from .styles import ParallelStyles, Style, divides, styles_for
@@ -51,6 +54,8 @@ def parallelize(
     schedule: str | None = None,
     stages_per_rank: int | None = None,
     styles: ParallelStyles | Mapping[str, Style] | None = None,
+    experts: Iterable[str] | None = None,
+    capacity_factor: float | None = None,
     cuts: Sequence[int | str] | None = None,
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
@@ -59,18 +64,19 @@ def parallelize(
     config: Config | str | os.PathLike | None = None,
     **options: Unpack[ShardOptions],
 ) -> Parallel:
-    """Distribute a Transformer over a mesh of tensor, pipeline and data parallelism (collective); return this rank's part.
+    """Distribute a Transformer over a mesh of tensor, expert, pipeline and data parallelism (collective); return this rank's part.
 
     Args:
         model: inputs -> outputs (of a language model: tokens -> logits), the same on every rank (the same seed), on its device or
             on the meta device. Drop your reference afterwards, to free what other ranks hold: this rank's part is `run.model`.
-        mesh: a DeviceMesh whose axes are named "pp", "dp" (or "dp_replicate" and "dp_shard") and "tp"; any may be missing.
+        mesh: a DeviceMesh whose axes are named "pp", "dp" (or "dp_replicate" and "dp_shard"), "ep" and "tp"; any may be missing.
         optimizer: parameters -> optimizer, a class or functools.partial(AdamW, lr=...). It is called with the parameters of each
             of the rank's stages; for a stage without trained parameters, with a trained dummy parameter of one element.
         micro_batches: number of micro-batches of a step: a pipeline overlaps them; without one they run one after the other.
         schedule: the pipeline's schedule: GPipe, 1F1B (default), Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, ...
         stages_per_rank: stages of the pipeline on each rank; None: as few as the schedule needs.
         styles: tensor parallelism: name pattern -> style; they override the model's own styles (`styles_for`).
+        experts, capacity_factor: see `divide_experts`, for an axis "ep".
         cuts: the blocks with which stages 1, 2, ... begin; None: cut by cost (see `cut_stages`).
         sequence_parallel, loss_parallel: see `tensor_parallel.apply`.
         loss: (outputs, targets) -> mean loss of a micro-batch. None: cross-entropy of the next token, over targets that are not
@@ -80,7 +86,7 @@ def parallelize(
         config, options: as of zs.shard (stage, precision, max_grad_norm, offload_optimizer, ...).
 
     Raises:
-        ConfigError: an axis does not divide heads, features, blocks or ranks. Nothing has changed.
+        ConfigError: an axis does not divide heads, features, experts, blocks or ranks. Nothing has changed.
 
     Sources: Megatron-LM, arXiv 1909.08053 and 2104.04473; ZeRO beside them: 1910.02054, section 10.4.
     """
@@ -93,24 +99,41 @@ def parallelize(
     if planned is not None:
         _check_planned(*planned, mesh)
     config = Config.build(config, **options)
-    chosen = _styles(model, styles, sizes["tp"])
+    divided = divisible(model, sizes["ep"], experts, capacity_factor) if sizes["ep"] > 1 else {}
+    chosen = _styles(model, styles, sizes["tp"], divided)
     name, per_rank = _schedule(schedule, stages_per_rank, sizes["pp"])
     modules, own = [model], [0]
     if sizes["pp"] > 1:
         own = stages_of(mesh["pp"].get_local_rank(), sizes["pp"], per_rank, name)
         modules = cut_stages(model, sizes["pp"] * per_rank, own, cuts=cuts, example=example)
-    if chosen is not None:
-        for module in modules:
-            part = _of_stage(chosen, module)
-            # logits stay sharded only in the stage with the head; for a model without a head, let `apply` raise its error
-            stays_cut = loss_parallel and (part.head is not None or chosen.head is None)
-            apply(module, mesh["tp"], part, sequence_parallel=sequence_parallel, loss_parallel=stays_cut)
+    for module in modules:
+        _apply_part(module, mesh, chosen, sequence_parallel, loss_parallel)
+        _divide_part(module, mesh, divided, capacity_factor)
     made = [None] * len(modules) if optimizer is None else _optimizers(optimizer, modules, mesh)
     pairs: list[tuple[nn.Module, torch.optim.Optimizer | None]] = [
         api.shard(module, each, config=config, mesh=mesh) for module, each in zip(modules, made, strict=True)
     ]
     context = dtensor_parallel.loss_parallel if loss_parallel and chosen is not None else contextlib.nullcontext
     return Parallel(mesh, pairs, micro_batches, name, loss, context)
+
+
+def _divide_part(stage: nn.Module, mesh: DeviceMesh, divided: Iterable[str], capacity_factor: float | None) -> None:
+    """Divide those of the whole model's modules of experts that this stage has."""
+    here = [name for name, module in stage.named_modules() if name in divided and not isinstance(module, StandIn)]
+    if here:
+        divide_experts(stage, mesh["ep"], experts=here, capacity_factor=capacity_factor)
+
+
+def _apply_part(
+    stage: nn.Module, mesh: DeviceMesh, styles: ParallelStyles | None, sequence_parallel: bool, loss_parallel: bool
+) -> None:
+    """Apply those of the whole model's styles for which this stage has modules; None: there is no axis tp."""
+    if styles is None:
+        return
+    part = _of_stage(styles, stage)
+    # logits stay sharded only in the stage with the head; for a model without a head, let `apply` raise its error
+    stays_cut = loss_parallel and (part.head is not None or styles.head is None)
+    apply(stage, mesh["tp"], part, sequence_parallel=sequence_parallel, loss_parallel=stays_cut)
 
 
 def _optimizers(make: MakeOptimizer, modules: list[nn.Module], mesh: DeviceMesh) -> list[torch.optim.Optimizer]:
@@ -152,7 +175,7 @@ def _optimizer(make: MakeOptimizer, module: nn.Module) -> torch.optim.Optimizer:
 def _check_planned(path: str | os.PathLike, planned: Mapping[str, int], mesh: DeviceMesh) -> None:
     """Raise ConfigError if a planned layout has other model axes than the mesh; print on rank 0 if only the ranks differ."""
     sizes = _sizes(mesh)
-    text = planned_otherwise(path, planned, {"dp": mesh.size() // (sizes["pp"] * sizes["tp"]), **sizes})
+    text = planned_otherwise(path, planned, {"dp": mesh.size() // math.prod(sizes.values()), **sizes})
     if other_model_axes(planned, sizes):
         raise ConfigError(text)
     if text and mesh.get_rank() == 0:
@@ -180,13 +203,18 @@ def _sizes(mesh: DeviceMesh) -> dict[str, int]:
             f"{names or type(mesh).__name__}. init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp')) makes one."
         )
     found = dict(zip(names, mesh.shape, strict=True))
-    return {"pp": found.get("pp", 1), "tp": found.get("tp", 1)}
+    return {"pp": found.get("pp", 1), "ep": found.get("ep", 1), "tp": found.get("tp", 1)}
 
 
-def _styles(model: nn.Module, styles: ParallelStyles | Mapping[str, Style] | None, tp: int) -> ParallelStyles | None:
+def _styles(
+    model: nn.Module, styles: ParallelStyles | Mapping[str, Style] | None, tp: int, divided: Iterable[str]
+) -> ParallelStyles | None:
+    """Return the styles along tp, without those of divided experts, which are cut by one axis alone."""
     if tp == 1:
         return None
     styles = styles if isinstance(styles, ParallelStyles) else styles_for(model, styles)
+    kept = {n: s for n, s in styles.by_name.items() if not any(f"{n}.".startswith(f"{each}.") for each in divided)}
+    styles = dataclasses.replace(styles, by_name=kept)
     sentences = divides(model, tp, styles)
     if sentences:
         raise ConfigError(" ".join(sentences))
@@ -313,12 +341,22 @@ class Parallel:
             api.close(module)
 
     def report(self) -> str:
-        """Return a line for each axis with the bytes it sends in a step. For memory, see zs.report(run.model)."""
+        """Return a line for each axis with the bytes it sends in a step, and one for divided experts: how unevenly tokens came.
+
+        For memory, see zs.report(run.model).
+        """
         if not self.traffic.counted:
             return "what the axes send is counted in the second step"
         lines = [
             f"{axis}: {nbytes / 2**20:,.2f} MiB sent by this rank in a step" for axis, nbytes in self.traffic.counted.items()
         ]
+        found = {name: value for module in self.models for name, value in expert_imbalance(module).items()}
+        if found:
+            worst = max(found, key=lambda name: found[name])
+            lines.append(
+                f"experts: the busiest rank computed {sum(found.values()) / len(found):.3f} times the mean of tokens; "
+                f"{found[worst]:.3f} in {worst}"
+            )
         return "\n".join(lines)
 
     @property

@@ -1,4 +1,4 @@
-"""Bytes sent per mesh axis in a step: tensor parallelism's collectives, activations between stages, and ZeRO's own.
+"""Bytes sent per mesh axis in a step: tensor parallelism's collectives, tokens to experts, activations between stages, ZeRO's own.
 
 Only the second step is counted (the first may allocate buffers). A dispatch mode sees every functional collective of torch, and
 adds the bytes that this rank would send in a ring (docs/learn/network.md): n (N - 1) / N for an all-gather or reduce-scatter of n
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ..memory.ledger import OF_ACTIVATIONS
 from ..utils.axes import role
 from ..utils.torch_compat import TorchDispatchMode
 from ..zero.runtime import runtime_of
@@ -84,12 +85,16 @@ class Traffic:
 
     @property
     def counted(self) -> dict[str, float]:
-        """Bytes by axis ("tp", "ep", "pp", "dp"); empty before the second step."""
+        """Bytes by axis ("tp", "ep", "sp", "pp", "dp"); empty before the second step."""
         if not self._before:
             return {}
         after = self._after or self._totals()
-        return self._found | {axis: after[axis] - before for axis, before in self._before.items()}
+        return self._found | {axis: total - self._before.get(axis, 0.0) for axis, total in after.items()}
 
     def _totals(self) -> dict[str, float]:
-        zero = sum(entry.nbytes for runtime in self.runtimes for entry in runtime.tiers.ledger.traffic.values())
-        return ({} if self.pipeline is None else {"pp": float(self.pipeline.sent_nbytes)}) | {"dp": float(zero)}
+        entries = [pair for runtime in self.runtimes for pair in runtime.tiers.ledger.traffic.items()]
+        sent = {"dp": 0.0} if self.pipeline is None else {"dp": 0.0, "pp": float(self.pipeline.sent_nbytes)}
+        for kind, entry in entries:
+            axis = OF_ACTIVATIONS.get(kind, "dp")
+            sent[axis] = sent.get(axis, 0.0) + entry.nbytes
+        return sent

@@ -26,7 +26,8 @@ from torch.utils.hooks import RemovableHandle
 from .. import api
 from ..activations.checkpoint import checkpoint_activations
 from ..activations.storage import CHECKPOINTS
-from ..checkpoint.rank_file import ROTATING, staging
+from ..checkpoint.file_writer import ROTATING
+from ..checkpoint.rank_file import staging
 from ..checkpoint.saving import save
 from ..comm.fake import FakeComm, Imagination, imagination
 from ..config import Config, Tier
@@ -35,7 +36,7 @@ from ..parallel.parallelize import next_token_loss, parallelize
 from ..tensor.flat_layout import round_up
 from ..testing import imagined_mesh
 from ..utils import torch_compat
-from ..utils.axes import DP, PLANNED, PP, TP, cuts_model, planned_sizes
+from ..utils.axes import DP, EP, PLANNED, PP, TP, cuts_model, planned_sizes
 from ..utils.torch_compat import FakeTensor, FakeTensorMode
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.unit import Unit
@@ -75,7 +76,8 @@ def plan(
     Args:
         model_fn: a function that makes the model; it is called on the meta device.
         ranks: number of data-parallel ranks.
-        axes: number of ranks along "pp", "dp" and "tp", in place of `ranks`.
+        axes: number of ranks along "pp", "dp", "ep" and "tp", in place of `ranks`. Along ep tokens are thought to be evenly spread
+            over the experts.
         rank: the rank that is planned.
         batch: the input of a micro-batch: (rows, seq) of tokens, or a function that makes it.
         loss: a function (model, micro-batch) -> loss. None: cross-entropy of the next token, for a model of tokens -> logits.
@@ -212,9 +214,13 @@ def _axes(ranks: int | None, axes: Mapping[str, int] | None) -> dict[str, int]:
         raise ConfigError(f'axes: expected ranks by axis, {{"pp": .., "dp": .., "tp": ..}}, got {axes!r}.')
     found: dict[str, Any] = dict(axes) if axes is not None else {DP: ranks}
     for axis, size in found.items():
-        if axis not in PLANNED or not _whole(size, 1):
-            raise ConfigError(f'axes: expected whole numbers of at least 1 for "pp", "dp" and "tp", got {axis!r}: {size!r}.')
-    return planned_sizes(found)
+        if axis not in (*PLANNED, EP) or not _whole(size, 1):
+            raise ConfigError(
+                f'axes: expected whole numbers of at least 1 for "pp", "dp", "ep" and "tp", got {axis!r}: {size!r}.'
+            )
+    sizes = planned_sizes(found)
+    # outermost first, as a mesh has them
+    return {PP: sizes[PP], DP: sizes[DP], **({EP: found[EP]} if found.get(EP, 1) > 1 else {}), TP: sizes[TP]}
 
 
 def _built(model_fn: Callable[[], nn.Module]) -> nn.Module:

@@ -30,7 +30,7 @@ _ALIKE = 0.98  # phases with at least this share of the fullest one's bytes coun
 
 @dataclass(frozen=True)
 class Request:
-    """A run to plan. axes: ranks along "pp", "dp", "tp". rows: sequences of a rank's micro-batch, of `seq` tokens. options: of
+    """A run to plan. axes: ranks along "pp", "dp", "tp" and, if any, "ep". rows: sequences of a rank's micro-batch, of `seq` tokens. options: of
     zs.shard; parallel: further ones of zs.parallelize. checkpointing: False, True, or options of zs.checkpoint_activations."""
 
     source: ModelSource
@@ -81,7 +81,7 @@ class Request:
             )
         made = plan(
             self.source.build, axes=self.axes, batch=batch, loss=loss, micro_batches=self.micro_batches, name=self.source.name,
-            rank=stage * self.axes["dp"] * tp, node_size=self.ranks_of_node,
+            rank=stage * (self.ranks // pp), node_size=self.ranks_of_node,
             hardware=self.hardware, checkpointing=self.checkpointing, parallel=self.parallel, **self.options,
         )  # fmt: skip
         if example is not None:  # here `tokens` counts samples, from which throughput is computed

@@ -10,6 +10,7 @@ and converts a gradient of other placements (a partial sum, with sequence parall
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,6 +52,11 @@ class Distribution:
                 )
         return cls(tensor.device_mesh, tensor.placements, tuple(tensor.shape), tensor.stride())
 
+    @property
+    def absent(self) -> bool:
+        """Return whether this rank has no part of the parameter, which then has no gradient here."""
+        return False
+
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """Names of the mesh axes along which the parameter is cut."""
@@ -76,6 +82,14 @@ class Distribution:
             extents[dim] = maps * (stop - start)  # further axes cut this shard
         return part
 
+    @cached_property
+    def stretch(self) -> int:
+        """Elements of each rank's shard (the last ones may have fewer) if shards are stretches of the flattened parameter, else 0."""
+        cut = [(size, at) for size, at in zip(self.mesh.shape, self.placements, strict=True) if not at.is_replicate()]
+        if len(cut) != 1 or cut[0][1].dim != 0 or getattr(cut[0][1], "split_factor", 1) != 1:  # type: ignore[attr-defined]
+            return 0
+        return -(-self.shape[0] // cut[0][0]) * math.prod(self.shape[1:])
+
     def wrap(self, local: Tensor) -> DTensor:
         """Return the DTensor over this rank's shard, in the shard's autograd graph."""
         from torch.distributed.tensor import DTensor
@@ -95,6 +109,33 @@ class Distribution:
         if is_distributed(value):
             return value.redistribute(self.mesh, self.placements).to_local()
         return self.part.of(value) if self.part is not None and tuple(value.shape) == self.shape else value
+
+
+@dataclass(frozen=True, eq=False)
+class Owned(Distribution):
+    """Distribution of a parameter that one rank of a mesh of one axis has whole, and the others without elements: (0, ...)."""
+
+    owner: int
+
+    @property
+    def absent(self) -> bool:
+        return self.mesh.get_local_rank() != self.owner
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(self.mesh.mesh_dim_names or ())
+
+    @cached_property
+    def part(self) -> Part | None:
+        return Part(0, self.shape[0] if self.absent else 0, self.shape[0], self.shape)
+
+    def wrap(self, local: Tensor) -> Tensor:  # type: ignore[override]  # torch has no DTensor that is cut so
+        return local
+
+    def whole(self, local: Tensor) -> Tensor:
+        value = local.detach().new_empty(self.shape) if self.absent else local.detach().clone()
+        torch.distributed.broadcast(value, group=self.mesh.get_group(), group_src=self.owner)
+        return value
 
 
 def in_state_dicts(model: nn.Module) -> list[RemovableHandle]:

@@ -3,41 +3,48 @@
     as stepped   x0 ..... x255 | x256 ... x511 |        fp32
     at rest      c0 ..... c255 s | c0 ..... c255 s |    int8: 260 bytes for 256 elements
 
-Levels are close to each other near zero, as in the dynamic maps of 8-bit Adam (Dettmers et al., arXiv 2110.02861, section 1.3),
-and computed by a power instead of looked up, which vectorises on every device. With r the square root (second moments: the
-fourth root) of the block's largest magnitude:
+A code is a small floating-point number, so levels are close to each other near zero, as in the dynamic maps of 8-bit Adam
+(Dettmers et al., arXiv 2110.02861, section 1.3). With e bits of exponent and m of mantissa, by the scale of its block:
 
-    first moments    x = y |y|   y = r c / 127               c = -127 ... 127    smallest level 6e-5 of the largest
-    second moments   x = y^4     y = r (c + 0.5) / 255.5     c = 0 ... 255       smallest level 1e-11 of the largest, no zero:
+                 exponent, mantissa   distance of levels        largest / smallest level but zero
+    int8  first moments     3, 4      1/32 to 1/16 of a value   2.0e3, and zero
+          squares           4, 4      the same                  1.0e6
+    fp8   first moments     4, 3      1/16 to 1/8               2.5e5
+          squares           5, 3      the same                  1.7e10
+    int4  first moments     2, 1      1/4 to 1/2                12
+          squares           3, 1      the same                  450
 
-a second moment that is rounded to zero would let the next update explode (Li et al., arXiv 2309.01507, section 4.1). int4 has
-the same powers. fp8 (e4m3) has relative precision as it is; second moments rest as square roots, to fit its range.
+Levels of second moments lie half a step higher, so that none is zero: a second moment that is rounded to zero would let the next
+update explode (Li et al., arXiv 2309.01507, section 4.1).
 
-A scale is cut to 12 significant bits. So decoded values are encoded to the same bytes again: the largest value of a block gives
-the same scale, whichever way the power has rounded its last bits.
+The exponents are the lowest of a half-precision number's. So a processor's conversion between fp32 and fp16 does most of the
+work, and 16-bit integers the rest; powers, roots and tables take several times as long (docs/log.md).
+
+A scale is cut to 12 significant bits, and multiplied by a level without rounding. So decoded values are encoded to the same bytes
+again: the largest value of a block gives the same scale.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
 from ..utils.state_format import StateFormat
+from ..utils.torch_compat import FakeTensor
+from ..utils.triton import has_triton
 from .state_column import Codec, Scratch, StateColumn
 
 # states that are sums or means of squares: at least 0, and a divisor of the update
 _SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "exp_inf"})
 _SCALE_NBYTES = 4
-_E4M3_TOP, _E4M3_LEAST = 448.0, 2.0**-9
-
-# (codes before rounding, power, shift, largest code) -> codes; the level of a code is (code + shift) ** power
-Round = Callable[[Tensor, int, float, float], Tensor]
+# bits of the exponent and of the mantissa in a code of: values with a sign, which has a bit more; squares
+_PARTS = {"int8": ((3, 4), (4, 4)), "fp8": ((4, 3), (5, 3)), "int4": ((2, 1), (3, 1))}
 
 
 @functools.cache
@@ -48,8 +55,7 @@ def coded_column(name: str, form: StateFormat) -> StateColumn:
     if form.format == "bf16":
         return StateColumn(name, torch.bfloat16, noisy=_bf16_noisy if form.stochastic_rounding else None)
     squares = name in _SQUARES
-    codec: type[_Codec] = {"int8": _Int8, "int4": _Int4, "fp8": _Fp8}[form.format]
-    made = codec(form.block, squares)
+    made = FloatCodec(form.block, *_PARTS[form.format][squares], squares)
     return StateColumn(
         name,
         torch.uint8,
@@ -58,18 +64,22 @@ def coded_column(name: str, form: StateFormat) -> StateColumn:
         made.encode,
         made.decode,
         made.encode_noisy if form.stochastic_rounding else None,
-        f"{form.format}/{form.block}",
+        f"{made.name}/{form.block}",
         made,
     )
 
 
 def labelled_column(name: str, label: str) -> StateColumn:
-    """Return the column of a state by the label of its encoding, "int8/256". Raise ValueError for an unknown one."""
-    form, _, block = label.partition("/")
+    """Return the column of a state by the label of its encoding, "e3m4/256". Raise ValueError for an unknown one."""
+    _, _, block = label.partition("/")
     try:
-        return coded_column(name, StateFormat(form, int(block)))
-    except ConfigError as error:
-        raise ValueError(f"{name} is encoded as {label!r}, which this version does not know") from error
+        columns = [coded_column(name, StateFormat(form, int(block))) for form in _PARTS]
+    except (ConfigError, ValueError):
+        columns = []
+    for column in columns:
+        if column.label == label:
+            return column
+    raise ValueError(f"{name} is encoded as {label!r}, which this version does not know")
 
 
 @dataclass(frozen=True)
@@ -94,170 +104,144 @@ def _bf16_noisy(values: Tensor, noise: Tensor) -> Tensor:
     return (bits & -65536).view(torch.float32).to(torch.bfloat16)
 
 
-def _scales(largest: Tensor) -> Tensor:
-    """Return scales cut to 12 significant bits: a largest value a few units in the last place off gives the same scale."""
-    raised = largest * (1 + 2.0**-18)
-    return (raised.view(torch.int32) & -(1 << 12)).view(torch.float32)
+def _triton_for(codes: Tensor) -> ModuleType | None:
+    """Return the module of Triton's kernels where these codes allow them, else None: torch's operators give the same bytes."""
+    if not codes.is_cuda or isinstance(codes, FakeTensor) or not has_triton(codes.device):
+        return None
+    from . import triton_state_codecs
+
+    return triton_state_codecs
 
 
-def _inverse(scales: Tensor, top: float) -> Tensor:
-    """Return top / scales; 0 for blocks of zeros."""
-    return torch.where(scales > 0, top / scales, scales)
+class _Memory(NamedTuple):
+    """Memory of a chunk's intermediate values, (blocks, block), and of its scales, (blocks, 1)."""
+
+    scaled: Tensor
+    halves: Tensor
+    numbers: Tensor  # the bits of `halves`, int16
+    signs: Tensor
+    scales: Tensor
+    bits: Tensor  # of `scales`, int32
+    inverse: Tensor
+    # numbers as tensors: torch takes twice as long to start an operator with a number of Python
+    factor: Tensor
+    cut: Tensor
+    unit: Tensor
+    middle: Tensor
+    sign: Tensor
+    aligned: Tensor
+    below: Tensor
+    kept: Tensor
 
 
-def _nearest(codes: Tensor, power: int, shift: float, last: float) -> Tensor:
-    return codes.round_()
+class FloatCodec(Codec):
+    """Codec of blocks of `block` elements. squares: of values of at least 0, with no level at zero.
 
+    exponent, mantissa: the bits of a code that have these parts of a number; values that are no squares have one more, the sign.
+    """
 
-def _at_random(noise: Tensor) -> Round:
-    """Return a rounding whose mean, in the values that the codes stand for, is the value itself."""
-
-    def rounded(codes: Tensor, power: int, shift: float, last: float) -> Tensor:
-        low = codes.floor().clamp_(min=0.0)
-        below, above = (low + shift) ** power, (low + shift + 1) ** power
-        return (low + ((codes + shift) ** power > below + noise.view_as(codes) * (above - below))).clamp_(max=last)
-
-    return rounded
-
-
-class _Codec(Codec):
-    """Codec of blocks of `block` elements. squares: for values of at least 0 that have no level at zero."""
-
-    bits = 8
-
-    def __init__(self, block: int, squares: bool) -> None:
-        self.block, self.squares, self.scratch = block, squares, Scratch()
-        self.codes_nbytes = block * self.bits // 8
+    def __init__(self, block: int, exponent: int, mantissa: int, squares: bool) -> None:
+        self.block, self.exponent, self.mantissa, self.squares, self.scratch = block, exponent, mantissa, squares, Scratch()
+        bits = exponent + mantissa + (not squares)
+        self.name, self.packed = f"e{exponent}m{mantissa}", bits == 4
+        self.codes_nbytes = block * bits // 8
         self.values = self.codes_nbytes + _SCALE_NBYTES
+        self.shift = 10 - mantissa  # bits of a half number's mantissa that a code lacks
+        self.unused = unused = 0 if squares else 5 - exponent  # bits of a half number's exponent that are always 0
+        # of a code's last bit; half of it; the sign; a multiplier by which unused bits go; the bits below a code after that; the
+        # bits that stay when a code with a sign has become 16 bits
+        self.constants = (
+            1 << self.shift, 1 << self.shift - 1, -1 << 15, 1 << unused, self.shift + unused, (-1 << 15) + (1 << 10 + exponent) - 1
+        )  # fmt: skip
+        # the largest level as a half number, whose exponent 31 would be infinity; the levels of squares lie half a step higher
+        self.top = (2 - 2.0 ** -(mantissa + squares)) * 2.0 ** (min(2**exponent - 1, 30) - 15)
+        self.factor = (1 + 2.0**-18) / self.top  # scales, which are cut, stay the same if the largest value is rounded
 
     def encode(self, values: Tensor) -> Tensor:
         """Return the bytes at rest of whole blocks, each value rounded to the nearest level."""
-        return self._encoded(values, None)
+        return self.encode_noisy(values, None)
 
-    def encode_noisy(self, values: Tensor, noise: Tensor) -> Tensor:
+    def encode_noisy(self, values: Tensor, noise: Tensor | None) -> Tensor:
         """Return the bytes at rest of whole blocks, rounded at random. noise (n,): uniform from 0 to 1."""
-        return self._encoded(values, noise)
-
-    def _encoded(self, values: Tensor, noise: Tensor | None) -> Tensor:
         coded = torch.empty(values.numel() // self.block * self.values, dtype=torch.uint8, device=values.device)
-        self.write(values, coded, noise)
+        self.write(values, *self.views(coded), noise)
         return coded
 
     def decode(self, coded: Tensor) -> Tensor:
         """Return the fp32 values of whole blocks."""
         out = torch.empty(coded.numel() // self.values * self.block, device=coded.device)
-        self.read(coded, out)
+        self.read(*self.views(coded), out)
         return out
 
-    def write(self, values: Tensor, coded: Tensor, noise: Tensor | None = None) -> None:
-        rows, out = values.to(torch.float32).view(-1, self.block), coded.view(-1, self.values)
-        scales = self._put(rows, out[:, : self.codes_nbytes], _nearest if noise is None else _at_random(noise))
-        out[:, self.codes_nbytes :].view(torch.float32).copy_(scales)
-
-    def read(self, coded: Tensor, out: Tensor) -> None:
+    def views(self, coded: Tensor) -> tuple[Tensor, Tensor]:
         rows = coded.view(-1, self.values)
-        self._get(rows[:, : self.codes_nbytes], rows[:, self.codes_nbytes :].view(torch.float32), out.view(-1, self.block))
+        codes = rows[:, : self.codes_nbytes]
+        return codes if self.squares else codes.view(torch.int8), rows[:, self.codes_nbytes :].view(torch.float32)
 
-    def _put(self, rows: Tensor, codes: Tensor, rounded: Round) -> Tensor:
-        """Write the codes of rows (blocks, block) to `codes`, uint8; return the scales (blocks, 1)."""
-        raise NotImplementedError
+    def _memory(self, numel: int, beside: Tensor) -> _Memory:
+        """Return memory for the intermediate values of a chunk."""
+        flat = functools.partial(self.scratch.flat, beside=beside)
+        halves = flat(numel, "halves", torch.float16).view(-1, self.block)
+        scales, inverse = (flat(numel // self.block, name, torch.float32).view(-1, 1) for name in ("scales", "inverse"))
+        return _Memory(
+            flat(numel, "scaled", torch.float32).view(-1, self.block), halves, halves.view(torch.int16),
+            flat(numel, "signs", torch.int16).view(-1, self.block), scales, scales.view(torch.int32), inverse,
+            torch.tensor(self.factor, device="cpu"), torch.tensor(0x7FFFF000, dtype=torch.int32, device="cpu"),
+            *torch.tensor(self.constants, dtype=torch.int16, device="cpu").unbind(),
+        )  # fmt: skip
 
-    def _get(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
-        """Write the values (blocks, block) of codes to `out`, fp32."""
-        raise NotImplementedError
+    def write(self, values: Tensor, codes: Tensor, scales: Tensor, noise: Tensor | None = None) -> None:
+        rows = values.view(-1, self.block)
+        if rows.dtype is not torch.float32:
+            rows = rows.float()
+        if noise is None and (kernels := _triton_for(codes)) is not None:
+            return kernels.write(self, rows, codes, scales)
+        memory = self.scratch.kept(values.numel(), codes, self._memory)
+        largest, inverse, numbers = memory.scales, memory.inverse, memory.numbers
+        torch.amax(rows, 1, keepdim=True, out=largest)
+        if not self.squares:
+            torch.maximum(largest, torch.amin(rows, 1, keepdim=True, out=inverse).neg_(), out=largest)
+        largest.mul_(memory.factor)
+        memory.bits.bitwise_and_(memory.cut)  # 12 significant bits
+        scales.copy_(largest)
+        torch.reciprocal(largest, out=inverse).clamp_(max=2.0**126)  # blocks of zeros have the scale 0
+        scaled = torch.mul(rows, inverse, out=memory.scaled)
+        if noise is not None:
+            scaled = self._dithered(scaled, noise.view_as(scaled))
+        memory.halves.copy_(scaled)
+        if not self.squares:
+            signs = torch.bitwise_and(numbers, memory.sign, out=memory.signs)
+            numbers.add_(memory.middle).mul_(memory.aligned).add_(signs)  # the sign goes beside the code
+        numbers.bitwise_right_shift_(memory.below)
+        if self.packed:
+            numbers, low = numbers[:, self.block // 2 :], numbers[:, : self.block // 2]
+            numbers.mul_(16).add_(low.bitwise_and_(15))
+        codes.copy_(numbers)
 
-
-class _Power(_Codec):
-    """Levels y |y| for signed values, y^4 for squares. Codes are whole numbers: -top ... top, or 0 ... 2^bits - 1 for squares."""
-
-    top: int
-
-    def _codes(self, rows: Tensor, rounded: Round) -> tuple[Tensor, Tensor]:
-        """Return the codes of rows, in fp32, and the scales. Roots exceed it by 2^-11 of it at most: no code is too large."""
-        roots = self.scratch.like(rows, "roots")
-        if self.squares:
-            torch.sqrt(rows, out=roots).sqrt_()
-            last, scales = 2.0**self.bits - 1, _scales(roots.amax(1, keepdim=True))
-            return rounded(roots.mul_(_inverse(scales, last + 0.5)).sub_(0.5), 4, 0.5, last), scales
-        torch.abs(rows, out=roots).sqrt_()
-        scales = _scales(roots.amax(1, keepdim=True))
-        codes = rounded(roots.mul_(_inverse(scales, self.top)), 2, 0.0, self.top)
-        return torch.copysign(codes, rows, out=codes), scales
-
-    def _expand(self, codes: Tensor, scales: Tensor) -> None:
-        """Replace codes by their values."""
-        if self.squares:
-            levels = codes.add_(0.5).mul_(scales / (2.0**self.bits - 0.5))
-            levels.mul_(levels).mul_(levels)
+    def read(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        values = out.view(-1, self.block)
+        if (kernels := _triton_for(codes)) is not None:
+            return kernels.read(self, codes, scales, values)
+        memory = self.scratch.kept(out.numel(), codes, self._memory)
+        numbers = memory.numbers
+        if self.packed:
+            half = self.block // 2
+            numbers[:, :half].copy_(codes & 15 if self.squares else (codes << 4) >> 4)
+            numbers[:, half:].copy_(codes >> 4)
         else:
-            levels = codes.mul_(scales / self.top)
-            levels.mul_(torch.abs(levels, out=self.scratch.like(levels, "roots")))
-
-
-class _Int8(_Power):
-    top = 127
-
-    def _put(self, rows: Tensor, codes: Tensor, rounded: Round) -> Tensor:
-        found, scales = self._codes(rows, rounded)
-        codes.view(torch.int8).copy_(found.sub_(128) if self.squares else found)  # int8: its conversion is vectorised
-        return scales
-
-    def _get(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
-        out.copy_(codes.view(torch.int8))
-        self._expand(out.add_(128) if self.squares else out, scales)
-
-
-class _Int4(_Power):
-    """The first half of a block is in the low bits of its bytes, the second half in the high ones."""
-
-    bits, top = 4, 7
-
-    def _put(self, rows: Tensor, codes: Tensor, rounded: Round) -> Tensor:
-        found, scales = self._codes(rows, rounded)
-        numbers, half = found if self.squares else found.add_(8), self.block // 2
-        codes.copy_(numbers[:, half:].mul_(16).add_(numbers[:, :half]))
-        return scales
-
-    def _get(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
-        half = self.block // 2
-        out[:, :half].copy_(codes & 15)
-        out[:, half:].copy_(codes >> 4)
-        self._expand(out if self.squares else out.sub_(8), scales)
-
-
-class _Fp8(_Codec):
-    """Codes of e4m3; squares rest as their roots, of which none is zero."""
-
-    def _put(self, rows: Tensor, codes: Tensor, rounded: Round) -> Tensor:
-        values = self.scratch.like(rows, "roots")
+            numbers.copy_(codes)
+        numbers.mul_(memory.unit)
         if self.squares:
-            torch.sqrt(rows, out=values)
+            numbers.add_(memory.middle)
         else:
-            values.copy_(rows)
-        scales = _scales(torch.maximum(values.amax(1, keepdim=True), -values.amin(1, keepdim=True)))
-        scaled = values.mul_(_inverse(scales, _E4M3_TOP))
-        if rounded is not _nearest:
-            scaled = self._rounded(scaled, rounded)
-        scaled.clamp_(_E4M3_LEAST if self.squares else -_E4M3_TOP, _E4M3_TOP)
-        codes.copy_(scaled.to(torch.float8_e4m3fn).view(torch.uint8))
-        return scales
+            numbers.bitwise_and_(memory.kept)  # of the bits that are copies of the sign, the first
+        values.copy_(memory.halves).mul_(scales)
 
-    def _rounded(self, scaled: Tensor, rounded: Round) -> Tensor:
-        """Round to multiples of the distance between neighbouring numbers of e4m3, which have 3 bits of mantissa."""
-        exponents = torch.frexp(scaled).exponent.clamp_(min=-5)  # 2^-9 apart below 2^-6
-        steps = torch.ldexp(torch.ones_like(scaled), exponents - 4)
-        levels = rounded(scaled.abs() / steps, 2 if self.squares else 1, 0.0, math.inf)
-        return torch.copysign(levels * steps, scaled)
-
-    def _get(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
-        numbers = self.scratch.like(out, "numbers", torch.int32).copy_(codes)
-        # torch's own conversion from e4m3 is not vectorised on CPUs
-        torch.index_select(_e4m3(codes.device), 0, numbers.view(-1), out=out.view(-1))
-        out.mul_(scales / _E4M3_TOP)
-        if self.squares:
-            out.mul_(out)
-
-
-@functools.cache
-def _e4m3(device: torch.device) -> Tensor:
-    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().to(device)
+    def _dithered(self, scaled: Tensor, noise: Tensor) -> Tensor:
+        """Round to one of the two next levels at random, with the value itself as the mean."""
+        middle = 1 << self.shift - 1 if self.squares else 0
+        below = (scaled.abs().half().view(torch.int16) - middle).clamp_(min=0) >> self.shift << self.shift
+        low, high = (
+            (below + more).view(torch.float16).float().clamp_(max=self.top) for more in (middle, middle + (1 << self.shift))
+        )
+        return torch.copysign(torch.where(scaled.abs() - low > noise * (high - low), high, low), scaled)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeGuard
+from typing import Protocol, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from ..utils.torch_compat import FakeTensor
 _MOST_KEPT = (
     1 << 19
 )  # elements of scratch memory that a thread keeps: more than a chunk has; whole shards get memory of their own
+Views = TypeVar("Views")
 _MOST_ELEMENTS = 4096  # of one block: a step on the host works on slabs that begin at multiples of this
 
 
@@ -32,10 +33,13 @@ def _as_it_is(values: Tensor) -> Tensor:
 class Codec(Protocol):
     """Encoding and decoding from memory to memory, in which a step opens and closes chunks."""
 
-    def write(self, values: Tensor, coded: Tensor, noise: Tensor | None = None) -> None:
-        """Encode whole blocks, `values` (n,), to `coded`. noise (n,): for stochastic rounding."""
+    def views(self, coded: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the codes and the scales of whole blocks at rest, each (blocks, ...), in the memory of `coded`."""
 
-    def read(self, coded: Tensor, out: Tensor) -> None:
+    def write(self, values: Tensor, codes: Tensor, scales: Tensor, noise: Tensor | None = None) -> None:
+        """Encode whole blocks, `values` (n,). noise (n,): for stochastic rounding."""
+
+    def read(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
         """Decode whole blocks to `out` (n,), fp32."""
 
 
@@ -48,19 +52,30 @@ class Scratch:
     def __init__(self) -> None:
         self._own = threading.local()
 
-    def like(self, tensor: Tensor, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return memory of a tensor's shape, not initialised."""
-        return self.flat(tensor.numel(), name, dtype, tensor).view(tensor.shape)
-
     def flat(self, numel: int, name: str, dtype: torch.dtype, beside: Tensor) -> Tensor:
         """Return memory (numel,) on the device of the tensor `beside`, not initialised."""
-        if beside.device.type != "cpu" or isinstance(beside, FakeTensor) or numel > _MOST_KEPT:
+        if self._passes(numel, beside):
             return torch.empty(numel, dtype=dtype, device=beside.device)
         kept: Tensor | None = getattr(self._own, name, None)
         if kept is None or kept.numel() < numel:
             kept = torch.empty(numel, dtype=dtype, device="cpu")
             setattr(self._own, name, kept)
         return kept[:numel]
+
+    def kept(self, numel: int, beside: Tensor, make: Callable[[int, Tensor], Views]) -> Views:
+        """Return make(numel, beside), views of this memory for chunks of `numel` elements; the same ones at the next call."""
+        if self._passes(numel, beside):
+            return make(numel, beside)
+        made: dict[int, Views] = self._own.__dict__.setdefault("(made)", {})
+        if numel not in made:
+            if len(made) > 3:
+                made.clear()
+            made[numel] = make(numel, beside)
+        return made[numel]
+
+    @staticmethod
+    def _passes(numel: int, beside: Tensor) -> bool:
+        return numel > _MOST_KEPT or not beside.is_cpu or isinstance(beside, FakeTensor)
 
 
 @dataclass(frozen=True)

@@ -55,9 +55,16 @@ class CodedStretch(Stretch):
     """Elements of a state in whole blocks. noise: for stochastic rounding; its elements count from `start` on."""
 
     def __init__(
-        self, coded: Tensor, column: StateColumn, dtype: torch.dtype, noise: Noise | None = None, start: int = 0
+        self,
+        coded: Tensor,
+        column: StateColumn,
+        dtype: torch.dtype,
+        noise: Noise | None = None,
+        start: int = 0,
+        views: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self.coded, self.column, self.dtype, self.noise, self.start = coded, column, dtype, noise, start
+        self.views = column.codec.views(coded) if views is None and column.codec is not None else views
 
     def numel(self) -> int:
         return self.coded.numel() // self.column.values * self.column.elements
@@ -70,20 +77,37 @@ class CodedStretch(Stretch):
         coded = self.coded[self.column.count(start) : self.column.count(stop)]
         return CodedStretch(coded, self.column, self.dtype, self.noise, self.start + start)
 
+    def split(self, size: int) -> list[Stretch]:
+        if self.views is None:
+            return super().split(size)
+        # torch's split makes all views at once: those of chunks, made one by one, take as long as a part of the arithmetic
+        parts = zip(
+            self.coded.split(self.column.count(size)),
+            *(view.split(size // self.column.elements) for view in self.views),
+            strict=True,
+        )
+        return [
+            CodedStretch(coded, self.column, self.dtype, self.noise, self.start + number * size, (codes, scales))
+            for number, (coded, codes, scales) in enumerate(parts)
+        ]
+
     def open(self) -> Tensor:
         codec = self.column.codec
-        if codec is None or self.dtype is not torch.float32:
+        if self.dtype is not torch.float32:
             return self.column.decode(self.coded).to(self.dtype, copy=True)
         out = _SCRATCH.flat(self.numel(), self.column.name, torch.float32, self.coded)
-        codec.read(self.coded, out)
+        if codec is not None and self.views is not None:
+            codec.read(*self.views, out)
+        else:
+            out.copy_(self.column.decode(self.coded))
         return out
 
     def close(self, values: Tensor) -> None:
         noisy, codec, noise = self.column.noisy, self.column.codec, None
         if noisy is not None and self.noise is not None:
             noise = self.noise(self.start, self.start + values.numel())
-        if codec is not None:
-            codec.write(values, self.coded, noise)
+        if codec is not None and self.views is not None:
+            codec.write(values, *self.views, noise)
         elif noisy is not None and noise is not None:
             self.coded.copy_(noisy(values, noise))
         else:
@@ -118,11 +142,13 @@ class SplitStretch(Stretch):
 
     def join(self, bits: Tensor) -> Tensor:
         """Return the elements (n,), in the memory of `bits` (n,), int32."""
-        return bits.copy_(self.high.view(torch.int16)).mul_(65536).add_(self.low).view(torch.float32)
+        low = _SCRATCH.flat(self.numel(), "(opened low)", torch.int32, self.low).copy_(self.low)
+        bits.copy_(self.high.view(torch.int16))
+        return torch.add(low, bits, alpha=1 << 16, out=bits).view(torch.float32)
 
     def cut(self, values: Tensor, bits: Tensor) -> None:
         """Set the elements (n,). bits: memory (n,), int32, for intermediate values."""
         self.high.copy_(values)
-        bits.copy_(self.high.view(torch.int16)).mul_(65536)
-        torch.sub(values.view(torch.int32), bits, out=bits)
-        self.low.copy_(bits.clamp_(-_MOST_LOW - 1, _MOST_LOW))
+        bits.copy_(self.high.view(torch.int16))
+        torch.sub(values.view(torch.int32), bits, alpha=1 << 16, out=bits)
+        self.low.copy_(bits.clamp_max_(_MOST_LOW))  # the least is -2^15

@@ -91,16 +91,6 @@ class Part:
         """Shape of the outermost parameter, which is no part of another."""
         return self.shape if self.around is None else self.around.whole_shape
 
-    def plain(self) -> tuple:
-        """Return the part as a tuple of plain values, to be sent to other ranks."""
-        return self.dim, self.start, self.stop, self.shape, self.maps, None if self.around is None else self.around.plain()
-
-    @classmethod
-    def of_plain(cls, told: tuple) -> Part:
-        """Return the part that `plain` has turned into a tuple."""
-        dim, start, stop, shape, maps, around = told
-        return cls(dim, start, stop, tuple(shape), maps, None if around is None else cls.of_plain(around))
-
     def of(self, whole: Tensor) -> Tensor:
         """Return this part of `whole`, the outermost parameter: a view, or a copy if maps > 1."""
         whole = whole if self.around is None else self.around.of(whole)

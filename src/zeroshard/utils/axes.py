@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-DP, TP, EP, PP = "dp", "tp", "ep", "pp"
+DP, TP, EP, PP, SP = "dp", "tp", "ep", "pp", "sp"
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,11 @@ class Axis:
     cuts_parameters: each holds a box of the tensors that are DTensors over the axis ("boxes"), or other parameters ("whole"); if
     "no", all hold the same ones. shards_states: ZeRO shards over the axis; if neither, its ranks are replicas. cuts_batch: each
     reads another part of the batch. gradient: that of a parameter is the "mean" or the "sum" over the axis. ZeRO reduces along
-    axes that cut no parameters; along the others, DTensors and the pipeline do.
+    axes that cut the batch or no parameters; along the others, DTensors and the pipeline do.
+
+    Where an axis cuts parameters and the batch, both holds: of the parameters that it does not cut, ZeRO shards the states over it,
+    and reduces the gradients. Of those that it cuts (experts), a rank's gradient has come from the tokens of all ranks along the
+    axis: it is their sum, which ZeRO reduces over the other axes alone and turns into the mean over this one, too.
     """
 
     name: str
@@ -29,6 +33,11 @@ class Axis:
     shards_states: bool
     cuts_batch: bool
     gradient: Literal["mean", "sum"]
+
+    @property
+    def is_data(self) -> bool:
+        """Return whether ranks along the axis are data-parallel, with respect to the parameters that it does not cut."""
+        return self.cuts_batch or self.cuts_parameters == "no"
 
 
 AXES = {
@@ -39,8 +48,9 @@ AXES = {
         Axis("dp_replicate", "no",            False,         True,       "mean"),
         Axis("dp_shard",     "no",            True,          True,       "mean"),
         Axis(TP,             "boxes",         False,         False,      "sum"),
-        Axis(EP,             "boxes",         False,         False,      "sum"),
+        Axis(EP,             "boxes",         True,          True,       "mean"),
         Axis(PP,             "whole",         False,         False,      "sum"),
+        Axis(SP,             "no",            True,          True,       "mean"),  # the batch along its tokens
     )
 }  # fmt: skip
 MODEL_AXES = tuple(axis.name for axis in AXES.values() if axis.cuts_parameters != "no")
@@ -50,6 +60,11 @@ PLANNED = (PP, DP, TP)  # axes of a layout, outermost first
 def role(name: str) -> Axis:
     """Return the row of an axis. An axis of another name is one of data parallelism."""
     return AXES.get(name, AXES[DP])
+
+
+def reads_other_sequences(name: str) -> bool:
+    """Return whether ranks along an axis read other sequences; along sp they read other tokens of the same sequences."""
+    return role(name).cuts_batch and name != SP
 
 
 def planned_sizes(axes: Mapping[str, int]) -> dict[str, int]:

@@ -190,7 +190,6 @@ top_saved_tensors_hooks: Callable[[], tuple[Callable, Callable] | None] = functo
 )
 # calls a function when the backward running on this thread has ended; not if the backward raises
 at_end_of_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
-USED_NODES = ("_current_graph_task_id", "_will_engine_execute_node")  # names of torch._C that `nodes_to_run` needs
 
 
 @functools.cache
@@ -211,11 +210,6 @@ def watch_backwards(kinds: tuple[type[BaseException], ...], failed: Callable[[Ba
             raise
 
     torch.autograd._engine_run_backward = run
-
-
-def tells_nodes_to_run() -> bool:
-    """Return whether this torch has the names that `nodes_to_run` needs."""
-    return hasattr(torch.autograd.graph, "_get_grad_fn_or_grad_acc") and all(hasattr(torch._C, name) for name in USED_NODES)
 
 
 def nodes_to_run(tensors: list[torch.Tensor]) -> int:
@@ -247,7 +241,6 @@ def without_fake_logs() -> Iterator[None]:
 # -- distributed, devices, files ---------------------------------------------------------------------------------
 
 set_timeout = dist.distributed_c10d._set_pg_timeout  # (timeout, group): of all collectives of a group from now on
-call_when_cuda_starts = torch.cuda._lazy_call  # calls a function when CUDA is initialised, or at once if it is
 file_writer: Any = torch._C.PyTorchFileWriter  # path -> zip writer of torch.save, for files and entries of more than 4 GiB too
 file_reader: Any = torch._C.PyTorchFileReader  # path -> zip reader of torch.load
 

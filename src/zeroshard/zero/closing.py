@@ -61,7 +61,6 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
             group.grads.close()
         group.values.forget()
         group.values.release()
-    runtime.reductions.pool.close()
     runtime.tiers.close()
     runtime.closed = True
     runtime.comm.exchange(b"", "zs.close")  # no rank may still use the buffers that `release` frees

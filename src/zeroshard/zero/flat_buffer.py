@@ -51,9 +51,12 @@ class ParameterBuffer:
 
     def __init__(
         self, layout: FlatLayout, dtype: torch.dtype, config: Config, comm: Comm, tiers: Tiers,
-        number: int, label: str, sharded: bool,
+        number: int, label: str, sharded: bool, staging: StagingPool | None = None,
     ) -> None:  # fmt: skip
-        """number: identifies this buffer, the same on every rank. sharded: placement SHARDED if True, else REPLICATED."""
+        """number: identifies this buffer, the same on every rank. sharded: placement SHARDED if True, else REPLICATED.
+
+        staging: the buffers through which a shard passes that rests off the device.
+        """
         self.layout, self.comm, self.ledger, self.tiers, self.label = layout, comm, tiers.ledger, tiers, label
         self.number, self.dtype, self.sharded = number, dtype, sharded
         self._full_nbytes = layout.numel * dtype.itemsize
@@ -86,7 +89,7 @@ class ParameterBuffer:
         self.views = self.new_views()
         if not self.mapped:
             comm.reserve(number, layout.shard_numel, dtype)
-        self._present = False
+        self._present, self._pool = False, staging
         self._staged: tuple[int, Region, Work] | None = None  # staging buffer (number, region) and the copy of the shard to it
         self._upload: Work | None = None  # the newest copy from the shard at rest on the host to the device
 
@@ -108,15 +111,11 @@ class ParameterBuffer:
         storage.resize_(0)
         return released
 
-    @property
-    def _pool(self) -> StagingPool:
-        assert self.tiers.staging is not None, "shards that rest elsewhere pass through a pool"
-        return self.tiers.staging
-
     def fetch(self, wait: bool = False) -> bool:
         """Start to copy the shard to a staging buffer. Return False (only if not `wait`) where no buffer is free."""
         if self._staged is not None or not self.staged:
             return True
+        assert self._pool is not None, "shards that rest elsewhere pass through a pool"
         take = self._pool.take if wait else self._pool.try_take
         taken = take(self.layout.shard_numel, self.dtype, whole=False)
         if taken is None:  # no staging buffer is free
@@ -136,6 +135,7 @@ class ParameterBuffer:
     def forget(self) -> None:
         """Drop a shard that was fetched and not gathered, since the shard at rest is about to change."""
         if self._staged is not None:
+            assert self._pool is not None
             number, _, pending = self._staged
             pending.wait()
             self._pool.give(number, None)
@@ -164,6 +164,7 @@ class ParameterBuffer:
         else:
             self.fetch(wait=True)
             assert self._staged is not None
+            assert self._pool is not None
             number, region, pending = self._staged
             self._staged = None
             pending.join()  # the stream of the gather waits, the host does not
@@ -229,12 +230,12 @@ class GradientBuffer:
     """Flat buffer of the gradients of one group: takes local gradients, reduces them, keeps the reduced shard.
 
     rest: (shard_numel,), the mean over ranks, valid while `reduced`. full: (numel,), if the placement keeps it. summed: number of
-    ranks over which gradients are to be summed, not averaged; the mean over all ranks is multiplied by it.
+    ranks over which gradients are to be summed, not averaged (of experts a fraction): the mean over `comm` is multiplied by it.
     """
 
     def __init__(
         self, layout: FlatLayout, dtype: torch.dtype, send_dtype: torch.dtype, config: Config, comm: Comm, pool: StagingPool,
-        tiers: Tiers, tag: int, label: str, summed: int,
+        tiers: Tiers, tag: int, label: str, summed: float,
     ) -> None:  # fmt: skip
         self.layout, self.comm, self.ledger, self.pool, self.summed = layout, comm, tiers.ledger, pool, summed
         self.tag, self.label, self.dtype, self.send_dtype = tag, label, dtype, send_dtype

@@ -43,7 +43,8 @@ def gathered(what: Any, *, write: bool = False, modifier_rank: int | None = None
         what: a module, a parameter, or an iterable of parameters (None, duplicates and ordinary tensors may be among them). Every
             rank gives the same ones, in any order. Parameters made under `zs.init` count as well.
         write: keep the values written inside. Every rank must write the same values.
-        modifier_rank: keep, on all ranks, the values that this rank writes inside; writes of other ranks are dropped.
+        modifier_rank: keep, on all ranks, the values that this rank writes inside; writes of other ranks are dropped. Of divided
+            experts (an axis ep) it is a rank among those with the same experts.
 
     Without `write` and `modifier_rank` a write raises ShardedWriteError on exit, on every rank, and nothing is kept. Inside of a
     running forward that takes gradients, operations compute with the gathered parameters already, gradients included. Parameters
@@ -202,7 +203,7 @@ class Gathering:
 
 def _everyone(home: Any) -> DirectComm:
     """Return the communicator of all ranks that hold the parameter: its slices, and the same slices in other replicas."""
-    return home.group.runtime.comm if isinstance(home, ParamHome) else home.comm
+    return home.group.topology.control if isinstance(home, ParamHome) else home.comm
 
 
 def _order(param: nn.Parameter) -> tuple[int, int, int]:

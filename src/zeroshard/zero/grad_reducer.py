@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ..comm.base import DirectComm
-from ..comm.pool import StagingPool
 from ..config import Config
 from ..errors import ModelChanged
 from .attendance import HEADER_NBYTES, Attendance
@@ -32,7 +31,7 @@ Agreed = tuple[set[int], set[int], set[int]]
 class Reductions:
     """Reduces the gradients of all units of a model.
 
-    touched: numbers of the parameters that got a gradient since the last `finish`. pool: the buffers from which they are sent.
+    touched: numbers of the parameters that got a gradient since the last `finish`.
     """
 
     def __init__(
@@ -40,13 +39,12 @@ class Reductions:
         units: list[Unit],
         config: Config,
         comm: DirectComm,
-        pool: StagingPool,
         poll: Callable[[], None],
         attendance: Attendance,
         frozen: Freezing,
     ) -> None:
         """poll: called after each start of a reduction, to let other work on the host progress."""
-        self.units, self.config, self.comm, self.pool, self.poll = units, config, comm, pool, poll
+        self.units, self.config, self.comm, self.poll = units, config, comm, poll
         self.attendance, self.frozen = attendance, frozen
         self.groups = [group for unit in units for group in unit.groups]
         self.num_params = sum(len(group.specs) for group in self.groups)

@@ -141,7 +141,8 @@ class ValueWatch:
     def __init__(self, comm: DirectComm, groups: list[ParamGroup]) -> None:
         self.comm = comm
         alone = comm.world_size == 1 or comm.imagined
-        self._groups = [group for group in groups if not (group.values.sharded or alone)]
+        # of experts data-parallel ranks hold different ones
+        self._groups = [group for group in groups if not (group.values.sharded or alone or group.topology.cut)]
         self._written: list[tuple[ParamGroup, int]] = []
 
     def fingerprint(self) -> int:

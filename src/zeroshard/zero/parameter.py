@@ -45,6 +45,11 @@ class ParamSpec:
         """Position of this parameter in a larger one, of which it is a part (a tile, a tensor-parallel shard); None: whole."""
         return self.distribution.part if self.distribution is not None else part_of(*self.owners[0])
 
+    @property
+    def absent(self) -> bool:
+        """True if this rank has no part of the parameter."""
+        return self.distribution is not None and self.distribution.absent
+
     def complete(self, value: Tensor) -> Tensor:
         """Return the whole of a tensor of the parameter's shape (collective over model axes if the parameter is distributed)."""
         return value if self.distribution is None else self.distribution.whole(value)
@@ -85,7 +90,10 @@ class ParamHome(Home):
     @property
     def meeting(self) -> Comm:
         runtime = self.group.runtime
-        return self.comm if runtime is None or runtime.topology.peers is runtime.comm else runtime.topology.peers
+        if runtime is None:
+            return self.comm
+        others = runtime.topology.peers is not runtime.comm or self.group.topology is not runtime.topology
+        return runtime.topology.peers if others else self.comm
 
     @property
     def counts(self) -> bool:
@@ -173,7 +181,7 @@ class ParamHome(Home):
                     "Call backward first, or to_local() again."
                 )
             around = (self.start, math.prod(shape) - self.stop)
-            parts = self.comm.world_size / runtime.topology.summed  # the reduction divides by them
+            parts = self.comm.world_size / self.group.topology.summed  # the reduction divides by them
             return F.pad(grad * parts, around).view(shape)
 
         return arrive

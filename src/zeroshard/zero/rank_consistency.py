@@ -62,7 +62,7 @@ def _described(
     parameters, kinds, placed = [], ["no optimizer"], []
     for spec in specs:
         tied = f", tied {len(spec.owners)} times" if len(spec.owners) > 1 else ""
-        parameters.append(f"{spec.name} {_kind(spec.original)}{'' if spec.requires_grad else ' frozen'}{tied}")
+        parameters.append(f"{spec.name} {_kind(spec.original, spec.whole_shape)}{'' if spec.requires_grad else ' frozen'}{tied}")
     if optimizer is not None:
         kinds = [f"{type(optimizer).__name__} with {len(optimizer.param_groups)} parameter groups"]
         for number, group in enumerate(optimizer.param_groups):
@@ -91,9 +91,9 @@ def _described(
     }
 
 
-def _kind(tensor: Tensor) -> str:
+def _kind(tensor: Tensor, shape: tuple[int, ...] | None = None) -> str:
     where = " on meta" if tensor.is_meta else " sharded" if isinstance(tensor, ShardedTensor) else ""
-    return f"{tuple(tensor.shape)} {tensor.dtype}{where}"
+    return f"{shape or tuple(tensor.shape)} {tensor.dtype}{where}"
 
 
 def _comparable(value: object) -> str | None:
@@ -131,13 +131,15 @@ def agree_on_values(comm: Comm, tensors: list[tuple[str, Tensor]]) -> list[str]:
 
 
 def agree_on_initial_values(
-    group: Comm, peers: Comm, model: nn.Module, specs: list[ParamSpec], *, parameters: bool, buffers: bool
-) -> None:
+    group: Comm, peers: Comm, model: nn.Module, specs: list[ParamSpec], *, parameters: bool, buffers: bool,
+    divided: tuple[Comm, list[ParamSpec]] | None = None,
+) -> None:  # fmt: skip
     """Copy rank 0's values to all data-parallel ranks, as DDP does (collective).
 
     Args:
         group: the data-parallel ranks. peers: all ranks that hold parameters which model axes do not cut; these must be alike.
         parameters: False if the values of parameters will come from a checkpoint. buffers: copy values of buffers, too.
+        divided: the ranks of `group` that hold the same experts, and the parameters of these, which are copied among them alone.
 
     Raises:
         ModelMismatch: parameters differ along model axes (on all ranks).
@@ -157,9 +159,12 @@ def agree_on_initial_values(
                 "all ranks the same values (the same seed before the model is made); make each part of a larger parameter a DTensor "
                 "(parallelize_module, distribute_tensor, DTensor.from_local)."
             )
-    tensors: list[tuple[str, Tensor]] = [(spec.name, spec.original) for spec in whole if parameters]
+    experts = [] if divided is None else [spec for spec in divided[1] if spec in whole and parameters]
+    tensors: list[tuple[str, Tensor]] = [(spec.name, spec.original) for spec in whole if parameters and spec not in experts]
     tensors += [(name, buffer) for name, buffer in model.named_buffers() if buffers and not buffer.is_meta]
     differing = agree_on_values(group, tensors)
+    if divided is not None:
+        differing += agree_on_values(divided[0], [(spec.name, spec.original) for spec in experts])
     if differing and group.rank == 0:
         print(
             f"zeroshard: ranks had different initial values ({len(differing)} tensors, first {differing[0]}): all ranks have those of "

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.mesh.topology import Topology
-from ..comm.pool import StagingPool
 from ..config import Config
 from ..errors import CheckpointError, ModelClosed, ShardedAccessError, ZeroshardError
 from ..offload.moved_states import MovedStates
@@ -47,10 +46,9 @@ class Runtime:
     """All state that zeroshard keeps for one sharded model; `runtime_of(model)` returns it."""
 
     def __init__(
-        self, model: nn.Module, config: Config, topology: Topology, units: list[Unit], pool: StagingPool, tiers: Tiers,
-        progress: Progress,
-    ) -> None:  # fmt: skip
-        """pool: the buffers from which gradients are sent. `comm` are the data-parallel ranks (`topology.control`)."""
+        self, model: nn.Module, config: Config, topology: Topology, units: list[Unit], tiers: Tiers, progress: Progress
+    ) -> None:
+        """`comm` are the data-parallel ranks (`topology.control`)."""
         self.model, self.config, self.topology, self.units, self.tiers = model, config, topology, units, tiers
         comm = self.comm = topology.control
         self.schedule = Schedule([unit.name for unit in units], topology.notes)
@@ -63,7 +61,7 @@ class Runtime:
         self.gate = WriteGate(self)
         self.account = GradientAccount()  # of gradients since the last zero_grad
         self.attendance, self.frozen = Attendance(comm, units, self.account), Freezing(self.groups)
-        self.reductions = Reductions(units, config, comm, pool, self._poll, self.attendance, self.frozen)
+        self.reductions = Reductions(units, config, comm, self._poll, self.attendance, self.frozen)
         self.prefetcher = Prefetcher(units, self.schedule, config, comm, self.attendance.gather)
         self.saved = SavedParameters(units)  # hooks by which autograd saves handles of gathered parameters
         self.sync = True  # False inside zs.accumulate

@@ -148,8 +148,9 @@ class Builder:
         """group_of: id of a parameter -> its optimizer group, so that groups lie together. serial: number of this model."""
         self.config, self.topology, self.tiers, self.group_of = config, topology, tiers, group_of
         self.comm = topology.shards
+        # of each topology, and of experts apart: the buffers from which gradients are sent, and shards that rest elsewhere
+        self.pools: dict[int, tuple[StagingPool, StagingPool | None]] = {}
         self.tag = serial << 20  # number of the newest buffer: each model has 2**20 numbers of its own
-        self.pool: StagingPool | None = None
         self._sharded = config.row.parameter is Placement.SHARDED
         # id of a trainable bucket's first spec -> dtype of gradients at rest, tier of masters and states, dtype of masters
         # (int16: split) or None
@@ -172,7 +173,7 @@ class Builder:
         for plan in plans:
             buckets: dict[tuple, list[ParamSpec]] = {}
             for spec in plan.specs:
-                packs = self.topology.packs(spec.name, len(spec.shape))
+                packs = self.topology.of(spec.distribution).packs(spec.name, len(spec.shape))
                 axes = spec.distribution.axes if spec.distribution is not None else ()
                 states = plans_of.get(id(spec.original), StatePlan())
                 key = (str(spec.dtype), spec.requires_grad, spec.whole, packs, axes, states if states.coded else None)
@@ -182,7 +183,8 @@ class Builder:
                 bucket.sort(key=lambda s: (self.group_of.get(id(s.original), -1), len(s.shape) < 2))
                 columns = plans_of.get(id(bucket[0].original), StatePlan()).columns
                 alignment = math.lcm(ALIGNMENT, *(column.elements for column in columns))
-                layout = FlatLayout.build([spec.shape for spec in bucket], self.comm.world_size, alignment)
+                ranks = self.topology.of(bucket[0].distribution).shards.world_size
+                layout = FlatLayout.build([spec.shape for spec in bucket], ranks, alignment)
                 units[-1].append((bucket, layout))
         self._plan_states([pair for unit in units for pair in unit if pair[0][0].requires_grad])
         return units
@@ -206,7 +208,8 @@ class Builder:
             separate = self.tiers.separate
             away = (separate and values.tier is Tier.DEVICE) if steps_on_host else rests_away(values.tier, separate)
             # a quantized gather overwrites this rank's own values, too, so that all ranks compute alike: masters keep the exact ones
-            rounded = values.tier is Tier.DEVICE and not sharded and self._values_comm(spec, layout) is not self.comm
+            comm = self.topology.of(spec.distribution).shards
+            rounded = values.tier is Tier.DEVICE and not sharded and self._values_comm(spec, layout) is not comm
             needed_anyway = away or rounded or (steps_on_host and config.delayed_update is not None)
             gradient_dtype = spec.dtype if spec.dtype == torch.float64 else config.gradient_dtype
             split = low and config.master_weights == "split" and spec.dtype == torch.bfloat16
@@ -233,12 +236,15 @@ class Builder:
         pairs = [pair for unit in laid_out for pair in unit]
         self._check_room(plans, pairs)
         sizes = Buffers.of(self.config, tiers.separate, [self._group_need(*pair) for pair in pairs])
-        self.pool = StagingPool(self.comm, ledger, *sizes.sent)
-        if sizes.fetched is not None:  # buffers of constant size for shards that pass between tiers
+        for topology, members in self._by_topology(pairs):
+            own = Buffers.of(self.config, tiers.separate, [self._group_need(*pair) for pair in members])
+            sent = StagingPool(topology.shards, ledger, *own.sent)
+            fetched = None if own.fetched is None else StagingPool(topology.shards, ledger, *own.fetched)
+            self.pools[id(topology)] = sent, fetched
+            tiers.pools += [sent] if fetched is None else [sent, fetched]
+        if sizes.fetched is not None and tiers.separate:  # buffers of constant size for shards that pass between tiers
             nbytes, count, _ = sizes.fetched
-            tiers.staging = StagingPool(self.comm, ledger, *sizes.fetched)
-            if tiers.separate:
-                tiers.slots = BufferPool(ledger, count, nbytes, tiers.host_buffer, Tier.HOST)
+            tiers.slots = BufferPool(ledger, count, nbytes, tiers.host_buffer, Tier.HOST)
         nbytes, count = sizes.landed
         if nbytes:
             tiers.landings = BufferPool(ledger, count, nbytes, tiers.device_buffer, Tier.DEVICE)
@@ -251,12 +257,17 @@ class Builder:
         self._note_exceptions([group for unit in units for group in unit.groups])
         return units
 
+    def _by_topology(self, pairs: list[Pair]) -> list[tuple[Topology, list[Pair]]]:
+        """Return each topology with the buckets that are sharded over its ranks; the model's own comes first."""
+        topologies = [self.topology, *([] if self.topology.divided is None else [self.topology.divided])]
+        return [(each, [pair for pair in pairs if self.topology.of(pair[0][0].distribution) is each]) for each in topologies]
+
     def _note_exceptions(self, groups: list[ParamGroup]) -> None:
         """Note, for the report, what is exempt from quantization, and the parameters that stay whole though others are sharded."""
         topology = self.topology
-        packed = [group for group in groups if topology.weights is not None and group.values.comm is not topology.values]
+        packed = [group for group in groups if topology.weights is not None and group.values.comm is not group.topology.values]
         sent = [group for group in groups if group.grads is not None and topology.sent is not None]
-        sent = [group for group in sent if group.gradients.comm is not topology.gradients]
+        sent = [group for group in sent if group.gradients.comm is not group.topology.gradients]
         for what, plain in (("parameters", packed), ("gradients", sent)):
             if plain:
                 names = [spec.name for group in plain for spec in group.specs]
@@ -308,6 +319,11 @@ class Builder:
     def _needs(self, pairs: list[Pair]) -> dict[Place, int]:
         """Return the bytes that this rank will hold, without gathered units."""
         found = needs(self.config, self.tiers.separate, [self._group_need(bucket, layout) for bucket, layout in pairs])
+        own = [
+            needs(self.config, self.tiers.separate, [self._group_need(*each) for each in some])
+            for _, some in self._by_topology(pairs)
+        ]
+        found[BUFFERS, Tier.DEVICE, None] = sum(each[BUFFERS, Tier.DEVICE, None] for each in own)  # pools of their own
         if not self.tiers.state_plans:  # no optimizer: gradients on the device take no memory before the first backward
             found.pop((GRADIENTS, Tier.DEVICE, None), None)
         # secondary shards, partial sums between hops, quantized buffers, and quantization errors that are kept
@@ -330,24 +346,23 @@ class Builder:
 
     def _group(self, plan: UnitPlan, bucket: list[ParamSpec], layout: FlatLayout) -> ParamGroup:
         config, dtype = self.config, bucket[0].dtype
-        label = f"{plan.name} ({dtype})"
+        label, topology = f"{plan.name} ({dtype})", self.topology.of(bucket[0].distribution)
         self.tag += 1
         values = ParameterBuffer(
             layout, dtype, config, self._values_comm(bucket[0], layout), self.tiers, self.tag, f"gather {label}",
-            self._sharded and not bucket[0].whole,
+            self._sharded and not bucket[0].whole, self.pools[id(topology)][1],
         )  # fmt: skip
         grads = None
         if bucket[0].requires_grad:
-            assert self.pool is not None
             self.tag += 1
             gradient_dtype, offload, master_dtype = self._states[id(bucket[0])]
             comm = self._grads_comm(bucket[0], layout)
             comm.expect(self.tag, [(slot.offset, slot.shape) for slot in layout.slots], layout.numel)
             grads = GradientBuffer(
-                layout, gradient_dtype, config.reduce_dtype or dtype, config, comm, self.pool, self.tiers, self.tag,
-                f"reduce {label}", self.topology.summed,
+                layout, gradient_dtype, config.reduce_dtype or dtype, config, comm, self.pools[id(topology)][0], self.tiers,
+                self.tag, f"reduce {label}", topology.summed,
             )  # fmt: skip
-        group = ParamGroup(bucket, layout, self.comm, values, grads)
+        group = ParamGroup(bucket, layout, topology, values, grads)
         group.masters.whole = config.row.optimizer is Placement.REPLICATED
         if isinstance(values.comm, CompressedGathers):
             values.comm.precise[values.number] = group.masters.precise
@@ -366,11 +381,13 @@ class Builder:
 
     def _values_comm(self, spec: ParamSpec, layout: FlatLayout) -> Comm:
         """Return the communicator for a group's values, plain or quantizing. spec: the group's first parameter."""
-        return self.topology.values_of(self.topology.packs(spec.name, len(spec.shape))[0], layout.numel)
+        topology = self.topology.of(spec.distribution)
+        return topology.values_of(topology.packs(spec.name, len(spec.shape))[0], layout.numel)
 
     def _grads_comm(self, spec: ParamSpec, layout: FlatLayout) -> Comm:
         """Return the communicator for a group's gradients, plain or quantizing. spec: the group's first parameter."""
-        return self.topology.gradients_of(self.topology.packs(spec.name, len(spec.shape))[1], layout.numel)
+        topology = self.topology.of(spec.distribution)
+        return topology.gradients_of(topology.packs(spec.name, len(spec.shape))[1], layout.numel)
 
     def _place(self, group: ParamGroup, index: int, spec: ParamSpec) -> None:
         """Copy a parameter's value into the buffers, and exchange its object for the sharded (or replicated) parameter."""
@@ -436,8 +453,8 @@ class Builder:
 def build_units(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, topology: Topology, tiers: Tiers,
     specs: list[ParamSpec],
-) -> tuple[list[Unit], StagingPool]:  # fmt: skip
-    """Build the units of a model, and the pool of the buffers from which gradients are sent (collective).
+) -> list[Unit]:  # fmt: skip
+    """Build the units of a model (collective).
 
     The model's modules, the optimizer's groups and its states refer to the sharded parameters afterwards.
     """
@@ -454,7 +471,6 @@ def build_units(
     except FAILURES as error:
         tell_shortage(error, model, config, tiers.ledger, comm, "zs.shard", {plan.name: plan.specs for plan in plans})
         raise
-    assert builder.pool is not None
     if optimizer is not None:
         replaced = builder.replaced
         for group in optimizer.param_groups:
@@ -462,7 +478,7 @@ def build_units(
         states = [(replaced.get(id(p), p), entries) for p, entries in optimizer.state.items()]
         optimizer.state.clear()  # the same dictionary is filled again: programs may refer to it
         optimizer.state.update(states)
-    return units, builder.pool
+    return units
 
 
 @torch.no_grad()

@@ -153,7 +153,8 @@ class _Stream:
         self.runtime, self.source, self.masters, self.max_nbytes = runtime, source, masters, max_nbytes
         # two staging buffers of this size, and one chunk of every rank
         nbytes = min(_CHUNK_NBYTES, max_nbytes // (_STAGING * (runtime.topology.shards.world_size + 2)))
-        self.gather = ChunkedGather(runtime.topology.shards, runtime.tiers.ledger, nbytes)
+        comms = dict.fromkeys(group.topology.shards for group in runtime.groups)
+        self.gathers = {comm: ChunkedGather(comm, runtime.tiers.ledger, nbytes // len(comms)) for comm in comms}
 
     def run(self, items: list[_Item]) -> Iterator[dict[str, Tensor]]:
         """Yield a dictionary of whole tensors for each batch (collective)."""
@@ -168,7 +169,8 @@ class _Stream:
                 finally:
                     ledger.strike(GATHERED, nbytes)
         finally:
-            self.gather.close()
+            for each in self.gathers.values():
+                each.close()
 
     def _batches(self, items: list[_Item]) -> Iterator[list[_Item]]:
         batch: list[_Item] = []
@@ -212,7 +214,7 @@ class _Stream:
 
     def _range(self, group: ParamGroup, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Gather elements [start, stop) of a group's flat buffer into new memory (collective)."""
-        comm, layout, rest = self.runtime.topology.shards, group.layout, self.source(group)
+        comm, layout, rest = group.comm, group.layout, self.source(group)
         if rest is group.values.rest and (group.values.mapped or not group.values.sharded):
             return group.values.full[start:stop].to(dtype, copy=True)
         if rest.numel == layout.numel and self.runtime.config.row.optimizer is Placement.REPLICATED:  # unsharded masters
@@ -229,7 +231,7 @@ class _Stream:
             at = (pieces[rank][0] - start) * size + begin
             content[at : at + part.numel()].copy_(part)
 
-        self.gather.run([(end - begin) * size for begin, end in pieces], mine, take, group.values.label)
+        self.gathers[comm].run([(end - begin) * size for begin, end in pieces], mine, take, group.values.label)
         return out
 
 

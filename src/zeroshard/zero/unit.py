@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..comm.base import Collective, Comm
+from ..comm.mesh.topology import Topology
 from ..config import Offload
 from ..errors import ModelChanged, ShardedAccessError, ShardedWriteError
 from ..offload.storage import Rest
@@ -67,13 +68,14 @@ _ALLOWED = {
 class ParamGroup:
     """The parameters of a unit that share dtype and requires_grad: one flat buffer each for values and gradients.
 
+    topology: the ranks over which it is sharded and reduced: of `Topology.divided` for experts along an axis that cuts the batch.
     params: parameters that the user sees, sharded or ordinary. compute: the compute parameters, which autograd sees.
     active: for each parameter, whether any rank had a gradient for it since the last zero_grad (the same on every rank).
     """
 
     specs: list[ParamSpec]
     layout: FlatLayout
-    comm: Comm
+    topology: Topology
     values: ParameterBuffer
     grads: GradientBuffer | None
     offload: Offload = Offload()  # tier of masters and optimizer states
@@ -90,6 +92,7 @@ class ParamGroup:
     own_references: int = 0  # number of references to the gathered memory that this library holds
 
     def __post_init__(self) -> None:
+        self.comm: Comm = self.topology.shards
         self.homes = [ParamHome(self, index) for index in range(len(self.specs))]
         self.active = [False] * len(self.specs)
         self.masters = Masters(self)
@@ -270,7 +273,9 @@ class Unit:
         # a gather needs other ranks to take part, unless this rank copies from shared memory by itself
         self.meets = any(not g.values.comm.copies for g in self.gathered)
         self.trainable = [g for g in groups if g.trainable]
-        self.num_params, self._tile = sum(len(group.specs) for group in groups), isinstance(modules[0], Tile)
+        # parameters of which this rank has no part (experts of other ranks) get no gradient
+        self._here = [p for group in groups for p, s in zip(group.params, group.specs, strict=True) if not s.absent]
+        self.num_params, self._tile = len(self._here), isinstance(modules[0], Tile)
         self.expect()
         self._works: list[Collective] = []
         for group in groups:
@@ -306,7 +311,7 @@ class Unit:
 
     def expect(self) -> None:
         """Count the gradients that a backward brings; call it again after requires_grad of a parameter was switched."""
-        self.expected = sum(param.requires_grad for group in self.groups for param in group.params)
+        self.expected = sum(param.requires_grad for param in self._here)
 
     @property
     def marked(self) -> bool:

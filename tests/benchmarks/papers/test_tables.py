@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+import volumes
 
 import benchmarks.papers
-from benchmarks import volumes as bench_volumes
 from benchmarks.papers import counted, infinity, successors, zero
 from benchmarks.papers.table import Cell, Table, digits, printed, rank_correlation
 from zeroshard.cli import main
@@ -76,7 +76,7 @@ def test_the_run_of_a_stage_and_the_plan_of_its_memory_and_the_papers_formula_ag
 def test_volumes_of_packed_collectives_are_those_of_the_benchmark():
     table = successors.zeropp_volumes()
     found = sum(float(cell.computed.split()[0]) for cell in table.cells if cell.column == "with scales")
-    row = next(row for row in bench_volumes.rows(8) if row.name == "hpZ, qwZ, qgZ int4")
+    row = next(row for row in volumes.rows(8) if row.name == "hpZ, qwZ, qgZ int4")
     assert found == pytest.approx(row.volumes[0](128, 8) * 8 * 128 / 127, abs=2e-4)
 
 

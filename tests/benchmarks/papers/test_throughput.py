@@ -11,10 +11,9 @@ from benchmarks.papers.table import Table, printed, rank_correlation
 from benchmarks.papers.throughput import Configuration, tflops
 from zeroshard.planner.models.gpt import GPTConfig
 from zeroshard.planner.search.layout import Layout
+from zeroshard.planner.search.load import load_of, loads_of, step_seconds
 from zeroshard.planner.search.profile import Profile
-from zeroshard.planner.search.schedule import trace_of
 from zeroshard.planner.simulator.hardware import Hardware, seconds
-from zeroshard.planner.simulator.simulate import simulate
 from zeroshard.planner.simulator.trace import Resource, Task, Trace
 
 SEVENTY = Configuration("70B", "ZeRO", gpus=400, mp=16, layers=88, hidden=8192, heads=64, batch=32)  # in no table
@@ -79,12 +78,16 @@ def test_long_sequences_are_within_a_fifth():
     assert len(long) == 40 and sum(cell.agrees for cell in long) >= 38
 
 
-def test_a_full_pipeline_grows_by_the_same_with_each_micro_batch():
+def test_a_pipeline_is_filled_once_and_grows_by_the_same_with_each_micro_batch():
     shape = GPTConfig(51200, 1024, 1024, 8, 16, bias=True, tied=True)
     layout = Layout(dp=2, tp=2, pp=4, stage=0, micro_batches=24, checkpointing="blocks", precision="fp16", node_size=16)
     profile, v100 = Profile.of_shape(shape, kernels="fused"), Hardware.named("v100-32gb")
-    whole = simulate([throughput.as_published(trace) for trace in trace_of(profile, layout, groups=1)], v100).step_s
-    assert others.step_seconds(profile, layout, v100, beside=False) == pytest.approx(whole, rel=0.005)
+    times = [step_seconds(profile, replace(layout, micro_batches=n), v100, beside=False)[0] for n in (4, 8, 24)]
+    assert (times[2] - times[1]) / 16 == pytest.approx((times[1] - times[0]) / 4)
+    loads = loads_of(profile, layout)
+    slowest = max(sum(n * seconds(task, v100, load.trace) for task, n in load.each) for load in loads)
+    assert (times[1] - times[0]) / 4 == pytest.approx(slowest)
+    assert times[0] > 4 * slowest
 
 
 def test_kernels_of_2019_move_more_than_those_that_were_fused_and_products_are_counted_apart():
@@ -124,8 +127,7 @@ def test_one_all_reduce_of_a_whole_node_enters_it_by_two_ports_and_gathers_by_al
 
 def test_tensor_parallelism_over_nodes_counts_peers_of_both_links():
     shape = Configuration("40B", "Baseline", 64, 32, 4, 4096, 32, 4)
-    (trace,) = trace_of(shape.profile, shape.layout)
-    sums = [task for task in trace.tasks if task.axis == "tp"]
+    sums = [task for task, _ in load_of(shape.profile, shape.layout).each if task.axis == "tp"]
     assert sums and all(t.nbytes[Resource.BETWEEN] / t.nbytes[Resource.INSIDE] == pytest.approx(16 / 15) for t in sums)
 
 

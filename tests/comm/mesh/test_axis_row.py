@@ -1,4 +1,4 @@
-"""A new axis is a row of utils/axes.py: "sp", along which ranks read other tokens of a sequence, shards states together with dp.
+"""A new axis is a row of utils/axes.py: "xp", along which ranks read other parts of a batch, shards states together with dp.
 
 The model is an MLP for each token, so that ranks need nothing of each other's tokens. Four processes over gloo.
 """
@@ -20,15 +20,15 @@ from zeroshard.zero.runtime import runtime_of
 
 WORLD, STEPS, ROWS, TOKENS = 4, 3, 4, 6
 MODEL = seeded(MLP)
-ROW = Axis("sp", cuts_parameters="no", shards_states=True, cuts_batch=True, gradient="mean")
+ROW = Axis("xp", cuts_parameters="no", shards_states=True, cuts_batch=True, gradient="mean")
 MESHES = {  # shape, names, ranks that share states
-    "dp x sp": ((2, 2), ("dp", "sp"), 4),
-    "replicas": ((2, 1, 2), ("dp_replicate", "dp_shard", "sp"), 2),
-    "beside model axes": ((1, 2, 1, 2), ("pp", "dp", "tp", "sp"), 4),
-    "replicas inside": ((2, 2), ("sp", "dp_replicate"), 2),
-    "sp": ((4,), ("sp",), 4),
+    "dp x xp": ((2, 2), ("dp", "xp"), 4),
+    "replicas": ((2, 1, 2), ("dp_replicate", "dp_shard", "xp"), 2),
+    "beside model axes": ((1, 2, 1, 2), ("pp", "dp", "tp", "xp"), 4),
+    "replicas inside": ((2, 2), ("xp", "dp_replicate"), 2),
+    "xp": ((4,), ("xp",), 4),
 }
-CELLS = [("dp x sp", stage) for stage in range(4)] + [(name, 3) for name in MESHES if name != "dp x sp"]
+CELLS = [("dp x xp", stage) for stage in range(4)] + [(name, 3) for name in MESHES if name != "dp x xp"]
 
 
 def whole_batches() -> list:
@@ -37,7 +37,7 @@ def whole_batches() -> list:
 
 
 def task(loss=lambda model, *batch: model(*batch), order=range(WORLD)) -> Task:
-    """The batch in quarters: of rank 2 d + s the rows of place d along dp, of these the tokens of place s along sp.
+    """The batch in quarters: of rank 2 d + s the rows of place d along dp, of these the tokens of place s along xp.
 
     order: of ranks in a reference, which adds the first two, and the last two.
     """
@@ -72,19 +72,19 @@ def _on_ranks(rank, ranks):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     meshes = {name: init_device_mesh("cpu", shape, mesh_dim_names=names) for name, (shape, names, _) in MESHES.items()}
-    assert shards(meshes["dp x sp"]) == 2, "without a row: the inner of two axes alone"
-    with pytest.raises(zs.ConfigError, match=r"axes \('dp_replicate', 'dp_shard', 'sp'\)\. Axes not named of .*, got 3"):
+    assert shards(meshes["dp x xp"]) == 2, "without a row: the inner of two axes alone"
+    with pytest.raises(zs.ConfigError, match=r"axes \('dp_replicate', 'dp_shard', 'xp'\)\. Axes not named of .*, got 3"):
         shards(meshes["replicas"])
-    with pytest.raises(zs.ConfigError, match=r"mesh: expected a DeviceMesh with axes named of .*, got \('dp', 'sp'\)"):
-        zs.parallelize(copy.deepcopy(MODEL), meshes["dp x sp"])
-    AXES["sp"] = ROW
+    with pytest.raises(zs.ConfigError, match=r"mesh: expected a DeviceMesh with axes named of .*, got \('dp', 'xp'\)"):
+        zs.parallelize(copy.deepcopy(MODEL), meshes["dp x xp"])
+    AXES["xp"] = ROW
     assert slices_have_gradients_of_one(meshes["replicas"])
     assert {name: shards(mesh) for name, mesh in meshes.items()} == {name: each[2] for name, each in MESHES.items()}
     found = {(name, stage): train(rank, task(), mesh=meshes[name], stage=stage) for name, stage in CELLS}
-    AXES["sp"] = dataclasses.replace(ROW, gradient="sum")
-    assert slices_have_gradients_of_one(meshes["dp x sp"])
+    AXES["xp"] = dataclasses.replace(ROW, gradient="sum")
+    assert slices_have_gradients_of_one(meshes["dp x xp"])
     halved = task(lambda model, *batch: model(*batch) / 2)  # its part of the mean over all tokens of a sequence
-    return found | {("sum", stage): train(rank, halved, mesh=meshes["dp x sp"], stage=stage) for stage in range(4)}
+    return found | {("sum", stage): train(rank, halved, mesh=meshes["dp x xp"], stage=stage) for stage in range(4)}
 
 
 @pytest.mark.processes

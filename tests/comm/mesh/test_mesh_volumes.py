@@ -19,11 +19,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import volumes
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zeroshard as zs
-from benchmarks import volumes
 from zeroshard.comm.fake import FakeComm
 from zeroshard.zero.runtime import runtime_of
 
@@ -341,7 +341,7 @@ def test_low_rank_keeps_errors_and_one_factor():
 
 
 def test_the_document_shows_what_is_counted():
-    """Made anew: python -m benchmarks.volumes."""
+    """Made anew by `volumes.table`."""
     assert volumes.table(8, 8) in (Path(__file__).parents[3] / "docs" / "learn" / "network.md").read_text()
     for row in volumes.rows(8):
         found, theory = volumes.measure(row, 128, 8), [share(128, 8) for share in row.volumes]

@@ -10,11 +10,10 @@ import threading
 import time
 from types import SimpleNamespace
 
+import nodes as of_nodes
 import pytest
 import torch.distributed as dist
-
-from benchmarks import nodes as of_nodes
-from benchmarks.nodes import Nodes, NodesUnavailable, burst_nbytes, marked
+from nodes import Nodes, NodesUnavailable, burst_nbytes, marked
 
 RATE, NBYTES = 40e6, 2_000_000  # bits a second
 

@@ -1,6 +1,6 @@
 """Two nodes of two ranks, joined by a proxy (test_nodes), which counts what goes from one to the other.
 
-`zeroshard bench --sections network` has the times; ZEROSHARD_SLOW=1: each failure in each of the ways.
+test_slow_link has the times; ZEROSHARD_SLOW=1: each failure in each of the ways.
 """
 
 import os
@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import seeding
+from nodes import Nodes
 from torch import nn
 
 import zeroshard as zs
-from benchmarks import network
-from benchmarks.nodes import Nodes
 from zeroshard.comm import pool
 from zeroshard.comm.launch import run_processes
 
@@ -278,13 +277,3 @@ def test_a_rank_that_stands_still_is_found_from_both_nodes(nodes, way):
         assert result.value is not None, (result.rank, result.error)
         kind, _, text = result.value
         assert kind == "StallError" and "rank 1 computes or sleeps in" in text and "dawdle_in_the_tokenizer" in text, text
-
-
-# -- the benchmark ---------------------------------------------------------------------------------------------------
-
-
-def test_bandwidths_are_written_as_networks_are():
-    assert network.bandwidths_of("200M, 1g,2.5G") == (200e6, 1e9, 2.5e9)
-    for wrong in ("200", "fast", "0M", "-1M"):
-        with pytest.raises(Exception, match="expected a bandwidth such as 200M"):
-            network.bandwidths_of(wrong)

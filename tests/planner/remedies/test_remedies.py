@@ -8,15 +8,17 @@ import pytest
 from planned import MIB, hardware, request
 
 from zeroshard.config import Tier
-from zeroshard.memory.ledger import GATHERED
+from zeroshard.memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, SECONDARY
 from zeroshard.planner.faults import OutOfTime
 from zeroshard.planner.models import GPT, GPTConfig
 from zeroshard.planner.plan import ACTIVATIONS
 from zeroshard.planner.recorder import deadline
 from zeroshard.planner.remedies import remedy as module
-from zeroshard.planner.remedies.changes import KINDS, changes, flags
+from zeroshard.planner.remedies.changes import CHANGES, changes, flags
 from zeroshard.planner.remedies.remedy import ENOUGH, remedies
 from zeroshard.planner.request import Request, judge
+from zeroshard.planner.search.memory import memory_of
+from zeroshard.planner.search.requested import layout_of
 
 FINE = {"stage": 3, "precision": "bf16", "max_unit_numel": 1 << 14}  # nothing left to split
 
@@ -127,7 +129,7 @@ def test_what_does_not_fit_by_formula_is_not_tried(stage_0, monkeypatch):
 
 
 def offered(asked):
-    return [flags(asked, changed) for kind in KINDS for changed in kind(asked)]
+    return [flags(asked, changed) for row in CHANGES for changed in row.offers(asked)]
 
 
 def test_every_change_has_its_option_and_applies():
@@ -146,6 +148,27 @@ def test_every_change_has_its_option_and_applies():
     ):
         assert words in found, words
     assert not any(words in " ".join(found) for words in ("tp=8", "pp=2", "--stage 1", "max-unit", "hpz"))  # 4 heads, 3 layers
+
+
+def test_each_change_says_what_to_write_in_the_program_and_what_it_frees():
+    asked = request(axes={"dp": 8}, options={"stage": 3, "precision": "bf16", "zero_hpz_partition_size": 2}, rows=4, node_size=2)
+    formulas = module._Formulas(asked, asked.plans())
+    held = memory_of(formulas.profile, layout_of(asked))[Tier.DEVICE]
+    of = {"model states": (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER), ACTIVATIONS: (ACTIVATIONS,), "gathered parameters": (GATHERED,),
+          "secondary shards": (SECONDARY,)}  # fmt: skip
+    for row in CHANGES:
+        after = next(
+            iter(row.offers(asked) if row.offers is not CHANGES[0].offers else [replace(asked, axes={**asked.axes, "dp": 16})])
+        )
+        now = memory_of(formulas.profile, layout_of(after))[Tier.DEVICE]
+        assert sum(now.get(name, 0) for name in of[row.frees]) < sum(held.get(name, 0) for name in of[row.frees]), row.frees
+        assert (
+            row.program(asked, after)
+            and not row.program(asked, asked)
+            and row.flags(asked, after)
+            and not row.flags(asked, asked)
+        )
+        assert [other for other in CHANGES if other.program(asked, after)] == [row]
 
 
 def test_nothing_is_offered_that_has_no_effect():
@@ -169,7 +192,7 @@ def test_what_nodes_keep_can_be_less():
     options = {"stage": 3, "precision": "bf16", "max_unit_numel": 1 << 14}
     shared = request(axes={"dp": 8}, options=options | {"zero_hpz_partition_size": 2}, node_size=2)
     assert {"--quantized-weights int8", "--hpz 1"} <= set(offered(shared))
-    packed, plain = (next(each for each in KINDS[-1](shared) if name in flags(shared, each)) for name in ("int8", "hpz"))
+    packed, plain = (next(each for each in CHANGES[-1].offers(shared) if name in flags(shared, each)) for name in ("int8", "hpz"))
     formulas = module._Formulas(shared, shared.plans())
     used = [formulas.uses(each)[Tier.DEVICE][0] for each in (plain, packed, shared)]
     assert used == sorted(set(used))

@@ -1,6 +1,7 @@
 """A plan's file: one JSON, and what each of its readers makes of it."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from zeroshard.errors import ConfigError
 from zeroshard.integrations.deepspeed.ds_config import DeepSpeedConfig
 from zeroshard.integrations.deepspeed.sections import DeepSpeedConfigError
 from zeroshard.integrations.deepspeed.shard_options import shard_options
+from zeroshard.planner.model_source import ModelSource
 from zeroshard.planner.models.gpt import GPT, GPTConfig
+from zeroshard.planner.request import Request
 from zeroshard.planner.search.layout import Layout
 from zeroshard.planner.search.layout_file import deepspeed_config, section, write_config
-from zeroshard.planner.search.profile import Profile
 from zeroshard.planner.search.search import search
 from zeroshard.planner.simulator.hardware import Hardware
 from zeroshard.testing import imagined_mesh, run_threads
@@ -122,8 +124,11 @@ def test_shard_takes_the_path_of_a_plan(tmp_path):
 
 
 def test_a_search_is_written_with_its_prediction(tmp_path):
-    profile = Profile.of_shape(GPTConfig(vocab_size=1000, seq_len=128, dim=256, layers=4, heads=4))
-    found = search(profile, Hardware.named("a100-80gb"), 4, 16)
+    shape = GPTConfig(vocab_size=1000, seq_len=128, dim=256, layers=4, heads=4)
+    source = ModelSource("small", partial(GPT, shape), 128, 1000, config=shape)
+    found = search(
+        Request(source, Hardware.named("a100-80gb"), {"pp": 1, "dp": 4, "tp": 1}, 1, 128), 16, fixed={"tp": 1, "pp": 1}
+    )
     write_config(found, tmp_path / "layout.json")
     plan = read_layout(tmp_path / "layout.json")
     assert (

@@ -1,9 +1,12 @@
-"""One layout has the same seconds in `plan --auto` and `simulate`, and the same bytes in a dry run, by formula and for stage="auto"."""
+"""One layout has the same seconds and bytes wherever it is asked: plan, search, remedies, simulate, stage="auto"."""
 
 import json
+from dataclasses import fields, replace
+from functools import partial
 
 import pytest
 import torch
+from planned import hardware
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zeroshard as zs
@@ -12,11 +15,16 @@ from zeroshard.comm.fake import FakeComm, Imagination, imagination
 from zeroshard.config import Config, Tier
 from zeroshard.memory.ledger import GATHERED, STAGING
 from zeroshard.planner.dry_run import plan
+from zeroshard.planner.model_source import ModelSource
 from zeroshard.planner.models import GPT, GPTConfig
 from zeroshard.planner.plan import ACTIVATIONS, KEPT
+from zeroshard.planner.remedies.remedy import remedies
+from zeroshard.planner.request import Request, judge
 from zeroshard.planner.search.layout import Layout
 from zeroshard.planner.search.memory import memory_of
 from zeroshard.planner.search.profile import Profile
+from zeroshard.planner.search.requested import layout_of
+from zeroshard.planner.search.search import search
 from zeroshard.zero import auto_stage
 
 SMALL = ["quickstart", "--ranks", "8", "--node-size", "4", "--seq", "64", "--hardware", "a100-40gb", "--precision", "bf16"]
@@ -70,6 +78,28 @@ def test_search_and_simulation_say_the_same_seconds(name, capsys, tmp_path):
     simulated = told(capsys, "simulate", *given, *mesh, *same, *batch, "--json")
     assert found["auto"]["step_s"] == simulated["step_s"] == section["prediction"]["step_s"]
     assert found["auto"]["tflops"] == simulated["tflops"]
+
+
+@pytest.mark.parametrize("axes", [{"pp": 1, "dp": 4, "tp": 1}, {"pp": 2, "dp": 2, "tp": 1}], ids=["data parallel", "pipeline"])
+def test_plan_search_remedies_and_simulation_say_the_same_of_one_layout(axes):
+    """Of each change that makes a run fit: the search is asked for this layout alone."""
+    shape, batch = GPTConfig(vocab_size=512, seq_len=128, dim=128, layers=4, heads=4), 4 if axes["pp"] > 1 else 1
+    source = ModelSource("small", partial(GPT, shape), 128, 512, 4, 128, 4, config=shape)
+    asked = Request(source, hardware(1 << 30), axes, 4, 128, batch, options={"stage": 0, "precision": "bf16"})
+    plans = asked.plans()
+    asked = replace(asked, hardware=hardware(judge(plans, asked.hardware).used - (2 << 20)))
+    found = [each for each in remedies(asked, plans) if each.verdict is not None and each.request.ranks == asked.ranks]
+    assert len(found) >= 2
+    for remedy in found:
+        again, layout = remedy.request, layout_of(remedy.request)
+        fixed = {field.name: getattr(layout, field.name) for field in fields(Layout)}
+        best = search(asked, layout.sequences, fixed=fixed, margin=0.0).best
+        assert best.layout == layout
+        assert best.step_s == remedy.seconds == again.simulated().step_s
+        planned = judge(again.plans(), again.hardware)
+        assert remedy.verdict.used == planned.used == judge(best.plans, again.hardware).used
+        held = sum(planned.held.values())
+        assert sum(remedy.verdict.held.values()) == best.nbytes(planned.tier) == held
 
 
 SHAPE = GPTConfig(vocab_size=2000, seq_len=32, dim=128, layers=4, heads=4, bias=True)

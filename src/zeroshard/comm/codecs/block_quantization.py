@@ -22,8 +22,6 @@ and save 0.8% of the bytes (int8, blocks of 256). The least step keeps quotients
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -33,6 +31,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError, did_you_mean
+from ...utils.triton import has_triton
 from .base import Codec
 
 DEFAULT_BLOCK = 256  # values with one step: 1.6% more bytes for int8, 3.1% for int4
@@ -280,14 +279,8 @@ def codec_of(name: str, block: int = DEFAULT_BLOCK) -> Codec:
 def _triton_for(values: Tensor, packed: Tensor) -> ModuleType | None:
     """Return the module of Triton's kernels where these tensors allow them, else None: torch's kernels give the same bytes."""
     # the kernels read steps as fp32, at aligned addresses
-    if values.device.type != "cuda" or packed.data_ptr() % STEP_NBYTES or not _has_triton(values.device):
+    if values.device.type != "cuda" or packed.data_ptr() % STEP_NBYTES or not has_triton(values.device):
         return None
     from . import triton_kernels
 
     return triton_kernels
-
-
-@functools.cache
-def _has_triton(device: torch.device) -> bool:
-    """Return True where Triton is installed and compiles for this GPU."""
-    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -3,6 +3,7 @@
 A *place* is a position along the model axes: all ranks of a place have the same part of the model. In a mesh ("pp", "dp", "tp"):
 
 control    the ranks of this rank's place (along dp)       gather, reduce, agree on the next operation
+divided    of these, the ranks with the same experts       gather and reduce experts (in a mesh with ep: along dp, without ep)
 peers      the ranks of its stage (along dp and tp)        hold parts of the same parameters: norms of tensors
 world      all ranks of the mesh                           one optimizer step: norm, verdict, checkpoints, failures
 """
@@ -12,8 +13,8 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +33,20 @@ Parts = list[list[int]]
 
 
 @dataclass(frozen=True)
+class Divided:
+    """The data-parallel ranks grouped by the experts that they hold, as indices in a place (see `Axes`).
+
+    axes: the axes that cut experts. groups: the ranks with the same experts. parts: as `Axes.parts`, in a group. summed: number of
+    ranks over which a group's gradients are summed, not averaged; below 1 where they are sums over the tokens of all groups.
+    """
+
+    axes: frozenset[str]
+    groups: Parts
+    parts: Parts | None
+    summed: float
+
+
+@dataclass(frozen=True)
 class Axes:
     """The ranks of a mesh grouped by the part of the model that they have, as indices among the ranks of `world`.
 
@@ -39,6 +54,8 @@ class Axes:
     parallelism replicates states, the groups over which states are sharded, as indices in a place. copies: names of model axes
     along which this rank is not the first: it has copies of parameters that are not cut along one of them, and another rank
     counts and saves these. summed: number of data-parallel ranks over which gradients are summed, not averaged.
+    divided: the ranks that hold the same parameters where an axis of data parallelism cuts parameters (experts); None: no axis
+    does. lines: by name of an axis, the ranks along each line of it, in order.
     """
 
     choice: backend_select.Choice | None
@@ -46,7 +63,9 @@ class Axes:
     stages: Parts | None = None
     parts: Parts | None = None
     copies: frozenset[str] = frozenset()
-    summed: int = 1
+    summed: float = 1
+    divided: Divided | None = None
+    lines: Mapping[str, Parts] = field(default_factory=dict)
 
     def open(self, device: torch.device, stall_timeout_s: float) -> tuple[DirectComm, DirectComm, DirectComm]:
         """Return (control, peers, world) of this rank (collective where there are model axes)."""
@@ -57,6 +76,14 @@ class Axes:
         peers = world if self.stages is None or len(self.stages) < 2 else world.subgroup(self.stages, apart=True)
         return control, peers, world
 
+    def size(self, name: str) -> int:
+        """Return the number of ranks along an axis; 1 for one that the mesh has not."""
+        return len(self.lines[name][0]) if name in self.lines else 1
+
+    def divides(self, distribution: Distribution | None) -> bool:
+        """Return whether data-parallel ranks hold different parts of a parameter: see `Topology.divided`."""
+        return self.divided is not None and distribution is not None and bool(self.divided.axes & set(distribution.axes))
+
     def counts(self, distribution: Distribution | None) -> bool:
         """Return True on exactly one of the ranks that have the same part of a parameter along the model axes."""
         return self.copies <= set(distribution.axes if distribution is not None else ())
@@ -64,6 +91,8 @@ class Axes:
 
 def axes_of(mesh: object, comm: backend_select.Choice | None, distributed: dict[str, Any]) -> Axes:
     """Return the Axes that `zs.shard(mesh=)` or `zs.shard(comm=)` asks for. distributed: the model's DTensors by name.
+
+    A mesh that is a mapping, {"dp": 2, "sp": 2}, names axes of the ranks of `comm`, outermost first.
 
     Raises ConfigError for anything but a mesh, for axes that can not be used, and for DTensors over axes that are not the
     mesh's model axes.
@@ -79,6 +108,8 @@ def axes_of(mesh: object, comm: backend_select.Choice | None, distributed: dict[
                     "whole mesh (mesh=mesh, with axes named dp and tp), or its axis of data parallelism (comm=mesh['dp'])."
                 )
             return Axes(comm)
+        if isinstance(mesh, Mapping):
+            return _split(NamedRanks.of(mesh, comm), comm)
         if not isinstance(mesh, DeviceMesh):
             raise ConfigError(
                 f"mesh: expected a DeviceMesh of 1 or 2 data-parallel axes, any others named {' or '.join(MODEL_AXES)}; got "
@@ -111,12 +142,66 @@ def _check_distributed(mesh: DeviceMesh, distributed: dict[str, Any]) -> None:
             )
 
 
-def _split(mesh: DeviceMesh) -> Axes:
-    """Return the Axes of a mesh. The row of each axis (utils/axes.py) says whether it cuts parameters and shards states."""
+@dataclass(frozen=True)
+class NamedRanks:
+    """Ranks along named axes, outermost first: what a DeviceMesh is, without process groups, for axes that cut no parameters."""
+
+    mesh: torch.Tensor  # rank at each place
+    mesh_dim_names: tuple[str, ...]
+    rank: int
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int], comm: object = None) -> NamedRanks:
+        """Return the ranks of `comm` (by default all) along axes of these sizes. Raise ConfigError if they do not fit."""
+        rank, world_size = (comm.rank, comm.world_size) if isinstance(comm, DirectComm) else backend_select.rank_and_size()
+        known = [name for name, row in AXES.items() if row.cuts_parameters == "no"]
+        for name, size in sizes.items():
+            if name not in known:
+                raise ConfigError(
+                    f"mesh: expected axes named of {tuple(known)} in a mapping, got {name!r}. Axes that cut parameters need process groups: "
+                    "torch.distributed.device_mesh.init_device_mesh."
+                )
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ConfigError(f"mesh: expected a number of ranks for {name!r}, got {size!r}.")
+        if math.prod(sizes.values()) != world_size:
+            raise ConfigError(f"mesh: expected sizes whose product is the number of ranks, {world_size}, got {dict(sizes)}.")
+        return cls(torch.arange(world_size, device="cpu").view(*sizes.values()), tuple(sizes), rank)
+
+    @property
+    def ndim(self) -> int:
+        return self.mesh.ndim
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.mesh.shape)
+
+    def get_coordinate(self) -> list[int]:
+        """Return this rank's index along each axis."""
+        return (self.mesh == self.rank).nonzero()[0].tolist()
+
+
+def place_along(mesh: DeviceMesh | NamedRanks, named: Callable[[str], bool]) -> tuple[int, int]:
+    """Return this rank's index, and the number of ranks, along the axes of a mesh whose name fulfils `named`, outermost first."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ConfigError("mesh: this rank is not in the mesh.")
+    index, count = 0, 1
+    for name, place, size in zip(mesh.mesh_dim_names or (), coordinate, mesh.shape, strict=False):
+        if named(name):
+            index, count = index * size + place, count * size
+    return index, count
+
+
+def _split(mesh: DeviceMesh | NamedRanks, given: backend_select.Choice | None = None) -> Axes:
+    """Return the Axes of a mesh. The row of each axis (utils/axes.py) says whether it cuts parameters and shards states.
+
+    given: the Comm of the ranks that NamedRanks are about; None: all ranks.
+    """
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     rows = [role(name) for name in names]
-    model = [dim for dim, row in enumerate(rows) if row.cuts_parameters != "no"]
-    data = [dim for dim in range(mesh.ndim) if dim not in model]
+    data = [dim for dim, row in enumerate(rows) if row.is_data]
+    model = [dim for dim in range(mesh.ndim) if dim not in data]
+    cuts = [dim for dim in data if rows[dim].cuts_parameters != "no"]  # experts
     shards = [dim for dim in data if rows[dim].shards_states] or data
     if any(names[dim] not in AXES for dim in data):
         shards = data[-1:]  # by their order: the outer one replicates
@@ -131,11 +216,11 @@ def _split(mesh: DeviceMesh) -> Axes:
         return math.prod(mesh.shape[dim] for dim in dims)
 
     summed = size([dim for dim in data if rows[dim].gradient == "sum"])
-    if len(data) == mesh.ndim == 1:  # `backend_select` makes the Comm of a 1-D mesh
-        return Axes(mesh, summed=summed)
+    if len(data) == mesh.ndim == 1 and not cuts and isinstance(mesh, DeviceMesh):  # `backend_select` makes the Comm of a 1-D mesh
+        return Axes(mesh, summed=summed, lines={names[0]: [list(range(mesh.size()))]})
     everyone = sorted(mesh.mesh.flatten().tolist())
-    choice: backend_select.Choice | None = None
-    if everyone != list(range(dist.get_world_size())):
+    choice = given
+    if isinstance(mesh, DeviceMesh) and everyone != list(range(dist.get_world_size())):
         choice = dist.new_group(everyone, use_local_synchronization=True)
     ranks = torch.searchsorted(torch.tensor(everyone), mesh.mesh.cpu().flatten()).view(mesh.shape)
     replicas = [dim for dim in data if dim not in shards]
@@ -149,7 +234,18 @@ def _split(mesh: DeviceMesh) -> Axes:
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     copies = frozenset(names[dim] for dim in model if dim not in whole and coordinate[dim] > 0)
-    return Axes(choice, by_place.tolist() if model else None, stages, parts, copies, summed)
+    divided = None
+    if cuts:
+        order = [*replicas, *shards]  # of a place's ranks
+        place = (torch.arange(size(data)) if model else by_place).view([mesh.shape[dim] for dim in order])
+        others = [dim for dim in order if dim not in cuts]
+        groups = place.permute([order.index(dim) for dim in (*cuts, *others)]).reshape(size(cuts), -1)
+        shares = size([dim for dim in shards if dim not in cuts])
+        inside = torch.arange(size(others)).view(-1, shares).tolist() if replicas else None
+        mean = size([dim for dim in cuts if rows[dim].gradient == "mean"])
+        divided = Divided(frozenset(names[dim] for dim in cuts), groups.tolist(), inside, summed / mean)
+    lines = {name: ranks.movedim(dim, -1).reshape(-1, mesh.shape[dim]).tolist() for dim, name in enumerate(names)}
+    return Axes(choice, by_place.tolist() if model else None, stages, parts, copies, summed, divided, lines)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from ...memory.ledger import RESIDUALS, STAGING, Ledger, claimed
-from ..base import Collective, Comm, Outcome, Region, Reserved, Wrapper
+from ..base import Collective, Comm, Hop, Outcome, Region, Reserved, Wrapper
 from ..codecs.base import Codec, ErrorFeedback
-from ..control import Sent
 from ..pool import StagingPool
 from .hierarchical import buffers
 
@@ -64,7 +63,7 @@ class _Compressed(Wrapper):
         self.codec.pack(values, packed)
         self.errors.note(label, self.control.progress.step, lambda: self.codec.error(values, packed))
 
-    def hops(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> list[Sent]:
+    def hops(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> list[Hop]:
         if (kind == "reduce") != self.packs_reductions or not self.active():
             return self.comm.hops(kind, numel, dtype)
         return self.comm.hops(kind, self._packed_nbytes(numel), torch.uint8)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...memory.ledger import SECONDARY, Ledger
-from ..base import Collective, Combine, Comm, Hops, Region, Reserved, Wrapper
+from ..base import Collective, Combine, Comm, Hop, Hops, Region, Reserved, Wrapper
 from ..control import Sent
 from ..pool import StagingPool
 
@@ -167,7 +167,7 @@ class HierarchicalComm(Wrapper):
 
     # -- collectives -----------------------------------------------------------------------------------------
 
-    def hops(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> list[Sent]:
+    def hops(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> list[Hop]:
         inside = self.inner.hops(kind, numel * self.outer.world_size, dtype)
         if kind == "reduce":
             return inside + self.outer.hops(kind, numel, self._sums_dtype(dtype))

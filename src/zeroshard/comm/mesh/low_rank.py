@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ...memory.ledger import RESIDUALS, Ledger
 from ...tensor.flat_layout import round_up
-from ..base import Collective, Comm, Region, Reserved, Wrapper
+from ..base import Collective, Comm, Hop, Region, Reserved, Wrapper
 from ..codecs import LowRank
-from ..control import Sent
 from ..pool import StagingPool
 from .hierarchical import all_reduce, buffers
 
@@ -68,7 +67,7 @@ class LowRankReductions(Wrapper):
         self._factors = {}
         super().release()
 
-    def hops(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> list[Sent]:
+    def hops(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> list[Hop]:
         if kind != "reduce" or not self.active():
             return self.comm.hops(kind, numel, dtype, tag)
         parts = [self._padded(sent) // self.world_size for sent in self._factors[tag].sent_numels]

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ...memory.ledger import Ledger
 from ...tensor.flat_layout import round_up
-from ..base import Collective, Comm, Hops, Region, Reserved, Wrapper
-from ..control import Sent
+from ..base import Collective, Comm, Hop, Hops, Region, Reserved, Wrapper
 from ..pool import StagingPool
 from .hierarchical import all_reduce, buffers, exact_share
 
@@ -53,7 +52,7 @@ class ReplicatedComm(Wrapper):
         self._sums.close() if self._sums is not None else None
         super().release()
 
-    def hops(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> list[Sent]:
+    def hops(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> list[Hop]:
         inside = self.comm.hops(kind, numel, dtype)
         if kind != "reduce":
             return inside

@@ -4,6 +4,8 @@ plain               comm                                    comm
 groups (MiCS)       ReplicatedComm(inside, across)          + CompressedReductions in both hops
 nodes (hpZ, hosts)  HierarchicalComm(inside, between)       + CompressedReductions in both hops
 qwZ                 CompressedGathers over the Comm of the shards
+
+Experts along an axis that cuts the batch as well have a topology of their own, `Topology.divided`, made in the same way.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ import torch
 from ...config import Config, Placement
 from ...errors import ConfigError
 from ...memory.ledger import Ledger
+from ...tensor.distributed import Distribution
 from ...utils.compression import Compression
 from ..base import Comm, DirectComm, Reserved
 from ..codecs import TopK, codec_of
 from ..codecs.base import Codec
 from ..fake import FakeComm, Imagination, imagination
-from .axes import Axes, Parts
+from .axes import Axes, Divided, Parts
 from .compressed import CompressedGathers, CompressedReductions, Errors
 from .hierarchical import HierarchicalComm
 from .low_rank import LowRankReductions
@@ -38,7 +41,8 @@ class Topology:
     collectives are uncompressed. values, gradients: the Comms that gather and reduce. weights, sent: compression of gathers
     and of reductions, None where they are not compressed. notes: sentences for a report. peers, world: see comm/mesh/axes.py;
     without model axes they are `control`. places, stages: ranks in `world` of each place (the data-parallel ones) and of each
-    pipeline stage. summed: see comm/mesh/axes.py.
+    pipeline stage. summed: see comm/mesh/axes.py. divided: the Comms of parameters that an axis of data parallelism cuts
+    (experts), whose `cut` has the names of these axes; its `control` is the ranks with the same experts.
     """
 
     control: DirectComm
@@ -53,7 +57,9 @@ class Topology:
     sent: Compression | None = None
     errors: Errors = field(default_factory=Errors)
     notes: list[str] = field(default_factory=list)
-    summed: int = 1
+    summed: float = 1
+    divided: Topology | None = None
+    cut: frozenset[str] = frozenset()
 
     @classmethod
     def flat(
@@ -65,6 +71,11 @@ class Topology:
         return cls(
             comm, peers or comm, world, axes.places or everyone, axes.stages or everyone, comm, comm, comm, summed=axes.summed
         )
+
+    def of(self, distribution: Distribution | None) -> Topology:
+        """Return the topology of a parameter: this one, or that of parameters which an axis of data parallelism cuts."""
+        divided = self.divided is not None and distribution is not None and self.divided.cut & set(distribution.axes)
+        return self.divided if divided else self  # type: ignore[return-value]
 
     @property
     def place(self) -> list[int]:
@@ -86,15 +97,21 @@ class Topology:
         # gradients first: `open` of LowRankReductions still reserves buffers in the Comm beneath
         for comm in dict.fromkeys((self.gradients, self.values, self.shards)):
             comm.open()
+        if self.divided is not None:
+            self.divided.open()
 
     def forget(self) -> None:
         """Drop the state that reductions keep (residuals), because other values have been loaded (see `Comm.forget`)."""
         self.gradients.forget()
+        if self.divided is not None:
+            self.divided.forget()
 
     def release(self) -> None:
         """Free the buffers that `open` has allocated, because the model is closed."""
         for comm in dict.fromkeys((self.gradients, self.values, self.shards)):
             comm.release()
+        if self.divided is not None:
+            self.divided.release()
 
     def packs(self, name: str, dim: int) -> tuple[bool, bool]:
         """Return whether values, and whether gradients, of a parameter may be compressed."""
@@ -148,11 +165,13 @@ def check(config: Config, comm: Comm, nodes: Parts | None = None) -> None:
 
 
 def open_topology(
-    config: Config, flat: Topology, ledger: Ledger, warm: Callable[[int], bool], mesh: Parts | None = None
-) -> Topology:
+    config: Config, flat: Topology, ledger: Ledger, warm: Callable[[int], bool], mesh: Parts | None = None,
+    divided: Divided | None = None,
+) -> Topology:  # fmt: skip
     """Return the Comms of a model, made from a topology of one hop (collective).
 
-    mesh: the ranks of each group of a two-axis mesh. warm: returns True once the given number of steps is over.
+    mesh: the ranks of each group of a two-axis mesh. warm: returns True once the given number of steps is over. divided: the
+    ranks that hold the same experts, of which a topology is made in the same way; raise ConfigError as `check` for these.
     """
     comm, notes = flat.control, list(flat.notes)
     packing = _Packing(config, ledger, warm, flat.errors, notes)
@@ -189,8 +208,16 @@ def open_topology(
         gradients = packing.reductions(comm)
     gradients = packing.factors(gradients, comm)
     values = packing.gathers(shards, comm)
+    experts = None
+    if divided is not None:
+        same = comm.subgroup(divided.groups)
+        check(config, same, divided.parts)
+        alone = dataclasses.replace(
+            flat, control=same, shards=same, values=same, gradients=same, summed=divided.summed, cut=divided.axes
+        )
+        experts = open_topology(config, alone, ledger, warm, divided.parts)
     return dataclasses.replace(
-        flat, shards=shards, values=values, gradients=gradients, notes=notes,
+        flat, divided=experts, shards=shards, values=values, gradients=gradients, notes=notes,
         weights=config.zero_quantized_weights if values is not shards else None,
         sent=config.zero_quantized_gradients if gradients is not shards else None,
     )  # fmt: skip

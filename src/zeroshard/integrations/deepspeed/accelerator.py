@@ -12,20 +12,16 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...errors import ConfigError
-from ...memory.host_memory import available_nbytes
+from ...memory.host_memory import available_nbytes, resident_nbytes
 from ...utils import torch_compat
 
-if TYPE_CHECKING:
-    from .op_builders import OpBuilder
-
 T = TypeVar("T")
-SUPPORTED_ACCELERATOR_LIST = ["cuda", "cpu"]
 _TENSORS = {
     "BFloat16Tensor": torch.bfloat16,
     "ByteTensor": torch.uint8,
@@ -47,9 +43,8 @@ class DeepSpeedAccelerator:
 
     _name: str
     _communication_backend_name: str
-    _compile_backend = "inductor"
     random = staticmethod(lambda: torch.random)
-    is_fp64_supported, op_builder_dir = always(True), always("deepspeed.ops.op_builder")
+    get_compile_backend = always("inductor")
 
     def __getattr__(self, name: str) -> Any:
         if name in _TENSORS:  # FloatTensor([0.0]) makes a tensor of that type on this device
@@ -75,35 +70,16 @@ class DeepSpeedAccelerator:
     def on_accelerator(self, tensor: Tensor) -> bool:
         return tensor.device.type == self._name
 
-    def get_compile_backend(self) -> str:
-        return self._compile_backend
-
-    def set_compile_backend(self, backend: str) -> None:
-        self._compile_backend = backend
-
-    def create_op_builder(self, class_name: str) -> OpBuilder | None:
-        builder = self.get_op_builder(class_name)
-        return None if builder is None else builder()
-
-    def get_op_builder(self, class_name: str) -> type[OpBuilder] | None:
-        """Return the class of deepspeed.ops.op_builder of that name, or None."""
-        from .op_builders import BUILDERS
-
-        return BUILDERS.get(class_name)
-
 
 class CPU_Accelerator(DeepSpeedAccelerator):
     """Accelerator for the CPU. Streams and events are None, as in DeepSpeed."""
 
     _name, _communication_backend_name = "cpu", "gloo"
     Stream = Event = None
-    is_available = is_bf16_supported = always(True)
-    is_synchronized_device = use_host_timers = resolves_data_dependency = handles_memory_backpressure = always(True)
-    is_triton_supported = is_current_stream_capturing = always(False)
+    is_available = is_bf16_supported = is_synchronized_device = always(True)
+    is_triton_supported = always(False)
     device_name = current_device_name = always("cpu")
     device = set_device = synchronize = empty_cache = current_stream = default_stream = always(None)
-    range_push = range_pop = set_visible_devices_envs = always(None)
-    export_envs = visible_devices_envs = always(list[str]())
     is_fp16_supported = staticmethod(torch_compat.fp16_on_cpu)  # training in fp16 also works without the instructions, slowly
     manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
     initial_seed = staticmethod(torch.initial_seed)
@@ -111,10 +87,9 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     set_rng_state = staticmethod(lambda new_state, device_index=None: torch.set_rng_state(new_state))
     default_generator = staticmethod(lambda device_index=None: torch.default_generator)
     stream = staticmethod(lambda stream: contextlib.nullcontext())
-    lazy_call = staticmethod(lambda callback: callback())
 
     def __init__(self) -> None:
-        self.max_mem = _resident_nbytes()
+        self.max_mem = resident_nbytes()
 
     def current_device(self) -> int:
         return int(os.environ.get("LOCAL_RANK", "0"))
@@ -126,7 +101,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return int(given) or max(1, sum(bool(cores) for cores in nodes))
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        now = _resident_nbytes()
+        now = resident_nbytes()
         self.max_mem = max(self.max_mem, now)
         return now
 
@@ -139,38 +114,23 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     max_memory_cached = max_memory_reserved = max_memory_allocated
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        self.max_mem = _resident_nbytes()
-
-    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
-
-    def memory_stats(self, device_index: int | None = None) -> dict[str, int]:
-        return {"allocated_bytes.all.current": self.memory_allocated(), "allocated_bytes.all.peak": self.max_mem}
+        self.max_mem = resident_nbytes()
 
     def total_memory(self, device_index: int | None = None) -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def available_memory(self, device_index: int | None = None) -> int:
         found = available_nbytes()
-        return self.total_memory() - _resident_nbytes() if found is None else found
-
-
-_SAME_IN_TORCH = (
-    "synchronize current_device set_device device_count is_available manual_seed manual_seed_all initial_seed "
-    "Stream Event stream current_stream default_stream empty_cache memory_stats memory_allocated max_memory_allocated "
-    "memory_reserved max_memory_reserved reset_peak_memory_stats is_bf16_supported "
-    "is_current_stream_capturing"
-).split()
+        return self.total_memory() - resident_nbytes() if found is None else found
 
 
 class CUDA_Accelerator(DeepSpeedAccelerator):
-    """Accelerator for CUDA; the functions in _SAME_IN_TORCH are torch.cuda's."""
+    """Accelerator for CUDA; names that it lacks are torch.cuda's."""
 
     _name, _communication_backend_name = "cuda", "nccl"
-    is_synchronized_device = use_host_timers = resolves_data_dependency = handles_memory_backpressure = always(False)
-    export_envs, visible_devices_envs = always(["NCCL"]), always(["CUDA_VISIBLE_DEVICES"])
+    is_synchronized_device = always(False)
     memory_cached = staticmethod(torch.cuda.memory_reserved)
     max_memory_cached = staticmethod(torch.cuda.max_memory_reserved)
-    reset_max_memory_allocated = reset_max_memory_cached = staticmethod(torch.cuda.reset_peak_memory_stats)
     current_device_name = staticmethod(lambda: f"cuda:{torch.cuda.current_device()}")
     device_name = staticmethod(lambda device_index=None: "cuda" if device_index is None else f"cuda:{device_index}")
     device = staticmethod(lambda device_index=None: torch.device("cuda", device_index))  # None: the current one
@@ -179,32 +139,15 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
     available_memory = staticmethod(lambda device_index=None: torch.cuda.mem_get_info(device_index)[0])
     is_fp16_supported = staticmethod(lambda: torch.cuda.get_device_capability()[0] >= 7)
     is_triton_supported = staticmethod(lambda: torch.cuda.get_device_capability()[0] >= 8)
-    range_push = staticmethod(lambda msg, domain=None, category=None: torch.cuda.nvtx.range_push(msg))
-    range_pop = staticmethod(lambda domain=None: torch.cuda.nvtx.range_pop())
-    lazy_call = staticmethod(torch_compat.call_when_cuda_starts)
-    create_graph = staticmethod(torch.cuda.CUDAGraph)
-    capture_to_graph = staticmethod(lambda graph, pool=None, stream=None: torch.cuda.graph(graph, pool, stream))
-    replay_graph = staticmethod(lambda graph: graph.replay())
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cuda, name) if name in _SAME_IN_TORCH else super().__getattr__(name)
+        return super().__getattr__(name) if name in _TENSORS or not hasattr(torch.cuda, name) else getattr(torch.cuda, name)
 
     def get_rng_state(self, device_index: int | None = None) -> Tensor:
         return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
 
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
         torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
-
-    def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: list[int]) -> None:
-        current_env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, local_accelerator_ids))
-
-
-def _resident_nbytes() -> int:
-    """Return this process's resident memory in bytes; 0 on systems without /proc."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
 
 
 _chosen: DeepSpeedAccelerator | None = None
@@ -215,9 +158,10 @@ def get_accelerator() -> DeepSpeedAccelerator:
     global _chosen
     if _chosen is None:
         name = os.environ.get("DS_ACCELERATOR") or ("cuda" if torch.cuda.is_available() else "cpu")
-        if name not in SUPPORTED_ACCELERATOR_LIST:
-            known = SUPPORTED_ACCELERATOR_LIST
-            raise ConfigError(f"DS_ACCELERATOR: expected one of {known}, got {name!r}. Unset it: zeroshard finds the device.")
+        if name not in ("cuda", "cpu"):
+            raise ConfigError(
+                f"DS_ACCELERATOR: expected one of ['cuda', 'cpu'], got {name!r}. Unset it: zeroshard finds the device."
+            )
         _chosen = CUDA_Accelerator() if name == "cuda" else CPU_Accelerator()
     return _chosen
 
@@ -231,5 +175,5 @@ def set_accelerator(accel_obj: DeepSpeedAccelerator) -> None:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Return whether the accelerator is one of SUPPORTED_ACCELERATOR_LIST."""
-    return get_accelerator().device_name() in SUPPORTED_ACCELERATOR_LIST
+    """Return whether the accelerator is that of CUDA or the CPU."""
+    return get_accelerator().device_name() in ("cuda", "cpu")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -74,12 +74,4 @@ def apply_config(model: nn.Module, config: object, mpu: Any) -> None:
         checkpoint_activations(model, blocks=None, partition=group, offload=offload)
 
 
-def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed all generators of this rank. Megatron's separate generator for tensor parallelism does not exist here."""
-    torch.manual_seed(seed)
-
-
-def get_cuda_rng_tracker() -> NoReturn:
-    raise NotImplementedError(
-        "deepspeed.checkpointing.get_cuda_rng_tracker: there is no tensor parallelism here; use torch's generators."
-    )
+model_parallel_cuda_manual_seed = torch.manual_seed  # Megatron's separate generator for tensor parallelism does not exist here

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ... import api
 from ...checkpoint import loading, saving, state_map
 from ...checkpoint.dcp import archived
 from ...checkpoint.directory import LATEST, write_whole
@@ -33,14 +34,17 @@ from ...checkpoint.resolver import agreed, open_any, read_object
 from ...checkpoint.source import Opened
 from ...comm.codec import exchange_values
 from ...errors import CheckpointMismatch, CheckpointNotFound
+from ...utils.dtypes import casts_to
 from ...zero.runtime import runtime_of
+from ...zero.tensor_stream import stream_full_tensors
 from . import VERSION
+from .engine_settings import Settings
 from .logs import logger, warning_once
 from .partition import GatheredParameters
-from .whole_weights import WholeWeights, read_whole
 
 MODEL_FILE = "mp_rank_00_model_states.pt"
 SCRIPT = "zero_to_fp32.py"
+_STREAM_NBYTES = 256 << 20  # bytes of tensors that are gathered at a time
 _COUNTERS = {"global_steps", "global_samples", "skipped_steps"}
 _FACTS = ("ds_config", "ds_version")
 _TAKEN = {"global_steps", "skipped_steps", "lr_scheduler", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd"}
@@ -52,12 +56,11 @@ main()
 '''
 
 
-class Checkpoints(WholeWeights):
-    """Mixin of the engine: saving and loading of checkpoints."""
+class Checkpoints(Settings):
+    """Mixin of the engine: saving and loading of checkpoints, and whole weights."""
 
+    module: nn.Module
     micro_steps: int
-    loaded_checkpoint_dp_world_size: int | None = None
-    loaded_checkpoint_mp_world_size: int | None = None
 
     # -- save ----------------------------------------------------------------------------------------------------
 
@@ -117,8 +120,9 @@ class Checkpoints(WholeWeights):
         if runtime_of(self.module).comm.rank:  # after state_dict(), which runs the user's hooks on all ranks
             return {}
         scheduler, stage, facts = self.lr_scheduler, self.zero_optimization_stage(), self._facts()
+        parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
         model = {
-            "buffer_names": self._get_buffer_names(state), "optimizer": None, "param_shapes": self._get_zero_param_shapes(),
+            "buffer_names": [name for name in state if name not in parameters], "optimizer": None, "param_shapes": self._get_zero_param_shapes(),
             "lr_scheduler": None if scheduler is None else scheduler.state_dict(), **self._counters(),
             "dp_world_size": self.dp_world_size, "mp_world_size": 1, **facts, **client_state,
         }  # fmt: skip
@@ -132,18 +136,12 @@ class Checkpoints(WholeWeights):
             )
         model["module"] = _told(self._without_frozen(state) if exclude_frozen else state, whole=stage < 3)
         optimizer = {"optimizer_state_dict": {"zero_stage": stage, "partition_count": self.dp_world_size}, **facts}
-        ranks, bf16 = range(self.dp_world_size if stage else 0), self._config.bfloat16_config.enabled
-        paths = [self._get_rank_zero_ckpt_name("", "", 0, rank, bf16) for rank in ranks]
-        contents = {self._get_ckpt_name("", ""): archived(model), **dict.fromkeys(paths, archived(optimizer))}
-        return {os.path.basename(path): content for path, content in contents.items()}
+        before = "bf16_" if self._config.bfloat16_config.enabled else ""
+        names = [f"{before}zero_pp_rank_{n}_mp_rank_00_optim_states.pt" for n in range(self.dp_world_size if stage else 0)]
+        first = f"zero_pp_rank_0_{MODEL_FILE}" if stage == 3 else MODEL_FILE
+        return {first: archived(model), **dict.fromkeys(names, archived(optimizer))}
 
     # programs that write checkpoints themselves call the following by DeepSpeed's names, or replace them
-
-    def _get_buffer_names(self, state: Mapping[str, object] | None = None) -> list[str]:
-        """Return the names in the module's state dict (`state`, if the caller has it) that are not those of parameters."""
-        parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
-        state = self.module.state_dict(keep_vars=True) if state is None else state
-        return [name for name in state if name not in parameters]
 
     def _get_zero_param_shapes(self) -> list[dict[str, torch.Size]]:
         """Return name -> whole shape for each optimizer group."""
@@ -165,32 +163,6 @@ class Checkpoints(WholeWeights):
             os.chmod(dst, os.stat(dst).st_mode | stat.S_IEXEC)
         except (FileNotFoundError, PermissionError) as error:
             logger.info(f"{dst} could not be made executable ({error}): run it as `python {dst}`.")
-
-    # -- names -----------------------------------------------------------------------------------------------------
-
-    def _get_ckpt_name(
-        self, checkpoints_path: str | os.PathLike, tag: object, mp_placeholder: str | None = None, pp_placeholder: object = None
-    ) -> str:
-        """Return the path of the model's file."""
-        name = MODEL_FILE if mp_placeholder is None else MODEL_FILE.replace("00", mp_placeholder)
-        if self.zero_optimization_partition_weights():
-            name = f"zero_pp_rank_{0 if pp_placeholder is None else pp_placeholder}_{name}"
-        return os.path.join(checkpoints_path, str(tag), name)
-
-    def _get_rank_zero_ckpt_name(
-        self, checkpoints_path: str | os.PathLike, tag: object, mp_rank: int, dp_rank: int, bf16_mode: bool
-    ) -> str:
-        name = f"{'bf16_' if bf16_mode else ''}zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
-        return os.path.join(checkpoints_path, str(tag), name)
-
-    def _get_zero_ckpt_name(self, checkpoints_path: str | os.PathLike, tag: object) -> str:
-        """Return the path of this rank's optimizer file."""
-        rank, bf16 = runtime_of(self.module).comm.rank, self._config.bfloat16_config.enabled
-        return self._get_rank_zero_ckpt_name(checkpoints_path, tag, 0, rank, bf16)
-
-    def _get_optimizer_ckpt_name(self, checkpoints_path: str | os.PathLike, tag: object, expp_rank: int) -> str:
-        """Return the path that DeepSpeed gives an optimizer file of experts; no such file is written here."""
-        return os.path.join(checkpoints_path, str(tag), f"expp_rank_{expp_rank}_mp_rank_00_optim_states.pt")
 
     # -- load ----------------------------------------------------------------------------------------------------
 
@@ -241,7 +213,9 @@ class Checkpoints(WholeWeights):
             except CheckpointMismatch as error:
                 raise type(error)(str(error).replace("optimizer=None", "load_optimizer_states=False")) from None
         if custom_load_fn is not None:
-            self._load_by(custom_load_fn, opened)
+            source = agreed(runtime.comm, "load_checkpoint: reading", lambda: read_whole(opened, None), opened.path)
+            with GatheredParameters(list(self.module.parameters()), modifier_rank=0):
+                custom_load_fn(src=source, dst=self.module)
         if scheduler is not None:
             scheduler.load_state_dict(saved)
             if optimizer is not None and all("lr" not in group for group in opened.groups or ()):  # DeepSpeed's "elastic" ones
@@ -252,7 +226,6 @@ class Checkpoints(WholeWeights):
         if not load_module_only:
             for name in _COUNTERS & engine.keys():
                 setattr(self, name, engine[name])
-        self.loaded_checkpoint_dp_world_size, self.loaded_checkpoint_mp_world_size = engine.get("dp_world_size"), 1
         self._backwards = 0  # the gradients of earlier backwards are dropped
         self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
         return str(model_file(folder) or folder), client_state
@@ -276,12 +249,111 @@ class Checkpoints(WholeWeights):
             raise CheckpointNotFound(f"load_checkpoint: no checkpoint {chosen!r} in {root}. It has: {', '.join(has) or 'none'}.")
         return root / chosen
 
-    def _load_by(self, function: Callable[..., object], opened: Opened) -> None:
-        """Call the user's function to load whole tensors into the module (collective)."""
-        comm = runtime_of(self.module).comm
-        source = agreed(comm, "load_checkpoint: reading", lambda: read_whole(opened, None), opened.path)
-        with GatheredParameters(list(self.module.parameters()), modifier_rank=0):
-            function(src=source, dst=self.module)
+    # -- whole weights -------------------------------------------------------------------------------------------
+
+    def module_state_dict(
+        self, destination: dict[str, object] | None = None, prefix: str = "", keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, object]:  # fmt: skip
+        """Return the module's state dict; at stage 3 with whole tensors (collective)."""
+        if self.zero_optimization_partition_weights():
+            state: dict[str, object] = {f"{prefix}{name}": value for name, value in api.full_state_dict(self.module).items()}
+        else:
+            state = self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+        state = self._without_frozen(state, prefix) if exclude_frozen_parameters else state
+        if destination is None:
+            return state
+        destination.update(state)
+        return destination
+
+    def _without_frozen(self, state: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+        named = self.module.named_parameters(remove_duplicate=False)
+        frozen = {f"{prefix}{name}" for name, param in named if not param.requires_grad}
+        return {name: value for name, value in state.items() if name not in frozen}
+
+    def _whole_on_rank_0(self, exclude_frozen_parameters: bool) -> dict[str, object] | None:
+        """Return the state dict in host memory on rank 0, None on other ranks (collective).
+
+        _STREAM_NBYTES are gathered at a time. Tied names get one tensor, and no other tensors share memory.
+        """
+        first = runtime_of(self.module).comm.rank == 0
+        state = self.module.state_dict(keep_vars=True)
+        order = self._without_frozen(state) if exclude_frozen_parameters else state
+        frozen = state.keys() - order.keys()
+        found: dict[str, object] = {}
+        for part in stream_full_tensors(self.module, max_nbytes=_STREAM_NBYTES):
+            copies: dict[int, Tensor] = {}  # id of a gathered tensor -> its copy, which tied names share
+            for name, value in part.items() if first else ():
+                if name not in frozen:
+                    if id(value) not in copies:
+                        copies[id(value)] = value.to("cpu", copy=True)
+                    found[name] = copies[id(value)]
+        found |= {name: value for name, value in order.items() if not isinstance(value, Tensor)}  # values of get_extra_state
+        return {name: found.pop(name) for name in order if name in found} | found if first else None
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, object] | None:
+        """Return whole weights in host memory on rank 0, None on others (collective)."""
+        if not self.zero_optimization_partition_weights():
+            raise ValueError("this function requires ZeRO-3 mode")
+        return self._whole_on_rank_0(exclude_frozen_parameters)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write whole weights to one file of torch.save, on rank 0 (collective); return True.
+
+        If stage3_gather_16bit_weights_on_model_save is false at stage 3, write nothing and return False.
+        """
+        path = os.path.join(save_dir, save_filename)
+        sharded = self.zero_optimization_partition_weights()
+        if sharded and not self.zero_gather_16bit_weights_on_model_save():
+            logger.warning(
+                f"Did not save the model {path} because stage3_gather_16bit_weights_on_model_save is False: say true in the section "
+                "zero_optimization, or take save_checkpoint and zero_to_fp32."
+            )
+            return False
+        state = self._whole_on_rank_0(exclude_frozen_parameters)
+
+        def write() -> None:
+            if state is not None:
+                os.makedirs(save_dir, exist_ok=True)
+                torch.save(state, path)
+
+        agreed(runtime_of(self.module).comm, "save_16bit_model: writing", write, path)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_module_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., object] | None = None,
+        **unused: object,
+    ) -> None:  # fmt: skip
+        """Load whole tensors by name, or from a checkpoint's entry 'module'."""
+        state = checkpoint.get("module", checkpoint) if isinstance(checkpoint, dict) else checkpoint
+        if custom_load_fn is not None:
+            custom_load_fn(src=state, dst=self.module)
+        else:
+            self.module.load_state_dict(state, strict=strict)
+
+
+def read_whole(opened: Opened, dtype: torch.dtype | None, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+    """Read a checkpoint's tensors into host memory, by name; tied names get one tensor.
+
+    dtype: dtype of floating-point tensors; None: as stored. wanted: name -> whether to read the tensor.
+    """
+    ties, state = opened.tied(), {}
+    for name, stored in opened.model.items():
+        if name not in ties and wanted(name):
+            flat = torch.empty(stored.numel, dtype=casts_to(stored.dtype, dtype), device="cpu")
+            stored.read(0, flat)
+            state[name] = flat.view(stored.shape)
+    state.update({alias: state[name] for alias, name in ties.items() if name in state})
+    return state
 
 
 def _extras_of(opened: Opened, trusted: bool) -> tuple[dict[str, Any], object, dict[str, object]]:

@@ -13,8 +13,9 @@ import functools
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -28,7 +29,6 @@ from .accelerator import always, get_accelerator
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
-    from torch.distributed.device_mesh import DeviceMesh
 
 R = TypeVar("R")
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
@@ -126,18 +126,9 @@ def get_world_size(group: ProcessGroup | None = None) -> int:
 
 
 def get_local_rank() -> int:
-    """Return the rank on this machine, from LOCAL_RANK, which launchers set."""
+    """Return the rank on this machine, from LOCAL_RANK or Open MPI's variable, which launchers set."""
     _rank_and_size()
-    return get_local_rank_from_launcher()
-
-
-def _from_launcher(name: str, otherwise: int) -> int:
-    return int(os.environ.get(name) or os.environ.get(_FROM_MPI[name]) or otherwise)
-
-
-get_local_rank_from_launcher = functools.partial(_from_launcher, "LOCAL_RANK", 0)
-get_world_rank_from_launcher = functools.partial(_from_launcher, "RANK", 0)
-get_world_size_from_launcher = functools.partial(_from_launcher, "WORLD_SIZE", 1)
+    return int(os.environ.get("LOCAL_RANK") or os.environ.get(_FROM_MPI["LOCAL_RANK"]) or 0)
 
 
 def get_world_group() -> ProcessGroup | None:
@@ -154,27 +145,13 @@ def get_global_rank(group: ProcessGroup | None = None, group_rank: int = 0) -> i
     return group_rank if group is None else torch_dist.get_global_rank(group, group_rank)
 
 
-def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
-    return list(range(get_world_size())) if group is None else torch_dist.get_process_group_ranks(group)
-
-
-def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> DeviceMesh:
-    return torch_dist.init_device_mesh(get_accelerator().device_name(), mesh_shape, mesh_dim_names=mesh_dim_names)
-
-
 # -- counting ----------------------------------------------------------------------------------------------------
 
 
-class CommsLogger:
-    """Log of operations, switched on by `configure`. records: operation -> bytes of its tensor -> seconds of each call."""
-
-    def __init__(self) -> None:
-        self.enabled = self.verbose = self.debug = False
-        self.prof_all, self.prof_ops = True, list[str]()
-        self.records: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-
-
-comms_logger = CommsLogger()
+# log of operations, switched on by `configure`. records: operation -> bytes of its tensor -> seconds of each call
+comms_logger = SimpleNamespace(
+    enabled=False, verbose=False, debug=False, prof_all=True, prof_ops=[], records=defaultdict(lambda: defaultdict(list))
+)  # fmt: skip
 
 
 def configure(
@@ -191,9 +168,7 @@ def configure(
         for name in ("prof_all", "prof_ops", "verbose", "debug"):
             setattr(comms_logger, name, getattr(section.comms_logger, name, getattr(comms_logger, name)))
     given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
-    for name, value in given.items():
-        if value is not None:
-            setattr(comms_logger, name, value)
+    vars(comms_logger).update({name: value for name, value in given.items() if value is not None})
 
 
 def _op(fn: Callable[..., R]) -> Callable[..., R]:
@@ -243,22 +218,6 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     return {"summary": summary, "straggler_analysis": waited, "metadata": metadata} if return_dict else None
 
 
-def reset_log() -> None:
-    comms_logger.records.clear()
-
-
-def has_comm_data() -> bool:
-    return bool(comms_logger.records)
-
-
-def get_comm_operation_count() -> int:
-    return sum(len(seconds) for sizes in comms_logger.records.values() for seconds in sizes.values())
-
-
-def get_logged_comm_ops() -> list[str]:
-    return list(comms_logger.records)
-
-
 # -- operations, with DeepSpeed's names of arguments ----------------------------------------------------------------
 
 
@@ -270,7 +229,7 @@ _OPERATIONS: dict[str, tuple[str, dict[str, str]]] = {  # name -> (torch's name,
     **dict.fromkeys(("all_gather_into_tensor", "allgather_fn"), ("all_gather_into_tensor", {"tensor": "input_tensor"})),
     "all_to_all_single": ("all_to_all_single", {"tensor": "input"}),
     **{name: (name, {}) for name in (
-        "all_reduce_coalesced", "reduce", "reduce_scatter", "all_gather", "all_gather_object", "broadcast",
+        "reduce", "reduce_scatter", "all_gather", "all_gather_object", "broadcast",
         "broadcast_object_list", "all_to_all", "send", "recv", "gather", "scatter", "monitored_barrier",
     )},
 }  # fmt: skip
@@ -298,24 +257,10 @@ def barrier(group: ProcessGroup | None = None, async_op: bool = False, device_id
     return torch_dist.barrier(group, async_op, device_ids)
 
 
-has_all_gather_into_tensor = has_reduce_scatter_tensor = has_all_reduce_coalesced = always(True)
-has_coalescing_manager = always(hasattr(torch_dist.distributed_c10d, "_coalescing_manager"))
+has_all_gather_into_tensor = always(True)
 
 
 def __getattr__(name: str) -> Any:
     if name.startswith("__") or not hasattr(torch_dist, name):
         raise AttributeError(f"zeroshard.deepspeed has no comm.{name}, and neither has torch.distributed")
     return getattr(torch_dist, name)
-
-
-def _contradicting_single_rank_pg_error(
-    dp_world_size: int, explicit_process_group: object, env: Mapping[str, str] | None = None
-) -> str | None:
-    """Return an error if a launcher started several ranks but the default process group has only one; else None."""
-    said = str((os.environ if env is None else env).get("WORLD_SIZE"))
-    if dp_world_size != 1 or explicit_process_group is not None or not said.isdigit() or int(said) <= 1:
-        return None
-    return (
-        f"zero.Init: the launcher says WORLD_SIZE={said}, and the process group has one rank: nothing would be partitioned. Call "
-        "deepspeed.init_distributed() before, and let nothing else make a process group of one rank."
-    )

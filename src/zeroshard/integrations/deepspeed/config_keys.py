@@ -3,7 +3,8 @@
     honoured   the key changes the computation, the storage, checkpoints or reports
     noted      the key is accepted and has no effect: results do not depend on it. A value other than the default gets a warning
                with the reason
-    refused    the key is not supported: it raises an error with the remedy, unless its value is the default or switches it off
+    refused    the key is not supported: it raises an error with the remedy, unless its value is the default or switches it off.
+               A section that is refused has no rows for its keys
 
 `KEYS` maps the full name ("zero_optimization.stage") to its row. ds_config.py reads configurations by these rows, sections.py
 makes typed sections from them, and scripts/config_page.py a document.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -88,16 +89,6 @@ def _stage3(key: Key) -> Key:
     return replace(key, aliases=("stage3_" + key.name,))
 
 
-def _whole_section(name: str, text: str, keys: str, on: Callable[[object], bool] = is_on) -> Iterator[Key]:
-    """Yield a section that is refused as a whole if it is on, and its keys. A word in `keys` that ends in a colon: a section in it."""
-    yield _R(name, None, text, is_on=on)
-    place = name
-    for word in keys.split():
-        if word.endswith(":"):
-            place = f"{name}.{word[:-1]}"
-        yield _R(place if word.endswith(":") else f"{place}.{word}", None, f"of {name}: {text}")
-
-
 _SAME = "results are the same"
 _TOP = (
     _H("train_batch_size", None, "samples a step on all ranks: micro batch x accumulation x ranks"),
@@ -159,6 +150,8 @@ _TOP = (
     _H("dataloader_drop_last", False, "of training_data="),
     _H("log_level", None, "level of the package's logger"),
     _N("vocabulary_size", None, "a hint about alignment"),
+    _N("flops_profiler", None, "operations are not counted: torch.utils.flop_counter does that"),
+    _N("pipeline", None, "there is no PipelineModule: see torch.distributed.pipelining"),
     *(_R(name, default, "other parallel dimensions are not in the configuration: leave it out, and pass a process group of "
         "the data-parallel ranks",
          is_on=_several) for name, default in {"sequence_parallel_size": 1, "data_parallel_size": None}.items()),
@@ -179,9 +172,7 @@ _ZERO = (
     _N("elastic_checkpoint", False, "every checkpoint loads at any number of ranks", "bool"),
     _H("offload_optimizer", None, "below", "offload_optimizer", "offload_optimizer"),
     _H("offload_param", None, "below", "offload_param", "offload_param"),
-    *_whole_section("zenflow", "leave it out, and keep offload_optimizer; zs.shard(delayed_update=...) hides the host's update",
-        "topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio full_warm_up_rounds "
-        "pt_reserved_cores_perc steps_per_epoch"),
+    _R("zenflow", None, "leave it out, and keep offload_optimizer; zs.shard(delayed_update=...) hides the host's update"),
     _N("sub_group_size", 1_000_000_000, f"the host steps in pieces of its own size: {_SAME}", "count"),
     _H("cpu_offload", None, 'deprecated: offload_optimizer {"device": "cpu"}', "bool", "offload_optimizer"),
     _H("cpu_offload_param", None, 'deprecated: offload_param {"device": "cpu"}', "bool", "offload_param"),
@@ -332,57 +323,21 @@ _SECTIONS: dict[str, tuple[Key, ...]] = {
         _N("prof_ops", (), "of comms_logger", "texts"),
         *(_N(name, False, "of comms_logger", "bool") for name in ("verbose", "debug")),
     ),
-    "flops_profiler": (
-        _N("enabled", False, "operations are not counted: torch.utils.flop_counter does that"),
-        *(_N(name, value, "of flops_profiler") for name, value in {
-            "recompute_fwd_factor": 0.0, "profile_step": 1, "module_depth": -1, "top_modules": 1, "detailed": True,
-            "output_file": None}.items()),
-    ),
-    "pipeline": tuple(_N(name, value, "of PipelineModule, which is refused: torch.distributed.pipelining") for name, value in {
-        "stages": "auto", "partition": "best", "seed_layers": False, "activation_checkpoint_interval": 0,
-        "pipe_partitioned": True,
-        "grad_partitioned": True}.items()),
 }  # fmt: skip
 
 _GONE = "DeepSpeed has removed it as well: leave it out"
-_REFUSED = (
-    *_whole_section("tensor_parallel", "leave it out, and see torch.distributed.tensor.parallel",
-        "dtype autotp_size tp_overlap_comm vocab_parallel_lm_head vocab_parallel_ce_backend injection_policy_tuple preset_model "
-        "keep_module_on_host replace_with_kernel_inject tensor_parallel: tp_size tp_grain_size mpu tp_group "
-        "partition_config: use_default_specs layer_specs", _tensor_parallel),
-    *_whole_section("expert_parallel",
-        "leave it out: experts are sharded like all parameters (leaf_module for blocks of experts)",
-        "enabled autoep_size expert_tensor_parallel_size validate_folding_routing async_split_plan preset_model moe_layer_pattern "
-        "expert_pattern router_pattern use_grouped_mm disable_triton_grouped_mm route_norm route_scale score_apply combine_impl "
-        "row_weighting_impl gate_up_impl comm_backend comm_num_sm comm_qp_margin comm_max_tokens_per_rank num_expert_groups "
-        "num_limited_groups score_func top_k load_balance_coeff routed_scaling_factor expert_w1 expert_w2 expert_w3 "
-        "num_experts_attr top_k_attr has_shared_experts shared_experts_pattern shared_experts_gate_pattern expert_activation"),
-    *_whole_section("compile", "leave it out; engine.compile() and torch.compile work",
-        "deepcompile passes free_activation free_activation_threshold offload_activation offload_activation_pin_memory "
-        "offload_opt_states offload_parameters double_buffer symmetric_memory autoep_non_moe debug_log sync_before_reduce "
-        "sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors",
-        lambda section: is_on(section.get("deepcompile")) if isinstance(section, Mapping) else is_on(section)),
-    *_whole_section("hybrid_engine",
-        "leave it out, and generate with an inference engine or the model itself under zs.gathered",
-        "enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size "
-        "enable_cuda_graph"),
-    *_whole_section("autotuning", "leave it out; `zeroshard plan` says what fits",
-        "enabled fast results_dir exps_dir overwrite metric metric_path start_profile_step end_profile_step mp_size "
-        "max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu "
-        "num_tuning_micro_batch_sizes tuner_type tuner_early_stopping tuner_num_trials arg_mappings model_info model_info_path"),
-    *_whole_section("data_efficiency", "leave it out, and give the DataLoader a sampler of your own",
-        "enabled seed data_sampling: enabled num_epochs num_workers pin_memory "
-        "data_sampling.curriculum_learning: enabled data_cluster_path curriculum_metrics "
-        "data_sampling.dynamic_batching: enabled lr_scaling_method min_batch_size max_batch_size "
-        "data_routing: enabled data_routing.random_ltd: enabled total_layer_num random_ltd_layer_num random_ltd_layer_id "
-        "model_mask_name model_type hidden_state_order random_ltd_schedule layer_token_lr_schedule"),
-    *_whole_section("datastates_ckpt", "leave it out: checkpoints are written by zs.io", ""),
-    *_whole_section("weight_quantization", "leave it out: quantise the trained weights",
-        "enabled num_bits q_type q_groups quantized_initialization post_init_quant"),
-    *_whole_section("comet", "leave it out; tensorboard, csv_monitor and wandb are there",
-        "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode"),
-    *_whole_section("compression_training", _GONE, "layer_reduction weight_quantization activation_quantization sparse_pruning "
-        "row_pruning head_pruning channel_pruning"),
+_REFUSED = (  # sections are refused as a whole, with all their keys
+    _R("tensor_parallel", None, "leave it out, and see torch.distributed.tensor.parallel", is_on=_tensor_parallel),
+    _R("expert_parallel", None, "leave it out: experts are sharded like all parameters (leaf_module for blocks of experts)"),
+    _R("compile", None, "leave it out; engine.compile() and torch.compile work",
+        is_on=lambda section: is_on(section.get("deepcompile")) if isinstance(section, Mapping) else is_on(section)),
+    _R("hybrid_engine", None, "leave it out, and generate with an inference engine or the model itself under zs.gathered"),
+    _R("autotuning", None, "leave it out; `zeroshard plan` says what fits"),
+    _R("data_efficiency", None, "leave it out, and give the DataLoader a sampler of your own"),
+    _R("datastates_ckpt", None, "leave it out: checkpoints are written by zs.io"),
+    _R("weight_quantization", None, "leave it out: quantise the trained weights"),
+    _R("comet", None, "leave it out; tensorboard, csv_monitor and wandb are there"),
+    _R("compression_training", None, _GONE),
     _R("amp", None, 'use "bf16", "fp16" or "torch_autocast"'),
     _R("nebula", None, _GONE),
     *(_R(name, None, _GONE) for name in (
@@ -392,16 +347,12 @@ _REFUSED = (
 )  # fmt: skip
 
 
-def _rows() -> Iterator[Key]:
-    yield from _TOP
-    for section, keys in _SECTIONS.items():
-        if "." not in section:  # the rows of inner sections are among their section's keys
-            yield _H(section, None, "below", aliases=("bfloat16",) if section == "bf16" else ())
-        yield from (replace(key, name=f"{section}.{key.name}") for key in keys)
-    yield from _REFUSED
-
-
-KEYS: dict[str, Key] = {key.name: key for key in _rows()}
+KEYS: dict[str, Key] = {key.name: key for key in _TOP}
+for _section, _keys in _SECTIONS.items():
+    if "." not in _section:  # the rows of inner sections are among their section's keys
+        KEYS[_section] = _H(_section, None, "below", aliases=("bfloat16",) if _section == "bf16" else ())
+    KEYS |= {f"{_section}.{key.name}": replace(key, name=f"{_section}.{key.name}") for key in _keys}
+KEYS |= {key.name: key for key in _REFUSED}
 ALIASES: dict[str, str] = {  # full name of an alias -> full name of its key
     f"{key.name.rpartition('.')[0]}.{alias}".removeprefix("."): key.name for key in KEYS.values() for alias in key.aliases
 }

@@ -19,10 +19,6 @@ from ...errors import ConfigError
 from ...optim.lion import Lion
 
 
-def _refuse(name: str, argument: str, value: object, remedy: str) -> None:
-    raise ConfigError(f"{name}: {argument}={value} is not supported; {remedy}")
-
-
 class _Adam(torch.optim.Adam):
     """torch's fused Adam, with decoupled weight decay or L2 decay."""
 
@@ -34,9 +30,11 @@ class _Adam(torch.optim.Adam):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         name = type(self).__name__
         if param_group.get("amsgrad", self.defaults["amsgrad"]):
-            _refuse(name, "amsgrad", True, "DeepSpeed has none either: use torch.optim.AdamW(amsgrad=True).")
+            raise ConfigError(
+                f"{name}: amsgrad=True is not supported; DeepSpeed has none either: use torch.optim.AdamW(amsgrad=True)."
+            )
         if not param_group.setdefault("bias_correction", self._bias_correction):
-            _refuse(name, "bias_correction", False, "leave it at True (torch's Adam has no other).")
+            raise ConfigError(f"{name}: bias_correction=False is not supported; leave it at True (torch's Adam has no other).")
         super().add_param_group(param_group)
 
 
@@ -76,7 +74,9 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         fp32_optimizer_states: bool = True,
     ) -> None:  # fmt: skip
         if amsgrad:
-            _refuse("DeepSpeedCPUAdagrad", "amsgrad", True, "Adagrad has no such variant: leave it at False.")
+            raise ConfigError(
+                "DeepSpeedCPUAdagrad: amsgrad=True is not supported; Adagrad has no such variant: leave it at False."
+            )
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay, fused=True)
         self.fp32_optimizer_states = fp32_optimizer_states
 

@@ -31,8 +31,6 @@ _HERE = __package__
 SITE = Path(__file__).parent / "site"
 _DECIDE_AT_IMPORT = ("accelerate", "transformers", "lightning", "pytorch_lightning", "lightning_fabric", "peft", "trl")
 MAJOR, MINOR, PATCH = (int(part) for part in VERSION.partition("+")[0].split("."))
-UNKNOWN = None  # what deepspeed's version says of git
-ALLREDUCE_NUMEL = 500_000_000
 
 
 class SurfaceModule(ModuleType):
@@ -169,13 +167,12 @@ def _is_first(paths: list[str]) -> bool:
     return False
 
 
-def child_environment(base: dict[str, str] | None = None) -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """Return the PYTHONPATH with which `import deepspeed` finds zeroshard in a child process.
 
     Workers of torchrun and of `accelerate launch` inherit it.
     """
-    given = (os.environ if base is None else base).get("PYTHONPATH", "")
-    others = [path for path in given.split(os.pathsep) if path and path != str(SITE)]
+    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != str(SITE)]
     source = str(Path(__file__).parents[3])  # zeroshard's own folder, in case it is not installed
     if source not in others and not source.endswith("-packages"):
         others.append(source)

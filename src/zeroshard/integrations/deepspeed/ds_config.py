@@ -29,33 +29,20 @@ from .sections import DeepSpeedConfigError, Section, examine, without_auto
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER, LION_OPTIMIZER = "adam", "adamw", "adagrad", "lion"
-LAMB_OPTIMIZER, MUON_OPTIMIZER = "lamb", "muon"
-MUADAM_OPTIMIZER, MUADAMW_OPTIMIZER, MUSGD_OPTIMIZER = "muadam", "muadamw", "musgd"
-DEEPSPEED_OPTIMIZERS = [
-    ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER, MUADAM_OPTIMIZER, MUADAMW_OPTIMIZER, MUSGD_OPTIMIZER,
-    LION_OPTIMIZER, MUON_OPTIMIZER,
-]  # fmt: skip
-GRADIENT_CLIPPING = "gradient_clipping"
-LOG_LEVEL_DEFAULT: str | None = KEYS["log_level"].default
-GRADIENT_CLIPPING_DEFAULT: float = KEYS[GRADIENT_CLIPPING].default
+ADAM_OPTIMIZER, LAMB_OPTIMIZER = "adam", "lamb"
+_OPTIMIZERS = ("adagrad", ADAM_OPTIMIZER, "adamw", LAMB_OPTIMIZER, "muadam", "muadamw", "musgd", "lion", "muon")  # in any case
+GRADIENT_CLIPPING_DEFAULT: float = KEYS["gradient_clipping"].default
 DTYPES = {
     "fp32": torch.float32, "float32": torch.float32, "float": torch.float32,
     "fp16": torch.float16, "float16": torch.float16, "half": torch.float16,
     "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
 }  # fmt: skip
 OFFLOAD_STAGES = {"offload_optimizer": 1, "offload_param": 3}  # lowest stage that shards these states, which offload needs
-_TAG_VALIDATIONS = ("IGNORE", "WARN", "FAIL")
 
 
 def get_gradient_clipping(config: Values) -> float:
     """Return the gradient norm at which a configuration clips; 0: no clipping."""
-    return config.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT)
-
-
-def get_log_level(config: Values) -> str | None:
-    """Return the log level in a configuration. None: the logger's level is not changed."""
-    return config.get("log_level", LOG_LEVEL_DEFAULT)
+    return config.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT)
 
 
 def get_bfloat16_config(config: Values) -> Section:
@@ -66,6 +53,14 @@ def get_bfloat16_config(config: Values) -> Section:
 def get_float16_config(config: Values) -> Section:
     """Return the section fp16."""
     return sections.DeepSpeedFP16Config.of(_section(config, "fp16"))
+
+
+def zero_section(config: Values) -> Section:
+    """Return the section zero_optimization; true or false, as in old configurations, is stage 1 or 0."""
+    given = config.get("zero_optimization")
+    return sections.DeepSpeedZeroConfig.of(
+        {"stage": int(given)} if isinstance(given, bool) else _section(config, "zero_optimization")
+    )
 
 
 def _section(config: Values, *names: str, within: str = "") -> Values:
@@ -219,13 +214,15 @@ class DeepSpeedConfig:
     def _read_plain(self, given: Values) -> None:
         """Read the keys at the top level that are single values."""
         for key in keys_of(""):
-            if not keys_of(key.name) and key.treatment is not Treatment.REFUSED:
+            if keys_of(key.name):
+                _section(given, key.name)  # raises if it is no mapping
+            elif key.treatment is not Treatment.REFUSED:
                 setattr(self, key.name, given.get(key.name, key.default))
         self.communication_data_type = dtype_of("communication_data_type", given.get("communication_data_type"))
         self.gradient_allreduce_op = str(given.get("gradient_allreduce_op", "mean")).lower()
         if self.gradient_allreduce_op not in ("mean", "sum"):
             raise ValueError(f'Invalid gradient_allreduce_op {given["gradient_allreduce_op"]!r}: expected "mean" or "sum".')
-        self.gradient_clipping = _number(GRADIENT_CLIPPING, get_gradient_clipping(given) or 0.0)
+        self.gradient_clipping = _number("gradient_clipping", get_gradient_clipping(given) or 0.0)
         _number("steps_per_print", self.steps_per_print or 0)
         for kind in ("optimizer", "scheduler"):
             section = _section(given, kind)
@@ -236,9 +233,8 @@ class DeepSpeedConfig:
                 raise DeepSpeedConfigError(f"{kind}.type: expected the name of a class, got {name!r}.")
             setattr(self, f"{kind}_name", name)
             setattr(self, f"{kind}_params", section.get("params") if name is not None else None)
-        if self.optimizer_name is not None and self.optimizer_name.lower() in DEEPSPEED_OPTIMIZERS:
+        if self.optimizer_name is not None and self.optimizer_name.lower() in _OPTIMIZERS:
             self.optimizer_name = self.optimizer_name.lower()
-        self.optimizer_legacy_fusion = _section(given, "optimizer").get("legacy_fusion", False)
 
     def _read_sections(self, given: Values) -> None:
         self.zero_config = sections.DeepSpeedZeroConfig.of(_section(given, "zero_optimization"))
@@ -251,9 +247,6 @@ class DeepSpeedConfig:
         comms = sections.CommsLoggerConfig.of(_section(given, "comms_logger"))
         self.comms_config = SimpleNamespace(comms_logger_enabled="comms_logger" in given, comms_logger=comms)
         self.activation_checkpointing_config = SimpleNamespace(**_with_defaults(given, "activation_checkpointing"))
-        self.flops_profiler_config = SimpleNamespace(**_with_defaults(given, "flops_profiler"))
-        self.aio_config = _with_defaults(given, "aio")
-        self.pipeline = _with_defaults(given, "pipeline")
 
     def _read_precision(self, given: Values) -> None:
         self.float16_config = get_float16_config(given)
@@ -265,9 +258,6 @@ class DeepSpeedConfig:
             raise DeepSpeedConfigError(
                 "torch_autocast.dtype = float16 is not supported: fp32 parameters have no loss scale. Use bfloat16, or fp16.enabled."
             )
-        safe = self.torch_autocast_lower_precision_safe_modules = autocast["lower_precision_safe_modules"]
-        if safe is not None and not (isinstance(safe, (list, tuple)) and all(isinstance(name, str) for name in safe)):
-            raise ValueError(f"torch_autocast.lower_precision_safe_modules: expected a list of class paths, got {safe!r}.")
         types = _with_defaults(given, "data_types")
         for name in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
             dtype_of(f"data_types.{name}", types[name])
@@ -279,19 +269,14 @@ class DeepSpeedConfig:
     def _read_checkpoint(self, given: Values) -> None:
         section = _with_defaults(given, "checkpoint")
         mode = str(section["tag_validation"]).upper()
-        if mode not in _TAG_VALIDATIONS:
+        if mode not in ("IGNORE", "WARN", "FAIL"):
             raise DeepSpeedConfigError(
                 f"checkpoint.tag_validation: expected Ignore, Warn or Fail, got {section['tag_validation']!r}."
             )
         self.checkpoint_tag_validation_enabled, self.checkpoint_tag_validation_fail = mode != "IGNORE", mode == "FAIL"
         self.load_universal_checkpoint = section["load_universal"]
-        self.use_node_local_storage = section["use_node_local_storage"]
         self.checkpoint_writer_decoupled = bool((section["writer"] or {}).get("decoupled", False))
-        pipelined = _section(section, "parallel_write", within="checkpoint").get("pipeline_stage", False)
-        if pipelined not in (True, False, "auto"):
-            raise DeepSpeedConfigError(f"checkpoint.parallel_write.pipeline_stage: expected true or false, got {pipelined!r}.")
-        self.checkpoint_parallel_write_pipeline = pipelined is True
-        self.checkpoint_config = {**section, "tag_validation": mode}
+        _section(section, "parallel_write", within="checkpoint")  # raises if it is no mapping
 
     # -- checks of keys together ---------------------------------------------------------------------------------
 
@@ -373,16 +358,12 @@ class DeepSpeedConfig:
                 _said.add(note)
                 print(f"zeroshard: ds_config: {note}", file=sys.stderr)
 
-    def print_user_config(self) -> None:
-        """Print the given configuration on stderr."""
-        print(json.dumps(self._param_dict, indent=4, sort_keys=True, default=str), file=sys.stderr)
-
     def print(self, name: str) -> None:
         """Print every attribute, and the given configuration, on stderr."""
         for attribute, value in sorted(vars(self).items()):
             if not attribute.startswith("_"):
                 print(f"{name}.{attribute} = {value}", file=sys.stderr)
-        self.print_user_config()
+        print(json.dumps(self._param_dict, indent=4, sort_keys=True, default=str), file=sys.stderr)
 
 
 _said: set[str] = set()

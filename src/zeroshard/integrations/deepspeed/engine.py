@@ -36,10 +36,8 @@ from .accelerator import always
 from .checkpoints import Checkpoints
 from .ds_config import DeepSpeedConfig
 from .engine_optimizer import wrap
-from .logs import logger
-from .monitor import Event
-from .timers import SynchronizedWallClockTimer, ThroughputTimer
-from .utilities import autocast_if_enabled, maybe_loss_for_backward
+from .logs import logger, warning_once
+from .monitor import Event, ThroughputTimer
 
 R = TypeVar("R")
 _scaled: set[int] = set()  # graph tasks (autograd's ids) of running backwards whose loss `engine.backward` has scaled already
@@ -61,6 +59,11 @@ def _one_thread(method: Callable[..., R]) -> Callable[..., R]:
             self._turn.release()
 
     return call
+
+
+def _is_loss(value: object) -> bool:
+    """Return whether a value is a tensor of one element with a grad_fn."""
+    return isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None
 
 
 class _UnscaledGradient(torch.autograd.Function):
@@ -106,7 +109,6 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.client_optimizer, self.client_lr_scheduler, self._client_name = known["client"]
         self.param_names = {param: name for name, param in module.named_parameters()}
         self.mp_world_size, self.has_moe_layers, self.sparse_tensor_module_names = 1, False, set[str]()
-        self.timers = SynchronizedWallClockTimer()
         timed = SimpleNamespace(enabled=config.timers_config.enabled, synchronized=False)  # do not wait for the device
         self.tput_timer = ThroughputTimer(timed, config.train_batch_size, steps_per_output=config.steps_per_print)
         self._held: contextlib.AbstractContextManager | None = None
@@ -119,7 +121,10 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             module = torch_compat.early_modules(self).get("module")
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}. engine.config is the configuration, engine.module the model; "
+                "docs/how-to/from-deepspeed.md says what to use."
+            ) from None
 
     # -- forward and backward ------------------------------------------------------------------------------------
 
@@ -130,7 +135,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self._hold(self._sums_locally())
         if self.fp16_auto_cast():
             args, kwargs = map_tensors(lambda tensor: tensor.to(casts_to(tensor.dtype, torch.half)), (args, kwargs))
-        with autocast_if_enabled(self), telling(runtime_of(self.module), "the forward"):
+        with self._autocast(), telling(runtime_of(self.module), "the forward"):
             output = self.module(*args, **kwargs)
 
         # for programs that call loss.backward() instead of engine.backward(loss)
@@ -145,6 +150,19 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
                     tensor.register_hook(scale_unless_scaled)
         return output
 
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Return torch.autocast with the options of the section torch_autocast; without it, disable the caller's and warn once."""
+        kind, dtype = self.device.type, self.torch_autocast_dtype()
+        if self.torch_autocast_enabled() and dtype is not None:
+            return torch.autocast(kind, dtype)
+        if not torch.is_autocast_enabled(kind):
+            return contextlib.nullcontext()
+        warning_once(
+            "torch.autocast is enabled outside of the engine, whose configuration does not ask for it: inside it is off, as in DeepSpeed. "
+            'Say {"torch_autocast": {"enabled": true, "dtype": "bfloat16"}}, or {"bf16": {"enabled": true}} alone.'
+        )
+        return torch.autocast(kind, enabled=False)
+
     def _ranks_summed(self) -> int:
         """Return the factor from the mean gradient over ranks to the configured one: the number of ranks for a sum, else 1."""
         return self.dp_world_size if self._config.gradient_allreduce_op == "sum" else 1
@@ -155,9 +173,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         retain_graph: no effect; pass it to `.backward()`.
         """
         assert self.optimizer is not None, "must provide optimizer during init in order to use scale"
-        assert maybe_loss_for_backward(loss), (
-            "loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)"
-        )
+        assert _is_loss(loss), "loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)"
         factor = runtime_of(self.module).progress.loss_scale
         return loss if factor == 1.0 else _UnscaledGradient.apply(loss, factor)
 
@@ -165,9 +181,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Run backward of loss / gradient_accumulation_steps (scale_wrt_gas=False: of the loss), and return that quotient."""
         assert self.optimizer is not None, "must provide optimizer during init in order to use backward"
-        assert maybe_loss_for_backward(loss), (
-            "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors"
-        )
+        assert _is_loss(loss), "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors"
         self._hold(self._sums_locally())
         self._backwards += 1
         steps = self.gradient_accumulation_steps()

@@ -22,12 +22,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...comm.codec import exchange_values
 from ...errors import ConfigError, NonFiniteError
 from ...optim.parameter_access import OptimizerStatePart, ParameterPart, gradient_of, state_of, value_of
 from ...optim.sharded_optimizer import OptimizerCore
 from ...tensor.sharded_tensor import ShardedTensor
 from ...zero.gathered_parameters import home_of
+from ...zero.mixed_precision import LossScaler
 from . import partition, stand_ins
 from .accelerator import always
 from .cpu_optimizers import FusedAdam
@@ -44,6 +44,8 @@ _INSTEAD = {
     ),
     **dict.fromkeys(("grad_partitions_flat_buffer", "averaged_gradients_flat"), "zs.gradient_of(param).local()"),
     "nccl_start_alignment_factor": "zs.value_of(param).local(): what a rank holds begins at multiples of 32 elements",
+    "loss_scale_config": "engine.optimizer.loss_scaler, or the section fp16 of the configuration",
+    "_get_norm_groups": "zs.gradient_of(param), or engine.get_global_grad_norm() after a step",
     "get_hp_param_device": "zs.report(model), which tells where states rest",
 }  # fmt: skip
 
@@ -59,14 +61,13 @@ class EngineOptimizer:
     def __init__(self, optimizer: object, config: DeepSpeedConfig) -> None:
         self.optimizer: Any = optimizer
         self._config = config
-        self.custom_loss_scaler = False
         self._sharded: object = None  # the sharded optimizer while `.optimizer` is a flat copy (Stage3)
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not set yet (copying, unpickling): looking it up would recurse
             raise AttributeError(name)
         if name in _INSTEAD:
-            told = f"engine.optimizer.{name} is about DeepSpeed's buffers, which zeroshard does not have"
+            told = f"engine.optimizer.{name} is of DeepSpeed's optimizers, which zeroshard does not have"
             raise AttributeError(f"{told}: use {_INSTEAD[name]}.")
         return getattr(self.optimizer, name)
 
@@ -90,15 +91,6 @@ class EngineOptimizer:
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Call loss.backward(). The runtime multiplies the gradients of the model's outputs by the loss scale."""
         loss.backward(retain_graph=retain_graph)
-
-    def get_lr(self) -> float:
-        """Return the learning rate of the first group."""
-        return self.optimizer.param_groups[0]["lr"]
-
-    def set_lr(self, lr: float) -> None:
-        """Set the learning rate of all groups."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
 
     def state_dict(self) -> dict[str, object]:
         """Return the sharded optimizer's state dict and DeepSpeed's entries: this rank's master slices by group, stage, scale."""
@@ -125,9 +117,9 @@ class EngineOptimizer:
     cur_scale = loss_scale
 
     @property
-    def loss_scaler(self) -> LossScalerView | None:
-        """The loss scaler in fp16, else None."""
-        return LossScalerView(self.optimizer.core) if self.optimizer.core.runtime.progress.scaler is not None else None
+    def loss_scaler(self) -> LossScaler | None:
+        """The loss scaler in fp16, with zeroshard's names (scale, patience, config), else None."""
+        return self.optimizer.core.runtime.progress.scaler
 
     @property
     def dynamic_loss_scale(self) -> bool:
@@ -147,22 +139,6 @@ class EngineOptimizer:
     empty_partition_cache = always(None)  # parameters are not kept gathered between steps
     destroy = always(None)  # `engine.destroy()` frees everything
     micro_step_id = property(attrgetter("optimizer.core.runtime.account.backwards"))  # number of backwards since the last step
-    low_precision_dtype = property(attrgetter("_config.model_dtype"))  # dtype of parameters in forward and backward
-
-    @property
-    def loss_scale_config(self) -> SimpleNamespace:
-        """Settings of the loss scale: whether it is dynamic, its value, number of steps, and how it grows and shrinks."""
-        scaler, fp16 = self.loss_scaler, self._config.float16_config
-        rules: dict[str, object] = {"cur_hysteresis": 1}
-        if scaler is not None and scaler.dynamic:
-            rules = {
-                "cur_hysteresis": scaler.patience, "scale_window": fp16.loss_scale_window, "min_loss_scale": fp16.min_loss_scale,
-                "scale_factor": scaler.scale_factor,
-            }  # fmt: skip
-        return SimpleNamespace(
-            dynamic_loss_scale=self.dynamic_loss_scale, cur_scale=self.loss_scale, cur_iter=self.optimizer.core.tally.asked,
-            low_precision_dtype=self.low_precision_dtype, **rules,
-        )  # fmt: skip
 
     # -- slices of masters and gradients ------------------------------------------------------------------------------
 
@@ -207,32 +183,6 @@ class EngineOptimizer:
     def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
         """Parameters of each leaf module (`set_z3_leaf_modules`)."""
         return {module: list(module.parameters()) for module in get_z3_leaf_modules(self.optimizer.core.runtime.model)}
-
-    def _get_norm_groups(self) -> list[Tensor]:
-        """Return the norm of the mean gradient of each optimizer group, over all ranks (collective)."""
-        groups = self.get_fp32_grad_partitions()
-        squares = [float(sum(each.square().sum() for each in groups.get(i, {}).values())) for i in range(len(self.bit16_groups))]
-        comm = self.optimizer.core.runtime.comm
-        everyone = [squares] if comm.world_size == 1 else exchange_values(comm, squares, "norms of gradients")
-        return [torch.tensor(sum(theirs)).sqrt() for theirs in zip(*everyone, strict=True)]
-
-
-class LossScalerView:
-    """Live view of the loss scaler with DeepSpeed's names. Other attributes are those of zeroshard's scaler."""
-
-    scale_factor = 2.0
-
-    def __init__(self, core: OptimizerCore) -> None:
-        self._core = core
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._core.runtime.progress.scaler, name)
-
-    cur_scale = loss_scale = property(attrgetter("scale"))
-    cur_iter = property(attrgetter("_core.tally.asked"))  # number of steps, skipped ones included
-    cur_hysteresis = property(attrgetter("patience"))
-    scale_window = property(attrgetter("config.loss_scale_window"))  # steps without an overflow after which the scale doubles
-    min_scale = property(attrgetter("config.min_loss_scale"))
 
 
 def _flat(parts: list[ParameterPart]) -> object:
@@ -364,12 +314,6 @@ def _unsliced(param: Tensor, value: object) -> object:
 # -- the model's hooks at stage 3 ----------------------------------------------------------------------------------
 
 
-class Handle:
-    """Handle of a hook that does not exist: `remove` does nothing."""
-
-    remove = always(None)
-
-
 class ParameterOffload:
     """`engine.optimizer.parameter_offload`: handles of hooks that programs remove while they generate, and add again afterwards.
 
@@ -381,8 +325,7 @@ class ParameterOffload:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.forward_hooks: list[Handle] = []
-        self.backward_hooks: list[Handle] = []
+        self._remove_module_hooks()
         partition.show_external_parameters(module)
         self._register_deepspeed_module(module)
 
@@ -390,11 +333,12 @@ class ParameterOffload:
         """Add handles for a module and those in it."""
         for each in module.modules():
             if any(True for _ in each.parameters(recurse=False)):
-                self.forward_hooks.append(Handle())
-                self.backward_hooks.append(Handle())
+                self.forward_hooks.append(SimpleNamespace(remove=always(None)))
+                self.backward_hooks.append(SimpleNamespace(remove=always(None)))
 
     def _remove_module_hooks(self) -> None:
-        self.forward_hooks, self.backward_hooks = [], []
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
 
 
 @contextlib.contextmanager

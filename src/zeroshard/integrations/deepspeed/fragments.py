@@ -9,7 +9,6 @@ the elements of `param.ds_tensor`, are for stage 3 only. A name that the optimiz
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,61 +19,97 @@ from ...zero.parameter import ParamHome
 from .partition import is_zero_param
 
 
-def _getter(part_of: Callable[..., ParameterPart], local: bool = False) -> Callable[..., Any]:
-    """Return a function that reads a part of a parameter whole (collective), or this rank's slice of it, flat."""
-
-    def get(param: Tensor, optim_state_key: str | None = None) -> Any:
-        assert not local or is_zero_param(param), _ONLY_STAGE_3
-        if not _is_trained(param):
-            return None
-        part: Any = part_of(param) if optim_state_key is None else part_of(param, optim_state_key)
-        found = part.local() if local else part.full()
-        if found is None and optim_state_key is not None and (names := part.names()):
-            raise ValueError(
-                f"{optim_state_key!r} not found in the optimizer state of {part.home.name}, which has {', '.join(names)}."
-            )
-        floating = isinstance(found, Tensor) and found.is_floating_point() and found.dtype != torch.float64
-        return found.float() if floating else found
-
-    return get
+def _part(part_of: Callable[..., ParameterPart], param: Tensor, key: str | None, local: bool) -> ParameterPart | None:
+    """Return a part of a parameter (key: the name of a state); None unless it is a trained parameter of a sharded model."""
+    assert not local or is_zero_param(param), "this function is for parameters that are partitioned: ZeRO stage 3"
+    home = home_of(param)
+    if not (isinstance(home, ParamHome) and home.group.trainable and param.requires_grad):
+        return None
+    return part_of(param) if key is None else part_of(param, key)
 
 
-def _setter(part_of: Callable[..., ParameterPart], local: bool = False) -> Callable[..., None]:
-    """Return a function that sets a part of a parameter from a whole tensor, or from each rank's slice (collective)."""
-
-    def change(param: Tensor, value: Tensor, optim_state_key: str | None = None) -> None:
-        assert not local or is_zero_param(param), _ONLY_STAGE_3
-        if not _is_trained(param):
-            return
-        part = part_of(param) if optim_state_key is None else part_of(param, optim_state_key)
-        if local:
-            part.set_local(value.reshape(-1))
-        else:
-            part.set_full(value.reshape(param.shape) if value.numel() == param.numel() else value)
-
-    return change
+def _get(part_of: Callable[..., ParameterPart], param: Tensor, key: str | None = None, local: bool = False) -> Tensor | None:
+    part = _part(part_of, param, key, local)
+    if part is None:
+        return None
+    found = part.local() if local else part.full()
+    if found is None and key is not None and (names := part.names()):  # type: ignore[attr-defined]
+        raise ValueError(f"{key!r} not found in the optimizer state of {part.home.name}, which has {', '.join(names)}.")
+    floating = isinstance(found, Tensor) and found.is_floating_point() and found.dtype != torch.float64
+    return found.float() if floating else found
 
 
-_ONLY_STAGE_3 = "this function is for parameters that are partitioned: ZeRO stage 3"
-safe_get_full_fp32_param, safe_set_full_fp32_param = _getter(value_of), _setter(value_of)  # the master, and so the parameter
-safe_get_local_fp32_param, safe_set_local_fp32_param = _getter(value_of, local=True), _setter(value_of, local=True)
-_get_full_grad, _set_full_grad = _getter(gradient_of), _setter(gradient_of)  # the mean gradient, which the next step uses
-safe_get_local_grad, safe_set_local_grad = _getter(gradient_of, local=True), _setter(gradient_of, local=True)
-safe_get_full_optimizer_state, safe_set_full_optimizer_state = _getter(state_of), _setter(state_of)  # of a name: exp_avg
-safe_get_local_optimizer_state, safe_set_local_optimizer_state = _getter(state_of, local=True), _setter(state_of, local=True)
+def _set(
+    part_of: Callable[..., ParameterPart], param: Tensor, value: Tensor, key: str | None = None, local: bool = False
+) -> None:
+    part = _part(part_of, param, key, local)
+    if part is not None and local:
+        part.set_local(value.reshape(-1))
+    elif part is not None:
+        part.set_full(value.reshape(param.shape) if value.numel() == param.numel() else value)
+
+
+def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
+    """Return the whole master of a parameter (collective)."""
+    return _get(value_of, param)
+
+
+def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Set the whole master, and so the parameter (collective)."""
+    _set(value_of, param, value)
+
+
+def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
+    """Return this rank's slice of the master, flat."""
+    return _get(value_of, param, local=True)
+
+
+def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Set the master, and so the parameter, from each rank's slice (collective)."""
+    _set(value_of, param, value, local=True)
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
     """Return the whole mean gradient (collective); the gradient of a parameter of no sharded model as it is."""
-    return param.grad if home_of(param) is None else _get_full_grad(param)
+    return param.grad if home_of(param) is None else _get(gradient_of, param)
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Set the gradient that the next step uses (collective)."""
     if home_of(param) is not None:
-        _set_full_grad(param, value)
+        _set(gradient_of, param, value)
     elif param.grad is not None:
         param.grad.copy_(value)
+
+
+def safe_get_local_grad(param: Tensor) -> Tensor | None:
+    """Return this rank's slice of the mean gradient, flat."""
+    return _get(gradient_of, param, local=True)
+
+
+def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
+    """Set the gradient that the next step uses from each rank's slice (collective)."""
+    _set(gradient_of, param, value, local=True)
+
+
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """Return a whole state of the optimizer by its name, as "exp_avg" (collective)."""
+    return _get(state_of, param, optim_state_key)
+
+
+def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Set a whole state of the optimizer by its name (collective)."""
+    _set(state_of, param, value, optim_state_key)
+
+
+def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """Return this rank's slice of a state of the optimizer, flat."""
+    return _get(state_of, param, optim_state_key, local=True)
+
+
+def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Set a state of the optimizer from each rank's slice (collective)."""
+    _set(state_of, param, value, optim_state_key, local=True)
 
 
 def safe_update_full_grad_vectorized(param_list: Iterable[Tensor], update_func: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -83,9 +118,3 @@ def safe_update_full_grad_vectorized(param_list: Iterable[Tensor], update_func: 
         gradient = safe_get_full_grad(param)
         if gradient is not None:
             safe_set_full_grad(param, update_func(gradient, param))
-
-
-def _is_trained(param: Tensor) -> bool:
-    """Return whether a parameter is a trained one of a sharded model, with master, gradient and states."""
-    home = home_of(param)
-    return isinstance(home, ParamHome) and home.group.trainable and param.requires_grad

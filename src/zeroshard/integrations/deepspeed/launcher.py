@@ -29,9 +29,7 @@ from .communication import TORCH_DISTRIBUTED_DEFAULT_PORT
 from .door import child_environment
 
 DLTS_HOSTFILE = "/job/hostfile"
-EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-DEEPSPEED_ENVIRONMENT_PATHS = [os.path.expanduser("~"), "."]
 _REFUSED = {
     "autotuning": "zs.report(model) tells what a rank holds, zs.forecast(model, ...) what a step takes",
     "elastic_training": "start torchrun itself with --nnodes=MIN:MAX",
@@ -180,8 +178,9 @@ def _environment(args: argparse.Namespace, hosts: dict[str, list[int]]) -> dict[
     env = {**os.environ, **child_environment()}
     node = args.node_rank if args.no_ssh and 0 <= args.node_rank < len(hosts) else 0
     slots = list(hosts.values())[node]
-    if args.include or args.exclude or (args.num_gpus > 0 and "CUDA_VISIBLE_DEVICES" not in env):
-        get_accelerator().set_visible_devices_envs(env, slots)
+    chosen = args.include or args.exclude or (args.num_gpus > 0 and "CUDA_VISIBLE_DEVICES" not in env)
+    if chosen and get_accelerator()._name == "cuda":
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
     if len(slots) > 1:  # torchrun would set it to 1
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // len(slots))))
     return env

@@ -7,7 +7,7 @@ class name, or module path and qualified name.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -23,11 +23,6 @@ DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 def z3_leaf_module(model: nn.Module) -> bool:
     """Return whether this module itself is marked."""
     return getattr(model, "_z3_leaf", False)
-
-
-def z3_leaf_parameter(model: object) -> bool:
-    """Return whether a parameter is in a leaf module (attribute `ds_z3_leaf_module`, which DeepSpeed's engine sets)."""
-    return hasattr(model, "ds_z3_leaf_module")
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
@@ -75,9 +70,8 @@ def set_z3_leaf_modules_by_name(
     Unless raise_if_not_found is False, raise ValueError for such names, after the modules found have been marked.
     """
     named = dict(model.named_modules())
-    found = [named[name] for name in module_names if name in named]
-    missing = [name for name in module_names if name not in named]
-    return _marked(model, found, missing, flag, raise_if_not_found, "names")
+    matched = {name: [named[name]] if name in named else [] for name in module_names}
+    return _mark(model, matched, flag, raise_if_not_found, "names")
 
 
 def set_z3_leaf_modules_by_suffix(
@@ -86,14 +80,15 @@ def set_z3_leaf_modules_by_suffix(
     """Mark the modules whose names end in one of these suffixes. Return each once, and the suffixes without a module."""
     named = dict(model.named_modules())
     matched = {suffix: [module for name, module in named.items() if name.endswith(suffix)] for suffix in module_name_suffixes}
-    found = list({id(module): module for modules in matched.values() for module in modules}.values())
-    missing = [suffix for suffix, modules in matched.items() if not modules]
-    return _marked(model, found, missing, flag, raise_if_not_found, "suffixes")
+    return _mark(model, matched, flag, raise_if_not_found, "suffixes")
 
 
-def _marked(
-    model: nn.Module, found: list[nn.Module], missing: list[str], flag: bool, raise_if_not_found: bool, kind: str
+def _mark(
+    model: nn.Module, matched: Mapping[str, list[nn.Module]], flag: bool, raise_if_not_found: bool, kind: str
 ) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules of each given text. Return them, each once, and the texts without a module."""
+    found = list({id(module): module for modules in matched.values() for module in modules}.values())
+    missing = [text for text, modules in matched.items() if not modules]
     for module in found:
         set_z3_leaf_module(module, flag)
     if missing and raise_if_not_found:
@@ -108,10 +103,10 @@ def apply_zero_leaf_module_config(model: nn.Module, leaf_cfg: Section | None) ->
     """
     if leaf_cfg is None:
         return []
-    classes, names, suffixes = list(leaf_cfg.classes), list(leaf_cfg.names), list(leaf_cfg.name_suffixes)
-    by_name, no_names = set_z3_leaf_modules_by_name(model, names, raise_if_not_found=False)
-    by_suffix, no_suffixes = set_z3_leaf_modules_by_suffix(model, suffixes, raise_if_not_found=False)
-    found: Iterable[nn.Module] = (*set_z3_leaf_modules(model, classes, raise_if_not_found=False), *by_name, *by_suffix)
+    classes = list(leaf_cfg.classes)
+    by_name, no_names = set_z3_leaf_modules_by_name(model, leaf_cfg.names, raise_if_not_found=False)
+    by_suffix, no_suffixes = set_z3_leaf_modules_by_suffix(model, leaf_cfg.name_suffixes, raise_if_not_found=False)
+    found = [*set_z3_leaf_modules(model, classes, raise_if_not_found=False), *by_name, *by_suffix]
     marked = list({id(module): module for module in found}.values())
     if no_names or no_suffixes:
         logger.warning(f"leaf_module: the model has no module of the names {no_names}, none of the suffixes {no_suffixes}")

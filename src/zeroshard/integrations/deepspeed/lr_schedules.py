@@ -24,42 +24,18 @@ from torch import Tensor
 from ...errors import ConfigError, did_you_mean
 from .logs import logger
 
-LR_SCHEDULE = "lr_schedule"
-LR_RANGE_TEST = "LRRangeTest"
-ONE_CYCLE = "OneCycle"
-WARMUP_LR = "WarmupLR"
-WARMUP_DECAY_LR = "WarmupDecayLR"
-WARMUP_COSINE_LR = "WarmupCosineLR"
+LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR = "LRRangeTest", "OneCycle", "WarmupLR"
+WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupDecayLR", "WarmupCosineLR"
 VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
-
 WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
 _KEYS = (  # names of parameters in a configuration: LR_RANGE_TEST_MIN_LR = "lr_range_test_min_lr", ...
     "LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE LR_RANGE_TEST_STAIRCASE CYCLE_FIRST_STEP_SIZE "
-    "CYCLE_FIRST_STAIR_COUNT CYCLE_SECOND_STEP_SIZE CYCLE_SECOND_STAIR_COUNT CYCLE_MIN_LR CYCLE_MAX_LR CYCLE_MIN_MOM "
-    "CYCLE_MAX_MOM DECAY_STEP_SIZE DECAY_LR_RATE DECAY_MOM_RATE WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE "
-    "WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS"
+    "CYCLE_MIN_LR CYCLE_MAX_LR CYCLE_MIN_MOM CYCLE_MAX_MOM DECAY_STEP_SIZE DECAY_LR_RATE DECAY_MOM_RATE WARMUP_MIN_LR "
+    "WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS"
 )
 globals().update({name: name.lower() for name in _KEYS.split()})
-
 _BETA2 = 0.99  # second beta that OneCycle sets with the cycled momentum
-
-
-def get_torch_optimizer(optimizer: object) -> torch.optim.Optimizer:
-    """Return the optimizer, or the one in its `.optimizer`. Raises TypeError if neither is a torch.optim.Optimizer."""
-    for found in (optimizer, getattr(optimizer, "optimizer", None)):
-        if isinstance(found, torch.optim.Optimizer):
-            return found
-    raise TypeError(f"expected a torch.optim.Optimizer, or one in .optimizer, got {type(optimizer).__name__}")
-
-
-def update_lr(param_groups: list[dict], rates: list) -> list:
-    """Write a rate to each group, in place if its lr is a tensor. Return the groups' lr."""
-    for group, rate in zip(param_groups, rates, strict=True):
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate.squeeze() if isinstance(rate, Tensor) else rate)
-        else:
-            group["lr"] = rate
-    return [group["lr"] for group in param_groups]
+Rates = float | list[float]  # one for all parameter groups, or one for each
 
 
 def schedule_from_config(name: str, params: Mapping[str, object] | None, optimizer: object) -> Any:
@@ -75,9 +51,17 @@ def schedule_from_config(name: str, params: Mapping[str, object] | None, optimiz
             f"{did_you_mean(name, [*VALID_LR_SCHEDULES, *known])}"
         )
     try:
-        return cls(get_torch_optimizer(optimizer), **(params or {}))
+        return cls(_torch_optimizer(optimizer), **(params or {}))
     except TypeError as error:
         raise ConfigError(f"scheduler.params of {name}: {error}") from error
+
+
+def _torch_optimizer(optimizer: object) -> torch.optim.Optimizer:
+    """Return the optimizer, or the one in its `.optimizer`. Raises TypeError if neither is a torch.optim.Optimizer."""
+    for found in (optimizer, getattr(optimizer, "optimizer", None)):
+        if isinstance(found, torch.optim.Optimizer):
+            return found
+    raise TypeError(f"expected a torch.optim.Optimizer, or one in .optimizer, got {type(optimizer).__name__}")
 
 
 def _positive_int(name: str, value: object) -> int:
@@ -92,22 +76,30 @@ class _Schedule:
     _last_lr: list | None = None
 
     def __init__(self, optimizer: object, last_batch_iteration: int) -> None:
-        self.optimizer = get_torch_optimizer(optimizer)
+        self.optimizer = _torch_optimizer(optimizer)
         self.last_batch_iteration = last_batch_iteration
+
+    def _write(self, rates: list) -> list:
+        """Write a rate to each group, in place if its lr is a tensor. Return the groups' lr."""
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate.squeeze() if isinstance(rate, Tensor) else rate)
+            else:
+                group["lr"] = rate
+        return [group["lr"] for group in self.optimizer.param_groups]
 
     def _start(self, rates: list) -> None:
         """Write the rates of the first iteration, unless the schedule starts at a later one (last_batch_iteration)."""
         if self.last_batch_iteration == -1:
-            self._last_lr = update_lr(self.optimizer.param_groups, rates)
+            self._last_lr = self._write(rates)
 
     def _per_group(self, name: str, value: object) -> list:
         """Return one value for each parameter group. Raises ValueError for a list of another length."""
         count = len(self.optimizer.param_groups)
-        if not isinstance(value, (list, tuple)):
-            return [value] * count
-        if len(value) != count:
-            raise ValueError(f"{name}: expected {count} values, one for each parameter group, got {len(value)}")
-        return list(value)
+        values = list(value) if isinstance(value, (list, tuple)) else [value] * count
+        if len(values) != count:
+            raise ValueError(f"{name}: expected {count} values, one for each parameter group, got {len(values)}")
+        return values
 
     def get_lr(self) -> list:
         """Return the rates of the current iteration, one for each group."""
@@ -121,7 +113,7 @@ class _Schedule:
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Go to the next iteration, or to the one given, and write its rates."""
         self.last_batch_iteration = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
-        self._last_lr = update_lr(self.optimizer.param_groups, self.get_lr())
+        self._last_lr = self._write(self.get_lr())
 
     def state_dict(self) -> dict[str, int]:
         return {"last_batch_iteration": self.last_batch_iteration}
@@ -134,7 +126,7 @@ class LRRangeTest(_Schedule):
     """Range test: the rate grows until training diverges, to find the largest usable rate. Smith, arXiv:1803.09820, section 3."""
 
     def __init__(
-        self, optimizer: object, lr_range_test_min_lr: float | list[float] = 1e-3, lr_range_test_step_size: int = 2000,
+        self, optimizer: object, lr_range_test_min_lr: Rates = 1e-3, lr_range_test_step_size: int = 2000,
         lr_range_test_step_rate: float = 1.0, lr_range_test_staircase: bool = False, last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
         super().__init__(optimizer, last_batch_iteration)
@@ -159,11 +151,10 @@ class OneCycle(_Schedule):
     """
 
     def __init__(
-        self, optimizer: object, cycle_min_lr: float | list[float], cycle_max_lr: float | list[float], decay_lr_rate: float = 0.0,
+        self, optimizer: object, cycle_min_lr: Rates, cycle_max_lr: Rates, decay_lr_rate: float = 0.0,
         cycle_first_step_size: int = 2000, cycle_second_step_size: int | None = None, cycle_first_stair_count: int = 0,
         cycle_second_stair_count: int | None = None, decay_step_size: int = 0, cycle_momentum: bool = True,
-        cycle_min_mom: float | list[float] = 0.8, cycle_max_mom: float | list[float] = 0.9, decay_mom_rate: float = 0.0,
-        last_batch_iteration: int = -1,
+        cycle_min_mom: Rates = 0.8, cycle_max_mom: Rates = 0.9, decay_mom_rate: float = 0.0, last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
         super().__init__(optimizer, last_batch_iteration)
         first = float(cycle_first_step_size)
@@ -172,9 +163,9 @@ class OneCycle(_Schedule):
             raise ValueError(f"cycle_first_step_size: expected a positive number of steps, got {cycle_first_step_size}")
         if second < 0:
             raise ValueError(f"cycle_second_step_size: expected at least 0 steps, got {cycle_second_step_size}")
-        self.first_step_size, self.second_step_size, self.total_size = first, second, first + second
-        self.first_stair_count = cycle_first_stair_count
-        self.second_stair_count = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self.rise = first, cycle_first_stair_count
+        self.fall = second, cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self.total_size = first + second
         self.decay_step_size, self.decay_lr_rate, self.decay_mom_rate = decay_step_size, decay_lr_rate, decay_mom_rate
         self.min_lrs = self._per_group("cycle_min_lr", cycle_min_lr)
         self.max_lrs = self._per_group("cycle_max_lr", cycle_max_lr)
@@ -182,11 +173,11 @@ class OneCycle(_Schedule):
         if cycle_momentum and not self.cycle_momentum:
             logger.warning(f"OneCycle: {type(self.optimizer).__name__} has no betas, so that cycle_momentum is off")
         if self.cycle_momentum:
-            self.min_moms = [(mom, _BETA2) for mom in self._per_group("cycle_min_mom", cycle_min_mom)]
-            self.max_moms = [(mom, _BETA2) for mom in self._per_group("cycle_max_mom", cycle_max_mom)]
+            self.min_moms = self._per_group("cycle_min_mom", cycle_min_mom)
+            self.max_moms = self._per_group("cycle_max_mom", cycle_max_mom)
         if last_batch_iteration == -1:  # as in DeepSpeed, get_last_lr raises until the first step
-            update_lr(self.optimizer.param_groups, self.min_lrs)
-            self._write_momentum(self.min_moms if self.cycle_momentum else None)
+            self._write(self.min_lrs)
+            self._write_momentum([(mom, _BETA2) for mom in self.min_moms] if self.cycle_momentum else None)
 
     def _write_momentum(self, betas: list[tuple[float, float]] | None) -> None:
         for group, pair in zip(self.optimizer.param_groups, betas or [], strict=False):
@@ -195,27 +186,23 @@ class OneCycle(_Schedule):
     def _height(self) -> float:
         """Return the position in the cycle between its lower end, 0, and its upper end, 1."""
         done = (self.last_batch_iteration + 1) % self.total_size
-        rising = done <= self.first_step_size
-        steps, stairs = (
-            (self.first_step_size, self.first_stair_count) if rising else (self.second_step_size, self.second_stair_count)
-        )
+        rising = done <= self.rise[0]
+        steps, stairs = self.rise if rising else self.fall
         climbed = done if rising else self.total_size - done
         # multiply before dividing: a quotient rounded to just below 1 would lose the highest level
         return math.floor(climbed * stairs / steps) / stairs if stairs > 0 else climbed / steps
 
-    @property
-    def _past(self) -> float:
-        """Number of iterations after the cycle; 0 within it."""
-        return self.last_batch_iteration - self.total_size + 1 if self.last_batch_iteration >= self.total_size else 0
-
-    def _decay(self, rate: float) -> float:
-        """Return 1 + rate * intervals after the cycle, or 1 if decay is off."""
+    def _decay(self, rate: float) -> float | None:
+        """Return 1 + rate * intervals after the cycle, or 1 if decay is off; None within the cycle."""
+        if self.last_batch_iteration < self.total_size:
+            return None
         off = math.isclose(self.decay_step_size, 0) or math.isclose(rate, 0)
-        return 1.0 if off else 1 + rate * (self._past / self.decay_step_size)
+        return 1.0 if off else 1 + rate * ((self.last_batch_iteration - self.total_size + 1) / self.decay_step_size)
 
     def get_lr(self) -> list:
-        if self._past:
-            return [low / self._decay(self.decay_lr_rate) for low in self.min_lrs]
+        decay = self._decay(self.decay_lr_rate)
+        if decay is not None:
+            return [low / decay for low in self.min_lrs]
         height = self._height()
         return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
@@ -223,11 +210,11 @@ class OneCycle(_Schedule):
         """Return the betas of the current iteration, a pair for each group; None if momentum is not cycled."""
         if not self.cycle_momentum:
             return None
-        if self._past:
-            return [(high * self._decay(self.decay_mom_rate), beta2) for high, beta2 in self.max_moms]
+        decay = self._decay(self.decay_mom_rate)
+        if decay is not None:
+            return [(high * decay, _BETA2) for high in self.max_moms]
         height = self._height()
-        pairs = zip(self.min_moms, self.max_moms, strict=True)
-        return [(high - (high - low) * height, beta2) for (low, beta2), (high, _) in pairs]
+        return [(high - (high - low) * height, _BETA2) for low, high in zip(self.min_moms, self.max_moms, strict=True)]
 
     def step(self, batch_iteration: int | None = None) -> None:
         super().step(batch_iteration)
@@ -236,6 +223,8 @@ class OneCycle(_Schedule):
 
 class _Warmup(_Schedule):
     """Base class of the three schedules with a warm-up w(k) from 0 to 1."""
+
+    total_num_steps: int | None = None  # subclasses that end set it before they call the constructor
 
     def __init__(self, optimizer: object, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int) -> None:
         # log(1) is 0, by which `_warmth` would divide
@@ -246,6 +235,12 @@ class _Warmup(_Schedule):
             warmup_type = WARMUP_LOG_RATE
         self.warmup_type = warmup_type
         self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
+        # copies, since `_write` writes into rates that are tensors
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.org_lrs = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
+        total, warmup = self.total_num_steps, self.warmup_num_steps
+        if total is not None and total < warmup:
+            logger.warning(f"total_num_steps {total} is below warmup_num_steps {warmup}: training ends within the warm-up")
 
     def _warmth(self) -> float:
         """Return w(k) for the current iteration k of the warm-up."""
@@ -258,41 +253,39 @@ class WarmupLR(_Warmup):
     """Warm-up from warmup_min_lr to warmup_max_lr (None: the optimizer's own rates), then constant."""
 
     def __init__(
-        self, optimizer: object, warmup_min_lr: float | list[float] = 0.0, warmup_max_lr: float | list[float] | None = None,
-        warmup_num_steps: int = 1000, warmup_type: str = WARMUP_LOG_RATE, last_batch_iteration: int = -1,
+        self, optimizer: object, warmup_min_lr: Rates = 0.0, warmup_max_lr: Rates | None = None, warmup_num_steps: int = 1000,
+        warmup_type: str = WARMUP_LOG_RATE, last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
-        given = _own_rates(self.optimizer) if warmup_max_lr is None else warmup_max_lr
         self.min_lrs = self._per_group("min_lr", warmup_min_lr)
-        self.max_lrs = self._per_group("max_lr", given)
+        self.max_lrs = self._per_group("max_lr", self.org_lrs if warmup_max_lr is None else warmup_max_lr)
         self.delta_lrs = [high - low for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
         self._start(self.min_lrs)
 
     def get_lr(self) -> list:
         if self.last_batch_iteration < 0:
             return list(self.min_lrs)
-        gamma = self._get_gamma()
+        warmed = self.last_batch_iteration >= self.warmup_num_steps
+        gamma = self._after_warmup() if warmed else self._warmth()
         return [low + delta * gamma for low, delta in zip(self.min_lrs, self.delta_lrs, strict=True)]
 
-    def _get_gamma(self) -> float:
-        return self._warmth() if self.last_batch_iteration < self.warmup_num_steps else 1.0
+    def _after_warmup(self) -> float:
+        return 1.0
 
 
 class WarmupDecayLR(WarmupLR):
     """WarmupLR, then linear decay to 0 at total_num_steps."""
 
+    total_num_steps: int
+
     def __init__(
-        self, optimizer: object, total_num_steps: int, warmup_min_lr: float | list[float] = 0.0,
-        warmup_max_lr: float | list[float] | None = 0.001, warmup_num_steps: int = 1000, warmup_type: str = WARMUP_LOG_RATE,
-        last_batch_iteration: int = -1,
+        self, optimizer: object, total_num_steps: int, warmup_min_lr: Rates = 0.0, warmup_max_lr: Rates | None = 0.001,
+        warmup_num_steps: int = 1000, warmup_type: str = WARMUP_LOG_RATE, last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
         self.total_num_steps = total_num_steps
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
-        _note_short(self)
 
-    def _get_gamma(self) -> float:
-        if self.last_batch_iteration < self.warmup_num_steps:
-            return self._warmth()
+    def _after_warmup(self) -> float:
         left = float(self.total_num_steps - self.last_batch_iteration)
         return max(0.0, left / float(max(1.0, self.total_num_steps - self.warmup_num_steps)))
 
@@ -300,15 +293,15 @@ class WarmupDecayLR(WarmupLR):
 class WarmupCosineLR(_Warmup):
     """Ratio of the optimizer's own rates: warm-up from warmup_min_ratio to 1, a half cosine to cos_min_ratio, then constant."""
 
+    total_num_steps: int
+
     def __init__(
         self, optimizer: object, total_num_steps: int, warmup_min_ratio: float = 0.0, warmup_num_steps: int = 1000,
         cos_min_ratio: float = 0.0001, warmup_type: str = WARMUP_LOG_RATE, last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
-        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
         self.total_num_steps = total_num_steps
+        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
-        self.org_lrs = _own_rates(self.optimizer)
-        _note_short(self)
         self._start(self.get_lr())
 
     def get_lr_ratio(self) -> float:
@@ -325,14 +318,3 @@ class WarmupCosineLR(_Warmup):
     def get_lr(self) -> list:
         ratio = self.get_lr_ratio()
         return [rate * ratio for rate in self.org_lrs]
-
-
-def _own_rates(optimizer: torch.optim.Optimizer) -> list:
-    """Return copies of the groups' rates, since `update_lr` writes into rates that are tensors."""
-    return [g["lr"].clone() if isinstance(g["lr"], Tensor) else g["lr"] for g in optimizer.param_groups]
-
-
-def _note_short(schedule: WarmupDecayLR | WarmupCosineLR) -> None:
-    if schedule.total_num_steps < schedule.warmup_num_steps:
-        total, warmup = schedule.total_num_steps, schedule.warmup_num_steps
-        logger.warning(f"total_num_steps {total} is below warmup_num_steps {warmup}: training ends within the warm-up")

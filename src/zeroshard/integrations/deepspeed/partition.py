@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import threading
 import types
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -38,23 +37,15 @@ from ...zero.runtime import runtime_of
 from ...zero.unit import Phase
 from . import communication
 from .accelerator import get_accelerator
-from .config_keys import Values
-from .ds_config import read_config
+from .ds_config import get_bfloat16_config, get_float16_config, read_config, zero_section
 from .logs import warning_once
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-ZeroParamType = Enum("ZeroParamType", ["NORMAL", "PARTITIONED", "REMOTE"])  # form in which a parameter is stored
 ZeroParamStatus = Enum("ZeroParamStatus", ["AVAILABLE", "NOT_AVAILABLE", "INFLIGHT"])  # gathered, not, being gathered
-DeepSpeedTensorOverride = Enum("DeepSpeedTensorOverride", ["dtype", "device"])  # what zero.Init overrides for parameters
-
-DEFAULT_TENSOR_OVERRIDES = [DeepSpeedTensorOverride.dtype, DeepSpeedTensorOverride.device]
 partitioned_param_data_shape = [0]  # shape of `param.data` at rest in DeepSpeed; here a parameter always has its true shape
-
-# names that frameworks read and assign; this module does not replace torch's constructors
-_orig_torch_tensor, _orig_torch_empty, _orig_torch_zeros, _orig_torch_ones = torch.tensor, torch.empty, torch.zeros, torch.ones
-_orig_torch_full, _orig_torch_arange, _orig_torch_eye, _orig_torch_randn = torch.full, torch.arange, torch.eye, torch.randn
+_orig_torch_arange, _orig_torch_empty = torch.arange, torch.empty  # frameworks assign them; torch's constructors are not replaced
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable, target_fp_dtype: torch.dtype | None, target_device: object) -> Callable:
@@ -95,7 +86,6 @@ class Init:
         enabled: bool = True, dtype: torch.dtype | None = None, mpu: object = None, zero_param_parallel_group: object = None,
         zero_quantized_weights: bool = False, zero_quantized_nontrainable_weights: bool = False,
         sequence_data_parallel_group: ProcessGroup | None = None, param_swapper: object = None,
-        tensor_overrides: Collection[DeepSpeedTensorOverride] | None = DEFAULT_TENSOR_OVERRIDES,
     ) -> None:  # fmt: skip
         self.enabled, self.module = enabled, module
         self._open: contextlib.ExitStack | None = None
@@ -104,30 +94,35 @@ class Init:
         given = config if config_dict_or_path is None else config_dict_or_path
         given = getattr(given, "_param_dict", given)  # a DeepSpeedConfig keeps the dictionary that it was made of
         self.config = None if given is None else read_config(given)
-        self.dtype = self._dtype(dtype) if DeepSpeedTensorOverride.dtype in (tensor_overrides or ()) else None
+        self.dtype = self._dtype(dtype)
         if data_parallel_group is not None and sequence_data_parallel_group is not None:
             raise ValueError("zero.Init: give data_parallel_group or sequence_data_parallel_group, not both.")
-        asked = {
+        without_effect = {
             "zero_param_parallel_group": zero_param_parallel_group, "param_swapper": param_swapper,
-            "zero_quantized_weights": zero_quantized_weights or None,
-            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights or None,
+            "zero_quantized_weights": zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
         }  # fmt: skip
-        for name, value in asked.items():
-            if value is not None:
+        for name, value in without_effect.items():
+            if value not in (None, False):
                 warning_once(
                     f"zero.Init: {name} has no effect: parameters are partitioned over all data-parallel ranks, as they are."
                 )
-        self.remote_device, self.pin_memory = _place(remote_device, self.config), pin_memory
+        section = None if self.config is None else zero_section(self.config)
+        offload = None if section is None else section.offload_param
+        place = remote_device if offload is None or "device" not in offload.given else offload.device
+        place = getattr(place, "value", place)
+        if place not in (None, "none", "cpu", "nvme"):
+            raise ValueError(f"zero.Init: remote_device: expected None, 'none', 'cpu' or 'nvme', got {place!r}.")
+        self.remote_device, self.pin_memory = None if place == "none" else place, pin_memory
         self.local_device = torch.device("cpu")
         if torch.cuda.is_available():
             self.local_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
         self._birthplace = torch.device("cpu") if self.remote_device in ("cpu", "nvme") else self.local_device
         self.ds_process_group = data_parallel_group if data_parallel_group is not None else sequence_data_parallel_group
-        section = (self.config or {}).get("zero_optimization")
-        stage = 3 if self.config is None else int(section.get("stage", 0)) if isinstance(section, dict) else int(bool(section))
+        stage = 3 if section is None else section.stage
         self.partitions = stage == 3
-        if isinstance(section, dict):
-            here.checks_writes = _true(section.get("enable_sanity_checks", False))
+        if section is not None:
+            here.checks_writes = section.enable_sanity_checks
         if not self.partitions:
             warning_once(
                 f"zero.Init: the configuration asks for stage {stage}, which keeps whole parameters: nothing is partitioned."
@@ -139,14 +134,18 @@ class Init:
             self.ds_process_group, talking_device(self.local_device), communication.stall_timeout_s()
         )
         self.rank, self.dp_world_size = self._comm.rank, self._comm.world_size
-        if told := communication._contradicting_single_rank_pg_error(self.dp_world_size, self.ds_process_group):
-            raise RuntimeError(told)
+        said = os.environ.get("WORLD_SIZE", "")
+        if self.dp_world_size == 1 and self.ds_process_group is None and said.isdigit() and int(said) > 1:
+            raise RuntimeError(
+                f"zero.Init: the launcher says WORLD_SIZE={said}, and the process group has one rank: nothing would be partitioned. Call "
+                "deepspeed.init_distributed() before, and let nothing else make a process group of one rank."
+            )
         if module is not None:
             cut_module(module.to(self._birthplace), self._comm)
 
     def _dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         if dtype is None and self.config is not None:
-            bf16, fp16 = (_on(self.config, *names) for names in (("bf16", "bfloat16"), ("fp16",)))
+            bf16, fp16 = get_bfloat16_config(self.config).enabled, get_float16_config(self.config).enabled
             if bf16 and fp16:
                 raise RuntimeError("bf16 and fp16 are both enabled: choose one.")
             dtype = torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
@@ -232,26 +231,6 @@ def restore_init_context() -> None:
         each._resume()
 
 
-def _on(config: Values, *names: str) -> bool:
-    section: Values = next((config[name] for name in names if isinstance(config.get(name), dict)), {})
-    return _true(section.get("enabled", False))
-
-
-def _true(value: object) -> bool:
-    return str(value).lower() in ("true", "1")
-
-
-def _place(remote_device: object, config: Values | None) -> str | None:
-    """Return the device for new parameters: the configuration's offload_param.device, else remote_device; None for 'none'."""
-    section = (config or {}).get("zero_optimization")
-    offload = section.get("offload_param") if isinstance(section, dict) else None
-    place = (offload or {}).get("device", remote_device)
-    place = getattr(place, "value", place)
-    if place not in (None, "none", "cpu", "nvme"):
-        raise ValueError(f"zero.Init: remote_device: expected None, 'none', 'cpu' or 'nvme', got {place!r}.")
-    return None if place == "none" else place
-
-
 @contextlib.contextmanager
 def _seed_of_rank_0(comm: DirectComm) -> Iterator[None]:
     """Context in which torch's generators of all ranks have rank 0's states; its end restores each rank's own (collective)."""
@@ -326,7 +305,7 @@ class GatheredParameters:
 
 
 def register_external_parameter(module: nn.Module, parameter: Tensor) -> None:
-    """Register that a module's forward uses another module's parameter; zeroshard does not need it, `all_parameters()` lists it.
+    """Register that a module's forward uses another module's parameter; zeroshard does not need it, `ds_external_parameters()` lists it.
 
     Raises RuntimeError if `parameter` is not an nn.Parameter.
     """
@@ -337,13 +316,10 @@ def register_external_parameter(module: nn.Module, parameter: Tensor) -> None:
 
 
 def show_external_parameters(module: Any) -> None:
-    """Give a module the methods `ds_external_parameters()` and `all_parameters()`."""
+    """Give a module the method `ds_external_parameters()`, which trl calls."""
     if not hasattr(module, "_external_params"):
         module._external_params = {}
         module.ds_external_parameters = types.MethodType(lambda self: self._external_params.items(), module)
-        module.all_parameters = types.MethodType(
-            lambda self: itertools.chain(self.named_parameters(recurse=False), self._external_params.items()), module
-        )
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -458,24 +434,15 @@ def _ds_summary(param: Any, use_debug_name: bool = False) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _always(value: object) -> Callable[[Tensor], object]:
-    """Return a getter of a value that all partitioned parameters share."""
-    return lambda param: (_home(param), value)[1]
-
-
 _PROPERTIES: dict[str, Callable[[Tensor], object]] = {
     "ds_id": _ds_id,
     "ds_shape": lambda param: _home(param) and param.shape,
     "ds_numel": lambda param: _home(param) and param.numel(),
     "ds_status": _ds_status,
     "ds_tensor": _ds_tensor,
-    "ds_param_type": _always(ZeroParamType.PARTITIONED),
     "ds_persist": lambda param: _persists(_home(param)),
     "ds_active_sub_modules": _active_sub_modules,
-    "ds_process_group": lambda param: getattr(_home(param).comm, "group", None),
-    "ds_zero_partition_rank": lambda param: _home(param).comm.rank,
     "ds_zero_partition_world_size": lambda param: _home(param).comm.world_size,
-    "is_external_param": _always(False),
 }
 _METHODS: dict[str, Callable[..., object]] = {
     "all_gather": lambda param, param_list=None, async_op=False, hierarchy=0: (

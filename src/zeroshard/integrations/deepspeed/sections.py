@@ -46,14 +46,15 @@ def invalid(section: str, told: str) -> ValidationError:
 OffloadDeviceEnum = Enum("OffloadDeviceEnum", {"none": "none", "cpu": "cpu", "nvme": "nvme"}, type=str)
 
 
-class OffloadStateTypeEnum(str, Enum):
-    """States that `engine.offload_states` can move."""
-
-    optim_states = "optim_states"
-    hp_params = "hp_params"
-    lp_params = "lp_params"
-    lp_grads = "lp_grads"
-    contiguous_grad_buffer = "contiguous_grad_buffer"
+# states that `engine.offload_states` can move
+OffloadStateTypeEnum = Enum(
+    "OffloadStateTypeEnum",
+    {
+        "optim_states": "optim_states", "hp_params": "hp_params", "lp_params": "lp_params", "lp_grads": "lp_grads",
+        "contiguous_grad_buffer": "contiguous_grad_buffer",
+    },
+    type=str,
+)  # fmt: skip
 
 
 Reader = Callable[[Any], Any]  # makes the value of a field from that of the key, or raises
@@ -179,18 +180,8 @@ class Section:
             raise invalid(cls.prefix, f"{cls.prefix}: expected a mapping of keys to values, got {given!r}.")
         return cls(**(given or {}))
 
-    def model_dump(self) -> dict[str, object]:
-        """Return fields and values as plain data."""
-        values = {key.field: getattr(self, key.field) for key in keys_of(self.prefix)}
-        return {name: value.model_dump() if isinstance(value, Section) else value for name, value in values.items()}
-
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.model_dump().items())})"
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.model_dump() == other.model_dump()
-
-    __hash__ = None  # type: ignore[assignment]
+        return f"{type(self).__name__}({', '.join(f'{key.field}={getattr(self, key.field)!r}' for key in keys_of(self.prefix))})"
 
 
 def _plain(name: str, prefix: str) -> type[Section]:
@@ -199,6 +190,7 @@ def _plain(name: str, prefix: str) -> type[Section]:
 
 
 DeepSpeedZeroOffloadParamConfig = _plain("DeepSpeedZeroOffloadParamConfig", "zero_optimization.offload_param")
+DeepSpeedZeroLeafModuleConfig = _plain("DeepSpeedZeroLeafModuleConfig", "zero_optimization.leaf_module")
 DeepSpeedBF16Config = _plain("DeepSpeedBF16Config", "bf16")
 TensorBoardConfig = _plain("TensorBoardConfig", "tensorboard")
 CSVConfig = _plain("CSVConfig", "csv_monitor")
@@ -212,19 +204,6 @@ class DeepSpeedZeroOffloadOptimizerConfig(Section):
 
     prefix = "zero_optimization.offload_optimizer"
     pipeline = property(lambda self: self.pipeline_read or self.pipeline_write)
-
-
-class DeepSpeedZeroLeafModuleConfig(Section):
-    """Section zero_optimization.leaf_module."""
-
-    prefix = "zero_optimization.leaf_module"
-
-    @classmethod
-    def of(cls, given: object) -> Section:
-        """Make a section. Raises TypeError for values that are no mapping, as scripts expect."""
-        if given is not None and not isinstance(given, Mapping):
-            raise TypeError(f"{cls.prefix}: expected a mapping of classes, names or name_suffixes, got {given!r}.")
-        return super().of(given)
 
 
 class DeepSpeedZeroConfig(Section):
@@ -332,7 +311,8 @@ def judge(config: Values, prefix: str = "", written: str = "") -> Iterator[Judge
         elif isinstance(value, str) and value == "auto":
             yield Judgement(*this, "open", "the program that reads the file fills it in; else it is the default", key=key)
         elif key.treatment is Treatment.NOTED:
-            heard = value is not None and value not in key.fits and _differs(key, value)
+            on = is_on(value) if isinstance(value, Mapping) else value is not None  # a section, or a single value
+            heard = on and value not in key.fits and _differs(key, value)
             note = f"{full} = {value!r} has no effect: {key.text}." if heard else ""
             yield Judgement(*this, "ignored", key.text, note, key)
         else:

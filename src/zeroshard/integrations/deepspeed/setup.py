@@ -36,7 +36,7 @@ Initialized = tuple[DeepSpeedEngine, Any, Any, Any]  # engine, optimizer, data l
 
 
 def initialize(
-    args: object = None, model: nn.Module | None = None, optimizer: object = None, model_parameters: object = None, training_data: object = None,
+    args: Any = None, model: nn.Module | None = None, optimizer: object = None, model_parameters: object = None, training_data: object = None,
     lr_scheduler: object = None, distributed_port: int = 29500, mpu: object = None, dist_init_required: bool | None = None,
     collate_fn: Callable | None = None, config: object = None, mesh_param: object = None, config_params: object = None,
 ) -> Initialized:  # fmt: skip
@@ -68,7 +68,15 @@ def initialize(
         raise TypeError(f"deepspeed.initialize: model: expected a torch.nn.Module, got {type(model).__name__}.")
     if training_data is not None:
         check_dataset(training_data)
-    given = _config_of(args, config, config_params)
+    given, in_args = config_params if config is None else config, getattr(args, "deepspeed_config", None)
+    if in_args is None and getattr(args, "deepscale_config", None) is not None:  # its name before 2020
+        in_args = args.deepspeed_config = args.deepscale_config
+    if in_args is not None:
+        assert given is None, (
+            "two deepspeed configurations: one in args.deepspeed_config, one given to initialize(); leave one out"
+        )
+        given = in_args
+    assert given is not None, "DeepSpeed requires --deepspeed_config to specify configuration file, or initialize(config=...)"
     partition.shutdown_init_context()  # initialize may be called inside zero.Init; it makes ordinary tensors
     try:
         if not communication.is_initialized():
@@ -76,20 +84,6 @@ def initialize(
         return _initialize(args, model, optimizer, model_parameters, training_data, lr_scheduler, mpu, collate_fn, given)
     finally:
         partition.restore_init_context()
-
-
-def _config_of(args: Any, config: object, config_params: object) -> object:
-    config = config_params if config is None else config
-    in_args = getattr(args, "deepspeed_config", None)
-    if in_args is None and getattr(args, "deepscale_config", None) is not None:  # its name before 2020
-        in_args = args.deepspeed_config = args.deepscale_config
-    if in_args is not None:
-        assert config is None, (
-            "two deepspeed configurations: one in args.deepspeed_config, one given to initialize(); leave one out"
-        )
-        config = in_args
-    assert config is not None, "DeepSpeed requires --deepspeed_config to specify configuration file, or initialize(config=...)"
-    return config
 
 
 def _initialize(
@@ -194,7 +188,15 @@ def _prepare(
     if basic is None:
         options = {key: value for key, value in options.items() if not key.startswith(("offload_optimizer", "offload_gradient"))}
         options["stage"] = 3 if options["stage"] == 3 else 0  # without an optimizer, stages 1 and 2 have nothing to shard
-    lr_scheduler = _scheduler(lr_scheduler, basic, config)  # made before sharding, since it may raise
+    # the scheduler is made before sharding, since it may raise
+    if lr_scheduler is None and config.scheduler_name is not None and basic is not None:
+        lr_scheduler = schedule_from_config(config.scheduler_name, config.scheduler_params, basic)
+    elif lr_scheduler is not None and not hasattr(lr_scheduler, "step"):
+        if not callable(lr_scheduler):
+            raise TypeError(
+                f"lr_scheduler: expected a scheduler, or a callable that makes one of the optimizer, got {lr_scheduler!r}."
+            )
+        lr_scheduler = lr_scheduler(basic)
     try:
         monitor = MonitorMaster(config.monitor_config)
     except OSError as error:  # only rank 0 opens files
@@ -216,12 +218,14 @@ def _device(args: Any) -> tuple[torch.device, int]:
 
 
 def _basic_optimizer(
-    model: nn.Module, optimizer: object, model_parameters: object, config: DeepSpeedConfig
+    model: nn.Module, optimizer: object, model_parameters: Any, config: DeepSpeedConfig
 ) -> torch.optim.Optimizer | None:
     """Return the torch optimizer to shard: the program's own, the one that its function makes, or the configuration's."""
     if optimizer is None and config.optimizer_name is None:
         return None
-    parameters = _parameters(model, model_parameters)
+    given = model if model_parameters is None else model_parameters
+    given = given.parameters() if isinstance(given, nn.Module) or not isinstance(given, Iterable) else given
+    parameters = [entry for entry in given if isinstance(entry, dict) or getattr(entry, "requires_grad", True)]
     if isinstance(optimizer, torch.optim.Optimizer):
         basic = optimizer
     elif optimizer is not None:
@@ -245,24 +249,6 @@ def _basic_optimizer(
             'optimizer of the configuration, or say {"zero_force_ds_cpu_optimizer": false}: it is stepped on the host as it is.'
         )
     return basic
-
-
-def _parameters(model: nn.Module, given: Any) -> list[Any]:
-    if given is None:
-        return [param for param in model.parameters() if param.requires_grad]
-    given = list(given) if isinstance(given, Iterable) and not isinstance(given, nn.Module) else list(given.parameters())
-    return [entry for entry in given if isinstance(entry, dict) or getattr(entry, "requires_grad", True)]
-
-
-def _scheduler(given: Any, optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig) -> Any:
-    if given is None:
-        named = config.scheduler_name is not None and optimizer is not None
-        return schedule_from_config(config.scheduler_name, config.scheduler_params, optimizer) if named else None
-    if hasattr(given, "step"):
-        return given
-    if not callable(given):
-        raise TypeError(f"lr_scheduler: expected a scheduler, or a callable that makes one of the optimizer, got {given!r}.")
-    return given(optimizer)
 
 
 _EQUAL = ("gradient_accumulation_steps", "managed_gradient_accumulation", "scheduler_name", "scheduler_params")

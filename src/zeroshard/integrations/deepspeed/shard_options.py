@@ -194,7 +194,15 @@ def build_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) -> torch
         return Lion(parameters, **{**_LION, **params})
     if low == "muon":
         return Muon(_muon_groups(parameters, params))
-    return _torch_optimizer(name)(parameters, **params)
+    classes = {
+        cls.__name__: cls for cls in vars(torch.optim).values() if isinstance(cls, type) and cls is not torch.optim.Optimizer
+    }
+    cls = classes.get(name) or {known.lower(): cls for known, cls in classes.items()}.get(low)
+    if cls is None:
+        raise DeepSpeedConfigError(
+            f"optimizer.type {name!r} is neither one of DeepSpeed's nor of torch.optim.{did_you_mean(name, classes)}"
+        )
+    return cls(parameters, **params)
 
 
 def _muon_groups(parameters: Iterable[Any], params: Options) -> list[Options]:
@@ -220,20 +228,6 @@ def _muon_groups(parameters: Iterable[Any], params: Options) -> list[Options]:
             options = {key: params.get(key, default) for key, default in defaults.items()} | {"lr": lr}
             if half:
                 found.append({**options, **group, "params": half, "use_muon": use_muon})
-    return found
-
-
-def _torch_optimizer(name: str) -> type[torch.optim.Optimizer]:
-    """Return a class of torch.optim by its name, in any case. Raises DeepSpeedConfigError."""
-    classes = {
-        attribute: value for attribute, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
-    }  # fmt: skip
-    found = classes.get(name) or {attribute.lower(): value for attribute, value in classes.items()}.get(name.lower())
-    if found is None:
-        raise DeepSpeedConfigError(
-            f"optimizer.type {name!r} is neither one of DeepSpeed's nor of torch.optim.{did_you_mean(name, classes)}"
-        )
     return found
 
 

@@ -1,19 +1,22 @@
 """Names of DeepSpeed that programs import, inherit from or test with isinstance, but that zeroshard does not implement.
 
 A *stand-in* is a class or function that can be imported; making an instance or calling it raises `NotSupported`, whose message
-has the replacement. The base classes of optimizers are no stand-ins: the class of the engine's optimizer derives from them.
+has the replacement. The base classes of optimizers are no stand-ins: the class of the engine's optimizer derives from them. An
+operator builder tells whether zeroshard has the operation, and loads the module that has it: nothing is compiled.
 """
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from ...errors import ZeroshardError
+from ...errors import ConfigError, ZeroshardError
 from .accelerator import always
 
 MIN_SWAPPABLE_BYTES = 2**20  # deepspeed.runtime.swap_tensor: DeepSpeed's tests make tensors of at least this size
@@ -67,25 +70,23 @@ class ZeRORuntimeException(Exception):
     """Raised for impossible combinations of ZeRO's options, as in DeepSpeed."""
 
 
-# -- parallelism other than data ----------------------------------------------------------------------------------
+# -- what zeroshard has not, and what to use instead ----------------------------------------------------------------------
 
 _PIPE = "shard the whole model with stage 3 instead of cutting it into pipeline stages: ranks then hold 1/N of every layer."
 _MOE = "write the experts as ordinary modules (or take a model of transformers); stage 3 shards them as all others."
 _SEQUENCE = "long sequences: zs.tile and zs.tiled_cross_entropy, and activation checkpoints with partition or offload."
 _INFER = "call deepspeed.initialize without an optimizer (stage 3), or export the model to an inference engine."
+_AUTOTP = "shard with stage 3 instead of tensor parallelism."
+_LAYER = "use torch.nn.TransformerEncoderLayer."
+_LAMB = "use FusedAdam, with a warm-up for large batches, or FusedLion; LAMB takes norms of whole parameters."
 
 PipelineModule = _stand_in("PipelineModule", _PIPE, nn.Module)
 PipelineEngine = _stand_in("PipelineEngine", _PIPE, nn.Module)
-DualPipeVModule = _stand_in("DualPipeVModule", _PIPE, PipelineModule)
-DualPipeVEngine = _stand_in("DualPipeVEngine", _PIPE, PipelineEngine)
 LayerSpec = _stand_in("LayerSpec", _PIPE)
 TiedLayerSpec = _stand_in("TiedLayerSpec", _PIPE, LayerSpec)
 ProcessTopology = _stand_in("ProcessTopology", _PIPE)
-PipeDataParallelTopology = _stand_in("PipeDataParallelTopology", _PIPE, ProcessTopology)
-PipeModelDataParallelTopology = _stand_in("PipeModelDataParallelTopology", _PIPE, ProcessTopology)
 MoE = _stand_in("MoE", _MOE, nn.Module)
 Experts = _stand_in("Experts", _MOE, nn.Module)
-TopKGate = _stand_in("TopKGate", _MOE, nn.Module)
 DistributedAttention = _stand_in("DistributedAttention", _SEQUENCE, nn.Module)
 UlyssesSPAttentionHF = _stand_in("UlyssesSPAttentionHF", _SEQUENCE, nn.Module)
 UlyssesSPAttentionHF.register_with_transformers = staticmethod(
@@ -95,24 +96,18 @@ UlyssesSPDataLoaderAdapter = _stand_in("UlyssesSPDataLoaderAdapter", _SEQUENCE)
 InferenceEngine = _stand_in("InferenceEngine", _INFER, nn.Module)
 DeepSpeedHybridEngine = _stand_in("DeepSpeedHybridEngine", _INFER, nn.Module)
 DeepSpeedInferenceConfig = _stand_in("DeepSpeedInferenceConfig", _INFER)
-DeepSpeedTransformerLayer = _stand_in("DeepSpeedTransformerLayer", "use torch.nn.TransformerEncoderLayer.", nn.Module)
-DeepSpeedTransformerConfig = _stand_in("DeepSpeedTransformerConfig", "use torch.nn.TransformerEncoderLayer.")
+DeepSpeedTransformerLayer = _stand_in("DeepSpeedTransformerLayer", _LAYER, nn.Module)
+DeepSpeedTransformerConfig = _stand_in("DeepSpeedTransformerConfig", _LAYER)
 FlopsProfiler = _stand_in("FlopsProfiler", "use torch.utils.flop_counter.FlopCounterMode on the model before it is sharded.")
-
-init_inference = _refused("init_inference", _INFER)
-default_inference_config = _refused("default_inference_config", _INFER)
-replace_transformer_layer = _refused("replace_transformer_layer", _INFER)
-tp_model_init = _refused("tp_model_init", "shard with stage 3 instead of tensor parallelism.")
-set_autotp_mode = _refused("set_autotp_mode", "shard with stage 3 instead of tensor parallelism.")
-
-# -- optimizers ---------------------------------------------------------------------------------------------------
-
-_LAMB = "use FusedAdam, with a warm-up for large batches, or FusedLion; LAMB takes norms of whole parameters."
 FusedLamb = _stand_in("FusedLamb", _LAMB, torch.optim.Optimizer)
 
+init_inference = _refused("init_inference", _INFER)
+replace_transformer_layer = _refused("replace_transformer_layer", _INFER)
+tp_model_init = _refused("tp_model_init", _AUTOTP)
+set_autotp_mode = _refused("set_autotp_mode", _AUTOTP)
+get_cuda_rng_tracker = _refused("get_cuda_rng_tracker", "there is no tensor parallelism here; use torch's generators.")
 
-# -- deepspeed.moe.utils: a model without MoE layers has no expert parameters --------------------------------------
-
+# -- deepspeed.moe.utils: a model without MoE layers has no expert parameters ---------------------------------------------
 
 has_moe_layers = always((False, 0))  # no MoE layer can be made here
 
@@ -120,15 +115,6 @@ has_moe_layers = always((False, 0))  # no MoE layer can be made here
 def is_moe_param(param: torch.Tensor) -> bool:
     """Return whether a parameter is marked as an expert's (`param.allreduce = False`)."""
     return not getattr(param, "allreduce", True)
-
-
-def is_moe_param_group(param_group: Mapping[str, object]) -> bool:
-    return bool(param_group.get("moe", False))
-
-
-def split_params_into_shared_and_expert_params(params: list[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return (parameters shared by all ranks, parameters marked as experts')."""
-    return [p for p in params if not is_moe_param(p)], [p for p in params if is_moe_param(p)]
 
 
 def split_params_into_different_moe_groups_for_optimizer(
@@ -141,3 +127,54 @@ def split_params_into_different_moe_groups_for_optimizer(
     if any(is_moe_param(param) for group in groups for param in group["params"]):
         raise NotSupported(f"param_groups: a parameter is marked as an expert's (allreduce=False): {_MOE}")
     return groups
+
+
+# -- deepspeed.ops.op_builder ---------------------------------------------------------------------------------------------
+
+
+class OpBuilder:
+    """An operation of DeepSpeed: NAME, and the module of zeroshard that implements it, or None."""
+
+    NAME = "op"
+    module: str | None = None
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or self.NAME
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Return whether zeroshard has the operation; scripts ask before they use an optimizer or a disk."""
+        if verbose and self.module is None:
+            print(f"{self.name}: not in zeroshard")
+        return self.module is not None
+
+    def load(self, verbose: bool = True) -> ModuleType:
+        """Return zeroshard's module for the operation, which has its own names. Raises ConfigError if there is none."""
+        if self.module is None:
+            raise ConfigError(
+                f"deepspeed.ops.op_builder.{type(self).__name__}: zeroshard compiles nothing and has no {self.name}. Ask "
+                "is_compatible() first, and leave out what needs it."
+            )
+        return importlib.import_module(self.module)
+
+    builder = load
+
+
+_ROOT, _OPTIMIZERS = __name__.partition(".")[0], f"{__package__}.cpu_optimizers"
+_MODULES = {  # operation -> module of zeroshard that has it
+    **dict.fromkeys(("cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam", "fused_lion"), _OPTIMIZERS),
+    "async_io": f"{_ROOT}.memory.io.async_file",
+    "pin_memory": f"{_ROOT}.comm.pool",
+}
+BUILDERS: dict[str, type[OpBuilder]] = {
+    name: type(name, (OpBuilder,), {"NAME": op, "module": _MODULES.get(op), "__module__": __name__, "__doc__": f"The operation {op!r}."})
+    for name, op in {
+        "CPUAdamBuilder": "cpu_adam", "CPUAdagradBuilder": "cpu_adagrad", "CPULionBuilder": "cpu_lion",
+        "FusedAdamBuilder": "fused_adam", "FusedLionBuilder": "fused_lion", "FusedLambBuilder": "fused_lamb",
+        "AsyncIOBuilder": "async_io", "PinMemoryBuilder": "pin_memory", "GDSBuilder": "gds",
+        "EvoformerAttnBuilder": "evoformer_attn", "FPQuantizerBuilder": "fp_quantizer", "InferenceBuilder": "transformer_inference",
+        "QuantizerBuilder": "quantizer", "SpatialInferenceBuilder": "spatial_inference", "TransformerBuilder": "transformer",
+        "UtilsBuilder": "utils",
+    }.items()
+}  # fmt: skip
+globals().update(BUILDERS)
+compatible_ops = {builder.NAME: builder.module is not None for builder in BUILDERS.values()}  # deepspeed.ops.__compatible_ops__

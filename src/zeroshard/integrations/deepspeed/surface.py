@@ -13,157 +13,111 @@ _SAFE = (
 )
 _LEAF = (
     "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix "
-    "unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
+    "unset_z3_leaf_modules z3_leaf_module"
 )
 _GROUPS = (
     "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_model_parallel_group "
     "get_model_parallel_rank get_model_parallel_world_size get_tensor_model_parallel_group get_tensor_model_parallel_rank "
     "get_tensor_model_parallel_world_size initialize"
 )
+_INIT = "GatheredParameters Init ZeroParamStatus register_external_parameter unregister_external_parameter"
+_TILED = "TiledLinear TiledLinearReturnBias"
 _TABLE = {
     ".": "accelerator: get_accelerator; communication: TORCH_DISTRIBUTED_DEFAULT_PORT init_distributed; ds_config: "
     "DeepSpeedConfig; engine: DeepSpeedEngine; door: install; logs: log_dist logger; sections: DeepSpeedConfigError; setup: "
     "add_config_arguments initialize; stand_ins: DeepSpeedHybridEngine DeepSpeedInferenceConfig DeepSpeedOptimizer "
-    "DeepSpeedTransformerConfig DeepSpeedTransformerLayer DualPipeVEngine DualPipeVModule InferenceEngine PipelineEngine "
-    "PipelineModule default_inference_config init_inference replace_transformer_layer set_autotp_mode tp_model_init; utilities: "
-    "OnDevice; door: __git_branch__=UNKNOWN __git_hash__=UNKNOWN __version__=VERSION __version_major__=MAJOR "
-    "__version_minor__=MINOR __version_patch__=PATCH git_branch=UNKNOWN git_hash=UNKNOWN version=VERSION",
+    "DeepSpeedTransformerConfig DeepSpeedTransformerLayer InferenceEngine PipelineEngine PipelineModule init_inference "
+    "replace_transformer_layer set_autotp_mode tp_model_init; utilities: OnDevice; door: __version__=VERSION "
+    "__version_major__=MAJOR __version_minor__=MINOR __version_patch__=PATCH version=VERSION",
     "accelerator": "accelerator: DeepSpeedAccelerator get_accelerator is_current_accelerator_supported set_accelerator",
-    "accelerator.abstract_accelerator": "accelerator: DeepSpeedAccelerator",
-    "accelerator.cpu_accelerator": "accelerator: CPU_Accelerator",
-    "accelerator.cuda_accelerator": "accelerator: CUDA_Accelerator",
-    "accelerator.real_accelerator": "accelerator: SUPPORTED_ACCELERATOR_LIST get_accelerator is_current_accelerator_supported "
-    "set_accelerator",
+    "accelerator.real_accelerator": "accelerator: get_accelerator is_current_accelerator_supported set_accelerator",
     "checkpoint checkpoint.constants": "utilities: UNIVERSAL_CHECKPOINT_INFO",
     "checkpoint.ds_to_universal": "zero_to_fp32: main=convert_to_universal",
     "checkpoint.utils": "utilities: clone_tensors_for_torch_save get_model_ckpt_name_for_rank",
-    "checkpointing runtime.activation_checkpointing.checkpointing": "activation: checkpoint configure get_cuda_rng_tracker "
-    "is_configured model_parallel_cuda_manual_seed non_reentrant_checkpoint=checkpoint reset",
-    "comm comm.comm": "communication: CommsLogger ReduceOp TORCH_DISTRIBUTED_DEFAULT_PORT __getattr__ all_gather "
-    "all_gather_into_tensor all_gather_object all_reduce all_reduce_coalesced all_to_all all_to_all_single allgather_fn barrier "
-    "broadcast broadcast_object_list comms_logger configure default_pg_timeout destroy_process_group gather "
-    "get_all_ranks_from_group get_comm_operation_count get_global_rank get_local_rank get_local_rank_from_launcher "
-    "get_logged_comm_ops get_rank get_world_group get_world_rank_from_launcher get_world_size get_world_size_from_launcher "
-    "has_all_gather_into_tensor has_all_reduce_coalesced has_coalescing_manager has_comm_data has_reduce_scatter_tensor "
-    "inference_all_reduce init_distributed initialize_mesh_device is_available is_initialized log_summary monitored_barrier "
-    "new_group recv reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor reset_log scatter send",
-    "comm.reduce_op": "communication: ReduceOp",
-    "comm.utils": "communication: get_local_rank_from_launcher get_world_rank_from_launcher get_world_size_from_launcher",
+    "checkpointing runtime.activation_checkpointing.checkpointing": "activation: checkpoint configure is_configured "
+    "model_parallel_cuda_manual_seed non_reentrant_checkpoint=checkpoint reset; stand_ins: get_cuda_rng_tracker",
+    "comm comm.comm": "communication: ReduceOp __getattr__ all_gather all_gather_into_tensor all_gather_object all_reduce "
+    "all_to_all all_to_all_single allgather_fn barrier broadcast broadcast_object_list configure destroy_process_group gather "
+    "get_global_rank get_local_rank get_rank get_world_group get_world_size has_all_gather_into_tensor "
+    "inference_all_reduce init_distributed is_available is_initialized log_summary monitored_barrier "
+    "new_group recv reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor scatter send",
     "constants": "communication: TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",
-    "git_version_info": "op_builders: installed_ops torch_info; door: git_branch=UNKNOWN git_hash=UNKNOWN version=VERSION",
+    "git_version_info": "utilities: torch_info; door: version=VERSION",
     "inference.config": "stand_ins: DeepSpeedInferenceConfig",
-    "inference.engine": "stand_ins: InferenceEngine",
-    "launcher.runner": "launcher: DEEPSPEED_ENVIRONMENT_NAME DEEPSPEED_ENVIRONMENT_PATHS DLTS_HOSTFILE EXPORT_ENVS "
-    "fetch_hostfile main",
+    "launcher.runner": "launcher: DEEPSPEED_ENVIRONMENT_NAME main",
     "module_inject": "stand_ins: replace_transformer_layer set_autotp_mode",
     "moe.experts": "stand_ins: Experts",
     "moe.layer": "stand_ins: MoE",
-    "moe.sharded_moe": "stand_ins: TopKGate",
-    "moe.utils": "stand_ins: has_moe_layers is_moe_param is_moe_param_group "
-    "split_params_into_different_moe_groups_for_optimizer split_params_into_shared_and_expert_params",
+    "moe.utils": "stand_ins: has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer",
     "monitor.config": "sections: CSVConfig TensorBoardConfig WandbConfig",
-    "monitor.csv_monitor": "monitor: csvMonitor",
     "monitor.monitor": "monitor: Monitor MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor",
-    "monitor.tensorboard": "monitor: TensorBoardMonitor",
-    "monitor.wandb": "monitor: WandbMonitor",
-    "ops": "op_builders: __compatible_ops__=compatible_ops; stand_ins: DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
+    "ops": "stand_ins: __compatible_ops__=compatible_ops DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
     "ops.adagrad ops.adagrad.cpu_adagrad": "cpu_optimizers: DeepSpeedCPUAdagrad",
     "ops.adam": "cpu_optimizers: DeepSpeedCPUAdam FusedAdam",
     "ops.adam.cpu_adam": "cpu_optimizers: DeepSpeedCPUAdam",
     "ops.adam.fused_adam": "cpu_optimizers: FusedAdam",
-    "ops.aio": "op_builders: AsyncIOBuilder",
+    "ops.aio": "stand_ins: AsyncIOBuilder",
     "ops.lamb ops.lamb.fused_lamb": "stand_ins: FusedLamb",
     "ops.lion": "cpu_optimizers: DeepSpeedCPULion FusedLion",
     "ops.lion.cpu_lion": "cpu_optimizers: DeepSpeedCPULion",
     "ops.lion.fused_lion": "cpu_optimizers: FusedLion",
-    "ops.op_builder": "op_builders: AsyncIOBuilder CCLCommBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder "
-    "DeepCompileBuilder EvoformerAttnBuilder FPQuantizerBuilder FusedAdamBuilder FusedLambBuilder FusedLionBuilder GDSBuilder "
-    "InferenceBuilder InferenceCoreBuilder InferenceCutlassBuilder NotImplementedBuilder OpBuilder PinMemoryBuilder "
-    "QuantizerBuilder RaggedOpsBuilder RaggedUtilsBuilder RandomLTDBuilder ShareMemCommBuilder SpatialInferenceBuilder "
-    "StochasticTransformerBuilder TransformerBuilder UtilsBuilder",
-    "ops.op_builder.all_ops": "op_builders: ALL_OPS",
-    "ops.op_builder.builder": "op_builders: OpBuilder",
+    "ops.op_builder": "stand_ins: AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder EvoformerAttnBuilder "
+    "FPQuantizerBuilder FusedAdamBuilder FusedLambBuilder FusedLionBuilder GDSBuilder InferenceBuilder OpBuilder "
+    "PinMemoryBuilder QuantizerBuilder SpatialInferenceBuilder TransformerBuilder UtilsBuilder",
+    "ops.op_builder.builder": "stand_ins: OpBuilder",
     "ops.transformer": "stand_ins: DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
-    "pipe": "stand_ins: DualPipeVModule LayerSpec PipelineModule TiedLayerSpec",
+    "pipe": "stand_ins: LayerSpec PipelineModule TiedLayerSpec",
     "profiling.flops_profiler": "stand_ins: FlopsProfiler",
     "runtime.base_optimizer": "stand_ins: DeepSpeedOptimizer ZeROOptimizer",
     "runtime.bf16_optimizer": "stand_ins: BF16_Optimizer",
-    "runtime.config": "ds_config: ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER DEEPSPEED_OPTIMIZERS DeepSpeedConfig "
-    "LAMB_OPTIMIZER LION_OPTIMIZER MUADAMW_OPTIMIZER MUADAM_OPTIMIZER MUON_OPTIMIZER MUSGD_OPTIMIZER get_gradient_clipping "
-    "get_log_level; sections: DeepSpeedConfigError",
-    "runtime.config_utils": "config_model: DeepSpeedConfigModel",
-    "runtime.constants": "ds_config: GRADIENT_CLIPPING GRADIENT_CLIPPING_DEFAULT LOG_LEVEL_DEFAULT",
+    "runtime.config": "ds_config: ADAM_OPTIMIZER DeepSpeedConfig LAMB_OPTIMIZER get_gradient_clipping; sections: "
+    "DeepSpeedConfigError",
+    "runtime.constants": "ds_config: GRADIENT_CLIPPING_DEFAULT",
     "runtime.dataloader": "setup: DeepSpeedDataLoader; utilities: RepeatingLoader",
-    "runtime.engine": "engine: DeepSpeedEngine; door: MEMORY_OPT_ALLREDUCE_SIZE=ALLREDUCE_NUMEL",
+    "runtime.engine": "engine: DeepSpeedEngine",
     "runtime.fp16.fused_optimizer": "stand_ins: FP16_Optimizer",
     "runtime.fp16.unfused_optimizer": "stand_ins: FP16_UnfusedOptimizer",
-    "runtime.hybrid_engine": "stand_ins: DeepSpeedHybridEngine",
-    "runtime.lr_schedules": "lr_schedules: COS_MIN_RATIO CYCLE_FIRST_STAIR_COUNT CYCLE_FIRST_STEP_SIZE CYCLE_MAX_LR "
-    "CYCLE_MAX_MOM CYCLE_MIN_LR CYCLE_MIN_MOM CYCLE_SECOND_STAIR_COUNT CYCLE_SECOND_STEP_SIZE DECAY_LR_RATE DECAY_MOM_RATE "
-    "DECAY_STEP_SIZE LRRangeTest LR_RANGE_TEST LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STAIRCASE LR_RANGE_TEST_STEP_RATE "
-    "LR_RANGE_TEST_STEP_SIZE LR_SCHEDULE ONE_CYCLE OneCycle TOTAL_NUM_STEPS VALID_LR_SCHEDULES WARMUP_COSINE_LR WARMUP_DECAY_LR "
-    "WARMUP_LINEAR_RATE WARMUP_LOG_RATE WARMUP_LR WARMUP_MAX_LR WARMUP_MIN_LR WARMUP_MIN_RATIO WARMUP_NUM_STEPS WARMUP_TYPE "
-    "WarmupCosineLR WarmupDecayLR WarmupLR get_torch_optimizer update_lr",
+    "runtime.lr_schedules": "lr_schedules: COS_MIN_RATIO CYCLE_FIRST_STEP_SIZE CYCLE_MAX_LR CYCLE_MAX_MOM CYCLE_MIN_LR "
+    "CYCLE_MIN_MOM DECAY_LR_RATE DECAY_MOM_RATE DECAY_STEP_SIZE LRRangeTest LR_RANGE_TEST LR_RANGE_TEST_MIN_LR "
+    "LR_RANGE_TEST_STAIRCASE LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE ONE_CYCLE OneCycle TOTAL_NUM_STEPS "
+    "VALID_LR_SCHEDULES WARMUP_COSINE_LR WARMUP_DECAY_LR WARMUP_LINEAR_RATE WARMUP_LOG_RATE WARMUP_LR WARMUP_MAX_LR "
+    "WARMUP_MIN_LR WARMUP_MIN_RATIO WARMUP_NUM_STEPS WARMUP_TYPE WarmupCosineLR WarmupDecayLR WarmupLR",
     "runtime.pipe": "stand_ins: LayerSpec PipelineModule ProcessTopology TiedLayerSpec",
-    "runtime.pipe.dualpipev": "stand_ins: DualPipeVEngine DualPipeVModule",
     "runtime.pipe.engine": "stand_ins: PipelineEngine",
     "runtime.pipe.module": "stand_ins: LayerSpec PipelineModule TiedLayerSpec",
-    "runtime.pipe.topology": "stand_ins: PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology",
-    "runtime.precision_config": "ds_config: get_bfloat16_config get_float16_config; sections: DeepSpeedBF16Config "
-    "DeepSpeedFP16Config",
+    "runtime.pipe.topology": "stand_ins: ProcessTopology",
+    "runtime.precision_config": "ds_config: get_bfloat16_config; sections: DeepSpeedBF16Config DeepSpeedFP16Config",
     "runtime.sequence_parallel.ulysses_sp": "stand_ins: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     "runtime.swap_tensor": "stand_ins: MIN_SWAPPABLE_BYTES",
-    "runtime.torch_autocast": "utilities: PARAM_COMM_DTYPE_ATTR_NAME autocast_if_enabled get_comm_dtype has_comm_dtype",
-    "runtime.utils": "utilities: DummyOptim check_internal_apis_for_count_used_parameters copy_to_device "
-    "count_used_parameters_in_backward empty_cache ensure_directory_exists get_global_norm get_only_unique_item "
-    "get_tensor_bytes maybe_loss_for_backward memory_status move_to_device noop_context noop_decorator required_torch_version "
-    "see_memory_usage set_random_seed",
-    "runtime.zero": "partition: DeepSpeedTensorOverride GatheredParameters Init ZeroParamStatus ZeroParamType "
-    "register_external_parameter unregister_external_parameter; engine_optimizer: unwrap_model_for_generation; linears: "
-    "TiledLinear TiledLinearReturnBias",
+    "runtime.utils": "utilities: count_used_parameters_in_backward required_torch_version see_memory_usage set_random_seed",
+    "runtime.zero": f"partition: {_INIT}; engine_optimizer: unwrap_model_for_generation; linears: {_TILED}",
     "runtime.zero.config": "sections: DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig "
     "OffloadDeviceEnum",
     "runtime.zero.leaf_module_config": "leaf_modules: DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES "
     "DEFAULT_LEAF_MODULE_NAME_SUFFIXES; sections: DeepSpeedZeroLeafModuleConfig",
     "runtime.zero.offload_config": "sections: DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig "
     "OffloadDeviceEnum OffloadStateTypeEnum",
-    "runtime.zero.partition_parameters": "accelerator: get_accelerator; partition: DEFAULT_TENSOR_OVERRIDES "
-    "DeepSpeedTensorOverride GatheredParameters Init MultipleAllGatherHandles ZeroParamStatus ZeroParamType _orig_torch_arange "
-    "_orig_torch_empty _orig_torch_eye _orig_torch_full _orig_torch_ones _orig_torch_randn _orig_torch_tensor _orig_torch_zeros "
-    "is_zero_param partitioned_param_data_shape register_external_parameter restore_init_context shutdown_init_context "
-    "unregister_external_parameter zero_wrapper_for_fp_tensor_constructor; communication: _contradicting_single_rank_pg_error; "
-    "linears: zero3_linear_wrap",
-    "runtime.zero.parameter_offload": "engine_optimizer: DeepSpeedZeRoOffload=ParameterOffload",
+    "runtime.zero.partition_parameters": f"accelerator: get_accelerator; partition: {_INIT} MultipleAllGatherHandles "
+    "_orig_torch_arange _orig_torch_empty is_zero_param partitioned_param_data_shape zero_wrapper_for_fp_tensor_constructor",
     "runtime.zero.stage3": "engine_optimizer: unwrap_model_for_generation; stand_ins: DeepSpeedZeroOptimizer_Stage3",
     "runtime.zero.stage_1_and_2": "stand_ins: DeepSpeedZeroOptimizer",
-    "runtime.zero.linear": "linears: LinearFunctionForZeroStage3 LinearModuleForZeroStage3 autocast_custom_bwd "
-    "autocast_custom_fwd zero3_linear_wrap",
-    "runtime.zero.tiling": "linears: TiledLinear TiledLinearReturnBias",
+    "runtime.zero.tiling": f"linears: {_TILED}",
     "runtime.zero.utils": "partition: is_zero_param; stand_ins: ZeRORuntimeException",
     "sequence.layer": "stand_ins: DistributedAttention",
-    "utils": f"fragments: {_SAFE}; leaf_modules: {_LEAF}; logs: log_dist log_dist_once logger set_log_level_from_string; "
-    f"utilities: OnDevice RepeatingLoader instrument_w_nvtx recursive_getattr recursive_setattr {_GROUPS}",
-    "utils.comms_logging": "communication: CommsLogger",
-    "utils.groups": "utilities: _get_broadcast_src_rank _get_data_parallel_group _get_data_parallel_group_ranks "
-    "_get_data_parallel_rank _get_data_parallel_world_size _get_expert_data_parallel_group_dict "
-    "_get_expert_model_parallel_world_size _get_expert_parallel_group_dict _get_model_parallel_world_size "
-    "_get_sequence_data_parallel_group _get_sequence_data_parallel_rank _get_sequence_data_parallel_world_size "
-    "_get_sequence_parallel_group _get_sequence_parallel_rank _get_sequence_parallel_world_size "
-    f"_get_zero_param_intra_parallel_group {_GROUPS}",
+    "utils": f"fragments: {_SAFE}; leaf_modules: {_LEAF}; logs: log_dist logger set_log_level_from_string; "
+    f"utilities: OnDevice RepeatingLoader instrument_w_nvtx {_GROUPS}",
+    "utils.groups": "utilities: _get_data_parallel_group _get_data_parallel_rank _get_data_parallel_world_size "
+    f"_get_sequence_parallel_group _get_sequence_parallel_rank _get_sequence_parallel_world_size {_GROUPS}",
     "utils.init_on_device": "utilities: OnDevice",
-    "utils.logging": "logs: get_current_level get_dist_msg get_log_level_from_string log_dist log_dist_once log_levels logger "
-    "print_dist set_log_level_from_string should_log_le warning_once",
-    "utils.module_utils": "utilities: recursive_getattr recursive_setattr",
+    "utils.logging": "logs: log_dist log_levels logger set_log_level_from_string warning_once",
     "utils.nvtx": "utilities: instrument_w_nvtx",
     "utils.tensor_fragment": f"fragments: {_SAFE}",
-    "utils.timer": "timers: SynchronizedWallClockTimer ThroughputTimer",
+    "utils.timer": "monitor: ThroughputTimer",
     "utils.torch": "utilities: required_torch_version",
-    "utils.z3_leaf_module": f"leaf_modules: apply_zero_leaf_module_config {_LEAF}",
-    "utils.zero_to_fp32": "zero_to_fp32: convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict "
-    "get_fp32_state_dict_from_zero_checkpoint get_model_state_file get_optim_files load_state_dict_from_zero_checkpoint main "
-    "to_torch_tensor",
-    "zero": "partition: DeepSpeedTensorOverride GatheredParameters Init ZeroParamStatus ZeroParamType "
-    "register_external_parameter unregister_external_parameter",
+    "utils.z3_leaf_module": f"leaf_modules: {_LEAF}",
+    "utils.zero_to_fp32": "zero_to_fp32: convert_zero_checkpoint_to_fp32_state_dict "
+    "get_fp32_state_dict_from_zero_checkpoint get_model_state_file get_optim_files load_state_dict_from_zero_checkpoint main",
+    "zero": f"partition: {_INIT}; linears: {_TILED}",
 }
 
 INSTEAD: dict[str, str] = {  # module or name of DeepSpeed that does not exist here -> what to use instead
@@ -186,21 +140,30 @@ INSTEAD: dict[str, str] = {  # module or name of DeepSpeed that does not exist h
     "ops.adam": "zs.shard steps torch.optim's classes on any tier; DeepSpeedCPUAdam and FusedAdam are here.",
     "ops.muon": "Use zs.Muon, or torch.optim.Muon.",
     "ops.sparse_attention": "Use torch.nn.attention.flex_attention.",
+    "ops.op_builder": "Nothing is compiled: leave out what asks for it.",
+    "pipe": "Shard the whole model with stage 3 instead of cutting it into pipeline stages.",
     "runtime.activation_checkpointing": "deepspeed.checkpointing.checkpoint and zs.checkpoint_activations recompute activations.",
     "runtime.checkpoint_engine": "engine.save_checkpoint and load_checkpoint write and read by themselves, in the background as well.",
     "runtime.comm": "zs.shard reduces and gathers by itself; torch.distributed has collectives for code of one's own.",
+    "runtime.config_utils": "Derive configurations from pydantic.BaseModel.",
     "runtime.data_pipeline": "Use a sampler or data set of torch.utils.data.",
     "runtime.fp16.loss_scaler": 'engine.optimizer.loss_scale and loss_scaler tell the scale; {"fp16": ...} says how it changes.',
     "runtime.fp16.onebit": "Use FusedAdam: momenta are not compressed.",
     "runtime.sparse_tensor": "Gradients of embeddings are dense: nn.Embedding(sparse=False).",
+    "runtime.pipe": "Shard the whole model with stage 3 instead of cutting it into pipeline stages.",
     "runtime.superoffload": "offload_optimizer with device cpu steps on the host; zs.shard(delayed_update=...) beside training.",
+    "runtime.torch_autocast": "Gradients of all parameters are sent in communication_data_type.",
     "runtime.utils": "Norms and clipping: engine.get_global_grad_norm(), gradient_clipping, zs.clip_grad_norm_.",
+    "runtime.zero.linear": "Use torch.nn.Linear: stage 3 saves the memory of every module.",
     "runtime.zero.offload_states": "engine.offload_states() and reload_states() move states; zs.report(model) tells where they rest.",
     "utils.bwc": "There is no tensor parallelism: its size is 1 and the rank 0.",
+    "utils.groups": "There is data parallelism only: deepspeed.comm has its ranks, and all other groups have one rank.",
+    "utils.logging": "deepspeed.utils.logger is a logger of Python's logging.",
+    "utils.module_utils": "model.get_submodule(name) and model.set_submodule(name, module) are torch's.",
     "utils.numa": "Start ranks under numactl, or with zeroshard-deepspeed --bind_cores_to_rank.",
     "utils.mixed_precision_linkage": "safe_get_full_fp32_param and zs.value_of read masters.",
     "utils.tensor_fragment": "safe_get_* and safe_set_* of deepspeed.utils, or zs.value_of, zs.gradient_of and zs.state_of.",
-    "utils.timer": "ThroughputTimer and SynchronizedWallClockTimer are here; torch.profiler times what is inside of a step.",
+    "utils.timer": "ThroughputTimer is here; torch.profiler times what is inside of a step.",
     "utils.torch": "param.register_post_accumulate_grad_hook(hook) is torch's.",
 }
 

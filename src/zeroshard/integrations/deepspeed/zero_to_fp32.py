@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -24,30 +23,11 @@ from ...checkpoint.importers.deepspeed import tag_folder
 from ...checkpoint.resolver import Alone, open_any
 from ...checkpoint.source import Opened
 from ...errors import CheckpointError, CheckpointNotFound
-from ...memory.io.tensor_reader import Stored
 from ...utils.dtypes import casts_to
-from .checkpoints import latest_tag, model_file
-from .whole_weights import read_whole
+from .checkpoints import latest_tag, model_file, read_whole
+from .logs import warning_once
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-class LazyTensor:
-    """A tensor of a checkpoint, which is read when `contiguous()` is called."""
-
-    def __init__(self, stored: Stored) -> None:
-        self._stored = stored
-        self.shape = torch.Size(stored.shape)
-        self.dtype = casts_to(stored.dtype, torch.float32)
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def contiguous(self) -> Tensor:
-        """Read the tensor into host memory."""
-        flat = torch.empty(self.shape.numel(), dtype=self.dtype, device="cpu")
-        self._stored.read(0, flat)
-        return flat.view(self.shape)
 
 
 def _folder(checkpoint_dir: str | os.PathLike, tag: object) -> Path:
@@ -60,9 +40,9 @@ def _folder(checkpoint_dir: str | os.PathLike, tag: object) -> Path:
     return root / tag
 
 
-def _open(folder: Path, exclude_frozen: bool, verify: bool = True) -> tuple[Opened, list[str]]:
+def _open(folder: Path, exclude_frozen: bool) -> tuple[Opened, list[str]]:
     """Open a checkpoint; return it, and the names of the tensors to convert."""
-    opened = open_any(Alone(), folder, verify=verify, values=False)
+    opened = open_any(Alone(), folder, values=False)
     told = opened.shared_extras["engine"]() if "engine" in opened.shared_extras else opened.facts
     if exclude_frozen and "frozen" not in told:
         raise CheckpointError(f"{folder} does not say which parameters are frozen: leave exclude_frozen_parameters out.")
@@ -73,55 +53,37 @@ def _open(folder: Path, exclude_frozen: bool, verify: bool = True) -> tuple[Open
 
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | os.PathLike, tag: object = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
-) -> dict[str, Tensor] | dict[str, LazyTensor]:
+) -> dict[str, Tensor]:
     """Return whole tensors by name, on the host; floating-point ones in fp32. Tied tensors share memory.
 
-    lazy_mode: return LazyTensors, each read when its `contiguous()` is called.
-    exclude_frozen_parameters: leave out frozen parameters.
+    exclude_frozen_parameters: leave out frozen parameters. lazy_mode: no effect, tensors are read at once.
     """
+    if lazy_mode:
+        warning_once("zero_to_fp32: lazy_mode has no effect: use zs.export, or convert_zero_checkpoint_to_fp32_state_dict.")
     opened, names = _open(_folder(checkpoint_dir, tag), exclude_frozen_parameters)
-    if not lazy_mode:
-        state = read_whole(opened, torch.float32, set(names).__contains__)
-        return {name: state[name] for name in names if name in state}
-    ties = opened.tied()
-    lazy = {name: LazyTensor(opened.model[name]) for name in names if name not in ties}
-    return {name: lazy[ties.get(name, name)] for name in names if ties.get(name, name) in lazy}
+    state = read_whole(opened, torch.float32, set(names).__contains__)
+    return {name: state[name] for name in names if name in state}
 
 
-def to_torch_tensor(
-    state_dict: Mapping[str, Tensor | LazyTensor], return_empty_tensor: bool = False, dtype: object = None
-) -> dict[str, Tensor]:
-    """Replace lazy tensors by tensors; names of one lazy tensor get one tensor.
-
-    return_empty_tensor: allocate tensors without reading their values. dtype: dtype of floating-point tensors.
-    """
-    made: dict[int, Tensor] = {}
-    for value in state_dict.values():
-        if id(value) not in made:
-            kept = casts_to(value.dtype, None if dtype is None else _dtype_of(dtype))
-            made[id(value)] = torch.empty(value.shape, dtype=kept) if return_empty_tensor else value.contiguous().to(kept)
-    return {name: made[id(value)] for name, value in state_dict.items()}
-
-
-def convert_zero_checkpoint_to_state_dict(
-    checkpoint_dir: str | os.PathLike, output_dir: str | os.PathLike, dtype: object = torch.float32, max_shard_size: object = "5GB",
-    safe_serialization: bool = False, tag: object = None, exclude_frozen_parameters: bool = False,
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike, output_dir: str | os.PathLike, max_shard_size: object = "5GB", safe_serialization: bool = False,
+    tag: object = None, exclude_frozen_parameters: bool = False,
 ) -> None:  # fmt: skip
-    """Write whole weights to output_dir: model*.safetensors or pytorch_model*.bin, with an index if there are several files.
+    """Write whole fp32 weights to output_dir: model*.safetensors or pytorch_model*.bin, with an index if there are several files.
 
     Weights are read and written some MiB at a time. Existing files of these names are replaced.
 
     max_shard_size: largest size of a file: 5GB, 500MiB or a number of bytes; None: one file. Raises as zs.export.
     """
-    source, out, kept, most = _folder(checkpoint_dir, tag), Path(output_dir), _dtype_of(dtype), nbytes_of(max_shard_size)
+    source, out, most = _folder(checkpoint_dir, tag), Path(output_dir), nbytes_of(max_shard_size)
     opened, names = _open(source, exclude_frozen_parameters)
     out.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".zero_to_fp32.", suffix=".tmp", dir=out))
     try:
         if safe_serialization:
-            export(source, scratch / "made", dtype=kept, max_shard_nbytes=most, names=names, verify=False)
+            export(source, scratch / "made", dtype=torch.float32, max_shard_nbytes=most, names=names, verify=False)
         else:
-            _write_torch(opened, source, scratch / "made", kept, most, names)
+            _write_torch(opened, source, scratch / "made", most, names)
         # the index last: it names files that exist
         for file in sorted((scratch / "made").iterdir(), key=lambda path: path.suffix == ".json"):
             os.replace(file, out / file.name)
@@ -129,38 +91,20 @@ def convert_zero_checkpoint_to_state_dict(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _write_torch(opened: Opened, source: Path, folder: Path, dtype: torch.dtype, most: int, names: list[str]) -> None:
+def _write_torch(opened: Opened, source: Path, folder: Path, most: int, names: list[str]) -> None:
     """Write files of torch.save, and their index if there are several."""
     folder.mkdir()
     ties, placed = opened.tied(), dict[str, str]()
-    sizes = {
-        name: opened.model[name].numel * casts_to(opened.model[name].dtype, dtype).itemsize for name in names if name not in ties
-    }
+    dtypes = {name: casts_to(opened.model[name].dtype, torch.float32) for name in names if name not in ties}
+    sizes = {name: opened.model[name].numel * dtype.itemsize for name, dtype in dtypes.items()}
     shards = divide(sizes, most, "pytorch_model", ".bin")
     for file, shard in shards.items():
         whole = [name for name in names if ties.get(name, name) in shard]
-        export(source, folder / file, dtype=dtype, format="torch", names=whole, verify=False)
+        export(source, folder / file, dtype=torch.float32, format="torch", names=whole, verify=False)
         placed |= dict.fromkeys(whole, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(placed.items()))}
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str | os.PathLike, output_dir: str | os.PathLike, max_shard_size: object = "5GB", safe_serialization: bool = False,
-    tag: object = None, exclude_frozen_parameters: bool = False,
-) -> None:  # fmt: skip
-    """Call convert_zero_checkpoint_to_state_dict for fp32."""
-    convert_zero_checkpoint_to_state_dict(
-        checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
-    )
-
-
-def _dtype_of(dtype: object) -> torch.dtype:
-    found = getattr(torch, str(dtype).removeprefix("torch."), None)
-    if found not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"dtype: expected float32, float16 or bfloat16, got {dtype!r}")
-    return found
 
 
 def nbytes_of(size: object) -> int:

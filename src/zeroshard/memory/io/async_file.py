@@ -127,7 +127,7 @@ def _shut(fd: int, end: int, state: dict[str, int]) -> None:
         os.close(fd)
 
 
-def open_file(path: str | os.PathLike, nbytes: int, *, create: bool = False, reserve: bool = False) -> File:
+def open_file(path: str | os.PathLike, nbytes: int, *, create: bool = False, reserve: bool = False, direct: bool = True) -> File:
     """Open a file of at least `nbytes` bytes for direct reads and writes.
 
     Args:
@@ -135,6 +135,7 @@ def open_file(path: str | os.PathLike, nbytes: int, *, create: bool = False, res
         nbytes: number of bytes that requests may address.
         create: make it, or empty it if it exists; it has `nbytes` zeros and takes no space before it is written.
         reserve: take the space at once (posix_fallocate), so that a later write cannot fail for lack of it.
+        direct: False goes through the page cache, so that other processes may write neighbouring bytes.
 
     Raises:
         OffloadIOError: it cannot be opened (ENOENT, EACCES, ...), is shorter than `nbytes` (ENODATA), or there is no
@@ -143,7 +144,7 @@ def open_file(path: str | os.PathLike, nbytes: int, *, create: bool = False, res
     path = os.fspath(path)
     if nbytes < 0:
         raise ValueError(f"expected nbytes of at least 0, got {nbytes}")
-    fd, direct = _open(path, os.O_CREAT | os.O_TRUNC if create else 0)
+    fd, direct = _open(path, os.O_CREAT | os.O_TRUNC if create else 0, direct)
     try:
         present = os.fstat(fd).st_size
         if create:
@@ -185,10 +186,10 @@ _locks = _Locks()
 _buffered: set[int] = set()  # filesystems (st_dev) without direct I/O that were reported
 
 
-def _open(path: str, flags: int) -> tuple[int, bool]:
+def _open(path: str, flags: int, wants_direct: bool) -> tuple[int, bool]:
     """Open a file; return its descriptor, and whether it is a direct one."""
     flags |= os.O_RDWR | getattr(os, "O_CLOEXEC", 0)
-    direct = getattr(os, "O_DIRECT", 0)
+    direct = getattr(os, "O_DIRECT", 0) if wants_direct else 0
     if direct and filesystem_of(path) not in MEMORY_FILESYSTEMS:
         try:
             return _open_for_what_is_allowed(path, flags | direct), True
@@ -200,7 +201,7 @@ def _open(path: str, flags: int) -> tuple[int, bool]:
     except OSError as error:
         raise OffloadIOError(path, 0, error.errno or EIO, "opening") from None
     device = os.fstat(fd).st_dev
-    if device not in _buffered:
+    if wants_direct and device not in _buffered:
         _buffered.add(device)
         print(
             f"zeroshard: {os.path.dirname(os.path.abspath(path))}: this filesystem has no direct I/O; "
@@ -275,7 +276,7 @@ class Handle(Work):
         self._path, self._offset, self._writes = file.path, offset, writes
         self._file, self._tensor = file, tensor  # kept until the request is done
         self._memory, self._address = bytes_of(tensor), tensor.data_ptr()
-        self._pieces, self.ended = 0, 0.0  # number of pieces not yet done; time.monotonic() when the last one was
+        self._pieces = 0  # number of pieces not yet done
         self._failure: tuple[int, int, str] | None = None  # offset, errno, what
         self._lock, self._over, self._process = threading.Lock(), threading.Event(), os.getpid()
 
@@ -314,7 +315,6 @@ class Handle(Work):
             self._fail(file.nbytes, error.errno or EIO, "closing")
         finally:
             del file
-            self.ended = time.monotonic()
             self._over.set()
 
 

@@ -3,7 +3,7 @@
     parts(start, out)   yields the ranges of contiguous stored tensors, and the part of `out` that each fills
     read(start, out)    reads those ranges from the files, at once
 
-checkpoint/bulk_reader.py, which reads many tensors together and keeps some, uses `parts`.
+checkpoint/bulk_reader.py, which reads many tensors together, uses `parts`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...tensor.state_column import StateColumn
 from ...tensor.tiled_parameter import Part
 from .aligned import bytes_of
 
-CHUNK_NBYTES = 16 << 20  # number of bytes read or written, and converted, at a time
+CHUNK_NBYTES = 16 << 20  # number of bytes read, and converted, at a time
 _COMPARED_NUMEL = 1 << 20  # number of elements compared at a time
 Stretch = tuple[Any, int, Tensor]  # (object with `fill`, first of its elements, the part of `out` that they fill)
 
@@ -109,25 +109,6 @@ class StoredTensor(Stored):
                     raw, at = raw[got:], at + got
                 if not direct:
                     part.copy_(values)
-
-    def write(self, start: int, source: Tensor) -> None:
-        """Set elements [start, start + n) of the flattened tensor to `source` (n,), on the host, converted to its dtype."""
-        values = source.to(self.dtype).contiguous()
-        raw, offset = bytes_of(values), self.offset + start * self.dtype.itemsize
-        with open(self.path, "r+b", buffering=0) as file:
-            while raw:
-                count = os.pwrite(file.fileno(), raw, offset)
-                raw, offset = raw[count:], offset + count
-
-    def cut(self, part: Part | None) -> StoredTensor | StoredPart:
-        """Return a part of this tensor (rows, or columns of a matrix) as a stored tensor; None: all of it."""
-        if part is None:
-            return self
-        if part.dim != 0 or part.around is not None or part.maps > 1:  # its elements are not contiguous in the file
-            return StoredPart(self, part)
-        row_nbytes = self.nbytes // max(self.shape[0], 1)
-        nbytes = math.prod(part.extents) * self.dtype.itemsize
-        return StoredTensor(self.path, self.offset + part.start * row_nbytes, nbytes, self.dtype, part.extents)
 
 
 @dataclass(frozen=True)
@@ -215,22 +196,11 @@ class StoredPart(Stored):
 
     def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
         """Yield the stretches of the whole tensor that hold the elements of this part."""
-        for at, first, last in self._stretches(start, start + out.numel()):
-            yield from self.whole.parts(at, out[first - start : last - start])
-
-    def write(self, start: int, source: Tensor) -> None:
-        """Set elements [start, start + n) of this part to `source` (n,)."""
-        assert isinstance(self.whole, StoredTensor)
-        for at, first, last in self._stretches(start, start + source.numel()):
-            self.whole.write(at, source[first - start : last - start])
-
-    def _stretches(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (first element in the whole, [first, last) in this part) of each contiguous stretch of [start, stop)."""
-        flat = self.part.unpacked
+        flat, stop = self.part.unpacked, start + out.numel()
         for at, within, count in flat.box.rows(flat.whole_shape, start, stop):
             first, last = max(within, start), min(within + count, stop)
             if first < last:
-                yield at + first - within, first, last
+                yield from self.whole.parts(at + first - within, out[first - start : last - start])
 
 
 def differ(one: Stored, other: Stored, rank: int = 0, ranks: int = 1) -> bool:

@@ -22,7 +22,19 @@ from torch import nn
 from ...comm.base import Comm
 from ...comm.control import Sent
 from ...config import PRECISIONS, Placement, Tier
-from ...memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, RESIDUALS, SECONDARY, STAGING, Traffic
+from ...memory.ledger import (
+    GATHERED,
+    GRADIENTS,
+    MASTERS,
+    OF_ACTIVATIONS,
+    OPTIMIZER,
+    PARAMETERS,
+    PARTIAL,
+    RESIDUALS,
+    SECONDARY,
+    STAGING,
+    Traffic,
+)
 from ...offload.storage import SplitRest
 from ...optim.segments import state_tensors
 from ...utils.state_format import StateFormat
@@ -46,7 +58,7 @@ class Report:
         theory_moved_per_step: what one backward and step move, by link and by formula.
         communication: number and bytes of the collectives so far, by kind.
         theory_nbytes_per_step: what this rank sends in a step, by formula.
-        measured_nbytes_per_step: what this rank has sent in a step.
+        measured_nbytes_per_step: what this rank has sent in a step, activations along sp apart.
         theory_between_nbytes_per_step: the part of it that goes to other nodes, by formula.
         measured_between_nbytes_per_step: the part of it that went to other nodes.
         secondary: secondary shards (hpZ).
@@ -112,6 +124,10 @@ class Report:
         if self.theory_between_nbytes_per_step:
             measured, theory = self.measured_between_nbytes_per_step, self.theory_between_nbytes_per_step
             lines.append(f"of them between nodes: {measured:,} bytes (theory {theory:,})")
+        for kind, axis in OF_ACTIVATIONS.items():
+            if kind in self.communication:
+                nbytes = self.communication[kind].nbytes // max(self.steps, 1)
+                lines.append(f"sent along {axis} per step: {nbytes:,} bytes of activations")
         held = {"secondary shards": self.secondary, "kept for error feedback": self.lost}
         lines += [f"{name}: {nbytes:,} bytes" for name, nbytes in held.items() if nbytes]
         worst = sorted(self.compression_errors.items(), key=lambda item: -item[1])[:3]
@@ -128,7 +144,8 @@ def report(model: nn.Module) -> Report:
     states = {name: ledger.now[name] + sum(held.get(name, 0) for held in elsewhere.values())
               for name in (PARAMETERS, GRADIENTS, OPTIMIZER, MASTERS)}  # fmt: skip
     states[OPTIMIZER] += states.pop(MASTERS)
-    sent, between = (sum(getattr(t, name) for t in ledger.traffic.values()) for name in ("nbytes", "between"))
+    zero = [entry for kind, entry in ledger.traffic.items() if kind not in OF_ACTIVATIONS]  # of model states, as the formula
+    sent, between = (sum(getattr(entry, name) for entry in zero) for name in ("nbytes", "between"))
     theory, steps = theory_sent_per_step(runtime), max(runtime.progress.steps, 1)
     return Report(
         stage=runtime.config.stage,
@@ -198,10 +215,10 @@ def _short(dtype: torch.dtype) -> str:
 
 def _formula(runtime: Runtime, sharded: bool) -> dict[str, int]:
     """Return bytes by model state, by the stage's formula (sharded=False: with everything replicated)."""
-    row, world = runtime.config.row, runtime.topology.shards.world_size
+    row = runtime.config.row
 
     def held(placement: Placement, nbytes: int) -> int:
-        return -(-nbytes // world) if sharded and placement is Placement.SHARDED else nbytes
+        return -(-nbytes // group.comm.world_size) if sharded and placement is Placement.SHARDED else nbytes
 
     plain = 0.0  # bytes per element of states that the inner optimizer keeps itself, from those that exist
     if runtime.optimizer is not None:
@@ -251,7 +268,7 @@ def theory_moved_per_step(runtime: Runtime) -> dict[str, int]:
     """Return the bytes that one rank moves between tiers in a step of one backward, by link, by formula."""
     totals: dict[str, int] = {}
     for group in runtime.groups:
-        numel = -(-group.layout.true_numel // runtime.topology.shards.world_size)
+        numel = -(-group.layout.true_numel // group.comm.world_size)
         for moved in (pass_itemsizes(runtime, group), step_itemsizes(runtime, group)):
             for (source, target), itemsize in moved.items():
                 link = f"{source.value} -> {target.value}"

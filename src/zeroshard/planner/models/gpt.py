@@ -1,6 +1,7 @@
 """A compact decoder-only GPT: the reference model of `zeroshard train`, the benchmarks and the tests.
 
-With other options it is the architecture of the case studies (presets.py): biases, ALiBi, a normalised embedding.
+With other options it is the architecture of the case studies (presets.py): biases, ALiBi, a normalised embedding; or a mixture of
+experts (GShard, arXiv 2006.16668, section 2.2; no token is dropped, and there is no loss for balance).
 
 It is an ordinary `nn.Module` without any code for sharding. Its `Block`s are in an `nn.ModuleList`, so that each becomes one
 unit; embeddings, the last norm and the head form the root unit.
@@ -19,6 +20,8 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ...utils.grouped_mm import grouped_mm
 
 NGRAM_LENGTHS = (2, 3, 4)
 POSITIONS = ("learned", "alibi")
@@ -40,6 +43,8 @@ class GPTConfig:
     positions: str = "learned"  # a vector for each position, or "alibi": attention falls with distance (arXiv 2108.12409)
     bias: bool = False  # biases in linear layers and norms; the head never has one
     embedding_norm: bool = False  # a norm after the embedding, as in BLOOM (arXiv 2211.05100, section 3.2)
+    experts: int = 0  # experts of a block in place of its MLP; 0: an MLP
+    experts_per_token: int = 2
     init_std: float = 0.02  # standard deviation of the normal distribution from which weights are drawn
 
     def __post_init__(self) -> None:
@@ -51,6 +56,10 @@ class GPTConfig:
             raise ValueError(f"heads: expected a divisor of dim={self.dim}, got {self.heads}; change heads or dim")
         if self.ngram_rows < 0:
             raise ValueError(f"ngram_rows: expected 0 (none) or a positive integer, got {self.ngram_rows}")
+        if self.experts < 0 or self.experts_per_token < 1 or 0 < self.experts < self.experts_per_token:
+            raise ValueError(
+                f"experts: expected 0 (none) or at least experts_per_token={self.experts_per_token}, which is positive; got {self.experts}"
+            )
         if self.positions not in POSITIONS:
             raise ValueError(f"positions: expected one of {', '.join(POSITIONS)}, got {self.positions!r}")
         if not 0.0 < self.init_std < math.inf:
@@ -127,6 +136,42 @@ class MLP(nn.Module):
         return self.out(F.gelu(self.up(x), approximate="tanh"))  # (batch, seq, dim)
 
 
+class Experts(nn.Module):
+    """MLPs without biases, of which each token has some."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.num_experts, hidden = config.experts, config.mlp_ratio * config.dim
+        self.up = nn.Parameter(torch.empty(config.experts, hidden, config.dim))
+        self.out = nn.Parameter(torch.empty(config.experts, config.dim, hidden))
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Return the sum over k of weights * expert(x): (tokens, dim), for x (tokens, dim), index and weights (tokens, k)."""
+        experts, order = index.flatten().sort(stable=True)
+        ends = torch.searchsorted(experts, torch.arange(self.num_experts, device=x.device), right=True)
+        hidden = grouped_mm(x[order // index.shape[-1]], self.up.transpose(-2, -1), ends)
+        rows = grouped_mm(F.gelu(hidden, approximate="tanh"), self.out.transpose(-2, -1), ends)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+        return (rows[back].unflatten(0, index.shape) * weights.unsqueeze(-1)).sum(dim=-2)
+
+
+class Mixture(nn.Module):
+    """Experts, and the router that chooses some for each token: those of highest probability, with these as weights."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.chosen, self.router, self.experts = (
+            config.experts_per_token,
+            nn.Linear(config.dim, config.experts, bias=False),
+            Experts(config),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        weights, index = self.router(tokens).float().softmax(dim=-1).topk(self.chosen, dim=-1)
+        return self.experts(tokens, index, (weights / weights.sum(dim=-1, keepdim=True)).to(x.dtype)).view_as(x)
+
+
 class Block(nn.Module):
     """One pre-norm transformer block: 12 dim^2 parameters at mlp_ratio 4, and two norms; with biases, 13 dim more in all."""
 
@@ -135,7 +180,7 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(config.dim, bias=config.bias)
         self.attention = Attention(config)
         self.mlp_norm = nn.LayerNorm(config.dim, bias=config.bias)
-        self.mlp = MLP(config)
+        self.mlp = Mixture(config) if config.experts else MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -180,6 +225,9 @@ class GPT(nn.Module):
             for name, weight in module.out.named_parameters():  # the weight, or those of its tiles (zs.tile)
                 if not name.endswith("bias"):
                     nn.init.normal_(weight, std=std / math.sqrt(2 * self.config.layers))
+        elif isinstance(module, Experts):
+            nn.init.normal_(module.up, std=std)
+            nn.init.normal_(module.out, std=std / math.sqrt(2 * self.config.layers))
         elif isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:

@@ -1,17 +1,26 @@
-"""Changes of a run that may make it fit, by kind, and the command-line options that express them.
+"""The table of changes that may make a run fit (`CHANGES`): what each frees, and how it is written.
 
-    mesh, ranks -> stage, tiers -> sequences at a time -> activation checkpointing -> units -> what nodes keep
+    row                          frees                    costs                               offered
+    mesh, then more ranks        model states             sums over tp, idle stages; devices  as divisors allow
+    stage, tiers                 model states             parameters sent; copies             farther than the run's
+    sequences at a time          activations              smaller products                    the same step in more micro-batches
+    activation checkpointing     activations              a repeated forward; copies          what is not checkpointed yet
+    units                        gathered parameters      more collectives                    blocks in parts
+    what nodes keep              secondary shards         bytes between nodes                 packed, fewer, larger groups
 
-Changes of several kinds are made in this order, since the choices of a kind depend on those before. Only what applies is offered.
+`zeroshard plan` writes a change as options of the command line (`flags`), the error of a running job as what to write in the
+program (`program`). Changes of several rows are made in this order, since the choices of a row depend on those before.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from ...config import STATES, Placement, written
 from ...utils.axes import DP, PP, TP, cuts_model
+from ..plan import ACTIVATIONS
 from ..request import FLAGS, Request
 from ..search.layout import CHECKPOINTING
 from ..search.requested import layout_of
@@ -94,8 +103,85 @@ def _with(request: Request, **options: object) -> Request:
     return replace(request, options={**request.options, **options})
 
 
-Kind = Callable[[Request], Iterator[Request]]
-KINDS: tuple[Kind, ...] = (_meshes, _states, _rows, _checkpoints, _units, _kept_in_nodes)
+def _mesh_flags(before: Request, after: Request) -> list[str]:
+    words = [f"--ranks {after.ranks}"] * (after.ranks != before.ranks)
+    axes = ",".join(f"{axis}={size}" for axis, size in after.axes.items() if size > 1)
+    return words + [f"--mesh {axes}"] * (after.axes != before.axes and cuts_model(after.axes))
+
+
+def _mesh_program(before: Request, after: Request) -> str:
+    times = after.ranks // before.ranks
+    return f"{times} times as many ranks, with as many sequences on each" if times > 1 else ""
+
+
+def _rows_flags(before: Request, after: Request) -> list[str]:
+    words = [f"--micro-batch {after.rows}"] * (after.rows != before.rows)
+    return words + [f"--accumulate {after.micro_batches}"] * (after.micro_batches != before.micro_batches)
+
+
+def sums_up(request: Request) -> bool:
+    """Return True where a rank holds whole gradients anyway, so that it can add up micro-batches under zs.accumulate."""
+    return request.config.row.gradient is not Placement.SHARDED
+
+
+def _rows_program(before: Request, after: Request) -> str:
+    times = before.rows // after.rows
+    summed = ", and zs.accumulate around all but the last" * sums_up(after)
+    return f"1/{times} of the sequences at a time in {times} times as many micro-batches{summed}" if times > 1 else ""
+
+
+def _checkpoint_flags(before: Request, after: Request) -> list[str]:
+    if after.checkpointing == before.checkpointing:
+        return []
+    kept, given = (each.checkpointing if isinstance(each.checkpointing, Mapping) else {} for each in (before, after))
+    named = {"partition": "--partition-activations", "offload": "--offload-activations cpu"}
+    return [named[name] for name in given if name not in kept] or ["--checkpoint-activations"]
+
+
+def _checkpoint_program(before: Request, after: Request) -> str:
+    if after.checkpointing == before.checkpointing:
+        return ""
+    given = after.checkpointing if isinstance(after.checkpointing, Mapping) else {}
+    return f"zs.checkpoint_activations({', '.join(['model', *(f'{name}={value!r}' for name, value in given.items())])})"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A row of CHANGES. frees: what a rank holds less of. offers: yields changed requests.
+
+    flags, program: return what was changed in words of the command line, and of the program; nothing where this row changed nothing.
+    """
+
+    frees: str
+    offers: Callable[[Request], Iterator[Request]]
+    flags: Callable[[Request, Request], list[str]]
+    program: Callable[[Request, Request], str]
+
+
+def _of_shard(frees: str, offers: Callable[[Request], Iterator[Request]], *options: str) -> Change:
+    """Return a row that sets options of zs.shard."""
+
+    def chosen(before: Request, after: Request) -> dict[str, object]:
+        return {name: value for name, value in changes(before, after).items() if name in options}
+
+    def flags(before: Request, after: Request) -> list[str]:
+        return [f"--{FLAGS.get(name, name).replace('_', '-')} {value}" for name, value in chosen(before, after).items()]
+
+    def program(before: Request, after: Request) -> str:
+        found = chosen(before, after)
+        return f"zs.shard(..., {written(found)})" if found else ""
+
+    return Change(frees, offers, flags, program)
+
+
+CHANGES = (
+    Change("model states", _meshes, _mesh_flags, _mesh_program),
+    _of_shard("model states", _states, *STATES, "stage"),
+    Change(ACTIVATIONS, _rows, _rows_flags, _rows_program),
+    Change(ACTIVATIONS, _checkpoints, _checkpoint_flags, _checkpoint_program),
+    _of_shard("gathered parameters", _units, "max_unit_numel"),
+    _of_shard("secondary shards", _kept_in_nodes, "shard_size", "zero_hpz_partition_size", "zero_quantized_weights"),
+)
 
 
 def changes(before: Request, after: Request) -> dict[str, object]:
@@ -107,16 +193,4 @@ def changes(before: Request, after: Request) -> dict[str, object]:
 
 def flags(before: Request, after: Request) -> str:
     """Return the command-line options that turn `before` into `after`."""
-    found = changes(before, after)
-    kept = after.checkpointing if isinstance(after.checkpointing, Mapping) else {}
-    before_kept = before.checkpointing if isinstance(before.checkpointing, Mapping) else {}
-    words = [f"--{FLAGS.get(name, name).replace('_', '-')} {found[name]}" for name in found if name not in _FIELDS]
-    if "checkpointing" in found:
-        named = {"partition": "--partition-activations", "offload": "--offload-activations cpu"}
-        words += [named[name] for name in kept if name not in before_kept] or ["--checkpoint-activations"]
-    words += [f"--micro-batch {after.rows}"] * (after.rows != before.rows)
-    words += [f"--accumulate {after.micro_batches}"] * (after.micro_batches != before.micro_batches)
-    words += [f"--ranks {after.ranks}"] * (after.ranks != before.ranks)
-    if "axes" in found and cuts_model(after.axes):
-        words.append(f"--mesh {','.join(f'{axis}={size}' for axis, size in after.axes.items() if size > 1)}")
-    return " ".join(words)
+    return " ".join(word for row in reversed(CHANGES) for word in row.flags(before, after))

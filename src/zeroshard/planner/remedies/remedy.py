@@ -1,10 +1,10 @@
 """The search for remedies: the cheapest changes of a run that make its plan fit, each with what it frees and what it costs.
 
-    a change of one kind, and of several kinds    -> those that fit by formula, without changes that are not needed
-                                                  -> the cheapest by formula, simulated -> a dry run each, while there is time
+    changes of one or several rows of CHANGES  -> those that fit by formula, without changes that are not needed
+                                               -> the cheapest by formula -> a dry run each, simulated, while there is time
 
-Kinds of changes: mesh and ranks, stage and tiers, sequences at a time, activation checkpointing, units, what nodes keep. The cost
-is the seconds of a step; changes that need more ranks come last. A remedy that no dry run has confirmed says "fits by formula".
+The cost is the seconds of a step; changes that need more ranks come last. A remedy that no dry run has confirmed says "fits by
+formula".
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from ..plan import Plan
 from ..recorder import deadline, tell
 from ..request import WHERE, Request, Verdict, gb, gib, judge, verdicts
 from ..search.layout import Layout
+from ..search.load import Load, load_of, step_seconds
 from ..search.memory import held_of, memory_of
 from ..search.profile import Profile
 from ..search.requested import layout_of, profile_of
-from ..search.schedule import trace_of
-from ..search.search import bound, in_order, timed
+from ..search.search import in_order
 from ..simulator.hardware import NETWORK, Hardware
 from ..simulator.simulate import simulate
 from ..simulator.spread import two_digits
 from ..simulator.trace import Resource, Trace
-from .changes import KINDS, Kind, changes, flags
+from .changes import CHANGES, Change, changes, flags
 
 ENOUGH = 3  # remedies that are shown
 _MOST_CHANGES = 4  # in one remedy
-_SIMULATED = 8  # choices that are simulated: those that fit, the cheapest by their bounds
+_TRIED = 8  # choices of as many ranks that dry runs may try: those that fit by formula, the cheapest
 _SURE = 0.95  # share of the memory up to which formulas alone are believed
 _COPIES = {"host": (Resource.DOWN, Resource.UP), "disk": (Resource.READ, Resource.WRITE)}
 _LOADED = 1.02  # a load that grows by a smaller factor is not mentioned
@@ -72,7 +72,7 @@ def remedies(request: Request, plans: Sequence[Plan], seconds: float = 60.0) -> 
     try:
         formulas = _Formulas(request, plans)
         soon = time.monotonic() + (until - time.monotonic()) / 3
-        left = _ranked(formulas, _fitting(formulas, soon), soon)
+        left = _cheapest(_fitting(formulas, soon))
         while left and len(confirmed) < ENOUGH:
             confirmed += _tried(formulas, plans, left[0])
             left = left[1:]
@@ -113,7 +113,7 @@ class _Formulas:
         by_formula = sum(held_of(self.profile, layout_of(request))[self.verdict.tier].values())
         if by_formula:
             self.error = sum(self.verdict.held.values()) / by_formula
-        if request.axes[PP] == 1:  # else a step cannot be simulated, as only the first and the last stage were planned
+        if request.axes[PP] == 1:  # else simulating takes dry runs of all stages
             self.pace = simulate(plans[0].trace, request.hardware).step_s / self.seconds(request)
 
     def uses(self, request: Request) -> dict[Tier, tuple[float, int]]:
@@ -125,7 +125,7 @@ class _Formulas:
         }
 
     def seconds(self, request: Request) -> float:
-        return self.pace * timed(self.profile, layout_of(request), request.hardware)[0]
+        return self.pace * step_seconds(self.profile, layout_of(request), request.hardware)[0]
 
 
 def _fitting(formulas: _Formulas, until: float) -> list[_Choice]:
@@ -135,7 +135,7 @@ def _fitting(formulas: _Formulas, until: float) -> list[_Choice]:
     """
     found: list[_Choice] = []
     for count in range(1, _MOST_CHANGES + 1):
-        for chosen in itertools.combinations(KINDS, count):
+        for chosen in itertools.combinations(CHANGES, count):
             for request in _changed(formulas.request, chosen):
                 if time.monotonic() > until:
                     return found
@@ -153,35 +153,28 @@ def _fitting(formulas: _Formulas, until: float) -> list[_Choice]:
                 if share <= 1:
                     used, capacity = uses[tier]
                     then = f"fits by formula: {gib(used)} of {gib(capacity)} GiB{WHERE[tier]}"
-                    found.append(_Choice(request, made, share, then, 0.0))
+                    found.append(_Choice(request, made, share, then, formulas.seconds(request)))
         if count > 1 and any(each.request.ranks == formulas.request.ranks for each in found):
             break
     return found
 
 
-def _changed(request: Request, chosen: Sequence[Kind]) -> Iterator[Request]:
-    """Yield requests with one change of each chosen kind."""
+def _changed(request: Request, chosen: Sequence[Change]) -> Iterator[Request]:
+    """Yield requests with one change of each chosen row."""
     if not chosen:
         yield request
         return
-    for each in chosen[0](request):
+    for each in chosen[0].offers(request):
         yield from _changed(each, chosen[1:])
 
 
-def _ranked(formulas: _Formulas, fitting: list[_Choice], until: float) -> list[_Choice]:
-    """Return the cheapest first. The lowest bounds are simulated; choices of more ranks only if there are too few others."""
+def _cheapest(fitting: list[_Choice]) -> list[_Choice]:
+    """Return the cheapest first; choices of more ranks only if there are too few others."""
     found: list[_Choice] = []
     for ranks in sorted({each.request.ranks for each in fitting}):
-        if len(found) >= ENOUGH:
-            break
-        bounds = [
-            (bound(formulas.profile, layout_of(each.request), each.request.hardware), each)
-            for each in fitting if each.request.ranks == ranks
-        ]  # fmt: skip
-        for least, choice in sorted(bounds, key=lambda pair: pair[0])[:_SIMULATED]:
-            late = time.monotonic() > until
-            found.append(replace(choice, seconds=least if late else formulas.seconds(choice.request)))
-    return cheapest_first(found)
+        if len(found) < ENOUGH:
+            found += cheapest_first([each for each in fitting if each.request.ranks == ranks])[:_TRIED]
+    return found
 
 
 def cheapest_first(found: Sequence[Any]) -> list[Any]:
@@ -210,26 +203,23 @@ def _tried(formulas: _Formulas, plans: Sequence[Plan], choice: _Choice) -> list[
 
     steps = []
     for made, request in ((plans, before), (changed, after)):
-        seconds = simulate(made[0].trace, request.hardware).step_s if request.axes[PP] == 1 else formulas.seconds(request)
-        steps.append(Step(made[0].trace, made[0].peak(Tier.HOST), seconds, request.ranks))
+        steps.append(Step(made[0].trace, made[0].peak(Tier.HOST), request.simulated(made).step_s, request.ranks))
     return [Remedy(flags(before, after), after, str(verdict), verdict, frees, steps[1].seconds, _cost(*steps))]
 
 
 def _by_formula(formulas: _Formulas, choice: _Choice) -> Remedy:
     before, after = formulas.request, choice.request
-    steps = []
-    for request in (before, after):
-        step = Step.by_formula(formulas.profile, layout_of(request), request.hardware)
-        steps.append(replace(step, seconds=formulas.pace * step.seconds))
+    found = (Step.by_formula(formulas.profile, layout_of(each), each.hardware) for each in (before, after))
+    steps = [replace(step, seconds=formulas.pace * step.seconds) for step in found]
     frees = round(formulas.verdict.used - formulas.uses(after)[formulas.verdict.tier][0])
     return Remedy(flags(before, after), after, choice.then, None, frees, choice.seconds, _cost(*steps))
 
 
 @dataclass(frozen=True)
 class Step:
-    """The load of a step. trace: of the first rank. host: bytes of host memory that it takes at the most. ranks: of the run."""
+    """A step. load: of the first rank. host: bytes of host memory that it takes at the most. ranks: of the run."""
 
-    trace: Trace
+    load: Trace | Load
     host: int
     seconds: float
     ranks: int
@@ -237,7 +227,7 @@ class Step:
     @classmethod
     def by_formula(cls, profile: Profile, layout: Layout, hardware: Hardware) -> Step:
         host = round(sum(memory_of(profile, layout)[Tier.HOST].values()))
-        return cls(trace_of(profile, layout)[0], host, timed(profile, layout, hardware)[0], layout.ranks)
+        return cls(load_of(profile, layout), host, step_seconds(profile, layout, hardware)[0], layout.ranks)
 
 
 def _cost(old: Step, new: Step) -> str:
@@ -248,14 +238,14 @@ def _cost(old: Step, new: Step) -> str:
 def burdens(old: Step, new: Step) -> list[str]:
     """Describe what a step does more after a change, a phrase for each resource."""
     said = []
-    sent = [sum(step.trace.total(link) for link in NETWORK) for step in (old, new)]
+    sent = [step.load.total(*NETWORK) for step in (old, new)]
     if sent[1] > _LOADED * sent[0]:
         said.append(f"sends {gb(sent[1])} GB a step, not {gb(sent[0])}")
-    computed = [sum(task.flops for task in step.trace.tasks) for step in (old, new)]
+    computed = [step.load.flops for step in (old, new)]
     if computed[1] > _LOADED * computed[0]:
         said.append(f"computes {computed[1] / computed[0] - 1:.0%} more")
     for where, ways in _COPIES.items():
-        moved = [sum(step.trace.total(way) for way in ways) for step in (old, new)]
+        moved = [step.load.total(*ways) for step in (old, new)]
         if moved[1] > _LOADED * moved[0]:
             instead = f", not {gb(moved[0])}" if moved[0] else ""
             said.append(f"moves {gb(moved[1])} GB to and from the {where}{instead}")

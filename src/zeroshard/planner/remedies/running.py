@@ -9,25 +9,25 @@ GPT's ratio (planner/search/profile.py). Seconds are those of similar hardware; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
-from ...config import Placement, Tier, written
+from ...config import Tier
 from ...errors import ConfigError
 from ...memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARTIAL
 from ...utils.axes import DP, cuts_model, planned_sizes
 from ...zero.auto_wrap import ROOT
 from ...zero.out_of_memory import Shortage, size
 from ..model_source import ModelSource
+from ..plan import ACTIVATIONS
 from ..request import Request
 from ..search.layout import Layout
 from ..search.memory import held_of
 from ..search.profile import Profile, UnitProfile
 from ..search.requested import layout_of
 from ..simulator.hardware import Hardware
-from .changes import KINDS, changes
+from .changes import CHANGES, sums_up
 from .remedy import ENOUGH, Step, burdens, cheapest_first
 
 # assumed for a micro-batch, whose size is not known: what half of it would free does not depend on that, seconds do
@@ -42,8 +42,8 @@ _SMALL = 0.01  # share of what the device holds: a change that frees less is no 
 
 
 @dataclass(frozen=True)
-class _Change:
-    """A change. enough: it frees as much as was asked. frees: bytes of the device. seconds: of a step."""
+class _Advice:
+    """A change as a line. enough: it frees as much as was asked. frees: bytes of the device. seconds: of a step."""
 
     text: str
     enough: bool
@@ -53,14 +53,14 @@ class _Change:
 
 
 def advise(shortage: Shortage) -> list[str]:
-    """Return the cheapest changes, at most ENOUGH, one of a kind, as lines: what to write, what it frees, what it costs."""
+    """Return the cheapest changes, at most ENOUGH, one of a row of CHANGES, as lines: what to write, what it frees, what it costs."""
     request, profile = _request(shortage), _profile(shortage)
     before = _layout(request)
     held, old = sum(_held(profile, before, shortage).values()), Step.by_formula(profile, before, request.hardware)
-    chosen: list[_Change] = []
-    for kind in KINDS:
-        found: list[_Change] = []
-        for changed in kind(request):
+    chosen: list[_Advice] = []
+    for row in CHANGES:
+        found: list[_Advice] = []
+        for changed in row.offers(request):
             if cuts_model(changed.axes):  # another program: zs.parallelize
                 continue
             try:
@@ -72,10 +72,11 @@ def advise(shortage: Shortage) -> list[str]:
                 continue
             new = Step.by_formula(profile, after, changed.hardware)
             costs = "; ".join(burdens(old, new)) or "nothing more is sent or computed"
-            of_activations = changed.rows != request.rows or changed.checkpointing != request.checkpointing
-            text = f"{_words(request, changed)}: {'up to' if of_activations else 'about'} {size(frees)} less; {costs}"
+            text = (
+                f"{row.program(request, changed)}: {'up to' if row.frees == ACTIVATIONS else 'about'} {size(frees)} less; {costs}"
+            )
             text += "; not enough alone" * (frees < shortage.asked)
-            found.append(_Change(text, frees >= shortage.asked, frees, new.seconds, changed))
+            found.append(_Advice(text, frees >= shortage.asked, frees, new.seconds, changed))
         if enough := [each for each in found if each.enough]:
             chosen.append(cheapest_first(enough)[0])
         elif found:
@@ -127,20 +128,4 @@ def _held(profile: Profile, layout: Layout, shortage: Shortage) -> dict[str, flo
 
 def _layout(request: Request) -> Layout:
     """Return the layout of a request, in which a rank adds up micro-batches where it holds whole gradients anyway."""
-    summed = request.micro_batches > 1 and request.config.row.gradient is not Placement.SHARDED
-    return replace(layout_of(request), hold=summed)
-
-
-def _words(before: Request, after: Request) -> str:
-    """Describe the change by what to write in the program."""
-    found = changes(before, after)
-    if after.rows != before.rows:
-        times = before.rows // after.rows
-        summed = ", and zs.accumulate around all but the last" if _layout(after).hold else ""
-        return f"1/{times} of the sequences at a time in {times} times as many micro-batches{summed}"
-    if after.ranks != before.ranks:
-        return f"{after.ranks // before.ranks} times as many ranks, with as many sequences on each"
-    if "checkpointing" in found:
-        given = after.checkpointing if isinstance(after.checkpointing, Mapping) else {}
-        return f"zs.checkpoint_activations({', '.join(['model', *(f'{name}={value!r}' for name, value in given.items())])})"
-    return f"zs.shard(..., {written(found)})"
+    return replace(layout_of(request), hold=request.micro_batches > 1 and sums_up(request))

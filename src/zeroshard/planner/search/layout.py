@@ -36,6 +36,7 @@ _STEP_NBYTES = 4 / 256
 _ROUTES = (DP, TP, "stage", "separate", "node_size", "shard_size", "hpz", "quantized_weights", "quantized_gradients", "hops")
 
 Bytes = dict[Resource, float]
+Hop = tuple[Bytes, int]  # what a rank sends in one collective, and the ranks that meet in it
 
 
 @dataclass(frozen=True)
@@ -230,18 +231,21 @@ def _comms(layout: Layout) -> Topology:
     return imagined_topology(Config(**layout.options()), layout.dp, near, layout.separate, one_host)
 
 
-def exchange(layout: Layout, kind: str, shards: Sequence[int], dtype: torch.dtype, packs: bool) -> list[Bytes]:
+def exchange(layout: Layout, kind: str, shards: Sequence[int], dtype: torch.dtype, packs: bool) -> list[Hop]:
     """Return what one rank of dp sends, hop after hop, for a collective of flat buffers, each with shards of so many elements.
 
-    kind: see `Comm.hops`. packs: the values are packed if the layout asks for it.
+    kind: see `Comm.hops`. packs: the values are packed if the layout asks for it. A hop's second element: the ranks that meet in it.
     """
     comms, found = comms_of(layout), []
     for numel in shards:
         comm_of = comms.gradients_of if kind == "reduce" else comms.values_of
         found.append(comm_of(packs, numel * layout.shards).hops(kind, numel, dtype))
-    totals = [[sum(link) for link in zip(*hop, strict=True)] for hop in zip(*found, strict=True)]
-    links = (Resource.INSIDE, Resource.BETWEEN)
-    return [{link: nbytes for link, nbytes in zip(links, total, strict=True) if nbytes} for total in totals if any(total)]
+    hops = []
+    for buffers in zip(*found, strict=True):
+        total = (sum(link) for link in zip(*(hop.sent for hop in buffers), strict=True))
+        nbytes = {link: each for link, each in zip((Resource.INSIDE, Resource.BETWEEN), total, strict=True) if each}
+        hops += [(nbytes, buffers[0].peers)] if nbytes else []
+    return hops
 
 
 def packed_nbytes(codec: str | None, itemsize: int) -> float:

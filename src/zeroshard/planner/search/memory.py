@@ -48,10 +48,15 @@ def _states_of(profile: Profile, layout: Layout, stage: int) -> dict[Tier, dict[
     units = profile.stages(layout.pp)[stage]
     held: dict[Tier, dict[str, int]] = {tier: defaultdict(int) for tier in Tier}
     homes = homes_of(units, layout.max_unit_numel)
+    # elements of each buffer's shard and of the buffer without padding, and whether states are coded; once for homes that are alike
+    alike = {(home.cut, home.whole, home.matrices): home for home in homes}
+    shards = {
+        key: (home.shards(layout.tp, layout.shards, form), home.shards(layout.tp, 1, form), home.buffers(layout.tp, form))
+        for key, home in alike.items()
+    }
     groups, values, slices = [], [], []
     for home in homes:
-        shards = home.shards(layout.tp, layout.shards, form), home.shards(layout.tp, 1, form), home.buffers(layout.tp, form)
-        for size, unpadded, (_, coded) in zip(*shards, strict=True):
+        for size, unpadded, (_, coded) in zip(*shards[home.cut, home.whole, home.matrices], strict=True):
             numel, states = size * layout.shards, (config.offload_optimizer, layout.master, layout.columns(coded))
             groups.append(Group(numel, size, config.compute_dtype, gradient, *states, unpadded=unpadded))
             values.append((comms.values_of(home.packs, numel), (size, config.compute_dtype)))
@@ -66,7 +71,9 @@ def _states_of(profile: Profile, layout: Layout, stage: int) -> dict[Tier, dict[
         device[SECONDARY] = round(whole / layout.hpz * packed_nbytes(layout.quantized_weights, layout.itemsize))
     device[STAGING] += max(needed(values, slices) - device[SECONDARY], 0)
     if config.row.parameter is Placement.SHARDED and layout.shards > 1 and (away or not comms.shards.copies):
-        sizes = {home.name: sum(home.shards(layout.tp, layout.shards, form)) * layout.shards * layout.itemsize for home in homes}
+        sizes = {
+            home.name: sum(shards[home.cut, home.whole, home.matrices][0]) * layout.shards * layout.itemsize for home in homes
+        }
         apart: dict[str, list[str]] = defaultdict(list)  # of each home, or of a split one its parts: the names
         for home in (home for home in homes if not home.held):
             apart[home.origin or home.name].append(home.name)

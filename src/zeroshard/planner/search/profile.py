@@ -1,4 +1,4 @@
-"""The profile of a model: an ordered list of units, with what each holds, computes and keeps. `schedule.py` makes a step of it.
+"""The profile of a model: an ordered list of units, with what each holds, computes and keeps. `load.py` sums up a step of it.
 
     tokens -> embedding -> position -> block 1 -> ... -> block L -> norm -> head -> loss       forward; backward is the reverse
 

@@ -1,42 +1,36 @@
 """The search for the layout that trains fastest within memory: `zeroshard plan --auto`.
 
-    all layouts --memory_of--> those that fit --a closed bound of their time--> in its order: schedules by formula, simulated
-                --> the fastest few kinds: dry runs, simulated again --> the fastest
+    all layouts --held_of--> those that fit --step_seconds, by formula--> the fastest kinds: dry runs, simulated --> the fastest
 
-The bound of a layout is the least time of its computation, or of its busiest link; layouts are simulated in the order of their
-bounds until no other can be faster, or `_MOST_SIMULATED` have been. Schedules by formula only rank layouts: the reported seconds
-are those of dry runs, as `zeroshard simulate` reports them for the same layout. Among layouts within 2% of the fastest, the
-plainest is taken: states on the device before offloaded ones, data parallelism before other axes, lower stages before higher.
+Formulas leave out what does not fit and what is slower. What is ranked and reported are dry runs: the seconds and bytes that
+`zeroshard simulate` and `zeroshard plan` tell of the same layout. Among layouts within 2% of the fastest, the plainest is taken:
+states on the device before offloaded ones, data parallelism before other axes, lower stages before higher.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from ...config import CHOICES, STAGES, Placement, Tier
+from ...config import CHOICES, Tier
 from ...errors import ConfigError, did_you_mean
-from ...memory.estimate import rests_away
 from ...memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from ...utils.axes import DP, PP, TP
 from ..plan import Plan, fullest, memories
 from ..recorder import tell
-from ..request import gb
-from ..simulator.hardware import Hardware, resource_seconds
-from ..simulator.simulate import Simulation, simulate
+from ..request import Request, gb
+from ..simulator.hardware import Hardware
 from ..simulator.spread import seconds_with_spread
-from ..simulator.trace import Resource, Task, Trace
-from .layout import Layout, exchange
+from .layout import Layout
+from .load import step_seconds
 from .memory import held_of
-from .profile import Profile, homes_of
-from .schedule import attention_of, trace_of
+from .profile import Profile
+from .requested import of_layout, profile_of
 
 MARGIN = 0.1  # share of the memory that is left for what the formulas do not count: holes between blocks, temporaries
-_MOST_SIMULATED, _MOST_TASKS = 96, 3000
 _CONFIRMED = 3  # kinds of layouts whose dry runs are simulated
 _LARGE_UNIT = 0.05  # share of the device's memory: blocks that take more when they are gathered may be split
 _EQUAL = 1.02  # times within this factor are taken to be the same
@@ -46,19 +40,20 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits. step_s: seconds of a step of the whole batch. memory: bytes of each memory by category, on the rank and
-    at the moment at which it is fullest.
+    """A layout that fits by its dry run. request, plans: that run, of the ranks that may be fullest.
 
-    by_formula: whether seconds and memory are those of formulas; else those of a dry run.
+    step_s: seconds of a step of the whole batch, simulated. memory: bytes of each memory by category, on the rank and at the moment
+    at which it is fullest.
     """
 
     layout: Layout
+    request: Request
+    plans: Sequence[Plan]
     step_s: float
     tflops: float  # of a device
     tokens_per_s: float  # of all devices
     bound: str  # what bounds the step, a sentence
     memory: Mapping[Tier, Mapping[str, int]]
-    by_formula: bool = True
 
     def nbytes(self, tier: Tier = Tier.DEVICE) -> int:
         return sum(self.memory.get(tier, {}).values())
@@ -66,7 +61,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search. considered: how many "layouts" there were; how many "fit", were "simulated", "verified", "refused".
+    """The result of a search. considered: how many "layouts" there were; how many "fit" by formula, were "verified", "refused".
 
     runner_up: the fastest of another kind than `best`: with another stage, mesh, tier or way to keep activations.
     """
@@ -81,34 +76,38 @@ class Found:
 
 
 def search(
-    profile: Profile,
-    hardware: Hardware,
-    devices: int,
-    global_batch: int,
-    *,
-    precision: str = "bf16",
-    fixed: Mapping[str, Any] | None = None,
-    lossy: bool = False,
-    margin: float = MARGIN,
-    verify: Callable[[Layout], Plan] | None = None,
-    simulated: Callable[[Layout], Simulation] | None = None,
-) -> Found:
+    request: Request, global_batch: int, *, fixed: Mapping[str, Any] | None = None, lossy: bool = False, margin: float = MARGIN
+) -> Found:  # fmt: skip
     """Find the fastest layout that fits, and the runner-up.
 
     Args:
-        devices: number of ranks. global_batch: sequences of a step, over all ranks.
+        request: a run of the model on as many ranks; its layout does not matter.
+        global_batch: sequences of a step, over all ranks.
         fixed: fields of Layout that are given, and not searched ({"tp": 1, "pp": 1}).
         lossy: whether layouts may change results: send parameters and gradients packed.
-        margin: share of each memory that must stay free by the formulas.
-        verify: a function that makes a dry run (`zs.plan`) of a layout's fullest rank; what does not fit by it is left out.
-        simulated: a function that simulates the dry run of a verified layout; None: seconds are those of formulas.
+        margin: share of each memory that must stay free.
 
     Raises ConfigError if no layout divides the numbers evenly, or none fits; the message then says by how much.
     """
-    fixed = fixed or {}
+    profile, hardware, precision = profile_of(request), request.hardware, request.config.precision
+    fixed = {"node_size": request.ranks_of_node, **(fixed or {})}
+    counts: Counter[str] = Counter()
+    ranked = by_formula(profile, hardware, request.ranks, global_batch, precision, fixed, lossy, margin, counts)
+    confirmed = _confirmed(ranked, request, _limits(hardware, request.ranks, margin), counts)
+    best = confirmed[0]
+    runner_up = next(iter(confirmed[1:]), None)
+    reason = _reason(profile, hardware, best, runner_up, _limits(hardware, request.ranks, margin))
+    return Found(best, runner_up, reason, dict(counts), profile, hardware, global_batch)
+
+
+def by_formula(
+    profile: Profile, hardware: Hardware, devices: int, global_batch: int, precision: str = "bf16",
+    fixed: Mapping[str, Any] | None = None, lossy: bool = False, margin: float = MARGIN, counts: Counter[str] | None = None,
+) -> list[Layout]:  # fmt: skip
+    """Return the layouts that fit by formula, the fastest by formula first; arguments as of `search`. counts: gets `considered`."""
+    fixed, counts = fixed or {}, Counter() if counts is None else counts
     _check(profile, devices, global_batch, fixed, margin)
     limits = _limits(hardware, devices, margin)
-    counts: Counter[str] = Counter()
     fitting: list[tuple[float, Layout]] = []
     shortest: tuple[float, Layout | None] = (math.inf, None)
     for layout in _layouts(profile, hardware, devices, global_batch, precision, fixed, lossy):
@@ -121,7 +120,7 @@ def search(
             shortest = min(shortest, (excess, layout), key=lambda pair: pair[0])
             continue
         counts["fit"] += 1
-        fitting.append((bound(profile, layout, hardware), layout))
+        fitting.append((step_seconds(profile, layout, hardware)[0], layout))
     if not counts["layouts"]:
         near = [each for each in (global_batch // devices * devices, -(-global_batch // devices) * devices) if each]
         given = f" with {', '.join(f'{name}={value}' for name, value in fixed.items())}" if fixed else ""
@@ -131,13 +130,7 @@ def search(
         )
     if not fitting:
         raise ConfigError(_too_large(profile, hardware, shortest, limits))
-    ranked = _simulated(profile, hardware, sorted(fitting, key=lambda pair: pair[0]), counts)
-    if verify is not None:
-        ranked = _confirmed(ranked, verify, simulated, limits, counts)
-    best = ranked[0]
-    runner_up = next((each for each in ranked[1:] if _kind(each.layout) != _kind(best.layout)), None)
-    reason = _reason(profile, hardware, best, runner_up, limits)
-    return Found(best, runner_up, reason, dict(counts), profile, hardware, global_batch)
+    return [layout for _, layout in in_order(fitting, lambda pair: pair)]
 
 
 def _check(profile: Profile, devices: int, global_batch: int, fixed: Mapping[str, Any], margin: float) -> None:
@@ -175,7 +168,7 @@ def _layouts(
             continue
         for pp in _divisors(devices // tp):
             dp = devices // tp // pp
-            if pp > len(profile.blocks) or global_batch % dp or (pp > 1 and checkpoints == ("none",)):
+            if pp > len(profile.blocks) or global_batch % dp or (pp > 1 and (checkpoints == ("none",) or precision == "fp16")):
                 continue
             rows = global_batch // dp
             for micro_batch in _divisors(rows):
@@ -233,111 +226,6 @@ def _limits(hardware: Hardware, devices: int, margin: float) -> dict[Tier, float
     return room | {Tier.DEVICE: (hardware.capacity(Tier.DEVICE) - hardware.overhead_nbytes) * (1 - margin)}
 
 
-# -- time --------------------------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=4096)
-def _work(profile: Profile, pp: int, stage: int, tp: int, shards: int) -> tuple[float, int, int, float, int]:
-    """Return of a stage's forward: flops a token, matrix products, elements a token that tp sums, flops a token in blocks; and
-    the elements of a rank's shard of all flat buffers."""
-    units = profile.stages(pp)[stage]
-    summed = sum(unit.tp_reduces * unit.boundary for unit in units)
-    products = sum(unit.products or unit.kernels for unit in units)
-    own = sum(sum(home.shards(tp, shards)) for home in homes_of(units))
-    return sum(u.flops for u in units), products, summed, sum(u.flops for u in units if u.block), own
-
-
-def bound(profile: Profile, layout: Layout, hardware: Hardware) -> float:
-    """Return the least seconds of a step: its computation, or its busiest link, and the optimizer's step after that."""
-    return max(_stage_bound(profile, layout, hardware, stage) for stage in {0, layout.pp // 2, layout.pp - 1})
-
-
-def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: int) -> float:
-    lay, count, tokens = layout, layout.micro_batches, layout.micro_batch * profile.seq
-    flops, products, summed, in_blocks, own = _work(profile, lay.pp, stage, lay.tp, lay.shards)
-    again = in_blocks / flops if flops and lay.checkpointing != "none" else 0.0
-    trace = Trace(node_size=lay.node_size)
-
-    def seconds(nbytes: Mapping[Resource, float], peers: int = 1, **more: Any) -> dict[Resource, float]:
-        return resource_seconds(Task("", "", nbytes, peers=peers, **more), hardware, trace)
-
-    units = profile.stages(lay.pp)[stage]
-    work: dict[str, Any] = {"flops": flops * tokens / lay.tp, "kernels": products, "products": products, "dtype": lay.precision}
-    work["attention"] = attention_of(units, profile.seq, tokens / lay.tp, backward=False)
-    forward = seconds({Resource.DEVICE: 0.0}, **work)[Resource.DEVICE]
-    computing = (3 + again) * forward * (count + lay.pp - 1)  # a backward is two forwards; pp - 1 more fill the pipeline
-    if lay.tp > 1:
-        sums = 2 * (lay.tp - 1) / lay.tp * summed * tokens * lay.itemsize * (2 + again / 2)
-        computing += count * seconds({Resource.INSIDE: sums}, lay.tp)[Resource.INSIDE]
-    links: dict[Resource, float] = defaultdict(float)
-    row, whole = STAGES[lay.stage], own * lay.shards
-    sharded, spread = row.parameter is Placement.SHARDED, row.gradient is Placement.SHARDED
-    reduces = 1 if lay.held else count
-    sent = [("reduce", reduces)]  # collectives of all values, and how often a step has them
-    if sharded:
-        sent += [("gather", 1), ("gather again", 2 * count - 1)]
-    for kind, times in sent:
-        for hop in exchange(lay, kind, (own,), lay.compute_dtype, packs=True):
-            for resource, time in seconds(hop, lay.shards).items():
-                links[resource] += time * times
-    if sharded and rests_away(lay.parameter, lay.separate):
-        for resource in [Resource.READ] * (lay.parameter is Tier.DISK) + [Resource.UP] * lay.separate:
-            links[resource] += 2 * count * seconds({resource: own * lay.itemsize})[resource]
-    if spread and lay.gradient is not Tier.DEVICE and lay.separate:
-        links[Resource.DOWN] += reduces * seconds({Resource.DOWN: own * lay.itemsize})[Resource.DOWN]
-    states = own if row.optimizer is Placement.SHARDED else whole
-    itemsize = lay.kept_itemsize(coded=True)  # embeddings and vectors take more: it is a bound
-    moved = states * (2 * itemsize + lay.gradient_itemsize + lay.itemsize)
-    tail = max(seconds({lay.steps_on: moved}, numel=states).values())
-    if lay.optimizer is Tier.DISK:
-        tail = max(tail, *seconds({Resource.READ: states * itemsize, Resource.WRITE: states * itemsize}).values())
-    if not sharded and row.optimizer is Placement.SHARDED:
-        publish = exchange(lay, "gather", (own,), lay.compute_dtype, packs=True)
-        tail += max((time for hop in publish for time in seconds(hop, lay.shards).values()), default=0.0)
-    return max(computing, *links.values(), 0.0) + tail
-
-
-def timed(profile: Profile, layout: Layout, hardware: Hardware) -> tuple[float, Simulation]:
-    """Return the seconds of a step, and the simulation that they come from.
-
-    Of many micro-batches only a few are simulated, in two steps whose difference is the time of two more; many blocks of a stage
-    are simulated in stretches. Both are exact once the pipeline is full and blocks are alike.
-    """
-    short = layout.pp + 2
-    counts = (layout.micro_batches,) if layout.micro_batches <= short + 2 else (short, short + 2)
-    groups = max(_MOST_TASKS // (6 * layout.pp * counts[-1]), 1)
-    blocks = len(profile.blocks) // layout.pp
-    found = [simulate(trace_of(profile, replace(layout, micro_batches=count), groups=groups if groups < blocks else None), hardware)
-             for count in counts]  # fmt: skip
-    if len(found) == 1:
-        return found[0].step_s, found[0]
-    each = (found[1].step_s - found[0].step_s) / 2
-    return found[1].step_s + (layout.micro_batches - counts[-1]) * each, found[1]
-
-
-def _simulated(
-    profile: Profile, hardware: Hardware, fitting: list[tuple[float, Layout]], counts: Counter[str]
-) -> list[Candidate]:
-    """Simulate layouts in the order of their bounds (`fitting`); return the fastest first, plainer before hardly faster ones."""
-    found: list[Candidate] = []
-    best = second = math.inf  # second: of another kind than the best
-    for least, layout in fitting:
-        if counts["simulated"] == _MOST_SIMULATED or (least > best * _EQUAL and second < math.inf and least > second):
-            break
-        counts["simulated"] += 1
-        tell(
-            f"{counts['fit']:,} of {counts['layouts']:,} layouts fit by formula; simulated {counts['simulated']}, the best {best:.2g} s a step"
-        )
-        step_s, simulation = timed(profile, layout, hardware)
-        tokens = layout.sequences * profile.seq
-        tflops = 3 * profile.flops * tokens / layout.ranks / step_s / 1e12
-        found.append(Candidate(layout, step_s, tflops, tokens / step_s, simulation.bound, held_of(profile, layout)))
-        fastest = min(found, key=lambda each: each.step_s)
-        best = fastest.step_s
-        second = min((each.step_s for each in found if _kind(each.layout) != _kind(fastest.layout)), default=math.inf)
-    return in_order(found, lambda each: (each.step_s, each.layout))
-
-
 def in_order(found: Sequence[_T], of: Callable[[_T], tuple[float, Layout]]) -> list[_T]:
     """Return the fastest first; of those that are equally fast as the fastest, the plainest. of: a function -> (seconds, layout)."""
     best = min((of(each)[0] for each in found), default=0.0)
@@ -362,36 +250,37 @@ def _kind(layout: Layout) -> tuple:
 
 
 def _confirmed(
-    ranked: list[Candidate],
-    verify: Callable[[Layout], Plan],
-    simulated: Callable[[Layout], Simulation] | None,
-    limits: Mapping[Tier, float],
-    counts: Counter[str],
-) -> list[Candidate]:
-    """Return the fastest kinds that fit by dry runs, with the seconds and memory of these. Raises ConfigError if none fits."""
+    ranked: Sequence[Layout], request: Request, limits: Mapping[Tier, float], counts: Counter[str]
+) -> list[Candidate]:  # fmt: skip
+    """Return the fastest kinds that fit by dry runs, in the order of their simulated steps. Raises ConfigError if none fits."""
     found: list[Candidate] = []
     kinds: set[tuple] = set()
-    for each in ranked:
+    refusal = ""
+    for layout in ranked:
         if len(found) == _CONFIRMED:
             break
-        if _kind(each.layout) in kinds:  # one of the same kind, faster by formula, fits
+        if _kind(layout) in kinds:  # one of the same kind, faster by formula, fits
             continue
         counts["verified"] += 1
-        tell(f"dry run of {each.layout}")
-        plan = verify(each.layout)
-        held = fullest([memories(phase.held, plan.separate) for phase in plan.phases])
-        if max(sum(of_tier.values()) / limits[tier] for tier, of_tier in held.items()) > 1:
+        tell(f"{counts['fit']:,} of {counts['layouts']:,} layouts fit by formula; dry run of {layout}")
+        chosen = of_layout(request, layout)
+        try:
+            plans = chosen.plans()
+            held = fullest([memories(phase.held, plan.separate) for plan in plans for phase in plan.phases])
+            if max(sum(of_tier.values()) / limits[tier] for tier, of_tier in held.items()) > 1:
+                counts["refused"] += 1
+                continue
+            done = chosen.simulated(plans)
+        except ConfigError as error:  # this model can not be divided so
             counts["refused"] += 1
+            kinds.add(_kind(layout))
+            refusal = f" The last was refused: {error}"
             continue
-        kinds.add(_kind(each.layout))
-        if simulated is None:
-            found.append(each)
-        else:
-            done = simulated(each.layout)
-            found.append(Candidate(each.layout, done.step_s, done.tflops, done.tokens_per_s, done.bound, held, by_formula=False))
+        kinds.add(_kind(layout))
+        found.append(Candidate(layout, chosen, plans, done.step_s, done.tflops, done.tokens_per_s, done.bound, held))
     if not found:
         raise ConfigError(
-            f"none of the {counts['verified']} fastest layouts fits by its dry run: use more devices, or a smaller batch."
+            f"none of the {counts['verified']} fastest layouts fits by its dry run: use more devices, or a smaller batch.{refusal}"
         )
     return in_order(found, lambda each: (each.step_s, each.layout))
 
@@ -420,7 +309,7 @@ def _reason(
         if needed > limits[Tier.DEVICE]:
             sentences.append(f"{what} would need {gb(needed)} GB.")
         else:
-            slower = timed(profile, lower, hardware)[0] / timed(profile, layout, hardware)[0] - 1
+            slower = step_seconds(profile, lower, hardware)[0] / step_seconds(profile, layout, hardware)[0] - 1
             sentences.append(
                 f"{what} would fit too, " + (f"and take {slower:.0%} longer." if slower > 0.005 else "and take as long.")
             )

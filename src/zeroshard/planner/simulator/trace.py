@@ -6,7 +6,7 @@
 
 A task occupies all its resources from its beginning to its end; each resource serves tasks in the order in which they can begin.
 The program order, what is started ahead and where the rank waits are those of the runtime that was traced
-(`planner/recorder.py`), or of a schedule that was written from a model's profile (`schedule.py`).
+(`planner/recorder.py`).
 """
 
 from __future__ import annotations
@@ -117,7 +117,13 @@ class Trace:
                 tasks.append(replace(task, after=tuple(sorted(after))))
         return replace(self, tasks=tasks, end=tuple((times - 1) * size + number for number in end))
 
-    def total(self, resource: Resource, phases: Iterable[str] | None = None) -> float:
-        """Return the bytes of one resource in a step. phases: only those of these phases."""
+    def total(self, *resources: Resource, phases: Iterable[str] | None = None) -> float:
+        """Return the bytes of these resources in a step. phases: only those of these phases."""
         chosen = None if phases is None else set(phases)
-        return sum(t.nbytes.get(resource, 0.0) for t in self.tasks if chosen is None or t.phase in chosen)
+        tasks = [task for task in self.tasks if chosen is None or task.phase in chosen]
+        return sum(task.nbytes.get(resource, 0.0) for task in tasks for resource in resources)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of a step, with those of repeated forwards."""
+        return sum(task.flops for task in self.tasks)

@@ -1,7 +1,6 @@
 """The bytes that a rank sends in a step, by option: formulas beside counts of imagined ranks, and the memory of each option.
 
-    python -m benchmarks.volumes            8 nodes of 8 ranks, and 128 of 8: the tables of docs/learn/network.md
-
+`table` makes those of docs/learn/network.md: of 8 nodes of 8 ranks, and of 128 of 8.
 The runtime itself runs a step of stage 3 in bf16 on fake tensors, which have sizes but no data. The model has only matrices, and
 needs no padding. Volumes are in units of M, the bytes of its parameters in 16 bits. There are R nodes of S ranks.
 """
@@ -12,9 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.papers import counted
 from zeroshard.utils.sheets import markdown
-
-from .papers import counted
 
 _DIM, _BLOCK, _RANK = 8192, 256, 4
 _NUMEL = 4 * _DIM**2  # of four square matrices
@@ -82,8 +80,3 @@ def table(nodes: int, place: int) -> str:
         values = (theory[0], measured[0], theory[1], *measured[1:])
         lines.append([row.name, *(f"{value:.3f}" if value else "" for value in values)])
     return markdown(headings, lines)
-
-
-if __name__ == "__main__":
-    for nodes, place in ((8, 8), (128, 8)):
-        print(f"{nodes} nodes of {place} ranks\n\n{table(nodes, place)}\n")

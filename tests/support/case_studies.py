@@ -1,7 +1,4 @@
-"""The published runs at full size on imagined ranks: counts beside formulas of a rank's memory, and of bytes sent by axis.
-
-    python -m benchmarks.case_studies                       Turing-NLG, BLOOM, MT-NLG: the table of docs/learn/axes.md
-    python -m benchmarks.case_studies bloom --micro-batches 128 --stages 0,6      a whole step; takes some minutes
+"""The published runs at full size on imagined ranks: counts, and formulas of a rank's memory and of bytes sent by axis.
 
 `zs.parallelize` itself runs two steps of one rank of each stage (rank 0 along dp and tp) on fake tensors, with activation
 checkpointing. Bytes sent along tp and pp are linear in the number of micro-batches of a step, so a step of two is enough.
@@ -23,18 +20,15 @@ padding counted.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from dataclasses import dataclass
 
 import torch
 
 import zeroshard as zs
 from zeroshard.memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
-from zeroshard.planner.models import CASE_STUDIES, GPT
+from zeroshard.planner.models import GPT
 from zeroshard.planner.models.presets import CaseStudy
 from zeroshard.testing import imagined_mesh
-from zeroshard.utils.sheets import markdown
 from zeroshard.zero.runtime import runtime_of
 
 MEMORY, AXES = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER), ("tp", "pp", "dp")
@@ -119,38 +113,3 @@ def _buffers(study: CaseStudy, blocks: int, first: bool, last: bool) -> list[lis
         [shape.seq_len * h] * (first and shape.positions == "learned") + [h, h] * (first and shape.embedding_norm) + [h, h] * last
     )
     return [cut, whole] * blocks + embedding + [rest] * bool(rest)
-
-
-def table(name: str, stages: list[int], micro_batches: int = 2) -> tuple[str, bool]:
-    """Return a markdown table of counts beside formulas, in bytes, and whether all of them are equal."""
-    study = CASE_STUDIES[name]
-    pairs = [(count(study, stage, micro_batches), formula(study, stage, micro_batches)) for stage in stages]
-    headings = [f"{name}, bytes", *(text for stage in stages for text in (f"stage {stage}", "formula"))]
-    rows = [[key, *(f"{each.memory[key]:,}" for pair in pairs for each in pair)] for key in MEMORY]
-    rows += [[f"sent along {axis}", *(f"{each.sent[axis]:,}" for pair in pairs for each in pair)] for axis in AXES]
-    return markdown(headings, rows), all(found == theory for found, theory in pairs)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Print the tables; return exit code 1 if a count differs from its formula, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.case_studies", description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(CASE_STUDIES)} (default: all)")
-    parser.add_argument("--micro-batches", type=int, default=2, help="micro-batches of the step that is counted")
-    parser.add_argument(
-        "--stages", type=lambda text: [int(number) for number in text.split(",")], help="default: first, middle, last"
-    )
-    given = parser.parse_args(argv)
-    unknown = set(given.names) - set(CASE_STUDIES)
-    if unknown:
-        parser.error(f"expected names of {', '.join(CASE_STUDIES)}, got {', '.join(sorted(unknown))}")
-    agreed = True
-    for name in given.names or CASE_STUDIES:
-        last = CASE_STUDIES[name].layout.pp - 1
-        text, equal = table(name, given.stages or sorted({0, last // 2, last}), given.micro_batches)
-        print(f"{text}\n", flush=True)
-        agreed = agreed and equal
-    return 0 if agreed else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

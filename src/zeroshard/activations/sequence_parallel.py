@@ -1,0 +1,127 @@
+"""Puts the exchanges of sequence parallelism (ulysses.py) around the attention of a sharded model.
+
+Of Transformers' models it is the attention of their registry (transformers_attention.py). Of any other module it is
+torch.nn.functional.scaled_dot_product_attention: a TorchFunctionMode is active while such a module runs, also where a checkpoint
+runs it again in backward.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ..comm.base import DirectComm
+from ..errors import ConfigError
+from ..zero.runtime import Runtime
+from . import transformers_attention
+from .ulysses import SequenceParallel, of_module
+
+_local = threading.local()  # .depth: number of running forwards in which the mode is active; .mode
+
+
+class _Attention(TorchFunctionMode):
+    """Mode in which scaled_dot_product_attention is over whole sequences."""
+
+    def __init__(self, sequence: SequenceParallel) -> None:
+        super().__init__()
+        self.sequence = sequence
+
+    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is F.scaled_dot_product_attention and not self.sequence.is_inside:
+            return self.sequence.attention(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:
+            raise ConfigError(
+                "sp: nn.MultiheadAttention computes its attention without leaving a place for the exchange of heads. Call "
+                "F.scaled_dot_product_attention(query, key, value, is_causal=...) in a module of your own."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+# -- a model -------------------------------------------------------------------------------------------------------
+
+
+def check(model: nn.Module, size: int) -> None:
+    """Raise ConfigError if a model can not be sharded over `size` ranks along sp."""
+    for name, module in model.named_modules():
+        if _pretrained(module):
+            transformers_attention.check(name, module, size)
+
+
+def attach(runtime: Runtime, comm: DirectComm) -> None:
+    """Let the attention of a sharded model be over whole sequences. comm: the ranks along sp of this rank's place."""
+    sequence = SequenceParallel(comm, runtime.tiers.ledger)
+    covered: set[nn.Module] = set()
+    for module in runtime.model.modules():
+        of_module[module] = sequence
+        if _pretrained(module):
+            runtime.handles += transformers_attention.attach(module, sequence)
+            covered.update(module.modules())
+    for module in runtime.model.modules():
+        if module not in covered and not type(module).__module__.startswith("torch.nn.modules"):
+            runtime.handles += _with_mode(module, sequence)
+    runtime.handles += [_Detached(runtime.model), runtime.model.register_forward_hook(_expect_calls(sequence, bool(covered)))]
+    runtime.schedule.note(f"sequence parallelism: attention over the tokens of {sequence.size} ranks along sp (Ulysses)")
+
+
+def _pretrained(module: nn.Module) -> bool:
+    transformers = sys.modules.get("transformers.modeling_utils")
+    return transformers is not None and isinstance(module, transformers.PreTrainedModel)
+
+
+def _with_mode(module: nn.Module, sequence: SequenceParallel) -> list[Any]:
+    """Return the handles of hooks between which the mode is active; nested modules do not enter it again."""
+
+    @torch.compiler.disable
+    def before(*_: object) -> None:
+        _local.depth = getattr(_local, "depth", 0) + 1
+        if _local.depth == 1:
+            _local.mode = _Attention(sequence)
+            _local.mode.__enter__()
+
+    @torch.compiler.disable
+    def after(*_: object) -> None:
+        _local.depth -= 1
+        if _local.depth == 0:
+            _local.mode.__exit__(None, None, None)
+
+    return [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
+
+
+def _expect_calls(sequence: SequenceParallel, pretrained: bool) -> Callable[..., None]:
+    """Return a forward hook that looks once, after a model's first forward, whether attention was exchanged in it."""
+    forwards = 0
+
+    def after(*_: object) -> None:
+        nonlocal forwards
+        forwards += 1
+        if forwards > 1 or sequence.calls:
+            return
+        text = (
+            "the mesh has an axis sp, and the forward called no F.scaled_dot_product_attention and no attention of Transformers' "
+            "registry: each token is computed without those of other ranks"
+        )
+        if pretrained:
+            raise ConfigError(f"sp: {text}. Shard this model over dp and tp.")
+        if sequence.comm.ranks[sequence.rank] == 0:
+            print(f"zeroshard: {text}", file=sys.stderr)
+
+    return after
+
+
+class _Detached:
+    """Handle whose removal makes the modules of a model ordinary again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def remove(self) -> None:
+        """Forget the modules on close."""
+        for module in self.model.modules():
+            of_module.pop(module, None)

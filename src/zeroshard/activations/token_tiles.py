@@ -1,0 +1,121 @@
+"""MLPs and the loss of a language model in tiles of tokens: the widest activations exist for one tile at a time.
+
+    MLP     (tokens, width) -> (tokens, 4 width) -> (tokens, width)     each tile is a checkpoint: computed again in backward
+    loss    (tokens, width) -> (tokens, vocabulary) -> one number       likewise; logits of all tokens never exist
+
+Both compute each token by itself, so that outputs are those of the whole up to the choice of kernel; gradients of weights are sums
+over tiles, rounded once more for each. The methods are replaced in the instances' __dict__, so names and state dicts stay.
+Source: Arctic Long Sequence Training, arXiv 2506.13996, section 3.1 (TiledMLP, tiled logits and loss).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import ConfigError
+from .cross_entropy import tiled_cross_entropy
+
+_IGNORED = -100
+
+
+def tile_mlps(model: nn.Module, tokens: int) -> list[str]:
+    """Compute the MLPs of a model, modules whose class is called ...MLP, `tokens` at a time; return their names."""
+    found = [(name, module) for name, module in model.named_modules() if type(module).__name__.endswith("MLP")]
+    for _, module in found:
+        module.__dict__["forward"] = functools.partial(_mlp_forward, module, tokens)
+    return [name for name, _ in found]
+
+
+def tile_loss(model: nn.Module, tokens: int) -> str:
+    """Compute the loss of Transformers' causal language model in `model` for `tokens` at a time; return the class's name.
+
+    Where labels are given, the output's `logits` are then those of the last token alone. Raises ConfigError for other models.
+    """
+    causal = next((module for module in model.modules() if _is_causal_lm(module)), None)
+    if causal is None:
+        raise ConfigError(
+            f"loss_tokens: {type(model).__name__} has no language model of Transformers whose loss is the cross-entropy of the next token: "
+            "pass loss_tokens=None, and compute the loss by zs.tiled_cross_entropy of a head that zs.tile has cut."
+        )
+    causal.__dict__["forward"] = functools.partial(_causal_forward, causal, tokens)
+    return type(causal).__name__
+
+
+def untile(model: nn.Module) -> None:
+    """Undo `tile_mlps` and `tile_loss`."""
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, functools.partial) and forward.func in (_mlp_forward, _causal_forward):
+            del module.__dict__["forward"]
+
+
+def _is_causal_lm(module: Any) -> bool:
+    return (
+        hasattr(type(module), "loss_function")
+        and getattr(module.loss_function, "__name__", "") == "ForCausalLMLoss"
+        and module.get_output_embeddings() is not None
+        and "logits_to_keep" in inspect.signature(type(module).forward).parameters
+    )
+
+
+def _mlp_forward(module: nn.Module, tokens: int, x: Tensor) -> Tensor:
+    """Compute the forward of an MLP in tiles. x: (batch, tokens, width)."""
+    forward = functools.partial(type(module).forward, module)
+    if x.shape[1] <= tokens:
+        return forward(x)
+    return torch.cat([_again(forward, part.contiguous()) for part in x.split(tokens, dim=1)], dim=1)
+
+
+def _again(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Return function(*args), which backward computes again."""
+    return checkpoint(function, *args, use_reentrant=False) if torch.is_grad_enabled() else function(*args)
+
+
+def _causal_forward(model: Any, tokens: int, *args: Any, **kwargs: Any) -> Any:
+    """Run the forward of a causal language model; where it has labels, without the logits of all tokens."""
+    forward = type(model).forward
+    given = {**dict(zip(list(inspect.signature(forward).parameters)[1:], args, strict=False)), **kwargs}
+    if given.get("labels") is None or given.get("logits_to_keep"):
+        return forward(model, *args, **kwargs)
+    kept: list[Tensor] = []
+    handle = model.base_model.register_forward_hook(lambda _module, _args, output: kept.append(output[0]))
+    before = model.__dict__.get("_loss_function")
+    model.__dict__["_loss_function"] = functools.partial(_loss, model.get_output_embeddings(), tokens, kept)
+    try:
+        return forward(model, **(given | {"logits_to_keep": 1}))
+    finally:
+        handle.remove()
+        del model.__dict__["_loss_function"]
+        if before is not None:
+            model.__dict__["_loss_function"] = before
+
+
+def _loss(
+    head: nn.Module, tokens: int, kept: list[Tensor], logits: Tensor, labels: Tensor, vocab_size: int,
+    num_items_in_batch: Tensor | None = None, ignore_index: int = _IGNORED, shift_labels: Tensor | None = None, **_: Any,
+) -> Tensor:  # fmt: skip
+    """Return ForCausalLMLoss of hidden states (batch, tokens, width), in `kept`. logits: of the last token, as the model has them."""
+    hidden = kept.pop()
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
+    with torch.no_grad():
+        if not torch.allclose(head(hidden[:, -1:]).float(), logits.float(), rtol=1e-2, atol=1e-3):
+            raise ConfigError(
+                "loss_tokens: the model changes the logits of its head (a soft cap, a scale), which a loss in tiles would leave out: pass "
+                "loss_tokens=None."
+            )
+    part = functools.partial(_part, head, ignore_index)
+    pairs = zip(hidden.split(tokens, dim=1), shift_labels.split(tokens, dim=1), strict=True)
+    total = torch.stack([_again(part, *pair) for pair in pairs]).sum()
+    return total / ((shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+def _part(head: nn.Module, ignore_index: int, hidden: Tensor, labels: Tensor) -> Tensor:
+    return tiled_cross_entropy(hidden, head, labels, ignore_index=ignore_index, reduction="sum")

@@ -1,0 +1,244 @@
+"""The attention and the masks of Transformers' models over an axis sp, by its registries of attention and mask functions.
+
+    forward of a model        its positions and padding mask are exchanged, so that each rank knows those of whole sequences
+    a mask function           makes the mask of whole sequences: causal, padding, packed sequences, sliding windows
+    an attention function     tokens are exchanged for heads, the configured function runs, heads are exchanged for tokens
+
+The functions of each name ("sdpa", "flash_attention_2", ...) are wrapped once for the process. For modules of models without an
+axis sp the wrapper calls the function itself. "eager" is no entry of the registry; a model configured so gets a name of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from .ulysses import SequenceParallel, sequence_of
+
+_EAGER = "zeroshard_eager"
+_LAYERS = ("full_attention", "sliding_attention", "dense", "sparse", "moe")  # whose tokens meet in attention only
+_LOCK = threading.Lock()  # of the registries, since ranks may be threads
+_local = threading.local()  # .stack: the _Forward of each running forward of a model, by which masks are made
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """The inputs of a model's forward, of whole sequences. padding: (B, S), 1 or True for tokens; positions: (B, S) if packed."""
+
+    sequence: SequenceParallel
+    padding: Tensor | None
+    positions: Tensor | None
+
+
+def check(name: str, model: Any, size: int) -> None:
+    """Raise ConfigError if the attention of a Transformers model can not be shared by `size` ranks along sp."""
+    config, what = model.config, f"sp: {type(model).__name__}{f' ({name})' if name else ''}"
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ConfigError(
+            f"{what} does not take its attention from Transformers' registry of attention functions, where it could be exchanged. Shard "
+            "it over dp and tp, or take a model whose class has _supports_attention_backend."
+        )
+    if config.is_encoder_decoder or any(hasattr(config, each) for each in ("vision_config", "audio_config", "text_config")):
+        raise ConfigError(
+            f"{what}: expected a model of one sequence of tokens, without encoder, images or sound. Shard it over dp and tp."
+        )
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(_LAYERS))
+    if others:
+        raise ConfigError(
+            f"{what} has layers of type {', '.join(others)}, which read neighbouring tokens: expected {' and '.join(_LAYERS[:2])} only. "
+            "Shard it over dp and tp."
+        )
+    heads = getattr(config, "num_attention_heads", size)
+    if heads % size:
+        near = max(each for each in range(1, size + 1) if heads % each == 0)
+        raise ConfigError(
+            f"{what} has {heads} attention heads, which {size} ranks along sp can not share evenly. Make a mesh with sp={near}, and give "
+            "the other ranks to dp or tp."
+        )
+
+
+def attach(model: Any, sequence: SequenceParallel) -> list[Any]:
+    """Let a Transformers model attend to whole sequences; return handles whose removal undoes that."""
+    _wrap_registries()
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+
+    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        stack = _stack()
+        stack.append(stack[-1] if stack else _begin(module, sequence, kwargs))  # models nest: the outermost one begins
+        return (), kwargs
+
+    def after(*_: object) -> None:
+        if _stack():  # else `before` has raised
+            _stack().pop()
+
+    handles: list[Any] = [
+        model.register_forward_pre_hook(torch.compiler.disable(before), with_kwargs=True),
+        model.register_forward_hook(torch.compiler.disable(after), always_call=True),
+    ]
+    if model.config._attn_implementation == "eager":
+        handles.append(_Eager(model.config))
+    return handles
+
+
+def _stack() -> list[_Forward]:
+    return _local.__dict__.setdefault("stack", [])
+
+
+def _begin(model: nn.Module, sequence: SequenceParallel, kwargs: dict) -> _Forward:
+    """Begin a model's forward: exchange what masks depend on (collective), and change `kwargs` to those of this rank's tokens."""
+    mask, positions, what = kwargs.get("attention_mask"), kwargs.get("position_ids"), f"sp: {type(model).__name__}"
+    if kwargs.get("past_key_values") is not None:
+        raise ConfigError(f"{what}: past_key_values: generation needs the whole model and sequence: zs.close(model) first.")
+    if positions is None:
+        raise ConfigError(
+            f"{what}: the batch has no position_ids, and a rank's tokens do not begin at position 0. Cut the batch along its tokens by "
+            "zs.shard_sequence(batch, model), which makes them."
+        )
+    if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
+        found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ConfigError(
+            f"{what}: attention_mask: expected (batch, tokens), got {found}. Masks of each layer are made from it here."
+        )
+    if kwargs.get("use_cache") is None:
+        kwargs["use_cache"] = False  # as Transformers reads it: a cache is for generation, and packed sequences are found without
+    if mask is not None:
+        return _Forward(sequence, sequence.whole(mask, "padding mask").bool(), None)
+    if positions.ndim != 2:
+        return _Forward(sequence, None, None)
+    whole = sequence.whole(positions, "positions")
+    if bool((whole.diff(dim=-1) == 1).all()):
+        return _Forward(sequence, None, None)
+    tokens = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
+    kwargs["attention_mask"] = torch.ones(
+        tokens.shape[:2], dtype=torch.bool, device=whole.device
+    )  # else it looks at this rank's positions
+    return _Forward(sequence, None, whole.expand(tokens.shape[0], -1))
+
+
+def _mask(function: Callable, **kwargs: Any) -> Any:
+    """Call a mask function of the registry: in a forward over an axis sp, for whole sequences."""
+    if not _stack():
+        return function(**kwargs)
+    forward, length = _stack()[-1], kwargs["q_length"]
+    if kwargs["kv_length"] != length:
+        raise ConfigError(
+            f"sp: a mask of {length} queries and {kwargs['kv_length']} keys: attention must be of sequences to themselves."
+        )
+    whole = length * forward.sequence.size
+    kwargs |= {"q_length": whole, "kv_length": whole, "attention_mask": forward.padding}
+    if forward.positions is not None and "allow_is_bidirectional_skip" not in kwargs:  # as in one process: in causal masks only
+        from transformers import masking_utils
+
+        starts = forward.positions.diff(dim=-1, prepend=forward.positions[:, :1] - 1) != 1
+        kwargs["mask_function"] = masking_utils.packed_sequence_compatibility_function(
+            kwargs["mask_function"], forward.positions, starts.cumsum(-1)
+        )
+        kwargs["allow_is_causal_skip"] = False
+    return function(**kwargs)
+
+
+def _attend(
+    function: Callable, flash: bool, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Call an attention function of the registry for whole sequences and this rank's heads. query: (B, H, S / n, D)."""
+    sequence = sequence_of(module)
+    assert sequence is not None
+    if any(kwargs.get(name) is not None for name in ("position_bias", "s_aux")) or getattr(module, "sinks", None) is not None:
+        raise ConfigError(
+            f"sp: {type(module).__name__} adds numbers of its own for each head (a position bias, attention sinks), which can not be "
+            "exchanged. Shard it over dp and tp."
+        )
+    heads = query.shape[1]
+    query, key, value = sequence.to_heads(query, key, value)
+    if isinstance(mask, Tensor) and mask.ndim == 4:
+        mask = sequence.heads_of(mask, heads, query.shape[2])
+    if flash and kwargs.get("position_ids") is not None:  # flash attention finds packed sequences by them
+        kwargs["position_ids"] = sequence.whole(kwargs["position_ids"], "positions")
+    groups = query.shape[1] // key.shape[1]
+    if getattr(module, "num_key_value_groups", groups) != groups:  # key and value heads were repeated
+        module = _WithGroups(module, groups)
+    with sequence.inside():
+        out = function(module, query, key, value, mask, *args, **kwargs)[0]  # (B, S, H / n, D)
+    return sequence.to_tokens(out, 2, 1), None
+
+
+class _WithGroups:
+    """A module of attention as it is for a rank that has `num_key_value_groups` query heads for each key and value head."""
+
+    def __init__(self, module: nn.Module, groups: int) -> None:
+        self._module, self.num_key_value_groups = module, groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _Eager:
+    """Handle: a config whose attention is "eager" names an entry of the registry instead, until `remove`."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        config._attn_implementation = _EAGER
+
+    def remove(self) -> None:
+        """Restore the name."""
+        self.config._attn_implementation = "eager"
+
+
+def _eager(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the function `eager_attention_forward` of the file that defines the module's class, as the module itself would."""
+    inner = module._module if isinstance(module, _WithGroups) else module
+    files = (vars(sys.modules[kind.__module__]) for kind in type(inner).__mro__)
+    function = next((found["eager_attention_forward"] for found in files if "eager_attention_forward" in found), None)
+    if function is None:
+        raise ConfigError(
+            f"sp: the eager attention of {type(inner).__name__} was not found: model.set_attn_implementation('sdpa')."
+        )
+    return function(module, *args, **kwargs)
+
+
+def _wrap_registries() -> None:
+    """Wrap the functions of Transformers' registries that are not wrapped yet."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    with _LOCK:
+        if _EAGER not in ALL_ATTENTION_FUNCTIONS:
+            AttentionInterface.register(_EAGER, _eager)
+            AttentionMaskInterface.register(_EAGER, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+        for name, function in list(ALL_ATTENTION_FUNCTIONS.items()):
+            if not hasattr(function, "_zeroshard"):
+                AttentionInterface.register(name, _wrapped_attention(function, "flash" in name))
+        for name, function in list(ALL_MASK_ATTENTION_FUNCTIONS.items()):
+            if not hasattr(function, "_zeroshard"):
+                AttentionMaskInterface.register(name, _wrapped_mask(function))
+
+
+def _wrapped_attention(function: Callable, flash: bool) -> Callable:
+    @functools.wraps(function)
+    def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if sequence_of(module) is None:
+            return function(module, *args, **kwargs)
+        return _attend(function, flash, module, *args, **kwargs)
+
+    attention._zeroshard = True  # type: ignore[attr-defined]
+    return attention
+
+
+def _wrapped_mask(function: Callable) -> Callable:
+    @functools.wraps(function)
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        return _mask(function, **kwargs) if not args and _stack() else function(*args, **kwargs)
+
+    mask._zeroshard = True  # type: ignore[attr-defined]
+    return mask

@@ -1,0 +1,168 @@
+"""Batches of an axis sp: each rank gets its tokens of the same sequences.
+
+input_ids         t0 t1 t2 t3 | t4 t5 t6  0        7 tokens over 2 ranks: one token is added and counts nowhere
+position_ids       0  1  2  3 |  4  5  6  7
+shift_labels      l1 l2 l3 l4 | l5 l6  x  x        labels of the next tokens, shifted before they are cut; x: -100
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..activations.ulysses import sequence_of
+from ..comm.base import DirectComm
+from ..comm.mesh.axes import NamedRanks, place_along
+from ..errors import ConfigError
+from ..utils.axes import SP
+
+if TYPE_CHECKING:
+    Where = nn.Module | DeviceMesh | Mapping[str, int]
+
+IGNORED = -100  # label of tokens without a target, as in torch's cross-entropy
+
+
+def shard_sequence(batch: Mapping[str, Any] | Tensor, where: Where, *, shift_labels: bool = True, pad_token_id: int = 0) -> Any:
+    """Return this rank's tokens of a batch that all ranks along sp have read (collective if `where` is a model).
+
+        batch = zs.shard_sequence(batch, model)
+        loss = model(**batch).loss
+        zs.backward(model, loss, weight=batch["num_items_in_batch"])
+
+    Args:
+        batch: a mapping with `input_ids` (batch, tokens) or `inputs_embeds` (batch, tokens, width), or a tensor of such a shape.
+            Other tensors with as many tokens in their second dimension, or in their last one, are cut as well.
+        where: a model sharded over a mesh with an axis sp: its ranks check that they have the same batch. Or the mesh.
+        shift_labels: `labels` are for a causal language model. The result has `labels` and `shift_labels`, the labels of the
+            next tokens, and `num_items_in_batch`: the number of labels of the whole sequences, divided by the ranks along sp.
+            Transformers' loss is then sum / num_items_in_batch, whose mean over the ranks is the mean over all labels. False:
+            labels stand for their own tokens, and are only cut.
+        pad_token_id: the token that is added where sp does not divide the tokens. Labels of added tokens are -100, and where a
+            mask is given, it is 0. Without shift_labels a mask is made.
+
+    The result has `position_ids`, made if missing: (batch, tokens / sp). A batch without an axis sp gets them, and shifted labels,
+    too. Raises ConfigError where ranks have different batches, or a mask is not of shape (batch, tokens).
+    """
+    rank, size, comm = _place(where)
+    entries: dict[str, Any] = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
+    sequences = _sequences(entries)
+    tokens = sequences.shape[1]
+    mask, labels = entries.get("attention_mask"), entries.get("labels")
+    if mask is not None and tuple(mask.shape) != tuple(sequences.shape[:2]):
+        raise ConfigError(
+            f"zs.shard_sequence: attention_mask: expected shape {tuple(sequences.shape[:2])} (batch, tokens), got {tuple(mask.shape)}. Masks of "
+            "each layer are made from it after the cut."
+        )
+    if comm is not None:
+        _check_same(entries, comm)
+    if entries.get("position_ids") is None:
+        entries["position_ids"] = torch.arange(tokens, device=sequences.device).repeat(sequences.shape[0], 1)
+    if shift_labels and labels is not None and labels.shape == sequences.shape[:2]:
+        labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], dim=1)
+        entries["labels"] = entries["shift_labels"] = labels
+        entries["num_items_in_batch"] = (labels != IGNORED).sum().float() / size
+    added = -tokens % size
+    if added and not shift_labels and mask is None:  # tokens of a causal model see none that come after them
+        entries["attention_mask"] = torch.ones(sequences.shape[:2], dtype=torch.long, device=sequences.device)
+
+    def own(name: str, value: Any) -> Any:
+        dim = _token_dim(value, tokens)
+        if dim is None:
+            return value
+        if added:
+            value = torch.cat([value, _filling(name, value, dim, added, pad_token_id)], dim=dim)
+        return value.chunk(size, dim)[rank].contiguous()
+
+    found = {name: own(name, value) for name, value in entries.items()}
+    return found["input_ids"] if isinstance(batch, Tensor) else found
+
+
+def _place(where: Where) -> tuple[int, int, DirectComm | None]:
+    """Return (rank, size, Comm) along sp; without a Comm where only the mesh is known."""
+    if isinstance(where, nn.Module):
+        sequence = sequence_of(where)
+        return (sequence.rank, sequence.size, sequence.comm) if sequence is not None else (0, 1, None)
+    if not isinstance(where, (Mapping, DeviceMesh)):
+        raise ConfigError(f"zs.shard_sequence: expected a sharded model or a mesh, got {type(where).__name__}.")
+    mesh = NamedRanks.of(where) if isinstance(where, Mapping) else where
+    return *place_along(mesh, lambda name: name == SP), None
+
+
+def _sequences(entries: Mapping[str, Any]) -> Tensor:
+    """Return the tensor (batch, tokens, ...) whose tokens are cut."""
+    for name in ("input_ids", "inputs_embeds"):
+        value = entries.get(name)
+        if isinstance(value, Tensor) and value.ndim >= 2:
+            return value
+    raise ConfigError(
+        f"zs.shard_sequence: expected input_ids (batch, tokens) or inputs_embeds (batch, tokens, width), got {', '.join(entries) or 'nothing'}."
+    )
+
+
+def _token_dim(value: object, tokens: int) -> int | None:
+    """Return the dimension of a tensor along which it is cut, or None."""
+    if not isinstance(value, Tensor) or value.ndim < 2:
+        return None
+    return 1 if value.shape[1] == tokens else value.ndim - 1 if value.shape[-1] == tokens else None
+
+
+def _filling(name: str, value: Tensor, dim: int, added: int, pad_token_id: int) -> Tensor:
+    """Return the values of added tokens: positions go on, labels are ignored, masks and others are 0."""
+    last = value.narrow(dim, value.shape[dim] - 1, 1)
+    if name == "position_ids":
+        shape = [1] * value.ndim
+        shape[dim] = added
+        return last + torch.arange(1, added + 1, device=value.device, dtype=value.dtype).view(shape)
+    fill = {"input_ids": pad_token_id, "labels": IGNORED, "shift_labels": IGNORED}.get(name, 0)
+    return torch.full_like(last, fill).repeat_interleave(added, dim)
+
+
+def _check_same(entries: Mapping[str, Any], comm: DirectComm) -> None:
+    """Raise ConfigError, on all ranks along sp, unless they have the same sequences (collective)."""
+    tensors = {name: value for name, value in sorted(entries.items()) if isinstance(value, Tensor)}
+    mine = {name: [list(value.shape), zlib.crc32(_bytes(value))] for name, value in tensors.items()}
+    everyone = [json.loads(part) for part in comm.exchange(json.dumps(mine).encode(), "zs.shard_sequence")]
+    names = dict.fromkeys(name for told in everyone for name in told)
+    different = next((name for name in names if any(told.get(name) != everyone[0].get(name) for told in everyone)), None)
+    if different is None:
+        return
+    shapes = "; ".join(
+        f"rank {rank}: {told.get(different, ['none'])[0]}" for rank, told in zip(comm.ranks, everyone, strict=True)
+    )
+    raise ConfigError(
+        f"zs.shard_sequence: ranks along sp have different {different} ({shapes}), and each has tokens of the same sequences. Give them the "
+        "same batches: zs.ShardedSampler(len(dataset), mesh=mesh), or a loader whose rank is the index along dp."
+    )
+
+
+def _bytes(value: Tensor) -> bytes:
+    return value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+class SequenceLoader:
+    """Loader whose batches are cut along their tokens by `shard_sequence`. Other attributes are the loader's.
+
+    for batch in zs.SequenceLoader(loader, model):
+        loss = model(**batch).loss
+    """
+
+    def __init__(self, loader: Iterable[Any], where: Where, *, shift_labels: bool = True, pad_token_id: int = 0) -> None:
+        _place(where)
+        self.loader, self.where = loader, where
+        self.options: dict[str, Any] = {"shift_labels": shift_labels, "pad_token_id": pad_token_id}
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            yield shard_sequence(batch, self.where, **self.options)
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)

@@ -1,0 +1,353 @@
+"""The load of a step by formulas: its tasks without their order, alike ones once with the number of times that a rank does them.
+
+    forward of a block, 40 times | gather of a block, 81 times | ...        of each micro-batch
+    reduction of a block, 40 times | step of a shard | ...                  of a step
+
+A search leaves out what can not be fast by these sums, and runs of systems that this library does not run are timed by them
+(benchmarks/papers). The seconds of a step of this library are those of a dry run, in the runtime's own order
+(`Request.simulated`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...config import STAGES, Placement, Tier
+from ...memory.estimate import rests_away
+from ...utils.axes import DP, PP, TP
+from ...zero.auto_wrap import ROOT
+from ..simulator.hardware import Hardware, resource_seconds, seconds
+from ..simulator.simulate import kind_of
+from ..simulator.trace import AttentionWork, Resource, Task, Trace
+from .layout import Bytes, Hop, Layout, comms_of, exchange, packed_nbytes
+from .profile import BACKWARD_PASSES, Home, Profile, UnitProfile, homes_of
+
+_BACKWARD_KERNELS = 3  # times the kernels of a forward, counted by dry runs of a GPT
+# times the flops of a forward: five products of scores, not two (FlashAttention-2, arXiv 2307.08691, section 4.1)
+_ATTENTION_BACKWARD = 2.5
+_STEP_NBYTES = 36  # per element, which torch's AdamW moves beyond one pass over all that it steps: its kernels are not fused
+# the fields of a layout that determine what a micro-batch computes
+_COMPUTED = (DP, PP, TP, "micro_batch", "checkpointing", "precision", "node_size", "stops_early")
+Part = tuple[Task, int]  # a task, and how often it is done
+
+
+@dataclass(frozen=True)
+class Load:
+    """The work of one rank of a stage of the pipeline. each: of a micro-batch. once: of a step, for all micro-batches together.
+
+    trace: without tasks; it says which ranks are a node.
+    """
+
+    each: tuple[Part, ...]
+    once: tuple[Part, ...]
+    micro_batches: int
+    trace: Trace
+
+    @property
+    def parts(self) -> Iterator[Part]:
+        """All tasks of a step."""
+        yield from ((task, times * self.micro_batches) for task, times in self.each)
+        yield from self.once
+
+    def total(self, *resources: Resource) -> float:
+        """Return the bytes of these resources in a step."""
+        return sum(times * task.nbytes.get(resource, 0.0) for task, times in self.parts for resource in resources)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of a step, with those of repeated forwards."""
+        return sum(times * task.flops for task, times in self.parts)
+
+
+def step_seconds(
+    profile: Profile, layout: Layout, hardware: Hardware, beside: bool = True, loads: list[Load] | None = None
+) -> tuple[float, Resource]:
+    """Return the seconds of a step, and the resource that takes most of them.
+
+    beside: whether links work beside computation, so that the busiest of them, or computation, takes the time of forward and
+    backward; else all tasks follow one another. loads: in place of those of `loads_of`. One micro-batch fills a pipeline and
+    empties it; where nothing is sent beside computation, a stage has reduced its gradients before it hands the last one on.
+    """
+    beside = beside and layout.prefetch_nbytes is not None
+    passes, each, tails, slowest = [], [], [], Resource.DEVICE
+    for load in loads or loads_of(profile, layout):
+        chain, once, tail, lanes = _sums(load, hardware, beside)
+        worst = max(lanes, key=lanes.__getitem__, default=Resource.DEVICE)
+        total = load.micro_batches * chain + once
+        slowest = worst if lanes.get(worst, 0.0) > total else Resource.DEVICE
+        passes.append(max(total, lanes.get(worst, 0.0)))
+        each.append(chain if beside else chain + once)
+        tails.append(tail)
+    between = max(layout.pp - 3, 0) * each[len(each) // 2]  # stages in the middle are alike: one stands for all
+    return max(passes) + sum(each) + between - max(each) + max(tails), slowest
+
+
+def _sums(load: Load, hardware: Hardware, beside: bool) -> tuple[float, float, float, dict[Resource, float]]:
+    """Return seconds of the program's own order in a micro-batch, and once; of the optimizer's step; and of each lane in both passes."""
+    chain = [0.0, 0.0]
+    lanes: dict[Resource, float] = defaultdict(float)
+    steps: dict[tuple[bool, Resource], float] = defaultdict(float)
+    tail = 0.0
+    for once, parts, repeated in ((0, load.each, load.micro_batches), (1, load.once, 1)):
+        for task, times in parts:
+            if not beside:
+                time = times * seconds(task, hardware, load.trace)
+                if task.phase == "step":
+                    tail += time
+                else:
+                    chain[once] += time
+                continue
+            for resource, time in resource_seconds(task, hardware, load.trace).items():
+                lane = hardware.lane(resource)
+                if task.phase == "step":
+                    steps[kind_of(task) in ("publish", "sum"), lane] += times * time
+                    continue
+                lanes[lane] += repeated * times * time
+                if resource is Resource.DEVICE or task.axis == TP:
+                    chain[once] += times * time
+    for last in (False, True):  # the optimizer's step, and what is sent when it is over
+        tail += max((time for (which, _), time in steps.items() if which is last), default=0.0)
+    return chain[0], chain[1], tail, lanes
+
+
+def loads_of(profile: Profile, layout: Layout) -> list[Load]:
+    """Return the loads of a rank of the first stage of the pipeline, of the middle one with most to compute, and of the last."""
+    stages = profile.stages(layout.pp)
+    middle = max(range(layout.pp)[1:-1], key=lambda stage: sum(unit.flops for unit in stages[stage]), default=0)
+    return [load_of(profile, layout, stage) for stage in sorted({0, middle, layout.pp - 1})]
+
+
+def load_of(profile: Profile, layout: Layout, stage: int = 0) -> Load:
+    """Return the load of a rank of a stage of the pipeline."""
+    # layouts of a search that differ in other fields share these
+    computed = _computed(profile, Layout(**{name: getattr(layout, name) for name in _COMPUTED}), stage)
+    held = layout.held
+    sent = _sent(profile, replace(layout, micro_batch=1, micro_batches=1 + held, hold=held, checkpointing="none"), stage)
+    trace = Trace(rank=stage * layout.dp * layout.tp, axes=layout.mesh, node_size=layout.node_size)
+    return Load((*computed, *sent[0]), sent[1], layout.micro_batches, trace)
+
+
+@functools.lru_cache(maxsize=4096)
+def _computed(profile: Profile, layout: Layout, stage: int) -> tuple[Part, ...]:
+    """Return what a micro-batch computes, and sends over tp and pp, by the fields of a layout that are in `_COMPUTED`."""
+    work = _Computation(profile, layout, stage)
+    for unit, times in _alike(profile, layout.pp, stage)[0].items():
+        work.add(unit, times)
+    work.add_messages()
+    return tuple(work.parts)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sent(profile: Profile, layout: Layout, stage: int) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+    """Return what a micro-batch, and what a step has to gather, reduce and update, whatever it computes."""
+    work = _Sharding(profile, layout, stage)
+    for home, times, visits in _alike(profile, layout.pp, stage)[1]:
+        work.add(home, times, visits)
+    return tuple(work.each), tuple(work.once)
+
+
+@functools.lru_cache(maxsize=256)
+def _alike(profile: Profile, pp: int, stage: int) -> tuple[dict[UnitProfile, int], list[tuple[Home, int, int]]]:
+    """Return the units of a stage with their numbers; and its homes, with their numbers and the times that a forward comes to each."""
+    units = profile.stages(pp)[stage]
+    visits = Counter(unit.home or unit.name for unit in units)
+    names = (ROOT, profile.tied)  # others may be alike
+    homes = [(replace(home, name=home.name if home.name in names else ""), visits[home.name]) for home in homes_of(units)]
+    found = [(home, times, 1 if home.held else visited) for (home, visited), times in Counter(homes).items()]
+    return Counter(replace(unit, name="", home="") for unit in units), found
+
+
+class Sizes:
+    """The elements and bytes of a home that travel, on one rank of a layout.
+
+    shards: elements of the shard of each flat buffer; own: of all. numel: of the whole buffers, with their padding. states: bytes of
+    the shards' masters and optimizer states. gather, again, reduce: what is sent, hop after hop, by the first gather of a step, by
+    later ones, and to reduce. packs_weights, packs_gradients: whether values are packed before; weight, gradient: bytes of an
+    element then.
+    """
+
+    def __init__(self, layout: Layout, home: Home) -> None:
+        self.shards = home.shards(layout.tp, layout.shards, layout.state_format)
+        self.own = sum(self.shards)
+        coded = [which for _, which in home.buffers(layout.tp, layout.state_format)]
+        self.states = sum(size * layout.kept_itemsize(which) for size, which in zip(self.shards, coded, strict=True))
+        self.numel = self.own * layout.shards
+        comms, wholes = comms_of(layout), [numel * layout.shards for numel in self.shards]
+        self.packs_weights = any(comms.values_of(home.packs, numel) is not comms.shards for numel in wholes)
+        self.packs_gradients = any(comms.gradients_of(home.packs, numel) is not comms.shards for numel in wholes)
+        self.weight = packed_nbytes(layout.quantized_weights if self.packs_weights else None, layout.itemsize)
+        self.gradient = packed_nbytes(layout.quantized_gradients if self.packs_gradients else None, layout.itemsize)
+        kinds = ("gather", "gather again", "reduce")
+        self.gather, self.again, self.reduce = (
+            exchange(layout, kind, self.shards, layout.compute_dtype, home.packs) for kind in kinds
+        )
+        if STAGES[layout.stage].gradient is Placement.REPLICATED:
+            self.reduce += exchange(layout, "gather", self.shards, layout.gradient_dtype, packs=False)
+
+
+def _hops(name: str, phase: str, hops: list[Hop], times: int, more: Mapping[str, Any]) -> list[Part]:
+    return [(Task(name, phase, nbytes, peers=peers, **more), times) for nbytes, peers in hops]
+
+
+class _Computation:
+    """Lists what a rank of a stage computes for a micro-batch, and what ranks of tp and stages send each other meanwhile."""
+
+    def __init__(self, profile: Profile, layout: Layout, stage: int) -> None:
+        self.profile, self.layout, self.stage = profile, layout, stage
+        self.units = profile.stages(layout.pp)[stage]
+        self.tokens = layout.micro_batch * profile.seq
+        self.parts: list[Part] = []
+
+    def add(self, unit: UnitProfile, times: int) -> None:
+        """Add forward, backward and repeated forward of a unit, what they sum over tp, and copies of their inputs."""
+        lay, head = self.layout, unit.saved_fp32 > 0 and not unit.block  # the head computes the loss
+        self.parts += [(self._task("forward", unit, 1.0), times), (self._task("backward", unit, 2.0), times)]
+        # the loss sums the largest logit and the sum in fp32, and the target's logit; backward, the gradient of the head's input
+        self._sum("forward", unit, times, unit.tp_reduces, head)
+        self._sum("backward", unit, times, unit.tp_reduces if unit.block else int(head))
+        if not unit.block or lay.checkpointing == "none":
+            return
+        last = unit.last_flops if lay.stops_early else 0.0
+        again = (unit.flops - last) / unit.flops if unit.flops else 1.0
+        self.parts.append((self._task("forward again", unit, again), times))
+        self._sum("backward", unit, times, max(unit.tp_reduces - lay.stops_early, 0))
+        kept = self.tokens * unit.boundary * lay.itemsize / (lay.tp if lay.checkpointing == "partitioned" else 1)
+        if lay.checkpointing == "host":
+            self.parts.append((Task("keep", "forward", {Resource.DOWN: kept}), times))
+            self.parts.append((Task("fetch", "backward", {Resource.UP: kept}), times))
+        if lay.checkpointing == "partitioned" and lay.tp > 1:
+            sent = self._tp_nbytes(kept * (lay.tp - 1))
+            self.parts.append((Task("gather input", "backward", sent, axis=TP, peers=lay.tp), times))
+
+    def _task(self, name: str, unit: UnitProfile, factor: float) -> Task:
+        """Return the computation of a unit. factor: times a forward's flops; above 1: a backward."""
+        lay, item, backward = self.layout, self.layout.itemsize, factor > 1
+        flops = factor * unit.flops / lay.tp * self.tokens
+        weights = (sum(unit.cut) // lay.tp + sum(unit.whole)) * item
+        moved = self.tokens * unit.moved_nbytes(item, lay.tp, backward) + weights * (BACKWARD_PASSES if backward else 1)
+        attention = None
+        if unit.attention:
+            work = unit.attention * self.tokens / lay.tp * (_ATTENTION_BACKWARD if backward else 1.0)
+            attention = AttentionWork(work, self.profile.seq, unit.causal, 1)
+            if backward:  # `factor` counts it as 2 forwards, but it is 2.5
+                flops += work * (1 - factor / _ATTENTION_BACKWARD)
+        kernels = round((_BACKWARD_KERNELS if backward else factor) * unit.kernels)
+        return Task(
+            name, "backward" if name == "forward again" else name, {Resource.DEVICE: min(factor, 1) * moved}, flops=flops, kernels=kernels,
+            products=(2 if backward else 1) * unit.products, attention=attention, dtype=lay.precision,
+        )  # fmt: skip
+
+    def _sum(self, phase: str, unit: UnitProfile, times: int, reduces: int, told: bool = False) -> None:
+        """Add all-reduces over tp, for which computation waits; each sends 2 (tp - 1) / tp of its bytes. told: those of the loss."""
+        lay = self.layout
+        if lay.tp == 1 or not (reduces or told):
+            return
+        width = unit.boundary or max(each.boundary for each in self.units)
+        sent = 2 * (lay.tp - 1) / lay.tp * self.tokens * ((8 + lay.itemsize) if told else reduces * width * lay.itemsize)
+        messages = 3 if told else reduces
+        self.parts.append((Task("sum", phase, self._tp_nbytes(sent), axis=TP, peers=lay.tp, messages=messages), times))
+
+    def _tp_nbytes(self, sent: float) -> Bytes:
+        """Return by link the bytes `sent` to all of tp: inside the node, and between nodes if tp has more ranks than a node."""
+        tp, node = self.layout.tp, self.layout.node_size
+        if tp <= node:
+            return {Resource.INSIDE: sent}
+        shares = {Resource.INSIDE: (node - 1) / (tp - 1), Resource.BETWEEN: (tp - node) / (tp - 1)}
+        return {link: sent * share for link, share in shares.items() if share}
+
+    def add_messages(self) -> None:
+        """Add what is sent to the stages beside this one."""
+        lay, before = self.layout, self.profile.stages(self.layout.pp)[self.stage - 1][::-1] if self.stage else ()
+        widths = {"forward": self.units[-1].boundary if self.stage < lay.pp - 1 else 0,
+                  "backward": next((unit.boundary for unit in before if unit.boundary), 0)}  # fmt: skip
+        for phase, width in widths.items():
+            nbytes = {_to_stages(lay): self.tokens * width * lay.itemsize}
+            self.parts += [(Task("send", phase, nbytes, axis=PP, peers=2), 1)] if width else []
+
+
+def _to_stages(layout: Layout) -> Resource:
+    """Return the link to the stages beside a stage."""
+    return Resource.BETWEEN if layout.dp * layout.tp >= layout.node_size else Resource.INSIDE
+
+
+class _Sharding:
+    """Lists what a rank of a stage gathers, reduces and steps: for each micro-batch, and once in a step."""
+
+    def __init__(self, profile: Profile, layout: Layout, stage: int) -> None:
+        self.layout, self.row = layout, STAGES[layout.stage]
+        ends = layout.pp > 1 and stage in (0, layout.pp - 1)
+        self.tied = profile.tied if ends else ""
+        self.each: list[Part] = []
+        self.once: list[Part] = []
+
+    def add(self, home: Home, times: int, visits: int) -> None:
+        """Add homes that are alike, which a forward comes to `visits` times."""
+        lay, sizes = self.layout, Sizes(self.layout, home)
+        # each flat buffer travels by itself; published systems (rings) have one
+        more = {"messages": 1 if lay.rings else len(sizes.shards)}
+        self._gather(sizes, times, visits, more)
+        self._reduce(sizes, times, more)
+        self._update(sizes, times, more)
+        if home.name and home.name == self.tied:  # both ends add up its gradients in fp32 (parallel/tied.py)
+            numel = sizes.numel if self.row.gradient is Placement.REPLICATED else sizes.own
+            self.once.append((Task("sum tied", "step", {_to_stages(lay): numel * 4}, axis=PP, peers=2), 1))
+
+    def _gather(self, sizes: Sizes, times: int, visits: int, more: Mapping[str, Any]) -> None:
+        """Add the gathers of a home: at each visit of a forward, and once in backward, between whose visits it stays gathered."""
+        lay = self.layout
+        if self.row.parameter is not Placement.SHARDED or (lay.shards == 1 and lay.parameter is Tier.DEVICE):
+            return
+        count, nbytes = times * (visits + 1), sizes.own * lay.itemsize
+        if rests_away(lay.parameter, lay.separate):
+            ways = {"read": Resource.READ} if lay.parameter is Tier.DISK else {}
+            ways |= {"fetch": Resource.UP} if lay.separate else {}
+            self.each += [(Task(name, "forward", {way: nbytes}, **more), count) for name, way in ways.items()]
+        self.each += _hops("gather", "forward", sizes.again, count, more)
+        if sizes.gather != sizes.again:  # later gathers of a step read secondary shards
+            self.once += _hops("gather", "forward", sizes.gather, times, more)
+            self.once += _hops("gather", "forward", sizes.again, -times, more)
+        if sizes.packs_weights:
+            # a kernel that packs or unpacks reads and writes each byte once (comm/codecs/triton_kernels.py); a secondary shard rests packed
+            pack, unpack = nbytes + sizes.own * sizes.weight, sizes.numel * (sizes.weight + lay.itemsize)
+            packed = Task("pack", "forward", {Resource.DEVICE: pack}, kernels=1)
+            (self.each if lay.hpz == 1 else self.once).append((packed, count if lay.hpz == 1 else times))
+            self.each.append((Task("unpack", "forward", {Resource.DEVICE: unpack}, kernels=1), count))
+
+    def _reduce(self, sizes: Sizes, times: int, more: Mapping[str, Any]) -> None:
+        """Add the reduction of a home's gradients, in each micro-batch or in the last, and their way to another tier."""
+        lay = self.layout
+        parts = self.once if lay.held else self.each
+        if sizes.packs_gradients:
+            nbytes = sizes.numel * (lay.itemsize + 2 * sizes.gradient) + sizes.own * lay.gradient_itemsize
+            parts.append((Task("pack", "backward", {Resource.DEVICE: nbytes}, kernels=2), times))
+        parts += _hops("reduce", "backward", sizes.reduce, times, {**more, "distinct": not lay.rings})
+        if self.row.gradient is Placement.SHARDED and rests_away(lay.gradient, lay.separate):
+            ways = {Resource.DOWN: lay.itemsize} if lay.separate else {}
+            ways |= {Resource.WRITE: lay.gradient_itemsize} if lay.gradient is Tier.DISK else {}
+            parts += [(Task("leave", "backward", {way: sizes.own * size}, **more), times) for way, size in ways.items()]
+
+    def _update(self, sizes: Sizes, times: int, more: Mapping[str, Any]) -> None:
+        """Add the optimizer's step of a home's shard on its tier, and the gathers of parameters that rest whole."""
+        lay = self.layout
+        held = 1 if self.row.optimizer is Placement.SHARDED else lay.shards
+        numel, states = sizes.own * held, sizes.states * held
+        writes_only = lay.precision != "fp32" and lay.master_weights is True  # the step does not read the parameters
+        own = numel * (lay.gradient_itemsize + lay.itemsize * (1 if writes_only else 2))
+        moved = 2 * states + own + _STEP_NBYTES * numel if lay.steps_on is Resource.DEVICE else states + own
+        kernels = int(lay.optimizer is Tier.DEVICE)
+        self.once.append((Task("step", "step", {lay.steps_on: moved}, kernels=kernels, numel=numel, **more), times))
+        ways: list[tuple[Resource, float]] = []
+        if lay.optimizer is Tier.DISK:
+            ways += [
+                (Resource.READ, states + numel * lay.gradient_itemsize * (lay.gradient is Tier.DISK)),
+                (Resource.WRITE, states),
+            ]
+        if lay.optimizer is not Tier.DEVICE and (lay.parameter is Tier.DISK or (lay.parameter is Tier.DEVICE and lay.separate)):
+            ways.append((Resource.WRITE if lay.parameter is Tier.DISK else Resource.UP, numel * lay.itemsize))
+        self.once += [(Task("move states", "step", {way: nbytes}, **more), times) for way, nbytes in ways]
+        if self.row.parameter is not Placement.SHARDED and self.row.optimizer is Placement.SHARDED:
+            self.once += _hops("publish", "step", sizes.gather, times, more)

@@ -1,0 +1,381 @@
+"""Experts divided over an axis "ep" equal one process on the union of the ranks' batches.
+
+A world of four processes goes through all cells; each test looks at what a cell found. What needs no process group has threads.
+"""
+
+import functools
+import tempfile
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from expert_kit import TOKENS, Own, make, net
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeroshard as zs
+from zeroshard.comm import backend_select
+from zeroshard.comm.launch import run_processes
+from zeroshard.config import Tier
+from zeroshard.memory.ledger import EXCHANGE
+from zeroshard.planner.models import GPT, GPTConfig
+from zeroshard.testing import imagined_mesh, run_threads
+from zeroshard.zero.runtime import runtime_of
+
+WORLD, STEPS, ROWS, SEQ = 4, 6, 2, 8
+adam = functools.partial(torch.optim.Adam, lr=1e-2, eps=1e-3)  # a small eps would magnify the rounding of tiny gradients
+
+
+@dataclass(frozen=True)
+class Cell:
+    """axes: sizes of dp and ep. made: options of the model. options: of zs.shard."""
+
+    family: str
+    axes: tuple[int, int]
+    stage: int
+    micro: int = 1
+    checkpointed: bool = False
+    made: dict = field(default_factory=dict, hash=False)
+    options: dict = field(default_factory=dict, hash=False)
+
+    @property
+    def name(self) -> str:
+        more = ["micro"] * (self.micro > 1) + ["checkpointed"] * self.checkpointed + [*self.made, *self.options]
+        return "-".join([self.family, "dp{}ep{}".format(*self.axes), f"stage{self.stage}", *more])
+
+
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+CELLS = [
+    *(Cell("Mixtral", (2, 2), stage, micro=2, made=BALANCED) for stage in range(4)),
+    Cell("Mixtral", (2, 2), 3, checkpointed=True, options={"max_grad_norm": 0.1}),
+    Cell("Mixtral", (1, 4), 2, options={"offload_optimizer": "cpu", "offload_param": "cpu"} | {"stage": 3}),
+    Cell("Qwen3Moe", (1, 4), 1, made=BALANCED),
+    Cell("DeepseekV3", (2, 2), 2),
+    Cell("GptOss", (1, 4), 3, made=BALANCED),
+    Cell("GptOss", (2, 2), 0, checkpointed=True),
+]
+
+
+def micro_batches(step, micro):
+    """The union of all ranks' micro-batches: of each, the rows of rank 0 come first."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, TOKENS, (micro, WORLD * ROWS, SEQ), generator=generator)
+
+
+@functools.cache
+def one_process(family, micro, clip, made):
+    """(losses, norms, weights) of one process on the union of the batches."""
+    model = make(family, **dict(made))
+    optimizer, losses, norms = adam(model.parameters()), [], []
+    for step in range(STEPS):
+        total = 0.0
+        for tokens in micro_batches(step, micro):
+            loss = model(tokens, labels=tokens).loss / micro
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def sharded(mesh, family, made=None, model=None, **options):
+    model = make(family, **(made or {})) if model is None else model
+    if mesh is not None and "ep" in mesh.mesh_dim_names:
+        zs.divide_experts(model, mesh["ep"])
+    return zs.shard(model, adam(model.parameters()), mesh=mesh, **options)
+
+
+def train(model, optimizer, rank, cell, steps=range(STEPS)):
+    losses, norms = [], []
+    for step in steps:
+        total = torch.zeros(())
+        for number, tokens in enumerate(micro_batches(step, cell.micro)):
+            mine = tokens.chunk(WORLD)[rank]
+            with zs.accumulate(model) if number + 1 < cell.micro else functools.partial(torch.enable_grad)():
+                loss = model(mine, labels=mine).loss / cell.micro
+                loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(total)
+        losses.append(total.item() / WORLD)
+        norms.append(optimizer.last_step.grad_norm)
+    return losses, norms
+
+
+def run_cell(cell, mesh, rank):
+    model, optimizer = sharded(mesh, cell.family, cell.made, **{"stage": cell.stage} | cell.options)
+    if cell.checkpointed:
+        zs.checkpoint_activations(model)
+    losses, norms = train(model, optimizer, rank, cell)
+    expected = one_process(cell.family, cell.micro, cell.options.get("max_grad_norm"), tuple(cell.made.items()))
+    assert losses == pytest.approx(expected[0], rel=1e-6, abs=1e-6)
+    assert norms == pytest.approx(expected[1], rel=1e-5)
+    for name, value in zs.full_state_dict(model).items():
+        assert torch.allclose(value, expected[2][name], rtol=0, atol=1e-5), name
+    zs.close(model)
+
+
+def whole(model):
+    """Everything that training goes on with."""
+    states = {f"{n}.{k}": torch.as_tensor(v) for n, e in zs.full_optimizer_state(model).items() for k, v in e.items()}
+    return {**zs.full_state_dict(model, masters=True), **states}
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def checkpoints(rank, meshes, folder, stage, options):
+    """What dp 2 x ep 2 saves loads at dp 1 x ep 4 and at dp 4, and the reverse; exports have the model's own names."""
+    cell, meshes = Cell("Mixtral", (2, 2), stage), {**meshes, None: None}
+    model, optimizer = sharded(meshes[2, 2], "Mixtral", stage=stage, **options)
+    train(model, optimizer, rank, cell, range(2))
+    zs.save(folder / "ep2", model, optimizer)
+    saved = whole(model)
+    zs.save_safetensors(model, folder / "ep2.safetensors", dtype=torch.float32)
+    streamed = {k: v for part in zs.stream_full_tensors(model, max_nbytes=5000, masters=True) for k, v in part.items()}
+    same(streamed, zs.full_state_dict(model, masters=True))
+    further, _ = train(model, optimizer, rank, cell, [2])
+    for where, mesh in meshes.items():
+        other = make("Mixtral")
+        with torch.no_grad():
+            other.lm_head.weight.zero_()
+        model, optimizer = sharded(mesh, "Mixtral", model=other, stage=stage, **options)
+        zs.load(folder / "ep2", model, optimizer)
+        same(whole(model), saved)
+        zs.save(folder / f"again{where}", model, optimizer)
+        assert train(model, optimizer, rank, cell, [2])[0] == pytest.approx(further, rel=1e-3 if options else 1e-6)
+        model, optimizer = sharded(meshes[2, 2], "Mixtral", stage=stage, **options)
+        zs.load(folder / f"again{where}", model, optimizer)
+        same(whole(model), saved)
+        with torch.device("meta"):
+            bare = make("Mixtral") if stage == 3 else None
+        if bare is not None:
+            if mesh is not None:
+                zs.divide_experts(bare, mesh["ep"])
+            bare, _ = zs.shard(bare, None, mesh=mesh, stage=3, weights=folder / "ep2.safetensors")
+            for name, value in zs.full_state_dict(bare).items():
+                assert torch.equal(value, saved[name]), name
+
+
+ROUTES = [  # stage, axes, experts in a list
+    (0, (2, 2), False), (3, (2, 2), False), (3, (1, 4), False), (1, (2, 2), True), (3, (1, 4), True),
+]  # fmt: skip
+
+
+def routes(rank, mesh, stage, listed):
+    """Experts without tokens, ranks without tokens, all tokens to one expert, one token; bytes and memory."""
+    tables = {
+        "one expert": [[[3], [3]]] * WORLD,
+        "one token": [[[5]], [[0]], [[5]], [[2]]],
+        "two idle ranks": [[[0, 1], [1, 0]]] * WORLD,
+        "even": [[[0, 2], [4, 6]], [[1, 3], [5, 7]]] * 2,
+    }
+    for name, table in tables.items():
+        generator = torch.Generator().manual_seed(0)
+        inputs = [(torch.randn(len(rows), 4, generator=generator), torch.tensor(rows)) for rows in table]
+        one, model = net(listed=listed), zs.divide_experts(net(listed=listed), mesh["ep"], experts=["experts"])
+        one(*map(torch.cat, zip(*inputs, strict=True))).backward()
+        model, _ = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh, stage=stage)
+        model(*inputs[rank]).backward()
+        for key, gradient in zs.full_gradients(model).items():
+            assert torch.allclose(gradient, dict(one.named_parameters())[key].grad, atol=1e-6), (name, key)
+        # rows travel to other ranks and back, and so do their gradients; what a rank sends back has come to it
+        mine, place = mesh["ep"].mesh.tolist(), mesh["ep"].get_local_rank()
+        rows = [[sum(e // (8 // len(mine)) == to for row in table[r] for e in row) for to in range(len(mine))] for r in mine]
+        away = sum(rows[place]) + sum(row[place] for row in rows) - 2 * rows[place][place]
+        ledger = runtime_of(model).tiers.ledger
+        assert ledger.traffic[EXCHANGE].nbytes == 2 * away * 4 * 4, name  # 4 elements of 4 bytes
+        busiest = [sum(row[to] for row in rows) for to in range(len(mine))]
+        assert zs.expert_imbalance(model)["experts"] == max(busiest) * len(mine) / sum(busiest)
+        held = sum(group.values.nbytes for group in runtime_of(model).groups if group.topology.cut)
+        numel = sum(param.numel() for param in one.experts.parameters())
+        assert listed or held == 4 * numel / mesh["ep"].size() / (
+            mesh["dp"].size() if stage == 3 else 1
+        )  # of a list with padding
+        if listed and name == "even":
+            list_is_saved_by_its_names(model, one)
+        with pytest.raises(zs.ConfigError, match="zs.join: .*use zs.stop_together"), zs.join(model):
+            pass
+        zs.close(model)
+
+
+def list_is_saved_by_its_names(model, one):
+    with tempfile.TemporaryDirectory() as own:
+        told = [own]
+        dist.broadcast_object_list(told)
+        folder = told[0]
+        zs.save(folder, model)
+        zs.save_safetensors(model, f"{folder}/model.safetensors")
+        kept = {name: value.clone() for name, value in zs.full_state_dict(model).items()}
+        assert kept.keys() == one.state_dict().keys()
+        assert all(torch.equal(kept[name], value) for name, value in one.state_dict().items())
+        stored = load_file(f"{folder}/model.safetensors")
+        assert stored.keys() == kept.keys() and all(torch.equal(stored[name], value) for name, value in kept.items())
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        zs.load(folder, model)
+        assert all(torch.equal(kept[name], value) for name, value in zs.full_state_dict(model).items())
+        dist.barrier()
+
+
+def capacity(rank, mesh):
+    """Of 4 choices each, an expert takes ceil(0.5 * 4 tokens * 1 choice / 2 experts) = 1, the first of the batch."""
+    model = zs.divide_experts(net(2), mesh["ep"], experts=["experts"], capacity_factor=0.5)
+    model, _ = zs.shard(model, None, mesh=mesh)
+    x, wanted = torch.randn(4, 4, generator=torch.Generator().manual_seed(rank)), torch.tensor([[0], [1], [0], [1]])
+    kept, own = torch.tensor([[0.5], [0.5], [0], [0]]), net(2)
+    assert torch.allclose(model(x, wanted), own.experts(own.mix(x), wanted, kept).square().sum(dim=-1).mean(), atol=1e-6)
+
+
+def beside(rank, axes):
+    """zs.parallelize with ep beside tp or pp."""
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    run = zs.parallelize(make("Mixtral"), mesh, optimizer=adam, stage=1, micro_batches=2, max_grad_norm=0.1)
+    losses, expected = [], one_process("Mixtral", 1, 0.1, ())
+    for step in range(STEPS):
+        tokens = micro_batches(step, 1)[0].chunk(2)[mesh["ep"].get_local_rank()]
+        loss = run.step(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).detach().clone()
+        dist.all_reduce(loss, group=mesh["ep"].get_group())
+        losses.append(loss.item() / 2)
+    assert losses == pytest.approx(expected[0], rel=1e-6)
+    for name, value in zs.full_state_dict(run.model).items():
+        assert torch.allclose(value, expected[2][name], rtol=0, atol=1e-5), name
+    assert "ep: " in run.report() and "experts: the busiest rank computed 1." in run.report()
+    run.close()
+
+
+def _on_ranks(rank, ranks, cells, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    meshes = {shape: init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep")) for shape in ((2, 2), (1, 4))}
+    found = {}
+    bodies = {cell.name: functools.partial(run_cell, cell, meshes[cell.axes], rank) for cell in cells}
+    bodies["checkpoints 1"] = functools.partial(checkpoints, rank, meshes, folder / "1", 1, {})
+    bodies["checkpoints 3"] = functools.partial(checkpoints, rank, meshes, folder / "3", 3, {"precision": "bf16"})
+    for stage, shape, listed in ROUTES:
+        bodies[f"routes {stage} {shape} {listed}"] = functools.partial(routes, rank, meshes[shape], stage, listed)
+    bodies["capacity"] = functools.partial(capacity, rank, meshes[2, 2])
+    for axes in ({"ep": 2, "dp": 1, "tp": 2}, {"pp": 2, "dp": 1, "ep": 2}):
+        bodies[f"beside {axes}"] = functools.partial(beside, rank, axes)
+    for name, body in bodies.items():
+        try:
+            found[name] = body()
+        except Exception:
+            found[name] = traceback.format_exc()
+            break  # ranks may stand in different places now
+    return found
+
+
+@functools.cache
+def results():
+    import transformers  # noqa: F401  # before the ranks are forked
+
+    with tempfile.TemporaryDirectory() as folder:
+        return run_processes(_on_ranks, WORLD, CELLS, Path(folder), timeout_s=300)
+
+
+def check(name):
+    for found in results():
+        assert name in found, f"another cell failed before: {list(found)[-1]}"
+        assert found[name] is None, found[name]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_equal_to_one_process(cell):
+    check(cell.name)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stage", [1, 3])
+def test_checkpoints_are_of_the_whole_model(stage):
+    check(f"checkpoints {stage}")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stage, shape, listed", ROUTES)
+def test_any_route_has_the_gradients_of_one_process(stage, shape, listed):
+    check(f"routes {stage} {shape} {listed}")
+
+
+@pytest.mark.processes
+def test_choices_beyond_the_capacity_get_zeros():
+    check("capacity")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("axes", [{"ep": 2, "dp": 1, "tp": 2}, {"pp": 2, "dp": 1, "ep": 2}], ids=str)
+def test_beside_other_axes(axes):
+    check(f"beside {axes}")
+
+
+def test_parts_of_any_length_are_exchanged():
+    counts = [[0, 3, 1], [2, 0, 0], [1, 1, 0]]  # from rank, to rank
+
+    def on_rank(rank):
+        comm, found = backend_select.current(None, torch.device("cpu"), 60.0), []
+        for scale in (1, 4000):  # the second outgrows the memory of the first
+            sent, came = ([scale * n for n in each] for each in (counts[rank], [row[rank] for row in counts]))
+            work = comm.all_to_all(out := torch.full((sum(came),), -1), torch.full((sum(sent),), rank), came, sent)
+            work.wait()
+            assert out.tolist() == [r for r, n in enumerate(came) for _ in range(n)]
+            found.append(sum(work.sent) == 8 * (sum(sent) - sent[rank]))
+        equal = torch.empty(3, dtype=torch.bfloat16)
+        comm.all_to_all(equal, torch.arange(3, dtype=torch.bfloat16) + 3 * rank).wait()
+        return all(found) and equal.tolist() == [rank, rank + 3, rank + 6]
+
+    assert run_threads(3, on_rank) == [True] * 3
+
+
+@pytest.mark.parametrize("dp, ep", [(2, 2), (1, 4)])
+def test_a_plan_has_the_bytes_of_experts_and_of_their_exchange(dp, ep):
+    config = GPTConfig(vocab_size=64, seq_len=16, dim=16, layers=2, heads=2, experts=8)
+    names = ["blocks.*.mlp.experts"]
+    plans = [
+        zs.plan(
+            lambda: GPT(config),
+            axes=axes,
+            batch=(2, 16),
+            stage=1,
+            separate=False,
+            parallel={"experts": names} if len(axes) > 1 else {},
+        )
+        for axes in ({"dp": 4}, {"dp": dp, "ep": ep})
+    ]
+    whole, divided = (plan.phases[-1].held[Tier.DEVICE]["parameters"] for plan in plans)
+    experts = 2 * 8 * (64 * 16 + 16 * 64) * 4  # layers, experts, matrices, bytes
+    assert whole - divided == experts * (ep - 1) // ep
+    rows = 2 * 16 * 2  # tokens, choices
+    assert plans[1].sent["ep"] == 4 * 2 * rows * (ep - 1) // ep * 16 * 4  # four ways, layers, width, bytes
+
+
+BAD = {
+    "experts has 6 experts, which 4 ranks do not divide: take an axis of 3 ranks": (6, {"experts": ["experts"]}),
+    "Net has no module of experts of Transformers' interface to divide over 4 ranks: name": (8, {}),
+    "experts: Net has no module named 'expert'. Did you mean 'experts'": (8, {"experts": ["expert"]}),
+    r"mix \(Linear\) has no num_experts: expected": (8, {"experts": ["mix"]}),
+    "capacity_factor: expected a number above 0, .*got 0": (8, {"experts": ["experts"], "capacity_factor": 0}),
+}
+
+
+@pytest.mark.parametrize("sentence", BAD)
+def test_what_can_not_be_divided(sentence):
+    experts, options = BAD[sentence]
+    with imagined_mesh({"dp": 1, "ep": 4}) as mesh:
+        model = net(experts)
+        before = dict(model.named_parameters())
+        with pytest.raises(zs.ConfigError, match=sentence):
+            zs.divide_experts(model, mesh["ep"], **options)
+        assert all(param is before[name] for name, param in model.named_parameters()) and type(model.experts) is Own
+        with pytest.raises(zs.ConfigError, match=r"expected one axis of a mesh, such as mesh\['ep'\]"):
+            zs.divide_experts(model, mesh)

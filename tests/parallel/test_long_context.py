@@ -1,0 +1,55 @@
+"""zs.long_context: tiles of tokens, offloaded checkpoints and an axis sp together equal one process."""
+
+import copy
+
+import pytest
+from sequence_kit import SMALL, VOCAB, Plain, adam, batches, compare, model_of, one_process, transformers
+
+import zeroshard as zs
+from zeroshard.testing import run_threads
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_long_context_equals_one_process_and_reports_what_it_did(kind):
+    """Tiles of 3 tokens, of 8 that a rank has."""
+    data, models = batches(), [copy.deepcopy(model_of(kind)) for _ in range(2)]
+
+    def on_rank(rank: int):
+        tiles = {"loss_tokens": 3, "mlp_tokens": 3}
+        model, optimizer = zs.long_context(models[rank], adam(models[rank]), mesh={"sp": 2}, stage=3, **tiles)
+        losses = []
+        for batch in zs.SequenceLoader(data, model):
+            out = model(**batch)
+            zs.backward(model, out.loss, weight=batch["num_items_in_batch"])
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(out.loss.item() / 2)
+            assert out.logits.shape == (2, 1, VOCAB)
+        return losses, zs.full_state_dict(model), str(zs.report(model))
+
+    results = run_threads(2, on_rank, timeout_s=100)
+    compare(results, one_process(model_of(kind), data))
+    for line in (
+        "2 MLPs compute 3 tokens",
+        "logits of 3 tokens",
+        "inputs of blocks are checkpoints, on host",
+        "2 ranks along sp",
+    ):
+        assert line in results[0][2]
+
+
+def test_long_context_that_does_not_fit_changes_nothing():
+    model = copy.deepcopy(model_of("llama"))
+    with pytest.raises(zs.ConfigError, match="stage"):
+        zs.long_context(model, stage=7)
+    with pytest.raises(zs.ConfigError, match=r"loss_tokens: expected a positive number"):
+        zs.long_context(model, loss_tokens=0)
+    with pytest.raises(zs.ConfigError, match=r"mlp_tokens: Plain has no module .* pass mlp_tokens=None"):
+        zs.long_context(Plain())
+    with pytest.raises(zs.ConfigError, match=r"loss_tokens: Plain has no language model .* pass loss_tokens=None"):
+        zs.long_context(Plain(), mlp_tokens=None)
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    gemma = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=0.5))
+    model, _ = zs.long_context(gemma)
+    with pytest.raises(zs.ConfigError, match="changes the logits of its head .* pass loss_tokens=None"):
+        model(**zs.shard_sequence(batches(steps=1)[0], model))

@@ -1,0 +1,284 @@
+"""Sequence parallelism (an axis "sp"): models of Transformers equal one process; masks, bytes, memory, and what is refused."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import seeding
+from mesh_kit import on_ranks
+from sequence_kit import (
+    HEADS,
+    LAYERS,
+    VOCAB,
+    WIDTH,
+    Plain,
+    adam,
+    assert_equals_one_process,
+    batches,
+    compare,
+    model_of,
+    one_process,
+    trained,
+    transformers,
+)
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeroshard as zs
+from zeroshard.comm.launch import run_processes
+from zeroshard.memory.ledger import SEQUENCE
+from zeroshard.testing import run_threads
+from zeroshard.zero.runtime import runtime_of
+
+
+@pytest.mark.parametrize("mesh", [{"sp": 2}, {"sp": 4}], ids=str)
+@pytest.mark.parametrize("kind", ["llama", "eager", "qwen3", "gpt2", "mixtral"])
+def test_models_equal_one_process(kind, mesh):
+    """At sp=4 the two key and value heads are repeated."""
+    assert_equals_one_process(model_of(kind), batches(), mesh, stage=3)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_dp_beside_sp_equals_one_process_at_every_stage(stage):
+    assert_equals_one_process(model_of("llama"), batches(rows=4), {"dp": 2, "sp": 2}, stage=stage, micro=2)
+
+
+PACKED = torch.cat([torch.arange(5), torch.arange(9), torch.arange(2)]).repeat(2, 1)
+LEFT = torch.ones(2, 16, dtype=torch.long)
+LEFT[0, :6] = 0
+PROMPT = batches(tokens=16)
+for each in PROMPT:
+    each["labels"][:, :9] = -100  # the first rank along sp has no label at all
+
+
+@pytest.mark.parametrize("kind", ["llama", "eager", "mistral"])
+@pytest.mark.parametrize(
+    "data",
+    [batches(tokens=15), batches(position_ids=PACKED), batches(tokens=15, position_ids=PACKED[:, :15]), PROMPT, batches(attention_mask=LEFT)],
+    ids=["odd length", "packed", "packed and odd", "labels of one rank only", "padding"],
+)  # fmt: skip
+def test_masks_are_those_of_whole_sequences(kind, data):
+    """Mistral's window of 5 tokens reaches over the border between ranks."""
+    assert_equals_one_process(model_of(kind), data[:3], {"sp": 2}, stage=2)
+
+
+def test_accumulated_micro_batches_and_checkpointed_blocks_equal_one_process():
+    """Recomputation exchanges once more, inside backward. Reentrant checkpoints run the blocks without gradients first."""
+    model = copy.deepcopy(model_of("mixtral"))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_equals_one_process(model.train(), batches(rows=4), {"dp": 2, "sp": 2}, stage=1, micro=2, held=True)
+    model = copy.deepcopy(model_of("llama"))
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    assert_equals_one_process(model.train(), batches(), {"sp": 2}, stage=3)
+
+
+def test_lora_equals_one_process():
+    peft = pytest.importorskip("peft")
+    with seeding(1):
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
+        model = peft.get_peft_model(copy.deepcopy(model_of("llama")), lora)
+    assert_equals_one_process(model, batches(), {"sp": 2}, stage=3)
+
+
+def test_bert_labels_stand_for_their_own_tokens():
+    """A model that is not causal; 15 tokens over 2 ranks, so that the added one must be masked."""
+    model, data = model_of("bert"), batches(tokens=15, steps=3)
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def on_rank(rank: int):
+        model, optimizer = zs.shard(models[rank], adam(models[rank]), mesh={"sp": 2}, stage=2)
+        losses = []
+        for whole in data:
+            batch = zs.shard_sequence(whole, model, shift_labels=False)
+            count = (batch["labels"] != -100).sum()
+            loss = model(**batch).loss
+            zs.backward(model, loss, weight=count)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append((loss * count).item() / 30)  # labels of the whole batch
+        return losses, zs.full_state_dict(model)
+
+    compare(run_threads(2, on_rank, timeout_s=100), one_process(model, data))
+
+
+def test_bf16_equals_one_rank():
+    """bf16 rounds sums over the tokens of each rank: losses are equal to 3 digits."""
+    data, runs = batches(rows=2), []
+    for mesh in ({"sp": 1}, {"sp": 2}):
+        models = [copy.deepcopy(model_of("llama")) for _ in range(mesh["sp"])]
+        run = functools.partial(trained, data=data, mesh=mesh, stage=3, precision="bf16")
+        results = run_threads(mesh["sp"], lambda rank, run=run, models=models: run(rank, models[rank]), timeout_s=100)
+        runs.append([sum(each) for each in zip(*(result[0] for result in results), strict=True)])
+    assert runs[1] == pytest.approx(runs[0], rel=2e-3)
+
+
+# -- modules that call F.scaled_dot_product_attention ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("network", ["shared", "tagged", "ordered"])
+@pytest.mark.parametrize("kv, mask", [(4, "causal"), (1, "causal"), (4, "slopes")])
+def test_any_module_attends_to_whole_sequences_over_every_network(kv, mask, network):
+    with seeding(0):
+        model = Plain(kv, mask)
+    data, models = batches(rows=2, steps=3), [copy.deepcopy(model) for _ in range(4)]
+
+    def on_rank(rank: int, options: dict):
+        return trained(rank, models[rank], data, {"dp": 2, "sp": 2}, stage=3, **options)
+
+    compare(on_ranks(4, network, on_rank), one_process(model, data))
+
+
+def _on_processes(rank: int, size: int):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    sampler = zs.ShardedSampler(8, mesh=mesh, shuffle=False)
+    with pytest.MonkeyPatch.context() as patch:
+        found = {}
+        for backend in ("shared", "dist"):
+            patch.setenv("ZEROSHARD_COMM", backend)
+            found[backend] = trained(
+                rank, copy.deepcopy(model_of("llama")), batches(rows=2), {"dp": 2, "sp": 2}, on=mesh, stage=3
+            )
+    return found, list(sampler), zs.shard_sequence(torch.arange(8).view(1, 8), mesh).flatten().tolist()
+
+
+@pytest.mark.processes
+def test_processes_over_shared_memory_and_gloo_equal_one_process():
+    results = run_processes(_on_processes, 4, timeout_s=300)
+    expected = one_process(model_of("llama"), batches(rows=2))
+    for backend in ("shared", "dist"):
+        compare([found[backend] for found, _, _ in results], expected)
+    assert [samples for _, samples, _ in results] == [[0, 2, 4, 6]] * 2 + [[1, 3, 5, 7]] * 2
+    assert [tokens for _, _, tokens in results] == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
+
+
+# -- bytes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_sent_are_those_of_the_formula(size):
+    """2 (2 H + 2 K') D bytes a token and layer, of which (n - 1) / n go to other ranks; and 8 bytes a position to each of them."""
+    (batch,) = batches(steps=1)
+    models = [copy.deepcopy(model_of("llama")) for _ in range(size)]
+
+    def on_rank(rank: int) -> int:
+        model, _ = zs.shard(models[rank], None, mesh={"sp": size}, stage=3)
+        loss = model(**zs.shard_sequence(batch, model)).loss
+        loss.backward()
+        assert "sequence parallelism: attention over" in str(zs.report(model))
+        return runtime_of(model).tiers.ledger.traffic[SEQUENCE].nbytes
+
+    tokens, kv = batch["input_ids"].numel() // size, max(2, size)
+    activations = 4 * 2 * LAYERS * (2 * HEADS + 2 * kv) * (WIDTH // HEADS) * tokens * (size - 1) // size
+    assert run_threads(size, on_rank) == [activations + 8 * tokens * (size - 1)] * size
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_activations_of_a_rank_are_one_part_of_those_of_one_process(size):
+    (batch,) = batches(tokens=64, steps=1)
+    models = [copy.deepcopy(model_of("gpt2")) for _ in range(size)]
+
+    def on_rank(rank: int) -> int:
+        model, _ = zs.shard(models[rank], None, mesh={"sp": size}, stage=0)
+        return saved_nbytes(model, zs.shard_sequence(batch, model))
+
+    whole = saved_nbytes(copy.deepcopy(model_of("gpt2")), batch)
+    for found in run_threads(size, on_rank):
+        assert found == pytest.approx(whole / size, rel=0.05)
+
+
+def saved_nbytes(model: nn.Module, batch: dict) -> int:
+    """Bytes that autograd keeps from a forward to its backward, parameters and masks apart."""
+    found = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point() and not isinstance(tensor, nn.Parameter) and tensor.grad_fn is not None:
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    return sum(found.values())
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+
+
+def refused(world: int, body, match: str) -> None:
+    def on_rank(rank: int) -> str:
+        with pytest.raises(zs.ConfigError, match=match):
+            body(rank)
+        return "refused"
+
+    assert run_threads(world, on_rank, timeout_s=60) == ["refused"] * world
+
+
+def test_heads_that_do_not_divide_and_models_that_do_not_fit_are_refused_before_any_change():
+    models = [copy.deepcopy(model_of("llama")) for _ in range(3)]
+    refused(3, lambda rank: zs.shard(models[rank], None, mesh={"sp": 3}), r"4 attention heads.* Make a mesh with sp=2")
+    assert all(not hasattr(model, "_zeroshard") for model in models)
+    plain = [Plain() for _ in range(3)]
+
+    def run(rank: int) -> None:
+        model, _ = zs.shard(plain[rank], None, mesh={"sp": 3})
+        model(**zs.shard_sequence(batches(tokens=15, steps=1)[0], model))
+
+    refused(3, run, r"3 ranks share the 4 heads of an attention, and 3 does not divide 4\. Make a mesh with sp=2")
+    config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=WIDTH, n_layer=1, n_head=4)
+    bloom = [transformers.BloomForCausalLM(config) for _ in range(2)]
+    refused(
+        2, lambda rank: zs.shard(bloom[rank], None, mesh={"sp": 2}), "does not take its attention from Transformers' registry"
+    )
+    encoder = [nn.TransformerEncoderLayer(WIDTH, 4, batch_first=True) for _ in range(2)]
+
+    def encode(rank: int) -> None:
+        wrapped = nn.Sequential(encoder[rank])
+        wrapped.__class__ = type("Encoder", (nn.Sequential,), {"__module__": "program"})
+        model, _ = zs.shard(wrapped, None, mesh={"sp": 2})
+        model(torch.zeros(1, 4, WIDTH))
+
+    refused(2, encode, "nn.MultiheadAttention computes its attention without leaving a place")
+
+
+def test_batches_that_ranks_see_differently_or_that_are_not_cut_are_refused():
+    models = [copy.deepcopy(model_of("llama")) for _ in range(4)]
+    (batch,) = batches(steps=1)
+
+    def run(rank: int) -> None:
+        model, _ = zs.shard(models[rank], None, mesh={"sp": 2})
+        with pytest.raises(zs.ConfigError, match="the batch has no position_ids.* zs.shard_sequence"):
+            model(**batch)
+        with pytest.raises(zs.ConfigError, match=r"attention_mask: expected shape \(2, 16\)"):
+            zs.shard_sequence(batch | {"attention_mask": torch.ones(2, 1, 16, 16)}, model)
+        zs.shard_sequence(batch if rank == 0 else batch | {"input_ids": batch["input_ids"] + 1}, model)
+
+    refused(2, run, r"ranks along sp have different input_ids .*ShardedSampler\(len\(dataset\), mesh=mesh\)")
+    refused(2, lambda rank: zs.shard(models[2 + rank], None, mesh={"dp": 3, "sp": 2}), "product is the number of ranks, 2")
+    refused(2, lambda rank: zs.shard(models[2 + rank], None, mesh={"tp": 2}), "Axes that cut parameters need process groups")
+    refused(2, lambda rank: zs.ShardedSampler(4, rank=0, world_size=1, mesh={"sp": 2}), "give one of them")
+
+
+def test_a_loader_is_cut_and_a_closed_model_is_as_before(capsys):
+    models = [copy.deepcopy(model_of("eager")) for _ in range(2)]
+    data = batches(steps=2)
+
+    def on_rank(rank: int):
+        model, _ = zs.shard(models[rank], None, mesh={"sp": 2}, stage=3)
+        loader = zs.SequenceLoader(data, model)
+        with torch.no_grad():
+            parts = [model(**batch).logits for batch in loader]
+        zs.close(model)
+        with torch.no_grad():
+            return len(loader), parts, [model(input_ids=batch["input_ids"]).logits for batch in data]
+
+    (count, left, whole), (_, right, _) = run_threads(2, on_rank, timeout_s=60)
+    assert count == 2 and models[0].config._attn_implementation == "eager"
+    for pair in zip(left, right, whole, strict=True):
+        torch.testing.assert_close(torch.cat(pair[:2], dim=1), pair[2])
+    run_threads(2, lambda rank: zs.shard(nn.Linear(2, 2), None, mesh={"sp": 2})[0](torch.zeros(1, 2)))
+    assert "each token is computed without those of other ranks" in capsys.readouterr().err
